@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Sets up .venv, installs, and runs all three stages on the embedded battle 3m with two workers.
+# Further arguments are passed on: ./quickstart.sh t_max=200000
+# Variables: VENV (where the virtual environment is), PYTHON (what it is made from), RESULTS_PATH, DRY_RUN
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/scripts/lib.sh"
+
+RESULTS_PATH=${RESULTS_PATH:-results}
+setup_venv ""
+started=$(mktemp)
+trap 'rm -f "$started"' EXIT
+gpus=$(count_gpus "$venv_python")
+share=()
+if [ "$gpus" -eq 1 ]; then share=(dist_backend=gloo); fi
+
+"$venv_python" "$root/src/main.py" --config=omagd_small --env-config=skirmish ${DRY_RUN:+--dry-run} with \
+    env_args.map_name=3m \
+    run=ddp \
+    learner=nq_graph_learner_ddp \
+    world_size=2 \
+    local_results_path="$RESULTS_PATH" \
+    ${share[@]+"${share[@]}"} \
+    "$@"
+
+[ -d "$RESULTS_PATH" ] || exit 0
+find "$RESULTS_PATH" -name summary.json -newer "$started" | while IFS= read -r summary; do
+    run=$(dirname -- "$summary")
+    printf '\nresult:  %s\n' "$summary"
+    find "$run/plots" -name '*.png' -exec printf 'picture: %s\n' {} \; 2>/dev/null | sort
+done

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Trains the graph agents by QMIX on reconstructed observations, from a tokenizer and a mask predictor.
+#
+#   TOKENIZER_PATH=results/<run>/models/pretrain_stage1_best \
+#   MASK_PREDICTOR_PATH=results/<run>/models/pretrain_stage2_best ./run_gnn_stage3_ddp.sh
+#
+# Further arguments are passed on: ./run_gnn_stage3_ddp.sh t_max=500000
+# Variables: TOKENIZER_PATH MASK_PREDICTOR_PATH NUM_GPUS CONFIG ENV_CONFIG MAP_NAME DDP_PORT RESULTS_PATH PYTHON VENV DRY_RUN
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/scripts/lib.sh"
+
+CONFIG=${CONFIG:-omagd}
+DDP_PORT=${DDP_PORT:-12355}
+RESULTS_PATH=${RESULTS_PATH:-results}
+[ -n "${TOKENIZER_PATH:-}" ] || fail 'TOKENIZER_PATH=… is needed (a tokenizer.th of stage1, or its folder): see run_pretrain_ddp.sh'
+[ -n "${MASK_PREDICTOR_PATH:-}" ] || fail 'MASK_PREDICTOR_PATH=… is needed (a stage2_model.th of stage2, or its folder): see run_pretrain_ddp.sh'
+python=$(find_python)
+choose_workers "$python"
+choose_env "$python"
+
+exec "$python" "$root/src/main.py" --config="$CONFIG" --env-config="$ENV_CONFIG" ${DRY_RUN:+--dry-run} with \
+    recontructer_stage=stage3 \
+    run=ddp \
+    learner=nq_graph_learner_ddp \
+    mac=gnn_graph_mac \
+    agent=gnn_rnn \
+    use_ddp=True \
+    world_size="$NUM_GPUS" \
+    ddp_port="$DDP_PORT" \
+    local_results_path="$RESULTS_PATH" \
+    pretrained_tokenizer_path="$TOKENIZER_PATH" \
+    pretrained_mask_predictor_path="$MASK_PREDICTOR_PATH" \
+    ${MAP_NAME:+"env_args.map_name=$MAP_NAME"} \
+    "$@"

@@ -1,0 +1,83 @@
+# shellcheck shell=bash
+# What the scripts of this repository share; sourced, never run. `root` is the repository.
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() { # message: to stderr, exit code 2
+    printf 'error: %s\n' "$1" >&2
+    exit 2
+}
+
+venv_dir() { # where the virtual environment is: $VENV, else .venv in the repository
+    printf '%s\n' "${VENV:-$root/.venv}"
+}
+
+find_python() { # the Python to run with: $PYTHON, else the virtual environment's, else python3
+    local venv
+    venv=$(venv_dir)
+    if [ -n "${PYTHON:-}" ]; then
+        printf '%s\n' "$PYTHON"
+    elif [ -x "$venv/bin/python" ]; then
+        printf '%s\n' "$venv/bin/python"
+    else
+        printf 'python3\n'
+    fi
+}
+
+suits() { # python: whether it is there and a version that we support
+    command -v "$1" >/dev/null 2>&1 &&
+        "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
+}
+
+base_python() { # the Python that a new virtual environment is made from
+    local name
+    for name in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
+        if suits "$name"; then
+            printf '%s\n' "$name"
+            return
+        fi
+    done
+    return 1
+}
+
+setup_venv() { # extras ("" or "dev,smax"): makes the virtual environment and installs, once; sets venv_python
+    local extras=$1 venv base wanted stamp
+    venv=$(venv_dir)
+    venv_python=$venv/bin/python
+    if ! suits "$venv_python"; then
+        base=$(base_python) || fail 'no Python 3.11 to 3.13 here; install one, or name it: PYTHON=/path/to/python'
+        "$base" -m venv --clear "$venv" || fail "$base cannot make a virtual environment (on Debian: apt install python3-venv)"
+    fi
+    stamp=$venv/.installed-${extras:-plain}
+    wanted=$(cd "$root" && cksum pyproject.toml setup.py constraints.txt && printf '%s\n' "$root")
+    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+        printf 'installing into %s (once; some minutes, mostly torch) ...\n' "$venv" >&2
+        "$venv_python" -m pip install --quiet --disable-pip-version-check \
+            -e "$root${extras:+[$extras]}" -c "$root/constraints.txt" || fail 'the installation failed, see above'
+        printf '%s\n' "$wanted" >"$stamp"
+    fi
+}
+
+count_gpus() { # python: GPUs that this process may use (CUDA_VISIBLE_DEVICES counts), 0 without
+    "$1" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null || printf '0\n'
+}
+
+choose_workers() { # python: sets NUM_GPUS where it is not given: the GPUs that are there, else two CPU workers
+    [ -z "${NUM_GPUS:-}" ] || return 0
+    NUM_GPUS=$(count_gpus "$1")
+    if [ "$NUM_GPUS" -eq 0 ]; then
+        NUM_GPUS=2
+        printf 'no GPU here: 2 CPU workers (CONFIG=omagd_small has the sizes for that)\n' >&2
+    fi
+}
+
+choose_env() { # python: sets ENV_CONFIG where it is not given: sc2 where the game can be played, else skirmish
+    [ -z "${ENV_CONFIG:-}" ] || return 0
+    ENV_CONFIG=skirmish
+    if [ -d "${SC2PATH:-$HOME/StarCraftII}/Versions" ] &&
+        "$1" "$root/src/main.py" --config=qmix --env-config=sc2 --dry-run >/dev/null 2>&1; then
+        ENV_CONFIG=sc2
+    fi
+    printf 'environment: %s%s\n' "$ENV_CONFIG" \
+        "$([ "$ENV_CONFIG" = sc2 ] || printf ' (the embedded battle; StarCraft II cannot be played here)')" >&2
+}

@@ -1,0 +1,17 @@
+"""OMAGD: cooperative multi-agent reinforcement learning that fills in what agents do not see."""
+
+from __future__ import annotations
+
+if __name__ != "omagd":
+    raise ImportError(f"this package is called 'omagd', not {__name__!r}: install it (pip install -e .) and import omagd")
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Load the Python interface on first use, so that `import omagd` needs no torch."""
+    if name in {"run", "load_policy"}:
+        from omagd.run import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'omagd' has no attribute {name!r}")

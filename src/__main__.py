@@ -1,0 +1,10 @@
+"""`python -m omagd`."""
+
+from __future__ import annotations
+
+import sys
+
+from omagd.run.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

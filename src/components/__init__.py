@@ -1,0 +1,1 @@
+"""Parts of value-based learning: packed batches, replay, action selection, schedules, targets."""

@@ -1,0 +1,141 @@
+"""Episodes in one file: a JSON header and raw arrays, both under checksums, nothing that could run code when read.
+
+Layout: 8 bytes mark, 8 bytes length of the header (little-endian), 32 bytes SHA-256 of the header, the header, then
+field after field all episodes' rows. The header names version, facts, rows of each episode, and of each field dtype,
+shape of a row and SHA-256 of its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omagd.components.packing import Episode
+from omagd.utils.errors import UserError
+
+MARK = b"omagd-ep"
+VERSION = 1
+DTYPES = {
+    str(np.dtype(name)): getattr(torch, name)
+    for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
+}
+
+Facts = Mapping[str, str | int | float | bool]
+"""What the episodes belong to: environment, map, shapes, ..."""
+
+
+def _bytes(values: Tensor) -> np.ndarray:
+    return values.detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8)
+
+
+def _field(name: str, episodes: Sequence[Episode]) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for episode in episodes:
+        digest.update(_bytes(episode[name]).data)
+    first = episodes[0][name]
+    dtype = next((key for key, kind in DTYPES.items() if kind == first.dtype), None)
+    if dtype is None:
+        raise ValueError(f"field {name} has dtype {first.dtype}, which episode files cannot hold")
+    return {"name": name, "dtype": dtype, "shape": list(first.shape[1:]), "sha256": digest.hexdigest()}
+
+
+def write_episodes(path: str | Path, episodes: Sequence[Episode], facts: Facts) -> None:
+    """Write `episodes` (all with the same fields) and `facts` to the file `path`, which appears whole or not at all."""
+    names = list(episodes[0]) if episodes else []
+    header = json.dumps(
+        {
+            "version": VERSION,
+            "facts": dict(facts),
+            "rows": [len(episode[names[0]]) for episode in episodes],
+            "fields": [_field(name, episodes) for name in names],
+        }
+    ).encode()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(MARK + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header)
+        for name in names:
+            for episode in episodes:
+                file.write(_bytes(episode[name]).data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[Episode]:
+    """Return the episodes of the file `path` as CPU tensors of exact size.
+
+    Args:
+        facts: what this run is; each must be the same in the file. key: configuration key to name in errors.
+        most: episodes that this run has room for.
+
+    Errors: UserError, one line, for a file that is missing, no episode file, damaged, of another run or too large.
+    """
+    path = Path(path)
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be read: {error.strerror}") from error
+    with file:
+        header = _read_header(file, path, key)
+        for name, value in facts.items():
+            if header["facts"].get(name) != value:
+                there = header["facts"].get(name)
+                raise UserError(f"{key}={path} does not fit: {name} is {there} there and {value} in this run")
+        if len(header["rows"]) > most:
+            there = len(header["rows"])
+            raise UserError(f"{key}={path} holds {there} episodes, this run keeps {most}: allow more episodes")
+        episodes: list[dict[str, Tensor]] = [{} for _ in header["rows"]]
+        for field in header["fields"]:
+            _read_field(file, field, header["rows"], episodes, f"{key}={path}")
+    return list(episodes)
+
+
+def _read_header(file: BinaryIO, path: Path, key: str) -> dict[str, Any]:
+    """Return the checked header, the file standing at its first array."""
+    size = path.stat().st_size
+    start = file.read(48)
+    if start[:8] != MARK or len(start) < 48:
+        raise UserError(f"{key}={path} is no file of episodes: collect it with save_pretrain_buffer=True")
+    length = int.from_bytes(start[8:16], "little")
+    text = file.read(length) if length <= size else b""
+    if hashlib.sha256(text).digest() != start[16:48]:
+        raise UserError(f"{key}={path} is damaged (its header): collect it again")
+    header = json.loads(text)
+    if header.get("version") != VERSION:
+        raise UserError(f"{key}={path} has another version than {VERSION}: collect it again")
+    try:
+        row = sum(np.dtype(f["dtype"]).itemsize * math.prod(f["shape"]) for f in header["fields"])
+        sound = {f["dtype"] for f in header["fields"]} <= set(DTYPES) and min(header["rows"], default=1) >= 1
+        expected = 48 + length + row * sum(header["rows"])
+    except (KeyError, TypeError, ValueError):
+        sound, expected = False, 0
+    if not sound or size != expected:
+        raise UserError(f"{key}={path} is damaged (its size or its fields are wrong): copy or collect it again")
+    return header
+
+
+def _read_field(
+    file: BinaryIO, field: dict[str, Any], rows: list[int], episodes: list[dict[str, Tensor]], what: str
+) -> None:
+    """Read one field of all episodes into `episodes`."""
+    digest = hashlib.sha256()
+    for count, episode in zip(rows, episodes, strict=True):
+        values = torch.empty((count, *field["shape"]), dtype=DTYPES[field["dtype"]])
+        raw = _bytes(values)
+        if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
+            raise UserError(f"{what} is damaged (it ends too early): copy or collect it again")
+        digest.update(raw.data)
+        episode[field["name"]] = values
+    if digest.hexdigest() != field["sha256"]:
+        raise UserError(f"{what} is damaged (field {field['name']}): copy or collect it again")

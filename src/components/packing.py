@@ -1,0 +1,131 @@
+"""Ragged episodes without padding: the rows of a batch stand packed, time step by time step.
+
+An episode of L steps has L + 1 rows: row t holds what was seen before action t, that action and what followed; the last
+row holds the closing observation only. Episodes stand in order of falling length, so that step t of all episodes that
+reach it is one contiguous block of `batch_sizes[t]` rows. S is the number of rows of all episodes together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where each row of a packed batch belongs.
+
+    Args:
+        lengths: rows of each episode, falling, all ≥ 1.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if any(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False)) or min(self.lengths) < 1:
+            raise ValueError("a packing needs falling lengths of at least one row")
+
+    @property
+    def n_episodes(self) -> int:
+        """B."""
+        return len(self.lengths)
+
+    @property
+    def n_steps(self) -> int:
+        """T: rows of the longest episode."""
+        return self.lengths[0]
+
+    @cached_property
+    def batch_sizes(self) -> list[int]:
+        """Episodes that reach each time step, [T], falling."""
+        lengths = np.asarray(self.lengths)
+        return [int(k) for k in (lengths[None, :] > np.arange(self.n_steps)[:, None]).sum(axis=1)]
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        sizes = torch.tensor(self.batch_sizes)
+        step = torch.repeat_interleave(torch.arange(self.n_steps), sizes)
+        starts = torch.cumsum(sizes, 0) - sizes
+        return torch.arange(len(step)) - starts[step], step
+
+    @property
+    def episode(self) -> Tensor:
+        """Episode of each row, [S] int64 (CPU)."""
+        return self._rows[0]
+
+    @property
+    def step(self) -> Tensor:
+        """Time step of each row, [S] int64 (CPU)."""
+        return self._rows[1]
+
+    @cached_property
+    def closing(self) -> Tensor:
+        """Whether a row is its episode's closing observation, [S] bool (CPU)."""
+        return self.step == torch.tensor(self.lengths)[self.episode] - 1
+
+    def pad(self, packed: Tensor, fill: float = 0) -> Tensor:
+        """Lay packed rows [S, ...] out as [B, T, ...], with `fill` where an episode has ended."""
+        out = packed.new_full((self.n_episodes, self.n_steps, *packed.shape[1:]), fill)
+        out[self.episode.to(packed.device), self.step.to(packed.device)] = packed
+        return out
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """Take the rows that exist out of [B, T, ...]: [S, ...]."""
+        return padded[self.episode.to(padded.device), self.step.to(padded.device)]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Named tensors [S, ...] of some episodes, packed.
+
+    Attributes:
+        data: tensors by name. packing: where their rows belong.
+        sample_index: [B], place of each (sorted) episode in the sample as it was drawn, for draws that must not
+            depend on how a batch is dealt to ranks.
+    """
+
+    data: Mapping[str, Tensor]
+    packing: Packing
+    sample_index: tuple[int, ...]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data
+
+    @property
+    def happened(self) -> Tensor:
+        """Whether a step was taken from this row (all but the closing rows), [S] bool, on the batch's device."""
+        return ~self.packing.closing.to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(iter(self.data.values())).device
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """Return the batch on `device`."""
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
+        return PackedBatch(moved, self.packing, self.sample_index)
+
+
+Episode = Mapping[str, Tensor]
+"""One episode: tensors [L + 1, ...] by name."""
+
+
+def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:
+    """Pack episodes; the order in which they are given is kept in `sample_index`. All must have the same names."""
+    rows = [len(next(iter(episode.values()))) for episode in episodes]
+    order = sorted(range(len(episodes)), key=lambda i: -rows[i])
+    packing = Packing(tuple(rows[i] for i in order))
+    # Episode after episode first (cheap concatenation), then one gather into time order.
+    starts = np.concatenate([[0], np.cumsum(packing.lengths)[:-1]])
+    gather = torch.from_numpy(starts)[packing.episode] + packing.step
+    data = {name: torch.cat([episodes[i][name] for i in order])[gather] for name in episodes[0]}
+    return PackedBatch(data, packing, tuple(order))

@@ -1,0 +1,118 @@
+"""Contradictions within one configuration; what an environment or the devices have to say stands in `omagd.run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omagd.config.schema import Config
+from omagd.utils.errors import UserError
+
+# Built-in names that cannot do reconstruction; names of plugins are taken on trust.
+PLAIN_LEARNERS = {"nq_learner", "nq_learner_ddp"}
+PLAIN_MACS = {"basic_mac", "n_mac"}
+
+
+def check(config: Config) -> None:
+    """Refuse what contradicts itself. Errors: UserError with key, value and mend, for the first contradiction."""
+    for rule in (_stages, _reconstruction, _playing, _sizes):
+        rule(config)
+
+
+def pretrained_file(key: str, path: str, file_name: str) -> Path:
+    """Return the weights file that `path` means: the file itself, or `file_name` in the folder.
+
+    Args:
+        key: the configuration key, for the message. path: as given, relative to where the command was typed.
+        file_name: what the file is called in its folder.
+
+    Errors: UserError when there is no such file.
+    """
+    given = Path(path).expanduser()
+    file = given / file_name if given.is_dir() else given
+    if file.is_file():
+        return file
+    what = f"there is no {file_name} in this folder" if given.is_dir() else "no such file or folder"
+    raise UserError(f"{key}={path}: {what}. Give the {file_name} that pre-training wrote, or its folder")
+
+
+def _stages(config: Config) -> None:
+    one, other = config.reconstructer_stage, config.recontructer_stage
+    if one and other and one != other:
+        raise UserError(f"reconstructer_stage={one} and recontructer_stage={other} are one key: give one of them")
+    given = one or other
+    if given and not config.use_graph_reconstruction:
+        if given != "stage3":
+            raise UserError(
+                f"reconstructer_stage={given}: use_graph_reconstruction=False has stage 3 only. "
+                "Take --config=omagd, or use_graph_reconstruction=True"
+            )
+        return
+    if config.pretrain_only and config.stage == "stage3":
+        why = "without graph reconstruction" if not config.use_graph_reconstruction else "reconstructer_stage=stage3"
+        raise UserError(f"pretrain_only=True: there is nothing to pre-train ({why}). Drop one of the two")
+    if not config.use_graph_reconstruction or config.evaluate:
+        return
+    if config.stage in {"stage2", "stage3"} and not config.pretrained_tokenizer_path:
+        raise UserError(
+            f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "
+            "(models/pretrain_stage1_best/ of a stage1 run), or reconstructer_stage=all"
+        )
+    if config.stage == "stage3" and not config.pretrained_mask_predictor_path:
+        raise UserError(
+            "reconstructer_stage=stage3: needs pretrained_mask_predictor_path=… "
+            "(models/pretrain_stage2_best/ of a stage2 run), or reconstructer_stage=all"
+        )
+
+
+def _reconstruction(config: Config) -> None:
+    if not config.use_graph_reconstruction:
+        return
+    if config.use_full_obs:
+        raise UserError("use_full_obs=True: nothing is left to reconstruct. Add use_graph_reconstruction=False")
+    if config.learner in PLAIN_LEARNERS:
+        graph = config.learner.replace("nq_", "nq_graph_")
+        raise UserError(f"learner={config.learner}: use_graph_reconstruction=True needs learner={graph}")
+    if config.mac in PLAIN_MACS:
+        raise UserError(
+            f"mac={config.mac}: reads no reconstruction (use_graph_reconstruction=True). "
+            "Use mac=n_graph_mac or mac=gnn_graph_mac"
+        )
+    predictor = config.mask_predictor_config
+    if predictor.d_model % predictor.n_heads:
+        raise UserError(
+            f"mask_predictor_config.n_heads={predictor.n_heads}: must divide "
+            f"mask_predictor_config.d_model={predictor.d_model}"
+        )
+
+
+def _playing(config: Config) -> None:
+    if config.evaluate and not config.checkpoint_path:
+        raise UserError("evaluate=True: needs checkpoint_path=… (models/ or models/<t_env>/ of a run)")
+    if config.evaluate and config.pretrain_only:
+        raise UserError("evaluate=True and pretrain_only=True contradict each other: drop one of the two")
+    if config.load_step and not config.checkpoint_path:
+        raise UserError(f"load_step={config.load_step}: needs checkpoint_path=… to choose from")
+    if len(set(config.seeds)) != len(config.seeds):
+        raise UserError(f"seeds={_listed(config)}: a seed stands twice. Name each once")
+    if config.run == "default" and (config.world_size or 1) > 1:
+        raise UserError(f"world_size={config.world_size}: run=default is one process. Use run=ddp")
+    if config.seeds and config.unique_token:
+        raise UserError(
+            f"unique_token={config.unique_token}: names one folder, seeds={_listed(config)} makes several. "
+            "Drop unique_token"
+        )
+
+
+def _sizes(config: Config) -> None:
+    if config.use_per:
+        raise UserError("use_per=True: prioritised replay is not built, and unproven under DDP. Use use_per=False")
+    if config.epsilon_finish > config.epsilon_start:
+        raise UserError(f"epsilon_finish={config.epsilon_finish}: must be at most epsilon_start={config.epsilon_start}")
+    if config.batch_size > config.buffer_size:
+        raise UserError(
+            f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}, or nothing is sampled"
+        )
+
+
+def _listed(config: Config) -> str:
+    return ",".join(map(str, config.seeds))

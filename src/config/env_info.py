@@ -1,0 +1,104 @@
+"""The frozen facts of an environment.
+
+Legend for shapes, used in the whole code base: B episodes or battle slots, T steps, S packed steps (all steps of a batch
+one after another), n agents, N nodes of one agent's graph, D features of a node, A actions, K codes, H hidden units,
+k stacked frames, W ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+SELF, ALLY, ENEMY = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class EntityLayout:
+    """How one agent's flat observation is laid out: move, enemies, allies, own, in that order (`obs_component`).
+
+    `position` and `health` are the places of (relative x, relative y) and health among another unit's features, for
+    pictures; health is -1 where it is not shown.
+    """
+
+    move_dim: int
+    n_enemies: int
+    enemy_dim: int
+    n_allies: int
+    ally_dim: int
+    own_dim: int
+    position: tuple[int, int] = (2, 3)
+    health: int = 4
+
+    @property
+    def obs_dim(self) -> int:
+        """Features of the flat observation."""
+        return self.move_dim + self.n_enemies * self.enemy_dim + self.n_allies * self.ally_dim + self.own_dim
+
+    @property
+    def n_nodes(self) -> int:
+        """N: self, allies, enemies."""
+        return 1 + self.n_allies + self.n_enemies
+
+    @property
+    def node_dim(self) -> int:
+        """D: widest node, zero-padded on the right."""
+        return max(self.ally_dim, self.enemy_dim, 4 + self.move_dim + self.own_dim)
+
+    @property
+    def node_types(self) -> tuple[int, ...]:
+        """Type of each node in graph order: SELF, allies, enemies."""
+        return (SELF, *([ALLY] * self.n_allies), *([ENEMY] * self.n_enemies))
+
+    @property
+    def obs_component(self) -> tuple[object, ...]:
+        """The published form: (move_dim, (n_enemies, enemy_dim), (n_allies, ally_dim), own_dim)."""
+        return (self.move_dim, (self.n_enemies, self.enemy_dim), (self.n_allies, self.ally_dim), self.own_dim)
+
+
+@dataclass(frozen=True)
+class EnvInfo:
+    """Facts of one environment, asked once; `layout` is None where graphs are not supported.
+
+    Attributes:
+        name: environment key ("skirmish"); results are labelled with it.
+        map_name: map or task.
+        n_agents, n_actions, obs_dim, state_dim: sizes.
+        episode_limit: longest episode in agent steps.
+        n_normal_actions: actions that aim at nobody; action n_normal_actions + i attacks enemy i.
+        layout: entity layout of `obs`, if there is one.
+        scripted_policies: names that the environment's `scripted_actions` understands.
+        has_win: whether `battle_won` means something here.
+    """
+
+    name: str
+    map_name: str
+    n_agents: int
+    n_actions: int
+    obs_dim: int
+    state_dim: int
+    episode_limit: int
+    n_normal_actions: int = 0
+    layout: EntityLayout | None = None
+    scripted_policies: tuple[str, ...] = ()
+    has_win: bool = True
+
+    def shape_key(self) -> str:
+        """Return a short hash of what pre-trained graph modules depend on: environment, map, sizes."""
+        facts = {k: v for k, v in asdict(self).items() if k not in {"scripted_policies", "has_win"}}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, object]) -> EnvInfo:
+        """Rebuild from `to_dict`."""
+        layout = values.get("layout")
+        policies = values.get("scripted_policies", ())
+        if isinstance(layout, dict):
+            layout = EntityLayout(**{**layout, "position": tuple(layout["position"])})
+        fixed = {**values, "layout": layout}
+        return cls(**{**fixed, "scripted_policies": tuple(policies)})  # type: ignore[arg-type]

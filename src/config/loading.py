@@ -1,0 +1,183 @@
+"""From YAML files and `with key=value` to one frozen, checked `Config`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Mapping
+from copy import deepcopy
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from omagd.config.checks import check
+from omagd.config.messages import validation_message
+from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
+from omagd.utils.errors import UserError, nearest
+
+DEFAULT_CONFIG = "omagd_small"
+DEFAULT_ENV_CONFIG = "skirmish"
+PLUGIN_GROUP = "omagd.config_dirs"
+HERE = Path(__file__).resolve().parent
+SECTIONS: dict[str, type[BaseModel]] = {
+    "tokenizer_config": TokenizerConfig,
+    "mask_predictor_config": MaskPredictorConfig,
+}
+# libyaml's loader where PyYAML was built with it: the same values, ten times as fast.
+SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def resolve(
+    config: str | None = None, env_config: str | None = None, updates: Mapping[str, Any] | None = None
+) -> Config:
+    """Return the checked configuration of one run.
+
+    Args:
+        config: name of a file in `algs/`, or path of a YAML file; None: omagd_small.
+        env_config: name of a file in `envs/`, or path of a YAML file; None: skirmish.
+        updates: values by dotted key ("env_args.map_name"); a value may be a mapping.
+
+    Errors: UserError for everything that is wrong with names, keys, values, or that contradicts itself.
+    """
+    return validate(apply_updates(base_values(config, env_config), updates or {}))
+
+
+def base_values(config: str | None = None, env_config: str | None = None) -> dict[str, Any]:
+    """Return the values of default.yaml with the environment's and then the algorithm's YAML laid over them."""
+    values = read_yaml(HERE / "default.yaml")
+    for kind, name in (("envs", env_config or DEFAULT_ENV_CONFIG), ("algs", config or DEFAULT_CONFIG)):
+        path = find_yaml(kind, name)
+        values = _merge(values, read_yaml(path), source=path.name)
+    return values
+
+
+def apply_updates(values: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with `updates` (by dotted key) laid over. Errors: UserError for a key that does not exist."""
+    result = deepcopy(dict(values))
+    for key, value in updates.items():
+        nested: Any = value
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        result = _merge(result, nested, source="with", shown=value)
+    return result
+
+
+def validate(values: Mapping[str, Any]) -> Config:
+    """Return the frozen configuration of plain `values`. Errors: UserError naming key, value and what is expected."""
+    try:
+        config = Config.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError(*validation_message(error)) from None
+    check(config)
+    return config
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Return the configuration as plain values that YAML and JSON can hold; `validate` takes them back."""
+    return config.model_dump(mode="json")
+
+
+def parse_value(text: str, current: Any = None) -> Any:
+    """Return the value that `text` of `key=text` means: a Python literal, else text.
+
+    Args:
+        text: what stands behind the equals sign.
+        current: the key's present value; where that is text, `text` stays text ("3" for a name).
+    """
+    if isinstance(current, str):
+        return _unquoted(text)
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def config_names(kind: str) -> list[str]:
+    """Return the names that `--config` (kind "algs") or `--env-config` (kind "envs") takes, sorted."""
+    return sorted({path.stem for folder in config_dirs() for path in (folder / kind).glob("*.yaml")})
+
+
+def config_dirs() -> list[Path]:
+    """Return the folders with `algs/` and `envs/`: this package's own, then those of installed plugins."""
+    return [HERE, *(Path(str(point.load())) for point in entry_points(group=PLUGIN_GROUP))]
+
+
+def find_yaml(kind: str, name: str) -> Path:
+    """Return the file that `--config=name` (kind "algs") or `--env-config=name` (kind "envs") means."""
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise UserError(f"{_option(kind)}={name}: no such file. Give a YAML file, or one of the names of --list")
+        return Path(name)
+    for folder in config_dirs():
+        if (folder / kind / f"{name}.yaml").is_file():
+            return folder / kind / f"{name}.yaml"
+    known = config_names(kind)
+    raise UserError(f"{_option(kind)}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file. Errors: UserError when it cannot be read or is no mapping."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=SAFE_LOADER)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{path}: must hold `key: value` lines, got {type(values).__name__}")
+    return values
+
+
+def known_keys() -> list[str]:
+    """Return every key by its dotted name, in the schema's order; what is below `env_args` is the environment's."""
+    keys: list[str] = []
+    for key in Config.model_fields:
+        keys += [f"{key}.{inner}" for inner in SECTIONS[key].model_fields] if key in SECTIONS else [key]
+    return keys
+
+
+def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, shown: Any = None) -> dict[str, Any]:
+    """Return `values` with `over` laid over, section by section; a key outside the schema is refused."""
+    result = dict(values)
+    for key, value in over.items():
+        if key not in Config.model_fields:
+            raise _unknown(key, source, value if shown is None else shown)
+        if key == "env_args" and isinstance(value, Mapping):
+            result[key] = {**result.get(key, {}), **value}
+        elif key in SECTIONS and isinstance(value, Mapping):
+            for inner in value:
+                if inner not in SECTIONS[key].model_fields:
+                    raise _unknown(f"{key}.{inner}", source, value[inner])
+            result[key] = {**result.get(key, {}), **value}
+        elif isinstance(value, Mapping) and isinstance(shown, str | int | float | bool):
+            raise _unknown(".".join([key, *value]), source, shown)
+        else:
+            result[key] = value
+    return result
+
+
+def _unknown(key: str, source: str, value: Any) -> UserError:
+    """Return the error for a key that is not in the schema, with the nearest one that is."""
+    names = {name.rpartition(".")[2]: name for name in reversed(known_keys())} | {name: name for name in known_keys()}
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    mend = f" Did you mean '{names[close[0]]}'?" if close else " `--dry-run` shows all keys"
+    if source == "with":
+        return UserError(f"with {key}={value}: unknown key '{key}'.{mend}")
+    return UserError(f"{source}: unknown key '{key}'.{mend}")
+
+
+def _option(kind: str) -> str:
+    return "--config" if kind == "algs" else "--env-config"
+
+
+def _unquoted(text: str) -> str:
+    """Return `text` without the quotes of a Python literal around it."""
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return text

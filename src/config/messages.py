@@ -1,0 +1,85 @@
+"""What the schema's refusals say to the person who typed the value."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "True or False",
+    "tuple_type": "a list of whole numbers, such as 1,2,3",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+}
+NUMBER_AS_TEXT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+
+
+def validation_message(error: ValidationError, prefix: str = "") -> tuple[str, ...]:
+    """Return one line with key, value and what is expected, and at most one line of help.
+
+    Args:
+        error: what pydantic raised; its first complaint is told, the number of the others is mentioned.
+        prefix: put before the key ("env_args." for the arguments of an environment).
+    """
+    details = error.errors(include_url=False, include_context=True)
+    first = details[0]
+    key = prefix + ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+    if first["type"] == "missing":
+        return (f"{key}: has no value. Give {key}=…",)
+    if first["type"] == "extra_forbidden":
+        return (f"{key}={_show(first['input'])}: unknown key '{key}'",)
+    line = f"{key}={_show(first['input'])}: must be {_expected(details, first)}{_mend(first)}"
+    others = {item["loc"][0] for item in details} - {first["loc"][0]}
+    return (line, f"also wrong: {', '.join(sorted(map(str, others)))}") if others else (line,)
+
+
+def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
+    """Return what the key takes, in words; the branches of an optional key are told together."""
+    context = first.get("ctx", {})
+    bounds = {
+        "greater_than_equal": ("at least", "ge"),
+        "greater_than": ("more than", "gt"),
+        "less_than_equal": ("at most", "le"),
+        "less_than": ("less than", "lt"),
+    }
+    if first["type"] in bounds:
+        words, name = bounds[first["type"]]
+        return f"{words} {context[name]}"
+    if first["type"] == "literal_error":
+        return f"one of {str(context['expected']).replace(' or ', ', ').replace(chr(39), '')}"
+    same_key = [item["type"] for item in details if item["loc"][0] == first["loc"][0]]
+    if first["type"] in EXPECTED:
+        return EXPECTED[first["type"]] + (" or null" if "none_required" in same_key else "")
+    return first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+
+
+def _mend(first: ErrorDetails) -> str:
+    """Return what to write instead, where that can be told."""
+    value: Any = first["input"]
+    if isinstance(value, str) and NUMBER_AS_TEXT.fullmatch(value) and first["type"] in {"int_type", "float_type"}:
+        number = float(value)
+        if first["type"] == "int_type" and number.is_integer():
+            return f". YAML reads {value} as text: write {int(number)}"
+        mantissa, _, exponent = value.lower().partition("e")
+        point = mantissa if "." in mantissa else f"{mantissa}.0"
+        sign = "" if exponent[0] in "+-" else "+"
+        return f". YAML reads {value} as text: write {point}e{sign}{exponent}"
+    if isinstance(value, float) and value.is_integer() and first["type"] == "int_type":
+        return f": write {int(value)}"
+    return ""
+
+
+def _is_branch(part: int | str) -> bool:
+    """Return whether a part of a location is pydantic's name of a union's branch, not a key."""
+    return isinstance(part, str) and ("[" in part or part in {"int", "float", "str", "bool", "none"})
+
+
+def _show(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,68 @@
+"""Controllers that act on reconstructed observations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omagd.components.packing import PackedBatch
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.basic_mac import BasicMAC
+from omagd.modules.agents.inputs import AgentInputs
+from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+
+
+class NGraphMAC(BasicMAC):
+    """Agents read the flat observation with guesses where nothing was seen.
+
+    A reconstruction is computed once, when the step is played, and kept with it; the learner reads what was kept.
+    Without a reconstructor the agents read `obs` (the baseline), or `full_obs` under `use_full_obs` (the upper bound).
+    """
+
+    reads_reconstructions = True
+
+    def __init__(
+        self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None
+    ) -> None:
+        if info.layout is None:
+            raise UserError(f"mac={config.mac} needs an environment with an entity layout; env={config.env} has none")
+        if reconstructor is not None and config.use_full_obs:
+            raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
+        self.reconstructor = reconstructor
+        super().__init__(config, info, device, reconstructor)
+
+    def begin(self, n_slots: int) -> None:
+        """Make room for the memory of B slots, the reconstructor's history included."""
+        super().begin(n_slots)
+        if self.reconstructor is not None:
+            self.reconstructor.begin(n_slots)
+
+    def reset(self, which: np.ndarray) -> None:
+        """Forget the episodes of the slots `which` ([B] bool)."""
+        super().reset(which)
+        if self.reconstructor is not None:
+            self.reconstructor.reset(which)
+
+    def _look(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
+        if self.reconstructor is None:
+            return super()._look(obs, step)
+        made = self.reconstructor.step(obs, step)
+        features = made.obs.to(self.device, self.dtype)
+        extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
+        return AgentInputs(features, self._last_action, made.guessed.to(self.device)), extras
+
+    def _recall(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+        if self.reconstructor is None:
+            return super()._recall(batch)
+        return self.reconstructor.restore(batch.data)
+
+
+class GNNGraphMAC(NGraphMAC):
+    """The same for agents that read graphs (`gnn_rnn`), which make them from the flat observation: the way is exact."""

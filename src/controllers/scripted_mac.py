@@ -1,0 +1,67 @@
+"""Policies that nobody learned: scripts of the environment, and chance."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omagd.controllers.types import Decision, Exploration, Tick
+from omagd.envs.actions import random_actions
+from omagd.envs.protocol import BatchedEnv
+from omagd.utils.errors import UserError
+
+RANDOM = "random"
+
+
+class ScriptedPolicy:
+    """Plays each episode with one of several scripts, with random actions mixed in; for collecting diverse data.
+
+    The share of random actions differs from episode to episode: it is drawn from Beta(2s, 2(1 - s)), whose mean is
+    s = `random_share`, so that there are nearly pure and nearly random games. Works in every environment: without
+    scripts, or with ("random",), it draws uniformly from the available actions.
+
+    Args:
+        env: the environment that is played, asked for its scripts' actions.
+        policies: names to draw from; empty for ("random",). random_share: s, in [0, 1]. rng: where chance comes from.
+
+    Errors: UserError for a policy that the environment does not have.
+    """
+
+    wants_full_obs = False
+
+    def __init__(
+        self, env: BatchedEnv, policies: tuple[str, ...], random_share: float, rng: np.random.Generator
+    ) -> None:
+        self.policies = policies or (RANDOM,)
+        known = {RANDOM, *env.info.scripted_policies}
+        for name in self.policies:
+            if name not in known:
+                raise UserError(
+                    f"graph_pretrain_policy: {env.info.name} has no scripted policy {name}",
+                    f"known: {', '.join(sorted(known))}",
+                )
+        self._env = env
+        self._random_share = random_share
+        self._rng = rng
+        self.begin(env.n_slots)
+
+    def begin(self, n_slots: int) -> None:
+        """Prepare for `n_slots` slots."""
+        self._script = np.zeros(n_slots, np.int64)
+        self._share = np.zeros(n_slots)
+
+    def reset(self, which: np.ndarray) -> None:
+        """Draw a script and a share of random actions for each slot in `which` [B] bool."""
+        count, s = int(which.sum()), self._random_share
+        self._script[which] = self._rng.integers(len(self.policies), size=count)
+        self._share[which] = self._rng.beta(2 * s, 2 * (1 - s), size=count) if 0 < s < 1 else s
+
+    def act(self, tick: Tick, explore: Exploration | None) -> Decision:
+        """Return each slot's scripted actions; `explore` changes nothing, since chance is mixed in already."""
+        actions = random_actions(tick.observation.avail_actions, self._rng)
+        chance = self._rng.random(actions.shape) < self._share[:, None]
+        for number in np.unique(self._script[tick.active]):
+            if self.policies[number] != RANDOM:
+                scripted = self._env.scripted_actions(self.policies[number], self._rng)
+                follow = (self._script == number)[:, None] & ~chance
+                actions = np.where(follow, scripted, actions)
+        return Decision(actions)

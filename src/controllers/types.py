@@ -1,0 +1,64 @@
+"""What passes between the runner and whoever acts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from omagd.envs.protocol import Observation
+
+
+@dataclass
+class Tick:
+    """One moment of all slots.
+
+    Attributes:
+        observation: what they show; valid until the environment's next call.
+        step: [B] int64, step within each slot's episode.
+        active: [B] bool, slots whose decision counts; those that show their last moment too, since their extras are
+            stored. Nothing need be available there.
+    """
+
+    observation: Observation
+    step: np.ndarray
+    active: np.ndarray
+
+
+@dataclass
+class Decision:
+    """What was decided; rows of inactive slots may hold anything.
+
+    Attributes:
+        actions: [B, n] int64.
+        extras: name -> [B, ...], stored with the row.
+    """
+
+    actions: np.ndarray
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
+class Exploration:
+    """How to explore: share of random actions, and where chance comes from."""
+
+    epsilon: float
+    rng: np.random.Generator
+
+
+class Policy(Protocol):
+    """Whoever acts in an environment."""
+
+    @property
+    def wants_full_obs(self) -> bool:
+        """Whether it reads `full_obs`."""
+
+    def begin(self, n_slots: int) -> None:
+        """Prepare for B = `n_slots` slots."""
+
+    def reset(self, which: np.ndarray) -> None:
+        """Episodes start in the slots `which` [B] bool."""
+
+    def act(self, tick: Tick, explore: Exploration | None) -> Decision:
+        """Decide for all active slots; greedily where `explore` is None."""

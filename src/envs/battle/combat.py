@@ -1,0 +1,125 @@
+"""Shots, splash, explosions, healing and regeneration. Damage within a substep is simultaneous."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omagd.envs.battle.backend import Order
+from omagd.envs.battle.roster import Battle, Roster
+from omagd.envs.battle.units import LOOPS_PER_SECOND, SHIELD_REGEN, SHIELD_REGEN_DELAY
+
+LINE_DEPTH = np.float32(0.15)  # half the depth of a colossus' strip
+QUIET_LOOPS = np.float32(SHIELD_REGEN_DELAY * LOOPS_PER_SECOND)
+SHIELD_PER_LOOP = np.float32(SHIELD_REGEN / LOOPS_PER_SECOND)
+Hits = tuple[np.ndarray, np.ndarray, np.ndarray]  # attackers, targets, slots: one entry per hit
+
+
+def shoot(roster: Roster, battle: Battle, in_reach: np.ndarray) -> None:
+    """Fire every ready weapon whose target is in reach ([U, B] bool), with all that follows."""
+    ready = in_reach & (battle.timer <= 0) & roster.armed & (battle.order != Order.MOVE) & (battle.alive > 0)
+    fired = np.flatnonzero(ready)
+    if fired.size == 0:
+        return
+    width = battle.slots.size
+    who, slot = np.divmod(fired, width)
+    battle.timer.ravel()[fired] += roster.cooldown[who, 0]
+    if not roster.has_splash:
+        _apply(roster, battle, [(who, battle.target.ravel()[fired], slot)])
+        return
+    _shoot_with_splash(roster, battle, who, slot, battle.target.ravel()[fired])
+
+
+def _shoot_with_splash(roster: Roster, battle: Battle, who: np.ndarray, slot: np.ndarray, whom: np.ndarray) -> None:
+    """Apply direct hits and strips, then explosions, round by round while explosions kill what explodes."""
+    booms = roster.explodes[who]
+    direct = ~booms
+    hits = [(who[direct], whom[direct], slot[direct])]
+    strips = roster.splash_line[who] > 0
+    hits.append(_strip_hits(roster, battle, who[strips], whom[strips], slot[strips]))
+    hits.append(_blast_hits(roster, battle, who[booms], slot[booms]))
+    battle.health[who[booms], slot[booms]] = 0
+    exploded = np.zeros(battle.alive.shape, dtype=bool)
+    exploded[who[booms], slot[booms]] = True
+    while hits:
+        _apply(roster, battle, hits)
+        killed = (battle.health <= 0) & (battle.alive > 0)
+        battle.alive[killed] = 0
+        last = killed & roster.explodes[:, None] & ~exploded
+        exploded |= last
+        where, at = np.nonzero(last)
+        hits = [_blast_hits(roster, battle, where, at)] if where.size else []
+
+
+def _strip_hits(roster: Roster, battle: Battle, who: np.ndarray, whom: np.ndarray, slot: np.ndarray) -> Hits:
+    """Return the hits on a strip across each line of fire, the target itself left out."""
+    tx, ty = battle.x[whom, slot], battle.y[whom, slot]
+    ux, uy = tx - battle.x[who, slot], ty - battle.y[who, slot]
+    length = np.maximum(np.sqrt(ux * ux + uy * uy), np.float32(1e-6))
+    ux, uy = ux / length, uy / length
+    rx, ry = battle.x[:, slot] - tx, battle.y[:, slot] - ty
+    along, across = np.abs(rx * ux + ry * uy), np.abs(ry * ux - rx * uy)
+    inside = (along <= LINE_DEPTH + roster.radius) & (across <= roster.splash_line[who])
+    inside[whom, np.arange(whom.size)] = False
+    return _event_hits(roster, battle, inside, who, slot)
+
+
+def _blast_hits(roster: Roster, battle: Battle, who: np.ndarray, slot: np.ndarray) -> Hits:
+    """Return the hits of explosions at the attackers' places."""
+    rx, ry = battle.x[:, slot] - battle.x[who, slot], battle.y[:, slot] - battle.y[who, slot]
+    inside = rx * rx + ry * ry <= (roster.splash_radius[who] + roster.radius) ** 2
+    return _event_hits(roster, battle, inside, who, slot)
+
+
+def _event_hits(roster: Roster, battle: Battle, inside: np.ndarray, who: np.ndarray, slot: np.ndarray) -> Hits:
+    """Return one hit for every living foe inside the areas [U, events]."""
+    hurt = inside & (battle.alive[:, slot] > 0) & roster.can_hit[who].T
+    unit, event = np.nonzero(hurt)
+    return who[event], unit, slot[event]
+
+
+def _apply(roster: Roster, battle: Battle, hits: list[Hits]) -> None:
+    """Take the hits off shields, then health. Sums of whole and half numbers: no order of summation changes them."""
+    who, whom, slot = (np.concatenate(part) for part in zip(*hits, strict=True)) if len(hits) > 1 else hits[0]
+    shape, place = battle.health.shape, whom * battle.slots.size + slot
+    loss = _sum_at(place, roster.health_hit[who, whom], shape)
+    if roster.has_shields:
+        full = _sum_at(place, roster.shield_hit[who, whom], shape)
+        absorbed = np.minimum(battle.shield, full)
+        battle.shield -= absorbed
+        loss *= (full - absorbed) / np.maximum(full, np.float32(1))
+        battle.quiet *= full == 0
+    battle.health -= loss
+    np.maximum(battle.health, 0, out=battle.health)
+
+
+def _sum_at(place: np.ndarray, amount: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    total = np.bincount(place, weights=amount, minlength=shape[0] * shape[1])
+    return total.astype(np.float32).reshape(shape)
+
+
+def heal(roster: Roster, battle: Battle, in_reach: np.ndarray, loops: int) -> None:
+    """Let every healer with a target in reach mend it for `loops` game loops, as far as its energy goes."""
+    for healer in roster.healers:
+        patient = np.maximum(battle.target[healer], 0)
+        missing = roster.health_max[patient, 0] - battle.health[patient, battle.slots]
+        able = in_reach[healer] & (battle.order[healer] != Order.MOVE) & (battle.alive[healer] > 0)
+        able &= battle.alive[patient, battle.slots] > 0
+        affordable = battle.energy[healer] / roster.heal_cost[healer]
+        amount = np.minimum(np.minimum(missing, affordable), roster.heal[healer] * np.float32(loops)) * able
+        battle.health[patient, battle.slots] += amount
+        battle.energy[healer] = np.maximum(battle.energy[healer] - amount * roster.heal_cost[healer], 0)
+
+
+def regenerate(roster: Roster, battle: Battle, loops: int) -> None:
+    """Let shields, Zerg health and energy of the living grow back for `loops` game loops."""
+    live = battle.alive > 0
+    if roster.has_shields:
+        battle.quiet += np.float32(loops)
+        grown = np.minimum(battle.shield + SHIELD_PER_LOOP * np.float32(loops), roster.shield_max)
+        np.copyto(battle.shield, grown, where=live & (battle.quiet > QUIET_LOOPS))
+    if roster.has_regen:
+        grown = np.minimum(battle.health + roster.hp_regen * np.float32(loops), roster.health_max)
+        np.copyto(battle.health, grown, where=live)
+    if roster.healers:
+        grown = np.minimum(battle.energy + roster.energy_regen * np.float32(loops), roster.energy_max)
+        np.copyto(battle.energy, grown, where=live)

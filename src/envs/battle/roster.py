@@ -1,0 +1,148 @@
+"""Who stands in which column of a map's battle, and the battle's arrays.
+
+Inside the simulator arrays are [U, B]: U units (n allies, then m enemies), B battle slots.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, hit_damage
+
+FLOATS = ("x", "y", "health", "shield", "energy", "timer", "quiet", "goal_x", "goal_y")
+INTS = ("order", "target", "alive")
+
+
+class Roster:
+    """Constants of a map's units, made once: columns [U, 1] and pair tables [U, U] (attacker, target), float32.
+
+    Attributes:
+        step: cells per loop. pace: the same when walking to a place: the enemy advances together. reach: centre distance at which the weapon (a healer's beam) reaches; -1 where it cannot.
+        touch: centre distance below which two units push each other apart; -1 for pairs that do not meet.
+        shield_hit, health_hit: damage of one shot before and after armour.
+        vanguard: columns of the enemy's exploding units; rearguard: [U, 1] bool, the enemies behind them.
+        foe: [U, U] bool, on different sides. healable: [U, U] bool.
+    """
+
+    def __init__(self, spec: MapSpec) -> None:
+        units = [UNITS[i] for i in spec.unit_ids()]
+        self.n, self.m, self.total = spec.n_agents, spec.n_enemies, len(units)
+        self.type_id = np.array(spec.unit_ids(), dtype=np.int16)[:, None]
+        self.radius = self._column([u.radius for u in units])
+        self.step = self._column([u.speed / LOOPS_PER_SECOND for u in units])
+        self.pace = self._pace()
+        self.cooldown = self._column([u.cooldown_loops for u in units])
+        self.health_max = self._column([u.health for u in units])
+        self.shield_max = self._column([u.shield for u in units])
+        self.energy = self._column([u.energy for u in units])
+        self.energy_max = self._column([u.energy_max for u in units])
+        self.energy_regen = self._column([u.energy_regen / LOOPS_PER_SECOND for u in units])
+        self.hp_regen = self._column([u.hp_regen / LOOPS_PER_SECOND for u in units])
+        self.walks_cliffs = np.array([[u.walks_cliffs or u.air] for u in units])
+        self.explodes = np.array([u.explodes for u in units])
+        self.splash_line = np.array([u.splash_line for u in units], dtype=np.float32)
+        self.splash_radius = np.array([u.splash_radius for u in units], dtype=np.float32)
+        self.heal = np.array([u.heal / LOOPS_PER_SECOND for u in units], dtype=np.float32)
+        self.heal_cost = np.array([u.heal_cost for u in units], dtype=np.float32)
+        self.armed = self.cooldown > 0
+        self.enemy = np.arange(self.total)[:, None] >= self.n
+        self.vanguard = np.flatnonzero(self.explodes & self.enemy[:, 0])
+        self.rearguard = self.enemy & ~self.explodes[:, None]
+        self.has_vanguard = self.vanguard.size > 0 and bool(self.rearguard.any())
+        self.foe = self.enemy != self.enemy.T
+        self._row = np.arange(self.total)[:, None] * self.total
+        self._pair_tables(units)
+
+    def _pair_tables(self, units: list) -> None:
+        radius, air = self.radius[:, 0], np.array([u.air for u in units])
+        both = radius[:, None] + radius[None, :]
+        hits = np.array([[hit_damage(a, t) for t in units] for a in units], dtype=np.float32)
+        self.shield_hit, self.health_hit = hits[..., 0].copy(), hits[..., 1].copy()
+        self.can_hit = self.foe & (self.shield_hit > 0)
+        weapon = np.array([u.heal_range if u.is_healer else u.range for u in units], dtype=np.float32)
+        healer, organic = self.heal > 0, np.array(["biological" in u.attributes for u in units])
+        self.healable = healer[:, None] & organic[None, :] & ~self.foe
+        self.reach = np.where(self.can_hit | self.healable, weapon[:, None] + both, -1).astype(np.float32)
+        self.touch = np.where((air[:, None] == air[None, :]) & ~np.eye(self.total, dtype=bool), both, -1).astype(np.float32)
+        self.healers = [int(i) for i in np.flatnonzero(healer)]
+        self.has_shields = bool((self.shield_max > 0).any())
+        self.has_regen = bool((self.hp_regen > 0).any())
+        self.has_splash = bool((self.splash_line + self.splash_radius > 0).any())
+        self.all_hit = bool((self.can_hit | ~self.foe).all())
+
+    def _pace(self) -> np.ndarray:
+        """Return the speed of walking to a place: enemies keep to their slowest."""
+        pace = self.step.copy()
+        pace[self.n :] = np.minimum(pace[self.n :], pace[self.n :].min())
+        return pace
+
+    def reach_of(self, target: np.ndarray) -> np.ndarray:
+        """Return [U, B] the centre distance at which every unit's weapon reaches its target."""
+        return self.reach.ravel()[self._row + np.maximum(target, 0)]
+
+    @staticmethod
+    def _column(values: list[float]) -> np.ndarray:
+        return np.array(values, dtype=np.float32)[:, None]
+
+
+class Battle:
+    """The changing part of B battles: float32 and int32 arrays [U, B], one block each, so that slots move as blocks.
+
+    Attributes:
+        timer: loops until the weapon is ready; may lie up to one substep below zero. quiet: loops without damage.
+        goal_x, goal_y: where MOVE and the enemy's advance lead. order: `Order`. target: unit index or -1. alive: 0 or 1.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    health: np.ndarray
+    shield: np.ndarray
+    energy: np.ndarray
+    timer: np.ndarray
+    quiet: np.ndarray
+    goal_x: np.ndarray
+    goal_y: np.ndarray
+    order: np.ndarray
+    target: np.ndarray
+    alive: np.ndarray
+
+    def __init__(self, floats: np.ndarray, ints: np.ndarray) -> None:
+        self.floats, self.ints = floats, ints
+        for row, name in enumerate(FLOATS):
+            setattr(self, name, floats[row])
+        for row, name in enumerate(INTS):
+            setattr(self, name, ints[row])
+        self.slots = slot_row(floats.shape[2])
+
+    @classmethod
+    def empty(cls, units: int, slots: int) -> Battle:
+        """Return a battle in which nobody lives."""
+        battle = cls(np.zeros((len(FLOATS), units, slots), np.float32), np.zeros((len(INTS), units, slots), np.int32))
+        battle.target.fill(-1)
+        return battle
+
+    def take(self, slots: np.ndarray) -> Battle:
+        """Return a copy of some slots."""
+        return Battle(self.floats.take(slots, axis=2), self.ints.take(slots, axis=2))
+
+    def put(self, slots: np.ndarray, part: Battle) -> None:
+        """Write a copy made by `take` back."""
+        self.floats[:, :, slots] = part.floats
+        self.ints[:, :, slots] = part.ints
+
+    def of_target(self, values: np.ndarray) -> np.ndarray:
+        """Return `values` [U, B] of every unit's target; that of unit 0 where there is none."""
+        return values.ravel()[self.target_flat()]
+
+    def target_flat(self) -> np.ndarray:
+        """Return [U, B] places of the targets in a flattened [U, B] array."""
+        return np.maximum(self.target, 0) * self.slots.size + self.slots
+
+
+@lru_cache(maxsize=256)
+def slot_row(slots: int) -> np.ndarray:
+    """Return [B] slot numbers."""
+    return np.arange(slots)

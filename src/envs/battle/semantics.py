@@ -1,0 +1,173 @@
+"""SMAC's semantics over a batch of battles: what agents see, may do and are paid, whichever back-end plays.
+
+Follows oxwhirl/smac (starcraft2.py), its quirks included: a medivac's enemy feature 0 is its mask of allies to heal;
+moves are tested half a move ahead at whole-numbered cells; sight is `<`, reach is `<=`; own losses do not count by
+default, and regenerating enemy shields pay. Shapes: B slots, n agents, m enemies, U = n + m, A = 6 + m actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from omagd.envs.actions import require_available
+from omagd.envs.battle.actions import ActionRules
+from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.backend import BattleBackend
+from omagd.envs.battle.features import ObsWriter, StateWriter, UnitFeatures, entity_layout, n_actions, state_dim
+from omagd.envs.battle.geometry import Geometry
+from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.reward import Ending, RewardLedger, judge
+from omagd.envs.battle.tables import UnitTables
+from omagd.envs.protocol import Observation, StepResult
+
+
+class BattleSemantics:
+    """Observations, masks, orders, rewards and ends of all battles of one back-end.
+
+    A step is `orders` → `backend.advance` → `settle`; after `backend.reset` comes `begin`.
+
+    Args:
+        spec: facts of the map. args: SMAC's flags. backend: who simulates.
+        unit_names: unit types in the order of their ids.
+
+    Attributes:
+        layout: entity layout of an observation. n_actions, obs_dim, state_dim: sizes.
+        steps: [B] int, steps played in the running episodes. ended: [B] bool, over and not reset yet.
+    """
+
+    def __init__(self, spec: MapSpec, args: BattleArgs, backend: BattleBackend, unit_names: Sequence[str]) -> None:
+        n_slots, n = backend.n_slots, spec.n_agents
+        self._args, self._backend, self._n, self._limit = args, backend, n, spec.limit
+        self._mmm = spec.map_type == "MMM"
+        self._tables = UnitTables.build(unit_names, spec)
+        self.layout, self.n_actions = entity_layout(spec, args), n_actions(spec)
+        self.obs_dim, self.state_dim = self.layout.obs_dim, state_dim(spec, args)
+        self._rules = ActionRules(n_slots, n, spec.n_enemies, backend.terrain, args.move_amount, self._mmm)
+        self._ledger = RewardLedger(args, n_slots, n, spec.n_enemies)
+        self._geometry = Geometry(n_slots, n, spec.n_enemies)
+        self._features = UnitFeatures(self._tables, n)
+        self._obs_writer = ObsWriter(spec, args, backend.terrain, n_slots)
+        self._state_writer = StateWriter(spec, args, self._tables, backend.terrain)
+        self._avail = np.zeros((n_slots, n, self.n_actions), bool)
+        self._obs = np.zeros((n_slots, n, self.obs_dim), np.float32)
+        self._full = np.zeros_like(self._obs)
+        self._state = np.zeros((n_slots, self.state_dim), np.float32)
+        self._last_action = np.zeros((n_slots, n, self.n_actions), np.float32)
+        self._onehot = np.eye(self.n_actions, dtype=np.float32)
+        self.steps = np.zeros(n_slots, np.int64)
+        self.ended = np.ones(n_slots, bool)
+        self._counters = {"battles_won": 0, "battles_game": 0, "timeouts": 0}
+        self._stale = True
+
+    def begin(self, which: np.ndarray) -> None:
+        """Note that the back-end has started new battles in the slots `which` [B] bool."""
+        self._ledger.reset(which, self._backend.units)
+        self._last_action[which] = 0.0
+        self.steps[which] = 0
+        self.ended[which] = False
+        self._stale = True
+
+    def orders(self, actions: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Check `actions` [B, n] of the `active` slots and return (order, target, dest) for the back-end.
+
+        Errors: ValueError for an action that is not available, or a slot whose episode is over.
+        """
+        if (active & self.ended).any():
+            raise ValueError(f"slots {np.flatnonzero(active & self.ended).tolist()} have ended: reset them first")
+        require_available("battle", self.avail_actions(), actions, active)
+        chosen = np.where(active[:, None], actions, 0)
+        np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
+        return self._rules.orders(chosen, self._backend.units, self._medivac())
+
+    def settle(self, active: np.ndarray) -> StepResult:
+        """Return what the step that the back-end has just played in the `active` slots [B] brought."""
+        units, n = self._backend.units, self._n
+        self._stale = True
+        self.steps += active
+        ending = judge(units, n, self._medivac() if self._mmm else None, self.steps >= self._limit)
+        reward = np.where(active, self._ledger.settle(units, ending), 0.0).astype(np.float32)
+        over, limit, won = ending.over & active, ending.limit & active, ending.won & active
+        self.ended |= over
+        self._count(over, limit, won)
+        return StepResult(
+            reward=reward,
+            terminated=over,
+            truncated=limit if self._args.continuing_episode else np.zeros_like(limit),
+            info=self._info(ending, active),
+        )
+
+    def _info(self, ending: Ending, active: np.ndarray) -> dict[str, np.ndarray]:
+        dead = ~self._backend.units.alive & active[:, None]
+        return {
+            "battle_won": ending.won & active,
+            "battle_draw": ending.draw & active,
+            "episode_limit": ending.limit & active,
+            "dead_allies": dead[:, : self._n].sum(axis=1),
+            "dead_enemies": dead[:, self._n :].sum(axis=1),
+        }
+
+    def _count(self, over: np.ndarray, limit: np.ndarray, won: np.ndarray) -> None:
+        self._counters["battles_game"] += int(over.sum())
+        self._counters["battles_won"] += int(won.sum())
+        self._counters["timeouts"] += int(limit.sum())
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return what all slots show now; the arrays are overwritten by the next call."""
+        self._refresh()
+        units, full_obs = self._backend.units, self._full if full else None
+        self._features.refresh(units)
+        self._obs_writer.fill(
+            units, self._geometry, self._features, self._avail, self._last_action, self.steps, self._obs, full_obs
+        )
+        if self._args.obs_instead_of_state:
+            self._state[:] = self._obs.reshape(self._state.shape)
+        else:
+            self._state_writer.fill(units, self._features, self._last_action, self.steps, self._state)
+        return Observation(self._obs, self._state, self._avail, full_obs)
+
+    def avail_actions(self) -> np.ndarray:
+        """Return [B, n, A] bool of this moment."""
+        self._refresh()
+        return self._avail
+
+    def geometry(self) -> Geometry:
+        """Return distances and directions of this moment."""
+        self._refresh()
+        return self._geometry
+
+    def stats(self) -> dict[str, float]:
+        """Return SMAC's counters; `battles_draw` are, as there, the battles that ran into the step limit."""
+        games = self._counters["battles_game"]
+        rate = self._counters["battles_won"] / games if games else 0.0
+        return {**self._counters, "battles_draw": self._counters["timeouts"], "win_rate": rate, "restarts": 0}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return everything but the back-end's own state."""
+        return {
+            "ledger": self._ledger.snapshot(),
+            "last_action": self._last_action.copy(),
+            "steps": self.steps.copy(),
+            "ended": self.ended.copy(),
+            "counters": dict(self._counters),
+        }
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot`."""
+        self._ledger.restore(snapshot["ledger"])
+        self._last_action[:] = snapshot["last_action"]
+        self.steps[:] = snapshot["steps"]
+        self.ended[:] = snapshot["ended"]
+        self._counters = dict(snapshot["counters"])
+        self._stale = True
+
+    def _medivac(self) -> np.ndarray:
+        return self._tables.medivac.take(self._backend.units.type_id)
+
+    def _refresh(self) -> None:
+        if self._stale:
+            self._geometry.refresh(self._backend.units)
+            self._rules.fill_mask(self._backend.units, self._medivac(), self._geometry, self._avail)
+            self._stale = False

@@ -1,0 +1,144 @@
+"""The embedded battle: a batch of small battles in NumPy, behind the same door as the real game.
+
+It is not StarCraft II. One agent step is 8 game loops, played as 4 substeps of 2. Within a substep targets are chosen
+(every other one), ready weapons fire at once, units walk and push each other apart. Idle allies (STOP) fire at what
+comes into their weapons' reach and do not move. There is no wind-up of weapons, no turning, no acceleration.
+
+A slot's battle depends on its seed and its orders alone, bit for bit: all operations are elementwise over slots, sums
+over units run in one order, and no function is used whose last bit depends on vector lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from omagd.envs.battle.backend import Order, Units
+from omagd.envs.battle.combat import heal, regenerate, shoot
+from omagd.envs.battle.ground import advance_goals, build_terrain, start_positions
+from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.movement import Movement
+from omagd.envs.battle.pairs import Pairs
+from omagd.envs.battle.roster import Battle, Roster
+from omagd.envs.battle.targeting import acquire, take_orders
+from omagd.utils.errors import UserError
+
+LOOPS_PER_STEP, LOOPS_PER_SUBSTEP = 8, 2
+SUBSTEPS = LOOPS_PER_STEP // LOOPS_PER_SUBSTEP
+SIGHT = {"1": 6.0, "2": 6.5, "3": 7.0, "4": 7.5, "5": 8.0, "6": 8.5, "7": 9.0, "8": 9.0, "9": 9.0, "A": 9.0}
+
+
+class Simulator:
+    """`BattleBackend` for `skirmish`. The arrays in `units` are views that change as the battles go on.
+
+    Args:
+        map_spec: the map.
+        n_slots: B.
+        difficulty: the game's difficulty ("1" to "9", "A"). Here it is how far the enemy looks for targets: 6 cells at
+            "1", 9 from "7" on.
+    """
+
+    def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
+        if difficulty not in SIGHT:
+            raise UserError(f"env_args.difficulty={difficulty} is no difficulty; use one of {' '.join(SIGHT)}.")
+        self.n_slots, self._spec, self._sight = n_slots, map_spec, SIGHT[difficulty]
+        self.terrain = build_terrain(map_spec)
+        self._roster = Roster(map_spec)
+        self._movement = Movement(map_spec, self._roster, self.terrain)
+        self._battle = Battle.empty(self._roster.total, n_slots)
+        self._cooldown = np.zeros((self._roster.total, n_slots), np.float32)
+        self._alive = np.zeros((self._roster.total, n_slots), bool)
+        self._pairs: dict[int, Pairs] = {}
+        self.units = self._views()
+
+    def _views(self) -> Units:
+        battle, roster, shape = self._battle, self._roster, (self._roster.total, self.n_slots)
+        return Units(
+            x=battle.x.T,
+            y=battle.y.T,
+            health=battle.health.T,
+            health_max=np.broadcast_to(roster.health_max, shape).T,
+            shield=battle.shield.T,
+            shield_max=np.broadcast_to(roster.shield_max, shape).T,
+            energy=battle.energy.T,
+            cooldown=self._cooldown.T,
+            type_id=np.broadcast_to(roster.type_id, shape).T,
+            alive=self._alive.T,
+        )
+
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Start new battles in slots `which` ([B] bool), slot b from `seeds[b]`."""
+        slots = np.flatnonzero(which)
+        roster, n = self._roster, self._roster.n
+        battle = Battle.empty(roster.total, slots.size)
+        battle.x[...], battle.y[...] = start_positions(self._spec, np.asarray(seeds)[slots])
+        battle.goal_x[...], battle.goal_y[...] = advance_goals(self._spec)[:, :, None]
+        if self._spec.enemy_waits:
+            battle.goal_x[n:], battle.goal_y[n:] = battle.x[n:], battle.y[n:]
+        battle.health[...], battle.shield[...], battle.energy[...] = roster.health_max, roster.shield_max, roster.energy
+        battle.alive[...] = 1
+        battle.order[:n] = Order.STOP
+        battle.order[n:] = Order.ATTACK
+        self._battle.put(slots, battle)
+        self._publish()
+
+    def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
+        """Give orders ([B, n] `Order`, [B, n], [B, n, 2]) to the allies of the active slots and play 8 game loops."""
+        if active.all():
+            self._play(self._battle, order.T, target.T, dest.swapaxes(0, 1))
+        elif active.any():
+            slots = np.flatnonzero(active)
+            part = self._battle.take(slots)
+            self._play(part, order[slots].T, target[slots].T, dest[slots].swapaxes(0, 1))
+            self._battle.put(slots, part)
+        self._publish()
+
+    def _play(self, battle: Battle, order: np.ndarray, target: np.ndarray, dest: np.ndarray) -> None:
+        take_orders(self._roster, battle, order, target, dest)
+        pairs = self._pairs_for(battle.slots.size)
+        for substep in range(SUBSTEPS):
+            self._substep(battle, pairs, choose=substep % 2 == 0)
+        regenerate(self._roster, battle, LOOPS_PER_STEP)
+
+    def _substep(self, battle: Battle, pairs: Pairs, choose: bool) -> None:
+        roster = self._roster
+        pairs.measure(battle)
+        if choose:
+            acquire(roster, battle, pairs, self._sight)
+        np.subtract(battle.timer, LOOPS_PER_SUBSTEP, out=battle.timer)
+        np.maximum(battle.timer, -LOOPS_PER_SUBSTEP, out=battle.timer)
+        aiming = (battle.target >= 0) & (battle.of_target(battle.alive) > 0)
+        dx, dy = battle.of_target(pairs.x) - pairs.x, battle.of_target(pairs.y) - pairs.y
+        in_reach = aiming & (np.sqrt(dx * dx + dy * dy) <= roster.reach_of(battle.target))
+        shoot(roster, battle, in_reach)
+        if roster.healers:
+            heal(roster, battle, in_reach, LOOPS_PER_SUBSTEP)
+        np.greater(battle.health, 0, out=battle.alive, casting="unsafe")
+        self._movement.walk(battle, pairs, aiming, in_reach, LOOPS_PER_SUBSTEP)
+
+    def _pairs_for(self, slots: int) -> Pairs:
+        """Return scratch memory for that many slots; only the two sizes used last are kept."""
+        if slots not in self._pairs:
+            while len(self._pairs) > 1:
+                self._pairs.pop(next(iter(self._pairs)))
+            self._pairs[slots] = Pairs(self._roster, slots)
+        return self._pairs[slots]
+
+    def _publish(self) -> None:
+        np.maximum(self._battle.timer, 0, out=self._cooldown)
+        np.greater(self._battle.alive, 0, out=self._alive)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return everything that the future depends on."""
+        return {"floats": self._battle.floats.copy(), "ints": self._battle.ints.copy()}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a snapshot of a simulator with the same map and number of slots."""
+        np.copyto(self._battle.floats, snapshot["floats"])
+        np.copyto(self._battle.ints, snapshot["ints"])
+        self._publish()
+
+    def close(self) -> None:
+        """Release the scratch memory."""
+        self._pairs.clear()

@@ -1,0 +1,86 @@
+"""The embedded battle environment: SMAC's semantics above the simulator of this package."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import BaseModel
+
+from omagd.config.env_info import EnvInfo
+from omagd.envs.battle.actions import N_NORMAL_ACTIONS
+from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.maps import get_map
+from omagd.envs.battle.scripted import POLICIES, Scene, choose
+from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.battle.simulator import Simulator
+from omagd.envs.battle.units import UNITS
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+
+
+class SkirmishEnv(BatchedEnv):
+    """Battles on SMAC's maps without the game: same sizes, same features, other physics (docs/skirmish.md).
+
+    Args:
+        args: map and flags. n_slots: number of battles played side by side.
+    """
+
+    args_model: ClassVar[type[BaseModel]] = SkirmishArgs
+
+    def __init__(self, args: SkirmishArgs, n_slots: int) -> None:
+        spec = get_map(args.map_name)
+        self.n_slots = n_slots
+        self._simulator = Simulator(spec, n_slots, difficulty=args.difficulty)
+        self._semantics = BattleSemantics(spec, args, self._simulator, [unit.name for unit in UNITS])
+        self.info = EnvInfo(
+            name="skirmish",
+            map_name=spec.name,
+            n_agents=spec.n_agents,
+            n_actions=self._semantics.n_actions,
+            obs_dim=self._semantics.obs_dim,
+            state_dim=self._semantics.state_dim,
+            episode_limit=spec.limit,
+            n_normal_actions=N_NORMAL_ACTIONS,
+            layout=self._semantics.layout,
+            scripted_policies=POLICIES,
+        )
+
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]`."""
+        self._simulator.reset(which, seeds)
+        self._semantics.begin(which)
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Play `actions` [B, n] in the `active` slots. Errors: ValueError for an action that is not available."""
+        order, target, dest = self._semantics.orders(actions, active)
+        self._simulator.advance(order, target, dest, active)
+        return self._semantics.settle(active)
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return what all slots show now, with `full_obs` if `full`."""
+        return self._semantics.observe(full)
+
+    def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
+        """Return [B, n] actions of `random`, `attack_nearest`, `focus_fire` or `kiting`."""
+        if policy not in POLICIES:
+            return super().scripted_actions(policy, rng)
+        semantics = self._semantics
+        scene = Scene(self._simulator.units, semantics.geometry(), semantics.avail_actions())
+        return choose(policy, scene, rng)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the whole simulation as arrays and plain values."""
+        return {"simulator": self._simulator.snapshot(), "semantics": self._semantics.snapshot()}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot` of an environment with the same arguments."""
+        self._simulator.restore(snapshot["simulator"])
+        self._semantics.restore(snapshot["semantics"])
+
+    def get_stats(self) -> dict[str, float]:
+        """Return counts of battles since construction: played, won, run into the step limit."""
+        return self._semantics.stats()
+
+    def close(self) -> None:
+        """Release the simulator. May be called twice."""
+        self._simulator.close()

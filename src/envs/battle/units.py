@@ -1,0 +1,124 @@
+"""Facts of the units that SMAC's maps use; data only.
+
+Speeds are cells per second and cooldowns seconds at the game speed "faster" (22.4 loops per second). Sources: the
+public unit pages of Liquipedia (StarCraft II, Legacy of the Void) and, for weapon areas and radii, the game's public
+balance data. Numbers that differ between versions of the game stand apart in `BY_VERSION`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOOPS_PER_SECOND = 22.4
+SHIELD_REGEN_DELAY = 10.0  # seconds without damage
+SHIELD_REGEN = 2.0  # per second
+ZERG_REGEN = 0.38  # per second
+MIN_DAMAGE = 0.5  # what armour leaves of a hit at least
+
+BY_VERSION: dict[str, dict[str, float]] = {
+    # Patch 3.8: 80 hp and 12 damage; later balance versions, 4.10 among them, give 90 hp. SMAC's published results and
+    # SMAClite use the former. Source: Liquipedia, Hydralisk, patch changes.
+    "hydralisk": {"health": 80.0, "damage": 12.0},
+    # Heals 12.6 hp/s for a third of an energy point per hp; regains 0.7875 energy/s. Source: Liquipedia, Medivac.
+    "medivac": {"heal": 12.6, "heal_cost": 1.0 / 3.0, "energy_regen": 0.7875},
+}
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit type. Lengths in cells, times in seconds, ranges from edge to edge.
+
+    Attributes:
+        race: "T", "P" or "Z".
+        damage, attacks: damage of one hit and hits per shot. bonus, bonus_to: extra damage against "light"/"armored".
+        cooldown: seconds between shots; 0 for units without a weapon.
+        attributes: "light", "armored", "biological", "structure", ...
+        hits_air: whether the weapon reaches flying units. air: whether the unit flies.
+        heal, heal_cost, heal_range: health per second, energy per health point, reach; heal is 0 for non-healers.
+        splash_radius: every enemy this near to the impact suffers too. splash_line: half the length of the strip
+            across the line of fire that suffers too. Zero means none.
+        explodes: attacks by exploding, and explodes when killed.
+        walks_cliffs: passes cliffs that stop other ground units.
+    """
+
+    name: str
+    race: str
+    health: float
+    shield: float = 0.0
+    armor: float = 0.0
+    damage: float = 0.0
+    attacks: int = 1
+    bonus: float = 0.0
+    bonus_to: str = ""
+    cooldown: float = 0.0
+    range: float = 0.0
+    speed: float = 0.0
+    radius: float = 0.5
+    attributes: frozenset[str] = frozenset()
+    air: bool = False
+    hits_air: bool = False
+    melee: bool = False
+    energy: float = 0.0
+    energy_max: float = 0.0
+    energy_regen: float = 0.0
+    heal: float = 0.0
+    heal_cost: float = 0.0
+    heal_range: float = 0.0
+    splash_radius: float = 0.0
+    splash_line: float = 0.0
+    explodes: bool = False
+    walks_cliffs: bool = False
+
+    @property
+    def is_healer(self) -> bool:
+        """Whether the unit heals instead of attacking."""
+        return self.heal > 0
+
+    @property
+    def hp_regen(self) -> float:
+        """Health per second that the unit regains by itself."""
+        return ZERG_REGEN if self.race == "Z" else 0.0
+
+    @property
+    def cooldown_loops(self) -> float:
+        """Game loops between two shots."""
+        return self.cooldown * LOOPS_PER_SECOND
+
+
+def _attributes(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+UNITS: tuple[UnitSpec, ...] = (
+    UnitSpec("marine", "T", health=45, damage=6, cooldown=0.61, range=5, speed=3.15, radius=0.375, hits_air=True,
+             attributes=_attributes("light", "biological")),
+    UnitSpec("marauder", "T", health=125, armor=1, damage=10, bonus=10, bonus_to="armored", cooldown=1.07, range=6,
+             speed=3.15, radius=0.5625, attributes=_attributes("armored", "biological")),
+    UnitSpec("medivac", "T", health=150, armor=1, speed=3.5, radius=0.75, air=True, energy=50, energy_max=200,
+             heal_range=4, attributes=_attributes("armored", "mechanical"), **BY_VERSION["medivac"]),
+    UnitSpec("stalker", "P", health=80, shield=80, armor=1, damage=13, bonus=5, bonus_to="armored", cooldown=1.34,
+             range=6, speed=4.13, radius=0.625, hits_air=True, attributes=_attributes("armored", "mechanical")),
+    UnitSpec("zealot", "P", health=100, shield=50, armor=1, damage=8, attacks=2, cooldown=0.86, range=0.1, speed=3.15,
+             radius=0.5, melee=True, attributes=_attributes("light", "biological")),
+    UnitSpec("colossus", "P", health=200, shield=150, armor=1, damage=10, attacks=2, bonus=5, bonus_to="light",
+             cooldown=1.07, range=7, speed=3.15, radius=1.0, splash_line=1.4, walks_cliffs=True,
+             attributes=_attributes("armored", "mechanical", "massive")),
+    UnitSpec("zergling", "Z", health=35, damage=5, cooldown=0.497, range=0.1, speed=4.13, radius=0.375, melee=True,
+             attributes=_attributes("light", "biological")),
+    UnitSpec("baneling", "Z", health=30, damage=20, bonus=15, bonus_to="light", cooldown=0.59, range=0.25, speed=3.5,
+             radius=0.375, melee=True, splash_radius=2.2, explodes=True, attributes=_attributes("biological")),
+    UnitSpec("spine_crawler", "Z", health=300, armor=2, damage=25, bonus=5, bonus_to="armored", cooldown=1.32, range=7,
+             radius=0.9, attributes=_attributes("armored", "biological", "structure")),
+    UnitSpec("hydralisk", "Z", cooldown=0.59, range=5, speed=3.15, radius=0.625, hits_air=True,
+             attributes=_attributes("light", "biological"), **BY_VERSION["hydralisk"]),
+)  # fmt: skip
+
+UNIT_ID: dict[str, int] = {unit.name: index for index, unit in enumerate(UNITS)}
+
+
+def hit_damage(attacker: UnitSpec, target: UnitSpec) -> tuple[float, float]:
+    """Return what one shot takes from the target's shield and from its health (armour counts on health only)."""
+    hit = attacker.damage + (attacker.bonus if attacker.bonus_to in target.attributes else 0.0)
+    if attacker.cooldown == 0 or (target.air and not attacker.hits_air):
+        return 0.0, 0.0
+    return attacker.attacks * hit, attacker.attacks * max(hit - target.armor, MIN_DAMAGE)

@@ -1,0 +1,61 @@
+"""From `env=` and `env_args` to a batched environment, with errors that name the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from omagd.envs import REGISTRY
+from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
+from omagd.utils.errors import UserError, nearest
+
+
+def validate_env_args(name: str, env_args: dict[str, Any]) -> BaseModel:
+    """Return the typed arguments of environment `name`; builds nothing.
+
+    Errors: UserError for an unknown environment or key, a wrong type, or a value out of range.
+    """
+    model: type[BaseModel] = REGISTRY.get(name).args_model  # type: ignore[attr-defined]
+    known = list(model.model_fields)
+    for key in env_args:
+        if key not in known and model.model_config.get("extra") != "allow":
+            options = ", ".join(sorted(known)) or "none"
+            raise UserError(
+                f"env_args.{key} is not an argument of env={name}.{nearest(str(key), known)}", f"known: {options}"
+            )
+    try:
+        return model.model_validate(env_args)
+    except ValidationError as error:
+        raise _as_user_error(name, error) from None
+
+
+def _as_user_error(name: str, error: ValidationError) -> UserError:
+    """Return the first complaint as one line: key, value, mend."""
+    first = error.errors()[0]
+    key = ".".join(["env_args", *(str(part) for part in first["loc"])])
+    if first["type"] == "missing":
+        return UserError(f"{key} is missing; env={name} needs it")
+    mend = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    hint = ""
+    if first["type"] == "literal_error":
+        options = [part.strip(" '") for part in first["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        hint = nearest(str(first["input"]), options)
+    return UserError(f"{key}={first['input']}: {mend}.{hint}")
+
+
+def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool) -> BatchedEnv:
+    """Return `n_slots` battles of environment `name`.
+
+    A batched environment is built as it is. Single ones get worker processes if `processes`, else they are played one
+    after another in this process. Errors: UserError for names and arguments, or what the environment itself lacks.
+    """
+    args = validate_env_args(name, env_args)
+    cls = REGISTRY.get(name)
+    if not issubclass(cls, MultiAgentEnv):
+        return cls(args, n_slots)
+    # The adapters bring multiprocessing along; environments that are batched themselves do without.
+    from omagd.envs.adapters import ProcessEnvs, SerialEnvs
+
+    adapter = ProcessEnvs if processes else SerialEnvs
+    return adapter(cls, args, n_slots, name=name)

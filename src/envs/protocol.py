@@ -1,0 +1,139 @@
+"""The environment protocol: the field's single environment, and the batched one that runners play.
+
+Shapes: B battle slots, n agents, A actions. Arrays are NumPy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import BaseModel
+
+from omagd.config.env_info import EnvInfo
+
+
+@dataclass
+class Observation:
+    """What one tick shows. The arrays belong to the environment and are valid until its next call.
+
+    Attributes:
+        obs: [B, n, obs_dim] float32, what each agent sees.
+        state: [B, state_dim] float32, for mixers only.
+        avail_actions: [B, n, A] bool.
+        full_obs: [B, n, obs_dim] float32, the same layout without range limit; None unless asked for.
+    """
+
+    obs: np.ndarray
+    state: np.ndarray
+    avail_actions: np.ndarray
+    full_obs: np.ndarray | None = None
+
+
+@dataclass
+class StepResult:
+    """What one step of all active slots brought; rows of inactive slots are zero.
+
+    Attributes:
+        reward: [B] float32, the team's reward.
+        terminated: [B] bool, the episode is over (any reason).
+        truncated: [B] bool, it is over only because of the step limit and the target shall bootstrap.
+        info: per-episode results, meaningful where `terminated`: name -> [B] array ("battle_won", "dead_allies", ...).
+    """
+
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    info: dict[str, np.ndarray]
+
+
+class BatchedEnv(ABC):
+    """Many battles behind one call. A slot's episode is a function of its reset seed and its actions alone.
+
+    Class attribute `args_model` types `env_args`; construction is `cls(args: args_model, n_slots: int)`.
+    """
+
+    args_model: ClassVar[type[BaseModel]]
+    info: EnvInfo
+    n_slots: int
+
+    @abstractmethod
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Start new episodes in the slots `which` ([B] bool), slot b from `seeds[b]` ([B] int64 ≥ 0)."""
+
+    @abstractmethod
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Play `actions` ([B, n] int) in the slots `active` ([B] bool); the others stand still."""
+
+    @abstractmethod
+    def observe(self, full: bool = False) -> Observation:
+        """Return what all slots show now, with `full_obs` if `full`. Slots that have ended show their last moment."""
+
+    def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
+        """Return [B, n] actions of a scripted policy from `info.scripted_policies`. Errors: NotImplementedError."""
+        raise NotImplementedError(f"{self.info.name} has no scripted policy {policy}")
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the whole simulation as arrays and plain values. Errors: NotImplementedError where it cannot be had."""
+        raise NotImplementedError(f"{self.info.name} cannot be saved in mid-battle")
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot` of an environment with the same arguments."""
+        raise NotImplementedError(f"{self.info.name} cannot be restored in mid-battle")
+
+    def get_stats(self) -> dict[str, float]:
+        """Return counters since construction (restarts, battles, ...)."""
+        return {}
+
+    def save_replay(self, folder: str) -> None:
+        """Write a replay of the last episodes into `folder`. Errors: NotImplementedError where there are none."""
+        raise NotImplementedError(f"{self.info.name} writes no replays")
+
+    def close(self) -> None:
+        """Release processes and memory. May be called twice."""
+
+
+class MultiAgentEnv(ABC):
+    """The field's single environment, as SMAC defines it. Runs in a worker process, or wrapped in this one.
+
+    Class attribute `args_model` types `env_args`; construction is `cls(args: args_model)`.
+    """
+
+    args_model: ClassVar[type[BaseModel]]
+
+    @abstractmethod
+    def reset(self, seed: int | None = None) -> None:
+        """Start an episode."""
+
+    @abstractmethod
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Play [n] actions; return reward, terminated, info (`battle_won`, `episode_limit`, ...)."""
+
+    @abstractmethod
+    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
+        """Return [n, obs_dim] float32; without the sight range if `no_range_limit`."""
+
+    @abstractmethod
+    def get_state(self) -> np.ndarray:
+        """Return [state_dim] float32."""
+
+    @abstractmethod
+    def get_avail_actions(self) -> np.ndarray:
+        """Return [n, A] bool."""
+
+    @abstractmethod
+    def get_env_info(self) -> dict[str, Any]:
+        """Return the field's dictionary (n_agents, n_actions, obs_shape, state_shape, episode_limit, obs_component, ...)."""
+
+    def get_stats(self) -> dict[str, float]:
+        """Return counters."""
+        return {}
+
+    def save_replay(self) -> None:
+        """Write a replay."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release everything."""

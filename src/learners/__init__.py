@@ -1,0 +1,16 @@
+"""Learners: one for each method; whether it synchronises with other ranks depends on its `Dist` alone."""
+
+from __future__ import annotations
+
+from omagd.utils.registry import Registry
+
+REGISTRY: Registry[type] = Registry(
+    "learner",
+    "omagd.learners",
+    lazy={
+        "nq_learner": "omagd.learners.nq_learner:NQLearner",
+        "nq_graph_learner": "omagd.learners.nq_graph_learner:NQGraphLearner",
+        "nq_learner_ddp": "omagd.learners.nq_learner_ddp:NQLearnerDDP",
+        "nq_graph_learner_ddp": "omagd.learners.nq_graph_learner_ddp:NQGraphLearnerDDP",
+    },
+)

@@ -1,0 +1,128 @@
+"""QMIX and VDN: double Q-learning with TD(lambda) targets on packed episodes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omagd.components.packing import PackedBatch, Packing
+from omagd.components.td_lambda import td_lambda_targets
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.basic_mac import BasicMAC
+from omagd.learners.q_objective import Played, QObjective
+from omagd.learners.synced_step import Stats, SyncedStep
+from omagd.modules import mixers
+from omagd.modules.agents.inputs import AgentInputs
+from omagd.utils.dist_utils import Dist
+
+
+class NQLearner:
+    """Trains a controller's agent and a mixer; whether it synchronises depends on `dist` alone.
+
+    Args:
+        mac: whose agent is trained. config, info: the run and its environment. dist: the ranks.
+
+    Attributes:
+        needs: names of the episode fields that `update` reads, beside what the controller stores.
+    """
+
+    def __init__(self, mac: BasicMAC, config: Config, info: EnvInfo, dist: Dist) -> None:
+        self.mac = mac
+        self.config = config
+        self.info = info
+        self.device = dist.device
+        seen = "full_obs" if mac.wants_full_obs else "obs"
+        self.needs: tuple[str, ...] = (seen, "state", "avail_actions", "actions", "reward", "terminated")
+        self.mixer: nn.Module = mixers.REGISTRY.get(config.mixer)(config, info).to(self.device, mac.dtype)
+        objective = QObjective(mac.agent, self.mixer)
+        self.optimizer = torch.optim.Adam(objective.parameters(), lr=scaled_lr(config, dist.world_size), fused=True)
+        self._step = SyncedStep(objective, self.optimizer, dist, config.grad_norm_clip)
+        # Copied after wrapping, which made the ranks' weights equal.
+        self.target_agent = _frozen_copy(mac.agent)
+        self.target_mixer = _frozen_copy(self.mixer)
+        self.updates = 0
+        self._copied_at = 0
+
+    def warm_up(self) -> None:
+        """Run a discarded forward and backward on a made-up batch; once, before anything is loaded."""
+        packing = Packing((3, 2))
+        rows = sum(packing.lengths)
+        like = next(self.mac.agent.parameters())
+        inputs = AgentInputs.blank(rows, self.info, like)
+        actions = torch.zeros(rows, self.info.n_agents, dtype=torch.int64, device=self.device)
+        state = like.new_zeros(rows, self.info.state_dim)
+        played = Played(actions, state, ~packing.closing.to(self.device), packing)
+        self._step.warm_up(inputs, played, lambda q: q.new_zeros(rows))
+
+    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
+        """Take one step on this rank's batch, then copy the targets if that is due.
+
+        episodes: played so far by all ranks. Returns sums and counts of this rank; grad_norm is the global one.
+        """
+        batch = batch.to(self.device)
+        inputs = self.mac.inputs(batch)
+        state = batch["state"].to(self.mac.dtype)
+        played = Played(batch["actions"].long(), state, batch.happened, batch.packing)
+        result = self._step(played.happened.sum(), inputs, played, lambda q: self.targets(q, inputs, batch, state))
+        self.updates += 1
+        self._copy_targets_if_due(episodes)
+        return {**result.stats, "grad_norm": (result.grad_norm, torch.ones_like(result.grad_norm))}
+
+    @torch.no_grad()
+    def targets(self, q: Tensor, inputs: AgentInputs, batch: PackedBatch, state: Tensor) -> Tensor:
+        """Return the TD(lambda) target of every row, [S], from the trained agent's values q [S, n, A].
+
+        `double_q`: the trained agent chooses the action that the target network values; else the target chooses itself.
+        """
+        target_q = self.target_agent(inputs, batch.packing)
+        choosing = q if self.config.double_q else target_q
+        best = choosing.masked_fill(batch["avail_actions"] == 0, -torch.inf).argmax(dim=-1, keepdim=True)
+        values = self.target_mixer(target_q.gather(-1, best).squeeze(-1), state)
+        reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
+        return td_lambda_targets(reward, terminated, values, batch.packing, self.config.gamma, self.config.td_lambda)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return what is trained, by the names of its weight files."""
+        return {"agent": self.mac.agent, "mixer": self.mixer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continuing needs beside `modules()`: optimizer, targets, counters."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "target_agent": self.target_agent.state_dict(),
+            "target_mixer": self.target_mixer.state_dict(),
+            "updates": self.updates,
+            "copied_at": self._copied_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`; the weights of `modules()` are loaded by the caller."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.target_agent.load_state_dict(state["target_agent"])
+        self.target_mixer.load_state_dict(state["target_mixer"])
+        self.updates = state["updates"]
+        self._copied_at = state["copied_at"]
+
+    def _copy_targets_if_due(self, episodes: int) -> None:
+        by_updates = self.config.target_update_updates
+        clock, interval = (
+            (episodes, self.config.target_update_interval) if by_updates is None else (self.updates, by_updates)
+        )
+        if clock - self._copied_at >= interval:
+            self.target_agent.load_state_dict(self.mac.agent.state_dict())
+            self.target_mixer.load_state_dict(self.mixer.state_dict())
+            self._copied_at = clock
+
+
+def scaled_lr(config: Config, world_size: int) -> float:
+    """Return `lr` times 1, the root of W or W (`lr_scaling` none, sqrt, linear)."""
+    return config.lr * {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": float(world_size)}[config.lr_scaling]
+
+
+def _frozen_copy(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module).requires_grad_(False).eval()

@@ -1,0 +1,263 @@
+"""Stage 2: trains the masked-token predictor over a frozen tokenizer.
+
+Shapes: S packed rows, n agents, N nodes, D features, F frames with something masked, M masked tokens, K codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omagd.components.packing import PackedBatch
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.learners.graph_metrics import Tokens, mean_of, merge, token_stats
+from omagd.learners.nq_learner import scaled_lr
+from omagd.learners.synced_step import Objective, Stats, SyncedStep
+from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
+from omagd.modules.graph_reconstructers.matching import match_types
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.utils.dist_utils import Dist
+from omagd.utils.seeding import generator
+
+LOGITS_AT_ONCE = 2**24  # in evaluation
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Frames of a batch in which something is masked.
+
+    Attributes:
+        frames: inputs of F frames. masked: [F, N] bool. target: [M] int64, code or ABSENT, frame by frame.
+        weight: [M], of each token in the loss. rows, agents: [F], where the frames come from.
+    """
+
+    frames: Frames
+    masked: Tensor
+    target: Tensor
+    weight: Tensor
+    rows: Tensor
+    agents: Tensor
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Graphs of all rows: nodes as seen and as they are [S, n, N, D], ids of the latter [S, n, N] (K: dead), masks."""
+
+    seen_nodes: Tensor
+    full_nodes: Tensor
+    ids: Tensor
+    seen: Tensor
+    missing: Tensor
+
+
+class PredictorObjective(Objective):
+    """Weighted cross-entropy of the masked tokens, summed."""
+
+    def __init__(self, predictor: MaskPredictor, info: EnvInfo) -> None:
+        super().__init__()
+        assert info.layout is not None
+        self.predictor, self.layout = predictor, info.layout
+
+    def forward(self, sample: Sample) -> tuple[Tensor, Stats]:
+        """Return the sum of weight × cross-entropy; a sample without frames still reaches every parameter."""
+        if not len(sample.frames):
+            blank = self.predictor.blank_frame()
+            nothing = self.predictor(blank, torch.ones_like(blank.last_ids, dtype=torch.bool)).sum() * 0.0
+            return nothing, {}
+        log_p = self.predictor(sample.frames, sample.masked).log_softmax(-1)
+        target = sample.target
+        if self.predictor.config.matching == "type":
+            target = target[match_types(log_p.detach(), target, sample.masked, self.layout)]
+        weight = sample.weight.to(log_p.dtype)
+        loss = -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()
+        with torch.no_grad():
+            dead = sample.target == self.predictor.specials.absent
+            taken_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)
+            stats = {
+                "graph_loss": (loss.detach(), weight.sum()),
+                "top1": mean_of((log_p.argmax(-1) == target).to(log_p.dtype)),
+                "recall_absent": mean_of(taken_dead, dead),
+                "recall_alive": mean_of(1 - taken_dead, ~dead),
+            }
+        return loss, stats
+
+
+class PredictorLearner:
+    """Trains a predictor; whether it synchronises depends on `dist` alone.
+
+    Args:
+        predictor: trained in place. tokenizer: frozen here. config, info: the run and its environment. dist: the ranks.
+    """
+
+    best_metric = "error"  # held-out feature error as the agent receives it, lower is better
+    needs: tuple[str, ...] = ("obs", "full_obs")
+
+    def __init__(
+        self, predictor: MaskPredictor, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist
+    ) -> None:
+        assert info.layout is not None
+        self.predictor, self.config, self.info, self.dist = predictor, config, info, dist
+        self.tokenizer = tokenizer.eval().requires_grad_(False)
+        self.layout = info.layout
+        self.updates = 0
+        predictor.bind(tokenizer.table())
+        self._real = feature_mask(info.layout).to(dist.device)
+        self._kinds = torch.tensor(info.layout.node_types, device=dist.device)
+        self._objective = PredictorObjective(predictor, info)
+        lr = config.graph_lr * scaled_lr(config, dist.world_size) / config.lr
+        self.optimizer = torch.optim.Adam(predictor.parameters(), lr=lr)
+        self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip)
+
+    def warm_up(self, batch: PackedBatch | None = None) -> int:
+        """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
+        self._objective.train()
+        self._step.warm_up(self._nothing() if batch is None else self.sample(batch, self.graphs(batch)))
+        return 2
+
+    def update(self, batch: PackedBatch) -> Stats:
+        """Take one step on this rank's batch."""
+        graphs = self.graphs(batch)
+        sample = self.sample(batch, graphs, hide=True)
+        self._objective.train()
+        self._count_slots(graphs)
+        result = self._step(self._count(sample), sample)
+        self.updates += 1
+        return {**result.stats, "grad_norm": (result.grad_norm, torch.ones_like(result.grad_norm))}
+
+    @torch.no_grad()
+    def evaluate(self, batch: PackedBatch) -> Stats:
+        """Return sums and counts over the unseen nodes of living observers on held-out episodes."""
+        graphs = self.graphs(batch)
+        sample = self.sample(batch, graphs)
+        history = self._history(batch, graphs)
+        training = self._objective.training
+        self._objective.eval()
+        size = max(1, LOGITS_AT_ONCE // (self.layout.n_nodes * (self.predictor.specials.n_codes + 1)))
+        stats: Stats = {}
+        for start in range(0, len(sample.frames), size):
+            stats = merge(stats, self._evaluate(_part(sample, slice(start, start + size)), graphs, history))
+        self._objective.train(training)
+        return stats
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return what is trained, by name."""
+        return {"predictor": self.predictor}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continuing needs beside `modules()`."""
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
+
+    @torch.no_grad()
+    def graphs(self, batch: PackedBatch) -> Graphs:
+        """Return all graphs of a batch. Dead observers and closing rows have nothing seen and nothing missing."""
+        nodes, full = obs_to_nodes(batch["obs"], self.layout), obs_to_nodes(batch["full_obs"], self.layout)
+        counts = (alive(batch["obs"]) & batch.happened[:, None])[..., None]
+        hidden = unseen(nodes)
+        present = ~unseen(full) & counts
+        ids = torch.full(present.shape, self.predictor.specials.absent, device=full.device)
+        ids[present] = self.tokenizer.ids(full[present])
+        return Graphs(nodes, full, ids, ~hidden & counts, hidden & counts)
+
+    def sample(self, batch: PackedBatch, graphs: Graphs, hide: bool = False) -> Sample:
+        """Return the frames with something to predict. hide: also mask some seen nodes at random (`mask_ratio`)."""
+        hidden = self._draw_hidden(batch, graphs.seen) if hide else torch.zeros_like(graphs.seen)
+        masked = graphs.missing | hidden
+        rows, agents = torch.nonzero(masked.any(-1), as_tuple=True)
+        frames = self._history(batch, graphs).frames(rows, agents)
+        frames.ids[:, -1] = torch.where(hidden[rows, agents], self.predictor.specials.hidden, frames.ids[:, -1])
+        masked = masked[rows, agents]
+        early = (frames.step < self.config.mask_predictor_config.early_steps)[:, None].expand_as(masked)[masked]
+        weight = torch.where(early, self.config.mask_predictor_config.early_step_weight, 1.0)
+        return Sample(frames, masked, graphs.ids[rows, agents][masked], weight, rows, agents)
+
+    def _history(self, batch: PackedBatch, graphs: Graphs) -> PackedHistory:
+        specials = self.predictor.specials
+        ids = torch.where(graphs.seen, graphs.ids, specials.mask)
+        return PackedHistory(ids, batch.packing, self.predictor.config, specials)
+
+    def _draw_hidden(self, batch: PackedBatch, seen: Tensor) -> Tensor:
+        """Draw which seen nodes [S, n, N] are masked, by (seed, update, place of the episode in the union)."""
+        ratio = self.predictor.config.mask_ratio
+        if not ratio:
+            return torch.zeros_like(seen)
+        packing = batch.packing
+        draws = torch.ones(packing.n_episodes, packing.n_steps, *seen.shape[1:])
+        for i, (length, place) in enumerate(zip(packing.lengths, batch.sample_index, strict=True)):
+            number = self.dist.rank * packing.n_episodes + place
+            rng = generator(self.config.seed, "hidden", self.updates, number)
+            draws[i, :length] = torch.from_numpy(rng.random((length, *seen.shape[1:]), dtype="float32"))
+        hidden = (packing.pack(draws).to(seen.device) < ratio) & seen
+        hidden[..., 0] = False
+        return hidden
+
+    def _count(self, sample: Sample) -> Tensor:
+        if self.config.mask_predictor_config.early_step_weight == 1.0:
+            return torch.tensor(len(sample.target), device=self.dist.device)
+        return sample.weight.double().sum()
+
+    def _nothing(self) -> Sample:
+        blank = self.predictor.blank_frame()
+        none = torch.zeros(0, dtype=torch.int64, device=self.dist.device)
+        masked = torch.zeros((0, self.layout.n_nodes), dtype=torch.bool, device=self.dist.device)
+        return Sample(blank[:0], masked, none, none.float(), none, none)
+
+    @torch.no_grad()
+    def _count_slots(self, graphs: Graphs) -> None:
+        """Add this batch's unseen nodes (all ranks') to the mean of each slot."""
+        missing = graphs.missing.flatten(0, 1)
+        total = torch.einsum("rn,rnd->nd", missing.double(), graphs.full_nodes.flatten(0, 1).double())
+        both = torch.cat([total, missing.sum(0)[:, None].double()], dim=1)
+        both = self.dist.sum(both)
+        self.predictor.slot_sum += both[:, :-1]
+        self.predictor.slot_count += both[:, -1]
+
+    def _evaluate(self, sample: Sample, graphs: Graphs, history: PackedHistory) -> Stats:
+        logits = self.predictor(sample.frames, sample.masked)
+        log_p = logits.log_softmax(-1)
+        guess = self.predictor.guess(logits)
+        slot = torch.nonzero(sample.masked)[:, 1]
+        last_rows, never = history.last_rows(sample.rows, sample.agents)
+        nodes = torch.arange(self.layout.n_nodes, device=slot.device)
+        last = graphs.seen_nodes[last_rows, sample.agents[:, None], nodes][sample.masked]
+        never = never[sample.masked][:, None]
+        mean = (self.predictor.slot_sum / self.predictor.slot_count.clamp(min=1)[:, None]).to(last.dtype)[slot]
+        rivals = {
+            "slot_mean": mean,
+            "last_seen": torch.where(never, 0.0, last),
+            "last_seen_or_mean": torch.where(never, mean, last),
+            "code": self.predictor.table_with_absent()[sample.target],
+        }
+        truth = graphs.full_nodes[sample.rows, sample.agents][sample.masked]
+        real = self._real[slot].to(log_p.dtype)
+        tokens = Tokens(sample.target, truth, real, self._kinds[slot], rivals)
+        stats = dict(token_stats(log_p, guess, tokens, match_types(log_p, sample.target, sample.masked, self.layout)))
+        weight = sample.weight.to(log_p.dtype)
+        loss, _ = self._objective(sample)
+        stats["graph_loss"] = (loss, weight.sum())
+        return stats
+
+
+def _part(sample: Sample, rows: slice) -> Sample:
+    """Return the frames `rows` of a sample."""
+    frame = torch.nonzero(sample.masked)[:, 0]
+    stop = min(rows.stop, len(sample.frames))
+    tokens = (frame >= rows.start) & (frame < stop)
+    return Sample(
+        sample.frames[rows],
+        sample.masked[rows],
+        sample.target[tokens],
+        sample.weight[tokens],
+        sample.rows[rows],
+        sample.agents[rows],
+    )

@@ -1,0 +1,68 @@
+"""The loss of value decomposition with double Q-learning: what is wrapped for several ranks in stage 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omagd.components.packing import Packing
+from omagd.learners.synced_step import Objective, Stats
+from omagd.modules.agents.inputs import AgentInputs
+
+MakeTargets = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Played:
+    """What was done in the rows of a batch.
+
+    Args:
+        actions: [S, n] int64. state: [S, state_dim]. happened: [S] bool, False in closing rows. packing: of the rows.
+    """
+
+    actions: Tensor
+    state: Tensor
+    happened: Tensor
+    packing: Packing
+
+
+class QObjective(Objective):
+    """Squared error of the joint value of the actions taken, summed over the steps that happened.
+
+    Args:
+        agent, mixer: what is trained; every parameter takes part in every forward.
+    """
+
+    def __init__(self, agent: nn.Module, mixer: nn.Module) -> None:
+        super().__init__()
+        self.agent = agent
+        self.mixer = mixer
+
+    def forward(self, inputs: AgentInputs, played: Played, targets: MakeTargets) -> tuple[Tensor, Stats]:
+        """Return the sum of squared errors, and stats over the steps that happened.
+
+        targets: called once, without gradients, with the values [S, n, A] of this forward (double Q-learning chooses
+            actions by them); returns [S] targets. Target networks live behind it, outside this module.
+        Stats: loss_td and td_error_abs per step; q_taken_mean and target_mean per step and agent, as in PyMARL.
+        """
+        q = self.agent(inputs, played.packing)
+        with torch.no_grad():
+            target = targets(q.detach())
+        taken = q.gather(-1, played.actions.unsqueeze(-1)).squeeze(-1)
+        joint = self.mixer(taken, played.state)
+        happened = played.happened.to(joint.dtype)
+        error = (joint - target) * happened
+        loss = error.square().sum()
+        with torch.no_grad():
+            count = happened.sum()
+            shares = count * taken.shape[1]
+            stats = {
+                "loss_td": (loss.detach(), count),
+                "td_error_abs": (error.abs().sum(), count),
+                "q_taken_mean": ((joint * happened).sum(), shares),
+                "target_mean": ((target * happened).sum(), shares),
+            }
+        return loss, stats

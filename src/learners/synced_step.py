@@ -1,0 +1,87 @@
+"""One optimisation step that is the same however a batch is dealt to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from omagd.utils.dist_utils import Dist
+
+Stats = Mapping[str, tuple[Tensor, Tensor]]
+"""Named sums with their counts: (sum, count), both scalars."""
+
+
+WARM_UP_PASSES = 2
+
+
+class Objective(nn.Module):
+    """What has gradients in a stage, behind one forward; this is what is wrapped for several ranks.
+
+    `forward(*batch)` returns `(loss_sum, stats)`: the **sum** of the loss over this rank's samples (differentiable, and
+    reaching every parameter even when no sample counts) and detached stats.
+    """
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: `stepped` is False when no rank had a sample; `grad_norm` is the global one before clipping."""
+
+    stepped: bool
+    loss: Tensor
+    grad_norm: Tensor
+    stats: Stats
+
+
+class SyncedStep:
+    """Forward, backward, clip and step with sums and counts over all ranks.
+
+    Args:
+        objective: bare objective; its trainable parameters are exactly the optimizer's.
+        optimizer: over them. dist: the ranks. max_norm: gradient norm at which the global gradient is clipped.
+    """
+
+    def __init__(self, objective: Objective, optimizer: torch.optim.Optimizer, dist: Dist, max_norm: float) -> None:
+        self.objective = objective
+        self.optimizer = optimizer
+        self.dist = dist
+        self.max_norm = max_norm
+        self._wrapped = dist.wrap(objective)
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def warm_up(self, *batch: object) -> int:
+        """Run two discarded passes: buckets are rebuilt now, so that sums keep one order for good.
+
+        Restores the random state and every buffer of the objective. Returns the number of passes.
+        """
+        with torch.random.fork_rng(devices=[self.dist.device] if self.dist.device.type == "cuda" else []):
+            kept = {name: value.clone() for name, value in self.objective.named_buffers()}
+            for _ in range(WARM_UP_PASSES):
+                loss, _ = self._wrapped(*batch)
+                (loss * 0.0).backward()
+            for name, value in self.objective.named_buffers():
+                value.copy_(kept[name])
+        self.optimizer.zero_grad(set_to_none=True)
+        return WARM_UP_PASSES
+
+    def __call__(self, count: Tensor, *batch: object, before_step: Callable[[], None] | None = None) -> StepResult:
+        """Take one step on this rank's part of the batch.
+
+        count: scalar, this rank's number (or weight) of samples that the loss sums over; int64 where whole.
+        """
+        total = self.dist.sum_later(count)
+        loss_sum, stats = self._wrapped(*batch)
+        global_count = total.wait().to(loss_sum.device)
+        # DDP averages over ranks; the true loss is (sum over ranks) / (count over ranks).
+        scale = self.dist.world_size / global_count.to(loss_sum.dtype)
+        (loss_sum * torch.where(global_count > 0, scale, torch.zeros_like(scale))).backward()
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.max_norm)
+        stepped = bool(global_count > 0)
+        if stepped:
+            if before_step is not None:
+                before_step()
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(stepped, loss_sum.detach(), grad_norm.detach(), stats)

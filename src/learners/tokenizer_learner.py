@@ -1,0 +1,232 @@
+"""Stage 1: trains the tokenizer on the nodes of fully observed graphs; its codebook moves by sums over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omagd.components.packing import PackedBatch
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.learners.graph_metrics import merge, node_stats, perplexity_stats
+from omagd.learners.nq_learner import scaled_lr
+from omagd.learners.synced_step import Objective, Stats, SyncedStep
+from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
+from omagd.utils.dist_utils import Dist
+from omagd.utils.seeding import generator
+
+NODES_AT_ONCE = 65536  # in evaluation
+CODE_SUMS = "code_sums"
+QUIET_SHARE = 0.1  # of all updates, at the end: no code is revived
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Present nodes of living observers, graph after graph.
+
+    Attributes:
+        features: [P, D]. slot: [P] int64, place in its graph. graph: [P] int64, which graph. episode: [P] int64, place
+            of its episode in the sample as drawn. n_graphs: number of graphs.
+    """
+
+    features: Tensor
+    slot: Tensor
+    graph: Tensor
+    episode: Tensor
+    n_graphs: int
+
+    def part(self, start: int, end: int) -> Nodes:
+        """Return nodes `start` to `end`."""
+        cut = slice(start, end)
+        return Nodes(self.features[cut], self.slot[cut], self.graph[cut], self.episode[cut], self.n_graphs)
+
+
+class TokenizerObjective(Objective):
+    """Squared error over each graph's present features plus commitment, summed over graphs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+
+    def forward(self, nodes: Nodes) -> tuple[Tensor, Stats]:
+        """Return the sum over graphs of mean squared error + commitment, and stats.
+
+        Beside scalars the stats hold `code_sums`: (sums of encodings [K, E], counts [K]) for the codebook.
+        """
+        tokenizer = self.tokenizer
+        out = tokenizer(nodes.features)
+        real = tokenizer.real[nodes.slot].to(out.decoded.dtype)
+        error = ((out.decoded - nodes.features.to(out.decoded.dtype)).square() * real).sum(-1)
+        commitment = (out.encoded - out.code.detach()).square().mean(-1)
+        mse = (error / self._per_graph(nodes, real.sum(-1))).sum()
+        stay = (commitment / self._per_graph(nodes, torch.ones_like(error))).sum()
+        loss = mse + tokenizer.config.commitment * stay
+        n_graphs = torch.as_tensor(float(nodes.n_graphs), device=loss.device)
+        sums = tokenizer.sums(out.encoded, out.ids)
+        stats = {
+            "graph_loss": (loss.detach(), n_graphs),
+            "commitment": (stay.detach(), n_graphs),
+            CODE_SUMS: (sums.total, sums.count),
+            **node_stats(nodes.features, out.decoded.detach(), nodes.slot, tokenizer, detailed=not self.training),
+        }
+        return loss, stats
+
+    @staticmethod
+    def _per_graph(nodes: Nodes, weight: Tensor) -> Tensor:
+        """Return for each node the sum of `weight` [P] over its graph, [P]."""
+        total = weight.new_zeros(nodes.n_graphs).index_add_(0, nodes.graph, weight)
+        return total[nodes.graph]
+
+
+class TokenizerLearner:
+    """Trains a tokenizer; whether it synchronises depends on `dist` alone.
+
+    Args:
+        tokenizer: trained in place. config, info: the run and its environment. dist: the ranks.
+        total_updates: of the whole stage (default: `graph_pretrain_epochs`); none of the last tenth revives codes.
+    """
+
+    best_metric = "mse"  # held-out, lower is better
+    needs: tuple[str, ...] = ("full_obs",)
+
+    def __init__(
+        self, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist, total_updates: int | None = None
+    ) -> None:
+        self.tokenizer, self.config, self.info, self.dist = tokenizer, config, info, dist
+        self.total_updates = config.graph_pretrain_epochs if total_updates is None else total_updates
+        self.updates = 0
+        self._objective = TokenizerObjective(tokenizer)
+        lr = config.graph_lr * scaled_lr(config, dist.world_size) / config.lr
+        self.optimizer = torch.optim.Adam(tokenizer.parameters(), lr=lr)
+        self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip)
+
+    def warm_up(self, batch: PackedBatch | None = None) -> int:
+        """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
+        self._objective.train()
+        self._step.warm_up(self.nodes(batch) if batch is not None else self._no_nodes())
+        return 2
+
+    def update(self, batch: PackedBatch) -> Stats:
+        """Take one step on this rank's batch, then move the codebook by what all ranks assigned to it."""
+        nodes = self.nodes(batch)
+        self._objective.train()
+        if not self.tokenizer.ready:
+            self._start_codebook(nodes)
+        result = self._step(torch.tensor(nodes.n_graphs, device=self.dist.device), nodes)
+        self.updates += 1
+        stats = dict(result.stats)
+        total, count = stats.pop(CODE_SUMS)
+        sums = CodeSums(self.dist.sum(count), self.dist.sum(total))
+        if result.stepped:
+            self.tokenizer.move(sums)
+            self._revive_if_due(nodes)
+        one = torch.ones_like(result.grad_norm)
+        return {**stats, **perplexity_stats(sums.count), "grad_norm": (result.grad_norm, one)}
+
+    @torch.no_grad()
+    def evaluate(self, batch: PackedBatch) -> Stats:
+        """Return sums and counts on held-out episodes; perplexity and codes in use are those of this rank's part."""
+        nodes = self.nodes(batch)
+        training = self._objective.training
+        self._objective.eval()
+        stats: Stats = {}
+        for start, end in _whole_graphs(nodes):
+            first = int(nodes.graph[start])
+            part = nodes.part(start, end)
+            n_graphs = int(part.graph[-1]) + 1 - first
+            part = Nodes(part.features, part.slot, part.graph - first, part.episode, n_graphs)
+            stats = merge(stats, self._objective(part)[1])
+        self._objective.train(training)
+        if not stats:
+            return {}
+        stats = dict(stats)
+        _, count = stats.pop(CODE_SUMS)
+        return {**stats, **perplexity_stats(count)}
+
+    def nodes(self, batch: PackedBatch) -> Nodes:
+        """Return what of `batch` counts: present nodes, living observers, steps that happened."""
+        assert self.info.layout is not None
+        full = batch["full_obs"]
+        counts = alive(full) & batch.happened[:, None]
+        episode = torch.tensor(batch.sample_index)[batch.packing.episode].to(full.device)
+        episode = episode[:, None].expand_as(counts)[counts]
+        graphs = obs_to_nodes(full[counts], self.info.layout)
+        present = ~unseen(graphs)
+        graph, slot = torch.nonzero(present, as_tuple=True)
+        return Nodes(graphs[present], slot, graph, episode[graph], len(graphs))
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return what is trained, by name."""
+        return {"tokenizer": self.tokenizer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continuing needs beside `modules()`."""
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
+
+    def _no_nodes(self) -> Nodes:
+        none = torch.zeros(0, dtype=torch.int64, device=self.dist.device)
+        return Nodes(self.tokenizer.codebook.new_zeros(0, self.tokenizer.layout.node_dim), none, none, none, 0)
+
+    def _start_codebook(self, nodes: Nodes) -> None:
+        """Begin with codes at encodings of the first batch."""
+        codes = torch.arange(self.tokenizer.n_codes, device=self.dist.device)
+        drawn = self._draw(nodes, len(codes), "codebook")
+        if drawn is not None:
+            self.tokenizer.place(codes, drawn, 1.0)
+            self.tokenizer.ready.fill_(True)
+
+    def _revive_if_due(self, nodes: Nodes) -> None:
+        interval = self.tokenizer.config.revive_interval
+        if not interval or self.updates % interval or self.updates > (1 - QUIET_SHARE) * self.total_updates:
+            return
+        dead = self.tokenizer.dead()  # the same on all ranks
+        if len(dead):
+            drawn = self._draw(nodes, len(dead), "revive")
+            if drawn is not None:
+                self.tokenizer.place(dead, drawn, self.tokenizer.cluster_size.mean())
+
+    @torch.no_grad()
+    def _draw(self, nodes: Nodes, wanted: int, purpose: str) -> Tensor | None:
+        """Return encodings [wanted, E] of nodes drawn uniformly from all ranks' batches; None if there is no node.
+
+        Nodes are numbered by (rank, episode as drawn, step, agent, slot), so that the draw does not depend on how the
+        episodes are dealt to ranks; every rank encodes the same drawn nodes.
+        """
+        sizes = torch.zeros(self.dist.world_size, dtype=torch.int64)
+        sizes[self.dist.rank] = len(nodes.features)
+        sizes = self.dist.sum(sizes)
+        total, offset = int(sizes.sum()), int(sizes[: self.dist.rank].sum())
+        if not total:
+            return None
+        picks = generator(self.config.seed, purpose, self.updates).choice(total, wanted, replace=total < wanted)
+        local = torch.from_numpy(picks).to(nodes.features.device) - offset
+        mine = (local >= 0) & (local < len(nodes.features))
+        order = torch.argsort(nodes.episode, stable=True)
+        drawn = nodes.features.new_zeros(wanted, nodes.features.shape[1])
+        drawn[mine] = nodes.features[order[local[mine]]]
+        training = self.tokenizer.training
+        self.tokenizer.eval()
+        encoded = self.tokenizer.encode(self.dist.sum(drawn))
+        self.tokenizer.train(training)
+        return encoded
+
+
+def _whole_graphs(nodes: Nodes) -> list[tuple[int, int]]:
+    """Return ranges of nodes that hold whole graphs, each about NODES_AT_ONCE long."""
+    counts = torch.bincount(nodes.graph, minlength=nodes.n_graphs)
+    ends = counts.cumsum(0).tolist()
+    ranges, start = [], 0
+    for i, end in enumerate(ends):
+        if end - start >= NODES_AT_ONCE or i == len(ends) - 1:
+            ranges.append((start, end))
+            start = end
+    return ranges

@@ -1,0 +1,1 @@
+"""Neural modules: agents, mixers, graph reconstructers."""

@@ -1,0 +1,15 @@
+"""Agents: from what one agent sees and remembers to the values of its actions; weights shared by all agents."""
+
+from __future__ import annotations
+
+from omagd.utils.registry import Registry
+
+REGISTRY: Registry[type] = Registry(
+    "agent",
+    "omagd.agents",
+    lazy={
+        "rnn": "omagd.modules.agents.rnn_agent:RNNAgent",
+        "n_rnn": "omagd.modules.agents.n_rnn_agent:NRNNAgent",
+        "gnn_rnn": "omagd.modules.agents.gnn_rnn_agent:GNNRNNAgent",
+    },
+)

@@ -1,0 +1,52 @@
+"""The recurrent agent of PyMARL: linear, ReLU, GRU, linear."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from omagd.components.packing import Packing
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
+from omagd.modules.recurrent import PackedGRU
+from omagd.utils.errors import UserError
+
+
+class RNNAgent(nn.Module):
+    """Values of all actions from flat observations; weights shared by all agents."""
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+        self.mark_guesses = config.mark_guesses
+        self.n_nodes = _n_nodes(config, info) if config.mark_guesses else 0
+        self.n_agents = info.n_agents
+        self.fc1 = InputLinear(info.obs_dim + self.n_nodes, config.rnn_hidden_dim, config, info)
+        self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim)
+        self.fc2 = nn.Linear(config.rnn_hidden_dim, info.n_actions)
+
+    def init_hidden(self, n_slots: int) -> Tensor:
+        """Return the memory at the start of episodes, [B, n, H] zeros."""
+        return self.fc2.weight.new_zeros(n_slots, self.n_agents, self.rnn.hidden_dim)
+
+    def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the values [S, n, A] of whole episodes."""
+        return self._values(self.rnn(self._embed(inputs), packing))
+
+    def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values [B, n, A] of one tick and the new memory [B, n, H]."""
+        hidden = self.rnn.step(self._embed(inputs), hidden)
+        return self._values(hidden), hidden
+
+    def _embed(self, inputs: AgentInputs) -> Tensor:
+        features = flat_features(inputs, self.mark_guesses, self.n_nodes)
+        return F.relu(self.fc1(features, inputs.last_action))
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        return self.fc2(hidden)
+
+
+def _n_nodes(config: Config, info: EnvInfo) -> int:
+    if info.layout is None:
+        raise UserError(f"mark_guesses=True needs an environment with an entity layout; env={config.env} has none")
+    return info.layout.n_nodes

@@ -1,0 +1,161 @@
+"""What an agent remembers: stacked frames of tokens and when each node was last seen; the same in learning and acting.
+
+Input ids: codes 0 … K - 1, MASK = K (unseen now), PAD = K + 1 (before the episode's start), HIDDEN = K + 2 (a seen node
+masked for training). Output ids: codes and ABSENT = K.
+Shapes: S packed rows, B slots, n agents, N nodes, k frames s steps apart, F chosen frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omagd.components.packing import Packing
+from omagd.config.schema import MaskPredictorConfig
+
+N_SPECIAL = 3
+
+
+@dataclass(frozen=True)
+class Specials:
+    """The ids outside a codebook of K codes."""
+
+    n_codes: int
+
+    @property
+    def mask(self) -> int:
+        """Input: unseen now."""
+        return self.n_codes
+
+    @property
+    def pad(self) -> int:
+        """Input: before the episode's start, or never seen."""
+        return self.n_codes + 1
+
+    @property
+    def hidden(self) -> int:
+        """Input: a seen node that is masked for training."""
+        return self.n_codes + 2
+
+    @property
+    def absent(self) -> int:
+        """Output: dead."""
+        return self.n_codes
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Input of the predictor for F frames.
+
+    Attributes:
+        ids: [F, k, N] int64, oldest first, the last one is predicted. step: [F] int64, step of the last one.
+        last_ids: [F, N] int64, token when last seen before (PAD: never). age: [F, N] int64, steps since (0: never).
+    """
+
+    ids: Tensor
+    step: Tensor
+    last_ids: Tensor
+    age: Tensor
+
+    def __getitem__(self, rows: Tensor | slice) -> Frames:
+        return Frames(self.ids[rows], self.step[rows], self.last_ids[rows], self.age[rows])
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+class PackedHistory:
+    """Histories of packed episodes.
+
+    Args:
+        ids: [S, n, N] int64, tokens of every row, MASK where unseen. packing: of the rows.
+    """
+
+    def __init__(self, ids: Tensor, packing: Packing, config: MaskPredictorConfig, specials: Specials) -> None:
+        self._ids, self._packing, self._config, self._specials = ids, packing, config, specials
+        self._device = ids.device
+        self._step, self._episode = packing.step.to(ids.device), packing.episode.to(ids.device)
+        sizes = torch.tensor(packing.batch_sizes)
+        self._starts = (sizes.cumsum(0) - sizes).to(ids.device)
+        self._last_step = self._scan()
+
+    def _scan(self) -> Tensor:
+        """Return the step [S, n, N] at which each node was last seen strictly before each row; -1: never."""
+        seen = self._ids < self._specials.n_codes
+        at = torch.where(seen, self._step[:, None, None], -1)
+        padded = self._packing.pad(at, -1).cummax(dim=1).values
+        before = torch.cat([torch.full_like(padded[:, :1], -1), padded[:, :-1]], dim=1)
+        return self._packing.pack(before)
+
+    def frames(self, rows: Tensor, agents: Tensor) -> Frames:
+        """Return the inputs of the frames (row [F], agent [F]), whose last frame is as it was seen."""
+        step, episode = self._step[rows], self._episode[rows]
+        back = torch.arange(self._config.stacked_steps - 1, -1, -1, device=self._device) * self._config.stacked_strip
+        at = step[:, None] - back
+        past = self._starts[at.clamp(min=0)] + episode[:, None]
+        ids = self._ids[past, agents[:, None]]
+        ids = torch.where((at < 0)[..., None], self._specials.pad, ids)
+        last_rows, never = self.last_rows(rows, agents)
+        nodes = torch.arange(ids.shape[-1], device=self._device)
+        last_ids = torch.where(never, self._specials.pad, self._ids[last_rows, agents[:, None], nodes])
+        age = torch.where(never, 0, step[:, None] - self._last_step[rows, agents])
+        return Frames(ids, step, last_ids, age)
+
+    def last_rows(self, rows: Tensor, agents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row [F, N] in which each node was last seen before, and whether it never was, [F, N] bool."""
+        last = self._last_step[rows, agents]
+        return self._starts[last.clamp(min=0)] + self._episode[rows][:, None], last < 0
+
+
+class SlotHistory:
+    """Histories of B battle slots while they are played.
+
+    Attributes:
+        past: [B, (k - 1)·s + 1, n, N] int64, newest last. last_ids, last_step: [B, n, N] int64.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], config: MaskPredictorConfig, specials: Specials, device: torch.device
+    ) -> None:
+        """Start empty; shape: (B, n, N)."""
+        self._config, self._specials = config, specials
+        depth = (config.stacked_steps - 1) * config.stacked_strip + 1
+        self.past = torch.full((shape[0], depth, *shape[1:]), specials.pad, device=device)
+        self.last_ids = torch.full(shape, specials.pad, device=device)
+        self.last_step = torch.full(shape, -1, device=device)
+
+    def reset(self, which: Tensor) -> None:
+        """Forget the slots `which` [B] bool."""
+        self.past[which] = self._specials.pad
+        self.last_ids[which] = self._specials.pad
+        self.last_step[which] = -1
+
+    def push(self, ids: Tensor) -> None:
+        """Take in what is seen now, [B, n, N] with MASK where unseen; to be followed by `frames` and `settle`."""
+        self.past = torch.cat([self.past[:, 1:], ids[:, None]], dim=1)
+
+    def frames(self, slots: Tensor, agents: Tensor, step: Tensor) -> Frames:
+        """Return the inputs of (slot [F], agent [F]) at `step` [B]."""
+        ids = self.past[slots, :: self._config.stacked_strip, agents]
+        last = self.last_step[slots, agents]
+        now = step[slots]
+        age = torch.where(last < 0, 0, now[:, None] - last)
+        return Frames(ids, now, self.last_ids[slots, agents], age)
+
+    def settle(self, step: Tensor) -> None:
+        """Remember what was pushed, seen at `step` [B]."""
+        now = self.past[:, -1]
+        seen = now < self._specials.n_codes
+        self.last_ids = torch.where(seen, now, self.last_ids)
+        self.last_step = torch.where(seen, step[:, None, None], self.last_step)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return everything as tensors."""
+        return {name: getattr(self, name).clone() for name in ("past", "last_ids", "last_step")}
+
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        """Continue from a `snapshot` of the same sizes."""
+        for name in ("past", "last_ids", "last_step"):
+            setattr(self, name, snapshot[name].to(self.past.device).clone())

@@ -1,0 +1,174 @@
+"""Stage 2: a transformer over one agent's tokens that tells what stands where nothing is seen.
+
+Shapes: F frames, k stacked frames, N nodes, D features, K codes, M masked tokens, d = d_model. Ids: history.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omagd.config.env_info import EntityLayout
+from omagd.config.schema import MaskPredictorConfig
+from omagd.modules.graph_reconstructers.history import N_SPECIAL, Frames, Specials
+
+
+def sinusoidal(n: int, d: int) -> Tensor:
+    """Return the table [n, d] of sines and cosines of Vaswani et al. 2017 (arXiv:1706.03762), section 3.5."""
+    rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10000.0) / d))
+    angle = torch.arange(n)[:, None] * rate
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :d]
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added after; answers for the last `n_out` tokens only."""
+
+    def __init__(self, config: MaskPredictorConfig) -> None:
+        super().__init__()
+        d = config.d_model
+        self.n_heads, self.p = config.n_heads, config.dropout
+        self.norm_in, self.norm_out = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.query, self.key_value, self.merge = nn.Linear(d, d), nn.Linear(d, 2 * d), nn.Linear(d, d)
+        self.widen, self.narrow = nn.Linear(d, config.feedforward_dim), nn.Linear(config.feedforward_dim, d)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, n_out: int) -> Tensor:
+        """Return [F, n_out, d] for x [F, L, d]."""
+        normed = self.norm_in(x)
+        query = self._heads(self.query(normed[:, -n_out:]))
+        key, value = (self._heads(part) for part in self.key_value(normed).chunk(2, dim=-1))
+        p = self.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=p)
+        out = x[:, -n_out:] + self.drop(self.merge(mixed.transpose(1, 2).flatten(2)))
+        return out + self.drop(self.narrow(self.drop(F.gelu(self.widen(self.norm_out(out))))))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+
+class Guess(NamedTuple):
+    """What masked tokens are taken for: features [M, D] (zero where absent), ids [M] (ABSENT where absent)."""
+
+    features: Tensor
+    ids: Tensor
+    absent: Tensor
+
+
+class MaskPredictor(nn.Module):
+    """Distribution over codes and ABSENT for every masked token of a frame.
+
+    Args:
+        config: sizes and options. n_codes: K. layout: gives N, types and D. episode_limit: longest episode in steps.
+    """
+
+    code_features: Tensor
+    table: Tensor
+    slot_sum: Tensor
+    slot_count: Tensor
+    types: Tensor
+
+    def __init__(self, config: MaskPredictorConfig, n_codes: int, layout: EntityLayout, episode_limit: int) -> None:
+        super().__init__()
+        if config.d_model % config.n_heads:
+            raise ValueError(f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}")
+        d, dim, self.n_nodes, self.limit = config.d_model, layout.node_dim, layout.n_nodes, episode_limit
+        self.config, self.specials = config, Specials(n_codes)
+        self.token = nn.Embedding(n_codes + N_SPECIAL, d)
+        self.kind, self.position = nn.Embedding(3, d), nn.Embedding(self.n_nodes, d)
+        self.step = nn.Embedding.from_pretrained(sinusoidal(episode_limit + 1, d), freeze=False)
+        if config.use_gru:
+            self.gru = nn.GRU(d, d, batch_first=True)
+        else:
+            self.frame = nn.Embedding(config.stacked_steps, d)
+        if config.last_seen:
+            self.recall = nn.Linear(d, d)
+            self.age = nn.Embedding.from_pretrained(sinusoidal(episode_limit + 1, d), freeze=False)
+        self.norm, self.drop = nn.LayerNorm(d), nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm_head, self.head = nn.LayerNorm(d), nn.Linear(d, n_codes + 1)
+        if config.code_features:
+            self.feature_in, self.feature_out = nn.Linear(dim, d, bias=False), nn.Linear(2 * dim, d, bias=False)
+        self.register_buffer("table", torch.zeros(n_codes, dim))
+        self.register_buffer("code_features", torch.zeros(n_codes + N_SPECIAL, dim))
+        # Sums of the unseen nodes' true features in training: the mean of a slot is what a guess has to beat.
+        self.register_buffer("slot_sum", torch.zeros(self.n_nodes, dim, dtype=torch.float64))
+        self.register_buffer("slot_count", torch.zeros(self.n_nodes, dtype=torch.float64))
+        self.register_buffer("types", torch.tensor(layout.node_types), persistent=False)
+        self._start_weights()
+
+    def _start_weights(self) -> None:
+        for table in (self.token, self.kind, self.position):
+            nn.init.normal_(table.weight, std=0.5)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    @torch.no_grad()
+    def bind(self, table: Tensor) -> None:
+        """Take in the decoded features [K, D] of the frozen tokenizer's codes; they travel in the state dict."""
+        self.table.copy_(table)
+        spread = table.std(0, correction=0).clamp(min=1e-3)
+        self.code_features.zero_()
+        self.code_features[: len(table)] = ((table - table.mean(0)) / spread).clamp(-5, 5)
+
+    def forward(self, frames: Frames, masked: Tensor) -> Tensor:
+        """Return logits [M, K + 1] of the tokens masked [F, N] in the last frame, frame by frame."""
+        tokens = self.token.weight
+        if self.config.code_features:
+            tokens = tokens + self.feature_in(self.code_features)
+        x = F.embedding(frames.ids, tokens)
+        static = self.kind(self.types) + self.position.weight + self._embed(self.step, frames.step)[:, None]
+        x = self._stack(x, static)
+        if self.config.last_seen:
+            memory = self.recall(F.embedding(frames.last_ids, tokens)) + self._embed(self.age, frames.age)
+            memory = torch.where(masked[..., None], memory, 0.0)
+            x = torch.cat([x[:, : -self.n_nodes], x[:, -self.n_nodes :] + memory], dim=1)
+        x = self.drop(self.norm(x))
+        for block in self.blocks[:-1]:
+            x = block(x, x.shape[1])
+        x = self.blocks[-1](x, self.n_nodes)
+        return self._logits(self.norm_head(x[masked]))
+
+    def _stack(self, x: Tensor, static: Tensor) -> Tensor:
+        """Bring x [F, k, N, d] into one sequence: [F, N, d] by the GRU, else [F, k·N, d], the last frame last."""
+        if self.config.use_gru:
+            n_frames, k, n_nodes, d = x.shape
+            flat = x.transpose(1, 2).reshape(n_frames * n_nodes, k, d)
+            return self.gru(flat)[1][0].view(n_frames, n_nodes, d) + static
+        return (x + self.frame.weight[:, None] + static[:, None]).flatten(1, 2)
+
+    def _embed(self, table: nn.Embedding, steps: Tensor) -> Tensor:
+        return table(steps.clamp(max=self.limit))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        weight = self.head.weight
+        if self.config.code_features:
+            coded = self.code_features[: len(weight)].clone()
+            coded[-1] = 0.0
+            weight = weight + self.feature_out(torch.cat([coded, coded.square()], dim=-1))
+        return F.linear(x, weight, self.head.bias)
+
+    def blank_frame(self) -> Frames:
+        """Return one frame from before any episode."""
+        size, device = (1, self.n_nodes), self.table.device
+        ids = torch.full((1, self.config.stacked_steps, self.n_nodes), self.specials.pad, device=device)
+        age = torch.zeros(size, dtype=torch.int64, device=device)
+        return Frames(ids, age[:, 0], ids[:, -1], age)
+
+    def table_with_absent(self) -> Tensor:
+        """Return the features [K + 1, D] of output ids; ABSENT is zero."""
+        return torch.cat([self.table, torch.zeros_like(self.table[:1])])
+
+    def guess(self, logits: Tensor) -> Guess:
+        """Take logits [M, K + 1] for features: the expected ones or those of the likeliest code.
+
+        A token is ABSENT when that is likelier than all codes together, and its features are zero.
+        """
+        p = logits.softmax(-1)
+        absent = p[:, -1] > 0.5
+        ids = torch.where(absent, self.specials.absent, p[:, :-1].argmax(-1))
+        if self.config.decode == "argmax":
+            return Guess(self.table_with_absent()[ids], ids, absent)
+        return Guess(torch.where(absent[:, None], 0.0, p[:, :-1] @ self.table), ids, absent)

@@ -1,0 +1,140 @@
+"""Stage 1: a vector-quantised autoencoder over the nodes of observation graphs.
+
+Codebook as in van den Oord et al. 2017 (arXiv:1711.00937), appendix A.1: moved by exponential means of what is assigned
+to each code, never by gradients. Shapes: M nodes, D features, E code dimensions, K codes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omagd.config.env_info import EntityLayout
+from omagd.config.schema import TokenizerConfig
+from omagd.modules.graph_reconstructers.graphs import feature_mask
+
+CHUNK = 8192  # nodes whose distances to all codes are held at once
+SMOOTHING = 1e-5  # keeps the share of an unused code above zero
+
+
+class CodeSums(NamedTuple):
+    """What one batch says about each code: how many nodes [K] int64 and the sum of their encodings [K, E]."""
+
+    count: Tensor
+    total: Tensor
+
+
+class Quantized(NamedTuple):
+    """Nodes through the codebook: encodings [M, E], codes' vectors [M, E], ids [M] int64, decoded features [M, D]."""
+
+    encoded: Tensor
+    code: Tensor
+    ids: Tensor
+    decoded: Tensor
+
+
+def _mlp(d_in: int, d_out: int, config: TokenizerConfig) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(config.n_layers):
+        layers += [nn.Linear(d_in, config.hidden_dim), nn.ReLU(), nn.LayerNorm(config.hidden_dim)]
+        layers.append(nn.Dropout(config.dropout))
+        d_in = config.hidden_dim
+    return nn.Sequential(*layers, nn.Linear(d_in, d_out))
+
+
+class Tokenizer(nn.Module):
+    """Turns nodes into ids 0 … K - 1 and ids into features. All-zero nodes are never given to it.
+
+    Args:
+        config: sizes and rules. layout: tells D.
+    """
+
+    codebook: Tensor
+    cluster_size: Tensor
+    embed_avg: Tensor
+    ready: Tensor
+
+    def __init__(self, config: TokenizerConfig, layout: EntityLayout) -> None:
+        super().__init__()
+        self.config, self.layout = config, layout
+        self.n_codes = config.n_codes
+        self.encoder = _mlp(layout.node_dim, config.code_dim, config)
+        self.decoder = _mlp(config.code_dim, layout.node_dim, config)
+        codebook = torch.randn(config.n_codes, config.code_dim)
+        self.register_buffer("codebook", codebook)
+        self.register_buffer("cluster_size", torch.ones(config.n_codes))
+        self.register_buffer("embed_avg", codebook.clone())
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))  # codebook started from data
+        self.register_buffer("real", feature_mask(layout), persistent=False)
+
+    def encode(self, nodes: Tensor) -> Tensor:
+        """Return encodings [..., E] of nodes [..., D]; of length one under `distance: cosine`."""
+        encoded = self.encoder(nodes.to(self.codebook.dtype))
+        return F.normalize(encoded, dim=-1) if self.config.distance == "cosine" else encoded
+
+    @torch.no_grad()
+    def quantize(self, encoded: Tensor) -> Tensor:
+        """Return the id [...] int64 of the code nearest to each encoding [..., E]."""
+        flat = encoded.detach().reshape(-1, encoded.shape[-1])
+        # argmin |z - c|² = argmax z·c - |c|²/2; for cosine all codes have length one.
+        bias = -0.5 * self.codebook.square().sum(-1)
+        ids = [torch.addmm(bias, part, self.codebook.t()).argmax(-1) for part in flat.split(CHUNK)]
+        return torch.cat(ids).reshape(encoded.shape[:-1])
+
+    def ids(self, nodes: Tensor) -> Tensor:
+        """Return the ids [...] of nodes [..., D]."""
+        return self.quantize(self.encode(nodes))
+
+    def forward(self, nodes: Tensor) -> Quantized:
+        """Pass nodes [M, D] through the codebook; the decoder's gradient goes straight through to the encoder."""
+        encoded = self.encode(nodes)
+        ids = self.quantize(encoded)
+        code = self.codebook[ids]
+        return Quantized(encoded, code, ids, self.decoder(encoded + (code - encoded).detach()))
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Return the features [..., D] of ids [...]."""
+        return self.decoder(self.codebook[ids])
+
+    @torch.no_grad()
+    def table(self) -> Tensor:
+        """Return the features of all codes, [K, D], as in eval mode."""
+        training = self.training
+        self.eval()
+        table = self.decoder(self.codebook)
+        self.train(training)
+        return table
+
+    @torch.no_grad()
+    def sums(self, encoded: Tensor, ids: Tensor) -> CodeSums:
+        """Return what encodings [M, E] with ids [M] add to each code."""
+        count = torch.bincount(ids, minlength=self.n_codes)
+        return CodeSums(count, torch.zeros_like(self.codebook).index_add_(0, ids, encoded.detach()))
+
+    @torch.no_grad()
+    def move(self, sums: CodeSums) -> None:
+        """Move the codebook by the sums of all ranks' batches."""
+        decay = self.config.ema_decay
+        self.cluster_size.mul_(decay).add_(sums.count.to(self.cluster_size.dtype), alpha=1 - decay)
+        self.embed_avg.mul_(decay).add_(sums.total, alpha=1 - decay)
+        total = self.cluster_size.sum()
+        size = (self.cluster_size + SMOOTHING) / (total + self.n_codes * SMOOTHING) * total
+        self.codebook.copy_(self._unit(self.embed_avg / size[:, None]))
+
+    def dead(self) -> Tensor:
+        """Return the ids [R] int64 of codes whose EMA count is below the threshold times the mean count."""
+        limit = self.config.dead_code_threshold * self.cluster_size.sum() / self.n_codes
+        return torch.nonzero(self.cluster_size < limit).flatten()
+
+    @torch.no_grad()
+    def place(self, codes: Tensor, encoded: Tensor, size: Tensor | float) -> None:
+        """Put `codes` [R] at encodings [R, E], as if `size` nodes had been assigned to each."""
+        self.codebook[codes] = self._unit(encoded)
+        self.cluster_size[codes] = torch.as_tensor(size, dtype=self.cluster_size.dtype, device=codes.device)
+        self.embed_avg[codes] = self.codebook[codes] * size
+
+    def _unit(self, codes: Tensor) -> Tensor:
+        return F.normalize(codes, dim=-1) if self.config.distance == "cosine" else codes

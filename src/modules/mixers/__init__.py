@@ -1,0 +1,11 @@
+"""Mixers: from the values of all agents' actions to the value of the joint action."""
+
+from __future__ import annotations
+
+from omagd.utils.registry import Registry
+
+REGISTRY: Registry[type] = Registry(
+    "mixer",
+    "omagd.mixers",
+    lazy={"qmix": "omagd.modules.mixers.qmix:QMixer", "vdn": "omagd.modules.mixers.vdn:VDNMixer"},
+)

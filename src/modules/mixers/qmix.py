@@ -1,0 +1,38 @@
+"""QMIX (Rashid et al. 2018): a monotonic network whose weights are made from the state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+
+
+class QMixer(nn.Module):
+    """Two layers with absolute weights; each weight comes from a hypernetwork of two layers over the state.
+
+    The first layers of all hypernetworks read the same state and stand in one matrix, `first`: [w1 | w2 | b1 | b2].
+    """
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+        embed, hyper = config.mixing_embed_dim, config.hypernet_embed
+        self.n_agents = info.n_agents
+        self.embed_dim = embed
+        self.widths = [hyper, hyper, embed, embed]
+        self.first = nn.Linear(info.state_dim, sum(self.widths))
+        self.weight1 = nn.Linear(hyper, info.n_agents * embed)
+        self.weight2 = nn.Linear(hyper, embed)
+        self.bias2 = nn.Linear(embed, 1)
+
+    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
+        """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
+        made = self.first(state)
+        for_w1, for_w2, b1, for_b2 = made.split(self.widths, dim=-1)
+        w1 = self.weight1(F.relu(for_w1)).abs().view(-1, self.n_agents, self.embed_dim)
+        w2 = self.weight2(F.relu(for_w2)).abs()
+        b2 = self.bias2(F.relu(for_b2)).squeeze(-1)
+        hidden = F.elu(torch.bmm(agent_qs.unsqueeze(1), w1).squeeze(1) + b1)
+        return (hidden * w2).sum(dim=-1) + b2

@@ -1,0 +1,141 @@
+"""From configuration to objects: the only place that looks things up in registries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omagd import controllers, learners, runners
+from omagd.config.checks import pretrained_file
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.scripted_mac import ScriptedPolicy
+from omagd.envs.factory import make_env
+from omagd.modules.graph_reconstructers.meta import check
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.run.session import Session
+from omagd.run.stages.base import Products
+from omagd.runners.rollout import EpisodeSeeds
+from omagd.utils.checkpoint import (
+    AGENT_FILE,
+    PREDICTOR_FILE,
+    TOKENIZER_FILE,
+    find_step_folder,
+    load_file,
+    load_into,
+    run_folder_of,
+)
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.logging import Logger
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.seeding import generator, seed_everything
+
+PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
+
+
+def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger) -> Session:
+    """Return one rank's session: environment, its facts, and a runner for each purpose."""
+    torch.set_num_threads(config.torch_threads)
+    runner_class = runners.REGISTRY.get(config.runner)
+    slots = runner_class.slots(config)
+    env = make_env(config.env, dict(config.env_args), slots, processes=config.env_processes)
+    info = env.info
+    if config.use_graph_reconstruction and info.layout is None:
+        env.close()
+        raise UserError(
+            f"use_graph_reconstruction=True needs an environment with an entity layout; env={config.env} has none:"
+            " use --config=qmix"
+        )
+    made = {
+        purpose: runner_class(env, config, info, EpisodeSeeds(config.seed, purpose, dist.rank)) for purpose in PURPOSES
+    }
+    return Session(config, dist, env, info, folder, logger, made)
+
+
+def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:
+    """Return an untrained tokenizer, the same on every rank."""
+    assert info.layout is not None
+    seed_everything(config.seed, "tokenizer")
+    return Tokenizer(config.tokenizer_config, info.layout).to(device)
+
+
+def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> MaskPredictor:
+    """Return an untrained predictor, the same on every rank."""
+    assert info.layout is not None
+    seed_everything(config.seed, "predictor")
+    n_codes = config.tokenizer_config.n_codes
+    return MaskPredictor(config.mask_predictor_config, n_codes, info.layout, info.episode_limit).to(device)
+
+
+def load_products(config: Config, info: EnvInfo, device: torch.device) -> Products:
+    """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
+    products = Products()
+    if not config.use_graph_reconstruction:
+        return products
+    if config.pretrained_tokenizer_path:
+        products.tokenizer = new_tokenizer(config, info, device)
+        path = pretrained_file("pretrained_tokenizer_path", config.pretrained_tokenizer_path, TOKENIZER_FILE)
+        _load_pretrained(config, info, products.tokenizer, path, "pretrained_tokenizer_path")
+    if config.pretrained_mask_predictor_path:
+        products.predictor = new_predictor(config, info, device)
+        path = pretrained_file("pretrained_mask_predictor_path", config.pretrained_mask_predictor_path, PREDICTOR_FILE)
+        _load_pretrained(config, info, products.predictor, path, "pretrained_mask_predictor_path")
+    return products
+
+
+def of_checkpoint(config: Config, step_folder: Path) -> Config:
+    """Return `config` with the pre-trained paths of the run that `step_folder` belongs to, where none are given."""
+    run_folder = str(run_folder_of(step_folder))
+    keys = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path")
+    return config.model_copy(update={key: getattr(config, key) or run_folder for key in keys})
+
+
+def _load_pretrained(config: Config, info: EnvInfo, module: torch.nn.Module, path: Path, key: str) -> None:
+    content = load_file(path, key)
+    check(content.get("meta"), config, info, key, str(path))
+    load_into(module, content.get("weights", {}), path, key)
+    module.eval().requires_grad_(False)
+
+
+def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Products) -> Any:
+    """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
+    reconstructor = None
+    if config.use_graph_reconstruction:
+        assert products.tokenizer is not None and products.predictor is not None
+        reconstructor = Reconstructor(products.tokenizer, products.predictor, config, info)
+    seed_everything(config.seed, "agent")
+    return controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
+
+
+def build_learner(session: Session, products: Products) -> tuple[Any, Any]:
+    """Return the controller and the learner of stage 3."""
+    mac = build_mac(session.config, session.info, session.dist.device, products)
+    learner = learners.REGISTRY.get(session.config.learner)(mac, session.config, session.info, session.dist)
+    seed_everything(session.config.seed, "stage3 dropout", session.dist.rank)
+    return mac, learner
+
+
+def pretrain_policy(session: Session, purpose: str) -> Any:
+    """Return what plays the episodes of stages 1 and 2: random, scripted with random actions, or a trained agent."""
+    config, rng = session.config, generator(session.config.seed, f"{purpose} policy", session.dist.rank)
+    if config.graph_pretrain_policy == "random":
+        return ScriptedPolicy(session.env, ("random",), 0.0, rng)
+    if config.graph_pretrain_policy == "mixed":
+        names = tuple(name for name in session.info.scripted_policies if name != "random") or ("random",)
+        return ScriptedPolicy(session.env, names, config.graph_pretrain_random_share, rng)
+    return _checkpoint_policy(session)
+
+
+def _checkpoint_policy(session: Session) -> Any:
+    """Return the agent of `graph_pretrain_policy`, reading plain observations."""
+    config = session.config
+    plain = config.model_copy(update={"use_graph_reconstruction": False})
+    mac = build_mac(plain, session.info, session.dist.device, Products())
+    path = find_step_folder(config.graph_pretrain_policy) / AGENT_FILE
+    load_into(mac.agent, load_file(path, "graph_pretrain_policy"), path, "graph_pretrain_policy")
+    return mac

@@ -1,0 +1,169 @@
+"""The command line: `[options] with key=value …` to one run, with every mistake told in a line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TextIO
+
+from omagd.config.loading import apply_updates, base_values, parse_value, validate
+from omagd.config.schema import Config
+from omagd.run import REGISTRY
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError
+
+INTERRUPTED_EXIT_CODE = 130
+HELP = """\
+Usage: python src/main.py [--config=NAME] [--env-config=NAME] [options] with key=value ...
+       omagd …, python -m omagd … and torchrun --nproc_per_node=W src/main.py … take the same arguments.
+
+What runs:
+  --config=NAME        algorithm: a name from --list or a YAML file (default: omagd_small)
+  --env-config=NAME    environment: a name from --list or a YAML file (default: skirmish)
+  with key=value ...   any key of the configuration; `env_args.map_name=3m`, `seeds=1,2,3`, `t_max=200000`
+Instead of running:
+  --dry-run            check everything, print the resolved configuration, write nothing
+  --list               show the known configurations, maps, learners, agents, ...
+  --help, --version
+Sacred's options:
+  -c, --comment=TEXT   a comment for the record
+  -n, --name=NAME      the experiment's name in the record
+  -F, --file_storage=DIR  where Sacred's records go (default: <local_results_path>/sacred)
+  -l, --loglevel=LEVEL DEBUG, INFO, WARNING, ERROR
+  -u, --unobserved     no Sacred record
+
+Examples:
+  python src/main.py with run=ddp learner=nq_graph_learner_ddp
+  python src/main.py --config=qmix --env-config=skirmish with env_args.map_name=3m t_max=200000
+  python src/main.py --config=omagd with env_args.map_name=5m_vs_6m run=ddp world_size=2
+  python src/main.py --config=qmix with evaluate=True checkpoint_path=results/<run>/models
+
+A run writes <local_results_path>/<unique_token>/: config.json, metrics.jsonl, summary.json, models/, plots/, logs/.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line says and return the exit code: 0, 2 for a user's mistake, 130 when interrupted.
+
+    Args:
+        argv: arguments without the program's name, sys.argv if None.
+    """
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv), sys.stdout)
+    except UserError as error:
+        sys.stderr.write(error.render() + "\n")
+        return USER_ERROR_EXIT_CODE
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:
+        # Whoever read our output (`| head`) has left; Python must not complain about it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def config_from(argv: Sequence[str]) -> Config:
+    """Return the resolved configuration that the arguments `argv` mean. Errors: UserError."""
+    options, updates = parse(argv)
+    return _resolve(options, updates)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Return the options and the texts of `key=value`, which stand behind `with`. Errors: UserError."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--env-config", "--env_config")
+    for flags in (("--dry-run",), ("--list",), ("--help", "-h"), ("--version",), ("--unobserved", "-u")):
+        parser.add_argument(*flags, action="store_true")
+    parser.add_argument("--print-config", "--print_config", "-p", dest="dry_run", action="store_true")
+    parser.add_argument("--force", "-f", action="store_true")
+    for flags in (
+        ("--comment", "-c"),
+        ("--name", "-n"),
+        ("--file_storage", "--file-storage", "-F"),
+        ("--loglevel", "-l"),
+    ):
+        parser.add_argument(*flags)
+    parser.add_argument("words", nargs="*")
+    options = parser.parse_intermixed_args(list(argv))
+    return options, _updates(options.words)
+
+
+def _main(argv: list[str], out: TextIO) -> int:
+    options, texts = parse(argv)
+    if options.help:
+        out.write(HELP)
+    elif options.version:
+        from omagd import __version__
+
+        out.write(f"omagd {__version__}\n")
+    elif options.list:
+        from omagd.run.listing import listing
+
+        out.write(listing())
+    else:
+        _run(options, texts, out)
+    return 0
+
+
+def _run(options: argparse.Namespace, texts: Mapping[str, str], out: TextIO) -> None:
+    """Resolve and check, then print the plan (`--dry-run`) or run it."""
+    config = _resolve(options, texts)
+    from omagd.run.preflight import preflight
+
+    outlook = preflight(config)
+    if options.dry_run:
+        from omagd.run.listing import resolved
+
+        out.write(resolved(config, outlook))
+        return
+    from omagd.run.sacred_record import run_recorded
+
+    sacred_options = {f"--{name}": getattr(options, name) for name in ("comment", "name", "loglevel")}
+    run_recorded(
+        config,
+        REGISTRY.get(config.run),
+        observe=not options.unobserved and os.environ.get("RANK", "0") == "0",
+        folder=options.file_storage,
+        options={flag: value for flag, value in sacred_options.items() if value is not None},
+    )
+
+
+def _resolve(options: argparse.Namespace, texts: Mapping[str, str]) -> Config:
+    values = base_values(options.config, options.env_config)
+    return validate(apply_updates(values, {key: parse_value(text, _at(values, key)) for key, text in texts.items()}))
+
+
+def _updates(words: Sequence[str]) -> dict[str, str]:
+    """Return {key: text} from the words `with key=value …`; of a key that stands twice the last value counts."""
+    if not words:
+        return {}
+    first, *rest = words
+    if first == "print_config":
+        raise UserError("print_config: use --dry-run")
+    if first != "with":
+        mend = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
+        raise UserError(f"{first}: not understood; {mend}")
+    updates: dict[str, str] = {}
+    for word in rest:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"with {word}: expected key=value, without spaces around `=`")
+        updates[key] = text
+    return updates
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a dotted key, None where there is none."""
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong by UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See --help")

@@ -1,0 +1,148 @@
+"""One rank's way through a run: folder, log, session, the stages in order, summary."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from omagd.config.schema import Config
+from omagd.run.build import build_session, load_products
+from omagd.run.evaluate import evaluate
+from omagd.run.loop import fit
+from omagd.run.session import Session
+from omagd.run.stages import REGISTRY as STAGES
+from omagd.run.stages.base import Products, StageResult
+from omagd.utils.dist_utils import Dist
+from omagd.utils.log_sinks.base import RunFacts
+from omagd.utils.logging import Logger, make_logger, setup_logging
+from omagd.utils.run_folder import RunFolder, write_json
+
+
+def run_experiment(config: Config, dist: Dist, token: str, channel: Any) -> dict[str, Any]:
+    """Run everything that `config` asks for on this rank; return the summary (the same on every rank).
+
+    Args:
+        dist: this rank. token: wanted name of the run's folder. channel: what the Sacred sink writes to, or None.
+    """
+    started = time.time()
+    torch.set_num_threads(config.torch_threads)
+    folder = _folder(config, dist, token)
+    logger = _logger(config, dist, folder, channel)
+    summary = _first_summary(config, dist, folder, started)
+    exit_state = "failed"
+    session = None
+    try:
+        session = build_session(config, dist, folder, logger)
+        if dist.is_main:
+            write_json(folder.config_json, config.model_dump(mode="json"))
+            write_json(folder.env_info_json, session.info.to_dict())
+        _say_start(session)
+        summary["stages"] = {result.name: _plain(result) for result in run_stages(session)}
+        exit_state = "completed"
+    except KeyboardInterrupt:
+        exit_state = "interrupted"
+        raise
+    finally:
+        summary.update(exit_state=exit_state, wall_seconds=round(time.time() - started, 1))
+        if session is not None:
+            session.close()
+        if dist.is_main:
+            _finish_files(folder, logger, summary)
+        logger.close(exit_state)
+    return summary
+
+
+def run_stages(session: Session) -> list[StageResult]:
+    """Run the stages of this configuration in order, skipping those whose result is given."""
+    if session.config.evaluate:
+        return [evaluate(session)]
+    products = load_products(session.config, session.info, session.dist.device)
+    results = []
+    for name in stage_names(session.config, products):
+        session.logger.stage = name
+        results.append(fit(STAGES.get(name)(session, products)))
+        if name == "stage2":
+            products.train_episodes = products.held_out = None  # stage 3 plays its own; give the memory back
+    return results
+
+
+def stage_names(config: Config, products: Products) -> list[str]:
+    """Return the names of the stages that are run."""
+    if config.stage != "all":
+        return [config.stage]
+    names = ["stage1", "stage2"] if config.pretrain_only else ["stage1", "stage2", "stage3"]
+    given = {"stage1": products.tokenizer is not None, "stage2": products.predictor is not None}
+    return [name for name in names if not given.get(name, False) or config.evaluation_only]
+
+
+def _folder(config: Config, dist: Dist, token: str) -> RunFolder:
+    path = str(RunFolder.create(config.local_results_path, token).path) if dist.is_main else ""
+    return RunFolder(dist.broadcast(path))
+
+
+def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any) -> Logger:
+    console = setup_logging(folder.log(dist.rank), dist.rank)
+    sinks = ["console", "jsonl", "sacred"]
+    sinks += ["wandb"] * config.use_wandb + ["tensorboard"] * config.use_tensorboard
+    facts = RunFacts(
+        folder=folder.path,
+        token=folder.token,
+        name=config.name,
+        env=config.env,
+        map_name=config.map_name,
+        world_size=dist.world_size,
+        config=config.model_dump(mode="json"),
+        totals={"t_env": config.t_max, "epoch": config.graph_pretrain_epochs},
+        wandb_project=config.wandb_project,
+        wandb_entity=config.wandb_entity,
+    )
+    return make_logger(facts, sinks, console, minimal=not dist.is_main, sacred=channel)
+
+
+def _first_summary(config: Config, dist: Dist, folder: RunFolder, started: float) -> dict[str, Any]:
+    slots = config.batch_size_run if config.runner != "episode" else 1
+    return {
+        "name": config.name,
+        "env": config.env,
+        "map_name": config.map_name,
+        "seed": config.seed,
+        "world_size": dist.world_size,
+        "environments": slots * dist.world_size,
+        "effective_batch": config.batch_size * dist.world_size,
+        "updates_per_iteration": config.updates_per_iteration,
+        "folder": str(folder.path),
+        "started": started,
+        "stages": {},
+    }
+
+
+def _say_start(session: Session) -> None:
+    config, dist, info = session.config, session.dist, session.info
+    environments = session.env.n_slots * dist.world_size
+    every = config.target_update_updates or max(1, round(config.target_update_interval / environments))
+    session.logger.info(
+        f"{info.name} {info.map_name}: {info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim},"
+        f" state {info.state_dim}, at most {info.episode_limit} steps"
+    )
+    session.logger.info(
+        f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments, effective batch"
+        f" {config.batch_size * dist.world_size} episodes, {config.updates_per_iteration} update(s) per {environments}"
+        f" episodes, targets copied every {every} updates"
+    )
+    session.logger.info(f"results: {session.folder.path}")
+
+
+def _finish_files(folder: RunFolder, logger: Logger, summary: dict[str, Any]) -> None:
+    from omagd.run.report import write_summary
+    from omagd.utils.plots import curves
+
+    if summary["exit_state"] == "completed" and folder.metrics_jsonl.is_file():
+        curves(folder.metrics_jsonl, folder.plots / "curves.png")
+    summary["artifacts"] = folder.artifacts()
+    write_summary(folder, summary)
+
+
+def _plain(result: StageResult) -> dict[str, Any]:
+    return {"clock": result.clock, "values": result.values, "files": result.files, **result.facts}

@@ -1,0 +1,50 @@
+"""What `--list` and `--dry-run` print."""
+
+from __future__ import annotations
+
+import textwrap
+
+import yaml
+
+from omagd.config.loading import config_names, to_plain
+from omagd.config.schema import Config
+from omagd.run.preflight import NAMED, Outlook, registry_of
+
+
+def listing() -> str:
+    """Return everything that can be named on the command line, a paragraph for each kind."""
+    from omagd.envs.battle.maps import MAPS
+
+    lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
+    lines += [_paragraph(key, registry_of(package).names()) for key, package in NAMED.items()]
+    lines.append(_paragraph("env_args.map_name (skirmish)", list(MAPS)))
+    return "\n".join(lines) + "\n"
+
+
+def resolved(config: Config, outlook: Outlook) -> str:
+    """Return the configuration as YAML that `--config=FILE` takes again, and what follows from it as comments."""
+    values = to_plain(config)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    return text + "".join(f"# {name}: {value}\n" for name, value in facts(config, outlook).items())
+
+
+def facts(config: Config, outlook: Outlook) -> dict[str, object]:
+    """Return what a configuration comes down to, by name: stages, ranks, effective batch, battles, sizes."""
+    info, plan = outlook.info, outlook.plan
+    start = "torchrun" if plan.joins else "spawn" if plan.world_size > 1 else "this process"
+    device = "cuda" if plan.cuda else "cpu"
+    sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
+    return {
+        "stages": ", ".join(outlook.stages),
+        "world size": f"{plan.world_size} ({start}, {device})",
+        "effective batch": f"{config.batch_size * plan.world_size} episodes per update",
+        "environments": f"{config.batch_size_run * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
+        "environment": f"{sizes}, episodes of at most {info.episode_limit} steps",
+    }
+
+
+def _paragraph(title: str, names: list[str]) -> str:
+    body = textwrap.fill(
+        " ".join(names), width=110, break_on_hyphens=False, initial_indent="  ", subsequent_indent="  "
+    )
+    return f"{title}:\n{body}"

@@ -1,0 +1,121 @@
+"""What is checked before anything is written: names, devices, environment, paths; and what follows from it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.utils.errors import UserError
+from omagd.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from omagd.run.launch import Plan
+
+# Configuration keys that name something, and the package whose REGISTRY knows the names.
+NAMED = {
+    "run": "omagd.run",
+    "env": "omagd.envs",
+    "learner": "omagd.learners",
+    "runner": "omagd.runners",
+    "mac": "omagd.controllers",
+    "action_selector": "omagd.components.action_selectors",
+    "agent": "omagd.modules.agents",
+    "mixer": "omagd.modules.mixers",
+}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a configuration comes down to on this machine.
+
+    Attributes:
+        stages: names of the stages in order; ("evaluate",) when a checkpoint is played.
+        plan: how many ranks, on what. info: facts of the environment.
+    """
+
+    stages: tuple[str, ...]
+    plan: Plan
+    info: EnvInfo
+
+
+def preflight(config: Config) -> Outlook:
+    """Check what the configuration alone cannot tell, without writing anything, and return what follows from it.
+
+    Errors: UserError for unknown names, wrong `env_args`, an environment that cannot be built here, paths without a
+        fitting file, more ranks than devices, `run=default` among several processes.
+    """
+    for key, package in NAMED.items():
+        _known(key, getattr(config, key), registry_of(package))
+    _check_torchrun(config)
+    # torch is imported from here on; a mistyped name is told without it.
+    from omagd.run.launch import make_plan
+
+    plan = make_plan(config)
+    info = describe_env(config)
+    if config.use_graph_reconstruction and info.layout is None:
+        raise UserError(
+            f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
+        )
+    return Outlook(_check_paths(config, info), plan, info)
+
+
+def describe_env(config: Config) -> EnvInfo:
+    """Return the facts of the configured environment, asked of one battle that is closed again."""
+    from omagd.envs.factory import make_env
+
+    env = make_env(config.env, dict(config.env_args), 1, processes=False)
+    try:
+        return env.info
+    finally:
+        env.close()
+
+
+def registry_of(package: str) -> Registry:
+    """Return the REGISTRY of a package by its import name."""
+    registry: Registry = importlib.import_module(package).REGISTRY
+    return registry
+
+
+def _known(key: str, name: str, registry: Registry) -> None:
+    """Refuse an unknown name without importing what known names stand for."""
+    if name not in registry:
+        try:
+            registry.get(name)
+        except UserError as error:
+            raise UserError(f"{key}={name}{error.message.partition(name)[2]}", *error.help_lines) from None
+
+
+def _check_torchrun(config: Config) -> None:
+    """Refuse what contradicts the group that torchrun has started."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if config.run == "default" and ranks != "1":
+        raise UserError(f"run=default: this process is one of {ranks} (WORLD_SIZE={ranks}). Use run=ddp")
+    if "RANK" in os.environ and config.world_size is not None and str(config.world_size) != ranks:
+        raise UserError(f"world_size={config.world_size}: torchrun started {ranks} processes. Drop world_size")
+
+
+def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
+    """Refuse paths at which nothing fitting lies; return the stages that are left to run."""
+    import torch
+
+    from omagd.run.build import load_products, of_checkpoint
+    from omagd.run.experiment import stage_names
+    from omagd.utils.checkpoint import find_step_folder
+
+    cpu = torch.device("cpu")
+    if config.checkpoint_path:
+        folder = find_step_folder(config.checkpoint_path, config.load_step)
+        if config.evaluate:
+            load_products(of_checkpoint(config, folder), info, cpu)
+            return ("evaluate",)
+    stages = tuple(stage_names(config, load_products(config, info, cpu)))
+    policy = config.graph_pretrain_policy
+    if {"stage1", "stage2"} & set(stages) and policy not in {"random", "mixed"}:
+        if not Path(policy).expanduser().exists():
+            raise UserError(f"graph_pretrain_policy={policy}: must be random, mixed, or the path of a checkpoint")
+    return stages

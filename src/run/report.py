@@ -1,0 +1,235 @@
+"""What a run says at its end: `summary.json`, the closing text, and the table over several seeds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import omagd.config
+from omagd.utils.run_folder import RunFolder, write_json
+
+HEADLINES = {
+    "win_rate": "test_battle_won_mean",
+    "best_win_rate": "best_test_battle_won_mean",
+    "return": "test_return_mean",
+    "best_return": "best_test_return_mean",
+}
+"""Names in the summary, and of the values of stage 3 that they repeat."""
+
+SHOWN = {
+    "graph_loss": "loss",
+    "mse": "MSE",
+    "codes_in_use": "codes in use",
+    "top1": "top-1 accuracy",
+    "balanced_accuracy": "dead or alive",
+    "feature_error": "feature error",
+    "error_slot_mean": "slot mean's",
+    "error_last_seen": "last seen's",
+    "test_battle_won_mean": "win rate",
+    "test_return_mean": "return",
+    "test_ep_length_mean": "episode length",
+}
+"""Values of a stage that the closing text shows, where they are there, and what it calls them."""
+
+Summary = Mapping[str, Any]
+
+
+def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
+    """Complete `values` by the headline numbers, the updates of all stages and the artifacts; write `summary.json`.
+
+    values: what is known of the run, `stages` among it: {name: {clock, values, files}}. Completed in place.
+    """
+    results = values.get("stages", {}).get("stage3", {}).get("values", {})
+    for headline, name in HEADLINES.items():
+        values.setdefault(headline, results.get(name))
+    clocks = [stage.get("clock", {}) for stage in values.get("stages", {}).values()]
+    values["updates"] = sum(clock.get("updates", 0) for clock in clocks)
+    values["artifacts"] = {**folder.artifacts(), "summary": str(folder.summary_json)}
+    return write_json(folder.summary_json, values)
+
+
+def render_summary(summary: Summary) -> str:
+    """Return the closing text: what was reached, where the files are, what to type next."""
+    lines = ["", "─" * 78, _headline(summary)]
+    for name, stage in summary.get("stages", {}).items():
+        lines.append(f"  {name}   {_reached(stage)}")
+    folder = Path(summary["folder"])
+    lines.append(f"Files   {folder}")
+    for label, path in _files(summary):
+        lines.append(f"  {label:<9}{_short(path, folder)}")
+    command = next_command(summary)
+    if command:
+        lines.append(f"Next    {command}")
+    return "\n".join([*lines, "─" * 78])
+
+
+def next_command(summary: Summary) -> str:
+    """Return the command that a user would type next, or an empty string."""
+    stages = summary.get("stages", {})
+    if summary.get("exit_state") != "completed" or not stages:
+        return ""
+    base = _base_command(summary)
+    if "stage3" in stages:
+        agent = stages["stage3"].get("files", {}).get("agent")
+        trained = "updates" in stages["stage3"].get("clock", {})
+        return f"{base} evaluate=True checkpoint_path={_quoted(agent)}" if agent and trained else ""
+    tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or _given(summary, "pretrained_tokenizer_path")
+    if not tokenizer:
+        return ""
+    paths = f"pretrained_tokenizer_path={_quoted(tokenizer)}"
+    if "stage2" not in stages:
+        return f"{base} reconstructer_stage=stage2 {paths}"
+    predictor = stages["stage2"].get("files", {}).get("stage2")
+    if not predictor:
+        return ""
+    return f"{base} reconstructer_stage=stage3 {paths} pretrained_mask_predictor_path={_quoted(predictor)}"
+
+
+def seeds_table(results: Sequence[Summary]) -> str:
+    """Return a table of several runs: a row for each seed; median, interquartile range and extremes below them."""
+    columns = _columns(results)
+    rows = [["seed", *(label for _, _, label in columns), "time", "state"]]
+    values = [[_value(summary, stage, key) for stage, key, _ in columns] for summary in results]
+    for summary, numbers in zip(results, values, strict=True):
+        row = [_number(number) for number in numbers]
+        seconds = summary.get("wall_seconds")
+        rows.append([str(summary["seed"]), *row, duration(seconds) if seconds is not None else "-", _state(summary)])
+    spread = [[number for number in column if number is not None] for column in zip(*values, strict=True)]
+    for label, describe in (("median", _median), ("quartiles", _quartiles), ("min-max", _extremes)):
+        rows.append([label, *(describe(column) if column else "-" for column in spread), "", ""])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rule = "─" * max(map(len, lines))
+    first = results[0]
+    title = f"{first['env']} {first.get('map_name', '')} · {first['name']} · {len(results)} seeds"
+    return "\n".join(["", title, rule, lines[0], rule, *lines[1:-3], rule, *lines[-3:], rule])
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it: `48 s`, `9 min 05 s`, `3 h 07 min`."""
+    whole = int(round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _headline(summary: Summary) -> str:
+    ranks = summary.get("world_size", 1)
+    parts = [
+        f"{summary['env']} {summary.get('map_name', '')}".strip(),
+        str(summary["name"]),
+        f"seed {summary['seed']}",
+        f"{ranks} rank{'s' if ranks != 1 else ''}, {summary.get('environments', ranks)} environments",
+        duration(summary.get("wall_seconds", 0.0)),
+        _state(summary),
+    ]
+    return " · ".join(parts)
+
+
+def _state(summary: Summary) -> str:
+    return str(summary.get("exit_state", "unknown"))
+
+
+def _reached(stage: Mapping[str, Any]) -> str:
+    """Return one line on a stage: how long it ran, and its values with their best."""
+    clock, values = stage.get("clock", {}), stage.get("values", {})
+    names = {"epoch": "epochs"} if not clock.get("t_env") else {"t_env": "steps", "episodes": "episodes"}
+    ran = ", ".join(f"{clock[key]:,} {unit}" for key, unit in names.items() if clock.get(key))
+    shown = []
+    for key, label in SHOWN.items():
+        if values.get(key) is None:
+            continue
+        best = values.get(f"best_{key}")
+        shown.append(f"{label} {_number(values[key])}" + (f" (best {_number(best)})" if best is not None else ""))
+    return " | ".join(part for part in (ran, ", ".join(shown)) if part)
+
+
+def _files(summary: Summary) -> Iterable[tuple[str, str]]:
+    """Yield what a user wants to open first: pictures, weights, numbers."""
+    artifacts = summary.get("artifacts", {})
+    for name, path in artifacts.items():
+        if name.startswith("plots/"):
+            yield ("curves" if name.endswith("curves") else "picture"), path
+    for name in ("model", "pretrain_stage2_best", "pretrain_stage1_best"):
+        if name in artifacts:
+            yield "weights", artifacts[name]
+    for name in ("metrics", "summary"):
+        if name in artifacts:
+            yield name, artifacts[name]
+
+
+def _short(path: str, folder: Path) -> str:
+    return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
+
+
+def _base_command(summary: Summary) -> str:
+    """Return the command up to its first own key; a configuration that has no file is left out."""
+    name = str(summary["name"])
+    known = (Path(omagd.config.__file__).parent / "algs" / f"{name}.yaml").is_file()
+    parts = ["python src/main.py", f"--config={name}" if known else "", f"--env-config={summary['env']} with"]
+    if summary.get("map_name"):
+        parts.append(f"env_args.map_name={summary['map_name']}")
+    if summary.get("world_size", 1) > 1:
+        parts.append(f"run=ddp world_size={summary['world_size']}")
+    return " ".join(part for part in parts if part)
+
+
+def _given(summary: Summary, key: str) -> str:
+    """Return a path of the run's own configuration, empty where there is none."""
+    try:
+        config = json.loads(RunFolder(summary["folder"]).config_json.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return ""
+    return str(config.get(key, ""))
+
+
+def _quoted(path: str) -> str:
+    return shlex.quote(str(path))
+
+
+def _columns(results: Sequence[Summary]) -> list[tuple[str, str, str]]:
+    """Return (stage, value, heading) of the table: those of the last stage that any of the runs reached."""
+    stages = [name for summary in results for name in summary.get("stages", {})]
+    if not stages:
+        return []
+    stage = max(stages)
+    keys = [key for known in SHOWN for key in (known, f"best_{known}")]
+    found = [key for key in keys if any(_value(summary, stage, key) is not None for summary in results)]
+    return [(stage, key, _heading(key)) for key in found]
+
+
+def _heading(key: str) -> str:
+    return f"best {SHOWN[key.removeprefix('best_')]}" if key.startswith("best_") else SHOWN[key]
+
+
+def _value(summary: Summary, stage: str, key: str) -> float | None:
+    value = summary.get("stages", {}).get(stage, {}).get("values", {}).get(key)
+    return None if value is None or not np.isfinite(value) else float(value)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if float(value).is_integer() and abs(value) > 1:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 0.1 else f"{value:.3f}"
+
+
+def _median(values: Sequence[float]) -> str:
+    return _number(float(np.median(values)))
+
+
+def _quartiles(values: Sequence[float]) -> str:
+    low, high = np.percentile(values, [25, 75])
+    return f"{_number(float(low))}-{_number(float(high))}"
+
+
+def _extremes(values: Sequence[float]) -> str:
+    return f"{_number(min(values))}-{_number(max(values))}"

@@ -1,0 +1,53 @@
+"""`run=default`: one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from omagd.config.loading import validate
+from omagd.config.schema import Config
+from omagd.run.launch import launch, make_plan
+from omagd.run.report import render_summary, seeds_table
+from omagd.utils.log_sinks.sacred import SacredRelay
+from omagd.utils.run_folder import make_token
+
+
+def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
+    """Train in this process.
+
+    Args:
+        _run: Sacred's run, or None. _config: the resolved configuration. _log: Sacred's logger.
+    """
+    return run_seeds(_run, _config)
+
+
+def run_seeds(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
+    """Run once, or once for each of `seeds`; show what was reached and return it."""
+    config = _config if isinstance(_config, Config) else validate(dict(_config))
+    singles = [config.model_copy(update={"seed": seed, "seeds": ()}) for seed in config.seeds or (config.seed,)]
+    summaries = [_run_one(_run, single) for single in singles]
+    if len(summaries) == 1:
+        return summaries[0]
+    _show(seeds_table(summaries))
+    return {"runs": summaries}
+
+
+def _run_one(_run: Any, config: Config) -> dict[str, Any]:
+    token = config.unique_token or make_token(config.name, config.env, config.map_name, config.seed)
+    if _run is None or make_plan(config).world_size == 1:
+        summary = launch(config, token, _run)
+    else:
+        relay = SacredRelay(_run)
+        try:
+            summary = launch(config, token, relay.sender)
+        finally:
+            relay.stop()
+    _show(render_summary(summary))
+    return summary
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

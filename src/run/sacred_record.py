@@ -1,0 +1,67 @@
+"""Sacred as the recorder of a run: configuration, versions, output, scalars."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from omagd.config.loading import to_plain
+from omagd.config.schema import Config
+
+RunMode = Callable[[Any, Config, logging.Logger], Any]
+
+
+def run_recorded(
+    config: Config,
+    run_mode: RunMode,
+    *,
+    observe: bool = True,
+    folder: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call `run_mode(_run, config, log)` within a Sacred run and return what it returns.
+
+    Args:
+        config: recorded key by key.
+        observe: whether files are written; False on every rank but the first.
+        folder: where Sacred's records go, `<local_results_path>/sacred` if None.
+        options: Sacred's own command-line options by flag, such as {"--comment": "why"}.
+
+    Errors: whatever `run_mode` raises, recorded as FAILED or INTERRUPTED.
+    """
+    experiment = _experiment()
+    experiment.add_config(to_plain(config))
+    if observe:
+        from sacred.observers import FileStorageObserver
+
+        where = Path(folder) if folder else Path(config.local_results_path).expanduser() / "sacred"
+        experiment.observers.append(FileStorageObserver(str(where)))
+    returned: list[Any] = []
+
+    def main(_run: Any, _log: logging.Logger) -> None:
+        result = run_mode(_run, config, _log)
+        returned.append(result)
+        _run.info["result"] = result
+
+    experiment.main(main)
+    experiment.run(options={**(options or {}), "--unobserved": not observe})
+    return returned[0]
+
+
+def _experiment() -> Any:
+    """Return an empty experiment: it records versions, but no environment variables and no address of a git remote."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # pkg_resources announces its own end
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from sacred import SETTINGS, Experiment
+
+        # `fd` waits for children's output and hides from the progress bar that this is a terminal; every rank has a
+        # log file of its own.
+        SETTINGS.CAPTURE_MODE = "sys"
+        SETTINGS.DISCOVER_SOURCES = "none"
+        SETTINGS.DISCOVER_DEPENDENCIES = "pkg"
+        SETTINGS.HOST_INFO.CAPTURED_ENV = []
+        return Experiment("omagd", save_git_info=False, base_dir=str(Path(__file__).resolve().parent))

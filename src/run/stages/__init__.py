@@ -1,0 +1,15 @@
+"""Stages: what is trained, what is frozen, what is collected, which clock counts, what "best" means, which files result."""
+
+from __future__ import annotations
+
+from omagd.utils.registry import Registry
+
+REGISTRY: Registry[type] = Registry(
+    "stage",
+    "omagd.stages",
+    lazy={
+        "stage1": "omagd.run.stages.stage1:Stage1",
+        "stage2": "omagd.run.stages.stage2:Stage2",
+        "stage3": "omagd.run.stages.stage3:Stage3",
+    },
+)

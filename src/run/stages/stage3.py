@@ -1,0 +1,155 @@
+"""Stage 3: reinforcement learning, on reconstructed graphs where the configuration has them."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.schedules import LinearSchedule
+from omagd.controllers.types import Exploration
+from omagd.run.beliefs import judge_beliefs
+from omagd.run.build import build_learner
+from omagd.run.files import load_training_state, save_training_state
+from omagd.run.session import Session
+from omagd.run.stages.base import Products, Stage, StageResult, Task
+from omagd.runners.rollout import Rollout
+from omagd.utils.clock import Due
+from omagd.utils.metrics import Metrics
+from omagd.utils.progress import Progress
+from omagd.utils.seeding import generator
+
+
+class Stage3(Stage):
+    """Trains agent and mixer with the learner that the configuration names."""
+
+    name = "stage3"
+    clock_name = "t_env"
+
+    def __init__(self, session: Session, products: Products) -> None:
+        super().__init__(session, products)
+        config = session.config
+        self.mac, self.learner = build_learner(session, products)
+        self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
+        self.schedule = LinearSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_anneal_time)
+        self.metrics = Metrics()
+        self.tests: list[tuple[int, dict[str, float]]] = []
+        self._explore = generator(config.seed, "explore", session.dist.rank)
+        self._replay = generator(config.seed, "replay", session.dist.rank)
+        self._rollout: Rollout | None = None
+        self._bar: Progress | None = None
+        self._since = (time.monotonic(), 0)
+        test, log, save = Due(config.test_interval, first=True), Due(config.log_interval), Due(config.save_model_interval)
+        self.tasks = [
+            Task(lambda: test.due(self.clock.t_env) or self.done(), self.test),
+            Task(lambda: log.due(self.clock.t_env) or self._tested(), self.write_log),
+            Task(lambda: save.due(self.clock.t_env) or self.done(), self.save),
+        ]
+
+    def prepare(self) -> None:
+        """Fix the order of sums, then load a checkpoint if one is given."""
+        session = self.session
+        self.learner.warm_up()
+        if session.config.checkpoint_path:
+            load_training_state(self)
+        self._since = (time.monotonic(), self.clock.t_env)
+        self._bar = Progress(
+            session.config.t_max, "step", self.name, enabled=session.dist.is_main, initial=self.clock.t_env
+        )
+
+    def done(self) -> bool:
+        """Whether `t_max` environment steps have been played, over all ranks."""
+        return self.clock.t_env >= self.session.config.t_max
+
+    def collect(self) -> None:
+        """Play one episode in every battle slot and keep it."""
+        epsilon = self.schedule.value(self.clock.t_env)
+        explore = Exploration(epsilon, self._explore)
+        self._rollout = self.session.runners["train"].run(
+            self.mac, explore=explore, full_obs=self.mac.wants_full_obs
+        )
+        self.buffer.add(self._rollout.episodes)
+        self.metrics.add(means(self._rollout.stats))
+        self.metrics.add({"epsilon": (epsilon, 1.0)})
+
+    def ready(self) -> bool:
+        """Whether every rank's buffer can give a batch."""
+        return self.session.dist.all(self.buffer.can_sample(self.session.config.batch_size))
+
+    def update(self) -> None:
+        """Sample and learn as often as the configuration says."""
+        config = self.session.config
+        for _ in range(config.updates_per_iteration):
+            batch = self.buffer.sample(config.batch_size, self._replay).to(self.session.dist.device)
+            self.metrics.add(self.learner.update(batch, episodes=self.clock.episodes))
+            self.clock.updates += 1
+
+    def advance(self) -> None:
+        """Count what all ranks have played."""
+        assert self._rollout is not None
+        self.clock.t_env += self.session.dist.sum_int(self._rollout.steps)
+        self.clock.episodes += self.session.dist.sum_int(len(self._rollout.episodes))
+        self.clock.epoch += 1
+        if self._bar is not None:
+            self._bar.set(self.clock.t_env)
+
+    def test(self) -> None:
+        """Play this rank's share of the test episodes greedily."""
+        values = greedy_episodes(self.session, self.mac, self.session.config.test_nepisode)
+        self.tests.append((self.clock.t_env, values))
+
+    def write_log(self) -> None:
+        """Write everything gathered since the last log as one record."""
+        values = self.metrics.reduce(self.session.dist)
+        now = time.monotonic()
+        values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
+        self._since = (now, self.clock.t_env)
+        values["episode"] = float(self.clock.episodes)
+        values["updates"] = float(self.clock.updates)
+        if self._tested():
+            values.update(self.tests[-1][1])
+        self.log(values)
+
+    def save(self) -> None:
+        """Write the weights and what continuing needs."""
+        if self.session.config.save_model:
+            save_training_state(self)
+
+    def finish(self) -> StageResult:
+        """Judge the beliefs of the trained policy, where it has any."""
+        if self._bar is not None:
+            self._bar.close()
+        values = {name: value for name, value in self.tests[-1][1].items()} if self.tests else {}
+        for name in ("test_battle_won_mean", "test_return_mean"):
+            seen = [numbers[name] for _, numbers in self.tests if name in numbers]
+            if seen:
+                values[f"best_{name}"] = max(seen)
+        beliefs, pictures = judge_beliefs(self.session, self.products, self.mac)
+        if beliefs:
+            self.log({f"policy/{name}": value for name, value in beliefs.items()})
+            values.update({f"policy_{name}": value for name, value in beliefs.items()})
+        models = {"agent": str(self.session.folder.step(self.clock.t_env))} if self.session.config.save_model else {}
+        return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures})
+
+    def _tested(self) -> bool:
+        return bool(self.tests) and self.tests[-1][0] == self.clock.t_env
+
+
+def greedy_episodes(session: Session, mac: object, wanted: int) -> dict[str, float]:
+    """Play `wanted` test episodes (at least), dealt evenly to all slots of all ranks; return `test_*` means."""
+    slots = session.env.n_slots * session.dist.world_size
+    rollout = session.runners["test"].run(
+        mac,
+        explore=None,
+        episodes_per_slot=math.ceil(wanted / slots),
+        full_obs=mac.wants_full_obs,  # type: ignore[attr-defined]
+        keep=False,
+    )
+    metrics = Metrics()
+    metrics.add(means(rollout.stats), prefix="test_")
+    return metrics.reduce(session.dist)
+
+
+def means(stats: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return rollout stats under PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ..."""
+    return {f"{name}_mean": pair for name, pair in stats.items()}

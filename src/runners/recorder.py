@@ -1,0 +1,86 @@
+"""Rows of the episodes that are being played, in arrays that are made once and used again."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from omagd.components.packing import Episode
+from omagd.config.env_info import EnvInfo
+from omagd.envs.protocol import Observation
+
+
+class Recorder:
+    """Fields [B, episode_limit + 1, ...] of the running episodes, copied out one episode at a time.
+
+    Args:
+        info: sizes. n_slots: B. full_obs: whether to record `full_obs`.
+    """
+
+    def __init__(self, info: EnvInfo, n_slots: int, full_obs: bool) -> None:
+        n, actions = info.n_agents, np.uint8 if info.n_actions <= 255 else np.int16
+        self._rows = (n_slots, info.episode_limit + 1)
+        self._full_obs = full_obs
+        self._fields = {
+            "obs": self._empty((n, info.obs_dim), np.float32),
+            "state": self._empty((info.state_dim,), np.float32),
+            "avail_actions": self._empty((n, info.n_actions), np.uint8),
+            "actions": self._empty((n,), actions),
+            "reward": self._empty((), np.float32),
+            "terminated": self._empty((), np.uint8),
+        }
+        if full_obs:
+            self._fields["full_obs"] = self._empty((n, info.obs_dim), np.float32)
+        self._own = tuple(self._fields)
+        self._begun = False
+
+    def begin(self) -> None:
+        """Expect another policy, with other fields of its own perhaps."""
+        self._begun = False
+
+    def _empty(self, shape: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:
+        return np.zeros((*self._rows, *shape), dtype)
+
+    def saw(self, slots: np.ndarray, steps: np.ndarray, seen: Observation) -> None:
+        """Write what the slot numbers `slots` saw at their `steps`. Errors: ValueError when full_obs is missing."""
+        fields = self._fields
+        fields["obs"][slots, steps] = seen.obs[slots]
+        fields["state"][slots, steps] = seen.state[slots]
+        fields["avail_actions"][slots, steps] = seen.avail_actions[slots]
+        if self._full_obs:
+            if seen.full_obs is None:
+                raise ValueError("the environment returned no full_obs though it was asked for")
+            fields["full_obs"][slots, steps] = seen.full_obs[slots]
+
+    def chose(self, slots: np.ndarray, steps: np.ndarray, actions: np.ndarray, extras: dict[str, np.ndarray]) -> None:
+        """Write the `actions` [B, n] and the policy's own fields (name -> [B, ...]) of `slots` at their `steps`."""
+        if not self._begun:
+            self._make_room(extras)
+        self._fields["actions"][slots, steps] = actions[slots]
+        for name, value in extras.items():
+            self._fields[name][slots, steps] = value[slots]
+
+    def _make_room(self, extras: dict[str, np.ndarray]) -> None:
+        """Have an array for each of the policy's fields, an old one where it fits."""
+        for name in extras:
+            if name in self._own:
+                raise ValueError(f"the policy may not store a field called {name}")
+        old = self._fields
+        self._fields = {name: old[name] for name in self._own}
+        for name, value in extras.items():
+            kept = old.get(name)
+            if kept is None or kept.shape[2:] != value.shape[1:] or kept.dtype != value.dtype:
+                kept = self._empty(value.shape[1:], value.dtype)
+            self._fields[name] = kept
+        self._begun = True
+
+    def got(self, slots: np.ndarray, steps: np.ndarray, reward: np.ndarray, terminal: np.ndarray) -> None:
+        """Write the `reward` [B] and whether nothing comes after (`terminal` [B] bool) of `slots` at their `steps`."""
+        self._fields["reward"][slots, steps] = reward[slots]
+        self._fields["terminated"][slots, steps] = terminal[slots]
+
+    def take(self, slot: int, length: int) -> Episode:
+        """Return a copy of the episode of `length` steps in `slot`: tensors [length + 1, ...] by name."""
+        for name in ("actions", "reward", "terminated"):
+            self._fields[name][slot, length] = 0
+        return {name: torch.from_numpy(field[slot, : length + 1].copy()) for name, field in self._fields.items()}

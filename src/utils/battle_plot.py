@@ -1,0 +1,252 @@
+"""One battle moment in three panels: as one agent sees it, as it is reconstructed, and as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Nodes = Sequence[Mapping[str, Any]]
+TYPES = ("self", "ally", "enemy")
+COLOURS = {"self": "#ffd166", "ally": "#4cc9c0", "enemy": "#ff7b54"}
+BACKGROUND, FOG, SEEN, LINE, TEXT, MUTED = "#10161f", "#0b0f16", "#1d2a3a", "#3a4b60", "#eef3f8", "#9fb0c3"
+PANELS = ("as seen", "as reconstructed", "as it was")
+
+
+@dataclass(frozen=True)
+class _View:
+    """Extent of the panels and size of a unit, both in cells."""
+
+    limit: float
+    radius: float
+    sight: float
+
+
+def battle_nodes(
+    nodes: np.ndarray,
+    node_types: Sequence[int],
+    *,
+    scale: float,
+    position: tuple[int, int] = (2, 3),
+    health: int = 4,
+    own_health: int = -1,
+    guessed: np.ndarray | None = None,
+) -> list[dict[str, Any]]:
+    """Return what `battle_moment` draws, from one agent's graph.
+
+    Args:
+        nodes: [N, D], self first. node_types: [N] of 0 self, 1 ally, 2 enemy.
+        scale: cells that a relative position of 1 stands for, the sight range.
+        position: columns of relative x and y. health: its column among other units' features, -1 where not shown.
+        own_health: its column in the first node, -1 where not shown. guessed: [N] bool.
+    """
+    found: list[dict[str, Any]] = []
+    slots = [0, 0, 0]
+    for i, kind in enumerate(node_types):
+        column = own_health if kind == 0 else health
+        found.append(
+            {
+                "type": TYPES[kind],
+                "slot": slots[kind],
+                "x": 0.0 if kind == 0 else float(nodes[i, position[0]]) * scale,
+                "y": 0.0 if kind == 0 else float(nodes[i, position[1]]) * scale,
+                "health": float(nodes[i, column]) if column >= 0 else None,
+                "present": bool(np.any(nodes[i] != 0)),
+                "guessed": bool(guessed[i]) if guessed is not None else False,
+            }
+        )
+        slots[kind] += 1
+    return found
+
+
+def battle_moment(
+    out_png: str | Path, seen: Nodes, reconstructed: Nodes, truth: Nodes, info: Mapping[str, Any]
+) -> Path:
+    """Draw one moment around one agent and return the path of the picture.
+
+    Args:
+        out_png: the picture. seen, reconstructed, truth: the same units in the same order, each
+            `{type: self | ally | enemy, slot, x, y, health, present, guessed}`: x and y in cells relative to the agent,
+            health 0 to 1 or None, present False for what is not there, guessed for what was filled in.
+        info: `label` (environment and map), `step`, `agent`, `sight` in cells; where wanted `errors`, numbers by name.
+
+    Errors: ValueError when the three do not list the same units.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not [_who(n) for n in seen] == [_who(n) for n in reconstructed] == [_who(n) for n in truth]:
+        raise ValueError("the three panels do not list the same units")
+    view = _view([*seen, *reconstructed, *truth], float(info["sight"]))
+    figure = Figure(figsize=(15.6, 7.0), dpi=110, facecolor=BACKGROUND)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 3)
+    figure.subplots_adjust(left=0.015, right=0.985, top=0.815, bottom=0.105, wspace=0.02)
+    notes = _notes(seen, reconstructed, truth)
+    for axis, nodes, name, note in zip(axes, (seen, reconstructed, truth), PANELS, notes, strict=True):
+        _ground(axis, view)
+        _heading(axis, name, note)
+        if nodes is reconstructed:
+            _error_lines(axis, reconstructed, truth, view)
+        for node in sorted((n for n in nodes if n["present"]), key=lambda n: -math.hypot(n["x"], n["y"])):
+            _unit(axis, node, view)
+    _title(figure, info)
+    _legend(figure)
+    path = Path(out_png)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, facecolor=BACKGROUND)
+    return path
+
+
+def _who(node: Mapping[str, Any]) -> tuple[str, int]:
+    return node["type"], node["slot"]
+
+
+def _view(nodes: Nodes, sight: float) -> _View:
+    """Return the smallest view with all units and the sight circle in it, at most 3.2 sights wide to each side."""
+    reach = [max(abs(n["x"]), abs(n["y"])) for n in nodes if n["present"]]
+    limit = min(max([sight * 1.1, *(r * 1.08 + 0.6 for r in reach)]), 3.2 * sight)
+    return _View(limit, 0.056 * limit, sight)
+
+
+def _notes(seen: Nodes, reconstructed: Nodes, truth: Nodes) -> tuple[str, str, str]:
+    """Return what is said below the names of the panels, counted over all units but the agent itself."""
+    alive = [n for n in truth if n["present"] and n["type"] != "self"]
+    in_sight = [n for n in seen if n["present"] and n["type"] != "self"]
+    guesses = [n for n in reconstructed if n["guessed"] and n["present"]]
+    off = [math.hypot(g["x"] - t["x"], g["y"] - t["y"]) for g, t in _pairs(reconstructed, truth)]
+    right = f", off by {np.mean(off):.1f} cells" if off else ""
+    false_alive = len(guesses) - len(off)
+    ghosts = f", {false_alive} of them dead" if false_alive else ""
+    guess_note = f"{len(guesses)} unseen believed alive{right}{ghosts}" if guesses else "nothing to fill in"
+    dead = len(truth) - 1 - len(alive)
+    return (
+        f"{len(in_sight)} of {len(alive)} living units in sight",
+        guess_note,
+        f"{len(alive)} alive, {dead} dead",
+    )
+
+
+def _pairs(reconstructed: Nodes, truth: Nodes) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    return [
+        (g, t) for g, t in zip(reconstructed, truth, strict=True) if g["guessed"] and g["present"] and t["present"]
+    ]
+
+
+def _ground(axis: Any, view: _View) -> None:
+    """Draw fog, what lies within sight, and rings to judge distances by."""
+    from matplotlib.patches import Circle
+
+    axis.set_facecolor(FOG)
+    axis.set_xlim(-view.limit, view.limit)
+    axis.set_ylim(-view.limit, view.limit)
+    axis.set_aspect("equal")
+    axis.set_xticks([])
+    axis.set_yticks([])
+    for spine in axis.spines.values():
+        spine.set_color(LINE)
+        spine.set_linewidth(0.8)
+    for share in np.linspace(1.0, 0.25, 10):  # brighter towards the agent
+        axis.add_patch(Circle((0, 0), view.sight * share, facecolor=SEEN, alpha=0.16 if share < 1 else 0.55, lw=0))
+    ring = 5.0
+    while ring < view.limit * 1.4:
+        axis.add_patch(Circle((0, 0), ring, fill=False, edgecolor=LINE, lw=0.5, alpha=0.45))
+        ring += 5.0
+    axis.axhline(0, color=LINE, lw=0.5, alpha=0.45)
+    axis.axvline(0, color=LINE, lw=0.5, alpha=0.45)
+    axis.add_patch(Circle((0, 0), view.sight, fill=False, edgecolor="#7fa6d6", lw=1.3, ls=(0, (5, 3)), alpha=0.9))
+    axis.text(
+        0, -view.sight - 0.012 * view.limit, f"sight {view.sight:g}", color="#7fa6d6", fontsize=8, ha="center", va="top"
+    )
+
+
+def _heading(axis: Any, name: str, note: str) -> None:
+    axis.text(0.5, 1.075, name, transform=axis.transAxes, color=TEXT, fontsize=14, weight="bold", ha="center")
+    axis.text(0.5, 1.022, note, transform=axis.transAxes, color=MUTED, fontsize=10.5, ha="center")
+
+
+def _error_lines(axis: Any, reconstructed: Nodes, truth: Nodes, view: _View) -> None:
+    """Join every guess to where the unit really was, and say which believed living one was dead."""
+    for guess, real in _pairs(reconstructed, truth):
+        colour = COLOURS[guess["type"]]
+        axis.plot([guess["x"], real["x"]], [guess["y"], real["y"]], color=colour, lw=1.1, ls=":", alpha=0.9, zorder=3)
+        axis.plot(real["x"], real["y"], marker="x", color=TEXT, ms=6, mew=1.5, zorder=8)
+    for guess, real in zip(reconstructed, truth, strict=True):
+        if guess["guessed"] and guess["present"] and not real["present"]:
+            low = guess["y"] - 1.35 * view.radius
+            axis.text(guess["x"], low, "dead", color=MUTED, fontsize=9, style="italic", ha="center", va="top", zorder=7)
+
+
+def _unit(axis: Any, node: Mapping[str, Any], view: _View) -> None:
+    """Draw one unit: shape and colour by type, hollow if guessed, health as a ring around it."""
+    from matplotlib.patches import Arc, Circle
+
+    x, y, r, colour, guessed = node["x"], node["y"], view.radius, COLOURS[node["type"]], node["guessed"]
+    body = _body(node["type"], x, y, r * 0.76)
+    body.set(
+        facecolor=(BACKGROUND if guessed else colour),
+        edgecolor=colour,
+        linewidth=1.3 if guessed else 0.8,
+        zorder=5,
+    )
+    axis.add_patch(body)
+    if node["health"] is not None:
+        share = min(max(float(node["health"]), 0.0), 1.0)
+        axis.add_patch(Circle((x, y), r, fill=False, edgecolor=LINE, lw=2.6, zorder=4))
+        arc = Arc((x, y), 2 * r, 2 * r, theta1=90 - 360 * share, theta2=90, color=colour, lw=2.6, zorder=6)
+        arc.set_linestyle((0, (0.9, 0.5)) if guessed else "-")
+        axis.add_patch(arc)
+    if node["type"] != "self":
+        axis.text(
+            x, y, str(node["slot"]), color=colour if guessed else BACKGROUND, fontsize=9.5, weight="bold",
+            ha="center", va="center_baseline", zorder=7, clip_on=True,
+        )  # fmt: skip
+
+
+def _body(kind: str, x: float, y: float, r: float) -> Any:
+    from matplotlib.patches import Circle, Polygon, RegularPolygon
+
+    if kind == "ally":
+        return Circle((x, y), r)
+    if kind == "enemy":
+        return RegularPolygon((x, y), 4, radius=r * 1.08)
+    turns = np.arange(10) * math.pi / 5 + math.pi / 2
+    radii = np.where(np.arange(10) % 2 == 0, r * 1.05, r * 0.48)
+    return Polygon(np.stack([x + radii * np.cos(turns), y + radii * np.sin(turns)], axis=1))
+
+
+def _title(figure: Any, info: Mapping[str, Any]) -> None:
+    title = f"What agent {info['agent']} believes"
+    figure.text(0.017, 0.945, title, color=TEXT, fontsize=18, weight="bold", va="center")
+    moment = f"{info['label']}  ·  step {info['step']}"
+    figure.text(0.983, 0.945, moment, color=MUTED, fontsize=13, ha="right", va="center")
+    errors = info.get("errors") or {}
+    if errors:
+        text = "   ·   ".join(f"{name} {value:.3g}" for name, value in errors.items())
+        figure.text(0.983, 0.052, text, color=MUTED, fontsize=10.5, ha="right", va="center")
+
+
+def _legend(figure: Any) -> None:
+    """Explain the marks in one line at the lower left."""
+    from matplotlib.lines import Line2D
+
+    def mark(shape: str, colour: str, label: str, hollow: bool = False) -> Any:
+        face = BACKGROUND if hollow else colour
+        return Line2D([], [], ls="", marker=shape, ms=10, mfc=face, mec=colour, mew=1.5, label=label)
+
+    handles = [
+        mark("*", COLOURS["self"], "the agent"),
+        mark("o", COLOURS["ally"], "ally"),
+        mark("D", COLOURS["enemy"], "enemy"),
+        mark("o", MUTED, "guess", hollow=True),
+        Line2D([], [], ls=":", color=MUTED, marker="x", ms=7, mew=1.6, label="where it really was"),
+        Line2D([], [], ls="-", color=MUTED, lw=2.6, label="ring: health"),
+    ]
+    figure.legend(
+        handles=handles, loc="center left", bbox_to_anchor=(0.008, 0.052), ncol=len(handles), frameon=False,
+        labelcolor=TEXT, fontsize=10.5, handletextpad=0.5, columnspacing=1.6,
+    )  # fmt: skip

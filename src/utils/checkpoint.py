@@ -1,0 +1,100 @@
+"""Weights on disk: written whole or not at all, read without running anything that is in them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from omagd.utils.errors import UserError
+
+AGENT_FILE, MIXER_FILE, LEARNER_FILE = "agent.th", "mixer.th", "opt.th"
+TOKENIZER_FILE, PREDICTOR_FILE = "tokenizer.th", "stage2_model.th"
+
+
+def save_file(path: Path, content: Mapping[str, Any]) -> None:
+    """Write tensors and plain values to `path` atomically: a temporary file beside it, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            torch.save(dict(content), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_file(path: Path, key: str) -> dict[str, Any]:
+    """Read what `save_file` wrote, onto the CPU.
+
+    Args:
+        path: the file. key: configuration key that named it, for the message.
+    Errors: UserError for a missing, damaged or foreign file.
+    """
+    if not path.is_file():
+        raise UserError(f"{key}={path} does not exist: give a file written by this program, or the folder that holds it")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as problem:  # torch raises many kinds for a file that is not its own
+        reason = str(problem).split("\n")[0][:120]
+        raise UserError(f"{key}={path} cannot be read ({reason}): it is damaged or not a weights file") from problem
+    if not isinstance(content, dict):
+        raise UserError(f"{key}={path} is not a weights file of this program")
+    return content
+
+
+def load_into(module: nn.Module, weights: Mapping[str, Any], path: Path, key: str) -> None:
+    """Load `weights` into `module`. Errors: UserError that names the first tensor that does not fit."""
+    own = module.state_dict()
+    for name in [*own, *weights]:
+        here, there = own.get(name), weights.get(name)
+        if here is None or there is None or here.shape != there.shape:
+            sizes = f"{_shape(there)} in the file, {_shape(here)} in this configuration"
+            raise UserError(
+                f"{key}={path} does not fit: '{name}' is {sizes}; use the --config, map and sizes that it was trained with"
+            )
+    module.load_state_dict(dict(weights))
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else str(list(tensor.shape))
+
+
+def find_step_folder(checkpoint_path: str, load_step: int = 0) -> Path:
+    """Return the folder `<t_env>/` with an agent's weights that `checkpoint_path` means.
+
+    `checkpoint_path` is a run folder, its `models/`, or a step's folder; among several steps the one nearest to
+    `load_step` is taken, the last one for 0. Errors: UserError if there is none.
+    """
+    given = Path(checkpoint_path).expanduser()
+    if (given / AGENT_FILE).is_file():
+        return given
+    for folder in (given / "models", given):
+        steps = [p for p in folder.glob("*") if p.name.isdigit() and (p / AGENT_FILE).is_file()]
+        if steps:
+            wanted = load_step or max(int(p.name) for p in steps)
+            return min(steps, key=lambda p: abs(int(p.name) - wanted))
+    raise UserError(
+        f"checkpoint_path={checkpoint_path} holds no {AGENT_FILE}: give a run folder, its models/ or one of the folders in it"
+    )
+
+
+def run_folder_of(step_folder: Path) -> Path:
+    """Return the run folder that a step's folder belongs to."""
+    return step_folder.resolve().parent.parent
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash over names and bits of some tensors, to compare what different ranks hold."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,196 @@
+"""Several processes as one: `Dist` is the value that everything else is handed; all of torch.distributed lives here."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+DEFAULT_PORT = 12355
+
+
+@dataclass(frozen=True)
+class Dist:
+    """This process's place among W ranks; with `world_size == 1` every method is the identity.
+
+    Args:
+        rank, world_size: place and number. device: where this rank computes.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes logs and models."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over all ranks (same shape, dtype and device)."""
+        if self.world_size == 1:
+            return value
+        total = value.detach().to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.to(value.device)
+
+    def sum_later(self, value: Tensor) -> Pending:
+        """Start the sum of `value` over all ranks and return at once."""
+        if self.world_size == 1:
+            return Pending(value, None)
+        total = value.detach().to(self.device, copy=True)
+        return Pending(total, dist.all_reduce(total, async_op=True))
+
+    def sum_int(self, value: int) -> int:
+        """Return the sum of a whole number over all ranks."""
+        return int(self.sum(torch.tensor(value, dtype=torch.int64)))
+
+    def all(self, flag: bool) -> bool:
+        """Return whether `flag` holds on every rank."""
+        return self.sum_int(int(flag)) == self.world_size
+
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` holds on some rank."""
+        return self.sum_int(int(flag)) > 0
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's `value` (picklable, small) on every rank."""
+        if self.world_size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]  # type: ignore[no-any-return]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's `value` (picklable, small), in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        out: list[Any] = [None] * self.world_size
+        dist.all_gather_object(out, value)
+        return out
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows [M_r, ...] of all ranks one after another in rank order; M_r may differ."""
+        if self.world_size == 1:
+            return rows
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(rows)
+        sizes = self.sum(sizes)
+        padded = rows.new_zeros((int(sizes.max()), *rows.shape[1:]), device=self.device)
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]).to(rows.device)
+
+    def share(self, total: int) -> int:
+        """Return this rank's part of `total` things dealt evenly, first ranks first."""
+        return total // self.world_size + (self.rank < total % self.world_size)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return what to call for a synchronised forward: `module` itself alone, wrapped among several ranks."""
+        if self.world_size == 1:
+            return module
+        return wrap_model_ddp(module, self.device.index)
+
+    def no_sync(self, wrapped: nn.Module) -> Any:
+        """Return the context in which backward passes of `wrapped` keep their gradients to themselves."""
+        import contextlib
+
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else contextlib.nullcontext()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+@dataclass
+class Pending:
+    """A sum on its way."""
+
+    value: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """Return the sum, waiting for it if needed."""
+        if self.work is not None:
+            self.work.wait()
+        return self.value
+
+
+def choose_port(wanted: int = DEFAULT_PORT) -> int:
+    """Return `wanted` if it is free on this host, else a free port. Called once, in the parent."""
+    for port in (wanted, 0):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError("no free TCP port on this host")
+
+
+def setup_distributed(
+    rank: int, world_size: int, backend: str = "gloo", port: int | str = DEFAULT_PORT, timeout_minutes: float = 10
+) -> None:
+    """Join the process group; under torchrun MASTER_ADDR and MASTER_PORT of the environment are used as they are."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_PORT"] = str(port)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    dist.init_process_group(both, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def cleanup_distributed() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get_rank() -> int:
+    """Return this process's rank, 0 outside a group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Return the number of ranks, 1 outside a group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_main_process() -> bool:
+    """Return whether this process is rank 0."""
+    return get_rank() == 0
+
+
+def reduce_mean(tensor: Tensor) -> Tensor:
+    """Return the mean of `tensor` over all ranks."""
+    if get_world_size() == 1:
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
+    return total / get_world_size()
+
+
+def wrap_model_ddp(model: nn.Module, device_id: int | None = None, find_unused_parameters: bool = False) -> nn.Module:
+    """Wrap `model` so that its forward and backward synchronise gradients; buffers stay each rank's own business."""
+    return DistributedDataParallel(
+        model,
+        device_ids=None if device_id is None else [device_id],
+        broadcast_buffers=False,
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=True,
+    )
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the bare module, whose state has no `module.` prefix."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,0 +1,36 @@
+"""Errors meant for the person at the terminal."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+USER_ERROR_EXIT_CODE = 2
+
+
+class UserError(Exception):
+    """A mistake the user can mend: printed as one line plus at most two of help, exit code 2, no traceback.
+
+    Args:
+        message: one line that names the key, the value and the mend.
+        help_lines: at most two further lines.
+    """
+
+    def __init__(self, message: str, *help_lines: str) -> None:
+        super().__init__(message)
+        self.message = " ".join(message.split())
+        self.help_lines = help_lines[:2]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the help lines, so that a worker's error arrives whole in the parent."""
+        return (type(self), (self.message, *self.help_lines))
+
+    def render(self) -> str:
+        """Return the text that the terminal shows."""
+        return "\n".join([f"error: {self.message}", *(f"  {line}" for line in self.help_lines)])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ' Did you mean X?' for the known name closest to `name`, or an empty string."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean '{found[0]}'?" if found else ""

@@ -1,0 +1,75 @@
+"""The block of recent values that a run shows at every log."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+
+from omagd.utils.log_sinks.base import Record, RunFacts, Sink
+
+NAME_WIDTH = 27
+VALUE_WIDTH = 11
+GAP = 3
+HEADLINE = ("t_env", "epoch", "episode")
+
+
+class ConsoleSink(Sink):
+    """One block per record, through Python's logging.
+
+    Args:
+        logger: where the block goes; the package's own if None.
+    """
+
+    name = "console"
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        super().__init__()
+        self.logger = logger or logging.getLogger("omagd")
+        self._facts: RunFacts | None = None
+
+    def _open(self, facts: RunFacts) -> None:
+        self._facts = facts
+
+    def _log(self, record: Record) -> None:
+        self.logger.info("%s", render_block(record, self._facts))
+
+    def _close(self, exit_state: str) -> None:
+        self._facts = None
+
+
+def render_block(record: Record, facts: RunFacts | None = None, width: int | None = None) -> str:
+    """Return the block: a headline, then the values in aligned columns, by name, tests first.
+
+    width: of the terminal in characters; asked for if None.
+    """
+    total = facts.totals.get(record.clock) if facts else None
+    time = f"{record.t:,}" + (f" / {total:,}" if total else "")
+    head = ["Recent Stats", f"{record.clock}: {time}"]
+    if "episode" in record.values:
+        head.append(f"Episode: {int(record.values['episode']):,}")
+    head.append(" · ".join(part for part in (record.stage, facts.label if facts else "") if part))
+    names = sorted((n for n in record.values if n not in HEADLINE), key=lambda n: (not n.startswith("test_"), n))
+    width = width or shutil.get_terminal_size((120, 24)).columns
+    name_width = max([NAME_WIDTH, *map(len, names)])
+    cell = name_width + VALUE_WIDTH
+    columns = max(1, min(4, (width + GAP - 2) // (cell + GAP)))
+    rows = math.ceil(len(names) / columns)
+    lines = [" | ".join(head)]
+    for row in range(rows):  # down the columns, so that neighbours in name stay neighbours
+        cells = [
+            f"{name:<{name_width}}{_number(record.values[name]):>{VALUE_WIDTH}}" for name in names[row::rows][:columns]
+        ]
+        lines.append("  " + (" " * GAP).join(cells))
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    """Return a number in at most 10 characters: four decimals, whole where whole and large, else in powers of ten."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value)}" if abs(value) >= 1000 else f"{value:.4f}"
+    if abs(value) < 1e-3 or abs(value) >= 1e6:
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.1f}"

@@ -1,0 +1,111 @@
+"""Weights & Biases, on request (`use_wandb=True`): each stage its own run, all in one group; offline without a key."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from omagd.utils.log_sinks.base import Record, RunFacts, Sink
+
+EXIT_CODES = {"completed": 0, "interrupted": 130}
+
+
+class WandbSink(Sink):
+    """Values with the stage's clock as step. Whatever goes wrong there, training goes on."""
+
+    name = "W&B"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._facts: RunFacts | None = None
+        self._run: Any = None
+        self._stage = ""
+
+    def _open(self, facts: RunFacts) -> None:
+        import wandb  # noqa: F401  (say now that it is missing, not at the first log)
+
+        self._facts = facts
+
+    def _log(self, record: Record) -> None:
+        if self._run is None or record.stage != self._stage:
+            self._finish(0)
+            self._start(record.stage)
+        self._run.log(dict(record.values), step=record.t)
+
+    def _close(self, exit_state: str) -> None:
+        self._finish(EXIT_CODES.get(exit_state, 1))
+
+    def _start(self, stage: str) -> None:
+        """Begin the run of a stage; where the service cannot be had, offline."""
+        assert self._facts is not None, "log before open"
+        mode = choose_mode()
+        log = logging.getLogger("omagd")
+        if mode == "offline" and not os.environ.get("WANDB_MODE") and not self._stage:
+            place = self._facts.folder / "wandb"
+            log.info("W&B: no key found, recording offline under %s (`wandb sync` uploads it)", place)
+        self._stage = stage
+        try:
+            self._run = self._init(mode)
+        except Exception as error:
+            if mode != "online":
+                raise
+            log.warning("W&B cannot be reached, recording offline: %s", " ".join(str(error).split())[:200])
+            self._run = self._init("offline")
+
+    def _init(self, mode: str) -> Any:
+        import wandb
+
+        facts = self._facts
+        assert facts is not None
+        return wandb.init(
+            project=project_name(facts, self._stage),
+            entity=facts.wandb_entity or None,
+            group=facts.token,
+            name=f"{facts.token}_{self._stage}",
+            job_type=self._stage,
+            tags=[tag for tag in (facts.env, facts.map_name, self._stage) if tag],
+            config={**facts.config, "stage": self._stage, "world_size": facts.world_size},
+            dir=str(facts.folder),
+            mode=mode,
+            reinit="finish_previous",
+            settings=wandb.Settings(console="off", silent=True, init_timeout=30),
+        )
+
+    def _finish(self, exit_code: int) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(exit_code=exit_code)
+
+
+def project_name(facts: RunFacts, stage: str) -> str:
+    """Return the project of a stage's run: `wandb_project`, or the published name."""
+    if facts.wandb_project:
+        return facts.wandb_project
+    what = facts.map_name or facts.env
+    kind = "exp" if stage == "stage3" else f"reconstruction_{stage}"
+    return f"{what}_{kind}_ddp{facts.world_size}"
+
+
+def choose_mode() -> str:
+    """Return W&B's mode: WANDB_MODE where it is set, online where there is a key, offline else."""
+    asked = os.environ.get("WANDB_MODE")
+    if asked:
+        return asked
+    return "online" if has_key() else "offline"
+
+
+def has_key() -> bool:
+    """Return whether the user has a W&B key, in the environment or in the netrc file. It is not read further."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or "api.wandb.ai"
+    default = Path.home() / ("_netrc" if sys.platform == "win32" else ".netrc")
+    try:
+        return netrc.netrc(os.environ.get("NETRC", str(default))).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,88 @@
+"""Means over updates, episodes and ranks: sums and counts are collected, and divided once, when they are logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from omagd.utils.dist_utils import Dist
+
+Number = Tensor | float
+
+
+class Metrics:
+    """Running sums and counts by name. Tensors stay on their device, and nothing waits for them before `reduce`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Number] = {}
+        self._counts: dict[str, Number] = {}
+
+    def add(self, stats: Mapping[str, tuple[Number, Number]], prefix: str = "", suffix: str = "") -> None:
+        """Add (sum, count) pairs, scalars, under `prefix + name + suffix`."""
+        for name, (total, count) in stats.items():
+            key = prefix + name + suffix
+            self._sums[key] = _plus(self._sums.get(key), total)
+            self._counts[key] = _plus(self._counts.get(key), count)
+
+    def reduce(self, dist: Dist) -> dict[str, float]:
+        """Return the sum of all sums over the sum of all counts, over all ranks, by name, and start again from nothing.
+
+        Every rank gets the same. Names may differ between ranks; a name that nobody counted anything for is left out.
+        """
+        parts = dist.gather(self.state_dict())
+        self.clear()
+        totals: dict[str, list[float]] = {}
+        for part in parts:
+            for name, (total, count) in part.items():
+                both = totals.setdefault(name, [0.0, 0.0])
+                both[0] += total
+                both[1] += count
+        return {name: total / count for name, (total, count) in totals.items() if count != 0}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._sums.clear()
+        self._counts.clear()
+
+    def state_dict(self) -> dict[str, tuple[float, float]]:
+        """Return this rank's sums and counts as plain numbers."""
+        names = list(self._sums)
+        values = _numbers([*(self._sums[n] for n in names), *(self._counts[n] for n in names)])
+        return {name: (values[i], values[len(names) + i]) for i, name in enumerate(names)}
+
+    def load_state_dict(self, state: Mapping[str, tuple[float, float]]) -> None:
+        """Continue from `state_dict()`."""
+        self.clear()
+        self.add(state)
+
+
+def _plus(total: Number | None, value: Number) -> Number:
+    """Return `total + value` in double precision, without waiting for the device."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if total is None:
+            return value.to(torch.float64, copy=True).reshape(())
+        if not isinstance(total, Tensor) or total.device != value.device:
+            return value.to(torch.float64).reshape(()) + total
+        return total.add_(value.reshape(()))
+    if total is None:
+        return float(value)
+    return total.add_(value) if isinstance(total, Tensor) else total + float(value)
+
+
+def _numbers(values: list[Number]) -> list[float]:
+    """Return the values as floats, with one wait per device."""
+    out = [0.0] * len(values)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(i)
+        else:
+            out[i] = value
+    for places in by_device.values():
+        together = torch.stack([values[i] for i in places])  # type: ignore[misc]
+        for i, number in zip(places, together.tolist(), strict=True):
+            out[i] = number
+    return out

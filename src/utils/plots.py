@@ -1,0 +1,196 @@
+"""Curves of a run as one picture, read back from its `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omagd.utils.battle_plot import battle_moment, battle_nodes
+
+__all__ = ["battle_moment", "battle_nodes", "curves", "read_metrics"]
+
+INK, GRID, FAINT = "#1c2733", "#e3e8ee", "#6b7b8c"
+TRAINING = "#8796a5"
+PALETTE = ("#0f8b8d", "#e4572e", "#4f5d95", "#c49a00", "#8a4f7d")
+CLOCK_LABELS = {"t_env": "environment steps", "epoch": "epoch"}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small diagram: the metrics of `stage` whose names match, each `(pattern, legend)`, in that order.
+
+    unit: of the y axis. top: its upper end if it is known. log: logarithmic where all values are positive.
+    """
+
+    stage: str
+    title: str
+    unit: str
+    lines: tuple[tuple[str, str], ...]
+    top: float | None = None
+    log: bool = False
+
+
+TRAIN_EVAL = ((r"train/graph_loss", "training"), (r"eval/graph_loss", "held out"))
+PANELS = (
+    Panel("stage1", "Tokenizer: loss", "loss per node", TRAIN_EVAL, log=True),
+    Panel(
+        "stage1",
+        "Tokenizer: reconstruction error",
+        "MSE of features",
+        ((r"train/(\w*_)?mse", "training"), (r"eval/(\w*_)?mse", "held out")),
+        log=True,
+    ),
+    Panel(
+        "stage1", "Tokenizer: codebook", "codes", ((r"eval/codes_in_use", "in use"), (r"eval/perplexity", "perplexity"))
+    ),
+    Panel("stage2", "Predictor: loss", "nats per unseen node", TRAIN_EVAL),
+    Panel(
+        "stage2",
+        "Predictor: accuracy on unseen units",
+        "share right",
+        (
+            (r"eval/(accuracy_)?top_?1(_accuracy)?|eval/accuracy", "top 1"),
+            (r"eval/(accuracy_)?top_?3(_accuracy)?", "top 3"),
+            (r"eval/(accuracy_)?top_?5(_accuracy)?", "top 5"),
+            (r"eval/(\w*)balanced_accuracy", "dead or alive, balanced"),
+        ),
+        top=1.0,
+    ),
+    Panel(
+        "stage2",
+        "Feature error on unseen units",
+        "MSE, slot by slot",
+        (
+            (r"eval/(feature_)?error", "reconstruction"),
+            (r"eval/(\w*)slot_mean(\w*)", "rival: slot mean"),
+            (r"eval/(\w*)last_seen(\w*)", "rival: last seen"),
+            (r"eval/(\w*)zeros?(\w*)", "rival: zeros"),
+        ),
+        log=True,
+    ),
+    Panel(
+        "stage3",
+        "Win rate",
+        "share of battles won",
+        ((r"test_battle_won_mean", "greedy test"), (r"battle_won_mean", "training")),
+        top=1.0,
+    ),
+    Panel(
+        "stage3", "Return", "reward per episode", ((r"test_return_mean", "greedy test"), (r"return_mean", "training"))
+    ),
+    Panel("stage3", "TD loss", "mean squared TD error", ((r"loss_td", "loss"),), log=True),
+    Panel("stage3", "Exploration", "probability", ((r"epsilon", "epsilon"),), top=1.0),
+    Panel("stage3", "Q values", "discounted reward", ((r"q_taken_mean", "taken"), (r"target_mean", "target"))),
+    Panel(
+        "stage3",
+        "Episode length",
+        "environment steps",
+        ((r"test_ep_length_mean", "greedy test"), (r"ep_length_mean", "training")),
+    ),
+)
+
+
+def read_metrics(jsonl_path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a `metrics.jsonl`; a half-written line of a run that was killed is passed over."""
+    with Path(jsonl_path).open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path | None:
+    """Draw what a run's `metrics.jsonl` holds as small diagrams; return the path, None when there is nothing to draw.
+
+    label: environment and map, part of the title ("skirmish 3m"); from `env_info.json` beside the metrics if empty.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = list(read_metrics(jsonl_path))
+    found = [(panel, lines) for panel in PANELS if (lines := _lines(panel, records))]
+    if not found:
+        return None
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(4.9 * columns, 3.3 * rows + 0.6), dpi=110, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    label = label or _label_beside(Path(jsonl_path))
+    figure.suptitle(f"{label}: training" if label else "Training", fontsize=15, weight="bold", color=INK)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis, (panel, lines) in zip(axes, found, strict=False):
+        _draw(axis, panel, lines)
+    for axis in axes[len(found) :]:
+        axis.axis("off")
+    path = Path(out_png)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _label_beside(jsonl_path: Path) -> str:
+    try:
+        facts = json.loads(jsonl_path.with_name("env_info.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return ""
+    return f"{facts.get('name', '')} {facts.get('map_name', '')}".strip()
+
+
+Line = tuple[str, str, list[float], list[float]]
+"""Legend, clock, times, values."""
+
+
+def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Return the lines of a panel that have values."""
+    mine = [record for record in records if record.get("stage") == panel.stage]
+    names = {name: None for record in mine for name in record}
+    lines: list[Line] = []
+    for pattern, legend in panel.lines:
+        name = next((name for name in names if re.fullmatch(pattern, name)), None)
+        if name is None:
+            continue
+        clock = "epoch" if any("epoch" in record for record in mine) else "t_env"
+        points = [(r[clock], r[name]) for r in mine if r.get(name) is not None and r.get(clock) is not None]
+        if points:
+            lines.append((legend, clock, [p[0] for p in points], [p[1] for p in points]))
+    return lines
+
+
+def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
+    """Draw one panel: thick lines, dots while there are few points, a legend where there is more than one line."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    colours = iter(PALETTE)
+    for legend, _, times, values in lines:
+        marker = "o" if len(times) <= 25 else ""
+        quiet = legend == "training" and len(lines) > 1
+        colour = TRAINING if quiet else next(colours)
+        axis.plot(times, values, color=colour, lw=1.3 if quiet else 2.0, marker=marker,
+                  ms=3.5, label=legend, zorder=2 if quiet else 3)  # fmt: skip
+    axis.set_title(panel.title, fontsize=11.5, weight="bold", color=INK, loc="left")
+    axis.set_xlabel(f"{CLOCK_LABELS[lines[0][1]]} ({panel.stage})", fontsize=9, color=FAINT)
+    axis.set_ylabel(panel.unit, fontsize=9, color=FAINT)
+    values = [value for line in lines for value in line[3]]
+    if panel.log and min(values) > 0 and max(values) / min(values) > 20:
+        axis.set_yscale("log")
+    elif panel.top is not None:
+        axis.set_ylim(-0.03 * panel.top, 1.03 * panel.top)
+    elif min(values) >= 0:
+        axis.set_ylim(bottom=0)
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axis.grid(color=GRID, lw=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8.5, colors=FAINT, length=0)
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color("#c5ced8")
+    if len(lines) > 1:
+        axis.legend(fontsize=8.5, frameon=False, labelcolor=INK)

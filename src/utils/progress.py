@@ -1,0 +1,86 @@
+"""A bar for long work, and log lines that do not tear it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+from typing import Self, TextIO
+
+from tqdm import tqdm
+
+
+class Progress:
+    """How far long work is, how fast it goes and how long it will take, on stderr; quiet where that is no terminal.
+
+    Args:
+        total: where it ends, in `unit`. unit: what is counted ("step", "epoch", "episode").
+        description: what is done. enabled: False on other ranks. initial: where it starts, after a restart.
+    """
+
+    def __init__(
+        self, total: int, unit: str = "step", description: str = "", enabled: bool = True, initial: int = 0
+    ) -> None:
+        self._bar = tqdm(
+            total=total,
+            initial=initial,
+            desc=description or None,
+            unit=f" {unit}s",
+            unit_scale=unit == "step",
+            dynamic_ncols=True,
+            smoothing=0.1,
+            mininterval=0.25,
+            leave=False,
+            disable=None if enabled else True,
+            file=sys.stderr,
+        )
+        self._at = initial
+
+    def update(self, amount: int) -> None:
+        """Go `amount` further."""
+        self.set(self._at + amount)
+
+    def set(self, at: int) -> None:
+        """Go to `at`; a clock that passes the total fills the bar and no more."""
+        ahead = at - self._at
+        self._at = at
+        if not self._bar.disable:
+            self._bar.update(max(0, min(ahead, self._bar.total - self._bar.n)))
+
+    def note(self, **values: float) -> None:
+        """Show values behind the bar."""
+        if not self._bar.disable:
+            self._bar.set_postfix({name: f"{value:.3g}" for name, value in values.items()}, refresh=False)
+
+    def close(self) -> None:
+        """Take the bar away. May be called twice."""
+        self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class BarSafeHandler(logging.Handler):
+    """Writes log lines above the bars instead of through them.
+
+    Args:
+        stream: where to; this process's stdout at the time of writing if None.
+    """
+
+    def __init__(self, stream: TextIO | None = None, level: int = logging.INFO) -> None:
+        super().__init__(level)
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        try:
+            stream = self._stream or sys.stdout
+            tqdm.write(self.format(record), file=stream)
+            stream.flush()
+        except Exception:
+            self.handleError(record)

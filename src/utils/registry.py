@@ -1,0 +1,67 @@
+"""Registries: names in the configuration become objects here, and plugins add their own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from omagd.utils.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Objects of one kind by name: registered by decorator, lazily by import string, or by a plugin's entry point.
+
+    Args:
+        kind: what the names stand for, singular, used in messages ("learner").
+        group: entry-point group that other packages use ("omagd.learners").
+        lazy: import strings "package.module:attribute" by name, imported on first use only.
+    """
+
+    def __init__(self, kind: str, group: str, lazy: dict[str, str] | None = None) -> None:
+        self.kind = kind
+        self.group = group
+        self._objects: dict[str, T] = {}
+        self._lazy: dict[str, str] = dict(lazy or {})
+        self._plugins_read = False
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that registers its object under `name`. A taken name raises ValueError."""
+
+        def add(obj: T) -> T:
+            # A lazy entry is fulfilled by the decorator in its own module; anything else is a clash.
+            if name in self._objects and self._objects[name] is not obj:
+                raise ValueError(f"{self.kind} '{name}' is registered twice")
+            self._objects[name] = obj
+            return obj
+
+        return add
+
+    def get(self, name: str) -> T:
+        """Return the object called `name`. Errors: UserError that lists the known names."""
+        self._read_plugins()
+        if name not in self._objects:
+            if name not in self._lazy:
+                known = self.names()
+                raise UserError(f"{self.kind}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
+            module, _, attribute = self._lazy[name].partition(":")
+            self._objects[name] = getattr(importlib.import_module(module), attribute)
+        return self._objects[name]
+
+    def names(self) -> list[str]:
+        """Return all known names, sorted; imports nothing."""
+        self._read_plugins()
+        return sorted({*self._objects, *self._lazy})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def _read_plugins(self) -> None:
+        if self._plugins_read:
+            return
+        self._plugins_read = True
+        for point in entry_points(group=self.group):
+            self._lazy.setdefault(point.name, point.value)

@@ -1,0 +1,165 @@
+"""One folder per run, and what stands where in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def make_token(name: str, env: str, map_name: str, seed: int, now: float | None = None) -> str:
+    """Return the name of a run's folder: `<name>_<env>_<map>_seed<seed>_<date>_<time>`; a missing map is left out.
+
+    now: seconds since the epoch, this moment if None. Two runs in one second get the same token; `RunFolder.create`
+    tells them apart.
+    """
+    stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now))
+    parts = [re.sub(r"[^\w.+-]+", "-", part) for part in (name, env, map_name) if part]
+    return "_".join([*parts, f"seed{seed}", stamp])
+
+
+class RunFolder:
+    """Paths of a run's files. Opening one creates nothing; `create` makes a new one.
+
+    Args:
+        path: `<local_results_path>/<unique_token>`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+
+    @classmethod
+    def create(cls, local_results_path: str | Path, unique_token: str) -> RunFolder:
+        """Make a new folder under `local_results_path`; a taken name gets `_2`, `_3`, ...: runs never share one.
+
+        Errors: OSError where nothing can be written.
+        """
+        root = Path(local_results_path).expanduser().absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = root / (unique_token if number == 1 else f"{unique_token}_{number}")
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:
+                number += 1
+        folder = cls(path)
+        for sub in (folder.models, folder.plots, folder.logs):
+            sub.mkdir()
+        return folder
+
+    @property
+    def token(self) -> str:
+        """The run's unique name."""
+        return self.path.name
+
+    @property
+    def config_json(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def env_info_json(self) -> Path:
+        """The facts of the environment."""
+        return self.path / "env_info.json"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        """One JSON object per log."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_json(self) -> Path:
+        """What the run reached."""
+        return self.path / "summary.json"
+
+    @property
+    def models(self) -> Path:
+        """Folder of the weights."""
+        return self.path / "models"
+
+    @property
+    def plots(self) -> Path:
+        """Folder of the pictures."""
+        return self.path / "plots"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the text logs."""
+        return self.path / "logs"
+
+    def step(self, t_env: int) -> Path:
+        """Return the folder of the stage-3 weights at `t_env`."""
+        return self.models / str(int(t_env))
+
+    def pretrained(self, stage: str, best: bool = False) -> Path:
+        """Return the folder of the weights of `stage1` or `stage2`."""
+        return self.models / f"pretrain_{stage}{'_best' if best else ''}"
+
+    def log(self, rank: int) -> Path:
+        """Return the text log of a rank."""
+        return self.logs / f"rank_{rank}.log"
+
+    def saved_steps(self) -> list[int]:
+        """Return the `t_env` of all saved stage-3 weights, ascending."""
+        if not self.models.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.models.iterdir() if p.is_dir() and p.name.isdigit())
+
+    def artifacts(self) -> dict[str, str]:
+        """Return the absolute paths of what is there, by name: files, folders of weights, pictures."""
+        found = {p.stem: p for p in (self.config_json, self.env_info_json, self.metrics_jsonl) if p.is_file()}
+        for stage in ("stage1", "stage2"):
+            for best in (False, True):
+                folder = self.pretrained(stage, best)
+                if folder.is_dir():
+                    found[folder.name] = folder
+        steps = self.saved_steps()
+        if steps:
+            found["model"] = self.step(steps[-1])
+        if self.plots.is_dir():
+            found.update({f"plots/{p.stem}": p for p in sorted(self.plots.glob("*.png"))})
+        return {name: str(path) for name, path in found.items()}
+
+
+def write_json(path: str | Path, value: Any) -> Path:
+    """Write `value` as JSON, whole or not at all: into a file beside it, which then takes its name. Return the path.
+
+    NaN and infinities become null; paths become text; NumPy and torch scalars and arrays become numbers and lists.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with nothing in it that strict JSON cannot say. Errors: TypeError for other objects."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    raise TypeError(f"{type(value).__name__} has no place in a JSON file")

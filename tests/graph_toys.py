@@ -1,0 +1,88 @@
+"""Small made-up battles and graph modules for the tests of stages 1 and 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from omagd.components.packing import Episode
+from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.loading import resolve
+from omagd.config.schema import Config
+from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+
+LAYOUT = EntityLayout(move_dim=2, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=4, own_dim=1)
+INFO = EnvInfo("toy", "tiny", 3, 6, LAYOUT.obs_dim, 7, episode_limit=12, n_normal_actions=3, layout=LAYOUT)
+SMALL: dict[str, Any] = {
+    "tokenizer_config.n_codes": 12,
+    "tokenizer_config.code_dim": 4,
+    "tokenizer_config.hidden_dim": 8,
+    "tokenizer_config.dropout": 0.0,
+    "tokenizer_config.revive_interval": 2,
+    "mask_predictor_config.d_model": 8,
+    "mask_predictor_config.n_layers": 2,
+    "mask_predictor_config.n_heads": 2,
+    "mask_predictor_config.feedforward_dim": 16,
+    "mask_predictor_config.dropout": 0.0,
+    "mask_predictor_config.stacked_steps": 2,
+    "mask_predictor_config.stacked_strip": 2,
+    "mask_predictor_config.last_seen": True,
+    "mask_predictor_config.code_features": True,
+    "mask_predictor_config.use_gru": False,
+    "mask_predictor_config.matching": "none",
+    "mask_predictor_config.mask_ratio": 0.0,
+    "mask_predictor_config.decode": "mean",
+    "graph_pretrain_epochs": 100,
+    "graph_lr": 0.003,
+}
+
+
+def toy_config(**changes: Any) -> Config:
+    """Return a configuration of tiny modules; changes are given as section__key=value."""
+    updates = {**SMALL, **{name.replace("__", "."): value for name, value in changes.items()}}
+    return resolve("omagd_small", "skirmish", updates)
+
+
+def toy_modules(config: Config, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tokenizer, MaskPredictor]:
+    """Return fresh modules, the same for the same seed."""
+    torch.manual_seed(seed)
+    tokenizer = Tokenizer(config.tokenizer_config, LAYOUT).to(dtype)
+    n_codes = config.tokenizer_config.n_codes
+    predictor = MaskPredictor(config.mask_predictor_config, n_codes, LAYOUT, INFO.episode_limit).to(dtype)
+    predictor.bind(tokenizer.table())
+    return tokenizer, predictor
+
+
+def toy_episodes(n: int, seed: int = 0, longest: int = 12) -> list[Episode]:
+    """Return ragged episodes in which units die one after another and hide at random."""
+    rng = np.random.default_rng(seed)
+    return [_episode(rng, int(rng.integers(1, longest + 1))) for _ in range(n)]
+
+
+def _episode(rng: np.random.Generator, length: int) -> Episode:
+    rows, n, m = length + 1, INFO.n_agents, LAYOUT.n_enemies
+    death = rng.integers(0, 2 * rows, n + m)
+    alive = np.arange(rows)[:, None] < death
+    alive[0] = True
+    full = np.zeros((rows, n, LAYOUT.n_nodes, LAYOUT.node_dim), np.float32)
+    obs = np.zeros_like(full)
+    for agent in range(n):
+        others = [a for a in range(n) if a != agent] + list(range(n, n + m))
+        values = rng.normal(0, 1, full.shape[:1] + full.shape[2:]).astype(np.float32)
+        values[:, 1:] *= alive[:, others, None]
+        values *= alive[:, agent, None, None]
+        shown = rng.random((rows, LAYOUT.n_nodes)) < 0.6
+        shown[:, 0] = True
+        full[:, agent], obs[:, agent] = values, values * shown[..., None]
+    return {"obs": torch.from_numpy(_flat(obs)), "full_obs": torch.from_numpy(_flat(full))}
+
+
+def _flat(nodes: np.ndarray) -> np.ndarray:
+    """Return observations [..., obs_dim] of free-hand nodes, checked to fit the layout."""
+    obs = np.ascontiguousarray(nodes_to_obs(nodes, LAYOUT))
+    assert obs_to_nodes(obs, LAYOUT).shape == nodes.shape
+    return obs

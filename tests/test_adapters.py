@@ -1,0 +1,301 @@
+"""Single environments look batched, in this process and in workers, and whatever ends the workers leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from omagd.config.env_info import EntityLayout
+from omagd.envs.adapters import BatchedAsSingle, EnvWorkerError, ProcessEnvs, SerialEnvs, env_info_from_dict
+from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
+from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
+from omagd.utils.errors import UserError
+
+N, A = 2, 3
+CRASH, END = 2, 1
+
+
+class WalkArgs(BaseModel):
+    """Arguments of the walk."""
+
+    limit: int = 4
+    broken: str = ""
+
+
+class Walk(MultiAgentEnv):
+    """A random walk with everything that an adapter must carry: seeds, full observations, truncation, odd info."""
+
+    args_model = WalkArgs
+
+    def __init__(self, args: WalkArgs) -> None:
+        if args.broken == "user":
+            raise UserError("env_args.broken=user: choose another")
+        self.args = args
+        self.episodes = 0
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start at a place that follows from the seed."""
+        self.rng = np.random.default_rng(seed)
+        self.place = self.rng.random(N)
+        self.t = 0
+
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Walk; action 2 of agent 0 crashes, action 1 of agent 1 ends."""
+        if actions[0] == CRASH:
+            raise RuntimeError("the ground gave way")
+        self.place += self.rng.random(N) + actions
+        self.t += 1
+        limit = self.t == self.args.limit
+        ended = bool(actions[1] == END)
+        self.episodes += ended or limit
+        info: dict[str, Any] = {"battle_won": ended, "steps": self.t, "comment": "not a number"}
+        if limit and not ended:
+            info["episode_limit"] = True
+        return float(self.place.sum()), ended or limit, info
+
+    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
+        """Show each agent itself; without limit also the sum."""
+        total = self.place.sum() if no_range_limit else 0.0
+        return np.stack([self.place, np.full(N, total)], 1).astype(np.float32)
+
+    def get_state(self) -> np.ndarray:
+        """Show all."""
+        return self.place.astype(np.float32)
+
+    def get_avail_actions(self) -> np.ndarray:
+        """Forbid what the clock forbids."""
+        mask = np.ones((N, A), bool)
+        mask[:, CRASH] = False
+        mask[:, END] = self.t >= 1
+        return mask
+
+    def get_env_info(self) -> dict[str, Any]:
+        """Tell the sizes."""
+        return {
+            "n_agents": N,
+            "n_actions": A,
+            "obs_shape": (2,),
+            "state_shape": N,
+            "episode_limit": self.args.limit,
+            "has_win": True,
+        }
+
+    def get_stats(self) -> dict[str, float]:
+        """Count."""
+        return {"episodes": float(self.episodes), "win_rate": 0.5}
+
+
+def _all(env: BatchedEnv) -> np.ndarray:
+    return np.ones(env.n_slots, bool)
+
+
+def _record(env: BatchedEnv, rounds: int) -> list[dict[str, np.ndarray]]:
+    """Play `rounds` steps with resets as episodes end, and return everything that was told."""
+    rng = np.random.default_rng(0)
+    env.reset(_all(env), np.arange(env.n_slots) + 10)
+    told = []
+    for t in range(rounds):
+        active = rng.random(env.n_slots) < 0.8
+        actions = env.scripted_actions("random", rng)
+        result = env.step(actions, active)
+        seen = env.observe(full=t % 3 > 0)
+        record = {"reward": result.reward, "terminated": result.terminated, "truncated": result.truncated}
+        record |= {"obs": seen.obs, "state": seen.state, "avail": seen.avail_actions}
+        record |= {"full_obs": seen.full_obs} if seen.full_obs is not None else {}
+        told.append(record | {f"info {name}": values for name, values in result.info.items()})
+        if result.terminated.any():
+            env.reset(result.terminated, rng.integers(2**60, size=env.n_slots))
+    return told
+
+
+def test_serial_envs_carry_everything_that_the_single_environment_tells():
+    env = SerialEnvs(Walk, WalkArgs(limit=2), 3, name="walk")
+    assert env.info.name == "walk" and env.info.obs_dim == 2 and env.info.layout is None
+    env.reset(_all(env), np.array([5, 6, 7]))
+    alone = Walk(WalkArgs(limit=2))
+    alone.reset(seed=6)
+    np.testing.assert_array_equal(env.observe().obs[1], alone.get_obs())
+    np.testing.assert_array_equal(env.observe(full=True).full_obs[1], alone.get_obs(no_range_limit=True))
+    first = env.step(np.zeros((3, N), int), np.array([True, True, False]))
+    assert first.reward[1] == np.float32(alone.step(np.zeros(N, int))[0])
+    assert first.reward[2] == 0 and not first.terminated.any()
+    second = env.step(np.array([[0, 0], [0, END], [0, 0]]), _all(env))
+    assert second.terminated.tolist() == [True, True, False]
+    assert second.truncated.tolist() == [True, False, False]
+    assert second.info["battle_won"].tolist() == [0, 1, 0]
+    assert second.info["steps"].tolist() == [2, 2, 0]
+    assert "comment" not in second.info
+    assert env.get_stats() == {"episodes": 2.0, "win_rate": 0.5}
+    with pytest.raises(NotImplementedError):
+        env.save_replay("somewhere")
+
+
+def test_a_single_environment_that_is_a_batched_one_inside_plays_the_same():
+    batched = MemoryGame(MemoryGameArgs(), 1)
+    single = BatchedAsSingle(MemoryGame(MemoryGameArgs(), 1), {"map_type": "none"})
+    facts = single.get_env_info()
+    assert env_info_from_dict("memory_game", "2x2", facts) == batched.info
+    assert facts["map_type"] == "none"
+    for seed in range(4):
+        single.reset(seed=seed)
+        batched.reset(np.ones(1, bool), np.array([seed]))
+        for actions in ([0, 0], [1, 2]):
+            seen = batched.observe(full=True)
+            np.testing.assert_array_equal(single.get_obs(), seen.obs[0])
+            np.testing.assert_array_equal(single.get_obs(no_range_limit=True), seen.full_obs[0])
+            np.testing.assert_array_equal(single.get_state(), seen.state[0])
+            np.testing.assert_array_equal(single.get_avail_actions(), seen.avail_actions[0])
+            result = batched.step(np.array([actions]), np.ones(1, bool))
+            reward, terminated, info = single.step(np.array(actions))
+            assert (reward, terminated) == (result.reward[0], result.terminated[0])
+            assert info == {"battle_won": result.info["battle_won"][0], "episode_limit": False}
+    with pytest.raises(ValueError, match="one slot"):
+        BatchedAsSingle(MatrixGame(MatrixGameArgs(), 2))
+
+
+def test_the_published_component_tuple_becomes_a_layout():
+    facts = {"n_agents": 5, "n_actions": 12, "obs_shape": 55, "state_shape": 98, "episode_limit": 70}
+    facts |= {"obs_component": [4, (6, 5), (4, 5), 1], "n_normal_actions": 6}
+    info = env_info_from_dict("sc2", "5m_vs_6m", facts)
+    assert info.layout == EntityLayout(4, 6, 5, 4, 5, 1)
+    assert info.layout.obs_dim == info.obs_dim
+    smax = EntityLayout(0, 3, 13, 2, 13, 10, position=(1, 2), health=0)
+    facts |= {"obs_component": smax.obs_component, "entity_position": (1, 2), "entity_health": 0}
+    assert env_info_from_dict("smax", "3m", facts).layout == smax
+
+
+# --- what follows starts processes
+
+
+def _named_segments(names: list[str]) -> list[str]:
+    return [name for name in names if Path("/dev/shm", name.lstrip("/")).exists()]
+
+
+def _running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def _gone(pids: list[int], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(_running, pids))
+
+
+def _pids(env: ProcessEnvs) -> list[int]:
+    return [process.pid for process in env._processes]
+
+
+@pytest.mark.processes
+def test_workers_tell_exactly_what_this_process_would_and_leave_nothing():
+    env = ProcessEnvs(Walk, WalkArgs(), 3, name="walk")
+    try:
+        pids = _pids(env)
+        assert not _named_segments([segment.name for segment in env._segments])
+        serial = SerialEnvs(Walk, WalkArgs(), 3, name="walk")
+        assert env.info == serial.info
+        told, expected = _record(env, 30), _record(serial, 30)
+        assert any(record["truncated"].any() for record in told)
+        for one, other in zip(told, expected, strict=True):
+            assert one.keys() == other.keys()
+            for key in one:
+                np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+        assert env.get_stats() == serial.get_stats()
+        with pytest.raises(NotImplementedError):
+            env.save_replay("somewhere")
+    finally:
+        env.close()
+        env.close()
+    assert _gone(pids)
+    for call in (lambda: env.reset(_all(env), np.arange(3)), env.observe, env.get_stats):
+        with pytest.raises(EnvWorkerError, match="closed"):
+            call()
+
+
+@pytest.mark.processes
+def test_a_workers_error_arrives_with_its_traceback_and_ends_the_others():
+    env = ProcessEnvs(Walk, WalkArgs(), 2)
+    pids = _pids(env)
+    env.reset(_all(env), np.arange(2))
+    with pytest.raises(EnvWorkerError, match=r"(?s)worker 1 failed.*in step.*the ground gave way"):
+        env.step(np.array([[0, 0], [CRASH, 0]]), _all(env))
+    assert _gone(pids)
+
+
+@pytest.mark.processes
+def test_a_mistake_of_the_user_arrives_as_one():
+    with pytest.raises(UserError, match="env_args.broken=user"):
+        ProcessEnvs(Walk, WalkArgs(broken="user"), 2)
+
+
+@pytest.mark.processes
+def test_a_killed_worker_is_noticed_at_once():
+    env = ProcessEnvs(Walk, WalkArgs(), 2)
+    pids = _pids(env)
+    env.reset(_all(env), np.arange(2))
+    os.kill(pids[0], signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(EnvWorkerError, match="worker 0 died"):
+        env.step(np.zeros((2, N), int), _all(env))
+    assert time.monotonic() - begin < 5
+    assert _gone(pids)
+
+
+HOST = """
+    import sys, time
+    import numpy as np
+    from omagd.envs.adapters import ProcessEnvs
+    from test_adapters import Walk, WalkArgs
+
+    if __name__ == "__main__":
+        env = ProcessEnvs(Walk, WalkArgs(limit=10**9), 2)
+        everywhere = np.ones(2, bool)
+        env.reset(everywhere, np.arange(2))
+        print(env._segments[0].name, *[process.pid for process in env._processes], flush=True)
+        try:
+            while True:
+                env.step(np.zeros((2, 2), int), everywhere)
+        finally:
+            env.close()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal of a parent is Linux's")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(tmp_path, how):
+    script = tmp_path / "host.py"
+    script.write_text(textwrap.dedent(HOST))
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    host = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    segment, *words = host.stdout.readline().split()
+    pids = [int(word) for word in words]
+    assert len(pids) == 2 and all(map(_running, pids))
+    # Ctrl-C reaches everyone in the terminal; a kill reaches the parent only.
+    (os.killpg if how == signal.SIGINT else os.kill)(host.pid, how)
+    _, complaints = host.communicate(timeout=20)
+    assert _gone(pids)
+    assert not _named_segments([segment])
+    assert complaints.count("Traceback") == (1 if how == signal.SIGINT else 0), complaints

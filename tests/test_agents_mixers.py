@@ -1,0 +1,186 @@
+"""Every registered agent and mixer, and the parts that they are made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from q_toys import INFO, SMALL, random_episode, toy_config
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from omagd.components.packing import Packing, pack_episodes
+from omagd.config.env_info import EnvInfo
+from omagd.controllers.basic_mac import last_actions
+from omagd.modules.agents import REGISTRY as AGENTS
+from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
+from omagd.modules.agents.inputs import AgentInputs, InputLinear
+from omagd.modules.mixers import REGISTRY as MIXERS
+from omagd.modules.recurrent import PackedGRU
+from omagd.utils.errors import UserError
+
+torch.set_num_threads(1)
+VARIANTS = [
+    *({"agent": name} for name in AGENTS.names()),
+    {"agent": "gnn_rnn", "gnn_readout": "entity"},
+    {"agent": "gnn_rnn", "gnn_readout": "entity", "mark_guesses": True},
+    {"agent": "n_rnn", "mark_guesses": True},
+    {"agent": "n_rnn", "use_layer_norm": True, "use_orthogonal": True},
+    {"agent": "rnn", "obs_last_action": False},
+    {"agent": "gnn_rnn", "obs_agent_id": False, "obs_last_action": False},
+]
+
+
+def make_agent(seed=0, **updates):
+    torch.manual_seed(seed)
+    config = toy_config(**updates)
+    return AGENTS.get(config.agent)(config, INFO).double()
+
+
+def toy_inputs(lengths=(5, 3, 3, 1)):
+    batch = pack_episodes([random_episode(i, k) for i, k in enumerate(lengths)])
+    guessed = torch.rand(len(batch["obs"]), INFO.n_agents, INFO.layout.n_nodes) < 0.3
+    return AgentInputs(batch["obs"].double(), last_actions(batch["actions"], batch.packing), guessed), batch.packing
+
+
+@pytest.mark.parametrize("updates", VARIANTS, ids=str)
+def test_unroll_equals_acting_step_by_step_and_every_parameter_takes_part(updates):
+    agent = make_agent(**updates)
+    inputs, packing = toy_inputs()
+    q = agent(inputs, packing)
+    assert q.shape == (len(packing.step), INFO.n_agents, INFO.n_actions)
+    for episode in range(packing.n_episodes):
+        hidden = agent.init_hidden(1)
+        for row in torch.nonzero(packing.episode == episode).flatten().tolist():
+            one = AgentInputs(*(x[row : row + 1] for x in (inputs.features, inputs.last_action, inputs.guessed)))
+            values, hidden = agent.step(one, hidden)
+            torch.testing.assert_close(values[0], q[row], atol=1e-10, rtol=1e-9)
+    q.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in agent.parameters())
+
+
+@pytest.mark.parametrize("updates", VARIANTS, ids=str)
+def test_agents_read_exactly_what_they_are_told_to(updates):
+    agent = make_agent(**updates)
+    config = toy_config(**updates)
+    inputs, packing = toy_inputs()
+    q = agent(inputs, packing)
+    same = AgentInputs(inputs.features[:, :1].expand_as(inputs.features), inputs.last_action[:, :1].expand(-1, 3))
+    told_apart = agent(same, packing)
+    assert torch.equal(told_apart[:, 0], told_apart[:, 1]) != config.obs_agent_id
+    other_actions = AgentInputs(inputs.features, (inputs.last_action + 1) % INFO.n_actions, inputs.guessed)
+    assert torch.equal(agent(other_actions, packing), q) != config.obs_last_action
+    other_guesses = AgentInputs(inputs.features, inputs.last_action, ~inputs.guessed)
+    assert torch.equal(agent(other_guesses, packing), q) != config.mark_guesses
+
+
+def swap_enemies(features):
+    """Exchange the blocks of enemies 0 and 2 in the flat observation (4 move, 3 × 5 enemies, ...)."""
+    swapped = features.clone()
+    swapped[..., 4:9], swapped[..., 14:19] = features[..., 14:19], features[..., 4:9]
+    return swapped
+
+
+@pytest.mark.parametrize("readout", ["pool", "entity"])
+def test_readout_tells_enemies_apart_only_by_entity(readout):
+    agent = make_agent(agent="gnn_rnn", gnn_readout=readout)
+    inputs, packing = toy_inputs()
+    q = agent(inputs, packing)
+    swapped = agent(AgentInputs(swap_enemies(inputs.features), inputs.last_action), packing)
+    torch.testing.assert_close(q[..., :6], swapped[..., :6])
+    order = [8, 7, 6] if readout == "entity" else [6, 7, 8]
+    torch.testing.assert_close(q[..., [6, 7, 8]], swapped[..., order])
+    assert not torch.equal(q[..., 6], q[..., 8])
+
+
+def test_graph_convolution_follows_its_formula():
+    conv = FullGraphConv(4).double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    got = conv(x)
+    for i in range(5):
+        others = sum(conv.others(x[:, j]) for j in range(5) if j != i)
+        torch.testing.assert_close(got[:, i], (F.relu(conv.own(x[:, i])) + F.relu(others)) / 5)
+
+
+def test_graph_agent_says_what_it_needs():
+    flat = EnvInfo("flat", "flat", 3, 9, INFO.obs_dim, 7, 12)
+    with pytest.raises(UserError, match="agent=gnn_rnn needs an environment with an entity layout"):
+        AGENTS.get("gnn_rnn")(toy_config(agent="gnn_rnn"), flat)
+    odd = EnvInfo("odd", "odd", 3, 11, INFO.obs_dim, 7, 12, n_normal_actions=6, layout=INFO.layout)
+    with pytest.raises(UserError, match="use gnn_readout=pool"):
+        AGENTS.get("gnn_rnn")(toy_config(agent="gnn_rnn", gnn_readout="entity"), odd)
+
+
+def unroll_with_a_cell(gru, x, packing):
+    """Each episode on its own through torch's cell."""
+    cell = torch.nn.GRUCell(x.shape[-1], gru.hidden_dim).double()
+    weights = dict(gru.named_parameters())
+    out = [torch.empty(0)] * len(x)
+    for episode in range(packing.n_episodes):
+        hidden = x.new_zeros(x.shape[1], gru.hidden_dim)
+        for row in torch.nonzero(packing.episode == episode).flatten().tolist():
+            hidden = functional_call(cell, weights, (x[row], hidden))
+            out[row] = hidden
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("lengths", [(6, 6, 4, 1, 1), (1,), (3, 3)])
+def test_packed_gru_equals_a_cell_in_values_and_gradients(lengths):
+    torch.manual_seed(0)
+    gru, packing = PackedGRU(5, 4).double(), Packing(lengths)
+    x = torch.randn(sum(lengths), 3, 5, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(sum(lengths), 3, 4, dtype=torch.float64)
+    wanted = unroll_with_a_cell(gru, x, packing)
+    wanted_grads = torch.autograd.grad((wanted * upstream).sum(), [x, *gru.parameters()])
+    library = gru._library_unroll(x.flatten(0, 1), [3 * k for k in packing.batch_sizes]).view_as(wanted)
+    for got in (gru(x, packing), library):
+        torch.testing.assert_close(got, wanted, atol=1e-10, rtol=0)
+        grads = torch.autograd.grad((got * upstream).sum(), [x, *gru.parameters()])
+        for a, b in zip(grads, wanted_grads, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(gru(x, packing), wanted, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("actions", [False, True])
+def test_input_layer_equals_a_linear_over_one_hots(ids, actions):
+    config = toy_config(obs_agent_id=ids, obs_last_action=actions)
+    layer = InputLinear(4, 5, config, INFO).double()
+    features = torch.randn(7, 3, 4, dtype=torch.float64)
+    last = torch.randint(-1, INFO.n_actions, (7, 3))
+    pieces = [features]
+    if actions:
+        pieces.append(F.one_hot(last + 1, INFO.n_actions + 1)[..., 1:].double())
+    if ids:
+        pieces.append(torch.eye(3, dtype=torch.float64).expand(7, 3, 3))
+    wanted = F.linear(torch.cat(pieces, dim=-1), layer.weight, layer.bias)
+    got = layer(features, last)
+    torch.testing.assert_close(got, wanted)
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), layer.parameters()),
+        torch.autograd.grad(wanted.square().sum(), layer.parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", MIXERS.names())
+def test_joint_value_never_falls_when_an_agents_value_rises(name):
+    torch.manual_seed(0)
+    mixer = MIXERS.get(name)(toy_config(mixer=name), INFO).double()
+    qs = torch.randn(50, INFO.n_agents, dtype=torch.float64, requires_grad=True)
+    joint = mixer(qs, torch.randn(50, INFO.state_dim, dtype=torch.float64))
+    assert joint.shape == (50,)
+    slopes = torch.autograd.grad(joint.sum(), qs, retain_graph=True)[0]
+    assert (slopes >= 0).all()
+    assert (slopes > 0).any()
+    if list(mixer.parameters()):
+        grads = torch.autograd.grad(joint.square().sum(), list(mixer.parameters()))
+        assert all(g.abs().sum() > 0 for g in grads)
+
+
+def test_orthogonal_start():
+    agent = make_agent(agent="n_rnn", use_orthogonal=True)
+    rows = agent.fc1.weight @ agent.fc1.weight.t()
+    torch.testing.assert_close(rows, torch.eye(SMALL["rnn_hidden_dim"], dtype=torch.float64), atol=1e-5, rtol=0)
+    assert agent.fc2.weight.abs().max() <= 0.01

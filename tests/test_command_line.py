@@ -1,0 +1,219 @@
+"""The command line: what it takes, what it prints, how it refuses, and that it writes nothing until it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from omagd.config.loading import resolve, to_plain
+from omagd.run import REGISTRY, command_line
+from omagd.run.command_line import config_from, main
+from omagd.run.sacred_record import run_recorded
+from omagd.utils.errors import UserError
+
+MAIN = Path(__file__).resolve().parents[1] / "src" / "main.py"
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Every test types its command in an empty folder, outside any torchrun."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", [["--config=qmix", "--env-config=smax"], ["--config", "qmix", "--env-config", "smax"]])
+def test_both_forms_of_the_options(form):
+    config = config_from([*form, "with", "env_args.map_name=8m", "seeds=1,2,3", "lr=5e-4", "use_cuda=false"])
+    assert (config.name, config.env, config.map_name) == ("qmix", "smax", "8m")
+    assert (config.seeds, config.lr, config.use_cuda) == ((1, 2, 3), 5e-4, False)
+
+
+def test_the_published_command():
+    command = "--config=omagd --env-config=skirmish with env_args.map_name=5m_vs_6m run=ddp"
+    more = "learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355"
+    config = config_from([*command.split(), *more.split()])
+    assert (config.map_name, config.world_size, config.ddp_port, config.stage) == ("5m_vs_6m", 2, 12355, "all")
+
+
+def test_options_may_stand_behind_with_and_the_last_value_counts():
+    config = config_from(["with", "lr=1", "t_max=7", "--config=vdn", "lr=2"])
+    assert (config.name, config.lr, config.t_max) == ("vdn", 2.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["with", "lerner=nq"], ["lerner", "'learner'"]),
+        (["with", "lr=fast"], ["lr=fast", "number"]),
+        (["with", "lr"], ["with lr", "key=value"]),
+        (["lr=3"], ["lr=3", "with"]),
+        (["--confg=qmix"], ["--confg=qmix", "--help"]),
+        (["--config=qmx"], ["--config=qmx", "'qmix'"]),
+        (["--config=qmix", "with", "mixer=qmx"], ["mixer=qmx", "vdn"]),
+        (["--config=qmix", "with", "env_args.map=3m"], ["env_args.map"]),
+        (["--config=qmix", "with", "env_args.map_name=3x"], ["env_args.map_name=3x"]),
+        (["--config=qmix", "with", "env_args.move_amount=far"], ["env_args.move_amount=far"]),
+        (["--env-config=sc2"], ["sc2", "skirmish"]),
+        (["--env-config=matrix_game"], ["matrix_game", "layout"]),
+        (["with", "pretrained_tokenizer_path=nowhere"], ["pretrained_tokenizer_path=nowhere", "tokenizer.th"]),
+        (["--config=qmix", "with", "evaluate=True", "checkpoint_path=nowhere"], ["checkpoint_path=nowhere"]),
+        (["--config=qmix", "with", "run=ddp", "dist_backend=nccl", "use_cuda=False"], ["dist_backend=nccl"]),
+    ],
+)
+def test_mistakes_are_a_line_and_leave_nothing_behind(argv, words, capsys, empty_folder, monkeypatch):
+    monkeypatch.setenv("SC2PATH", str(empty_folder))
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert len(captured.err.strip().splitlines()) <= 3
+    assert [word for word in words if word not in captured.err] == []
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_one_of_many_processes_may_not_run_default(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--config=qmix"]) == 2
+    assert "run=ddp" in capsys.readouterr().err
+    assert main(["--config=qmix", "with", "run=ddp", "world_size=4"]) == 2
+    assert "world_size=4" in capsys.readouterr().err
+
+
+def test_dry_run_prints_what_config_takes_again_and_writes_nothing(capsys, empty_folder):
+    argv = ["--config=omagd", "with", "env_args.map_name=5m_vs_6m", "world_size=2", "lr=1e-5", "seeds=1,2"]
+    assert main(["--dry-run", *argv]) == 0
+    text = capsys.readouterr().out
+    assert list(empty_folder.iterdir()) == []
+    assert yaml.safe_load(text) == to_plain(config_from(argv))
+    assert "# stages: stage1, stage2, stage3\n" in text
+    assert "# effective batch: 256 episodes per update\n" in text
+    assert "# environments: 16 (skirmish 5m_vs_6m)\n" in text
+    (empty_folder / "again.yaml").write_text(text)
+    assert config_from(["--config=again.yaml"]) == config_from(argv)
+
+
+@pytest.mark.parametrize("map_name", ["3m", "8m", "5m_vs_6m", "27m_vs_30m", "1c3s5z"])
+def test_map_names_stay_text(map_name):
+    assert config_from(["with", f"env_args.map_name={map_name}"]).map_name == map_name
+
+
+def test_list_names_everything(capsys):
+    assert main(["--list"]) == 0
+    out = capsys.readouterr().out
+    for name in ("omagd_small", "smax", "nq_graph_learner_ddp", "gnn_graph_mac", "vdn", "27m_vs_30m", "parallel"):
+        assert name in out
+
+
+def test_a_typo_never_starts_sacred(empty_folder, monkeypatch):
+    started = []
+    monkeypatch.setattr("omagd.run.sacred_record.run_recorded", lambda *a, **k: started.append(a))
+    assert main(["--config=qmix", "with", "t_max=1", "bufer_size=3"]) == 2
+    assert started == []
+    assert main(["--config=qmix", "with", "t_max=1"]) == 0
+    assert len(started) == 1
+
+
+def test_interruption_has_the_shells_exit_code(monkeypatch, capsys):
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "_main", interrupted)
+    assert main([]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_sacred_records_every_key_but_no_secret(empty_folder, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret-value")
+    config = resolve("qmix", updates={"local_results_path": str(empty_folder), "seeds": (4, 5)})
+    seen = []
+
+    def mode(_run, given, log):
+        seen.append(given)
+        _run.log_scalar("return_mean", 1.5, 10)
+        return {"win": 1.0}
+
+    assert run_recorded(config, mode, options={"--comment": "why"}) == {"win": 1.0}
+    assert seen == [config]
+    record = empty_folder / "sacred" / "1"
+    stored = json.loads((record / "config.json").read_text())
+    assert {key: stored[key] for key in to_plain(config)} == to_plain(config)
+    assert json.loads((record / "run.json").read_text())["meta"]["comment"] == "why"
+    assert json.loads((record / "run.json").read_text())["status"] == "COMPLETED"
+    assert json.loads((record / "metrics.json").read_text())["return_mean"]["values"] == [1.5]
+    assert not [p for p in empty_folder.rglob("*") if p.is_file() and "very-secret-value" in p.read_text()]
+
+
+def test_sacred_records_a_failure_and_lets_it_through(empty_folder):
+    config = resolve("qmix", updates={"local_results_path": str(empty_folder)})
+
+    def mode(_run, given, log):
+        raise UserError("batch_size=7: no")
+
+    with pytest.raises(UserError, match="batch_size=7"):
+        run_recorded(config, mode)
+    assert json.loads((empty_folder / "sacred" / "1" / "run.json").read_text())["status"] == "FAILED"
+
+
+def test_ranks_without_observers_write_nothing(empty_folder):
+    config = resolve("qmix", updates={"local_results_path": str(empty_folder)})
+    assert run_recorded(config, lambda _run, given, log: 3, observe=False) == 3
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_unknown_run_modes_are_refused(capsys):
+    assert sorted(REGISTRY.names()) == ["ddp", "default"]
+    assert main(["--config=qmix", "with", "run=dpp"]) == 2
+    assert "'ddp'" in capsys.readouterr().err
+
+
+def test_the_package_run_is_the_function_too(monkeypatch):
+    import omagd
+    from omagd.run import api
+
+    monkeypatch.setattr(api, "run", lambda config: {"ran": config.name})
+    assert omagd.run(resolve("qmix")) == {"ran": "qmix"}
+    assert omagd.run(resolve("vdn")) == {"ran": "vdn"}
+
+
+def shell(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env}, check=False)
+
+
+@pytest.mark.processes
+def test_help_imports_nothing_heavy():
+    done = shell(sys.executable, "-X", "importtime", str(MAIN), "--help")
+    assert done.returncode == 0
+    assert "with key=value" in done.stdout
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert imported & {"torch", "sacred", "wandb", "numpy", "jax"} == set()
+
+
+@pytest.mark.processes
+def test_module_script_and_path_are_one_command(empty_folder):
+    argv = ["--config=qmix", "--dry-run", "with", "lerner=1"]
+    script = Path(sys.executable).with_name("omagd")
+    commands = [[sys.executable, str(MAIN)], [sys.executable, "-m", "omagd"], *([[str(script)]] if script.exists() else [])]
+    results = [shell(*command, *argv) for command in commands]
+    assert {result.returncode for result in results} == {2}
+    assert {result.stderr for result in results} == {"error: with lerner=1: unknown key 'lerner'. Did you mean 'learner'?\n"}
+    assert list(empty_folder.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_main_keeps_its_folder_off_the_path_and_names_a_foreign_installation(empty_folder):
+    copied = empty_folder / "elsewhere" / "src"
+    copied.mkdir(parents=True)
+    (copied / "main.py").write_text(MAIN.read_text())
+    (copied / "yaml.py").write_text("raise SystemExit('shadowed')\n")
+    done = shell(sys.executable, str(copied / "main.py"), "--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("omagd ")
+    assert "warning: running the installed omagd" in done.stderr

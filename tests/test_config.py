@@ -1,0 +1,268 @@
+"""Configuration files, keys and values: what is taken, what is refused, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from omagd.config import loading
+from omagd.config.loading import apply_updates, base_values, known_keys, parse_value, resolve, to_plain, validate
+from omagd.config.schema import Config
+from omagd.utils.errors import UserError
+
+PUBLISHED_KEYS = """
+    recontructer_stage reconstructer_stage use_graph_reconstruction pretrain_only pretrained_tokenizer_path
+    pretrained_mask_predictor_path graph_pretrain_epochs graph_pretrain_episodes graph_pretrain_batch_size
+    graph_pretrain_eval_interval graph_pretrain_eval_episodes pretrain_buffer_path save_pretrain_buffer evaluation_only
+    eval_report_episodes graph_lr tokenizer_config.n_codes mask_predictor_config.matching use_ddp world_size ddp_port run
+    learner mac agent mixer env_args use_cuda cpu_inference buffer_cpu_only save_model save_model_interval
+    test_interval test_nepisode log_interval runner_log_interval learner_log_interval t_max local_results_path use_wandb
+    wandb_project wandb_entity use_tensorboard evaluate checkpoint_path load_step save_replay
+""".split()
+
+
+def refusal(updates: dict[str, object], config: str | None = None) -> str:
+    """Return the text of the UserError that `updates` lead to."""
+    with pytest.raises(UserError) as caught:
+        resolve(config, updates=updates)
+    text = caught.value.render()
+    assert len(text.splitlines()) <= 3
+    return text
+
+
+@pytest.mark.parametrize("name", loading.config_names("algs"))
+def test_every_algorithm_file_resolves_and_is_called_what_it_is(name):
+    assert resolve(name).name == name
+
+
+@pytest.mark.parametrize("name", loading.config_names("envs"))
+def test_every_environment_file_resolves(name):
+    assert resolve("qmix", name).env == name
+
+
+def test_without_names_the_small_method_plays_the_embedded_battle():
+    config = resolve()
+    assert (config.name, config.env, config.map_name, config.stage, config.run) == (
+        "omagd_small", "skirmish", "3m", "all", "ddp",
+    )  # fmt: skip
+
+
+def test_published_sizes_of_omagd():
+    config = resolve("omagd")
+    predictor, tokenizer = config.mask_predictor_config, config.tokenizer_config
+    assert (predictor.d_model, predictor.n_layers, predictor.n_heads, predictor.feedforward_dim) == (256, 6, 8, 1024)
+    assert (tokenizer.n_codes, tokenizer.code_dim, tokenizer.ema_decay, tokenizer.commitment) == (1024, 32, 0.9, 0.5)
+    assert (config.batch_size, config.buffer_size, config.lr, config.graph_lr) == (128, 5000, 1e-3, 5e-4)
+    assert (config.td_lambda, config.gamma, config.target_update_interval) == (0.6, 0.99, 200)
+    assert (config.graph_pretrain_epochs, config.graph_pretrain_episodes, config.ddp_port) == (200, 5000, 12355)
+
+
+def test_hungarian_and_origin_differ_from_omagd_in_matching_alone():
+    plain = {name: to_plain(resolve(name)) for name in ("omagd", "omagd_hungarian", "omagd_origin")}
+    for values in plain.values():
+        values.pop("name")
+    matching = {name: values["mask_predictor_config"].pop("matching") for name, values in plain.items()}
+    assert (matching["omagd_hungarian"], matching["omagd_origin"]) == ("type", "none")
+    assert plain["omagd"] == plain["omagd_hungarian"] == plain["omagd_origin"]
+
+
+def test_published_keys_are_there():
+    assert set(PUBLISHED_KEYS) <= {*known_keys(), "env_args"}
+
+
+def test_keys_do_not_multiply():
+    """A new key is a decision: add it to the list too, with `python tests/test_config.py`."""
+    assert known_keys() == Path(__file__).with_name("config_keys.txt").read_text().split()
+
+
+def test_default_values_cover_the_schema_exactly():
+    values = loading.read_yaml(loading.HERE / "default.yaml")
+    sections = {f"{key}.{inner}" for key in loading.SECTIONS for inner in values[key]}
+    assert sections | (set(values) - set(loading.SECTIONS)) == set(known_keys())
+
+
+def test_later_layers_win_and_leave_their_neighbours_alone(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: mine\nlr: 0.01\ntokenizer_config:\n  n_codes: 16\nenv_args:\n  map_name: 8m\n")
+    config = resolve(str(mine), updates={"tokenizer_config.hidden_dim": 8, "env_args.move_amount": 3})
+    assert (config.lr, config.map_name, config.env_args["move_amount"]) == (0.01, "8m", 3)
+    assert config.env_args["reward_win"] == 200
+    assert (config.tokenizer_config.n_codes, config.tokenizer_config.hidden_dim) == (16, 8)
+    assert config.tokenizer_config.n_layers == resolve().tokenizer_config.n_layers
+    assert resolve(str(mine), updates={"lr": 0.02, "tokenizer_config": {"n_codes": 8}}).tokenizer_config.n_codes == 8
+
+
+def test_a_resolved_configuration_survives_plain_values_and_yaml():
+    config = resolve(updates={"seeds": (1, 2), "lr": 1e-5, "tokenizer_config.n_codes": 16})
+    assert validate(yaml.safe_load(yaml.safe_dump(to_plain(config)))) == config
+
+
+def test_updates_leave_their_base_alone():
+    values = base_values()
+    before = yaml.safe_dump(values)
+    apply_updates(values, {"env_args.map_name": "8m", "tokenizer_config.n_codes": 3, "lr": 1})
+    assert yaml.safe_dump(values) == before
+
+
+def test_a_configuration_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        resolve().lr = 2.0  # type: ignore[misc]
+
+
+def test_whole_numbers_are_taken_for_real_ones_and_lists_for_seeds():
+    config = resolve(updates={"lr": 1, "seeds": [3, 4]})
+    assert (config.lr, config.seeds) == (1.0, (3, 4))
+    assert resolve(updates={"seeds": 3}).seeds == (3,)
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        ({"lerner": "x"}, ["with lerner=x", "unknown key 'lerner'", "Did you mean 'learner'?"]),
+        ({"tokenizer_config.n_code": 3}, ["tokenizer_config.n_code=3", "Did you mean 'tokenizer_config.n_codes'?"]),
+        ({"n_codes": 3}, ["with n_codes=3", "Did you mean 'tokenizer_config.n_codes'?"]),
+        ({"lr.scale": 3}, ["with lr.scale=3", "unknown key 'lr.scale'"]),
+        ({"lr": "abc"}, ["lr=abc", "must be a number"]),
+        ({"lr": "1e-3"}, ["lr=1e-3", "YAML reads 1e-3 as text", "write 1.0e-3"]),
+        ({"t_max": "2e6"}, ["t_max=2e6", "write 2000000"]),
+        ({"t_max": 2e6}, ["t_max=2000000.0", "whole number", "write 2000000"]),
+        ({"lr": 0}, ["lr=0", "more than 0"]),
+        ({"gamma": 1.5}, ["gamma=1.5", "at most 1"]),
+        ({"world_size": 0}, ["world_size=0", "at least 1"]),
+        ({"use_cuda": 1}, ["use_cuda=1", "True or False"]),
+        ({"dist_backend": "mpi"}, ["dist_backend=mpi", "nccl, gloo"]),
+        ({"seeds": "1;2"}, ["seeds=1;2", "such as 1,2,3"]),
+        ({"seeds": (1, 1)}, ["seeds=1,1", "twice"]),
+        ({"env_args": 3}, ["env_args=3", "mapping"]),
+        ({"tokenizer_config.n_codes": 1}, ["tokenizer_config.n_codes=1", "at least 2"]),
+        ({"tokenizer_config.n_codes": 40000}, ["tokenizer_config.n_codes=40000", "at most 32000"]),
+        ({"recontructer_stage": "stage9"}, ["recontructer_stage=stage9", "stage1, stage2, stage3, all"]),
+        ({"lr": 0, "gamma": 2}, ["also wrong", "gamma"]),
+    ],
+)
+def test_wrong_keys_and_values_are_told_with_their_mend(updates, words):
+    text = refusal(updates)
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "updates", "words"),
+    [
+        (None, {"reconstructer_stage": "stage1", "recontructer_stage": "stage2"}, ["stage1", "stage2", "one key"]),
+        (None, {"recontructer_stage": "stage2"}, ["stage2", "pretrained_tokenizer_path"]),
+        (None, {"reconstructer_stage": "stage3"}, ["stage3", "pretrained_tokenizer_path"]),
+        (
+            None,
+            {"reconstructer_stage": "stage3", "pretrained_tokenizer_path": "x"},
+            ["stage3", "pretrained_mask_predictor_path"],
+        ),
+        (None, {"use_graph_reconstruction": False, "pretrain_only": True}, ["pretrain_only=True"]),
+        ("qmix", {"recontructer_stage": "stage1"}, ["stage1", "use_graph_reconstruction"]),
+        (None, {"use_per": True}, ["use_per=True", "use_per=False"]),
+        (None, {"evaluate": True}, ["evaluate=True", "checkpoint_path"]),
+        (None, {"load_step": 100}, ["load_step=100", "checkpoint_path"]),
+        (None, {"mask_predictor_config.n_heads": 3}, ["n_heads=3", "d_model=64"]),
+        (None, {"epsilon_start": 0.1, "epsilon_finish": 0.2}, ["epsilon_finish=0.2", "epsilon_start=0.1"]),
+        (None, {"learner": "nq_learner_ddp"}, ["learner=nq_learner_ddp", "nq_graph_learner_ddp"]),
+        (None, {"mac": "n_mac"}, ["mac=n_mac", "n_graph_mac"]),
+        (None, {"use_full_obs": True}, ["use_full_obs=True", "use_graph_reconstruction=False"]),
+        ("qmix", {"batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
+        ("qmix", {"world_size": 2}, ["world_size=2", "run=ddp"]),
+        (None, {"seeds": (1, 2), "unique_token": "x"}, ["unique_token=x", "seeds=1,2"]),
+    ],
+)
+def test_contradictions_are_refused(config, updates, words):
+    text = refusal(updates, config)
+    assert [word for word in words if word not in text] == []
+
+
+def test_both_spellings_of_the_stage_work():
+    path = {"pretrained_tokenizer_path": "x"}
+    assert resolve(updates={"recontructer_stage": "stage2", **path}).stage == "stage2"
+    assert resolve(updates={"reconstructer_stage": "stage2", **path}).stage == "stage2"
+    assert resolve(updates={"reconstructer_stage": "stage1", "recontructer_stage": "stage1"}).stage == "stage1"
+    assert resolve("qmix").stage == "stage3"
+
+
+def test_unknown_names_show_the_nearest_and_all():
+    with pytest.raises(UserError, match="--config=omagd_smal.*Did you mean 'omagd_small'") as caught:
+        resolve("omagd_smal")
+    assert "qmix" in caught.value.render()
+    with pytest.raises(UserError, match="--env-config=skirmich.*Did you mean 'skirmish'"):
+        resolve(env_config="skirmich")
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "lr: [1\n", "7\n", "\x00"])
+def test_files_that_are_no_configuration_are_refused_in_one_line(tmp_path, text):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"bad\.yaml") as caught:
+        resolve(str(tmp_path / "bad.yaml"))
+    assert "\n" not in caught.value.message
+
+
+def test_an_unknown_key_in_a_file_names_the_file(tmp_path):
+    (tmp_path / "typo.yaml").write_text("larning_rate: 1\n")
+    with pytest.raises(UserError, match=r"typo\.yaml: unknown key 'larning_rate'"):
+        resolve(str(tmp_path / "typo.yaml"))
+
+
+def test_yaml_cannot_construct_objects(tmp_path):
+    target = tmp_path / "made"
+    (tmp_path / "evil.yaml").write_text(f"name: !!python/object/apply:os.mkdir ['{target}']\n")
+    with pytest.raises(UserError, match=r"evil\.yaml"):
+        resolve(str(tmp_path / "evil.yaml"))
+    assert not target.exists()
+
+
+def test_folders_of_plugins_are_searched(tmp_path, monkeypatch):
+    (tmp_path / "algs").mkdir()
+    (tmp_path / "algs" / "theirs.yaml").write_text("name: theirs\nlr: 0.5\n")
+    monkeypatch.setattr(loading, "config_dirs", lambda: [loading.HERE, tmp_path])
+    assert resolve("theirs").lr == 0.5
+    assert "theirs" in loading.config_names("algs")
+
+
+@pytest.mark.parametrize(
+    ("text", "current", "value"),
+    [
+        ("1e-3", 0.1, 0.001),
+        ("1,2,3", (), (1, 2, 3)),
+        ("[1, 2]", (), [1, 2]),
+        ("True", False, True),
+        ("true", False, True),
+        ("None", 1, None),
+        ("null", None, None),
+        ("3m", "8m", "3m"),
+        ("1c3s5z", None, "1c3s5z"),
+        ("7", "6", "7"),
+        ("'a b'", "x", "a b"),
+        ("gloo", None, "gloo"),
+        ("__import__('os')", None, "__import__('os')"),
+    ],
+)
+def test_texts_behind_the_equals_sign(text, current, value):
+    parsed = parse_value(text, current)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none(), st.lists(st.integers())))
+def test_a_value_written_as_python_writes_it_is_read_back(value):
+    assert parse_value(repr(value)) == value
+
+
+@given(st.text(max_size=12))
+def test_text_for_a_text_key_never_changes_its_type(text):
+    assert isinstance(parse_value(text, "current"), str)
+
+
+def test_every_schema_field_takes_its_own_default():
+    values = loading.read_yaml(loading.HERE / "default.yaml")
+    assert Config.model_validate(values).model_dump(mode="json") == values
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("config_keys.txt").write_text("\n".join(known_keys()) + "\n")

@@ -1,0 +1,82 @@
+"""`env=` and `env_args` become an environment, or one line that names the key, the value and the mend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from omagd.envs import REGISTRY
+from omagd.envs.adapters import SerialEnvs
+from omagd.envs.factory import make_env, validate_env_args
+from omagd.envs.protocol import MultiAgentEnv
+from omagd.envs.sanity import MemoryGame
+from omagd.utils.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "env_args", "parts"),
+    [
+        ("memory_gam", {}, ["env=memory_gam", "Did you mean 'memory_game'?"]),
+        ("memory_game", {"n_cue": 3}, ["env_args.n_cue", "Did you mean 'n_cues'?"]),
+        ("memory_game", {"n_cues": "many"}, ["env_args.n_cues=many", "must be a valid integer"]),
+        ("memory_game", {"n_cues": 1}, ["env_args.n_cues=1", "must be greater than or equal to 2"]),
+        ("matrix_game", {"payoff": "climb"}, ["env_args.payoff=climb", "'penalty'", "Did you mean 'climbing'?"]),
+        ("smax", {"map_name": "5m_vs6m"}, ["env_args.map_name=5m_vs6m", "Did you mean '5m_vs_6m'?"]),
+    ],
+)
+def test_wrong_arguments_are_named_with_their_mend(name, env_args, parts):
+    with pytest.raises(UserError) as caught:
+        make_env(name, env_args, 2, processes=False)
+    assert all(part in caught.value.message for part in parts), caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.processes
+def test_arguments_are_checked_without_what_the_game_needs():
+    code = (
+        "import sys; from omagd.envs.factory import validate_env_args as v; "
+        "a = v('smax', {'map_name': '8m'}); assert a.map_name == '8m' and a.max_steps == 100; "
+        "print(sorted({'jax', 'jaxmarl', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_batched_environment_is_built_as_it_is():
+    env = make_env("memory_game", {"n_cues": 4}, 5, processes=True)
+    assert type(env) is MemoryGame
+    assert env.n_slots == 5 and env.info.n_actions == 5
+
+
+class NothingArgs(BaseModel):
+    """One required argument."""
+
+    size: int
+
+
+class Nothing(MultiAgentEnv):
+    """A single environment of which only the sizes matter."""
+
+    args_model = NothingArgs
+
+    def __init__(self, args: NothingArgs) -> None:
+        self.size = args.size
+
+    reset = step = get_obs = get_state = get_avail_actions = None
+
+    def get_env_info(self) -> dict[str, Any]:
+        """Return the sizes."""
+        return {"n_agents": 1, "n_actions": 1, "obs_shape": self.size, "state_shape": 1, "episode_limit": 1}
+
+
+def test_a_single_environment_gets_an_adapter_and_its_registered_name(monkeypatch):
+    monkeypatch.setitem(REGISTRY._objects, "nothing", Nothing)
+    env = make_env("nothing", {"size": 7}, 3, processes=False)
+    assert type(env) is SerialEnvs
+    assert (env.info.name, env.info.obs_dim, env.n_slots) == ("nothing", 7, 3)
+    with pytest.raises(UserError, match="env_args.size is missing"):
+        validate_env_args("nothing", {})

@@ -1,0 +1,342 @@
+"""Metrics, clocks, logger and sinks: what a run writes while it runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import multiprocessing
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from omagd.utils import progress as progress_module
+from omagd.utils.clock import Clock, Due
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.log_sinks.base import Record, RunFacts, Sink
+from omagd.utils.log_sinks.console import render_block
+from omagd.utils.log_sinks.sacred import SacredRelay, SacredSink
+from omagd.utils.logging import Logger, make_logger, setup_logging
+from omagd.utils.metrics import Metrics
+from omagd.utils.progress import BarSafeHandler, Progress
+
+
+class Ranks:
+    """A stand-in for `Dist` on several ranks: `gather` returns what all of them hold."""
+
+    def __init__(self, everyone):
+        self.everyone = [metrics.state_dict() for metrics in everyone]
+
+    def gather(self, value):
+        assert value in self.everyone
+        return self.everyone
+
+
+class FakeRun:
+    """The one method of a Sacred run that sinks call."""
+
+    def __init__(self, error=None):
+        self.scalars = []
+        self.error = error
+
+    def log_scalar(self, name, value, step=None):
+        if self.error:
+            raise self.error
+        self.scalars.append((name, value, step))
+
+
+@pytest.fixture
+def text_log():
+    """Return a Python logger that writes into a string, and that string's stream."""
+    stream = io.StringIO()
+    logger = logging.getLogger("test_omagd")
+    logger.handlers[:] = [logging.StreamHandler(stream)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    return logger, stream
+
+
+@pytest.fixture(autouse=True)
+def package_logger():
+    """Leave the package's logger as it was."""
+    logger = logging.getLogger("omagd")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    for handler in logger.handlers:
+        if handler not in before[0]:
+            handler.close()
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_means_over_ranks_weigh_every_sample_alike():
+    rng = np.random.default_rng(0)
+    samples = [rng.normal(size=size) for size in (3, 17, 1)]
+    ranks = []
+    for values in samples:
+        metrics = Metrics()
+        for part in np.array_split(values, 3):
+            metrics.add({"loss": (torch.tensor(part.sum()), torch.tensor(len(part)))}, prefix="train/")
+        ranks.append(metrics)
+    ranks[1].add({"won": (2.0, 3)}, suffix="_mean")
+    dist = Ranks(ranks)
+    reduced = [metrics.reduce(dist) for metrics in ranks]
+    assert reduced[0] == reduced[1] == reduced[2]
+    assert reduced[0] == pytest.approx({"train/loss": np.concatenate(samples).mean(), "won_mean": 2 / 3})
+    assert all(metrics.reduce(Dist()) == {} for metrics in ranks), "reduce starts anew"
+
+
+def test_metrics_keep_no_graph_do_not_change_what_is_added_and_skip_empty_counts():
+    weight = torch.tensor(2.0, requires_grad=True)
+    total, count = weight * 3, torch.tensor(2)
+    metrics = Metrics()
+    metrics.add({"a": (total, count), "nobody": (torch.tensor(0.0), torch.tensor(0))})
+    metrics.add({"a": (total, count)})
+    metrics.add({"a": (1.0, 1)})
+    assert total.item() == 6.0 and count.item() == 2
+    kept = Metrics()
+    kept.load_state_dict(json.loads(json.dumps(metrics.state_dict())))
+    assert metrics.reduce(Dist()) == kept.reduce(Dist()) == {"a": pytest.approx(13 / 5)}
+
+
+def test_many_small_numbers_are_summed_in_double_precision():
+    metrics = Metrics()
+    for _ in range(2000):
+        metrics.add({"x": (torch.tensor(1e8 + 1, dtype=torch.float64), torch.tensor(1))})
+        metrics.add({"y": (torch.tensor(0.1), torch.tensor(1))})
+    values = metrics.reduce(Dist())
+    assert values["x"] == 1e8 + 1
+    assert values["y"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
+
+
+def test_due_depends_on_the_times_alone_and_continues_from_its_state():
+    times = [0, 30, 99, 100, 130, 199, 230, 1000, 1001]
+    due = Due(100)
+    fired = [t for t in times if due.due(t)]
+    assert fired == [100, 230, 1000]
+    first, resumed = Due(100), Due(100)
+    early = [t for t in times[:5] if first.due(t)]
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert early + [t for t in times[5:] if resumed.due(t)] == fired
+    eager = Due(100, first=True)
+    assert [t for t in times if eager.due(t)] == [0, 100, 230, 1000]
+    with pytest.raises(ValueError, match="interval=0"):
+        Due(0)
+
+
+def test_clock_comes_back_whole():
+    clock = Clock(epoch=1, t_env=2**40, episodes=3, updates=4)
+    other = Clock()
+    other.load_state_dict(json.loads(json.dumps(clock.state_dict())))
+    assert other == clock
+
+
+def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_path, text_log):
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "stage1", "ep')
+    logger = make_logger(RunFacts(tmp_path), ["jsonl"], text_log[0])
+    logger.log({"a": math.nan, "b": 2, "c": math.inf}, stage="stage1", clock="epoch", t=20)
+    logger.log({"a": torch.tensor(1.5)}, stage="stage3", clock="t_env", t=400)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: every line is flushed
+    assert [json.loads(line) for line in lines[1:]] == [
+        {"stage": "stage1", "epoch": 20, "a": None, "b": 2.0, "c": None},
+        {"stage": "stage3", "t_env": 400, "a": 1.5},
+    ]
+    logger.close()
+
+
+def test_values_of_one_step_become_one_log(tmp_path, text_log):
+    run = FakeRun()
+    logger = make_logger(RunFacts(tmp_path), ["jsonl", "sacred"], text_log[0], sacred=run)
+    logger.log_stat("return_mean", 1.0, 100)
+    logger.log_stat("epsilon", 0.5, 100, to_sacred=False)
+    logger.log_stat("return_mean", 2.0, 200)
+    logger.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records == [
+        {"stage": "stage3", "t_env": 100, "return_mean": 1.0, "epsilon": 0.5},
+        {"stage": "stage3", "t_env": 200, "return_mean": 2.0},
+    ]
+    assert run.scalars == [("return_mean", 1.0, 100), ("return_mean", 2.0, 200)]
+
+
+def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, text_log):
+    run = FakeRun()
+    names = ["console", "jsonl", "sacred", "tensorboard", "wandb"]
+    logger = make_logger(RunFacts(tmp_path), names, text_log[0], minimal=True, sacred=run)
+    logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
+    logger.log_stat("a", 1.0, 1)
+    logger.close()
+    assert list(tmp_path.iterdir()) == [] and run.scalars == [] and text_log[1].getvalue() == ""
+
+
+def test_unknown_sink_is_told_with_the_known_ones(tmp_path, text_log):
+    with pytest.raises(UserError, match="jsonl"):
+        make_logger(RunFacts(tmp_path), ["jsnl"], text_log[0])
+
+
+def test_a_failing_service_warns_once_and_the_others_go_on(tmp_path, text_log, caplog):
+    logging.getLogger("omagd").propagate = True
+    run = FakeRun(error=RuntimeError("no\nspace"))
+    logger = make_logger(RunFacts(tmp_path), ["sacred", "jsonl"], text_log[0], sacred=run)
+    for t in range(3):
+        logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=t)
+    logger.close()
+    assert [r.getMessage() for r in caplog.records] == ["Sacred's scalars is off from here on: no space"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_metrics_that_cannot_be_written_are_an_error(text_log, tmp_path):
+    with pytest.raises(OSError):
+        make_logger(RunFacts(tmp_path / "missing"), ["jsonl"], text_log[0])
+
+
+def test_block_is_aligned_and_holds_every_value(tmp_path):
+    values = {"episode": 320.0, "test_return_mean": 19.5, "epsilon": 0.05, "loss_td": 1.23e-5, "q_taken_mean": math.nan}
+    values |= {f"metric_{i}": float(i) for i in range(8)}
+    facts = RunFacts(tmp_path, env="skirmish", map_name="3m", totals={"t_env": 2_000_000})
+    for width in (60, 100, 200):
+        head, *rows = render_block(Record(values, "stage3", "t_env", 10240), facts, width).splitlines()
+        assert head == "Recent Stats | t_env: 10,240 / 2,000,000 | Episode: 320 | stage3 · skirmish 3m"
+        words = " ".join(rows).split()
+        assert set(words[::2]) == set(values) - {"episode"}
+        assert all(len(row) <= max(width, 41) for row in rows)
+        ends = [[i for i, c in enumerate(row) if c != " " and row[i + 1 : i + 2] in ("", " ")] for row in rows]
+        numbers = {end for row in ends for end in row[1::2]}
+        assert len(numbers) == len(ends[0]) // 2, "numbers end in the same columns"
+        assert rows[0].split()[:2] == ["test_return_mean", "19.5000"]
+
+
+def test_rank_0_speaks_and_every_rank_writes_its_file(tmp_path, capsys):
+    setup_logging(tmp_path / "rank_1.log", rank=1)
+    logging.getLogger("omagd").info("hidden")
+    logging.getLogger("omagd.learners").error("broken")
+    setup_logging(tmp_path / "rank_0.log", rank=0)
+    logging.getLogger("omagd").info("hello")
+    shown = capsys.readouterr().out
+    assert "hidden" not in shown and "rank 1: error: broken" in shown and shown.count("hello") == 1
+    assert "hidden" in (tmp_path / "rank_1.log").read_text() and "broken" in (tmp_path / "rank_1.log").read_text()
+    assert "hello" in (tmp_path / "rank_0.log").read_text()
+    assert "hello" not in (tmp_path / "rank_1.log").read_text()
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_bar_is_quiet_without_a_terminal_and_on_other_ranks(monkeypatch):
+    for stream, enabled in ((io.StringIO(), True), (Terminal(), False)):
+        monkeypatch.setattr(progress_module.sys, "stderr", stream)
+        with Progress(10, "step", "collecting", enabled=enabled) as bar:
+            bar.update(5)
+            bar.note(loss=1.0)
+        assert stream.getvalue() == ""
+
+
+def test_bar_shows_time_and_lines_do_not_tear_it(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(progress_module.sys, "stderr", stream)
+    with Progress(1000, "step", "stage3", initial=100) as bar:
+        time.sleep(0.3)
+        bar.set(600)
+        handler = BarSafeHandler(stream)
+        handler.emit(logging.LogRecord("omagd", logging.INFO, "", 0, "a line", None, None))
+        bar.set(1500)
+        assert bar._bar.n == 1000, "a clock may pass the total, the bar does not"
+    text = stream.getvalue()
+    assert "stage3" in text and "60%" in text and "steps/s" in text
+    written = [line for line in text.replace("\r", "\n").split("\n") if "a line" in line]
+    assert [line.strip() for line in written] == ["a line"]
+
+
+def test_sacred_gets_finite_values_with_the_stage_in_the_name():
+    run = FakeRun()
+    sink = SacredSink(run)
+    sink.open(RunFacts(None))
+    sink.log(Record({"eval/graph_loss": 1.0, "bad": math.nan}, "stage1", "epoch", 20))
+    sink.log(Record({"loss_td": 2.0}, "stage3", "t_env", 30))
+    assert run.scalars == [("stage1/eval/graph_loss", 1.0, 20), ("loss_td", 2.0, 30)]
+
+
+def _worker(sender, dies):
+    sink = SacredSink(sender)
+    sink.open(RunFacts(None))
+    for t in range(5000):
+        sink.log(Record({"x": float(t)}, "stage3", "t_env", t))
+    if dies:
+        os._exit(1)
+    sink.close("completed")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dies", [False, True])
+def test_relay_takes_all_that_a_worker_sent_and_never_waits_for_a_dead_one(dies):
+    run = FakeRun()
+    relay = SacredRelay(run)
+    process = multiprocessing.get_context("spawn").Process(target=_worker, args=(relay.sender, dies))
+    process.start()
+    process.join(60)
+    assert process.exitcode == int(dies)
+    started = time.monotonic()
+    assert relay.stop(timeout=10)
+    assert time.monotonic() - started < 8
+    assert [scalar[2] for scalar in run.scalars] == list(range(5000))
+
+
+def test_relay_does_not_wait_for_a_message_that_never_ends():
+    relay = SacredRelay(FakeRun())
+    os.write(relay.sender.fileno(), b"\x00\x00\x10\x00half a message")
+    time.sleep(0.3)
+    started = time.monotonic()
+    assert relay.stop(timeout=0.5) is False
+    assert time.monotonic() - started < 2
+
+
+def test_relay_keeps_taking_when_sacred_has_broken(caplog):
+    logging.getLogger("omagd").propagate = True
+    relay = SacredRelay(FakeRun(error=RuntimeError("database is gone")))
+    for t in range(2000):
+        relay.sender.send(("x", 0.5, t))
+    assert relay.stop(timeout=10)
+    assert sum("database is gone" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_tensorboard_files_hold_values_and_steps_by_stage(tmp_path, text_log):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = make_logger(RunFacts(tmp_path), ["tensorboard"], text_log[0])
+    logger.log({"eval/graph_loss": 0.25}, stage="stage1", clock="epoch", t=20)
+    for t, won in ((1000, 0.0), (2000, 0.5)):
+        logger.log({"test_battle_won_mean": won}, stage="stage3", clock="t_env", t=t)
+    logger.close()
+    read = {}
+    for stage, name in (("stage1", "eval/graph_loss"), ("stage3", "test_battle_won_mean")):
+        events = EventAccumulator(str(tmp_path / "tb" / stage))
+        events.Reload()
+        read[stage] = [(event.step, event.value) for event in events.Scalars(name)]
+    assert read == {"stage1": [(20, 0.25)], "stage3": [(1000, 0.0), (2000, 0.5)]}
+
+
+def test_a_sink_of_ones_own_gets_every_record(tmp_path, text_log):
+    class Own(Sink):
+        def _open(self, facts):
+            self.seen = [facts.label]
+
+        def _log(self, record):
+            self.seen.append((record.stage, record.t, record.values))
+
+        def _close(self, exit_state):
+            self.seen.append(exit_state)
+
+    logger, sink = Logger(text_log[0], facts=RunFacts(tmp_path, env="skirmish", map_name="8m")), Own()
+    logger.add_sink(sink)
+    logger.log({"a": 1.0}, stage="stage2", clock="epoch", t=3)
+    logger.close("interrupted")
+    assert sink.seen == ["skirmish 8m", ("stage2", 3, {"a": 1.0}), "interrupted"]

@@ -1,0 +1,141 @@
+"""Pictures: they are there, can be decoded, and show something."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+from omagd.utils.battle_plot import _notes, _view
+from omagd.utils.plots import PANELS, _lines, battle_moment, battle_nodes, curves, read_metrics
+
+INFO = {"label": "skirmish 5m_vs_6m", "step": 14, "agent": 2, "sight": 9.0, "errors": {"feature error": 0.01}}
+
+
+def unit(kind, slot, x=0.0, y=0.0, health=0.5, present=True, guessed=False):
+    return {"type": kind, "slot": slot, "x": x, "y": y, "health": health, "present": present, "guessed": guessed}
+
+
+def moment():
+    """Return one moment: an ally in sight, an enemy out of sight, one that is dead, and beliefs about both."""
+    truth = [unit("self", 0), unit("ally", 0, 2, 1), unit("enemy", 0, 12, 3), unit("enemy", 1, present=False)]
+    seen = [truth[0], truth[1], unit("enemy", 0, present=False), truth[3]]
+    made = [truth[0], truth[1], unit("enemy", 0, 12, 6, guessed=True), unit("enemy", 1, -5, -5, guessed=True)]
+    return seen, made, truth
+
+
+def pixels(path):
+    """Return [rows, columns, 3] of a picture."""
+    return image.imread(path)[..., :3]
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def records_of_all_stages():
+    records = []
+    for epoch in range(20, 101, 20):
+        records.append({"stage": "stage1", "epoch": epoch, "train/graph_loss": 1 / epoch, "eval/graph_loss": 2 / epoch})
+        records.append({"stage": "stage2", "epoch": epoch, "eval/top1": epoch / 100, "eval/graph_loss": None})
+    for t in range(1000, 6000, 1000):
+        records.append({"stage": "stage3", "t_env": t, "test_battle_won_mean": t / 6000, "epsilon": 1 - t / 6000})
+    return records
+
+
+def test_curves_show_only_what_there_is(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", records_of_all_stages())
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    drawn = {(panel.stage, panel.title): _lines(panel, records) for panel in PANELS if _lines(panel, records)}
+    assert set(drawn) == {
+        ("stage1", "Tokenizer: loss"),
+        ("stage2", "Predictor: accuracy on unseen units"),
+        ("stage3", "Win rate"),
+        ("stage3", "Exploration"),
+    }
+    assert [line[0] for line in drawn["stage1", "Tokenizer: loss"]] == ["training", "held out"]
+    assert drawn["stage3", "Exploration"][0][2] == [1000, 2000, 3000, 4000, 5000]
+
+
+def test_curves_make_a_picture_whose_content_follows_the_numbers(tmp_path):
+    records = records_of_all_stages()
+    write_lines(tmp_path / "metrics.jsonl", records)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "stage3", "t_e')  # a run that was killed
+    path = curves(tmp_path / "metrics.jsonl", tmp_path / "plots" / "curves.png", "skirmish 3m")
+    first = pixels(path)
+    assert first.shape[0] > 400 and first.shape[1] > 900 and first.std() > 0.03
+    for record in records:
+        if "test_battle_won_mean" in record:
+            record["test_battle_won_mean"] = 0.0
+    write_lines(tmp_path / "metrics.jsonl", records)
+    second = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "other.png", "skirmish 3m"))
+    assert first.shape == second.shape and np.abs(first - second).sum() > 100
+
+
+def test_the_title_names_the_environment(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", records_of_all_stages())
+    bare = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "bare.png"))
+    named = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "named.png", "skirmish 3m"))
+    (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
+    beside = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "beside.png"))
+    assert np.array_equal(named, beside) and not np.array_equal(bare, named)
+
+
+def test_no_metrics_no_picture(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])
+    assert curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png") is None
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_battle_moment_shows_three_different_panels(tmp_path):
+    seen, made, truth = moment()
+    picture = pixels(battle_moment(tmp_path / "plots" / "m.png", seen, made, truth, INFO))
+    assert picture.shape[0] > 600 and picture.shape[1] > 1500 and picture.std() > 0.05
+    rows = picture[150:650]
+    third = rows.shape[1] // 3
+    panels = [rows[:, i * third : (i + 1) * third] for i in range(3)]
+    orange = [int(((p[..., 0] > 0.9) & (p[..., 1] > 0.4) & (p[..., 1] < 0.6) & (p[..., 2] < 0.45)).sum()) for p in panels]
+    assert orange[0] == 0, "no enemy is in sight"
+    assert orange[1] > 50 and orange[2] > 50
+    teal = [int(((p[..., 0] < 0.4) & (p[..., 1] > 0.7) & (p[..., 2] > 0.6)).sum()) for p in panels]
+    assert min(teal) > 100, "the ally is seen in all of them"
+
+
+def test_notes_count_what_is_believed():
+    assert _notes(*moment()) == (
+        "1 of 2 living units in sight",
+        "2 unseen believed alive, off by 3.0 cells, 1 of them dead",
+        "2 alive, 1 dead",
+    )
+
+
+def test_everything_lies_within_the_view():
+    assert _view(moment()[2], 9.0).limit > 12
+    assert _view([unit("self", 0)], 9.0).limit == pytest.approx(9.9)
+    assert _view([unit("enemy", 0, 500, 0)], 9.0).limit == pytest.approx(28.8)
+
+
+def test_panels_must_list_the_same_units(tmp_path):
+    seen, made, truth = moment()
+    with pytest.raises(ValueError, match="same units"):
+        battle_moment(tmp_path / "m.png", seen, made[::-1], truth, INFO)
+
+
+def test_nodes_become_units_with_their_columns():
+    nodes = np.zeros((4, 9), np.float32)
+    nodes[0, [0, 8]] = 1.0, 0.25
+    nodes[1, :5] = 1.0, 0.5, 0.3, -0.4, 0.9
+    nodes[3, :5] = 0.0, 0.2, 0.0, 0.2, 1.0
+    units = battle_nodes(nodes, (0, 1, 2, 2), scale=9.0, own_health=8, guessed=np.array([0, 0, 0, 1], bool))
+    assert [(u["type"], u["slot"], u["present"], u["guessed"]) for u in units] == [
+        ("self", 0, True, False),
+        ("ally", 0, True, False),
+        ("enemy", 0, False, False),
+        ("enemy", 1, True, True),
+    ]
+    assert (units[1]["x"], units[1]["y"], units[1]["health"]) == pytest.approx((2.7, -3.6, 0.9))
+    assert units[0]["health"] == 0.25 and (units[0]["x"], units[0]["y"]) == (0.0, 0.0)
+    assert battle_nodes(nodes, (0, 1, 2, 2), scale=9.0, health=-1)[1]["health"] is None

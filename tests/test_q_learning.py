@@ -1,0 +1,366 @@
+"""Targets, selection, memory of the controllers, and the update of the Q-learners."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from q_toys import (
+    GRAPH,
+    INFO,
+    LAYOUT,
+    SMALL,
+    HalvingReconstructor,
+    gradients_of,
+    make_learner,
+    padded,
+    random_episode,
+    toy_config,
+    weights_of,
+)
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from omagd.components.action_selectors.selectors import EpsilonGreedy, Greedy
+from omagd.components.packing import Packing, pack_episodes
+from omagd.components.schedules import LinearSchedule
+from omagd.components.td_lambda import td_lambda_targets
+from omagd.config.env_info import EnvInfo
+from omagd.controllers import REGISTRY as MACS
+from omagd.controllers.basic_mac import last_actions
+from omagd.controllers.types import Exploration, Tick
+from omagd.envs.protocol import Observation
+from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.learners.nq_learner import scaled_lr
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def scalar_returns(reward, terminated, values, gamma, td_lambda):
+    """The lambda-return of each step of one episode, as a weighted sum of its n-step returns."""
+    steps = len(reward)
+    result = []
+    for t in range(steps):
+        n_step = []
+        for end in range(t + 1, steps + 1):
+            total = sum(gamma ** (k - t) * reward[k] for k in range(t, end))
+            ended = any(terminated[t:end])
+            n_step.append(total + (0.0 if ended else gamma ** (end - t) * values[end]))
+        last = n_step.pop()
+        mixed = sum((1 - td_lambda) * td_lambda**i * g for i, g in enumerate(n_step))
+        result.append(mixed + td_lambda ** len(n_step) * last)
+    return result
+
+
+@pytest.mark.parametrize("td_lambda", [0.0, 0.6, 1.0])
+def test_targets_equal_weighted_n_step_returns(td_lambda):
+    rng = np.random.default_rng(0)
+    steps, truncated = [7, 7, 4, 1, 0], [False, True, True, False, True]
+    packing = Packing(tuple(k + 1 for k in steps))
+    reward, values = rng.normal(size=(2, 5, 8))
+    terminated = np.zeros((5, 8))
+    for i, k in enumerate(steps):
+        if k and not truncated[i]:
+            terminated[i, k - 1] = 1
+    got = packing.pad(
+        td_lambda_targets(
+            *(packing.pack(torch.from_numpy(x)) for x in (reward, terminated, values)), packing, 0.9, td_lambda
+        )
+    )
+    for i, k in enumerate(steps):
+        wanted = scalar_returns(reward[i, :k], terminated[i, :k], values[i], 0.9, td_lambda)
+        np.testing.assert_allclose(got[i, :k], wanted, atol=1e-12)
+        assert (got[i, k:] == 0).all()
+
+
+def test_last_actions_stay_within_their_episode():
+    episodes = [random_episode(i, length) for i, length in enumerate([2, 5, 1, 5])]
+    batch = pack_episodes(episodes)
+    got = batch.packing.pad(last_actions(batch["actions"], batch.packing), fill=-7)
+    for place, which in enumerate(batch.sample_index):
+        actions = episodes[which]["actions"].long()
+        assert got[place, 0].eq(-1).all()
+        assert torch.equal(got[place, 1 : len(actions)], actions[:-1])
+
+
+def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_is_alive():
+    q = np.zeros((4000, 2, 5))
+    q[..., 3] = 1
+    available = np.ones((4000, 2, 5), bool)
+    available[:, 0, [0, 3]] = False
+    rng, other = np.random.default_rng(1), np.random.default_rng(1)
+    actions = EpsilonGreedy().select(q, available, 0.6, rng)
+    shares = [np.bincount(actions[:, i], minlength=5) / 4000 for i in range(2)]
+    # Agent 0: ties go to the first available action, 1.
+    np.testing.assert_allclose(shares[0], [0, 0.6, 0.2, 0, 0.2], atol=0.03)
+    np.testing.assert_allclose(shares[1], [0.12, 0.12, 0.12, 0.52, 0.12], atol=0.03)
+    only_noop = np.zeros_like(available)
+    only_noop[..., 0] = True
+    assert not EpsilonGreedy().select(q, only_noop, 0.0, other).any()
+    assert rng.random() == other.random()
+    greedy = Greedy().select(q, available, 1.0, rng)
+    assert np.array_equal(EpsilonGreedy().select(q, available, 1.0, None), greedy)
+    assert (greedy == [1, 3]).all()
+
+
+def test_schedule_falls_in_a_straight_line_and_stays():
+    schedule = LinearSchedule(1.0, 0.05, 1000)
+    assert [schedule.value(t) for t in (0, 500, 1000, 9999)] == pytest.approx([1.0, 0.525, 0.05, 0.05])
+
+
+def reference_values(agent, data):
+    """The agent of PyMARL on padded episodes with one-hots, step by step: [B, T, n, A]."""
+    batch, steps, n, _ = data["obs"].shape
+    cell = torch.nn.GRUCell(SMALL["rnn_hidden_dim"], SMALL["rnn_hidden_dim"]).double()
+    hidden = torch.zeros(batch * n, SMALL["rnn_hidden_dim"], dtype=torch.float64)
+    last = torch.zeros(batch, n, INFO.n_actions, dtype=torch.float64)
+    ids = torch.eye(n, dtype=torch.float64).expand(batch, n, n)
+    values = []
+    for t in range(steps):
+        x = torch.cat([data["obs"][:, t].double(), last, ids], dim=-1).flatten(0, 1)
+        x = F.relu(F.linear(x, agent.fc1.weight, agent.fc1.bias))
+        hidden = functional_call(cell, dict(agent.rnn.named_parameters()), (x, hidden))
+        values.append(agent.fc2(hidden).view(batch, n, -1))
+        last = F.one_hot(data["actions"][:, t].long(), INFO.n_actions).double()
+    return torch.stack(values, dim=1)
+
+
+def reference_mix(mixer, qs, state):
+    """QMIX one row after another: [B, T] from qs [B, T, n]."""
+    hyper, embed = SMALL["hypernet_embed"], SMALL["mixing_embed_dim"]
+    weights, biases = (p.split([hyper, hyper, embed, embed]) for p in (mixer.first.weight, mixer.first.bias))
+    out = torch.zeros(qs.shape[:2], dtype=qs.dtype)
+    for b in range(len(qs)):
+        for t in range(qs.shape[1]):
+            s = state[b, t]
+            w1 = mixer.weight1(F.relu(weights[0] @ s + biases[0])).abs().view(-1, embed)
+            w2 = mixer.weight2(F.relu(weights[1] @ s + biases[1])).abs()
+            b2 = mixer.bias2(F.relu(weights[3] @ s + biases[3]))
+            out[b, t] = F.elu(qs[b, t] @ w1 + weights[2] @ s + biases[2]) @ w2 + b2[0]
+    return out
+
+
+def reference_loss(learner, episodes, double_q):
+    """Mean squared error of the joint values over the steps that happened, from padded episodes."""
+    data = padded(episodes)
+    state, available = data["state"].double(), data["avail_actions"].bool()
+    q = reference_values(learner.mac.agent, data)
+    taken = q.gather(-1, data["actions"].long().unsqueeze(-1)).squeeze(-1)
+    joint = reference_mix(learner.mixer, taken, state)
+    with torch.no_grad():
+        target_q = reference_values(learner.target_agent, data)
+        best = (q if double_q else target_q).clone()
+        best[~available] = -1e9
+        chosen = target_q.gather(-1, best.argmax(-1, keepdim=True)).squeeze(-1)
+        values = reference_mix(learner.target_mixer, chosen, state)
+    errors = []
+    for i, rows in enumerate(data["rows"].tolist()):
+        reward, terminated = data["reward"][i].double().tolist(), data["terminated"][i].tolist()
+        wanted = scalar_returns(reward[: rows - 1], terminated[: rows - 1], values[i].tolist(), 0.99, 0.6)
+        errors += [joint[i, t] - g for t, g in enumerate(wanted)]
+    return torch.stack(errors).square().mean()
+
+
+@pytest.mark.parametrize("double_q", [True, False])
+def test_update_equals_a_padded_reference(double_q):
+    episodes = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate([3, 6, 1, 6, 4])]
+    learner = make_learner(toy_config(double_q=double_q, grad_norm_clip=1e9), dtype=torch.float64)
+    other = make_learner(toy_config(), dtype=torch.float64, seed=5)
+    learner.target_agent.load_state_dict(other.mac.agent.state_dict())
+    learner.target_mixer.load_state_dict(other.mixer.state_dict())
+    parameters = [*learner.mac.agent.parameters(), *learner.mixer.parameters()]
+    loss = reference_loss(learner, episodes, double_q)
+    wanted = torch.autograd.grad(loss, parameters)
+    grads, stats = gradients_of(learner, episodes)
+    total, count = stats["loss_td"]
+    assert count == 20
+    assert float(total / count) == pytest.approx(loss.item(), rel=1e-10)
+    for got, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
+
+
+def test_warm_up_changes_no_weight_and_no_random_number():
+    torch.manual_seed(3)
+    learner = make_learner(toy_config(agent="gnn_rnn", mac="gnn_graph_mac"))
+    before, random_state = weights_of(learner), torch.get_rng_state()
+    learner.warm_up()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(learner), strict=True))
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert not learner.optimizer.state
+
+
+def test_a_restored_learner_continues_as_if_never_stopped():
+    config = toy_config(target_update_interval=20)
+    batches = [pack_episodes([random_episode(10 * i + k, 3 + k) for k in range(4)]) for i in range(6)]
+    straight, stopped, resumed = make_learner(config), make_learner(config), make_learner(config, seed=9)
+    for i, batch in enumerate(batches):
+        straight.update(batch, episodes=8 * i)
+        if i < 3:
+            stopped.update(batch, episodes=8 * i)
+    for name, module in stopped.modules().items():
+        resumed.modules()[name].load_state_dict(module.state_dict())
+    resumed.load_state_dict(stopped.state_dict())
+    for i in range(3, 6):
+        resumed.update(batches[i], episodes=8 * i)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(straight), weights_of(resumed), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("updates", "copies"),
+    [({"target_update_interval": 20}, [2, 4]), ({"target_update_updates": 2}, [1, 3, 5])],
+)
+def test_targets_are_copied_when_due(updates, copies):
+    learner = make_learner(toy_config(**updates))
+    batch = pack_episodes([random_episode(k, 3) for k in range(2)])
+    copied = []
+    for i in range(6):
+        learner.update(batch, episodes=10 * i)
+        pairs = zip(learner.mac.agent.parameters(), learner.target_agent.parameters(), strict=True)
+        if all(torch.equal(a, b) for a, b in pairs):
+            copied.append(i)
+    assert copied == copies
+
+
+def test_a_batch_without_a_step_changes_nothing():
+    learner = make_learner(toy_config())
+    before = weights_of(learner)
+    stats = learner.update(pack_episodes([random_episode(0, 0)]), episodes=0)
+    assert stats["loss_td"][1] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(learner), strict=True))
+
+
+def test_learning_rate_is_scaled_by_the_number_of_ranks_only_when_asked():
+    rates = [scaled_lr(toy_config(lr_scaling=name), 4) for name in ("none", "sqrt", "linear")]
+    assert rates == pytest.approx([1e-3, 2e-3, 4e-3])
+
+
+def flat_info():
+    return EnvInfo("flat", "flat", 3, 9, LAYOUT.obs_dim, 7, 12)
+
+
+@pytest.mark.parametrize("learner", ["nq_graph_learner", "nq_graph_learner_ddp"])
+def test_graph_learner_says_what_it_needs(learner):
+    config = toy_config()
+    mac = MACS.get("n_mac")(config, flat_info(), CPU)
+    with pytest.raises(UserError, match="needs an environment with an entity layout; env=skirmish has none"):
+        LEARNERS.get(learner)(mac, config, flat_info(), Dist())
+
+
+@pytest.mark.parametrize("mac", ["n_graph_mac", "gnn_graph_mac"])
+def test_graph_controllers_say_what_they_need(mac):
+    with pytest.raises(UserError, match=f"mac={mac} needs an environment with an entity layout"):
+        MACS.get(mac)(toy_config(mac=mac), flat_info(), CPU)
+
+
+def test_plain_controller_refuses_a_reconstructor():
+    with pytest.raises(UserError, match="mac=n_mac reads no reconstructions"):
+        MACS.get("n_mac")(toy_config(), INFO, CPU, HalvingReconstructor())
+
+
+def tick_of(episodes, t):
+    rows = [{name: value[min(t, len(value) - 1)].numpy() for name, value in e.items()} for e in episodes]
+    stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    seen = Observation(stacked["obs"], stacked["state"], stacked["avail_actions"].astype(bool), -stacked["obs"])
+    return Tick(seen, np.full(len(episodes), t), np.ones(len(episodes), bool)), stacked
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize(("mac_name", "agent"), [("n_graph_mac", "n_rnn"), ("gnn_graph_mac", "gnn_rnn")])
+def test_learner_reads_what_the_controller_acted_on(mac_name, agent, marks):
+    config = toy_config(**GRAPH, mac=mac_name, agent=agent, mark_guesses=marks)
+    reconstructor = HalvingReconstructor()
+    mac = MACS.get(mac_name)(config, INFO, CPU, reconstructor)
+    episodes = [random_episode(i, 4) for i in range(3)]
+    mac.begin(3)
+    mac.reset(np.ones(3, bool))
+    assert reconstructor.resets == [[True, True, True]]
+    for t in range(5):
+        tick, stacked = tick_of(episodes, t)
+        decision = mac.act(tick, None)
+        for i, episode in enumerate(episodes):
+            episode["actions"][t] = torch.from_numpy(decision.actions[i])
+            assert torch.equal(episode["recon"][t], torch.from_numpy(decision.extras["recon"][i]))
+    batch = pack_episodes(episodes)
+    q = mac.agent(mac.inputs(batch), batch.packing).detach()
+    best = q.masked_fill(batch["avail_actions"] == 0, -torch.inf).argmax(-1)
+    assert torch.equal(best, batch["actions"].long())
+
+
+def test_full_obs_is_read_by_the_upper_bound_alone():
+    batch = pack_episodes([{**random_episode(0, 3), "full_obs": torch.full((4, 3, LAYOUT.obs_dim), 9.0)}])
+    for full in (False, True):
+        mac = MACS.get("gnn_graph_mac")(toy_config(mac="gnn_graph_mac", use_full_obs=full), INFO, CPU)
+        assert mac.wants_full_obs == full
+        assert bool((mac.inputs(batch).features == 9.0).all()) == full
+
+
+def test_reset_forgets_one_slot_and_leaves_the_other():
+    mac = MACS.get("n_mac")(toy_config(), INFO, CPU)
+    mac.begin(2)
+    episodes = [random_episode(0, 6), random_episode(0, 6)]
+    start = mac._hidden.clone()
+    for t in range(3):
+        mac.act(tick_of(episodes, t)[0], None)
+    kept = mac._hidden.clone()
+    mac.reset(np.array([True, False]))
+    assert torch.equal(mac._hidden[0], start[0])
+    assert torch.equal(mac._hidden[1], kept[1])
+    assert mac._last_action[0].eq(-1).all()
+    assert mac._last_action[1].ge(0).all()
+
+
+def play(env, mac, explore, seeds):
+    """Play one episode of fixed length in each slot; return the episodes and the mean return."""
+    n_slots = env.n_slots
+    mac.reset(np.ones(n_slots, bool))
+    env.reset(np.ones(n_slots, bool), seeds)
+    steps = env.info.episode_limit
+    rows = []
+    for t in range(steps + 1):
+        seen = env.observe()
+        kept = {"obs": seen.obs, "state": seen.state, "avail_actions": seen.avail_actions.astype(np.uint8)}
+        kept = {name: value.copy() for name, value in kept.items()}
+        actions = mac.act(Tick(seen, np.full(n_slots, t), np.ones(n_slots, bool)), explore).actions
+        reward, over = np.zeros(n_slots, np.float32), np.zeros(n_slots, np.uint8)
+        if t < steps:
+            result = env.step(actions, np.ones(n_slots, bool))
+            reward, over = result.reward.copy(), result.terminated.astype(np.uint8)
+        taken = actions if t < steps else np.zeros_like(actions)
+        rows.append({**kept, "actions": taken.astype(np.uint8), "reward": reward, "terminated": over})
+    stacked = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
+    episodes = [{name: torch.from_numpy(value[b]) for name, value in stacked.items()} for b in range(n_slots)]
+    return episodes, float(stacked["reward"].sum(1).mean())
+
+
+@pytest.mark.parametrize(
+    ("env", "mixer", "wanted", "updates"),
+    [
+        (MatrixGame(MatrixGameArgs(payoff="monotonic"), 32), "vdn", 8.0, 80),
+        (MemoryGame(MemoryGameArgs(), 32), "qmix", 1.0, 150),
+    ],
+)
+def test_tiny_worlds_are_learned(env, mixer, wanted, updates):
+    config = toy_config(mixer=mixer, lr=0.01, rnn_hidden_dim=32, target_update_updates=10)
+    learner = make_learner(config, info=env.info, seed=1)
+    learner.mac.begin(32)
+    rng = np.random.default_rng(0)
+    for i in range(updates):
+        epsilon = max(0.1, 1 - 2 * i / updates)
+        episodes, _ = play(env, learner.mac, Exploration(epsilon, rng), rng.integers(2**31, size=32))
+        learner.update(pack_episodes(episodes), episodes=32 * i)
+    _, mean = play(env, learner.mac, None, rng.integers(2**31, size=32))
+    assert mean == pytest.approx(wanted)
+
+
+def test_clipping_bounds_the_gradient_of_the_step():
+    episodes = [random_episode(0, 5)]
+    free, _ = gradients_of(make_learner(toy_config(grad_norm_clip=1e9)), episodes)
+    clipped, _ = gradients_of(make_learner(toy_config(grad_norm_clip=0.1)), episodes)
+    norm = torch.cat([g.flatten() for g in free]).norm()
+    assert norm > 0.1
+    for a, b in zip(free, clipped, strict=True):
+        torch.testing.assert_close(a * (0.1 / norm), b, rtol=1e-4, atol=1e-7)

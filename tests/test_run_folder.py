@@ -1,0 +1,164 @@
+"""Run folders, JSON files, and the closing words of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omagd.run.report import duration, next_command, render_summary, seeds_table, write_summary
+from omagd.utils.run_folder import RunFolder, make_token, write_json
+
+
+def summary_of(folder, seed=1, won=0.9, **changes):
+    """Return a summary as a finished run hands it in."""
+    stages = {
+        "stage1": {
+            "clock": {"epoch": 200, "t_env": 0, "episodes": 0, "updates": 200},
+            "values": {"graph_loss": 0.0123, "best_graph_loss": 0.012},
+            "files": {"stage1": str(folder.pretrained("stage1", best=True) / "tokenizer.th")},
+        },
+        "stage2": {
+            "clock": {"epoch": 150, "t_env": 0, "episodes": 0, "updates": 150},
+            "values": {"graph_loss": 1.5},
+            "files": {"stage2": str(folder.pretrained("stage2", best=True) / "stage2_model.th")},
+        },
+        "stage3": {
+            "clock": {"epoch": 9, "t_env": 205000, "episodes": 6400, "updates": 1600},
+            "values": {"test_battle_won_mean": won, "best_test_battle_won_mean": 0.95, "test_return_mean": 19.25},
+            "files": {"agent": str(folder.step(205000))},
+        },
+    }
+    facts = {
+        "name": "omagd_small", "env": "skirmish", "map_name": "3m", "seed": seed, "world_size": 2, "environments": 16,
+        "folder": str(folder.path), "exit_state": "completed", "wall_seconds": 572.3, "stages": stages,
+    }  # fmt: skip
+    return {**facts, **changes}
+
+
+def test_two_runs_never_share_a_folder(tmp_path):
+    token = make_token("omagd", "skirmish", "3m", 7, now=0)
+    folders = [RunFolder.create(tmp_path / "results", token) for _ in range(3)]
+    assert [folder.token for folder in folders] == [token, f"{token}_2", f"{token}_3"]
+    assert all(folder.logs.is_dir() and folder.plots.is_dir() and folder.models.is_dir() for folder in folders)
+
+
+def test_tokens_are_file_names_and_name_the_run():
+    token = make_token("my run/2", "skirmish", "3m", 7, now=0)
+    assert token.startswith("my-run-2_skirmish_3m_seed7_19") and Path(token).name == token
+    assert "__" not in make_token("a", "memory_game", "", 1)
+
+
+def test_layout_is_the_published_one(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert not folder.path.exists()
+    relative = {
+        folder.config_json: "config.json",
+        folder.env_info_json: "env_info.json",
+        folder.metrics_jsonl: "metrics.jsonl",
+        folder.summary_json: "summary.json",
+        folder.step(10240): "models/10240",
+        folder.pretrained("stage1"): "models/pretrain_stage1",
+        folder.pretrained("stage2", best=True): "models/pretrain_stage2_best",
+        folder.log(1): "logs/rank_1.log",
+    }
+    assert {str(path.relative_to(folder.path)) for path in relative} == set(relative.values())
+
+
+def test_artifacts_are_what_is_there(tmp_path):
+    folder = RunFolder.create(tmp_path, "run")
+    assert folder.artifacts() == {}
+    for step in (900, 10240, 2000):
+        folder.step(step).mkdir()
+    folder.pretrained("stage1", best=True).mkdir()
+    (folder.plots / "curves.png").touch()
+    folder.metrics_jsonl.touch()
+    assert {name: str(Path(path).relative_to(folder.path)) for name, path in folder.artifacts().items()} == {
+        "metrics": "metrics.jsonl",
+        "pretrain_stage1_best": "models/pretrain_stage1_best",
+        "model": "models/10240",
+        "plots/curves": "plots/curves.png",
+    }
+
+
+def test_json_is_strict_and_written_whole_or_not_at_all(tmp_path):
+    path = write_json(tmp_path / "deep" / "a.json", {"nan": math.nan, "path": Path("x"), 3: np.arange(2), "n": np.float32(1)})
+    assert json.loads(path.read_text()) == {"nan": None, "path": "x", "3": [0, 1], "n": 1.0}
+    before = path.read_bytes()
+    with pytest.raises(TypeError, match="object"):
+        write_json(path, {"good": 1, "bad": object()})
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_summary_holds_headlines_updates_and_artifacts(tmp_path):
+    folder = RunFolder.create(tmp_path, "run")
+    (folder.plots / "curves.png").touch()
+    values = summary_of(folder, won=math.nan)
+    write_summary(folder, values)
+    read = json.loads(folder.summary_json.read_text())
+    assert read["win_rate"] is None and read["best_win_rate"] == 0.95 and read["return"] == 19.25
+    assert read["updates"] == 1950 and read["exit_state"] == "completed" and read["world_size"] == 2
+    assert read["artifacts"]["plots/curves"] == str(folder.plots / "curves.png")
+
+
+def test_closing_text_says_what_was_reached_where_it_is_and_what_comes_next(tmp_path):
+    folder = RunFolder.create(tmp_path, "run")
+    (folder.plots / "beliefs.png").touch()
+    folder.step(205000).mkdir()
+    values = summary_of(folder)
+    write_summary(folder, values)
+    text = render_summary(values)
+    for part in ("skirmish 3m", "2 ranks, 16 environments", "9 min 32 s", "completed", "win rate 0.900 (best 0.950)",
+                 "205,000 steps", "200 epochs", str(folder.path), "plots/beliefs.png", "models/205000"):  # fmt: skip
+        assert part in text, part
+
+
+def test_next_command_follows_the_stages(tmp_path):
+    folder = RunFolder.create(tmp_path / "with space", "run")
+    values = summary_of(folder)
+    stages = values["stages"]
+    base = "python src/main.py --config=omagd_small --env-config=skirmish with env_args.map_name=3m run=ddp world_size=2"
+    expected = {
+        "stage3": {"evaluate": "True", "checkpoint_path": str(folder.step(205000))},
+        "stage2": {
+            "reconstructer_stage": "stage3",
+            "pretrained_tokenizer_path": stages["stage1"]["files"]["stage1"],
+            "pretrained_mask_predictor_path": stages["stage2"]["files"]["stage2"],
+        },
+        "stage1": {
+            "reconstructer_stage": "stage2",
+            "pretrained_tokenizer_path": stages["stage1"]["files"]["stage1"],
+        },
+    }
+    for last in ("stage3", "stage2", "stage1"):
+        values["stages"] = {name: stage for name, stage in stages.items() if name <= last}
+        words = shlex.split(next_command(values))
+        assert words[: len(base.split())] == base.split()
+        assert dict(word.split("=", 1) for word in words[len(base.split()) :]) == expected[last]
+    write_json(folder.config_json, {"pretrained_tokenizer_path": "/given/tokenizer.th"})
+    values["stages"] = {"stage2": stages["stage2"]}
+    assert "pretrained_tokenizer_path=/given/tokenizer.th" in next_command(values)
+    assert next_command({**values, "exit_state": "failed"}) == ""
+    values["stages"] = {"stage3": {**stages["stage3"], "clock": {"t_env": 205000}}}
+    assert next_command(values) == "", "an evaluation is the end"
+
+
+def test_seeds_end_in_one_table_with_median_and_spread(tmp_path):
+    folder = RunFolder(tmp_path)
+    won = [0.5, 0.9, 0.7, 0.8]
+    results = [summary_of(folder, seed=seed, won=value) for seed, value in enumerate(won)]
+    results.append(summary_of(folder, seed=9, exit_state="failed", stages={}))
+    lines = seeds_table(results).splitlines()
+    assert lines[1] == "skirmish 3m · omagd_small · 5 seeds"
+    rows = {line.split()[0]: line.split() for line in lines[3:] if line and line[0] != "─"}
+    assert [rows[str(seed)][1] for seed in range(4)] == ["0.500", "0.900", "0.700", "0.800"]
+    assert rows["9"][1] == "-" and rows["9"][-1] == "failed"
+    assert rows["median"][1] == "0.750" and rows["quartiles"][1] == "0.650-0.825" and rows["min-max"][1] == "0.500-0.900"
+
+
+def test_durations():
+    assert [duration(s) for s in (3.4, 59.6, 545, 11220)] == ["3 s", "1 min 00 s", "9 min 05 s", "3 h 07 min"]

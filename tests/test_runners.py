@@ -1,0 +1,340 @@
+"""Playing episodes, against a small world whose every number follows from the seed, the step and the actions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.loading import resolve
+from omagd.controllers.scripted_mac import ScriptedPolicy
+from omagd.controllers.types import Decision, Exploration, Tick
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.runners import REGISTRY
+from omagd.runners.rollout import EpisodeSeeds, Runner
+from omagd.utils.errors import UserError
+from omagd.utils.seeding import stream_seed
+
+torch.set_num_threads(1)
+
+LIMIT, AGENTS, ACTIONS = 9, 2, 4
+
+
+def length_of(seed: int) -> int:
+    return 1 + seed % LIMIT
+
+
+def seen_at(seed: int, step: int) -> float:
+    return float((seed % 1000) + step / 16)
+
+
+def reward_at(seed: int, step: int, actions: np.ndarray) -> np.float32:
+    return np.float32((seed % 7) - step / 8 + actions.sum())
+
+
+class FakeEnv(BatchedEnv):
+    """Episodes of `length_of(seed)` steps; every second length ends by truncation. `log` keeps what was played."""
+
+    def __init__(self, n_slots: int, n_actions: int = ACTIONS, endless: bool = False, crash: bool = False) -> None:
+        self.n_slots = n_slots
+        self.info = EnvInfo("fake", "", AGENTS, n_actions, 3, 2, LIMIT, scripted_policies=("high", "low"))
+        self.seed = np.full(n_slots, -1, np.int64)
+        self.t = np.zeros(n_slots, np.int64)
+        self.over = np.ones(n_slots, bool)
+        self.endless, self.crash = endless, crash
+        self.ticks = 0
+        self.log: list[tuple[int, int, int, list[int]]] = []
+        self.begun: list[tuple[int, int]] = []
+        self._scratch = np.zeros((n_slots, AGENTS, 3), np.float32)
+
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        assert self.over[which].all(), "a running episode was thrown away"
+        self.seed[which], self.t[which], self.over[which] = seeds[which], 0, False
+        self.begun += [(int(s), int(seeds[s])) for s in np.flatnonzero(which)]
+
+    def avail(self) -> np.ndarray:
+        mask = np.zeros((self.n_slots, AGENTS, self.info.n_actions), bool)
+        mask[..., 1] = True
+        mask[..., 3] = (self.t % 2 == 0)[:, None]
+        return mask & ~self.over[:, None, None]
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        assert not (active & self.over).any(), "an ended episode was stepped"
+        assert np.take_along_axis(self.avail(), actions[..., None], -1)[active].all()
+        assert (actions[~active] == 0).all()
+        self.ticks += 1
+        reward = np.zeros(self.n_slots, np.float32)
+        for s in np.flatnonzero(active):
+            self.log.append((int(s), int(self.seed[s]), int(self.t[s]), actions[s].tolist()))
+            reward[s] = reward_at(int(self.seed[s]), int(self.t[s]), actions[s])
+        self.t += active
+        lengths = 1 + self.seed % LIMIT
+        ended = active & (self.t >= lengths) & (not self.endless)
+        self.over |= ended
+        info = {"battle_won": (self.seed % 3 == 0).astype(np.float32), "dead_enemies": (self.seed % 5).astype(float)}
+        if self.crash:
+            info["battle_won"] = np.where(self.seed % 2 == 0, np.nan, info["battle_won"])
+        return StepResult(reward, ended, ended & (lengths % 2 == 0), info)
+
+    def observe(self, full: bool = False) -> Observation:
+        self._scratch[:] = (self.seed % 1000 + self.t / 16)[:, None, None]  # one array for ever: users must copy
+        state = np.stack([self.seed % 1000, self.t], 1).astype(np.float32)
+        return Observation(self._scratch, state, self.avail(), -self._scratch if full else None)
+
+    def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
+        mask = self.avail()
+        self._scratch[:] = -99.0  # the observation given out before is void now
+        if policy == "low":
+            return mask.argmax(-1)
+        return mask.shape[-1] - 1 - mask[..., ::-1].argmax(-1)
+
+
+class Probe:
+    """Takes the highest available action; stores what it was shown and how many ticks its episode has lasted."""
+
+    def __init__(self, wants_full_obs: bool = False) -> None:
+        self.wants_full_obs = wants_full_obs
+        self.explored: list[Exploration | None] = []
+        self.full: list[bool] = []
+
+    def begin(self, n_slots: int) -> None:
+        self.ticks = np.full(n_slots, -1)
+
+    def reset(self, which: np.ndarray) -> None:
+        self.ticks[which] = -1
+
+    def act(self, tick: Tick, explore: Exploration | None) -> Decision:
+        self.explored.append(explore)
+        self.full.append(tick.observation.full_obs is not None)
+        self.ticks[tick.active] += 1
+        assert (self.ticks == tick.step)[tick.active].all()
+        avail = tick.observation.avail_actions
+        highest = avail.shape[-1] - 1 - avail[..., ::-1].argmax(-1)
+        note = (tick.observation.obs[:, :, :1] + 0.5).astype(np.float16)
+        return Decision(highest, {"note": note, "age": self.ticks.astype(np.int16)})
+
+
+def runner_of(env: BatchedEnv, purpose: str = "train", name: str = "parallel", rank: int = 0) -> Runner:
+    config = resolve(config="omagd_small", env_config="skirmish", updates={"env_args.map_name": "3m", "t_max": 100})
+    return REGISTRY.get(name)(env, config, env.info, EpisodeSeeds(11, purpose, rank))
+
+
+def identity(episode: Any) -> int:
+    return int(episode["state"][0, 0])
+
+
+def test_rows_hold_what_happened_and_the_closing_row_what_was_seen_last():
+    env = FakeEnv(3)
+    rollout = runner_of(env).run(Probe(), explore=None, episodes_per_slot=4, full_obs=True)
+    by_identity = {seed % 1000: seed for _, seed in env.begun}
+    assert len(rollout.episodes) == rollout.n_episodes == 12 == len(by_identity)
+    for episode in rollout.episodes:
+        seed = by_identity[identity(episode)]
+        steps = length_of(seed)
+        played = [entry for entry in env.log if entry[1] == seed]
+        assert [entry[2] for entry in played] == list(range(steps))
+        assert all(len(values) == steps + 1 for values in episode.values())
+        seen = np.array([seen_at(seed, t) for t in range(steps + 1)], np.float32)
+        assert (episode["obs"].numpy() == seen[:, None, None]).all()
+        assert (episode["full_obs"].numpy() == -seen[:, None, None]).all()
+        assert (episode["note"].numpy() == (seen + 0.5).astype(np.float16)[:, None, None]).all()
+        assert episode["age"].tolist() == list(range(steps + 1)) == episode["state"][:, 1].tolist()
+        assert episode["actions"].tolist() == [*(entry[3] for entry in played), [0, 0]]
+        rewards = [reward_at(seed, entry[2], np.array(entry[3])) for entry in played]
+        assert episode["reward"].tolist() == [*rewards, 0.0]
+        terminal = 0 if steps % 2 == 0 else 1
+        assert episode["terminated"].tolist() == [0] * (steps - 1) + [terminal, 0]
+        mask = episode["avail_actions"].numpy()
+        assert mask[:steps, :, 1].all()
+        assert (mask[:steps, :, 3] == (np.arange(steps) % 2 == 0)[:, None]).all()
+        assert not mask[steps].any()
+
+
+def test_fields_are_compact_exact_and_of_the_agreed_dtypes():
+    episode = runner_of(FakeEnv(2)).run(Probe(), explore=None).episodes[0]
+    kinds = {name: values.dtype for name, values in episode.items()}
+    assert kinds == {
+        "obs": torch.float32,
+        "state": torch.float32,
+        "avail_actions": torch.uint8,
+        "actions": torch.uint8,
+        "reward": torch.float32,
+        "terminated": torch.uint8,
+        "note": torch.float16,
+        "age": torch.int16,
+    }
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in episode.values())
+    many = runner_of(FakeEnv(1, n_actions=300)).run(Probe(), explore=None).episodes[0]
+    assert many["actions"].dtype == torch.int16
+
+
+def test_every_slot_plays_its_quota_without_a_pause():
+    env = FakeEnv(4)
+    rollout = runner_of(env).run(Probe(), explore=None, episodes_per_slot=5)
+    played = {slot: [length_of(seed) for s, seed in env.begun if s == slot] for slot in range(4)}
+    assert all(len(lengths) == 5 for lengths in played.values())
+    # One tick per step and one to look at the last moment; the last episode's look needs no step.
+    assert env.ticks <= max(sum(lengths) + len(lengths) - 1 for lengths in played.values())
+    assert rollout.steps == sum(map(sum, played.values())) == len(env.log)
+
+
+def test_episodes_stand_in_order_of_their_last_tick_and_then_of_their_slot():
+    env = FakeEnv(5)
+    episodes = runner_of(env).run(Probe(), explore=None, episodes_per_slot=3).episodes
+    expected = []
+    for slot in range(5):
+        tick = 0
+        for seed in [seed for s, seed in env.begun if s == slot]:
+            tick += length_of(seed) + 1
+            expected.append((tick, slot, seed % 1000))
+    assert [identity(episode) for episode in episodes] == [number for _, _, number in sorted(expected)]
+
+
+def test_stats_are_sums_and_counts_over_episodes():
+    env = FakeEnv(3)
+    rollout = runner_of(env).run(Probe(), explore=None, episodes_per_slot=2, keep=False)
+    seeds = [seed for _, seed in env.begun]
+    assert rollout.episodes == []
+    assert rollout.n_episodes == 6
+    assert rollout.stats["ep_length"] == (sum(map(length_of, seeds)), 6)
+    assert rollout.stats["battle_won"] == (sum(seed % 3 == 0 for seed in seeds), 6)
+    assert rollout.stats["dead_enemies"] == (sum(seed % 5 for seed in seeds), 6)
+    total = sum(float(reward_at(seed, t, np.array(actions))) for _, seed, t, actions in env.log)
+    assert rollout.stats["return"] == (pytest.approx(total), 6)
+
+
+def test_an_episode_without_a_result_is_neither_won_nor_lost():
+    env = FakeEnv(6, crash=True)
+    stats = runner_of(env).run(Probe(), explore=None, episodes_per_slot=3).stats
+    known = [seed for _, seed in env.begun if seed % 2]
+    assert 0 < len(known) < 18
+    assert stats["battle_won"] == (sum(seed % 3 == 0 for seed in known), len(known))
+    assert stats["return"][1] == 18
+
+
+def test_a_batch_plays_the_same_episodes_as_its_slots_alone():
+    together = runner_of(FakeEnv(3)).run(Probe(), explore=None, episodes_per_slot=2).episodes
+    found = {identity(episode): episode for episode in together}
+    for slot in range(3):
+        for number in range(2):
+            env = FakeEnv(1)
+            seed = stream_seed(11, "env/train", 0, slot, number)
+            runner = runner_of(env, name="episode")
+            runner.stream.draw = lambda which, seed=seed: np.array([seed])
+            (alone,) = runner.run(Probe(), explore=None).episodes
+            for name, values in alone.items():
+                assert torch.equal(values, found[seed % 1000][name])
+
+
+def test_every_purpose_rank_slot_and_number_has_a_seed_of_its_own():
+    everyone = np.ones(4, bool)
+    drawn = [
+        seed
+        for purpose in ("train", "test", "pretrain")
+        for rank in (0, 1)
+        for stream in [EpisodeSeeds(3, purpose, rank)]
+        for _ in range(5)
+        for seed in stream.draw(everyone)
+    ]
+    assert len(set(drawn)) == 3 * 2 * 5 * 4
+    assert min(drawn) >= 0
+
+
+def test_play_goes_on_with_new_episodes_and_can_be_continued_from_a_state():
+    env = FakeEnv(2)
+    runner = runner_of(env)
+    runner.run(Probe(), explore=None, episodes_per_slot=2)
+    state = runner.state_dict()
+    second = runner.run(Probe(), explore=None, episodes_per_slot=2)
+    assert len({seed for _, seed in env.begun}) == 8
+    again = runner_of(FakeEnv(2))
+    again.load_state_dict(state)
+    third = again.run(Probe(), explore=None, episodes_per_slot=2)
+    assert third.stats == second.stats
+    for one, other in zip(second.episodes, third.episodes, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_tests_do_not_disturb_training_on_the_same_environment():
+    def played(with_tests: bool) -> list[int]:
+        env = FakeEnv(2)
+        train, test = runner_of(env, "train"), runner_of(env, "test")
+        numbers: list[int] = []
+        for _ in range(3):
+            numbers += [identity(e) for e in train.run(Probe(), explore=None).episodes]
+            if with_tests:
+                test.run(Probe(), explore=None, episodes_per_slot=2, keep=False)
+        return numbers
+
+    assert played(True) == played(False)
+
+
+def test_exploration_reaches_the_policy_and_full_obs_only_who_asks():
+    explore = Exploration(0.3, np.random.default_rng(0))
+    probe = Probe()
+    episode = runner_of(FakeEnv(2)).run(probe, explore=explore).episodes[0]
+    assert all(given is explore for given in probe.explored)
+    assert not any(probe.full)
+    assert "full_obs" not in episode
+    oracle = Probe(wants_full_obs=True)
+    episode = runner_of(FakeEnv(2)).run(oracle, explore=None).episodes[0]
+    assert all(oracle.full)
+    assert "full_obs" not in episode
+
+
+def test_one_runner_serves_policies_with_different_fields():
+    env = FakeEnv(2)
+    runner = runner_of(env)
+    assert "note" in runner.run(Probe(), explore=None).episodes[0]
+    plain = ScriptedPolicy(env, ("low",), 0.0, np.random.default_rng(0))
+    assert "note" not in runner.run(plain, explore=None).episodes[0]
+    assert "note" in runner.run(Probe(), explore=None).episodes[0]
+
+
+def test_an_endless_episode_is_an_error():
+    with pytest.raises(RuntimeError, match="after its limit of 9 steps"):
+        runner_of(FakeEnv(2, endless=True)).run(Probe(), explore=None)
+
+
+def test_the_episode_runner_plays_one_slot():
+    assert REGISTRY.names() == ["episode", "parallel"]
+    with pytest.raises(UserError, match="runner=parallel"):
+        runner_of(FakeEnv(2), name="episode")
+
+
+def test_scripted_play_follows_its_scripts_and_mixes_chance_in():
+    def share_of_low(policies: tuple[str, ...], random_share: float) -> tuple[float, np.ndarray]:
+        env = FakeEnv(8)
+        policy = ScriptedPolicy(env, policies, random_share, np.random.default_rng(1))
+        rollout = runner_of(env).run(policy, explore=None, episodes_per_slot=30)
+        # Where both actions were open (even steps): was it the low one? Once per episode, and over all.
+        choices = [(e["actions"][:-1:2] == 1).float() for e in rollout.episodes]
+        assert all((e["obs"] >= 0).all() for e in rollout.episodes)
+        return float(torch.cat(choices).mean()), np.array([float(c.mean()) for c in choices])
+
+    assert share_of_low(("low",), 0.0)[0] == 1.0
+    assert share_of_low(("high",), 0.0)[0] == 0.0
+    mean, each = share_of_low(("low", "high"), 0.0)
+    assert set(each) == {0.0, 1.0}
+    assert 0.35 < each.mean() < 0.65
+    assert abs(share_of_low(("random",), 0.0)[0] - 0.5) < 0.06
+    assert abs(share_of_low((), 0.7)[0] - 0.5) < 0.06
+    assert abs(share_of_low(("low",), 1.0)[0] - 0.5) < 0.06
+    assert abs(share_of_low(("low",), 0.5)[0] - 0.75) < 0.06
+
+
+def test_scripted_play_is_determined_by_its_generator():
+    def played() -> list[list[list[int]]]:
+        env = FakeEnv(3)
+        policy = ScriptedPolicy(env, ("low", "high", "random"), 0.4, np.random.default_rng(5))
+        return [e["actions"].tolist() for e in runner_of(env).run(policy, explore=None, episodes_per_slot=3).episodes]
+
+    assert played() == played()
+
+
+def test_an_unknown_script_is_refused():
+    with pytest.raises(UserError, match="no scripted policy clever"):
+        ScriptedPolicy(FakeEnv(1), ("clever",), 0.1, np.random.default_rng(0))

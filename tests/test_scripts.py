@@ -1,0 +1,125 @@
+"""The launch scripts: from any directory, with any of their variables, they mean what they say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ["run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh", "quickstart.sh", "run_tests.sh", ".ci/run", "scripts/lib.sh"]
+
+# Stands in for Python: says 0 GPUs when asked, and writes down how it is called otherwise.
+FAKE_PYTHON = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then
+    case "$2" in *cuda*) echo "${FAKE_GPUS:-0}" ;; esac
+    exit 0
+fi
+case "$*" in *--env-config=sc2*--dry-run*) exit "${FAKE_SC2:-2}" ;; esac
+printf '%s\\n' "$PWD" "$@" >"$CALLED"
+"""
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Return a function that runs a script with a stand-in Python: (process, its working directory, its arguments)."""
+    fake = tmp_path / "fake_python"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    folder = tmp_path / "some where"
+    folder.mkdir()
+    called = tmp_path / "called"
+
+    def run(script: str, *args: str, **variables: str):
+        clean = {key: value for key, value in os.environ.items() if key in {"PATH", "LANG"}}
+        env = {**clean, "HOME": str(tmp_path), "PYTHON": str(fake), "CALLED": str(called), **variables}
+        done = subprocess.run(
+            ["bash", str(ROOT / script), *args], cwd=folder, env=env, capture_output=True, text=True, check=False
+        )
+        lines = called.read_text().splitlines() if called.exists() else ["", ""]
+        return done, lines[0], lines[1:]
+
+    run.folder = folder
+    return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_are_bash_that_parses_and_can_be_executed(script):
+    assert subprocess.run(["bash", "-n", str(ROOT / script)], check=False).returncode == 0
+    assert script == "scripts/lib.sh" or os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize("script", ["run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh", "quickstart.sh"])
+def test_launchers_never_change_directory(script):
+    assert not [line for line in (ROOT / script).read_text().splitlines() if line.strip().startswith("cd ")]
+
+
+def test_stage1_with_defaults(call):
+    done, folder, args = call("run_pretrain_ddp.sh")
+    assert done.returncode == 0
+    assert folder == str(call.folder)
+    assert args[:4] == [str(ROOT / "src" / "main.py"), "--config=omagd_origin", "--env-config=skirmish", "with"]
+    expected = "recontructer_stage=stage1 run=ddp learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355"
+    assert set(expected.split()) <= set(args)
+    assert not [arg for arg in args if "pretrained" in arg or "map_name" in arg]
+    assert "skirmish" in done.stderr
+    assert "2 CPU workers" in done.stderr
+
+
+def test_stage2_passes_the_tokenizer_and_further_arguments_come_last(call):
+    variables = {"STAGE": "stage2", "TOKENIZER_PATH": "a b/tokenizer.th", "NUM_GPUS": "3", "MAP_NAME": "8m"}
+    _, _, args = call("run_pretrain_ddp.sh", "graph_pretrain_epochs=5", "name=a b", **variables)
+    assert {"recontructer_stage=stage2", "world_size=3", "env_args.map_name=8m"} <= set(args)
+    assert "pretrained_tokenizer_path=a b/tokenizer.th" in args
+    assert args[-2:] == ["graph_pretrain_epochs=5", "name=a b"]
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "word"),
+    [
+        ("run_pretrain_ddp.sh", {"STAGE": "stage2"}, "TOKENIZER_PATH"),
+        ("run_pretrain_ddp.sh", {"STAGE": "stage7"}, "STAGE=stage7"),
+        ("run_gnn_stage3_ddp.sh", {}, "TOKENIZER_PATH"),
+        ("run_gnn_stage3_ddp.sh", {"TOKENIZER_PATH": "x"}, "MASK_PREDICTOR_PATH"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_runs(call, script, variables, word):
+    done, _, args = call(script, **variables)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert word in done.stderr
+    assert args == []
+
+
+def test_stage3_takes_the_graph_agent_and_all_gpus(call):
+    done, folder, args = call(
+        "run_gnn_stage3_ddp.sh", "t_max=9", TOKENIZER_PATH="t", MASK_PREDICTOR_PATH="m", FAKE_GPUS="4", DRY_RUN="1"
+    )
+    assert (done.returncode, folder) == (0, str(call.folder))
+    assert "--config=omagd" in args
+    assert "--dry-run" in args
+    expected = "recontructer_stage=stage3 mac=gnn_graph_mac agent=gnn_rnn world_size=4 pretrained_tokenizer_path=t"
+    assert {*expected.split(), "pretrained_mask_predictor_path=m"} <= set(args)
+    assert args[-1] == "t_max=9"
+
+
+@pytest.mark.parametrize(("playable", "env"), [("0", "sc2"), ("2", "skirmish")])
+def test_the_real_game_is_taken_where_it_can_be_played(call, tmp_path, playable, env):
+    (tmp_path / "StarCraftII" / "Versions").mkdir(parents=True)
+    done, _, args = call("run_pretrain_ddp.sh", FAKE_SC2=playable)
+    assert f"--env-config={env}" in args
+    assert f"environment: {env}" in done.stderr
+
+
+@pytest.mark.processes
+def test_stage1_resolves_for_real(tmp_path):
+    env = {**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", "NUM_GPUS": "2", "ENV_CONFIG": "skirmish"}
+    command = [str(ROOT / "run_pretrain_ddp.sh"), "graph_pretrain_epochs=3", "use_cuda=False"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=60)
+    values = yaml.safe_load(done.stdout)
+    assert (values["recontructer_stage"], values["world_size"], values["graph_pretrain_epochs"]) == ("stage1", 2, 3)
+    assert list(tmp_path.iterdir()) == []

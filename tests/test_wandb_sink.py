@@ -1,0 +1,159 @@
+"""W&B offline: the real files are read back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+
+import pytest
+
+from omagd.utils.log_sinks.base import RunFacts
+from omagd.utils.log_sinks.wandb import WandbSink, choose_mode, has_key, project_name
+from omagd.utils.logging import make_logger
+
+wandb = pytest.importorskip("wandb")
+BLOCK = 32768
+FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch, tmp_path_factory):
+    """No key, no netrc, nothing asked for by the environment."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NETRC", str(home / ".netrc"))
+    return home
+
+
+def records(path):
+    """Return the records of a `.wandb` file: LevelDB framing after a 7-byte header."""
+    from wandb.proto import wandb_internal_pb2
+
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    position, piece, found = 7, b"", []
+    while position + 7 <= len(data):
+        left = BLOCK - position % BLOCK
+        if left < 7:
+            position += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+        if kind == 0:
+            position += left
+            continue
+        piece += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(piece)
+            found.append(record)
+            piece = b""
+    return found
+
+
+def history(path):
+    """Return each logged step as a dictionary."""
+    rows = []
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path):
+    config = {"lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}}
+    facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config)
+    logger = make_logger(facts, ["wandb"], logging.getLogger("test"))
+    logger.log({"eval/graph_loss": 0.25}, stage="stage1", clock="epoch", t=20)
+    logger.log({"eval/graph_loss": 0.125}, stage="stage1", clock="epoch", t=40)
+    logger.log({"test_battle_won_mean": 0.5, "loss_td": 0.01}, stage="stage3", clock="t_env", t=10240)
+    logger.close()
+    runs = {}
+    for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"):
+        (run,) = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"]
+        assert run.run_group == "token_7"
+        assert {item.key: item.value_json for item in run.config.update}["lr"] == "0.0005"
+        runs[run.project] = history(path)
+    assert set(runs) == {"5m_vs_6m_reconstruction_stage1_ddp2", "5m_vs_6m_exp_ddp2"}
+    stage1 = runs["5m_vs_6m_reconstruction_stage1_ddp2"]
+    assert [(row["_step"], row["eval/graph_loss"]) for row in stage1] == [(20, 0.25), (40, 0.125)]
+    (stage3,) = runs["5m_vs_6m_exp_ddp2"]
+    assert (stage3["_step"], stage3["test_battle_won_mean"], stage3["loss_td"]) == (10240, 0.5, 0.01)
+
+
+def test_a_key_in_the_environment_reaches_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = make_logger(RunFacts(tmp_path, env="skirmish"), ["wandb", "jsonl"], logging.getLogger("test"))
+    logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
+    logger.close()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
+
+
+def test_without_a_key_offline_and_with_one_online(monkeypatch, no_account):
+    assert choose_mode() == "offline"
+    (no_account / ".netrc").write_text(f"machine example.org login me password {FAKE_KEY}\n")
+    (no_account / ".netrc").chmod(0o600)
+    assert not has_key()
+    (no_account / ".netrc").write_text(f"machine api.wandb.ai login me password {FAKE_KEY}\n")
+    assert choose_mode() == "online"
+    (no_account / ".netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    assert choose_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert choose_mode() == "disabled"
+
+
+def test_published_project_names(tmp_path):
+    facts = RunFacts(tmp_path, env="skirmish", map_name="3m", world_size=4)
+    assert project_name(facts, "stage2") == "3m_reconstruction_stage2_ddp4"
+    assert project_name(facts, "stage3") == "3m_exp_ddp4"
+    assert project_name(RunFacts(tmp_path, env="memory_game"), "stage3") == "memory_game_exp_ddp1"
+    assert project_name(RunFacts(tmp_path, env="skirmish", wandb_project="mine"), "stage1") == "mine"
+
+
+def test_training_goes_on_when_wandb_fails(tmp_path, monkeypatch, caplog):
+    def refuse(**_):
+        raise RuntimeError("service is down")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    logger = make_logger(RunFacts(tmp_path), ["wandb", "jsonl"], logging.getLogger("test"))
+    logging.getLogger("omagd").propagate = True
+    for t in range(3):
+        logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=t)
+    logger.close()
+    assert sum("service is down" in record.getMessage() for record in caplog.records) == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_an_unreachable_service_is_replaced_by_an_offline_run(tmp_path, monkeypatch, caplog):
+    modes = []
+
+    class Run:
+        def log(self, values, step):
+            modes.append((step, values))
+
+        def finish(self, exit_code):
+            modes.append(exit_code)
+
+    def init(**arguments):
+        modes.append(arguments["mode"])
+        if arguments["mode"] == "online":
+            raise RuntimeError("cannot connect")
+        return Run()
+
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    monkeypatch.setattr(wandb, "init", init)
+    sink = WandbSink()
+    sink.open(RunFacts(tmp_path))
+    from omagd.utils.log_sinks.base import Record
+
+    sink.log(Record({"a": 1.0}, "stage3", "t_env", 7))
+    sink.close("failed")
+    assert modes == ["online", "offline", (7, {"a": 1.0}), 1]
