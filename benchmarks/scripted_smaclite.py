@@ -1,7 +1,7 @@
 """Win rates of the same scripted players on SMAClite (a public simulator of the same maps), as a Markdown table.
 
     pip install "git+https://github.com/uoe-agents/smaclite"
-    python benchmarks/scripted_smaclite.py --episodes 32
+    python benchmarks/scripted_smaclite.py --episodes 8
 
 SMAClite plays one battle at a time and starts each in the same place; step limits are SMAC's.
 """
@@ -9,16 +9,15 @@ SMAClite plays one battle at a time and starts each in the same place; step limi
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from types import ModuleType
+from collections.abc import Iterator
 
 import numpy as np
+from scripted_table import parser, show
 
 from omagd.envs.battle.backend import Units
 from omagd.envs.battle.geometry import Geometry
 from omagd.envs.battle.maps import MAPS
-from omagd.envs.battle.scripted import POLICIES, Scene, choose
+from omagd.envs.battle.scripted import Scene, choose
 from omagd.envs.battle.units import UNIT_ID
 from omagd.utils.seeding import generator, stream_seed
 
@@ -39,7 +38,8 @@ def look(env: object, everyone: list, geometry: Geometry) -> Scene:
         }.items()
     }
     kind = np.array([[UNIT_ID[unit.type.stats.name.lower()] for unit in everyone]])
-    units = Units(**row, type_id=kind, alive=row["health"] > 0)
+    # Not health: in SMAClite a unit that has left the battle can still be healed.
+    units = Units(**row, type_id=kind, alive=np.array([[unit.id in env.all_units for unit in everyone]]))
     geometry.refresh(units)
     return Scene(units, geometry, np.array([env.get_avail_actions()], dtype=bool))
 
@@ -59,36 +59,25 @@ def play(env: object, policy: str, limit: int, seed: int) -> tuple[bool, float, 
     return False, total, limit
 
 
-def table(smaclite_env: type, presets: ModuleType, args: argparse.Namespace) -> None:
-    """Print one row for each map that both have."""
-    known = {preset.value.name: preset.value for preset in presets.MapPreset}
+def rows(args: argparse.Namespace) -> Iterator[str]:
+    """Yield one line for each map that both have."""
+    from smaclite.env.maps.map import MapPreset
+    from smaclite.env.smaclite import SMACliteEnv
+
+    known = {preset.value.name: preset.value for preset in MapPreset}
     for name in (name for name in args.maps if name in known):
-        env, cells = smaclite_env(map_info=known[name], seed=0), []
+        env, cells = SMACliteEnv(map_info=known[name], seed=0), []
         for policy in args.policies:
             seeds = [stream_seed(args.seed, "battle", episode) for episode in range(args.episodes)]
             won, total, length = np.mean([play(env, policy, MAPS[name].limit, seed) for seed in seeds], axis=0)
             cells.append(f"{won:.2f} ({total:.1f}, {length:.0f})")
-        sys.stdout.write(f"| {name} | {' | '.join(cells)} |\n")
-        sys.stdout.flush()
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Print the table; each cell is the win rate and, in brackets, the mean return and the mean length."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--maps", nargs="*", default=list(MAPS), choices=list(MAPS))
-    parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
-    args = parser.parse_args()
-    try:
-        from smaclite.env.maps import map as presets
-        from smaclite.env.smaclite import SMACliteEnv
-    except ImportError as error:
-        parser.error(f'{error}; pip install "git+https://github.com/uoe-agents/smaclite"')
-    sys.stdout.write(f"| map | {' | '.join(args.policies)} |\n|---|{'---|' * len(args.policies)}\n")
-    start = time.perf_counter()
-    table(SMACliteEnv, presets, args)
-    sys.stdout.write(f"\n{args.episodes} battles per cell, seed {args.seed}, {time.perf_counter() - start:.0f} s\n")
+    """Play and show."""
+    args = parser(__doc__, episodes=8).parse_args()
+    show(rows(args), args, "scripted on SMAClite")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ != "omagd":
-    raise ImportError(f"this package is called 'omagd', not {__name__!r}: install it (pip install -e .) and import omagd")
+    raise ImportError(f"this package is 'omagd', not {__name__!r}: install it (pip install -e .) and import omagd")
 
 __version__ = "0.1.0"
 

@@ -73,11 +73,11 @@ def _episode(rng: np.random.Generator, length: int) -> Episode:
     for agent in range(n):
         others = [a for a in range(n) if a != agent] + list(range(n, n + m))
         values = rng.normal(0, 1, full.shape[:1] + full.shape[2:]).astype(np.float32)
-        values[:, 1:] *= alive[:, others, None]
-        values *= alive[:, agent, None, None]
+        there = np.concatenate([np.ones((rows, 1), bool), alive[:, others]], 1) & alive[:, agent, None]
+        values = np.where(there[..., None], values, np.float32(0))
         shown = rng.random((rows, LAYOUT.n_nodes)) < 0.6
         shown[:, 0] = True
-        full[:, agent], obs[:, agent] = values, values * shown[..., None]
+        full[:, agent], obs[:, agent] = values, np.where(shown[..., None], values, np.float32(0))
     return {"obs": torch.from_numpy(_flat(obs)), "full_obs": torch.from_numpy(_flat(full))}
 
 

@@ -200,10 +200,16 @@ def test_help_imports_nothing_heavy():
 def test_module_script_and_path_are_one_command(empty_folder):
     argv = ["--config=qmix", "--dry-run", "with", "lerner=1"]
     script = Path(sys.executable).with_name("omagd")
-    commands = [[sys.executable, str(MAIN)], [sys.executable, "-m", "omagd"], *([[str(script)]] if script.exists() else [])]
+    commands = [
+        [sys.executable, str(MAIN)],
+        [sys.executable, "-m", "omagd"],
+        *([[str(script)]] if script.exists() else []),
+    ]
     results = [shell(*command, *argv) for command in commands]
     assert {result.returncode for result in results} == {2}
-    assert {result.stderr for result in results} == {"error: with lerner=1: unknown key 'lerner'. Did you mean 'learner'?\n"}
+    assert {result.stderr for result in results} == {
+        "error: with lerner=1: unknown key 'lerner'. Did you mean 'learner'?\n"
+    }
     assert list(empty_folder.iterdir()) == []
 
 

@@ -82,7 +82,7 @@ def test_means_over_ranks_weigh_every_sample_alike():
         for part in np.array_split(values, 3):
             metrics.add({"loss": (torch.tensor(part.sum()), torch.tensor(len(part)))}, prefix="train/")
         ranks.append(metrics)
-    ranks[1].add({"won": (2.0, 3)}, suffix="_mean")
+    ranks[1].add({"won_mean": (2.0, 3)})
     dist = Ranks(ranks)
     reduced = [metrics.reduce(dist) for metrics in ranks]
     assert reduced[0] == reduced[1] == reduced[2]
@@ -194,15 +194,15 @@ def test_metrics_that_cannot_be_written_are_an_error(text_log, tmp_path):
         make_logger(RunFacts(tmp_path / "missing"), ["jsonl"], text_log[0])
 
 
-def test_block_is_aligned_and_holds_every_value(tmp_path):
+def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp_path):
     values = {"episode": 320.0, "test_return_mean": 19.5, "epsilon": 0.05, "loss_td": 1.23e-5, "q_taken_mean": math.nan}
-    values |= {f"metric_{i}": float(i) for i in range(8)}
+    values |= {f"metric_{i}": float(i) for i in range(8)} | {"eval/mse_ally_f3": 1.0}
     facts = RunFacts(tmp_path, env="skirmish", map_name="3m", totals={"t_env": 2_000_000})
     for width in (60, 100, 200):
         head, *rows = render_block(Record(values, "stage3", "t_env", 10240), facts, width).splitlines()
         assert head == "Recent Stats | t_env: 10,240 / 2,000,000 | Episode: 320 | stage3 · skirmish 3m"
         words = " ".join(rows).split()
-        assert set(words[::2]) == set(values) - {"episode"}
+        assert set(words[::2]) == set(values) - {"episode", "eval/mse_ally_f3"}
         assert all(len(row) <= max(width, 41) for row in rows)
         ends = [[i for i, c in enumerate(row) if c != " " and row[i + 1 : i + 2] in ("", " ")] for row in rows]
         numbers = {end for row in ends for end in row[1::2]}

@@ -76,7 +76,7 @@ def test_curves_make_a_picture_whose_content_follows_the_numbers(tmp_path):
 
 
 def test_the_title_names_the_environment(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", records_of_all_stages())
+    write_lines(tmp_path / "metrics.jsonl", [{"stage": "stage3", "t_env": 5, "epsilon": 0.5}])
     bare = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "bare.png"))
     named = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "named.png", "skirmish 3m"))
     (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
@@ -97,10 +97,10 @@ def test_battle_moment_shows_three_different_panels(tmp_path):
     rows = picture[150:650]
     third = rows.shape[1] // 3
     panels = [rows[:, i * third : (i + 1) * third] for i in range(3)]
-    orange = [int(((p[..., 0] > 0.9) & (p[..., 1] > 0.4) & (p[..., 1] < 0.6) & (p[..., 2] < 0.45)).sum()) for p in panels]
+    enemy, ally = np.array([1.0, 0.48, 0.33]), np.array([0.3, 0.79, 0.75])
+    orange, teal = ([int((np.abs(p - c).max(-1) < 0.06).sum()) for p in panels] for c in (enemy, ally))
     assert orange[0] == 0, "no enemy is in sight"
     assert orange[1] > 50 and orange[2] > 50
-    teal = [int(((p[..., 0] < 0.4) & (p[..., 1] > 0.7) & (p[..., 2] > 0.6)).sum()) for p in panels]
     assert min(teal) > 100, "the ally is seen in all of them"
 
 

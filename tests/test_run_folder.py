@@ -86,7 +86,8 @@ def test_artifacts_are_what_is_there(tmp_path):
 
 
 def test_json_is_strict_and_written_whole_or_not_at_all(tmp_path):
-    path = write_json(tmp_path / "deep" / "a.json", {"nan": math.nan, "path": Path("x"), 3: np.arange(2), "n": np.float32(1)})
+    value = {"nan": math.nan, "path": Path("x"), 3: np.arange(2), "n": np.float32(1)}
+    path = write_json(tmp_path / "deep" / "a.json", value)
     assert json.loads(path.read_text()) == {"nan": None, "path": "x", "3": [0, 1], "n": 1.0}
     before = path.read_bytes()
     with pytest.raises(TypeError, match="object"):
@@ -121,7 +122,8 @@ def test_next_command_follows_the_stages(tmp_path):
     folder = RunFolder.create(tmp_path / "with space", "run")
     values = summary_of(folder)
     stages = values["stages"]
-    base = "python src/main.py --config=omagd_small --env-config=skirmish with env_args.map_name=3m run=ddp world_size=2"
+    base = "python src/main.py --config=omagd_small --env-config=skirmish with env_args.map_name=3m"
+    base += " run=ddp world_size=2"
     expected = {
         "stage3": {"evaluate": "True", "checkpoint_path": str(folder.step(205000))},
         "stage2": {
@@ -157,7 +159,7 @@ def test_seeds_end_in_one_table_with_median_and_spread(tmp_path):
     rows = {line.split()[0]: line.split() for line in lines[3:] if line and line[0] != "─"}
     assert [rows[str(seed)][1] for seed in range(4)] == ["0.500", "0.900", "0.700", "0.800"]
     assert rows["9"][1] == "-" and rows["9"][-1] == "failed"
-    assert rows["median"][1] == "0.750" and rows["quartiles"][1] == "0.650-0.825" and rows["min-max"][1] == "0.500-0.900"
+    assert [rows[name][1] for name in ("median", "quartiles", "min-max")] == ["0.750", "0.650-0.825", "0.500-0.900"]
 
 
 def test_durations():

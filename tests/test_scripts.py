@@ -40,7 +40,7 @@ def call(tmp_path):
         done = subprocess.run(
             ["bash", str(ROOT / script), *args], cwd=folder, env=env, capture_output=True, text=True, check=False
         )
-        lines = called.read_text().splitlines() if called.exists() else ["", ""]
+        lines = called.read_text().splitlines() if called.exists() else [""]
         return done, lines[0], lines[1:]
 
     run.folder = folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+import time
 
 import pytest
 
@@ -28,11 +29,23 @@ def no_account(monkeypatch, tmp_path_factory):
     return home
 
 
+def finished_records(path):
+    """Return the records once the exit is among them: W&B's own process writes on after `finish` returns."""
+    until = time.monotonic() + 20
+    while True:
+        found = records(path)
+        if any(record.WhichOneof("record_type") == "exit" for record in found) or time.monotonic() > until:
+            return found
+        time.sleep(0.05)
+
+
 def records(path):
-    """Return the records of a `.wandb` file: LevelDB framing after a 7-byte header."""
+    """Return the records of a `.wandb` file as far as it goes: LevelDB framing after a 7-byte header."""
     from wandb.proto import wandb_internal_pb2
 
     data = path.read_bytes()
+    if len(data) < 7:
+        return []
     assert data[:4] == b":W&B"
     position, piece, found = 7, b"", []
     while position + 7 <= len(data):
@@ -44,6 +57,8 @@ def records(path):
         if kind == 0:
             position += left
             continue
+        if position + 7 + size > len(data):
+            break
         piece += data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # whole, or last part
@@ -54,10 +69,10 @@ def records(path):
     return found
 
 
-def history(path):
+def history(found):
     """Return each logged step as a dictionary."""
     rows = []
-    for record in records(path):
+    for record in found:
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
@@ -74,10 +89,11 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path):
     logger.close()
     runs = {}
     for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"):
-        (run,) = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"]
+        found = finished_records(path)
+        (run,) = [record.run for record in found if record.WhichOneof("record_type") == "run"]
         assert run.run_group == "token_7"
         assert {item.key: item.value_json for item in run.config.update}["lr"] == "0.0005"
-        runs[run.project] = history(path)
+        runs[run.project] = history(found)
     assert set(runs) == {"5m_vs_6m_reconstruction_stage1_ddp2", "5m_vs_6m_exp_ddp2"}
     stage1 = runs["5m_vs_6m_reconstruction_stage1_ddp2"]
     assert [(row["_step"], row["eval/graph_loss"]) for row in stage1] == [(20, 0.25), (40, 0.125)]
@@ -91,8 +107,9 @@ def test_a_key_in_the_environment_reaches_no_file(tmp_path, monkeypatch):
     logger = make_logger(RunFacts(tmp_path, env="skirmish"), ["wandb", "jsonl"], logging.getLogger("test"))
     logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
     logger.close()
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert history(finished_records(written))[0]["a"] == 1.0
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert any(path.suffix == ".wandb" for path in files)
     assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
 
 

@@ -1,8 +1,8 @@
 """The frozen facts of an environment.
 
-Legend for shapes, used in the whole code base: B episodes or battle slots, T steps, S packed steps (all steps of a batch
-one after another), n agents, N nodes of one agent's graph, D features of a node, A actions, K codes, H hidden units,
-k stacked frames, W ranks.
+Legend for shapes, used in the whole code base: B episodes or battle slots, T steps, S packed rows (all steps of a
+batch one after another), n agents, N nodes of one agent's graph, D features of a node, A actions, K codes, H hidden
+units, k stacked frames, W ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ SELF, ALLY, ENEMY = 0, 1, 2
 class EntityLayout:
     """How one agent's flat observation is laid out: move, enemies, allies, own, in that order (`obs_component`).
 
-    `position` and `health` are the places of (relative x, relative y) and health among another unit's features, for
-    pictures; health is -1 where it is not shown.
+    For pictures: `position` and `health` are the places of (relative x, relative y) and health among another unit's
+    features (-1 where health is not shown), and `sight` is the sight range in cells, by which positions are divided.
     """
 
     move_dim: int
@@ -30,6 +30,7 @@ class EntityLayout:
     own_dim: int
     position: tuple[int, int] = (2, 3)
     health: int = 4
+    sight: float = 9.0
 
     @property
     def obs_dim(self) -> int:

@@ -72,11 +72,11 @@ class BatchedEnv(ABC):
         """Return what all slots show now, with `full_obs` if `full`. Slots that have ended show their last moment."""
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [B, n] actions of a scripted policy from `info.scripted_policies`. Errors: NotImplementedError."""
+        """Return [B, n] actions of one of `info.scripted_policies`. Errors: NotImplementedError."""
         raise NotImplementedError(f"{self.info.name} has no scripted policy {policy}")
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole simulation as arrays and plain values. Errors: NotImplementedError where it cannot be had."""
+        """Return the whole simulation as arrays and plain values. Errors: NotImplementedError without one."""
         raise NotImplementedError(f"{self.info.name} cannot be saved in mid-battle")
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class BatchedEnv(ABC):
         """Write a replay of the last episodes into `folder`. Errors: NotImplementedError where there are none."""
         raise NotImplementedError(f"{self.info.name} writes no replays")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 most environments have nothing to release
         """Release processes and memory. May be called twice."""
 
 
@@ -125,7 +125,7 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def get_env_info(self) -> dict[str, Any]:
-        """Return the field's dictionary (n_agents, n_actions, obs_shape, state_shape, episode_limit, obs_component, ...)."""
+        """Return the field's dictionary: n_agents, n_actions, obs_shape, state_shape, episode_limit, ..."""
 
     def get_stats(self) -> dict[str, float]:
         """Return counters."""
@@ -135,5 +135,5 @@ class MultiAgentEnv(ABC):
         """Write a replay."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release everything."""

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from omagd.components.packing import Packing
 
+sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
+tanh_backward = torch.ops.aten.tanh_backward.grad_input
+
 
 class PackedGRU(nn.Module):
     """`nn.GRUCell` (same parameters, names and start values) unrolled over packed episodes from a zero hidden state.
@@ -47,8 +50,9 @@ class PackedGRU(nn.Module):
         return flat.view(hidden.shape)
 
     def _unroll(self, x: Tensor, rows: list[int]) -> Tensor:
-        gates_x = F.linear(x, self.weight_ih, self.bias_ih)
-        return _Unroll.apply(gates_x, self.weight_hh, self.bias_hh, rows)
+        # The recurrence wants the candidate's rows first (see `_Unroll`).
+        weight, bias = (p.roll(self.hidden_dim, 0) for p in (self.weight_ih, self.bias_ih))
+        return _Unroll.apply(F.linear(x, weight, bias), self.weight_hh, self.bias_hh, rows)
 
     def _library_unroll(self, x: Tensor, rows: list[int]) -> Tensor:
         """Do the same with torch's own packed GRU, which is one kernel on CUDA."""
@@ -62,64 +66,62 @@ class PackedGRU(nn.Module):
 class _Unroll(torch.autograd.Function):
     """The recurrence alone: input gates in, hidden states out.
 
-    Backward walks the gates back in time but leaves the product for the weights to the end: one for all steps.
+    Backward walks the gates back in time but leaves the product for the weights to the end: one for all steps. Columns
+    stand as [new | reset | update] in the input gates and as [reset | update | inner] in the hidden ones, `inner` being
+    the hidden part of the candidate before it is gated: so the gradients of both are overlapping slices of one buffer,
+    [new | reset | update | inner].
     """
 
     @staticmethod
     def forward(ctx: Any, gates_x: Tensor, weight: Tensor, bias: Tensor, rows: list[int]) -> Tensor:
-        """Return [R, H] from gates_x [R, 3H] (reset, update, new), R = the sum of `rows`, rows of each time step."""
-        hidden_dim = weight.shape[1]
-        out = gates_x.new_empty(len(gates_x), hidden_dim)
+        """Return [R, H] from gates_x [R, 3H], R = the sum of `rows`, the rows of each time step."""
+        size = weight.shape[1]
         keeps = any(ctx.needs_input_grad)
-        # Kept for backward: reset and update gates, candidate, and the hidden part of the candidate before the gate.
-        kept = gates_x.new_empty(len(gates_x), 4 * hidden_dim) if keeps else gates_x.new_empty(rows[0], 4 * hidden_dim)
-        hidden = gates_x.new_zeros(rows[0], hidden_dim)
+        n_kept = len(gates_x) if keeps else rows[0]
+        gates, new = gates_x.new_empty(n_kept, 3 * size), gates_x.new_empty(n_kept, size)
+        out = gates_x.new_empty(len(gates_x), size)
+        hidden = gates_x.new_zeros(rows[0], size)
         weight_t = weight.t()
         for start, k in zip(accumulate(rows, initial=0), rows, strict=False):
             block = slice(start, start + k)
-            here = kept[block] if keeps else kept[:k]
-            gates_h = torch.addmm(bias, hidden[:k], weight_t)
-            both, new, inner = here.split([2 * hidden_dim, hidden_dim, hidden_dim], dim=1)
-            torch.add(gates_x[block, : 2 * hidden_dim], gates_h[:, : 2 * hidden_dim], out=both)
-            both.sigmoid_()
-            inner.copy_(gates_h[:, 2 * hidden_dim :])
-            torch.addcmul(gates_x[block, 2 * hidden_dim :], both[:, :hidden_dim], inner, out=new)
-            new.tanh_()
-            # h' = (1 - z) new + z h
-            torch.lerp(new, hidden[:k], both[:, hidden_dim:], out=out[block])
-            hidden = out[block]
+            kept = block if keeps else slice(k)
+            from_x, here, candidate = gates_x[block], gates[kept], new[kept]
+            torch.addmm(bias, hidden[:k], weight_t, out=here)
+            here[:, : 2 * size].add_(from_x[:, size:]).sigmoid_()
+            torch.addcmul(from_x[:, :size], here[:, :size], here[:, 2 * size :], out=candidate)
+            # tanh(a) = 2 sigmoid(2 a) - 1, which is three times as fast here.
+            candidate.mul_(2).sigmoid_().mul_(2).sub_(1)
+            # h' = (1 - update) new + update h
+            hidden = torch.lerp(candidate, hidden[:k], here[:, size : 2 * size], out=out[block])
         ctx.rows = rows
-        ctx.save_for_backward(kept if keeps else None, out, weight)
+        if keeps:
+            ctx.save_for_backward(gates, new, out, weight)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of gates_x, weight and bias from grad_out [R, H]."""
-        kept, out, weight = ctx.saved_tensors
-        rows, hidden_dim = ctx.rows, weight.shape[1]
+        gates, new, out, weight = ctx.saved_tensors
+        rows, size = ctx.rows, weight.shape[1]
         starts = list(accumulate(rows, initial=0))
-        first = grad_out.new_zeros(rows[0], hidden_dim)
-        grad_x = torch.empty_like(kept[:, : 3 * hidden_dim])
-        grad_h = torch.empty_like(grad_x)
-        carried = first[:0]
+        befores = [grad_out.new_zeros(rows[0], size)]
+        befores += [out[start : start + k] for start, k in zip(starts, rows[1:], strict=False)]
+        grads = grad_out.new_empty(len(grad_out), 4 * size)
+        carried = befores[0][:0]
         for t in range(len(rows) - 1, -1, -1):
-            block = slice(starts[t], starts[t] + rows[t])
-            before = first if t == 0 else out[starts[t - 1] : starts[t - 1] + rows[t]]
+            block = slice(starts[t], starts[t + 1])
+            for_new, for_reset, for_update, for_inner = grads[block].split(size, dim=1)
+            reset, update, inner = gates[block].split(size, dim=1)
             grad = grad_out[block].clone()
             grad[: len(carried)] += carried
-            reset, update, new, inner = kept[block].split(hidden_dim, dim=1)
-            from_gates = grad_h[block]
-            for_reset, for_update, for_inner = from_gates.split(hidden_dim, dim=1)
             through = grad * update
-            for_new = (grad - through).mul_(1 - new * new)
+            tanh_backward(grad - through, new[block], grad_input=for_new)
             torch.mul(for_new, reset, out=for_inner)
-            torch.mul(for_inner, (1 - reset).mul_(inner), out=for_reset)
-            torch.mul(through, (before - new).mul_(1 - update), out=for_update)
-            grad_x[block, : 2 * hidden_dim] = from_gates[:, : 2 * hidden_dim]
-            grad_x[block, 2 * hidden_dim :] = for_new
+            sigmoid_backward(for_new * inner, reset, grad_input=for_reset)
+            sigmoid_backward((befores[t] - new[block]).mul_(grad), update, grad_input=for_update)
             if t:
-                carried = through.addmm_(from_gates, weight)
-        pieces = [first, *(out[starts[t - 1] : starts[t - 1] + rows[t]] for t in range(1, len(rows)))]
-        grad_weight = grad_h.t() @ torch.cat(pieces)
-        return grad_x, grad_weight, grad_h.sum(dim=0), None
+                carried = through.addmm_(grads[block, size:], weight)
+        grad_h = grads[:, size:]
+        grad_weight = grad_h.t() @ torch.cat(befores)
+        return grads[:, : 3 * size], grad_weight, grad_h.sum(dim=0), None

@@ -20,8 +20,6 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import Metrics
 from omagd.utils.plots import battle_moment, battle_nodes
 
-SIGHT = 9.0  # cells; SMAC's sight range, by which relative positions are divided
-
 
 def judge_beliefs(session: Session, products: Products, mac: Any) -> tuple[dict[str, float], dict[str, str]]:
     """Let the trained team play and compare its reconstructions with the truth.
@@ -65,7 +63,7 @@ def picture(session: Session, products: Products, batch: PackedBatch, name: str)
         key: battle_nodes(
             value,
             layout.node_types,
-            scale=SIGHT,
+            scale=layout.sight,
             position=layout.position,
             health=layout.health,
             own_health=_own_health(session),
@@ -77,20 +75,26 @@ def picture(session: Session, products: Products, batch: PackedBatch, name: str)
         "label": f"{session.info.name} {session.info.map_name}",
         "step": step,
         "agent": agent,
-        "sight": SIGHT,
+        "sight": layout.sight,
         "errors": _errors(nodes, guessed),
     }
-    return battle_moment(session.folder.plots / f"{name}.png", drawn["seen"], drawn["reconstructed"], drawn["truth"], info)
+    path = session.folder.plots / f"{name}.png"
+    return battle_moment(path, drawn["seen"], drawn["reconstructed"], drawn["truth"], info)
 
 
 def _telling_moment(obs: Tensor, full: Tensor, session: Session) -> tuple[int, int, int]:
-    """Return (episode, step, agent) where most living units are unseen while some are seen; later moments win ties."""
+    """Return (episode, step, agent) of a moment worth a look.
+
+    Living units that were seen before and are hidden now count most, then what is in sight, then what was never seen.
+    """
     layout = session.info.layout
     assert layout is not None
-    seen, there = ~unseen(obs_to_nodes(obs, layout)), ~unseen(obs_to_nodes(full, layout))
-    unknown, known = (there & ~seen).sum(-1), seen.sum(-1)
-    remembered = torch.cummax((seen[..., 1:]).long(), dim=1).values.bool()
-    score = unknown * ((known > 1) & remembered.any(-1)) * 100 + (seen[..., 1:].any(-1) & (unknown > 0))
+    seen = ~unseen(obs_to_nodes(obs, layout))[..., 1:]
+    there = ~unseen(obs_to_nodes(full, layout))[..., 1:]
+    hidden = there & ~seen
+    remembered = hidden & torch.cummax(seen.byte(), dim=1).values.bool()
+    score = 10 * remembered.sum(-1) + 3 * (seen & there).sum(-1).clamp(max=3) + hidden.sum(-1)
+    score = torch.where(hidden.any(-1), score, 0)
     flat = int(np.argmax(score.cpu().numpy()))
     episode, step, agent = np.unravel_index(flat, tuple(score.shape))
     return int(episode), int(step), int(agent)

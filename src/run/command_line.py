@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from omagd.config.loading import apply_updates, base_values, parse_value, validate
 from omagd.config.schema import Config
 from omagd.run import REGISTRY
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
+from omagd.utils.signals import Stopped
 
 INTERRUPTED_EXIT_CODE = 130
 HELP = """\
@@ -44,23 +45,27 @@ A run writes <local_results_path>/<unique_token>/: config.json, metrics.jsonl, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line says and return the exit code: 0, 2 for a user's mistake, 130 when interrupted.
+    """Run what the command line says and return the exit code.
+
+    0; 2 for a user's mistake; 1 when a rank failed; 130 when interrupted, 143 when asked to end by SIGTERM.
 
     Args:
         argv: arguments without the program's name, sys.argv if None.
     """
     try:
-        return _main(list(sys.argv[1:] if argv is None else argv), sys.stdout)
+        return _main(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         sys.stderr.write(error.render() + "\n")
         return USER_ERROR_EXIT_CODE
+    except RankFailed as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except Stopped as stop:
+        sys.stderr.write(f"stopped by {stop}\n")
+        return stop.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:
-        # Whoever read our output (`| head`) has left; Python must not complain about it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def config_from(argv: Sequence[str]) -> Config:
@@ -78,36 +83,31 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         parser.add_argument(*flags, action="store_true")
     parser.add_argument("--print-config", "--print_config", "-p", dest="dry_run", action="store_true")
     parser.add_argument("--force", "-f", action="store_true")
-    for flags in (
-        ("--comment", "-c"),
-        ("--name", "-n"),
-        ("--file_storage", "--file-storage", "-F"),
-        ("--loglevel", "-l"),
-    ):
-        parser.add_argument(*flags)
+    for name, short in (("--comment", "-c"), ("--name", "-n"), ("--file_storage", "-F"), ("--loglevel", "-l")):
+        parser.add_argument(name, short)
     parser.add_argument("words", nargs="*")
     options = parser.parse_intermixed_args(list(argv))
     return options, _updates(options.words)
 
 
-def _main(argv: list[str], out: TextIO) -> int:
+def _main(argv: list[str]) -> int:
     options, texts = parse(argv)
     if options.help:
-        out.write(HELP)
+        _say(HELP)
     elif options.version:
         from omagd import __version__
 
-        out.write(f"omagd {__version__}\n")
+        _say(f"omagd {__version__}\n")
     elif options.list:
         from omagd.run.listing import listing
 
-        out.write(listing())
+        _say(listing())
     else:
-        _run(options, texts, out)
+        _run(options, texts)
     return 0
 
 
-def _run(options: argparse.Namespace, texts: Mapping[str, str], out: TextIO) -> None:
+def _run(options: argparse.Namespace, texts: Mapping[str, str]) -> None:
     """Resolve and check, then print the plan (`--dry-run`) or run it."""
     config = _resolve(options, texts)
     from omagd.run.preflight import preflight
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace, texts: Mapping[str, str], out: TextIO) -> 
     if options.dry_run:
         from omagd.run.listing import resolved
 
-        out.write(resolved(config, outlook))
+        _say(resolved(config, outlook))
         return
     from omagd.run.sacred_record import run_recorded
 
@@ -128,6 +128,16 @@ def _run(options: argparse.Namespace, texts: Mapping[str, str], out: TextIO) -> 
         folder=options.file_storage,
         options={flag: value for flag, value in sacred_options.items() if value is not None},
     )
+
+
+def _say(text: str) -> None:
+    """Write `text` to standard output; who reads it may stop early (`| head`)."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _resolve(options: argparse.Namespace, texts: Mapping[str, str]) -> Config:

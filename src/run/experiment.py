@@ -15,9 +15,11 @@ from omagd.run.session import Session
 from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.log_sinks.base import RunFacts
 from omagd.utils.logging import Logger, make_logger, setup_logging
 from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.signals import stop_requested, unhurried
 
 
 def run_experiment(config: Config, dist: Dist, token: str, channel: Any) -> dict[str, Any]:
@@ -41,16 +43,21 @@ def run_experiment(config: Config, dist: Dist, token: str, channel: Any) -> dict
         _say_start(session)
         summary["stages"] = {result.name: _plain(result) for result in run_stages(session)}
         exit_state = "completed"
-    except KeyboardInterrupt:
-        exit_state = "interrupted"
+    except BaseException as error:
+        # Where another rank has stopped first, its silence may arrive here as an error of the connection.
+        exit_state = "interrupted" if isinstance(error, KeyboardInterrupt) or stop_requested() else "failed"
         raise
     finally:
-        summary.update(exit_state=exit_state, wall_seconds=round(time.time() - started, 1))
-        if session is not None:
-            session.close()
-        if dist.is_main:
-            _finish_files(folder, logger, summary)
-        logger.close(exit_state)
+        with unhurried():
+            summary.update(exit_state=exit_state, wall_seconds=round(time.time() - started, 1))
+            # The summary comes first: what is closed after it may take long, or never end.
+            try:
+                if dist.is_main:
+                    _finish_files(folder, summary)
+            finally:
+                if session is not None:
+                    session.close()
+                logger.close(exit_state)
     return summary
 
 
@@ -78,7 +85,13 @@ def stage_names(config: Config, products: Products) -> list[str]:
 
 
 def _folder(config: Config, dist: Dist, token: str) -> RunFolder:
-    path = str(RunFolder.create(config.local_results_path, token).path) if dist.is_main else ""
+    path = ""
+    if dist.is_main:
+        try:
+            path = str(RunFolder.create(config.local_results_path, token).path)
+        except OSError as problem:
+            reason = f"({problem.strerror}); give a folder that can be written"
+            raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
     return RunFolder(dist.broadcast(path))
 
 
@@ -134,7 +147,7 @@ def _say_start(session: Session) -> None:
     session.logger.info(f"results: {session.folder.path}")
 
 
-def _finish_files(folder: RunFolder, logger: Logger, summary: dict[str, Any]) -> None:
+def _finish_files(folder: RunFolder, summary: dict[str, Any]) -> None:
     from omagd.run.report import write_summary
     from omagd.utils.plots import curves
 

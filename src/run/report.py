@@ -27,12 +27,14 @@ SHOWN = {
     "codes_in_use": "codes in use",
     "top1": "top-1 accuracy",
     "balanced_accuracy": "dead or alive",
-    "feature_error": "feature error",
-    "error_slot_mean": "slot mean's",
-    "error_last_seen": "last seen's",
+    "error": "feature error",
+    "error_rival": "best rival's",
     "test_battle_won_mean": "win rate",
     "test_return_mean": "return",
     "test_ep_length_mean": "episode length",
+    "policy_error": "belief error",
+    "policy_error_rival": "best rival's",
+    "policy_balanced_accuracy": "dead or alive",
 }
 """Values of a stage that the closing text shows, where they are there, and what it calls them."""
 
@@ -187,7 +189,7 @@ def _given(summary: Summary, key: str) -> str:
         config = json.loads(RunFolder(summary["folder"]).config_json.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return ""
-    return str(config.get(key, ""))
+    return str(config[key])
 
 
 def _quoted(path: str) -> str:

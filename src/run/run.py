@@ -8,7 +8,8 @@ from typing import Any
 
 from omagd.config.loading import validate
 from omagd.config.schema import Config
-from omagd.run.launch import launch, make_plan
+from omagd.run.launch import launch
+from omagd.run.plan import make_plan, speaks
 from omagd.run.report import render_summary, seeds_table
 from omagd.utils.log_sinks.sacred import SacredRelay
 from omagd.utils.run_folder import make_token
@@ -36,7 +37,7 @@ def run_seeds(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run_one(_run: Any, config: Config) -> dict[str, Any]:
     token = config.unique_token or make_token(config.name, config.env, config.map_name, config.seed)
-    if _run is None or make_plan(config).world_size == 1:
+    if _run is None or not make_plan(config).spawns:
         summary = launch(config, token, _run)
     else:
         relay = SacredRelay(_run)
@@ -49,5 +50,7 @@ def _run_one(_run: Any, config: Config) -> dict[str, Any]:
 
 
 def _show(text: str) -> None:
+    if not speaks():
+        return
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -92,8 +92,9 @@ def battle_moment(
         _heading(axis, name, note)
         if nodes is reconstructed:
             _error_lines(axis, reconstructed, truth, view)
-        for node in sorted((n for n in nodes if n["present"]), key=lambda n: -math.hypot(n["x"], n["y"])):
-            _unit(axis, node, view)
+        present = sorted((n for n in nodes if n["present"]), key=lambda n: -math.hypot(n["x"], n["y"]))
+        for depth, node in enumerate(present):
+            _unit(axis, node, view, 4.0 + depth / len(present))
     _title(figure, info)
     _legend(figure)
     path = Path(out_png)
@@ -110,7 +111,7 @@ def _view(nodes: Nodes, sight: float) -> _View:
     """Return the smallest view with all units and the sight circle in it, at most 3.2 sights wide to each side."""
     reach = [max(abs(n["x"]), abs(n["y"])) for n in nodes if n["present"]]
     limit = min(max([sight * 1.1, *(r * 1.08 + 0.6 for r in reach)]), 3.2 * sight)
-    return _View(limit, 0.056 * limit, sight)
+    return _View(limit, 0.052 * limit, sight)
 
 
 def _notes(seen: Nodes, reconstructed: Nodes, truth: Nodes) -> tuple[str, str, str]:
@@ -181,8 +182,11 @@ def _error_lines(axis: Any, reconstructed: Nodes, truth: Nodes, view: _View) -> 
             axis.text(guess["x"], low, "dead", color=MUTED, fontsize=9, style="italic", ha="center", va="top", zorder=7)
 
 
-def _unit(axis: Any, node: Mapping[str, Any], view: _View) -> None:
-    """Draw one unit: shape and colour by type, hollow if guessed, health as a ring around it."""
+def _unit(axis: Any, node: Mapping[str, Any], view: _View, depth: float) -> None:
+    """Draw one unit: shape and colour by type, hollow if guessed, health as a ring around it.
+
+    depth: drawing order; what is nearer to the agent lies on top, whole.
+    """
     from matplotlib.patches import Arc, Circle
 
     x, y, r, colour, guessed = node["x"], node["y"], view.radius, COLOURS[node["type"]], node["guessed"]
@@ -191,19 +195,19 @@ def _unit(axis: Any, node: Mapping[str, Any], view: _View) -> None:
         facecolor=(BACKGROUND if guessed else colour),
         edgecolor=colour,
         linewidth=1.3 if guessed else 0.8,
-        zorder=5,
+        zorder=depth,
     )
     axis.add_patch(body)
     if node["health"] is not None:
         share = min(max(float(node["health"]), 0.0), 1.0)
-        axis.add_patch(Circle((x, y), r, fill=False, edgecolor=LINE, lw=2.6, zorder=4))
-        arc = Arc((x, y), 2 * r, 2 * r, theta1=90 - 360 * share, theta2=90, color=colour, lw=2.6, zorder=6)
+        axis.add_patch(Circle((x, y), r, fill=False, edgecolor=LINE, lw=2.6, zorder=depth))
+        arc = Arc((x, y), 2 * r, 2 * r, theta1=90 - 360 * share, theta2=90, color=colour, lw=2.6, zorder=depth)
         arc.set_linestyle((0, (0.9, 0.5)) if guessed else "-")
         axis.add_patch(arc)
     if node["type"] != "self":
         axis.text(
             x, y, str(node["slot"]), color=colour if guessed else BACKGROUND, fontsize=9.5, weight="bold",
-            ha="center", va="center_baseline", zorder=7, clip_on=True,
+            ha="center", va="center_baseline", zorder=depth, clip_on=True,
         )  # fmt: skip
 
 

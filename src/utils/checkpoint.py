@@ -39,7 +39,7 @@ def load_file(path: Path, key: str) -> dict[str, Any]:
     Errors: UserError for a missing, damaged or foreign file.
     """
     if not path.is_file():
-        raise UserError(f"{key}={path} does not exist: give a file written by this program, or the folder that holds it")
+        raise UserError(f"{key}={path} does not exist: give a file that this program wrote, or its folder")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as problem:  # torch raises many kinds for a file that is not its own
@@ -57,9 +57,8 @@ def load_into(module: nn.Module, weights: Mapping[str, Any], path: Path, key: st
         here, there = own.get(name), weights.get(name)
         if here is None or there is None or here.shape != there.shape:
             sizes = f"{_shape(there)} in the file, {_shape(here)} in this configuration"
-            raise UserError(
-                f"{key}={path} does not fit: '{name}' is {sizes}; use the --config, map and sizes that it was trained with"
-            )
+            mend = "use the --config, map and sizes that it was trained with"
+            raise UserError(f"{key}={path} does not fit: '{name}' is {sizes}; {mend}")
     module.load_state_dict(dict(weights))
 
 
@@ -82,7 +81,7 @@ def find_step_folder(checkpoint_path: str, load_step: int = 0) -> Path:
             wanted = load_step or max(int(p.name) for p in steps)
             return min(steps, key=lambda p: abs(int(p.name) - wanted))
     raise UserError(
-        f"checkpoint_path={checkpoint_path} holds no {AGENT_FILE}: give a run folder, its models/ or one of the folders in it"
+        f"checkpoint_path={checkpoint_path} holds no {AGENT_FILE}: give a run folder, its models/ or a folder in it"
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -102,8 +104,6 @@ class Dist:
 
     def no_sync(self, wrapped: nn.Module) -> Any:
         """Return the context in which backward passes of `wrapped` keep their gradients to themselves."""
-        import contextlib
-
         return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else contextlib.nullcontext()
 
     def barrier(self) -> None:
@@ -138,15 +138,43 @@ def choose_port(wanted: int = DEFAULT_PORT) -> int:
     raise OSError("no free TCP port on this host")
 
 
+def open_rendezvous(wanted: int = DEFAULT_PORT) -> dist.TCPStore:
+    """Return where the ranks of this host will meet, on the port `wanted` if it is free, else on a free one (`.port`).
+
+    The parent calls it once and keeps it until its ranks have ended: from here on no other job can take the port.
+    """
+    for port in (wanted, 0):
+        try:
+            return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        except dist.DistNetworkError:
+            if port == 0:
+                raise
+    raise AssertionError("not reached")
+
+
 def setup_distributed(
-    rank: int, world_size: int, backend: str = "gloo", port: int | str = DEFAULT_PORT, timeout_minutes: float = 10
+    rank: int,
+    world_size: int,
+    backend: str = "gloo",
+    port: int | str = DEFAULT_PORT,
+    timeout_minutes: float = 10,
+    *,
+    hosted: bool = False,
 ) -> None:
-    """Join the process group; under torchrun MASTER_ADDR and MASTER_PORT of the environment are used as they are."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        os.environ["MASTER_PORT"] = str(port)
+    """Join the process group.
+
+    Under torchrun MASTER_ADDR and MASTER_PORT of the environment are used as they are; else the ranks meet on this host
+    at `port`, where rank 0 listens, or, with `hosted`, the parent's `open_rendezvous`.
+    """
     timeout = datetime.timedelta(minutes=timeout_minutes)
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    if hosted:
+        store = dist.TCPStore("127.0.0.1", int(port), world_size, is_master=False, timeout=timeout)
+        dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return
+    if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group(both, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -182,13 +210,16 @@ def reduce_mean(tensor: Tensor) -> Tensor:
 
 def wrap_model_ddp(model: nn.Module, device_id: int | None = None, find_unused_parameters: bool = False) -> nn.Module:
     """Wrap `model` so that its forward and backward synchronise gradients; buffers stay each rank's own business."""
-    return DistributedDataParallel(
-        model,
-        device_ids=None if device_id is None else [device_id],
-        broadcast_buffers=False,
-        find_unused_parameters=find_unused_parameters,
-        gradient_as_bucket_view=True,
-    )
+    with warnings.catch_warnings():
+        # torch 2.13 announces a new name for this flag, which older supported versions do not know.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+        return DistributedDataParallel(
+            model,
+            device_ids=None if device_id is None else [device_id],
+            broadcast_buffers=False,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -30,6 +30,10 @@ class UserError(Exception):
         return "\n".join([f"error: {self.message}", *(f"  {line}" for line in self.help_lines)])
 
 
+class RankFailed(RuntimeError):
+    """One of several ranks has failed; the text says which, with that rank's own traceback."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean X?' for the known name closest to `name`, or an empty string."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

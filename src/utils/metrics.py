@@ -19,10 +19,10 @@ class Metrics:
         self._sums: dict[str, Number] = {}
         self._counts: dict[str, Number] = {}
 
-    def add(self, stats: Mapping[str, tuple[Number, Number]], prefix: str = "", suffix: str = "") -> None:
-        """Add (sum, count) pairs, scalars, under `prefix + name + suffix`."""
+    def add(self, stats: Mapping[str, tuple[Number, Number]], prefix: str = "") -> None:
+        """Add (sum, count) pairs, scalars, under `prefix + name`."""
         for name, (total, count) in stats.items():
-            key = prefix + name + suffix
+            key = prefix + name
             self._sums[key] = _plus(self._sums.get(key), total)
             self._counts[key] = _plus(self._counts.get(key), count)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,13 @@ __all__ = ["battle_moment", "battle_nodes", "curves", "read_metrics"]
 
 INK, GRID, FAINT = "#1c2733", "#e3e8ee", "#6b7b8c"
 TRAINING = "#8796a5"
-PALETTE = ("#0f8b8d", "#e4572e", "#4f5d95", "#c49a00", "#8a4f7d")
+PALETTE = ("#0f8b8d", "#e4572e", "#4f5d95", "#c49a00", "#8a4f7d", "#5a8f3c")
 CLOCK_LABELS = {"t_env": "environment steps", "epoch": "epoch"}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One small diagram: the metrics of `stage` whose names match, each `(pattern, legend)`, in that order.
+    """One small diagram: the metrics of `stage` that it shows, each `(name, legend)`.
 
     unit: of the y axis. top: its upper end if it is known. log: logarithmic where all values are positive.
     """
@@ -34,18 +33,18 @@ class Panel:
     log: bool = False
 
 
-TRAIN_EVAL = ((r"train/graph_loss", "training"), (r"eval/graph_loss", "held out"))
+TRAIN_EVAL = (("train/graph_loss", "training"), ("eval/graph_loss", "held out"))
 PANELS = (
-    Panel("stage1", "Tokenizer: loss", "loss per node", TRAIN_EVAL, log=True),
+    Panel("stage1", "Tokenizer: loss", "loss per graph", TRAIN_EVAL, log=True),
     Panel(
         "stage1",
         "Tokenizer: reconstruction error",
         "MSE of features",
-        ((r"train/(\w*_)?mse", "training"), (r"eval/(\w*_)?mse", "held out")),
+        (("train/mse", "training"), ("eval/mse", "held out")),
         log=True,
     ),
     Panel(
-        "stage1", "Tokenizer: codebook", "codes", ((r"eval/codes_in_use", "in use"), (r"eval/perplexity", "perplexity"))
+        "stage1", "Tokenizer: codebook", "codes", (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
     ),
     Panel("stage2", "Predictor: loss", "nats per unseen node", TRAIN_EVAL),
     Panel(
@@ -53,10 +52,10 @@ PANELS = (
         "Predictor: accuracy on unseen units",
         "share right",
         (
-            (r"eval/(accuracy_)?top_?1(_accuracy)?|eval/accuracy", "top 1"),
-            (r"eval/(accuracy_)?top_?3(_accuracy)?", "top 3"),
-            (r"eval/(accuracy_)?top_?5(_accuracy)?", "top 5"),
-            (r"eval/(\w*)balanced_accuracy", "dead or alive, balanced"),
+            ("eval/top1", "top 1"),
+            ("eval/top3", "top 3"),
+            ("eval/top5", "top 5"),
+            ("eval/balanced_accuracy", "dead or alive, balanced"),
         ),
         top=1.0,
     ),
@@ -65,10 +64,11 @@ PANELS = (
         "Feature error on unseen units",
         "MSE, slot by slot",
         (
-            (r"eval/(feature_)?error", "reconstruction"),
-            (r"eval/(\w*)slot_mean(\w*)", "rival: slot mean"),
-            (r"eval/(\w*)last_seen(\w*)", "rival: last seen"),
-            (r"eval/(\w*)zeros?(\w*)", "rival: zeros"),
+            ("eval/error", "reconstruction"),
+            ("eval/error_slot_mean", "rival: slot mean"),
+            ("eval/error_last_seen", "rival: last seen"),
+            ("eval/error_last_seen_or_mean", "rival: last seen, else mean"),
+            ("eval/error_zeros", "rival: zeros"),
         ),
         log=True,
     ),
@@ -76,20 +76,20 @@ PANELS = (
         "stage3",
         "Win rate",
         "share of battles won",
-        ((r"test_battle_won_mean", "greedy test"), (r"battle_won_mean", "training")),
+        (("test_battle_won_mean", "greedy test"), ("battle_won_mean", "training")),
         top=1.0,
     ),
     Panel(
-        "stage3", "Return", "reward per episode", ((r"test_return_mean", "greedy test"), (r"return_mean", "training"))
+        "stage3", "Return", "reward per episode", (("test_return_mean", "greedy test"), ("return_mean", "training"))
     ),
-    Panel("stage3", "TD loss", "mean squared TD error", ((r"loss_td", "loss"),), log=True),
-    Panel("stage3", "Exploration", "probability", ((r"epsilon", "epsilon"),), top=1.0),
-    Panel("stage3", "Q values", "discounted reward", ((r"q_taken_mean", "taken"), (r"target_mean", "target"))),
+    Panel("stage3", "TD loss", "mean squared TD error", (("loss_td", "loss"),), log=True),
+    Panel("stage3", "Exploration", "probability", (("epsilon", "epsilon"),), top=1.0),
+    Panel("stage3", "Q values", "discounted reward", (("q_taken_mean", "taken"), ("target_mean", "target"))),
     Panel(
         "stage3",
         "Episode length",
         "environment steps",
-        ((r"test_ep_length_mean", "greedy test"), (r"ep_length_mean", "training")),
+        (("test_ep_length_mean", "greedy test"), ("ep_length_mean", "training")),
     ),
 )
 
@@ -150,12 +150,8 @@ Line = tuple[str, str, list[float], list[float]]
 def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
     """Return the lines of a panel that have values."""
     mine = [record for record in records if record.get("stage") == panel.stage]
-    names = {name: None for record in mine for name in record}
     lines: list[Line] = []
-    for pattern, legend in panel.lines:
-        name = next((name for name in names if re.fullmatch(pattern, name)), None)
-        if name is None:
-            continue
+    for name, legend in panel.lines:
         clock = "epoch" if any("epoch" in record for record in mine) else "t_env"
         points = [(r[clock], r[name]) for r in mine if r.get(name) is not None and r.get(clock) is not None]
         if points:
@@ -183,7 +179,7 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
     elif panel.top is not None:
         axis.set_ylim(-0.03 * panel.top, 1.03 * panel.top)
     elif min(values) >= 0:
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.06 * max(values) or 1.0)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axis.grid(color=GRID, lw=0.8)

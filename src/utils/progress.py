@@ -82,5 +82,5 @@ class BarSafeHandler(logging.Handler):
             stream = self._stream or sys.stdout
             tqdm.write(self.format(record), file=stream)
             stream.flush()
-        except Exception:
+        except Exception:  # noqa: BLE001 (as every logging handler does)
             self.handleError(record)

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def stream_seed(seed: int, purpose: str, *place: int) -> int:
-    """Return the 63-bit seed of the stream for `purpose` ("env", "explore", "replay", ...) at `place` (rank, slot, ...)."""
+    """Return the 63-bit seed of the stream for `purpose` ("explore", "replay", ...) at `place` (rank, slot, ...)."""
     words = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *place]).generate_state(2, np.uint32)
     return (int(words[0]) << 31) ^ int(words[1])
 

@@ -13,6 +13,8 @@ from omagd.envs.battle.units import UNIT_ID, UNITS
 
 FLAT_HEIGHT, HIGH_GROUND = 0.4, 0.9
 WIDTH, ENEMY_WIDTH = 1.6, 0.6  # formations: units per line over number of lines; enemies with guns come in columns
+MOST_LINES = 6
+HALF = np.float32(0.5)
 JITTER = 0.6  # start positions differ from the formation by at most this much along each axis
 LANE_MARGIN = 0.4  # distance kept from the sides of an opening
 
@@ -67,7 +69,7 @@ def formation(
     width = ENEMY_WIDTH if facing < 0 and max(unit.range for unit in types) > 1 else WIDTH
     for c, place in enumerate(centres):
         block = by_range[c :: len(centres)]
-        per_line = int(np.ceil(np.sqrt(width * len(block))))
+        per_line = int(np.ceil(max(np.sqrt(width * len(block)), len(block) / MOST_LINES)))
         lines = int(np.ceil(len(block) / per_line))
         centre[:, block] = np.array(place, dtype=np.float32)[:, None]
         for number, unit in enumerate(block):
@@ -97,7 +99,7 @@ def start_positions(spec: MapSpec, seeds: np.ndarray) -> np.ndarray:
     allies = sum(formation(spec.allies, spec.ally_start, spec.spacing, 1))
     enemies = sum(formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1))
     noise = seeded_uniform(seeds, 2 * total).reshape(2, total, -1)
-    position = np.concatenate([allies, enemies], axis=1)[:, :, None] + np.float32(2 * JITTER) * (noise - np.float32(0.5))
+    position = np.concatenate([allies, enemies], axis=1)[:, :, None] + np.float32(2 * JITTER) * (noise - HALF)
     for name in dict.fromkeys(spec.allies):
         rows = [i for i in range(n) if spec.allies[i] == name]
         x, y = position[0, rows], position[1, rows]

@@ -92,7 +92,9 @@ def _team(**counts: int) -> tuple[str, ...]:
 
 
 def _marines(name: str, allies: int, enemies: int, limit: int) -> MapSpec:
-    return MapSpec(name, _team(marine=allies), _team(marine=enemies), limit, "T", "T", 0, "marines")
+    apart = 8.5 if allies > 20 else 7.0  # deep formations start further back
+    starts = ((16.0 - apart, 16.0),), ((16.0 + apart, 16.0),)
+    return MapSpec(name, _team(marine=allies), _team(marine=enemies), limit, "T", "T", 0, "marines", *starts)
 
 
 def _bio(name: str, enemies: tuple[str, ...], limit: int) -> MapSpec:
@@ -136,7 +138,7 @@ _ALL = (
     MapSpec("so_many_baneling", _team(zealot=7), _team(baneling=32), 100, "P", "Z", 0, "zealots",
             enemy_start=((19.5, 16.0),), spacing=0.8, enemy_spacing=1.0),
     MapSpec("bane_vs_bane", _team(baneling=4, zergling=20), _team(baneling=4, zergling=20), 200, "Z", "Z", 2, "bane",
-            enemy_start=((22.0, 16.0),), spacing=0.9, enemy_spacing=1.75, enemy_waits=True),
+            enemy_start=((22.0, 16.0),), spacing=0.9, enemy_spacing=2.0, enemy_waits=True),
     MapSpec("2c_vs_64zg", _team(colossus=2), _team(zergling=64), 400, "P", "Z", 0, "colossus", spacing=0.9,
             ally_start=((8.0, 16.0),), enemy_start=((26.0, 8.0), (26.0, 24.0)),
             wall=Wall(14.0, 16.0, 13.0, 19.0, cliff=True)),

@@ -32,7 +32,7 @@ class Movement:
         self._can_move = (roster.step > 0).astype(np.float32)
 
     def walk(self, battle: Battle, pairs: Pairs, aiming: np.ndarray, in_reach: np.ndarray, loops: int) -> None:
-        """Move by `loops` game loops: first those who walk to a place, then those who chase, who see where their prey goes.
+        """Move by `loops` game loops: first those who walk to a place, then those who chase and see where prey goes.
 
         Args:
             aiming: [U, B] bool, the unit has a living target. in_reach: [U, B] bool, and its weapon reaches it.
@@ -40,12 +40,14 @@ class Movement:
         roster, live = self._roster, battle.alive > 0
         chasing = aiming & (battle.order >= Order.ATTACK) & live
         going = ((battle.order == Order.MOVE) | (roster.enemy & ~aiming)) & live
-        x, y = self._stride(battle, battle.goal_x, battle.goal_y, np.float32(0), roster.pace * np.float32(loops) * going)
+        most = roster.pace * np.float32(loops) * going
+        x, y = self._stride(battle, battle.goal_x, battle.goal_y, np.float32(0), most)
         slack = roster.reach_of(battle.target) - STOP_SHORT
-        stride = roster.step * np.float32(loops) * (chasing & (battle.timer <= self._free_below))
+        most = roster.step * np.float32(loops) * (chasing & (battle.timer <= self._free_below))
         if roster.has_vanguard:
-            stride *= np.where(roster.rearguard & (battle.alive[roster.vanguard] > 0).any(axis=0), HOLD_BACK, np.float32(1))
-        hunt_x, hunt_y = self._stride(battle, battle.of_target(x), battle.of_target(y), slack, stride)
+            behind = roster.rearguard & (battle.alive[roster.vanguard] > 0).any(axis=0)
+            most *= np.where(behind, HOLD_BACK, np.float32(1))
+        hunt_x, hunt_y = self._stride(battle, battle.of_target(x), battle.of_target(y), slack, most)
         x, y = np.where(chasing, hunt_x, x), np.where(chasing, hunt_y, y)
         push_x, push_y = self._push(pairs)
         give = np.where(going | (chasing & ~in_reach), PUSH_WALKING, PUSH_STANDING) * self._can_move * live

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, hit_damage
+from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, UnitSpec, hit_damage
 
 FLOATS = ("x", "y", "health", "shield", "energy", "timer", "quiet", "goal_x", "goal_y")
 INTS = ("order", "target", "alive")
@@ -20,7 +20,8 @@ class Roster:
     """Constants of a map's units, made once: columns [U, 1] and pair tables [U, U] (attacker, target), float32.
 
     Attributes:
-        step: cells per loop. pace: the same when walking to a place: the enemy advances together. reach: centre distance at which the weapon (a healer's beam) reaches; -1 where it cannot.
+        step: cells per loop. pace: the same when walking to a place: the enemy advances together.
+        reach: centre distance at which the weapon (a healer's beam) reaches; -1 where it cannot.
         touch: centre distance below which two units push each other apart; -1 for pairs that do not meet.
         shield_hit, health_hit: damage of one shot before and after armour.
         vanguard: columns of the enemy's exploding units; rearguard: [U, 1] bool, the enemies behind them.
@@ -56,7 +57,7 @@ class Roster:
         self._row = np.arange(self.total)[:, None] * self.total
         self._pair_tables(units)
 
-    def _pair_tables(self, units: list) -> None:
+    def _pair_tables(self, units: list[UnitSpec]) -> None:
         radius, air = self.radius[:, 0], np.array([u.air for u in units])
         both = radius[:, None] + radius[None, :]
         hits = np.array([[hit_damage(a, t) for t in units] for a in units], dtype=np.float32)
@@ -66,7 +67,8 @@ class Roster:
         healer, organic = self.heal > 0, np.array(["biological" in u.attributes for u in units])
         self.healable = healer[:, None] & organic[None, :] & ~self.foe
         self.reach = np.where(self.can_hit | self.healable, weapon[:, None] + both, -1).astype(np.float32)
-        self.touch = np.where((air[:, None] == air[None, :]) & ~np.eye(self.total, dtype=bool), both, -1).astype(np.float32)
+        meet = (air[:, None] == air[None, :]) & ~np.eye(self.total, dtype=bool)
+        self.touch = np.where(meet, both, -1).astype(np.float32)
         self.healers = [int(i) for i in np.flatnonzero(healer)]
         self.has_shields = bool((self.shield_max > 0).any())
         self.has_regen = bool((self.hp_regen > 0).any())
@@ -92,8 +94,9 @@ class Battle:
     """The changing part of B battles: float32 and int32 arrays [U, B], one block each, so that slots move as blocks.
 
     Attributes:
-        timer: loops until the weapon is ready; may lie up to one substep below zero. quiet: loops without damage.
-        goal_x, goal_y: where MOVE and the enemy's advance lead. order: `Order`. target: unit index or -1. alive: 0 or 1.
+        timer: loops until the weapon is ready; may lie less than one substep below zero. quiet: loops without damage.
+        goal_x, goal_y: where MOVE and the enemy's advance lead. order: `Order`. target: unit index or -1.
+        alive: 0 or 1.
     """
 
     x: np.ndarray

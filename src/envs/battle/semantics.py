@@ -78,7 +78,7 @@ class BattleSemantics:
         if (active & self.ended).any():
             raise ValueError(f"slots {np.flatnonzero(active & self.ended).tolist()} have ended: reset them first")
         require_available("battle", self.avail_actions(), actions, active)
-        chosen = np.where(active[:, None], actions, 0)
+        chosen = np.where(active[:, None], actions, 0).astype(np.int64, copy=False)
         np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
         return self._rules.orders(chosen, self._backend.units, self._medivac())
 

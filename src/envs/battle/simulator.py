@@ -2,7 +2,8 @@
 
 It is not StarCraft II. One agent step is 8 game loops, played as 4 substeps of 2. Within a substep targets are chosen
 (every other one), ready weapons fire at once, units walk and push each other apart. Idle allies (STOP) fire at what
-comes into their weapons' reach and do not move. There is no wind-up of weapons, no turning, no acceleration.
+comes into their weapons' reach and do not move. Who chases stands still for a moment after each shot; there is no
+turning and no acceleration.
 
 A slot's battle depends on its seed and its orders alone, bit for bit: all operations are elementwise over slots, sums
 over units run in one order, and no function is used whose last bit depends on vector lanes.
@@ -26,6 +27,7 @@ from omagd.utils.errors import UserError
 
 LOOPS_PER_STEP, LOOPS_PER_SUBSTEP = 8, 2
 SUBSTEPS = LOOPS_PER_STEP // LOOPS_PER_SUBSTEP
+PAIRS_AT_ONCE = 32768  # pairs of units worked on together, so that the arrays stay in the processor's cache
 SIGHT = {"1": 6.0, "2": 6.5, "3": 7.0, "4": 7.5, "5": 8.0, "6": 8.5, "7": 9.0, "8": 9.0, "9": 9.0, "A": 9.0}
 
 
@@ -50,6 +52,7 @@ class Simulator:
         self._cooldown = np.zeros((self._roster.total, n_slots), np.float32)
         self._alive = np.zeros((self._roster.total, n_slots), bool)
         self._pairs: dict[int, Pairs] = {}
+        self._at_once = max(8, PAIRS_AT_ONCE // self._roster.total**2)
         self.units = self._views()
 
     def _views(self) -> Units:
@@ -85,13 +88,15 @@ class Simulator:
 
     def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
         """Give orders ([B, n] `Order`, [B, n], [B, n, 2]) to the allies of the active slots and play 8 game loops."""
-        if active.all():
+        if active.all() and self.n_slots <= self._at_once:
             self._play(self._battle, order.T, target.T, dest.swapaxes(0, 1))
-        elif active.any():
-            slots = np.flatnonzero(active)
-            part = self._battle.take(slots)
-            self._play(part, order[slots].T, target[slots].T, dest[slots].swapaxes(0, 1))
-            self._battle.put(slots, part)
+        else:
+            playing = np.flatnonzero(active)
+            for first in range(0, playing.size, self._at_once):
+                slots = playing[first : first + self._at_once]
+                part = self._battle.take(slots)
+                self._play(part, order[slots].T, target[slots].T, dest[slots].swapaxes(0, 1))
+                self._battle.put(slots, part)
         self._publish()
 
     def _play(self, battle: Battle, order: np.ndarray, target: np.ndarray, dest: np.ndarray) -> None:
@@ -106,8 +111,6 @@ class Simulator:
         pairs.measure(battle)
         if choose:
             acquire(roster, battle, pairs, self._sight)
-        np.subtract(battle.timer, LOOPS_PER_SUBSTEP, out=battle.timer)
-        np.maximum(battle.timer, -LOOPS_PER_SUBSTEP, out=battle.timer)
         aiming = (battle.target >= 0) & (battle.of_target(battle.alive) > 0)
         dx, dy = battle.of_target(pairs.x) - pairs.x, battle.of_target(pairs.y) - pairs.y
         in_reach = aiming & (np.sqrt(dx * dx + dy * dy) <= roster.reach_of(battle.target))
@@ -116,6 +119,9 @@ class Simulator:
             heal(roster, battle, in_reach, LOOPS_PER_SUBSTEP)
         np.greater(battle.health, 0, out=battle.alive, casting="unsafe")
         self._movement.walk(battle, pairs, aiming, in_reach, LOOPS_PER_SUBSTEP)
+        battle.timer -= LOOPS_PER_SUBSTEP
+        # What a steady shooter is late by counts for its next shot; who has paused starts from zero.
+        np.copyto(battle.timer, 0, where=battle.timer <= -LOOPS_PER_SUBSTEP)
 
     def _pairs_for(self, slots: int) -> Pairs:
         """Return scratch memory for that many slots; only the two sizes used last are kept."""

@@ -29,9 +29,12 @@ class FullGraphConv(nn.Module):
 
     def forward(self, nodes: Tensor) -> Tensor:
         """Return [..., N, dim] from nodes [..., N, dim]."""
-        sent = self.others(nodes)
-        received = sent.sum(dim=-2, keepdim=True) - sent
-        return (F.relu(self.own(nodes)) + F.relu(received)) / nodes.shape[-2]
+        # relu(a) / N = relu(a / N): the division costs nothing where it is done to the weights.
+        share = 1.0 / nodes.shape[-2]
+        own = F.linear(nodes, self.own.weight * share, self.own.bias * share).relu_()
+        sent = F.linear(nodes, self.others.weight * share, self.others.bias * share)
+        received = (sent.sum(dim=-2, keepdim=True) - sent).relu_()
+        return own + received
 
 
 class GNNRNNAgent(nn.Module):
@@ -86,7 +89,7 @@ class GNNRNNAgent(nn.Module):
             self.embed_ally(allies),
             self.embed_enemy(enemies),
         ]
-        return self.convolutions(F.relu(torch.cat(embedded, dim=-2)))
+        return self.convolutions(torch.cat(embedded, dim=-2).relu_())
 
     def _values(self, nodes: Tensor, hidden: Tensor) -> Tensor:
         if not self.entity:

@@ -1,4 +1,4 @@
-"""Stages: what is trained, what is frozen, what is collected, which clock counts, what "best" means, which files result."""
+"""Stages: what is trained and frozen, what is collected, which clock counts, what "best" means, what files result."""
 
 from __future__ import annotations
 

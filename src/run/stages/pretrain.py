@@ -116,8 +116,9 @@ class PretrainStage(Stage):
         files: dict[str, str] = {}
         if self.session.dist.is_main and self.session.config.save_model:
             meta = self.describe()
-            for place, weights in ((folder.pretrained(self.name), last), (folder.pretrained(self.name, best=True), self.best[2])):
-                save_file(place / self.weights_name, {"weights": weights, "meta": meta})
+            for best, weights in ((False, last), (True, self.best[2])):
+                path = folder.pretrained(self.name, best) / self.weights_name
+                save_file(path, {"weights": weights, "meta": meta})
             files[self.name] = str(folder.pretrained(self.name, best=True) / self.weights_name)
         module.eval().requires_grad_(False)
         values = {**self.last, f"best_{self.learner.best_metric}": self.best[0], "best_epoch": float(self.best[1])}
@@ -149,28 +150,38 @@ class PretrainStage(Stage):
     def _fill(self) -> None:
         """Play (or load) this rank's share of the training and the held-out episodes."""
         session, config = self.session, self.session.config
-        buffer = EpisodeBuffer(max(1, session.dist.share(config.graph_pretrain_episodes)))
+        facts = {"shape_key": session.info.shape_key()}
+        buffer = EpisodeBuffer(self._whole_rounds(config.graph_pretrain_episodes))
         if config.pretrain_buffer_path:
-            buffer.load(Path(config.pretrain_buffer_path).expanduser() / f"rank_{session.dist.rank}")
+            path = Path(config.pretrain_buffer_path).expanduser() / _buffer_file(session.dist.rank)
+            buffer.load(path, facts, "pretrain_buffer_path")
         elif not config.evaluation_only:
-            self._play("pretrain", session.dist.share(config.graph_pretrain_episodes), buffer)
-        held_out = EpisodeBuffer(max(1, session.dist.share(config.graph_pretrain_eval_episodes)))
-        self._play("held_out", held_out.capacity, held_out)
+            self._play("pretrain", buffer)
+        held_out = EpisodeBuffer(self._whole_rounds(config.graph_pretrain_eval_episodes))
+        self._play("held_out", held_out)
         self.products.train_episodes = buffer
         self.products.held_out = held_out.batch(range(len(held_out)))
         if config.save_pretrain_buffer:
-            buffer.save(session.folder.path / "pretrain_buffer" / f"rank_{session.dist.rank}")
+            buffer.save(session.folder.path / "pretrain_buffer" / _buffer_file(session.dist.rank), facts)
 
-    def _play(self, purpose: str, wanted: int, into: EpisodeBuffer) -> None:
+    def _whole_rounds(self, episodes: int) -> int:
+        """Return this rank's share of `episodes`, rounded up to whole rounds of all slots: long ones count too."""
+        slots = self.session.env.n_slots
+        return -(-self.session.dist.share(episodes) // slots) * slots or slots
+
+    def _play(self, purpose: str, into: EpisodeBuffer) -> None:
         session = self.session
         policy = pretrain_policy(session, purpose)
-        bar = Progress(wanted, "episode", f"{self.name}: playing", enabled=session.dist.is_main)
-        while len(into) < wanted:
+        bar = Progress(into.capacity, "episode", f"{self.name}: playing", enabled=session.dist.is_main)
+        while len(into) < into.capacity:
             rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
-            new = [{name: episode[name] for name in FIELDS} for episode in rollout.episodes][: wanted - len(into)]
-            into.add(new)
-            bar.update(len(new))
+            into.add([{name: episode[name] for name in FIELDS} for episode in rollout.episodes])
+            bar.update(rollout.n_episodes)
         bar.close()
+
+
+def _buffer_file(rank: int) -> str:
+    return f"rank_{rank}.episodes"
 
 
 def _duration(seconds: float) -> str:

@@ -32,17 +32,23 @@ class Stage3(Stage):
         self.mac, self.learner = build_learner(session, products)
         self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
         self.schedule = LinearSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_anneal_time)
-        self.metrics = Metrics()
+        self.played, self.learned = Metrics(), Metrics()
         self.tests: list[tuple[int, dict[str, float]]] = []
         self._explore = generator(config.seed, "explore", session.dist.rank)
         self._replay = generator(config.seed, "replay", session.dist.rank)
         self._rollout: Rollout | None = None
         self._bar: Progress | None = None
         self._since = (time.monotonic(), 0)
-        test, log, save = Due(config.test_interval, first=True), Due(config.log_interval), Due(config.save_model_interval)
+        test, save = Due(config.test_interval, first=True), Due(config.save_model_interval)
+        self._log_due = {
+            "run": Due(config.log_interval),
+            "played": Due(config.runner_log_interval),
+            "learned": Due(config.learner_log_interval),
+        }
+        self._parts_due: set[str] = set()
         self.tasks = [
             Task(lambda: test.due(self.clock.t_env) or self.done(), self.test),
-            Task(lambda: log.due(self.clock.t_env) or self._tested(), self.write_log),
+            Task(self._something_to_log, self.write_log),
             Task(lambda: save.due(self.clock.t_env) or self.done(), self.save),
         ]
 
@@ -69,8 +75,8 @@ class Stage3(Stage):
             self.mac, explore=explore, full_obs=self.mac.wants_full_obs
         )
         self.buffer.add(self._rollout.episodes)
-        self.metrics.add(means(self._rollout.stats))
-        self.metrics.add({"epsilon": (epsilon, 1.0)})
+        self.played.add(means(self._rollout.stats))
+        self.played.add({"epsilon": (epsilon, 1.0)})
 
     def ready(self) -> bool:
         """Whether every rank's buffer can give a batch."""
@@ -81,14 +87,14 @@ class Stage3(Stage):
         config = self.session.config
         for _ in range(config.updates_per_iteration):
             batch = self.buffer.sample(config.batch_size, self._replay).to(self.session.dist.device)
-            self.metrics.add(self.learner.update(batch, episodes=self.clock.episodes))
+            self.learned.add(self.learner.update(batch, episodes=self.clock.episodes))
             self.clock.updates += 1
 
     def advance(self) -> None:
         """Count what all ranks have played."""
         assert self._rollout is not None
         self.clock.t_env += self.session.dist.sum_int(self._rollout.steps)
-        self.clock.episodes += self.session.dist.sum_int(len(self._rollout.episodes))
+        self.clock.episodes += self.session.dist.sum_int(self._rollout.n_episodes)
         self.clock.epoch += 1
         if self._bar is not None:
             self._bar.set(self.clock.t_env)
@@ -99,8 +105,11 @@ class Stage3(Stage):
         self.tests.append((self.clock.t_env, values))
 
     def write_log(self) -> None:
-        """Write everything gathered since the last log as one record."""
-        values = self.metrics.reduce(self.session.dist)
+        """Write what is due, gathered since its last time, as one record."""
+        values: dict[str, float] = {}
+        for name, metrics in (("played", self.played), ("learned", self.learned)):
+            if name in self._parts_due:
+                values.update(metrics.reduce(self.session.dist))
         now = time.monotonic()
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
@@ -130,6 +139,12 @@ class Stage3(Stage):
             values.update({f"policy_{name}": value for name, value in beliefs.items()})
         models = {"agent": str(self.session.folder.step(self.clock.t_env))} if self.session.config.save_model else {}
         return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures})
+
+    def _something_to_log(self) -> bool:
+        self._parts_due = {name for name, due in self._log_due.items() if due.due(self.clock.t_env)}
+        if self.done():
+            self._parts_due = set(self._log_due)
+        return bool(self._parts_due) or self._tested()
 
     def _tested(self) -> bool:
         return bool(self.tests) and self.tests[-1][0] == self.clock.t_env

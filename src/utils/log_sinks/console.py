@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import shutil
 
 from omagd.utils.log_sinks.base import Record, RunFacts, Sink
@@ -12,6 +13,8 @@ NAME_WIDTH = 27
 VALUE_WIDTH = 11
 GAP = 3
 HEADLINE = ("t_env", "epoch", "episode")
+WHOLE = {"updates"}
+DETAIL = re.compile(r"_(self|ally|enemy)(_f\d+)?$")
 
 
 class ConsoleSink(Sink):
@@ -41,6 +44,8 @@ class ConsoleSink(Sink):
 def render_block(record: Record, facts: RunFacts | None = None, width: int | None = None) -> str:
     """Return the block: a headline, then the values in aligned columns, by name, tests first.
 
+    Measures of one type of node (`…_ally`) or feature (`…_ally_f3`) are left to the files.
+
     width: of the terminal in characters; asked for if None.
     """
     total = facts.totals.get(record.clock) if facts else None
@@ -49,7 +54,8 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
     if "episode" in record.values:
         head.append(f"Episode: {int(record.values['episode']):,}")
     head.append(" · ".join(part for part in (record.stage, facts.label if facts else "") if part))
-    names = sorted((n for n in record.values if n not in HEADLINE), key=lambda n: (not n.startswith("test_"), n))
+    shown = [name for name in record.values if name not in HEADLINE and not DETAIL.search(name)]
+    names = sorted(shown, key=lambda name: (not name.startswith("test_"), name))
     width = width or shutil.get_terminal_size((120, 24)).columns
     name_width = max([NAME_WIDTH, *map(len, names)])
     cell = name_width + VALUE_WIDTH
@@ -58,18 +64,18 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
     lines = [" | ".join(head)]
     for row in range(rows):  # down the columns, so that neighbours in name stay neighbours
         cells = [
-            f"{name:<{name_width}}{_number(record.values[name]):>{VALUE_WIDTH}}" for name in names[row::rows][:columns]
+            f"{name:<{name_width}}{_number(name, record.values[name]):>{VALUE_WIDTH}}" for name in names[row::rows]
         ]
         lines.append("  " + (" " * GAP).join(cells))
     return "\n".join(lines)
 
 
-def _number(value: float) -> str:
+def _number(name: str, value: float) -> str:
     """Return a number in at most 10 characters: four decimals, whole where whole and large, else in powers of ten."""
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else str(value)
+    if value == 0 and name not in WHOLE or not math.isfinite(value):
+        return f"{value:.4f}"
     if float(value).is_integer() and abs(value) < 1e9:
-        return f"{int(value)}" if abs(value) >= 1000 else f"{value:.4f}"
+        return f"{int(value)}" if abs(value) >= 1000 or name in WHOLE else f"{value:.4f}"
     if abs(value) < 1e-3 or abs(value) >= 1e6:
         return f"{value:.2e}"
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.1f}"

@@ -98,7 +98,7 @@ class SacredRelay:
                 return
             try:
                 self._run.log_scalar(key, value, t)
-            except Exception as error:  # the workers must never wait for a Sacred run that has broken
+            except Exception as error:  # noqa: BLE001 (workers must never wait for a Sacred run that has broken)
                 if not warned:
                     logging.getLogger("omagd").warning("Sacred takes no more scalars: %s", error)
                 warned = True

@@ -57,7 +57,7 @@ class WandbSink(Sink):
             log.warning("W&B cannot be reached, recording offline: %s", " ".join(str(error).split())[:200])
             self._run = self._init("offline")
 
-    def _init(self, mode: str) -> Any:
+    def _init(self, mode: Any) -> Any:
         import wandb
 
         facts = self._facts

@@ -1,0 +1,74 @@
+"""How many ranks, where they compute and who starts them: decided here alone, for the run and for `--dry-run`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omagd.config.schema import Config
+from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many ranks, on what, speaking through what. `joins` means that torchrun has started the ranks."""
+
+    world_size: int
+    backend: str
+    cuda: bool
+    joins: bool
+
+    @property
+    def spawns(self) -> bool:
+        """Whether this process starts the ranks."""
+        return self.world_size > 1 and not self.joins
+
+    def device(self, local_rank: int) -> torch.device:
+        """Return where a rank of this host computes; gloo lets several ranks share a card."""
+        import torch
+
+        return torch.device("cuda", local_rank % torch.cuda.device_count()) if self.cuda else torch.device("cpu")
+
+
+def make_plan(config: Config) -> Plan:
+    """Decide from the configuration, the devices and the environment that torchrun sets.
+
+    Errors: UserError for more ranks than devices, and for what contradicts the group that torchrun has started.
+    """
+    _check_torchrun(config)
+    import torch
+
+    cuda = config.use_cuda and torch.cuda.is_available()
+    cards = torch.cuda.device_count() if cuda else 0
+    joins = config.run == "ddp" and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if joins:
+        world_size = int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    else:
+        world_size = local = (config.world_size or max(1, cards)) if config.run == "ddp" and config.use_ddp else 1
+    backend = config.dist_backend or ("nccl" if cuda else "gloo")
+    if backend == "nccl" and not cuda:
+        raise UserError("dist_backend=nccl needs a GPU and use_cuda=True; leave it out, or use dist_backend=gloo")
+    if cuda and local > cards and backend == "nccl":
+        raise UserError(
+            f"world_size={world_size} is more than the {cards} visible GPUs of this machine:"
+            " give at most that many, or dist_backend=gloo to let ranks share cards"
+        )
+    return Plan(world_size, backend, cuda, joins)
+
+
+def speaks() -> bool:
+    """Return whether this process is the one that talks to the user: not one of torchrun's further ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _check_torchrun(config: Config) -> None:
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if config.run == "default" and ranks != "1":
+        raise UserError(f"run=default: this process is one of {ranks} (WORLD_SIZE={ranks}). Use run=ddp")
+    if "RANK" in os.environ and config.world_size is not None and str(config.world_size) != ranks:
+        raise UserError(f"world_size={config.world_size}: torchrun started {ranks} processes. Drop world_size")
