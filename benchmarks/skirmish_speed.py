@@ -1,6 +1,6 @@
 """Battle steps per second of the embedded simulator alone: random orders, one thread, no observations.
 
-    OMP_NUM_THREADS=1 python benchmarks/skirmish_speed.py --maps 3m,5m_vs_6m,27m_vs_30m --slots 64,256
+OMP_NUM_THREADS=1 python benchmarks/skirmish_speed.py --maps 3m,5m_vs_6m,27m_vs_30m --slots 64,256
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from omagd.config.loading import resolve, to_plain
 from omagd.run import REGISTRY, command_line
 from omagd.run.command_line import config_from, main

@@ -15,6 +15,7 @@ from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.utils.dist_utils import Dist
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.processes
 PER_RANK = 3
 UPDATES = 20
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -227,7 +227,7 @@ def test_metrics_against_loops_over_tokens() -> None:
             truth = obs_to_nodes(episode["full_obs"][step, agent], LAYOUT)[slot].double()[real[slot]]
             past = obs_to_nodes(episode["obs"][:step, agent], LAYOUT)[:, slot].double()[:, real[slot]]
             past = past[past.any(-1)]
-            errors.append(float((guess.features[token][real[slot]] - truth).square().mean()))
+            errors.append(float((guess.features.detach()[token][real[slot]] - truth).square().mean()))
             rivals["slot_mean"].append(float((mean[slot][real[slot]] - truth).square().mean()))
             rivals["last_seen"].append(float(((past[-1] if len(past) else 0 * truth) - truth).square().mean()))
             rivals["zeros"].append(float(truth.square().mean()))

@@ -116,6 +116,19 @@ def test_a_batch_is_bit_for_bit_its_single_battles(name):
             assert same({k: v[b : b + 1] for k, v in everything(batch).items()}, everything(sim)), (step, b)
 
 
+def test_many_slots_are_played_in_pieces_alike():
+    spec = get_map("27m_vs_30m")
+    n, rng = spec.n_agents, np.random.default_rng(6)
+    large, small = Simulator(spec, 100), Simulator(spec, 30)
+    large.reset(np.ones(100, bool), np.arange(100))
+    small.reset(np.ones(30, bool), np.arange(70, 100))
+    for _ in range(12):
+        orders = charge(large, n, 100) if rng.random() < 0.5 else random_orders(large, n, rng)
+        large.advance(*orders, np.ones(100, bool))
+        small.advance(*(part[70:] for part in orders), np.ones(30, bool))
+    assert same({k: v[70:] for k, v in everything(large).items()}, everything(small))
+
+
 def test_seed_decides_and_inactive_slots_stand_still():
     spec = get_map("3s5z")
     n, rng = spec.n_agents, np.random.default_rng(3)
@@ -130,6 +143,8 @@ def test_seed_decides_and_inactive_slots_stand_still():
         now = everything(sim)
         assert same({k: v[3:] for k, v in still.items()}, {k: v[3:] for k, v in now.items()})
         assert same({k: v[:1] for k, v in now.items()}, {k: v[1:2] for k, v in now.items()})
+    sim.advance(*random_orders(sim, n, rng), np.zeros(4, bool))
+    assert same(everything(sim), now)
     sim.reset(np.array([False, True, False, False]), np.array([5, 5, 6, 6]))
     assert sim.units.alive[1].all()
     assert np.array_equal(sim.units.x[0], now["x"][0])

@@ -30,142 +30,142 @@ Seeds = Annotated[tuple[Whole, ...], BeforeValidator(_as_tuple)]
 class Frozen(BaseModel):
     """Base of all configuration: never written again, no unknown keys, no silent conversion of types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TokenizerConfig(Frozen):
     """Stage 1, the VQ-VAE over nodes."""
 
-    n_codes: Annotated[int, Field(ge=2, le=32000)]
-    code_dim: Count
-    hidden_dim: Count
-    n_layers: Count
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)]
-    distance: Literal["l2", "cosine"]
-    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)]
-    commitment: Annotated[float, Field(ge=0.0)]
-    dead_code_threshold: Annotated[float, Field(ge=0.0)]  # of the mean EMA count of a code
+    n_codes: Annotated[int, Field(ge=2, le=32000)]  # codes in the codebook (K)
+    code_dim: Count  # features of a code
+    hidden_dim: Count  # width of encoder and decoder
+    n_layers: Count  # layers of encoder and of decoder
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of hidden units, in encoder and decoder
+    distance: Literal["l2", "cosine"]  # nearest code by Euclidean distance or by angle
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)]  # of the codebook's running counts and sums, per update
+    commitment: Annotated[float, Field(ge=0.0)]  # weight of the distance between encoding and code in the loss
+    dead_code_threshold: Annotated[float, Field(ge=0.0)]  # share of the mean EMA count below which a code is dead
     revive_interval: Whole  # updates between revivals; 0: never
 
 
 class MaskPredictorConfig(Frozen):
     """Stage 2, the masked-token predictor."""
 
-    d_model: Count
-    n_layers: Count
-    n_heads: Count
-    feedforward_dim: Count
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)]
-    mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0)]  # of seen nodes, HIDDEN in training
-    matching: Literal["none", "type"]
-    early_steps: Whole
-    early_step_weight: Annotated[float, Field(ge=0.0)]
-    stacked_steps: Count  # k frames
-    stacked_strip: Count  # s environment steps between two frames
-    use_gru: bool
+    d_model: Count  # width of the transformer
+    n_layers: Count  # layers of the transformer
+    n_heads: Count  # attention heads; divides d_model
+    feedforward_dim: Count  # width between the two linear maps of a layer
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of units in the transformer
+    mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of seen nodes that are masked too in training
+    matching: Literal["none", "type"]  # loss: slot by slot, or nodes of one type in any order
+    early_steps: Whole  # first steps of an episode that weigh early_step_weight
+    early_step_weight: Annotated[float, Field(ge=0.0)]  # their weight in the loss; others weigh 1
+    stacked_steps: Count  # frames that the predictor reads (k)
+    stacked_strip: Count  # environment steps between two frames (s)
+    use_gru: bool  # a GRU over each node's k frames before the transformer
     last_seen: bool  # an unseen node carries the token it had when last seen, and its age
     code_features: bool  # token embeddings and head also know the features that codes decode to
-    decode: Literal["argmax", "mean"]
+    decode: Literal["argmax", "mean"]  # features of the likeliest code, or their mean over all codes
 
 
 class Config(Frozen):
     """One run, resolved and checked."""
 
-    run: str
-    env: str
-    env_args: dict[str, Any]  # typed by the environment's own args_model
-    learner: str
-    mac: str
-    agent: str
-    mixer: str
-    runner: str
-    action_selector: str
-    name: str
-    seed: Whole
+    run: str  # run mode: default (one process) | ddp (one worker per device, or a rank of torchrun's group)
+    env: str  # environment by name
+    env_args: dict[str, Any]  # arguments of the environment, see below
+    learner: str  # learner by name; the *_ddp names are the same learners
+    mac: str  # controller by name
+    agent: str  # network of the agents by name
+    mixer: str  # network that joins the agents' values by name
+    runner: str  # parallel: batch_size_run battles side by side | episode: one
+    action_selector: str  # epsilon_greedy | greedy (explores never)
+    name: str  # of the configuration; begins the run folder's name
+    seed: Whole  # every random number of a run follows from it
     seeds: Seeds  # several runs, one after another, ended by one table
 
-    use_cuda: bool  # if there is one
-    use_ddp: bool
-    world_size: Count | None  # None: the visible GPUs, else 1
-    ddp_port: Annotated[int, Field(ge=1024, le=65535)]
-    dist_backend: Literal["nccl", "gloo"] | None
-    dist_timeout_minutes: Positive
-    lr_scaling: Literal["none", "sqrt", "linear"]
-    torch_threads: Count
-    cpu_inference: bool
-    buffer_cpu_only: bool
+    use_cuda: bool  # compute on GPUs if there are any
+    use_ddp: bool  # False: run=ddp trains in this process; a group that torchrun started is joined all the same
+    world_size: Count | None  # number of ranks; None: the visible GPUs, else 1
+    ddp_port: Annotated[int, Field(ge=1024, le=65535)]  # TCP port where spawned ranks meet; taken: another one
+    dist_backend: Literal["nccl", "gloo"] | None  # None: nccl on GPUs, gloo on CPUs
+    dist_timeout_minutes: Positive  # minutes a rank waits for the others in one exchange
+    lr_scaling: Literal["none", "sqrt", "linear"]  # lr and graph_lr times 1, the root of the ranks, or the ranks
+    torch_threads: Count  # threads of each process for torch on a CPU
+    cpu_inference: bool  # published key, without effect so far: agents act on the device that learns
+    buffer_cpu_only: bool  # replay in main memory, even where the ranks compute on GPUs
 
     batch_size_run: Count  # battles per rank
-    env_processes: bool  # single environments in worker processes
-    buffer_size: Count  # episodes
-    t_max: Count
-    epsilon_start: Unit
-    epsilon_finish: Unit
-    epsilon_anneal_time: Count
+    env_processes: bool  # environments that are not batched: each in a process of its own
+    buffer_size: Count  # episodes kept for replay; a new one replaces the oldest
+    t_max: Count  # environment steps over all ranks at which stage 3 ends
+    epsilon_start: Unit  # share of random actions at step 0
+    epsilon_finish: Unit  # share of random actions after epsilon_anneal_time
+    epsilon_anneal_time: Count  # environment steps over all ranks, in a straight line
 
-    batch_size: Count  # episodes
-    updates_per_iteration: Count
-    gamma: Unit
-    td_lambda: Unit
-    double_q: bool
-    lr: Positive
-    grad_norm_clip: Positive
-    target_update_interval: Count  # episodes over all ranks
-    target_update_updates: Count | None  # counts updates instead when given
-    use_per: bool
+    batch_size: Count  # episodes of one update
+    updates_per_iteration: Count  # updates after each round of one episode in every battle slot
+    gamma: Unit  # discount for one environment step
+    td_lambda: Unit  # 0: one-step targets, 1: whole returns
+    double_q: bool  # the trained agent chooses the action that the target network values
+    lr: Positive  # step size of Adam in stage 3
+    grad_norm_clip: Positive  # norm to which the gradient over all ranks is cut, in every stage
+    target_update_interval: Count  # episodes over all ranks between copies of the target networks
+    target_update_updates: Count | None  # updates between copies; given, it replaces target_update_interval
+    use_per: bool  # prioritised replay: refused, not built
 
-    rnn_hidden_dim: Count
-    use_layer_norm: bool
-    use_orthogonal: bool
-    obs_agent_id: bool
-    obs_last_action: bool
-    mixing_embed_dim: Count
-    hypernet_embed: Count
-    gnn_hidden_dim: Count
-    gnn_layer_num: Count
-    gnn_readout: Literal["pool", "entity"]
+    rnn_hidden_dim: Count  # size of the agents' memory (H)
+    use_layer_norm: bool  # n_rnn only: normalise the memory before the values are read
+    use_orthogonal: bool  # n_rnn only: orthogonal initial weights
+    obs_agent_id: bool  # agents read which of the team they are
+    obs_last_action: bool  # agents read their last action
+    mixing_embed_dim: Count  # qmix: width of the mixing layer
+    hypernet_embed: Count  # qmix: width of the networks that make the mixer's weights
+    gnn_hidden_dim: Count  # gnn_rnn: features of an embedded node
+    gnn_layer_num: Count  # gnn_rnn: graph convolutions
+    gnn_readout: Literal["pool", "entity"]  # gnn_rnn: values from the mean over nodes, or of `attack i` from node i
 
-    use_graph_reconstruction: bool
+    use_graph_reconstruction: bool  # stages 1 and 2 exist, and stage 3 acts on their reconstructions
     use_full_obs: bool  # the agent sees everything: an upper bound, not a method
     mark_guesses: bool  # tell the agent which nodes are guesses
-    reconstructer_stage: Stage | None
+    reconstructer_stage: Stage | None  # stage to run; None: all
     recontructer_stage: Stage | None  # the published spelling of the same key
-    pretrain_only: bool
-    pretrained_tokenizer_path: str
-    pretrained_mask_predictor_path: str
-    pretrain_buffer_path: str
-    save_pretrain_buffer: bool
-    graph_pretrain_epochs: Count
-    graph_pretrain_episodes: Count  # over all ranks
-    graph_pretrain_batch_size: Count
-    graph_pretrain_eval_interval: Count
-    graph_pretrain_eval_episodes: Count  # over all ranks
-    graph_pretrain_policy: str  # random | mixed | path of a checkpoint
-    graph_pretrain_random_share: Unit  # of the actions under `mixed`
-    graph_lr: Positive
+    pretrain_only: bool  # end after stage 2
+    pretrained_tokenizer_path: str  # a tokenizer.th or its folder: stage 1 is skipped
+    pretrained_mask_predictor_path: str  # a stage2_model.th or its folder: stage 2 is skipped
+    pretrain_buffer_path: str  # folder with rank_<r>.episodes, one for each rank: read instead of playing
+    save_pretrain_buffer: bool  # write the episodes of stages 1 and 2 to <run folder>/pretrain_buffer/
+    graph_pretrain_epochs: Count  # updates of each of the stages 1 and 2
+    graph_pretrain_episodes: Count  # episodes of stages 1 and 2 over all ranks; rounded up to whole rounds of all slots
+    graph_pretrain_batch_size: Count  # episodes of one update
+    graph_pretrain_eval_interval: Count  # epochs between measurements on the held-out episodes
+    graph_pretrain_eval_episodes: Count  # held-out episodes over all ranks, rounded up likewise
+    graph_pretrain_policy: str  # who plays them: random | mixed (scripted players) | path of a checkpoint
+    graph_pretrain_random_share: Unit  # share of random actions under `mixed`
+    graph_lr: Positive  # step size of Adam in stages 1 and 2
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig
 
-    test_nepisode: Count  # over all ranks
-    test_interval: Count
-    log_interval: Count
-    runner_log_interval: Count
-    learner_log_interval: Count
-    save_model: bool
-    save_model_interval: Count
-    local_results_path: str
+    test_nepisode: Count  # greedy episodes of a test over all ranks; rounded up to whole rounds of all slots
+    test_interval: Count  # environment steps over all ranks between tests; there is one at the start and at the end
+    log_interval: Count  # environment steps over all ranks between logs
+    runner_log_interval: Count  # the same for what playing tells: return_mean, ep_length_mean, epsilon, ...
+    learner_log_interval: Count  # the same for what updates tell: loss_td, grad_norm, ...
+    save_model: bool  # write weights
+    save_model_interval: Count  # environment steps over all ranks between saved weights; the end is saved too
+    local_results_path: str  # folder of all run folders
     unique_token: str  # name of the run's folder; empty: made from name, map, seed and time
-    use_wandb: bool
-    wandb_project: str
-    wandb_entity: str
-    use_tensorboard: bool
+    use_wandb: bool  # record in W&B, offline where there is no key
+    wandb_project: str  # empty: made from map, stage and number of ranks
+    wandb_entity: str  # W&B team; empty: the key's own
+    use_tensorboard: bool  # write event files to <run folder>/tb/
 
-    evaluate: bool
-    evaluation_only: bool
-    eval_report_episodes: Whole
-    checkpoint_path: str
-    load_step: Whole
-    save_replay: bool
+    evaluate: bool  # play checkpoint_path greedily instead of training
+    evaluation_only: bool  # stages 1 and 2 measure given modules on held-out episodes instead of training
+    eval_report_episodes: Whole  # episodes that evaluate=True plays, over all ranks; 0: test_nepisode
+    checkpoint_path: str  # run folder, its models/ or one step's folder: what is played, or trained on
+    load_step: Whole  # of several saved steps the nearest to this one; 0: the last
+    save_replay: bool  # with evaluate=True: let the environment write its replays, where it can
 
     @property
     def stage(self) -> Stage:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from omagd.components import action_selectors
 from omagd.components.packing import PackedBatch, Packing
@@ -14,6 +14,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules import agents
+from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.errors import UserError
 
@@ -42,7 +43,7 @@ class BasicMAC:
         self.info = info
         self.device = device
         self.wants_full_obs = config.use_full_obs
-        self.agent: nn.Module = agents.REGISTRY.get(config.agent)(config, info).to(device)
+        self.agent: Agent = agents.REGISTRY.get(config.agent)(config, info).to(device)
         self.selector = action_selectors.REGISTRY.get(config.action_selector)()
         self.begin(0)
 
@@ -66,7 +67,10 @@ class BasicMAC:
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Decide for all slots, greedily without `explore`; unavailable actions are never taken."""
         seen = tick.observation
-        inputs, extras = self._look(seen.full_obs if self.wants_full_obs else seen.obs, tick.step)
+        obs = seen.full_obs if self.wants_full_obs else seen.obs
+        if obs is None:
+            raise ValueError("a controller that wants full_obs was shown none")
+        inputs, extras = self._look(obs, tick.step)
         trains = self.agent.training
         self.agent.eval()
         q, self._hidden = self.agent.step(inputs, self._hidden)

@@ -74,13 +74,12 @@ class PredictorObjective(Objective):
         target = sample.target
         if self.predictor.config.matching == "type":
             target = target[match_types(log_p.detach(), target, sample.masked, self.layout)]
-        weight = sample.weight.to(log_p.dtype)
-        loss = -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()
+        loss = cross_entropy(log_p, target, sample.weight)
         with torch.no_grad():
             dead = sample.target == self.predictor.specials.absent
             taken_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)
             stats = {
-                "graph_loss": (loss.detach(), weight.sum()),
+                "graph_loss": (loss.detach(), sample.weight.sum()),
                 "top1": mean_of((log_p.argmax(-1) == target).to(log_p.dtype)),
                 "recall_absent": mean_of(taken_dead, dead),
                 "recall_alive": mean_of(1 - taken_dead, ~dead),
@@ -241,11 +240,15 @@ class PredictorLearner:
         truth = graphs.full_nodes[sample.rows, sample.agents][sample.masked]
         real = self._real[slot].to(log_p.dtype)
         tokens = Tokens(sample.target, truth, real, self._kinds[slot], rivals)
-        stats = dict(token_stats(log_p, guess, tokens, match_types(log_p, sample.target, sample.masked, self.layout)))
-        weight = sample.weight.to(log_p.dtype)
-        loss, _ = self._objective(sample)
-        stats["graph_loss"] = (loss, weight.sum())
-        return stats
+        matched = match_types(log_p, sample.target, sample.masked, self.layout)
+        compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
+        loss = cross_entropy(log_p, compared, sample.weight)
+        return {**token_stats(log_p, guess, tokens, matched), "graph_loss": (loss, sample.weight.sum())}
+
+
+def cross_entropy(log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Return the sum over tokens of weight [M] × -log p [M, K + 1] of the target [M]."""
+    return -(log_p.gather(1, target[:, None])[:, 0] * weight.to(log_p.dtype)).sum()
 
 
 def _part(sample: Sample, rows: slice) -> Sample:

@@ -79,7 +79,7 @@ def worker(rank: int, config: Config, plan: Plan, token: str, port: int, channel
             _note(notes, "summary", summary)
     except Stopped as stop:
         raise SystemExit(stop.exit_code) from None
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must be able to tell it)
         _note_error(rank, notes, error)
         raise SystemExit(USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1) from None
 

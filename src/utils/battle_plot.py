@@ -133,9 +133,7 @@ def _notes(seen: Nodes, reconstructed: Nodes, truth: Nodes) -> tuple[str, str, s
 
 
 def _pairs(reconstructed: Nodes, truth: Nodes) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    return [
-        (g, t) for g, t in zip(reconstructed, truth, strict=True) if g["guessed"] and g["present"] and t["present"]
-    ]
+    return [(g, t) for g, t in zip(reconstructed, truth, strict=True) if g["guessed"] and g["present"] and t["present"]]
 
 
 def _ground(axis: Any, view: _View) -> None:

@@ -32,9 +32,11 @@ class Clock:
 class Due:
     """Whether something that happens every `interval` of a clock is due: a function of the times asked about alone.
 
+    Due at the first time at or after each multiple of the interval, so that what has one interval comes together.
+
     Args:
         interval: at least 1, in the clock's unit. first: be due at the first question already.
-        start: time from which the first interval is counted.
+        start: time up to which everything counts as done.
     """
 
     def __init__(self, interval: int, *, first: bool = False, start: int = 0) -> None:
@@ -44,8 +46,8 @@ class Due:
         self.last: int | None = None if first else start
 
     def due(self, t: int) -> bool:
-        """Return True, and count anew from `t`, when `interval` has passed since it was last due."""
-        if self.last is not None and t - self.last < self.interval:
+        """Return True, and remember `t`, when a multiple of `interval` has been passed since it was last due."""
+        if self.last is not None and t // self.interval == self.last // self.interval:
             return False
         self.last = int(t)
         return True

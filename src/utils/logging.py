@@ -22,9 +22,7 @@ class Logger:
         facts: what sinks are told when they are added.
     """
 
-    def __init__(
-        self, console_logger: logging.Logger, minimal: bool = False, facts: RunFacts | None = None
-    ) -> None:
+    def __init__(self, console_logger: logging.Logger, minimal: bool = False, facts: RunFacts | None = None) -> None:
         self.console_logger = console_logger
         self.minimal = minimal
         self.facts = facts or RunFacts(folder=Path("."))

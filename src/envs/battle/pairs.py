@@ -14,18 +14,22 @@ FAR_AWAY, APART = np.float32(1.0e4), np.float32(1.0e-3)
 class Pairs:
     """Differences and squared distances of all units of all slots; the dead lie far away from everyone.
 
+    Args:
+        memory: float32 [4, at least U * U * B] to work in.
+
     Attributes:
         x, y: [U, B] positions used. dx, dy: [U, U, B] position of the first unit less that of the second. d2: squared.
     """
 
-    def __init__(self, roster: Roster, slots: int) -> None:
+    def __init__(self, roster: Roster, slots: int, memory: np.ndarray) -> None:
         self._roster = roster
         units = roster.total
         number = np.arange(units, dtype=np.float32)[:, None]
         # A hair's breadth between the columns, so that units on one spot know in which direction to part.
         self._offset_x, self._offset_y = APART * number, APART * ((number * 7) % 11)
         self._far = FAR_AWAY + 100 * number
-        self.dx, self.dy, self.d2, self.work = (np.empty((units, units, slots), np.float32) for _ in range(4))
+        pairs = units * units * slots
+        self.dx, self.dy, self.d2, self.work = (row[:pairs].reshape(units, units, slots) for row in memory)
         self.x, self.y = np.empty((units, slots), np.float32), np.empty((units, slots), np.float32)
         self._index = np.arange(units, dtype=np.int32)
 

@@ -11,6 +11,7 @@ over units run in one order, and no function is used whose last bit depends on v
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from omagd.utils.errors import UserError
 
 LOOPS_PER_STEP, LOOPS_PER_SUBSTEP = 8, 2
 SUBSTEPS = LOOPS_PER_STEP // LOOPS_PER_SUBSTEP
-PAIRS_AT_ONCE = 32768  # pairs of units worked on together, so that the arrays stay in the processor's cache
+SLOTS_AT_ONCE, PAIRS_AT_ONCE = 64, 262144  # worked on together; more than both would only leave the processor's cache
 SIGHT = {"1": 6.0, "2": 6.5, "3": 7.0, "4": 7.5, "5": 8.0, "6": 8.5, "7": 9.0, "8": 9.0, "9": 9.0, "A": 9.0}
 
 
@@ -51,8 +52,10 @@ class Simulator:
         self._battle = Battle.empty(self._roster.total, n_slots)
         self._cooldown = np.zeros((self._roster.total, n_slots), np.float32)
         self._alive = np.zeros((self._roster.total, n_slots), bool)
+        pairs = self._roster.total**2
+        self._at_once = min(n_slots, max(SLOTS_AT_ONCE, PAIRS_AT_ONCE // pairs))
+        self._memory = np.empty((4, pairs * self._at_once), np.float32)
         self._pairs: dict[int, Pairs] = {}
-        self._at_once = max(8, PAIRS_AT_ONCE // self._roster.total**2)
         self.units = self._views()
 
     def _views(self) -> Units:
@@ -90,10 +93,9 @@ class Simulator:
         """Give orders ([B, n] `Order`, [B, n], [B, n, 2]) to the allies of the active slots and play 8 game loops."""
         if active.all() and self.n_slots <= self._at_once:
             self._play(self._battle, order.T, target.T, dest.swapaxes(0, 1))
-        else:
+        elif active.any():
             playing = np.flatnonzero(active)
-            for first in range(0, playing.size, self._at_once):
-                slots = playing[first : first + self._at_once]
+            for slots in np.array_split(playing, math.ceil(playing.size / self._at_once)):
                 part = self._battle.take(slots)
                 self._play(part, order[slots].T, target[slots].T, dest[slots].swapaxes(0, 1))
                 self._battle.put(slots, part)
@@ -124,11 +126,9 @@ class Simulator:
         np.copyto(battle.timer, 0, where=battle.timer <= -LOOPS_PER_SUBSTEP)
 
     def _pairs_for(self, slots: int) -> Pairs:
-        """Return scratch memory for that many slots; only the two sizes used last are kept."""
+        """Return working arrays for that many slots; all sizes share one piece of memory."""
         if slots not in self._pairs:
-            while len(self._pairs) > 1:
-                self._pairs.pop(next(iter(self._pairs)))
-            self._pairs[slots] = Pairs(self._roster, slots)
+            self._pairs[slots] = Pairs(self._roster, slots, self._memory)
         return self._pairs[slots]
 
     def _publish(self) -> None:
@@ -148,3 +148,4 @@ class Simulator:
     def close(self) -> None:
         """Release the scratch memory."""
         self._pairs.clear()
+        self._memory = np.empty((4, 0), np.float32)

@@ -9,10 +9,13 @@ from torch.nn import functional as F
 from omagd.components.packing import Packing
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
+from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, guess_marks
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.modules.recurrent import PackedGRU
 from omagd.utils.errors import UserError
+
+GRAPHS_AT_ONCE = 512
 
 
 class FullGraphConv(nn.Module):
@@ -37,7 +40,7 @@ class FullGraphConv(nn.Module):
         return own + received
 
 
-class GNNRNNAgent(nn.Module):
+class GNNRNNAgent(Agent):
     """Values of all actions from graphs of entities; weights shared by all agents.
 
     `gnn_readout=pool`: all values come from the mean over nodes (it cannot tell enemies apart). `entity`: the value of
@@ -69,33 +72,48 @@ class GNNRNNAgent(nn.Module):
 
     def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
         """Return the values [S, n, A] of whole episodes."""
-        nodes = self._nodes(inputs)
-        return self._values(nodes, self.rnn(nodes.mean(dim=-2), packing))
+        pooled, enemies = self._read(inputs)
+        return self._values(enemies, self.rnn(pooled, packing))
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values [B, n, A] of one tick and the new memory [B, n, H]."""
-        nodes = self._nodes(inputs)
-        hidden = self.rnn.step(nodes.mean(dim=-2), hidden)
-        return self._values(nodes, hidden), hidden
+        pooled, enemies = self._read(inputs)
+        hidden = self.rnn.step(pooled, hidden)
+        return self._values(enemies, hidden), hidden
 
-    def _nodes(self, inputs: AgentInputs) -> Tensor:
+    def _read(self, inputs: AgentInputs) -> tuple[Tensor, Tensor]:
+        """Return the mean over nodes [S, n, dim] and what the readout needs of the enemies [S, n, n_enemies, hidden].
+
+        Some rows at a time, so that a chunk's nodes stay in the processor's cache.
+        """
+        rows = max(1, GRAPHS_AT_ONCE // self.n_agents)
+        marks = guess_marks(inputs, self.layout.n_nodes) if self.mark_guesses else inputs.features[..., :0]
+        chunks = zip(*(x.split(rows) for x in (inputs.features, inputs.last_action, marks)), strict=True)
+        pooled, enemies = zip(*(self._read_chunk(*chunk) for chunk in chunks), strict=True)
+        return torch.cat(pooled), torch.cat(enemies)
+
+    def _read_chunk(self, features: Tensor, last_action: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
+        nodes = self._nodes(features, last_action, marks)
+        enemies = nodes[..., 1 + self.layout.n_allies :, :]
+        return nodes.mean(dim=-2), self.attack_node(enemies) if self.entity else enemies[..., :0, :]
+
+    def _nodes(self, features: Tensor, last_action: Tensor, marks: Tensor) -> Tensor:
         """Return the nodes after all convolutions, [S, n, N, dim]."""
-        raw = obs_to_nodes(inputs.features, self.layout)
+        raw = obs_to_nodes(features, self.layout)
         if self.mark_guesses:
-            raw = torch.cat([raw, guess_marks(inputs, self.layout.n_nodes).unsqueeze(-1)], dim=-1)
+            raw = torch.cat([raw, marks.unsqueeze(-1)], dim=-1)
         own, allies, enemies = raw.split([1, self.layout.n_allies, self.layout.n_enemies], dim=-2)
         embedded = [
-            self.embed_self(own.squeeze(-2), inputs.last_action).unsqueeze(-2),
+            self.embed_self(own.squeeze(-2), last_action).unsqueeze(-2),
             self.embed_ally(allies),
             self.embed_enemy(enemies),
         ]
         return self.convolutions(torch.cat(embedded, dim=-2).relu_())
 
-    def _values(self, nodes: Tensor, hidden: Tensor) -> Tensor:
+    def _values(self, enemies: Tensor, hidden: Tensor) -> Tensor:
         if not self.entity:
             return self.fc2(hidden)
-        enemies = nodes[..., 1 + self.layout.n_allies :, :]
-        joined = F.relu(self.attack_node(enemies) + self.attack_memory(hidden).unsqueeze(-2))
+        joined = F.relu(enemies + self.attack_memory(hidden).unsqueeze(-2))
         return torch.cat([self.fc2(hidden), self.attack_value(joined).squeeze(-1)], dim=-1)
 
 

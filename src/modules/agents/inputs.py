@@ -50,7 +50,7 @@ class InputLinear(nn.Linear):
         super().__init__(sum(self.widths), out_features)
         self.n_agents = info.n_agents
 
-    def forward(self, features: Tensor, last_action: Tensor) -> Tensor:
+    def forward(self, features: Tensor, last_action: Tensor) -> Tensor:  # type: ignore[override]
         """Return [S, n, out] from features [S, n, d] and last_action [S, n] int64 (-1: none, a one-hot of zeros)."""
         of_features, of_actions, of_agents = self.weight.split(self.widths, dim=1)
         out = F.linear(features, of_features, self.bias)

@@ -8,12 +8,13 @@ from torch.nn import functional as F
 from omagd.components.packing import Packing
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
 from omagd.modules.recurrent import PackedGRU
 from omagd.utils.errors import UserError
 
 
-class RNNAgent(nn.Module):
+class RNNAgent(Agent):
     """Values of all actions from flat observations; weights shared by all agents."""
 
     def __init__(self, config: Config, info: EnvInfo) -> None:

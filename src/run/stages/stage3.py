@@ -38,7 +38,8 @@ class Stage3(Stage):
         self._replay = generator(config.seed, "replay", session.dist.rank)
         self._rollout: Rollout | None = None
         self._bar: Progress | None = None
-        self._since = (time.monotonic(), 0)
+        self._started = time.monotonic()
+        self._since = (self._started, 0)
         test, save = Due(config.test_interval, first=True), Due(config.save_model_interval)
         self._log_due = {
             "run": Due(config.log_interval),
@@ -58,7 +59,8 @@ class Stage3(Stage):
         self.learner.warm_up()
         if session.config.checkpoint_path:
             load_training_state(self)
-        self._since = (time.monotonic(), self.clock.t_env)
+        self._started = time.monotonic()
+        self._since = (self._started, self.clock.t_env)
         self._bar = Progress(
             session.config.t_max, "step", self.name, enabled=session.dist.is_main, initial=self.clock.t_env
         )
@@ -71,9 +73,7 @@ class Stage3(Stage):
         """Play one episode in every battle slot and keep it."""
         epsilon = self.schedule.value(self.clock.t_env)
         explore = Exploration(epsilon, self._explore)
-        self._rollout = self.session.runners["train"].run(
-            self.mac, explore=explore, full_obs=self.mac.wants_full_obs
-        )
+        self._rollout = self.session.runners["train"].run(self.mac, explore=explore, full_obs=self.mac.wants_full_obs)
         self.buffer.add(self._rollout.episodes)
         self.played.add(means(self._rollout.stats))
         self.played.add({"epsilon": (epsilon, 1.0)})
@@ -113,6 +113,7 @@ class Stage3(Stage):
         now = time.monotonic()
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
+        values["wall_seconds"] = now - self._started
         values["episode"] = float(self.clock.episodes)
         values["updates"] = float(self.clock.updates)
         if self._tested():

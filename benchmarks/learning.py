@@ -1,0 +1,82 @@
+"""Whether a configuration learns: several seeds, fresh greedy test episodes, wall time.
+
+    python benchmarks/learning.py --config qmix --map 3m --t-max 400000 --seeds 1 2 3 --threshold 0.9
+    python benchmarks/learning.py --config smax_qmix --env smax --map 3m --t-max 2000000 --threshold 0.8
+
+Each seed is one run in a process of its own. The win rate is that of the last test, greedy, on 256 episodes whose
+seeds no training episode has. "First" is when two tests in a row first reached the threshold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+MAIN = Path(__file__).resolve().parents[1] / "src" / "main.py"
+
+
+def play(arguments: argparse.Namespace, seed: int, extra: list[str]) -> tuple[Path, int]:
+    """Start one run and return its folder and exit code."""
+    token = f"learning_{arguments.config}_{arguments.env}_{arguments.map}_seed{seed}"
+    words = [f"env_args.map_name={arguments.map}", f"seed={seed}", f"t_max={arguments.t_max}", "test_nepisode=256"]
+    words += [f"test_interval={arguments.test_interval}", f"log_interval={arguments.test_interval}"]
+    words += [f"local_results_path={arguments.results}", f"unique_token={token}", *extra]
+    command = [sys.executable, str(MAIN), f"--config={arguments.config}", f"--env-config={arguments.env}", "-u", "with"]
+    done = subprocess.run([*command, *words], stdout=subprocess.DEVNULL, check=False)
+    newest = max(Path(arguments.results).glob(f"{token}*"), key=lambda path: path.stat().st_mtime)
+    return newest, done.returncode
+
+
+def tests(folder: Path) -> list[tuple[float, float, float]]:
+    """Return (t_env, seconds, win rate) of every test of a run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    name = "test_battle_won_mean"
+    return [(row["t_env"], row["wall_seconds"], row[name]) for row in rows if row["stage"] == "stage3" and name in row]
+
+
+def first(played: list[tuple[float, float, float]], threshold: float) -> str:
+    """Return when two tests in a row first reached `threshold`."""
+    for (t_env, seconds, one), (_, _, other) in zip(played, played[1:], strict=False):
+        if one >= threshold and other >= threshold:
+            return f"{t_env:,.0f} steps, {seconds:.0f} s"
+    return "never"
+
+
+def main() -> None:
+    """Run all seeds and print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="qmix")
+    parser.add_argument("--env", default="skirmish")
+    parser.add_argument("--map", default="3m")
+    parser.add_argument("--t-max", type=int, default=400_000)
+    parser.add_argument("--test-interval", type=int, default=20_000)
+    parser.add_argument("--threshold", type=float, default=0.9)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--results", default="results/benchmarks")
+    arguments, extra = parser.parse_known_args()
+    print(
+        f"| {arguments.env} {arguments.map}, {arguments.config} | last win rate | best | {arguments.threshold} first reached | steps | wall |"
+    )
+    print("|---|---|---|---|---|---|")
+    last = []
+    for seed in arguments.seeds:
+        folder, code = play(arguments, seed, extra)
+        if code:
+            print(f"| seed {seed} | failed with exit code {code} | | | | |", flush=True)
+            continue
+        played = tests(folder)
+        t_env, seconds, won = played[-1]
+        last.append(won)
+        best = max(rate for _, _, rate in played)
+        when = first(played, arguments.threshold)
+        print(f"| seed {seed} | {won:.3f} | {best:.3f} | {when} | {t_env:,.0f} | {seconds:.0f} s |", flush=True)
+    if last:
+        print(f"| median | {median(last):.3f} | | | | |")
+
+
+if __name__ == "__main__":
+    main()

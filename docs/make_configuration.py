@@ -1,0 +1,191 @@
+"""Writes docs/configuration.md: every key with its type, its default and its meaning, from where they stand.
+
+Types, ranges and meanings come from `src/config/schema.py` (the comment behind a key), defaults and sections from
+`src/config/default.yaml`, arguments of environments from their `args_model` and its docstring, presets from
+`src/config/algs/`. Run it after a change of any of them: `python docs/make_configuration.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from omagd.config.loading import SECTIONS, base_values, config_names, find_yaml, read_yaml
+from omagd.config.schema import Config
+from omagd.envs import REGISTRY as ENVS
+from omagd.envs.battle.args import BattleArgs
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+INTRODUCTION = """\
+# Configuration
+
+<!-- Made by docs/make_configuration.py; edit src/config/schema.py and default.yaml instead. -->
+
+Every key is set by `with key=value`; keys of a section by a dotted name (`tokenizer_config.n_codes=512`). Values are
+laid over each other in this order: `default.yaml`, the environment's file (`--env-config`), the algorithm's file
+(`--config`), `with`. `--config` and `--env-config` take a name from `--list` or the path of a YAML file. `--dry-run`
+prints the result without running. An unknown key, a wrong type, a value out of range and a contradiction are refused
+in one line, with exit code 2.
+
+*Steps* are environment steps over all ranks. Sizes are those of one rank where nothing else is said.
+Numbers of the form `1e-3` may be typed after `with`; in a YAML file write `0.001`, since YAML reads `1e-3` as text.
+"""
+
+
+def render() -> str:
+    """Return the whole page."""
+    parts = [INTRODUCTION]
+    meanings = comments("Config")
+    values = read_yaml(ROOT / "src" / "config" / "default.yaml")
+    for title, keys in sections():
+        plain = [key for key in keys if key not in SECTIONS]
+        rows = [(key, kind(Config, key), values[key], meanings.get(key, "")) for key in plain]
+        parts.append(f"## {title}\n\n" + table(rows))
+        for key in keys:
+            if key in SECTIONS:
+                parts.append(nested(key, values[key]))
+    parts.append(presets())
+    parts.append("## Arguments of the environments\n\n`env_args.<key>=value`; each environment has its own.\n")
+    parts += [environment(name) for name in config_names("envs")]
+    return "\n".join(parts)
+
+
+def sections() -> Iterator[tuple[str, list[str]]]:
+    """Yield title and keys of each section of default.yaml (`# --- title`), in order."""
+    title, keys = "", []
+    for line in (ROOT / "src" / "config" / "default.yaml").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# --- "):
+            if keys:
+                yield title, keys
+            title, keys = line.removeprefix("# --- ").capitalize(), []
+        elif match := re.match(r"(\w+):", line):
+            keys.append(match[1])
+    yield title, keys
+
+
+def comments(class_name: str) -> dict[str, str]:
+    """Return the comment behind each key of a class in schema.py."""
+    source = (ROOT / "src" / "config" / "schema.py").read_text(encoding="utf-8")
+    body = source.partition(f"class {class_name}(")[2].partition("\nclass ")[0]
+    return {match[1]: match[2].strip() for match in re.finditer(r"^    (\w+): [^#\n]+#(.*)$", body, re.MULTILINE)}
+
+
+def nested(section: str, values: dict[str, Any]) -> str:
+    """Return the table of the keys below `section`."""
+    model = SECTIONS[section]
+    meanings = comments(model.__name__)
+    rows = [(f"{section}.{key}", kind(model, key), values[key], meanings.get(key, "")) for key in model.model_fields]
+    return f"### `{section}`\n\n" + table(rows)
+
+
+def kind(model: type[BaseModel], key: str) -> str:
+    """Return the type and the range of a key, as in `int ≥ 1`."""
+    field = model.model_fields[key]
+    return _kind(field.annotation, tuple(field.metadata))
+
+
+def _kind(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _kind(inner, (*metadata, *more))
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if isinstance(annotation, types.UnionType) or "Union" in str(get_origin(annotation)):
+        return " or ".join(_kind(part) for part in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of {_kind(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "section"
+    name = "none" if annotation is type(None) else annotation.__name__
+    return " ".join([name, *_limits(metadata)]).replace(" ≥ 0.0 ≤ 1.0", " 0 to 1")
+
+
+def _limits(metadata: tuple[Any, ...]) -> Iterator[str]:
+    for item in metadata:
+        found = [item, *getattr(item, "metadata", [])]
+        for limit in found:
+            yield from (f"{sign} {getattr(limit, name)}" for name, sign in SIGNS.items() if hasattr(limit, name))
+            if pattern := getattr(limit, "pattern", None):
+                yield f"like `{pattern}`"
+
+
+def table(rows: list[tuple[str, str, Any, str]]) -> str:
+    """Return a Markdown table of (key, type, default, meaning)."""
+    lines = ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
+    for key, typed, value, meaning in rows:
+        text = meaning.replace("|", "or").replace("<", "&lt;").replace("\n", " ")
+        lines.append(f"| `{key}` | {typed} | {shown(value)} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    if value is None:
+        return "none"
+    if value in ("", {}, []):
+        return "empty"
+    return f"`{value}`"
+
+
+def presets() -> str:
+    """Return what each `--config` sets, beside its name."""
+    lines = [
+        "## Algorithms: what `--config` sets",
+        "",
+        "| `--config=` | differs from the defaults in |",
+        "| --- | --- |",
+    ]
+    default = _flat(read_yaml(ROOT / "src" / "config" / "default.yaml"))
+    for name in config_names("algs"):
+        values = _flat(read_yaml(find_yaml("algs", name)))
+        changed = [f"`{key}={value}`" for key, value in values.items() if key != "name" and default[key] != value]
+        lines.append(f"| `{name}` | {' '.join(changed) or 'nothing'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def environment(name: str) -> str:
+    """Return the arguments of one environment."""
+    values = base_values(env_config=name)
+    model: type[BaseModel] = ENVS.get(values["env"]).args_model  # type: ignore[attr-defined]
+    meanings = attributes(model)
+    # What the real game shares with the embedded battle stands there.
+    shared = set(BattleArgs.model_fields) if name == "sc2" else set()
+    rows = [
+        (key, kind(model, key), values["env_args"].get(key, field.default), meanings.get(key, ""))
+        for key, field in model.model_fields.items()
+        if key not in shared
+    ]
+    more = "\nand every key of `skirmish` but `difficulty`, with the same defaults.\n" if shared else ""
+    return f"### `--env-config={name}`\n\n" + table(rows) + more
+
+
+def attributes(model: type[BaseModel]) -> dict[str, str]:
+    """Return what the docstrings of a class and its bases say under `Attributes:`, by key."""
+    found: dict[str, str] = {}
+    for cls in reversed([cls for cls in model.__mro__ if cls is not BaseModel and issubclass(cls, BaseModel)]):
+        text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        for entry in re.split(r"\n(?=    \w)", text):
+            names, _, meaning = entry.strip().partition(": ")
+            several = f"`{names}`: " if "," in names else ""
+            found |= {key.strip(): several + " ".join(meaning.split()).rstrip(".") for key in names.split(",")}
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

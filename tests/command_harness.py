@@ -1,0 +1,136 @@
+"""Commands as users type them: started in a process group of their own, watched for what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from command_budgets import BUDGETS
+
+ROOT = Path(__file__).resolve().parents[1]
+MAIN = str(ROOT / "src" / "main.py")
+PYTHON = sys.executable
+TIMEOUT_SECONDS = 240
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: exit code (negative: killed), what it wrote, and the process group it lived in."""
+
+    code: int
+    out: str
+    err: str
+    group: int
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+class Started:
+    """A running command, leader of its own process group.
+
+    Args:
+        command: as typed. cwd: where. variables: added to a clean environment.
+    """
+
+    def __init__(self, command: list[str], cwd: Path, **variables: str) -> None:
+        kept = {key: value for key, value in os.environ.items() if key not in TORCHRUN_VARIABLES}
+        environment = {**kept, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHON": PYTHON, **variables}
+        self.process = subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def group(self) -> int:
+        return self.process.pid
+
+    def wait(self, timeout: float = TIMEOUT_SECONDS) -> Ended:
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.group, signal.SIGKILL)
+            out, err = self.process.communicate()
+            raise AssertionError(f"still running after {timeout} s\n{out}\n{err}") from None
+        return Ended(self.process.returncode, out, err, self.group)
+
+
+def run_command(command: list[str], cwd: Path, **variables: str) -> Ended:
+    """Run to the end; fail where the exit code is not 0 or a process is left behind."""
+    ended = Started(command, cwd, **variables).wait()
+    assert ended.code == 0, f"{' '.join(command)}\nexit code {ended.code}\n{ended.text}"
+    assert left_behind(ended.group) == []
+    return ended
+
+
+def train(cwd: Path, *arguments: str) -> Path:
+    """Run `src/main.py` with small budgets appended, in `cwd`; return the folder of the run."""
+    before = run_folders(cwd)
+    run_command([PYTHON, MAIN, *arguments, *BUDGETS], cwd)
+    (folder,) = run_folders(cwd) - before
+    return folder
+
+
+def run_folders(cwd: Path) -> set[Path]:
+    """Return the folders of runs in `cwd`/results, where runs go that are not told otherwise."""
+    return {path.parent for path in cwd.glob("results/*/logs") if path.is_dir()}
+
+
+def left_behind(group: int, patience: float = 5.0) -> list[str]:
+    """Return the command lines of living processes of a group, after giving them some seconds to end."""
+    until = time.monotonic() + patience
+    while (found := _living(group)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Return the process ids of the living children of `pid` that `torch.multiprocessing.spawn` made."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        fields = _stat(stat)
+        if fields and fields[1] == str(pid) and fields[0] != "Z" and "spawn_main" in _command_line(stat.parent):
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def records(folder: Path) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary_of(folder: Path) -> dict:
+    """Return a run's summary.json."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def _living(group: int) -> list[str]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        fields = _stat(stat)
+        if fields and fields[2] == str(group) and fields[0] not in "ZX":
+            found.append(_command_line(stat.parent) or stat.parent.name)
+    return found
+
+
+def _stat(path: Path) -> list[str]:
+    """Return state, parent, group, … of a process; nothing if it has gone."""
+    try:
+        return path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

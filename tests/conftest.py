@@ -1,0 +1,30 @@
+"""Runs that several test files look at, each made once in a session by a real command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_harness import train
+
+
+@pytest.fixture(scope="session")
+def qmix_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of QMIX without graphs, in one process."""
+    return train(
+        tmp_path_factory.mktemp("qmix"), "--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m"
+    )
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of all stages with all defaults: skirmish 3m, one rank on a machine without GPUs."""
+    return train(tmp_path_factory.mktemp("small"), "with", "run=ddp", "learner=nq_graph_learner_ddp")
+
+
+@pytest.fixture(scope="session")
+def published_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the published command's run: all stages on 5m_vs_6m with two ranks."""
+    options = ("--config=omagd", "--env-config=skirmish", "with", "env_args.map_name=5m_vs_6m", "run=ddp")
+    updates = ("learner=nq_graph_learner_ddp", "use_ddp=True", "world_size=2", "ddp_port=12355")
+    return train(tmp_path_factory.mktemp("published"), *options, *updates)

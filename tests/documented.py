@@ -1,0 +1,107 @@
+"""The commands that README, docs, scripts and `--help` show, read from the texts themselves."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from command_budgets import BUDGET_KEYS
+from command_harness import ROOT
+
+TEXTS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "examples/*/README.md")
+SCRIPTS = ("run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh", "quickstart.sh")
+HOLDERS = (*SCRIPTS, "scripts/lib.sh", "src/run/command_line.py")
+SHELLS = {"", "bash", "sh", "shell", "console", "text"}
+FENCE = re.compile(r"^ {0,3}```+ *(\w*)[^\n]*\n(.*?)^ {0,3}```+ *$", re.MULTILINE | re.DOTALL)
+PLACEHOLDER = re.compile(r"<[^>]*>|…|\.\.\.|\$\w+|\$\{")
+STARTS = re.compile(
+    r"^(?:\w+=\S* +)*(?:python3? +(?:\S*src/main\.py|-m omagd)|omagd |torchrun |\S*/(?:run_\w+|quickstart)\.sh)"
+)
+PATH_KEYS = {
+    "checkpoint_path", "pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path",
+    "graph_pretrain_policy", "TOKENIZER_PATH", "MASK_PREDICTOR_PATH",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Documented:
+    """One command: where it stands, variables before it, program ("main", "torchrun" or a script's name), arguments."""
+
+    where: str
+    line: str
+    program: str
+    variables: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Return the keys and variables that hold a path of an earlier run."""
+        given = dict(word.split("=", 1) for word in self.arguments if "=" in word and not word.startswith("-"))
+        return {
+            key: value for key, value in {**self.variables, **given}.items()
+            if key in PATH_KEYS and value not in {"random", "mixed"}
+        }  # fmt: skip
+
+    @property
+    def open_places(self) -> list[str]:
+        """Return placeholders that stand elsewhere than in a path."""
+        words = [*self.arguments, *(f"{key}={value}" for key, value in self.variables.items())]
+        return [w for w in words if PLACEHOLDER.search(w) and w.partition("=")[0] not in PATH_KEYS]
+
+    @property
+    def essence(self) -> tuple:
+        """Return what tells commands apart once the small budgets are appended and paths are filled in."""
+        words = [w for w in self.arguments if w.partition("=")[0] not in BUDGET_KEYS and w not in {"with", "--dry-run"}]
+        words = [w.partition("=")[0] if w.partition("=")[0] in PATH_KEYS else w for w in words]
+        variables = [key if key in PATH_KEYS else f"{key}={value}" for key, value in self.variables.items()]
+        return self.program, self.ranks, frozenset(words), frozenset(variables)
+
+
+def documented_commands() -> list[Documented]:
+    """Return every command of this program in the texts, in order, without repetitions."""
+    found: dict[str, Documented] = {}
+    for path in sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)}):
+        for language, block in FENCE.findall(path.read_text(encoding="utf-8")):
+            if language in SHELLS:
+                _collect(found, path, block)
+    for name in HOLDERS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        comments = [line.lstrip("# ") for line in text.splitlines() if line.startswith(("#", "  python", "  ./"))]
+        _collect(found, ROOT / name, "\n".join(comments))
+    return list(found.values())
+
+
+def _collect(found: dict[str, Documented], path: Path, text: str) -> None:
+    for line in re.sub(r" *\\\n\s*", " ", text).splitlines():
+        for piece in re.split(r" && | then | ; ", line.strip().removeprefix("$ ")):
+            if STARTS.match(piece.strip()) and (command := parse(piece.strip(), str(path.relative_to(ROOT)))):
+                found.setdefault(command.line, command)
+
+
+def parse(line: str, where: str) -> Documented | None:
+    """Return the command that a line is; None for one that is not about training (`--list`, `--help`)."""
+    words = shlex.split(line, comments=True)
+    variables: dict[str, str] = {}
+    while re.match(r"^\w+=", words[0]):
+        key, _, variables[key] = words.pop(0).partition("=")
+    program, ranks = Path(words.pop(0)).name, 1
+    if program.startswith("python"):
+        words = words[2:] if words[0] == "-m" else words[1:]
+        program = "main"
+    elif program == "omagd":
+        program = "main"
+    elif program == "torchrun":
+        at = next(i for i, word in enumerate(words) if word.endswith("main.py"))
+        own = dict(word.lstrip("-").replace("-", "_").split("=", 1) for word in words[:at] if "=" in word)
+        ranks = _number(own.get("nproc_per_node", "1")) * _number(own.get("nnodes", "1"))
+        words = words[at + 1 :]
+    if any(word in {"--help", "--list", "--version"} for word in words):
+        return None
+    return Documented(where, line, program, variables, ranks, tuple(words))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 2
