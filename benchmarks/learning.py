@@ -3,39 +3,16 @@
     python benchmarks/learning.py --config qmix --map 3m --t-max 400000 --seeds 1 2 3 --threshold 0.9
     python benchmarks/learning.py --config smax_qmix --env smax --map 3m --t-max 2000000 --threshold 0.8
 
-Each seed is one run in a process of its own. The win rate is that of the last test, greedy, on 256 episodes whose
-seeds no training episode has. "First" is when two tests in a row first reached the threshold.
+Further words `key=value` go to every run. The win rate is that of the last test, greedy, on 256 episodes whose seeds no
+training episode has. "First" is the first of two tests in a row that reached the threshold.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-from pathlib import Path
 from statistics import median
 
-MAIN = Path(__file__).resolve().parents[1] / "src" / "main.py"
-
-
-def play(arguments: argparse.Namespace, seed: int, extra: list[str]) -> tuple[Path, int]:
-    """Start one run and return its folder and exit code."""
-    token = f"learning_{arguments.config}_{arguments.env}_{arguments.map}_seed{seed}"
-    words = [f"env_args.map_name={arguments.map}", f"seed={seed}", f"t_max={arguments.t_max}", "test_nepisode=256"]
-    words += [f"test_interval={arguments.test_interval}", f"log_interval={arguments.test_interval}"]
-    words += [f"local_results_path={arguments.results}", f"unique_token={token}", *extra]
-    command = [sys.executable, str(MAIN), f"--config={arguments.config}", f"--env-config={arguments.env}", "-u", "with"]
-    done = subprocess.run([*command, *words], stdout=subprocess.DEVNULL, check=False)
-    newest = max(Path(arguments.results).glob(f"{token}*"), key=lambda path: path.stat().st_mtime)
-    return newest, done.returncode
-
-
-def tests(folder: Path) -> list[tuple[float, float, float]]:
-    """Return (t_env, seconds, win rate) of every test of a run."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    name = "test_battle_won_mean"
-    return [(row["t_env"], row["wall_seconds"], row[name]) for row in rows if row["stage"] == "stage3" and name in row]
+from runs import RunError, play, tests
 
 
 def first(played: list[tuple[float, float, float]], threshold: float) -> str:
@@ -58,21 +35,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--results", default="results/benchmarks")
     arguments, extra = parser.parse_known_args()
-    print(
-        f"| {arguments.env} {arguments.map}, {arguments.config} | last win rate | best | {arguments.threshold} first reached | steps | wall |"
-    )
+    name = f"{arguments.env} {arguments.map}, {arguments.config}"
+    print(f"| {name} | last win rate | best | {arguments.threshold} first reached | steps | wall |")
     print("|---|---|---|---|---|---|")
     last = []
     for seed in arguments.seeds:
-        folder, code = play(arguments, seed, extra)
-        if code:
-            print(f"| seed {seed} | failed with exit code {code} | | | | |", flush=True)
+        words = [f"env_args.map_name={arguments.map}", f"seed={seed}", f"t_max={arguments.t_max}", "test_nepisode=256"]
+        words += [f"test_interval={arguments.test_interval}", f"log_interval={arguments.test_interval}", *extra]
+        token = f"learning_{arguments.config}_{arguments.env}_{arguments.map}_seed{seed}"
+        try:
+            played = tests(play(token, arguments.results, arguments.config, arguments.env, words))
+        except RunError as error:
+            print(f"| seed {seed} | failed | | | | |\n\n{error}", flush=True)
             continue
-        played = tests(folder)
         t_env, seconds, won = played[-1]
         last.append(won)
-        best = max(rate for _, _, rate in played)
-        when = first(played, arguments.threshold)
+        best, when = max(rate for _, _, rate in played), first(played, arguments.threshold)
         print(f"| seed {seed} | {won:.3f} | {best:.3f} | {when} | {t_env:,.0f} | {seconds:.0f} s |", flush=True)
     if last:
         print(f"| median | {median(last):.3f} | | | | |")

@@ -115,7 +115,12 @@ class MatrixGame(_TinyGame):
 
 
 class MemoryGameArgs(BaseModel):
-    """Arguments of `memory_game`: how many different cues there are, and how many agents must remember theirs."""
+    """Arguments of `memory_game`.
+
+    Attributes:
+        n_cues: how many different cues there are.
+        n_agents: how many agents must remember theirs.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     n_cues: int = Field(default=2, ge=2, le=16)

@@ -70,7 +70,7 @@ class TokenizerObjective(Objective):
         stats = {
             "graph_loss": (loss.detach(), n_graphs),
             "commitment": (stay.detach(), n_graphs),
-            CODE_SUMS: (sums.total, sums.count),
+            CODE_SUMS: (sums.totals, sums.counts),
             **node_stats(nodes.features, out.decoded.detach(), nodes.slot, tokenizer, detailed=not self.training),
         }
         return loss, stats
@@ -125,7 +125,7 @@ class TokenizerLearner:
             self.tokenizer.move(sums)
             self._revive_if_due(nodes)
         one = torch.ones_like(result.grad_norm)
-        return {**stats, **perplexity_stats(sums.count), "grad_norm": (result.grad_norm, one)}
+        return {**stats, **perplexity_stats(sums.counts), "grad_norm": (result.grad_norm, one)}
 
     @torch.no_grad()
     def evaluate(self, batch: PackedBatch) -> Stats:

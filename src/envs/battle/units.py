@@ -1,8 +1,9 @@
 """Facts of the units that SMAC's maps use; data only.
 
-Speeds are cells per second and cooldowns seconds at the game speed "faster" (22.4 loops per second). Sources: the
-public unit pages of Liquipedia (StarCraft II, Legacy of the Void) and, for weapon areas and radii, the game's public
-balance data. Numbers that differ between versions of the game stand apart in `BY_VERSION`.
+Speeds are cells per second and cooldowns seconds at the game speed "faster" (22.4 loops per second). Health, damage,
+cooldowns, ranges, speeds and attributes follow this project's table of unit facts (design of the environments). Radii,
+splash shapes, the reach of explosions and the medivac's rates are commonly quoted figures that have not been checked
+against the game's own data. Numbers that differ between versions of the game stand apart in `BY_VERSION`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ ZERG_REGEN = 0.38  # per second
 MIN_DAMAGE = 0.5  # what armour leaves of a hit at least
 
 BY_VERSION: dict[str, dict[str, float]] = {
-    # Patch 3.8: 80 hp and 12 damage; later balance versions, 4.10 among them, give 90 hp. SMAC's published results and
-    # SMAClite use the former. Source: Liquipedia, Hydralisk, patch changes.
+    # From the same table, which says that they depend on the version; not checked against a particular one.
     "hydralisk": {"health": 80.0, "damage": 12.0},
-    # Heals 12.6 hp/s for a third of an energy point per hp; regains 0.7875 energy/s. Source: Liquipedia, Medivac.
+    # Commonly quoted: 12.6 hp/s for a third of an energy point per hp, 0.7875 energy/s regained; not checked.
     "medivac": {"heal": 12.6, "heal_cost": 1.0 / 3.0, "energy_regen": 0.7875},
 }
 

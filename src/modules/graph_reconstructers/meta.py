@@ -21,7 +21,7 @@ PREDICTOR_SHAPE = (
     "last_seen",
     "code_features",
 )
-KINDS = {
+KINDS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "pretrained_tokenizer_path": ("tokenizer", {"tokenizer_config": TOKENIZER_SHAPE}),
     "pretrained_mask_predictor_path": (
         "mask_predictor",

@@ -23,8 +23,8 @@ SMOOTHING = 1e-5  # keeps the share of an unused code above zero
 class CodeSums(NamedTuple):
     """What one batch says about each code: how many nodes [K] int64 and the sum of their encodings [K, E]."""
 
-    count: Tensor
-    total: Tensor
+    counts: Tensor
+    totals: Tensor
 
 
 class Quantized(NamedTuple):
@@ -56,6 +56,7 @@ class Tokenizer(nn.Module):
     cluster_size: Tensor
     embed_avg: Tensor
     ready: Tensor
+    real: Tensor
 
     def __init__(self, config: TokenizerConfig, layout: EntityLayout) -> None:
         super().__init__()
@@ -111,15 +112,15 @@ class Tokenizer(nn.Module):
     @torch.no_grad()
     def sums(self, encoded: Tensor, ids: Tensor) -> CodeSums:
         """Return what encodings [M, E] with ids [M] add to each code."""
-        count = torch.bincount(ids, minlength=self.n_codes)
-        return CodeSums(count, torch.zeros_like(self.codebook).index_add_(0, ids, encoded.detach()))
+        counts = torch.bincount(ids, minlength=self.n_codes)
+        return CodeSums(counts, torch.zeros_like(self.codebook).index_add_(0, ids, encoded.detach()))
 
     @torch.no_grad()
     def move(self, sums: CodeSums) -> None:
         """Move the codebook by the sums of all ranks' batches."""
         decay = self.config.ema_decay
-        self.cluster_size.mul_(decay).add_(sums.count.to(self.cluster_size.dtype), alpha=1 - decay)
-        self.embed_avg.mul_(decay).add_(sums.total, alpha=1 - decay)
+        self.cluster_size.mul_(decay).add_(sums.counts.to(self.cluster_size.dtype), alpha=1 - decay)
+        self.embed_avg.mul_(decay).add_(sums.totals, alpha=1 - decay)
         total = self.cluster_size.sum()
         size = (self.cluster_size + SMOOTHING) / (total + self.n_codes * SMOOTHING) * total
         self.codebook.copy_(self._unit(self.embed_avg / size[:, None]))

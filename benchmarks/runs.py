@@ -1,0 +1,41 @@
+"""Runs for benchmarks: one process each, and what stands in their `metrics.jsonl` and `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MAIN = Path(__file__).resolve().parents[1] / "src" / "main.py"
+
+
+class RunError(RuntimeError):
+    """A run that ended with another exit code than 0."""
+
+
+def play(token: str, results: str, config: str, env: str, words: list[str]) -> Path:
+    """Play one run to its end and return its folder. Errors: RunError with the end of what it said."""
+    where = [f"local_results_path={results}", f"unique_token={token}"]
+    command = [sys.executable, str(MAIN), f"--config={config}", f"--env-config={env}", "-u", "with", *where, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(f"{token}: exit code {done.returncode}\n{done.stdout[-500:]}\n{done.stderr[-1500:]}")
+    return max(Path(results).glob(f"{token}*"), key=lambda path: path.stat().st_mtime)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Return the objects of a run's `metrics.jsonl`."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Return a run's `summary.json`."""
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def tests(folder: Path) -> list[tuple[float, float, float]]:
+    """Return (t_env, seconds since the stage began, win rate) of every test of a run."""
+    name = "test_battle_won_mean"
+    return [(row["t_env"], row["wall_seconds"], row[name]) for row in records(folder) if name in row]

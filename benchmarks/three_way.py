@@ -1,0 +1,78 @@
+"""The comparison that the method lives by: agents on what they see, on what is reconstructed, and on everything.
+
+    python benchmarks/three_way.py --env skirmish --map 5m_vs_6m --t-max 300000 --seeds 1 2 3
+
+`baseline` reads `obs`, `omagd` the reconstruction, `full_obs` (an upper bound, not a method) the whole field; same
+agent, same seeds, same steps. Gap closed = (omagd - baseline) / (full_obs - baseline) in the last test's win rate.
+Prints a Markdown table and writes `three_way.png`. Further words `key=value` go to every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import mean
+
+from runs import play, tests
+
+KINDS = {
+    "baseline": ["use_graph_reconstruction=False"],
+    "omagd": [],
+    "full_obs": ["use_graph_reconstruction=False", "use_full_obs=True"],
+}
+Curve = list[tuple[float, float, float]]
+
+
+def draw(curves: dict[str, list[Curve]], title: str, path: Path) -> None:
+    """Draw the win rate over environment steps: one line per seed, one colour per kind."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for colour, (kind, runs) in zip(("#8893a3", "#0f8f8a", "#d95f3a"), curves.items(), strict=True):
+        for i, curve in enumerate(runs):
+            steps, rates = [row[0] for row in curve], [row[2] for row in curve]
+            axes.plot(steps, rates, color=colour, label=kind if i == 0 else None, linewidth=1.8, alpha=0.85)
+    axes.set(title=title, xlabel="environment steps", ylabel="share of battles won (greedy test)", ylim=(-0.02, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Play three kinds of every seed, print the table, draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="omagd_small")
+    parser.add_argument("--env", default="skirmish")
+    parser.add_argument("--map", default="5m_vs_6m")
+    parser.add_argument("--t-max", type=int, default=300_000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--results", default="results/benchmarks")
+    arguments, extra = parser.parse_known_args()
+    curves: dict[str, list[Curve]] = {kind: [] for kind in KINDS}
+    for seed in arguments.seeds:
+        for kind, words in KINDS.items():
+            token = f"three_way_{kind}_{arguments.env}_{arguments.map}_seed{seed}"
+            common = [
+                f"env_args.map_name={arguments.map}",
+                f"seed={seed}",
+                f"t_max={arguments.t_max}",
+                "test_nepisode=256",
+            ]
+            folder = play(token, arguments.results, arguments.config, arguments.env, [*common, *words, *extra])
+            curves[kind].append(tests(folder))
+    print(f"| {arguments.env} {arguments.map} | {' | '.join(f'seed {seed}' for seed in arguments.seeds)} | mean |")
+    print("|---" * (len(arguments.seeds) + 2) + "|")
+    last = {kind: [curve[-1][2] for curve in runs] for kind, runs in curves.items()}
+    for kind, rates in last.items():
+        print(f"| {kind} | {' | '.join(f'{rate:.3f}' for rate in rates)} | {mean(rates):.3f} |")
+    gap = mean(last["full_obs"]) - mean(last["baseline"])
+    closed = (mean(last["omagd"]) - mean(last["baseline"])) / gap if gap > 0 else float("nan")
+    print(f"\ngap closed: {closed:.2f} (of {gap:.3f} in win rate)")
+    path = Path(arguments.results) / "three_way.png"
+    draw(curves, f"{arguments.env} {arguments.map}", path)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

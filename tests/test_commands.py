@@ -1,0 +1,259 @@
+"""Commands as they are promised and documented: each is run with small budgets, each documented one resolves as it stands."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from command_budgets import BUDGETS
+from command_harness import MAIN, PYTHON, ROOT, records, run_command, run_folders, summary_of, train
+from documented import Documented, documented_commands, parse
+from matplotlib.image import imread
+from omagd.config.loading import validate
+from omagd.run.command_line import main
+
+PLAIN_FILES = ("config.json", "env_info.json", "metrics.jsonl", "summary.json")
+COMMANDS = documented_commands()
+# Promised commands that the fixtures and the tests below run already.
+RUN_ELSEWHERE = {
+    parse(line, "here").essence
+    for line in (
+        "python src/main.py with run=ddp learner=nq_graph_learner_ddp",
+        "python src/main.py --config=omagd --env-config=skirmish with env_args.map_name=5m_vs_6m run=ddp"
+        " learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355",
+        "python src/main.py --config=qmix --env-config=skirmish with env_args.map_name=3m",
+        "torchrun --nproc_per_node=2 src/main.py --config=qmix --env-config=skirmish with run=ddp",
+        "python src/main.py --config=qmix with evaluate=True checkpoint_path=x",
+        "STAGE=stage1 NUM_GPUS=2 ./run_pretrain_ddp.sh",
+        "STAGE=stage2 TOKENIZER_PATH=x ./run_pretrain_ddp.sh",
+        "TOKENIZER_PATH=x MASK_PREDICTOR_PATH=x ./run_gnn_stage3_ddp.sh",
+    )
+}
+
+
+def check_run_folder(folder: Path, ranks: int, stages: tuple[str, ...]) -> dict:
+    """Assert that a completed run left what it promises; return its summary."""
+    assert [name for name in PLAIN_FILES if not (folder / name).is_file()] == []
+    assert validate(json.loads((folder / "config.json").read_text())).name
+    summary = summary_of(folder)
+    assert (summary["exit_state"], summary["world_size"]) == ("completed", ranks)
+    assert tuple(summary["stages"]) == stages
+    assert [path for path in summary["artifacts"].values() if not Path(path).exists()] == []
+    _check_logs(folder, ranks, stages)
+    expected = {f"pretrain_{stage}{best}" for stage in stages if stage != "stage3" for best in ("", "_best")}
+    expected |= {str(summary["stages"]["stage3"]["clock"]["t_env"])} if "stage3" in stages else set()
+    assert {path.name for path in (folder / "models").iterdir()} == expected
+    assert not [name for path in folder.rglob("*.th") for name in tensor_names(path) if "module." in name]
+    pictures = list((folder / "plots").glob("*.png"))
+    assert folder / "plots" / "curves.png" in pictures
+    assert all(min(imread(picture).shape[:2]) > 100 for picture in pictures)
+    return summary
+
+
+def _check_logs(folder: Path, ranks: int, stages: tuple[str, ...]) -> None:
+    lines = records(folder)
+    assert {line["stage"] for line in lines} == set(stages)
+    assert all(("t_env" if line["stage"] == "stage3" else "epoch") in line for line in lines)
+    if "stage3" in stages:
+        named = {name for line in lines for name in line}
+        wanted = "test_battle_won_mean return_mean ep_length_mean epsilon loss_td grad_norm td_error_abs q_taken_mean"
+        assert {*wanted.split(), "target_mean", "episode"} <= named
+    if "stage1" in stages:
+        assert {"train/graph_loss", "eval/graph_loss"} <= {name for line in lines for name in line}
+    logs = sorted(path.name for path in (folder / "logs").iterdir())
+    assert logs == [f"rank_{rank}.log" for rank in range(ranks)]
+    assert "results:" in (folder / "logs" / "rank_0.log").read_text()
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Return the dotted names of everything in a weights file."""
+
+    def names(value: object, prefix: str) -> list[str]:
+        if not isinstance(value, dict):
+            return [prefix]
+        return [name for key, inner in value.items() for name in names(inner, f"{prefix}.{key}")]
+
+    return names(torch.load(path, map_location="cpu", weights_only=True), "")
+
+
+def sacred_scalars(folder: Path) -> dict:
+    return json.loads((folder.parent / "sacred" / "1" / "metrics.json").read_text())
+
+
+@pytest.mark.processes
+def test_all_defaults_play_all_stages(small_run):
+    summary = check_run_folder(small_run, 1, ("stage1", "stage2", "stage3"))
+    assert (summary["env"], summary["map_name"]) == ("skirmish", "3m")
+    assert len(list((small_run / "plots").glob("*.png"))) >= 2
+    assert "eval/graph_loss" in " ".join(sacred_scalars(small_run))
+
+
+@pytest.mark.processes
+def test_the_published_command_with_two_ranks(published_run):
+    summary = check_run_folder(published_run, 2, ("stage1", "stage2", "stage3"))
+    assert (summary["map_name"], summary["environments"]) == ("5m_vs_6m", 4)
+    assert summary["updates"] > 0
+    assert "test_battle_won_mean" in sacred_scalars(published_run)
+
+
+@pytest.mark.processes
+def test_qmix_in_one_process(qmix_run):
+    check_run_folder(qmix_run, 1, ("stage3",))
+    assert "loss_td" in sacred_scalars(qmix_run)
+
+
+@pytest.mark.processes
+def test_a_group_that_torchrun_made(tmp_path):
+    command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", MAIN, "--config=qmix", "--env-config=skirmish", "with", "run=ddp"]
+    ended = run_command([*command, *BUDGETS], tmp_path)
+    (folder,) = run_folders(tmp_path)
+    check_run_folder(folder, 2, ("stage3",))
+    assert "loss_td" in sacred_scalars(folder)
+    assert ended.out.count("Next    python") == 1
+
+
+@pytest.mark.processes
+def test_the_scripts_one_after_another_from_elsewhere(tmp_path):
+    """Relative paths are the caller's; the files' own paths and their folders are both taken."""
+    before: set[Path] = set()
+    folders = []
+    for number, (script, given) in enumerate(
+        [
+            ("run_pretrain_ddp.sh", {"STAGE": "stage1", "NUM_GPUS": "2"}),
+            ("run_pretrain_ddp.sh", {"STAGE": "stage2"}),
+            ("run_gnn_stage3_ddp.sh", {}),
+        ]
+    ):
+        if number > 0:
+            path = folders[0] / "models" / "pretrain_stage1_best" / "tokenizer.th"
+            given["TOKENIZER_PATH"] = os.path.relpath(path, tmp_path)
+        if number > 1:
+            given["MASK_PREDICTOR_PATH"] = str(folders[1] / "models" / "pretrain_stage2_best")
+        run_command([str(ROOT / script), *BUDGETS], tmp_path, ENV_CONFIG="skirmish", CUDA_VISIBLE_DEVICES="", **given)
+        (folder,) = run_folders(tmp_path) - before
+        before.add(folder)
+        folders.append(folder)
+    for number, folder in enumerate(folders, 1):
+        check_run_folder(folder, 2, (f"stage{number}",))
+    resolved = json.loads((folders[2] / "config.json").read_text())
+    assert (resolved["mac"], resolved["agent"]) == ("gnn_graph_mac", "gnn_rnn")
+
+
+@pytest.mark.processes
+def test_the_main_job_on_smax(tmp_path):
+    if importlib.util.find_spec("jaxmarl") is None:
+        pytest.skip("the extra smax is not installed")
+    options = ("--config=omagd", "--env-config=smax", "with", "env_args.map_name=3m", "run=ddp", "world_size=2")
+    folder = train(tmp_path, *options, "learner=nq_graph_learner_ddp")
+    assert check_run_folder(folder, 2, ("stage1", "stage2", "stage3"))["env"] == "smax"
+
+
+# --- what is documented
+
+
+def why_not(command: Documented) -> str:
+    """Return why a documented command cannot be tried here, or nothing."""
+    text = " ".join([*command.arguments, *command.variables.values()])
+    if "--env-config=smax" in text and importlib.util.find_spec("jaxmarl") is None:
+        return "the extra smax is not installed"
+    if "sc2" in text:
+        return "needs StarCraft II"
+    if "soft_qmix" in text or "crossroads" in text:
+        return "needs the example package: test_example_package.py runs it"
+    if command.open_places:
+        return f"the reader fills in {command.open_places}"
+    return ""
+
+
+def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str], list[str]]:
+    """Return variables and arguments of a documented command with paths of real runs in them."""
+    text = " ".join(command.arguments)
+    graph = runs["5m_vs_6m" if "5m_vs_6m" in text or "5m_vs_6m" in str(command.variables) else "3m"]
+    plain = runs["qmix"] if "--config=qmix" in text else graph
+    where = {
+        "checkpoint_path": plain / "models",
+        "graph_pretrain_policy": runs["qmix"],
+        "pretrained_tokenizer_path": graph / "models" / "pretrain_stage1_best",
+        "pretrained_mask_predictor_path": graph / "models" / "pretrain_stage2_best",
+    }
+    where |= {"TOKENIZER_PATH": where["pretrained_tokenizer_path"]}
+    where |= {"MASK_PREDICTOR_PATH": where["pretrained_mask_predictor_path"]}
+    variables = {**command.variables, **{key: str(where[key]) for key in command.paths if key in command.variables}}
+    words = [f"{key}={where[key]}" if (key := word.partition("=")[0]) in command.paths else word for word in command.arguments]
+    return variables, words if "with" in words or command.program.endswith(".sh") else [*words, "with"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return a virtual environment for the scripts whose pip does nothing."""
+    bin_folder = tmp_path_factory.mktemp("venv") / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "python").write_text(f'#!/bin/sh\ncase "$*" in *"-m pip"*) exit 0 ;; esac\nexec "{PYTHON}" "$@"\n')
+    (bin_folder / "python").chmod(0o755)
+    return bin_folder.parent
+
+
+def test_commands_are_found_in_the_texts():
+    assert {"main", "run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh"} <= {command.program for command in COMMANDS}
+    line = "STAGE=stage2 TOKENIZER_PATH=results/<run>/models ./run_pretrain_ddp.sh t_max=3   # a comment"
+    command = parse(line, "here")
+    assert (command.program, command.arguments, set(command.paths)) == ("run_pretrain_ddp.sh", ("t_max=3",), {"TOKENIZER_PATH"})
+    assert parse("python src/main.py --config=<yours> with lr=1", "here").open_places == ["--config=<yours>"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: re.sub(r"[^\w=.-]+", " ", f"{c.where} {c.line}")[:120])
+def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, monkeypatch, capsys, installed):
+    if reason := why_not(command):
+        pytest.skip(reason)
+    names = {"qmix": "qmix_run", "3m": "small_run", "5m_vs_6m": "published_run"} if command.paths else {}
+    variables, words = filled_in(command, {key: request.getfixturevalue(name) for key, name in names.items()} or _NONE)
+    # The runs that stand in for the reader's were small; the weights' sizes must be said to fit them.
+    words = [*words, *BUDGETS] if command.paths else words
+    monkeypatch.chdir(tmp_path)
+    if command.program.endswith(".sh"):
+        command_line = [str(ROOT / command.program), *words]
+        out = run_command(command_line, tmp_path, DRY_RUN="1", ENV_CONFIG="skirmish", VENV=str(installed), **variables).out
+    else:
+        for key, value in {"RANK": "0", "WORLD_SIZE": str(command.ranks)}.items() if command.program == "torchrun" else ():
+            monkeypatch.setenv(key, value)
+        code = main(["--dry-run", *words])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+    assert "# stages: " in out
+    assert list(tmp_path.iterdir()) == []
+
+
+_NONE: dict[str, Path] = {key: Path("nowhere") for key in ("qmix", "3m", "5m_vs_6m")}
+
+
+def different(commands: list[Documented]) -> list[Documented]:
+    """Return one of each kind of documented command that no other test runs."""
+    kinds = {command.essence: command for command in reversed(commands) if not why_not(command)}
+    return [command for essence, command in kinds.items() if essence not in RUN_ELSEWHERE]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", different(COMMANDS), ids=lambda c: re.sub(r"[^\w=.-]+", " ", c.line)[:120])
+def test_documented_commands_run(command, qmix_run, small_run, published_run, tmp_path, installed):
+    variables, words = filled_in(command, {"qmix": qmix_run, "3m": small_run, "5m_vs_6m": published_run})
+    program = {
+        "main": [PYTHON, MAIN],
+        "torchrun": [PYTHON, "-m", "torch.distributed.run", f"--nproc_per_node={command.ranks}", "--rdzv-backend=c10d",
+                     "--rdzv-endpoint=localhost:0", MAIN],
+    }.get(command.program, [str(ROOT / command.program)])  # fmt: skip
+    # Fewer than were documented: two seeds and two ranks show as much as eight.
+    fewer = ["seeds=1,2"] * any(word.startswith("seeds=") for word in words)
+    fewer += ["world_size=2"] * any(re.match(r"world_size=([3-9]|\d\d)", word) for word in words)
+    place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(installed)}
+    place["NUM_GPUS"] = "2"
+    run_command([*program, *words, *BUDGETS, *fewer], tmp_path, **{**variables, **place})
+    folders = {path.parent for path in tmp_path.rglob("summary.json") if "sacred" not in path.parts}
+    assert folders
+    assert {summary_of(folder)["exit_state"] for folder in folders} == {"completed"}
