@@ -17,7 +17,8 @@ SHELLS = {"", "bash", "sh", "shell", "console", "text"}
 FENCE = re.compile(r"^ {0,3}```+ *(\w*)[^\n]*\n(.*?)^ {0,3}```+ *$", re.MULTILINE | re.DOTALL)
 PLACEHOLDER = re.compile(r"<[^>]*>|…|\.\.\.|\$\w+|\$\{")
 STARTS = re.compile(
-    r"^(?:\w+=\S* +)*(?:python3? +(?:\S*src/main\.py|-m omagd)|omagd |torchrun |\S*/(?:run_pretrain_ddp|run_gnn_stage3_ddp|quickstart)\.sh)"
+    r"^(?:\w+=\S* +)*(?:python3? +(?:\S*src/main\.py|-m omagd)|omagd |torchrun "
+    r"|\S*/(?:run_pretrain_ddp|run_gnn_stage3_ddp|quickstart)\.sh)"
 )
 PATH_KEYS = {
     "checkpoint_path", "pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,11 +27,12 @@ class BasicMAC:
     """Acts on flat observations and builds the same inputs again for the learner.
 
     Args:
-        config, info: the run and its environment. device: where the agent computes.
+        config, info: the run and its environment. device: where the agent is trained; it acts there too, unless
+            `cpu_inference` gives it a copy on the CPU that is brought up to date before each round of episodes.
         reconstructor: refused here; graph controllers read it.
 
     Attributes:
-        agent: what is trained; acting uses this very module.
+        agent: what is trained; acting uses this very module, or its copy. acting_device: where that one computes.
     """
 
     reads_reconstructions = False
@@ -44,6 +46,8 @@ class BasicMAC:
         self.device = device
         self.wants_full_obs = config.use_full_obs
         self.agent: Agent = agents.REGISTRY.get(config.agent)(config, info).to(device)
+        self.acting_device = torch.device("cpu") if config.cpu_inference else device
+        self._actor = self.agent if self.acting_device == device else copy.deepcopy(self.agent).to(self.acting_device)
         self.selector = action_selectors.REGISTRY.get(config.action_selector)()
         self.begin(0)
 
@@ -54,12 +58,14 @@ class BasicMAC:
 
     def begin(self, n_slots: int) -> None:
         """Make room for the memory of B slots and forget everything."""
-        self._hidden: Tensor = self.agent.init_hidden(n_slots)
-        self._last_action = torch.full((n_slots, self.info.n_agents), -1, device=self.device)
+        if self._actor is not self.agent:
+            self._actor.load_state_dict(self.agent.state_dict())
+        self._hidden: Tensor = self._actor.init_hidden(n_slots)
+        self._last_action = torch.full((n_slots, self.info.n_agents), -1, device=self.acting_device)
 
     def reset(self, which: np.ndarray) -> None:
         """Forget the episodes of the slots `which` ([B] bool): new ones start there."""
-        slots = torch.from_numpy(which).to(self.device)
+        slots = torch.from_numpy(which).to(self.acting_device)
         self._hidden[slots] = 0
         self._last_action[slots] = -1
 
@@ -71,13 +77,13 @@ class BasicMAC:
         if obs is None:
             raise ValueError("a controller that wants full_obs was shown none")
         inputs, extras = self._look(obs, tick.step)
-        trains = self.agent.training
-        self.agent.eval()
-        q, self._hidden = self.agent.step(inputs, self._hidden)
-        self.agent.train(trains)
+        trains = self._actor.training
+        self._actor.eval()
+        q, self._hidden = self._actor.step(inputs, self._hidden)
+        self._actor.train(trains)
         epsilon, rng = (explore.epsilon, explore.rng) if explore else (0.0, None)
         actions = self.selector.select(q.cpu().numpy(), seen.avail_actions, epsilon, rng)
-        self._last_action = torch.tensor(actions, device=self.device)
+        self._last_action = torch.tensor(actions, device=self.acting_device)
         return Decision(actions, extras)
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
@@ -87,7 +93,7 @@ class BasicMAC:
 
     def _look(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         """Return the inputs of one tick and what must be kept of them."""
-        return AgentInputs(torch.from_numpy(obs).to(self.device, self.dtype), self._last_action), {}
+        return AgentInputs(torch.from_numpy(obs).to(self.acting_device, self.dtype), self._last_action), {}
 
     def _recall(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """Return features [S, n, obs_dim] and guess marks of a batch."""

@@ -54,9 +54,9 @@ class NGraphMAC(BasicMAC):
         if self.reconstructor is None:
             return super()._look(obs, step)
         made = self.reconstructor.step(obs, step)
-        features = made.obs.to(self.device, self.dtype)
+        features = made.obs.to(self.acting_device, self.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
-        return AgentInputs(features, self._last_action, made.guessed.to(self.device)), extras
+        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device)), extras
 
     def _recall(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         if self.reconstructor is None:

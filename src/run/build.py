@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,10 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Pro
     reconstructor = None
     if config.use_graph_reconstruction:
         assert products.tokenizer is not None and products.predictor is not None
-        reconstructor = Reconstructor(products.tokenizer, products.predictor, config, info)
+        frozen = products.tokenizer, products.predictor
+        if config.cpu_inference:
+            frozen = copy.deepcopy(frozen[0]).cpu(), copy.deepcopy(frozen[1]).cpu()
+        reconstructor = Reconstructor(*frozen, config, info)
     seed_everything(config.seed, "agent")
     return controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
 

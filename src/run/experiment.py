@@ -14,6 +14,7 @@ from omagd.run.loop import fit
 from omagd.run.session import Session
 from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
+from omagd.utils.allocator import keep_freed_memory
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.log_sinks.base import RunFacts
@@ -30,6 +31,7 @@ def run_experiment(config: Config, dist: Dist, token: str, channel: Any) -> dict
     """
     started = time.time()
     torch.set_num_threads(config.torch_threads)
+    keep_freed_memory()
     folder = _folder(config, dist, token)
     logger = _logger(config, dist, folder, channel)
     summary = _first_summary(config, dist, folder, started)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -69,7 +71,18 @@ def _group(rank: int, plan: Plan, local_rank: int, port: int, config: Config) ->
 
 
 def worker(rank: int, config: Config, plan: Plan, token: str, port: int, channel: Any, notes: str) -> None:
-    """Body of one spawned rank. What goes wrong is noted in the folder `notes` for the parent; exit code 1 or 2."""
+    """Be one spawned rank, then end the process: 0, 1, 2 for a user's mistake, 128 + the signal that asked for it."""
+    code = _work(rank, config, plan, token, port, channel, notes)
+    # All that matters is written and closed. Threads of the collectives that outlived Python's finalization could
+    # abort a rank that has done its work ("terminate called without an active exception"), so there is none.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _work(rank: int, config: Config, plan: Plan, token: str, port: int, channel: Any, notes: str) -> int:
+    """Run the experiment as `rank`; note the summary or the error in the folder `notes`, for the parent."""
     from omagd.run.experiment import run_experiment
 
     try:
@@ -78,10 +91,11 @@ def worker(rank: int, config: Config, plan: Plan, token: str, port: int, channel
         if rank == 0:
             _note(notes, "summary", summary)
     except Stopped as stop:
-        raise SystemExit(stop.exit_code) from None
+        return stop.exit_code
     except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must be able to tell it)
         _note_error(rank, notes, error)
-        raise SystemExit(USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1) from None
+        return USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1
+    return 0
 
 
 @contextmanager
@@ -187,17 +201,23 @@ def _explain(failed: Mapping[int, int], notes: Path) -> BaseException:
         failed: exit code by rank. notes: what the ranks wrote down.
     """
     found = sorted((json.loads(path.read_text()) for path in notes.glob("rank_*.json")), key=lambda note: note["time"])
-    for rank, code in failed.items():
-        # A rank that loses its connection may abort itself; then the note of another says why.
-        if code < 0 and (code != -signal.SIGABRT or not found):
-            name = signal.Signals(-code).name
-            why = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
-            return RankFailed(f"rank {rank} was killed by {name}{why}; all ranks have been ended")
-    if found and "user" in found[0]:
+    # Without a note, a rank that another one's end has torn along is not the cause: it aborts, or is told to end.
+    consequence = {-signal.SIGABRT, 128 + signal.SIGINT, 128 + signal.SIGTERM}
+    silent = {rank: code for rank, code in failed.items() if rank not in {note["rank"] for note in found}}
+    causes = {rank: code for rank, code in silent.items() if code not in consequence} or ({} if found else silent)
+    for rank, code in causes.items():
+        if code == 128 + signal.SIGINT:
+            return Stopped(signal.SIGINT)
+        return RankFailed(f"rank {rank} {_ending(code)}; all ranks have been ended")
+    if "user" in found[0]:
         return UserError(*found[0]["user"])
-    if found:
-        return RankFailed(f"rank {found[0]['rank']} failed; all ranks have been ended\n{found[0]['trace']}")
-    rank, code = next(iter(failed.items()))
-    if code == 128 + signal.SIGINT:
-        return Stopped(signal.SIGINT)
-    return RankFailed(f"rank {rank} ended with exit code {code} and said nothing; all ranks have been ended")
+    return RankFailed(f"rank {found[0]['rank']} failed; all ranks have been ended\n{found[0]['trace']}")
+
+
+def _ending(code: int) -> str:
+    """Say how a process ended that left no note."""
+    number = -code if code < 0 else code - 128 if code == 128 + signal.SIGTERM else 0
+    if not number:
+        return f"ended with exit code {code} and said nothing"
+    why = " (the system does that when memory runs out)" if number == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(number).name}{why}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import socket
 import warnings
@@ -179,8 +180,9 @@ def setup_distributed(
 
 
 def cleanup_distributed() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one, and end its threads: wrapped modules in cycles would hold them."""
     if dist.is_available() and dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 

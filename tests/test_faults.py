@@ -1,0 +1,278 @@
+"""What goes wrong: every failure ends all ranks within seconds, says whose it was, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from command_budgets import BUDGETS
+from command_harness import MAIN, PYTHON, Started, children, left_behind, run_folders, summary_of
+
+from omagd.run.command_line import main
+
+# A package beside omagd: a world that goes wrong on the rank, at the step and in the way that its arguments say.
+PLUGIN = '''
+import os, signal, sys, time
+import numpy as np
+from pydantic import BaseModel
+from omagd.envs.protocol import MultiAgentEnv
+from omagd.utils.errors import UserError
+import torch.distributed
+
+CONFIGS = os.path.join(os.path.dirname(__file__), "configs")
+
+
+class Args(BaseModel):
+    how: str = "never"
+    rank: int = 1
+    step: int = 60
+
+
+class Trap(MultiAgentEnv):
+    args_model = Args
+
+    def __init__(self, args):
+        self.args, self.steps, self.t = args, 0, 0
+
+    def reset(self, seed=None):
+        self.t = 0
+
+    def step(self, actions):
+        self.steps += 1
+        self.t += 1
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if self.steps >= self.args.step and rank == self.args.rank:
+            self.fail()
+        if self.args.how == "slow":
+            time.sleep(0.01)
+        return 1.0, self.t >= 5, {"battle_won": False}
+
+    def fail(self):
+        if self.args.how == "raise":
+            raise ZeroDivisionError("the trap has closed")
+        if self.args.how == "user":
+            raise UserError("env_args.how=user: take another", "this is the help")
+        if self.args.how == "exit":
+            os._exit(7)
+        if self.args.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def get_obs(self, no_range_limit=False):
+        return np.zeros((2, 3), np.float32)
+
+    def get_state(self):
+        return np.zeros(4, np.float32)
+
+    def get_avail_actions(self):
+        return np.ones((2, 2), bool)
+
+    def get_env_info(self):
+        return {"n_agents": 2, "n_actions": 2, "obs_shape": 3, "state_shape": 4, "episode_limit": 5}
+
+    def get_stats(self):
+        return {}
+'''
+OPTIONS = ("--config=qmix", "--env-config=trap", "with", "run=ddp", "world_size=2")
+MORE = ("t_max=100000", "epsilon_anneal_time=1000", "log_interval=20")
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory) -> str:
+    """Return the folder that, on PYTHONPATH, adds the world `trap`."""
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "omagd_trap.py").write_text(PLUGIN)
+    (folder / "configs" / "envs").mkdir(parents=True)
+    (folder / "configs" / "envs" / "trap.yaml").write_text("env: trap\nenv_args: {how: never, rank: 1, step: 60}\n")
+    facts = folder / "omagd_trap-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: omagd-trap\nVersion: 1.0\n")
+    points = "[omagd.envs]\ntrap = omagd_trap:Trap\n[omagd.config_dirs]\ntrap = omagd_trap:CONFIGS\n"
+    (facts / "entry_points.txt").write_text(points)
+    return str(folder)
+
+
+def start(plugin: str, cwd: Path, how: str, *more: str) -> Started:
+    path = os.pathsep.join(part for part in (plugin, os.environ.get("PYTHONPATH", "")) if part)
+    command = [PYTHON, MAIN, *OPTIONS, *BUDGETS, *MORE, f"env_args.how={how}", *more]
+    return Started(command, cwd, PYTHONPATH=path)
+
+
+def wait_for_training(started: Started, cwd: Path, ranks: int = 2) -> list[int]:
+    """Wait until all ranks train; return their process ids."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until and started.process.poll() is None:
+        logs = list(cwd.glob("results/*/metrics.jsonl"))
+        if logs and logs[0].stat().st_size > 0:
+            found = children(started.process.pid)
+            assert len(found) == ranks
+            return found
+        time.sleep(0.1)
+    ended = started.wait(1)
+    raise AssertionError(f"it never trained: exit code {ended.code}\n{ended.text}")
+
+
+def exit_state(cwd: Path) -> str:
+    (folder,) = run_folders(cwd)
+    return summary_of(folder)["exit_state"]
+
+
+@pytest.mark.processes
+def test_an_error_of_one_rank_is_what_the_console_shows(plugin, tmp_path):
+    ended = start(plugin, tmp_path, "raise").wait(120)
+    assert ended.code == 1
+    assert "error: rank 1 failed" in ended.err
+    assert "ZeroDivisionError: the trap has closed" in ended.err
+    assert ended.err.count("Traceback") == 1
+    assert "onnection closed" not in ended.err
+    assert left_behind(ended.group) == []
+    assert exit_state(tmp_path) == "failed"
+    record = json.loads((tmp_path / "results" / "sacred" / "1" / "run.json").read_text())
+    assert record["status"] == "FAILED"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("kill", 1, "rank 1 was killed by SIGKILL"),
+        ("exit", 1, "rank 1 ended with exit code 7"),
+        ("user", 2, "env_args.how=user: take another"),
+    ],
+)
+def test_other_ends_of_one_rank(plugin, tmp_path, how, code, words):
+    ended = start(plugin, tmp_path, how).wait(120)
+    assert ended.code == code, ended.text
+    assert words in ended.err
+    assert "Traceback" not in ended.err
+    assert left_behind(ended.group) == []
+    assert exit_state(tmp_path) == "failed"
+    if how == "user":
+        (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+        assert line == f"error: {words}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("number", "whom", "code"),
+    [
+        (signal.SIGTERM, "parent", 143),
+        (signal.SIGINT, "group", 130),
+        (signal.SIGKILL, "parent", -signal.SIGKILL),
+    ],
+)
+def test_being_told_to_end(plugin, tmp_path, number, whom, code):
+    started = start(plugin, tmp_path, "slow")
+    wait_for_training(started, tmp_path)
+    asked = time.monotonic()
+    (os.killpg if whom == "group" else os.kill)(started.process.pid, number)
+    ended = started.wait(60)
+    assert left_behind(ended.group, patience=15) == []
+    assert time.monotonic() - asked < 20
+    assert ended.code == code
+    assert exit_state(tmp_path) == "interrupted"
+    if number != signal.SIGKILL:
+        assert "Traceback" not in ended.err
+
+
+@pytest.mark.processes
+def test_one_process_told_to_end_writes_its_summary(plugin, tmp_path):
+    started = start(plugin, tmp_path, "slow", "run=default", "world_size=None")
+    wait_for_training(started, tmp_path, ranks=0)
+    os.kill(started.process.pid, signal.SIGTERM)
+    ended = started.wait(60)
+    assert (ended.code, exit_state(tmp_path)) == (143, "interrupted")
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.processes
+def test_a_port_in_use_is_no_error_and_two_jobs_do_not_collide(plugin, tmp_path):
+    """A stranger holds the port; then two jobs are started at once that want the same other one."""
+    places = [tmp_path / name for name in ("taken", "first", "second")]
+    for place in places:
+        place.mkdir()
+    with socket.socket() as stranger:
+        stranger.bind(("", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        free = socket.socket()
+        free.bind(("", 0))
+        common = free.getsockname()[1]
+        free.close()
+        jobs = [start(plugin, places[0], "never", "t_max=40", f"ddp_port={port}")]
+        jobs += [start(plugin, place, "never", "t_max=40", f"ddp_port={common}") for place in places[1:]]
+        ends = [job.wait(120) for job in jobs]
+    assert [ended.code for ended in ends] == [0, 0, 0], [ended.text for ended in ends]
+    assert f"ddp_port={port} is taken; using " in ends[0].text
+    assert sum(f"ddp_port={common} is taken; using " in ended.text for ended in ends[1:]) <= 1
+    assert [exit_state(place) for place in places] == ["completed"] * 3
+
+
+# --- bad input: told in the parent, before anything exists
+
+
+BAD_INPUT = {
+    "unknown key": (["with", "t_mox=3"], "t_mox"),
+    "unknown name": (["--config=qmix", "with", "agent=n_rn"], "agent=n_rn"),
+    "wrong type": (["with", "t_max=soon"], "t_max=soon"),
+    "out of range": (["with", "gamma=2"], "gamma=2"),
+    "stage 2 without tokenizer": (["with", "reconstructer_stage=stage2"], "pretrained_tokenizer_path"),
+    "stage 3 without paths": (["with", "reconstructer_stage=stage3"], "pretrained_tokenizer_path"),
+    "no such tokenizer": (["with", "pretrained_tokenizer_path=gone.th"], "pretrained_tokenizer_path=gone.th"),
+    "no such checkpoint": (["--config=qmix", "with", "checkpoint_path=gone"], "checkpoint_path=gone"),
+    "evaluate nothing": (["--config=qmix", "with", "evaluate=True"], "checkpoint_path"),
+    "nccl without GPU": (["with", "use_cuda=False", "dist_backend=nccl"], "dist_backend=nccl"),
+    "no entity layout": (["--env-config=matrix_game"], "use_graph_reconstruction"),
+    "replay from priorities": (["--config=qmix", "with", "use_per=True"], "use_per=True"),
+}
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Type the commands in an empty folder, outside any torchrun."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run `argv`, which must be refused in one line with at most two of help; return what it said."""
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    lines = said.err.strip().splitlines()
+    assert said.out == ""
+    assert lines[0].startswith("error: ")
+    assert len(lines) <= 3
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_refused_before_anything_exists(case, elsewhere, capsys):
+    argv, word = BAD_INPUT[case]
+    assert word in refused(argv, capsys)
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_weights_of_another_map_and_damaged_weights_are_refused(small_run, elsewhere, capsys):
+    tokenizer, other = small_run / "models" / "pretrain_stage1_best", "env_args.map_name=5m_vs_6m"
+    damaged = elsewhere / "damaged"
+    damaged.mkdir()
+    whole = (tokenizer / "tokenizer.th").read_bytes()
+    (damaged / "tokenizer.th").write_bytes(whole[: len(whole) // 2])
+    before = sorted(elsewhere.rglob("*"))
+    said = refused(["with", other, *BUDGETS, f"pretrained_tokenizer_path={tokenizer}"], capsys)
+    assert "pretrained_tokenizer_path=" in said
+    said = refused(["with", *BUDGETS, f"pretrained_tokenizer_path={damaged}"], capsys)
+    assert "pretrained_tokenizer_path=" in said
+    said = refused(["with", *BUDGETS, "tokenizer_config.code_dim=4", f"pretrained_tokenizer_path={tokenizer}"], capsys)
+    assert "code_dim" in said or "pretrained_tokenizer_path=" in said
+    said = refused(["with", other, *BUDGETS, "evaluate=True", f"checkpoint_path={small_run}"], capsys)
+    assert "path" in said
+    assert sorted(elsewhere.rglob("*")) == before
