@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.packing import pack_episodes
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.n_mac import NMAC
 from omagd.learners.nq_learner import NQLearner
 from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import pack_episodes
 
 LAYOUT = EntityLayout(move_dim=4, n_enemies=6, enemy_dim=5, n_allies=4, ally_dim=5, own_dim=1)
 INFO = EnvInfo("skirmish", "5m_vs_6m", 5, 12, 55, 98, 70, n_normal_actions=6, layout=LAYOUT)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.packing import Episode
 from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import Observation
 from omagd.runners.recorder import Recorder
+from omagd.utils.packing import Episode
 
 SLOTS = 8
 MB = 1e6

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from omagd.components.packing import Episode
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.utils.packing import Episode
 
 LAYOUT = EntityLayout(move_dim=2, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=4, own_dim=1)
 INFO = EnvInfo("toy", "tiny", 3, 6, LAYOUT.obs_dim, 7, episode_limit=12, n_normal_actions=3, layout=LAYOUT)

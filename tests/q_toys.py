@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.packing import Episode, pack_episodes
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
@@ -20,6 +19,7 @@ from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.synced_step import Stats
 from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import Episode, pack_episodes
 
 LAYOUT = EntityLayout(move_dim=4, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
 INFO = EnvInfo("toy", "toy", 3, 9, LAYOUT.obs_dim, 7, 12, n_normal_actions=6, layout=LAYOUT)

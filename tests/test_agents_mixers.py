@@ -8,7 +8,6 @@ from q_toys import INFO, SMALL, random_episode, toy_config
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from omagd.components.packing import Packing, pack_episodes
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import last_actions
 from omagd.modules.agents import REGISTRY as AGENTS
@@ -17,6 +16,7 @@ from omagd.modules.agents.inputs import AgentInputs, InputLinear
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.recurrent import PackedGRU
 from omagd.utils.errors import UserError
+from omagd.utils.packing import Packing, pack_episodes
 
 torch.set_num_threads(1)
 VARIANTS = [

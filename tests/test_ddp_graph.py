@@ -9,10 +9,10 @@ import torch
 from ddp_harness import run_ranks
 from graph_toys import INFO, toy_config, toy_episodes, toy_modules
 
-from omagd.components.packing import pack_episodes
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.processes

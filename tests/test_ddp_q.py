@@ -9,7 +9,7 @@ import torch
 from ddp_harness import run_ranks
 from q_toys import GRAPH, gradients_of, make_learner, random_episode, toy_config, weights_of
 
-from omagd.components.packing import pack_episodes
+from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.processes

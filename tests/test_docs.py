@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+
 from omagd.config.loading import find_yaml, known_keys, read_yaml
+from omagd.run.preflight import NAMED, registry_of
 from omagd.utils import dist_utils
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +62,17 @@ def test_files_that_are_named_exist(page):
     """Paths in backticks that begin with a folder of this repository."""
     named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks|examples)/[\w./]+)`", page.read_text(encoding="utf-8"))
     assert [path for path in named if not (ROOT / path).exists() and path != "tests/__init__.py"] == []
+
+
+def test_the_drawing_of_the_house_shows_what_is_there():
+    """Every word of the drawing is a file, a folder or a registered name; every room of src/ is drawn."""
+    drawing = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[1]
+    there = {path.stem for path in (ROOT / "src").rglob("*") if "__" not in path.name}
+    there |= {name for package in NAMED.values() for name in registry_of(package).names()}
+    rooms = {path.parent.name for path in (ROOT / "src").glob("*/__init__.py")}
+    words = set(re.findall(r"[a-z][a-z0-9_]+", drawing)) - {"src", "py", "yaml", "fit", "stage"}
+    assert words - there == set()
+    assert rooms - words == set()
 
 
 def test_signatures_of_dist_utils_are_those_of_the_code():

@@ -16,7 +16,7 @@ from command_harness import MAIN, PYTHON, Started, children, left_behind, run_fo
 from omagd.run.command_line import main
 
 # A package beside omagd: a world that goes wrong on the rank, at the step and in the way that its arguments say.
-PLUGIN = '''
+PLUGIN = """
 import os, signal, sys, time
 import numpy as np
 from pydantic import BaseModel
@@ -76,7 +76,7 @@ class Trap(MultiAgentEnv):
 
     def get_stats(self):
         return {}
-'''
+"""
 OPTIONS = ("--config=qmix", "--env-config=trap", "with", "run=ddp", "world_size=2")
 MORE = ("t_max=100000", "epsilon_anneal_time=1000", "log_interval=20")
 

@@ -22,7 +22,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from omagd.components.action_selectors.selectors import EpsilonGreedy, Greedy
-from omagd.components.packing import Packing, pack_episodes
 from omagd.components.schedules import LinearSchedule
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
@@ -35,6 +34,7 @@ from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import scaled_lr
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.packing import Packing, pack_episodes
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

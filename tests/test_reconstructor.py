@@ -7,7 +7,6 @@ import pytest
 import torch
 from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
 
-from omagd.components.packing import pack_episodes
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
@@ -15,6 +14,7 @@ from omagd.modules.graph_reconstructers.meta import check, describe
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 DECODES = ["mean", "argmax"]

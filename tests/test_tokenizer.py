@@ -9,10 +9,10 @@ import pytest
 import torch
 from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
 
-from omagd.components.packing import pack_episodes
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 

@@ -1,1 +1,1 @@
-"""Parts of value-based learning: packed batches, replay, action selection, schedules, targets."""
+"""Parts of value-based learning: replay, action selection, schedules, targets."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from omagd.components.episode_file import Facts, read_episodes, write_episodes
-from omagd.components.packing import Episode, PackedBatch, pack_episodes
+from omagd.utils.packing import Episode, PackedBatch, pack_episodes
 
 Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.packing import Episode
 from omagd.utils.errors import UserError
+from omagd.utils.packing import Episode
 
 MARK = b"omagd-ep"
 VERSION = 1

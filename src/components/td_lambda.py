@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from omagd.components.packing import Packing
+from omagd.utils.packing import Packing
 
 
 def td_lambda_targets(

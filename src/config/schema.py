@@ -92,7 +92,7 @@ class Config(Frozen):
     dist_timeout_minutes: Positive  # minutes a rank waits for the others in one exchange
     lr_scaling: Literal["none", "sqrt", "linear"]  # lr and graph_lr times 1, the root of the ranks, or the ranks
     torch_threads: Count  # threads of each process for torch on a CPU
-    cpu_inference: bool  # published key, without effect so far: agents act on the device that learns
+    cpu_inference: bool  # agents act with a copy on the CPU, brought up to date before each round of episodes
     buffer_cpu_only: bool  # replay in main memory, even where the ranks compute on GPUs
 
     batch_size_run: Count  # battles per rank

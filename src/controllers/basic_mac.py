@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from omagd.components import action_selectors
-from omagd.components.packing import PackedBatch, Packing
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
@@ -18,6 +17,7 @@ from omagd.modules import agents
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch, Packing
 
 if TYPE_CHECKING:
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor

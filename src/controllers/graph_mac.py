@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.packing import PackedBatch
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch
 
 if TYPE_CHECKING:
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omagd.components.packing import PackedBatch, Packing
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -19,6 +18,7 @@ from omagd.learners.synced_step import Stats, SyncedStep
 from omagd.modules import mixers
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import PackedBatch, Packing
 
 
 class NQLearner:

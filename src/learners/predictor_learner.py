@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omagd.components.packing import PackedBatch
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, merge, token_stats
@@ -23,6 +22,7 @@ from omagd.modules.graph_reconstructers.matching import match_types
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import generator
 
 LOGITS_AT_ONCE = 2**24  # in evaluation

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from omagd.components.packing import Packing
 from omagd.learners.synced_step import Objective, Stats
 from omagd.modules.agents.inputs import AgentInputs
+from omagd.utils.packing import Packing
 
 MakeTargets = Callable[[Tensor], Tensor]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omagd.components.packing import PackedBatch
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import merge, node_stats, perplexity_stats
@@ -17,6 +16,7 @@ from omagd.learners.synced_step import Objective, Stats, SyncedStep
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
 from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import generator
 
 NODES_AT_ONCE = 65536  # in evaluation

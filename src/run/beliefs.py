@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.packing import PackedBatch, pack_episodes
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
@@ -19,6 +18,7 @@ from omagd.run.session import Session
 from omagd.run.stages.base import Products
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import Metrics
+from omagd.utils.packing import PackedBatch, pack_episodes
 from omagd.utils.plots import battle_moment, battle_nodes
 
 

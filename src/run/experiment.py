@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -136,7 +137,8 @@ def _first_summary(config: Config, dist: Dist, folder: RunFolder, started: float
 def _say_start(session: Session) -> None:
     config, dist, info = session.config, session.dist, session.info
     environments = session.env.n_slots * dist.world_size
-    every = config.target_update_updates or max(1, round(config.target_update_interval / environments))
+    rounds = math.ceil(config.target_update_interval / environments)
+    every = config.target_update_updates or rounds * config.updates_per_iteration
     session.logger.info(
         f"{info.name} {info.map_name}: {info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim},"
         f" state {info.state_dim}, at most {info.episode_limit} steps"

@@ -31,7 +31,7 @@ def resolved(config: Config, outlook: Outlook) -> str:
 def facts(config: Config, outlook: Outlook) -> dict[str, object]:
     """Return what a configuration comes down to, by name: stages, ranks, effective batch, battles, sizes."""
     info, plan = outlook.info, outlook.plan
-    start = "torchrun" if plan.joins else "spawn" if plan.world_size > 1 else "this process"
+    start = "torchrun" if plan.joins else "spawn" if plan.spawns else "this process"
     device = "cuda" if plan.cuda else "cpu"
     sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
     return {

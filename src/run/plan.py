@@ -67,8 +67,12 @@ def speaks() -> bool:
 
 
 def _check_torchrun(config: Config) -> None:
+    """Refuse what contradicts the group that torchrun has started. Errors: UserError."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if config.run == "default" and ranks != "1":
         raise UserError(f"run=default: this process is one of {ranks} (WORLD_SIZE={ranks}). Use run=ddp")
     if "RANK" in os.environ and config.world_size is not None and str(config.world_size) != ranks:
         raise UserError(f"world_size={config.world_size}: torchrun started {ranks} processes. Drop world_size")
+    if "RANK" in os.environ and len(config.seeds) > 1:
+        seeds = ",".join(map(str, config.seeds))
+        raise UserError(f"seeds={seeds}: torchrun's group runs one seed. Start torchrun once for each, with seed=…")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.run.plan import Plan, make_plan
 from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
-
-if TYPE_CHECKING:
-    from omagd.run.launch import Plan
 
 # Configuration keys that name something, and the package whose REGISTRY knows the names.
 NAMED = {
@@ -51,11 +47,7 @@ def preflight(config: Config) -> Outlook:
     """
     for key, package in NAMED.items():
         _known(key, getattr(config, key), registry_of(package))
-    _check_torchrun(config)
-    # torch is imported from here on; a mistyped name is told without it.
-    from omagd.run.launch import make_plan
-
-    plan = make_plan(config)
+    plan = make_plan(config)  # torch is imported from here on; a mistyped name is told without it
     info = describe_env(config)
     if config.use_graph_reconstruction and info.layout is None:
         raise UserError(
@@ -88,15 +80,6 @@ def _known(key: str, name: str, registry: Registry) -> None:
             registry.get(name)
         except UserError as error:
             raise UserError(f"{key}={name}{error.message.partition(name)[2]}", *error.help_lines) from None
-
-
-def _check_torchrun(config: Config) -> None:
-    """Refuse what contradicts the group that torchrun has started."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if config.run == "default" and ranks != "1":
-        raise UserError(f"run=default: this process is one of {ranks} (WORLD_SIZE={ranks}). Use run=ddp")
-    if "RANK" in os.environ and config.world_size is not None and str(config.world_size) != ranks:
-        raise UserError(f"world_size={config.world_size}: torchrun started {ranks} processes. Drop world_size")
 
 
 def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:

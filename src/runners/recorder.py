@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from omagd.components.packing import Episode
 from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import Observation
+from omagd.utils.packing import Episode
 
 
 class Recorder:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from omagd.components.packing import Episode
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy, Tick
 from omagd.envs.protocol import BatchedEnv, StepResult
 from omagd.runners.recorder import Recorder
+from omagd.utils.packing import Episode
 from omagd.utils.seeding import stream_seed
 
 

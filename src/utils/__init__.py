@@ -1,1 +1,1 @@
-"""Tools without knowledge of the method: errors, registries, seeds, clocks, distribution, files, logs."""
+"""Tools without knowledge of the method: errors, registries, seeds, clocks, ranks, packed rows, files, logs."""

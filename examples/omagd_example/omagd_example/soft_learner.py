@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omagd.components.packing import PackedBatch
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.learners.nq_learner import NQLearner
 from omagd.modules.agents.inputs import AgentInputs
+from omagd.utils.packing import PackedBatch
 
 TEMPERATURE = 0.1
 

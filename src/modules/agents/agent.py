@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from omagd.components.packing import Packing
 from omagd.modules.agents.inputs import AgentInputs
+from omagd.utils.packing import Packing
 
 
 class Agent(nn.Module, ABC):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omagd.components.packing import Packing
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent
@@ -14,6 +13,7 @@ from omagd.modules.agents.inputs import AgentInputs, InputLinear, guess_marks
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.modules.recurrent import PackedGRU
 from omagd.utils.errors import UserError
+from omagd.utils.packing import Packing
 
 GRAPHS_AT_ONCE = 512
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omagd.components.packing import Packing
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
 from omagd.modules.recurrent import PackedGRU
 from omagd.utils.errors import UserError
+from omagd.utils.packing import Packing
 
 
 class RNNAgent(Agent):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omagd.components.packing import Packing
 from omagd.config.schema import MaskPredictorConfig
+from omagd.utils.packing import Packing
 
 N_SPECIAL = 3
 

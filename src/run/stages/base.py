@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.packing import PackedBatch
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.session import Session
 from omagd.utils.clock import Clock
+from omagd.utils.packing import PackedBatch
 
 
 @dataclass(frozen=True)

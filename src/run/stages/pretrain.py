@@ -98,8 +98,9 @@ class PretrainStage(Stage):
         held_out.add(self.learner.evaluate(self.products.held_out.to(self.session.dist.device)))
         values = summarise(held_out.reduce(self.session.dist))
         self.last = values
-        if values[self.learner.best_metric] < self.best[0]:
-            self.best = (values[self.learner.best_metric], self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
+        reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
+        if reached < self.best[0]:
+            self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
         record = {f"eval/{name}": value for name, value in values.items()}
         self.log({**self.metrics.reduce(self.session.dist), **record})
 

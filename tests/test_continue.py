@@ -1,0 +1,165 @@
+"""Continuing and playing what was trained: nothing is lost between the file and the run, and runs repeat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_budgets import BUDGETS
+from command_harness import records, summary_of
+from ddp_harness import run_ranks
+
+from omagd.config.loading import resolve
+from omagd.config.schema import Config
+from omagd.run.build import build_session
+from omagd.run.command_line import config_from, main
+from omagd.run.launch import launch
+from omagd.run.loop import fit
+from omagd.run.stages.base import Products
+from omagd.run.stages.stage3 import Stage3
+from omagd.utils.checkpoint import checksum, find_step_folder
+from omagd.utils.dist_utils import Dist
+from omagd.utils.logging import Logger, setup_logging
+from omagd.utils.run_folder import RunFolder
+
+TIMES = {"steps_per_second", "wall_seconds"}
+GRAPH_COMMAND = ("with", "run=ddp", "learner=nq_graph_learner_ddp")
+
+
+def qmix(results: Path, *more: str) -> Config:
+    return config_from(["--config=qmix", "with", *BUDGETS, f"local_results_path={results}", *more])
+
+
+def new_folder(config: Config, before: set[Path]) -> Path:
+    (folder,) = set(Path(config.local_results_path).glob("*/summary.json")) - before
+    return folder.parent
+
+
+def test_the_nearest_saved_step_is_taken(tmp_path):
+    for step in (100, 250, 1000):
+        (tmp_path / "models" / str(step)).mkdir(parents=True)
+        (tmp_path / "models" / str(step) / "agent.th").write_bytes(b"")
+    (tmp_path / "models" / "pretrain_stage1").mkdir()
+    (tmp_path / "models" / "2000").mkdir()  # torn: without weights
+    for given in (tmp_path, tmp_path / "models"):
+        steps = [int(find_step_folder(str(given), wanted).name) for wanted in (0, 1, 170, 180, 999, 5000)]
+        assert steps == [1000, 100, 100, 250, 1000, 1000]
+    assert find_step_folder(str(tmp_path / "models" / "250"), 1000).name == "250"
+
+
+@pytest.mark.processes
+def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
+    """Weights, targets, Adam's moments and counters are those of the file, bit for bit; then the clock goes on."""
+    torch.set_num_threads(1)
+    step = find_step_folder(str(qmix_run))
+    t_env = int(step.name)
+    config = qmix(tmp_path, f"checkpoint_path={qmix_run}", f"t_max={t_env + 100}", "target_update_interval=1000")
+    folder = RunFolder.create(tmp_path, "again")
+    session = build_session(config, Dist(), folder, Logger(setup_logging(None, rank=1), minimal=True))
+    stage = Stage3(session, Products())
+    fresh = checksum(stage.mac.agent.state_dict())
+    stage.prepare()
+    saved = torch.load(step / "opt.th", weights_only=True)
+    agent = torch.load(step / "agent.th", weights_only=True)
+    assert checksum(stage.mac.agent.state_dict()) == checksum(agent) != fresh
+    assert checksum(stage.learner.mixer.state_dict()) == checksum(torch.load(step / "mixer.th", weights_only=True))
+    now = stage.learner.state_dict()
+    for name in ("target_agent", "target_mixer"):
+        assert checksum(now[name]) == checksum(saved["learner"][name])
+    assert checksum(now["target_agent"]) != checksum(agent), "the targets lag behind: another file than the agent's"
+    moments = [(now["optimizer"]["state"][i], kept) for i, kept in saved["learner"]["optimizer"]["state"].items()]
+    assert len(moments) == len(list(stage.mac.agent.parameters())) + len(list(stage.learner.mixer.parameters()))
+    assert all(torch.equal(mine[key], kept[key]) for mine, kept in moments for key in kept)
+    assert any(kept["exp_avg"].abs().sum() > 0 for _, kept in moments)
+    assert stage.clock.state_dict() == saved["clock"]
+    assert (stage.clock.t_env, now["updates"]) == (t_env, saved["learner"]["updates"])
+    session.close()
+    summary = launch(config, "on")
+    clock = summary["stages"]["stage3"]["clock"]
+    assert clock["t_env"] >= t_env + 100
+    assert clock["episodes"] > saved["clock"]["episodes"]
+    assert clock["updates"] > saved["clock"]["updates"]
+    assert min(line["t_env"] for line in records(Path(summary["folder"]))) > t_env
+
+
+@pytest.mark.processes
+def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
+    step = int(find_step_folder(str(qmix_run)).name)
+    summary = launch(qmix(tmp_path, f"checkpoint_path={qmix_run}", f"t_max={step}"), "nothing")
+    assert summary["exit_state"] == "completed"
+    assert summary["stages"]["stage3"]["clock"]["t_env"] == step
+
+
+@pytest.mark.processes
+def test_evaluating_a_graph_run_finds_its_modules_and_repeats(small_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = []
+    for _ in range(2):
+        before = set(tmp_path.glob("results/*/summary.json"))
+        assert main([*GRAPH_COMMAND, *BUDGETS, "evaluate=True", f"checkpoint_path={small_run}"]) == 0
+        (file,) = set(tmp_path.glob("results/*/summary.json")) - before
+        results.append(json.loads(file.read_text()))
+        (line,) = records(file.parent)
+        assert line["t_env"] == int(find_step_folder(str(small_run)).name)
+    first, second = (result["stages"]["stage3"]["values"] for result in results)
+    assert first == second
+    assert 0 <= first["test_battle_won_mean"] <= 1
+    assert {result["exit_state"] for result in results} == {"completed"}
+
+
+@pytest.mark.processes
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    runs = [launch(qmix(tmp_path, f"seed={seed}"), name) for seed, name in ((7, "one"), (7, "two"), (8, "three"))]
+    first, second, other = (
+        [{key: value for key, value in line.items() if key not in TIMES} for line in records(Path(run["folder"]))]
+        for run in runs
+    )
+    assert first == second != other
+    weights = [checksum(torch.load(Path(run["artifacts"]["model"]) / "agent.th", weights_only=True)) for run in runs]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], dict[str, int], np.ndarray]:
+    """Train QMIX for some updates; return checksums of all that is trained, the clock, and what this rank played."""
+    updates = {"t_max": 150, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
+    config = resolve("qmix", "skirmish", {**updates, "use_cuda": False, "local_results_path": folder})
+    logger = Logger(setup_logging(None, rank=1), minimal=True)
+    stage = Stage3(build_session(config, dist, RunFolder(Path(folder) / "run"), logger), Products())
+    fit(stage)
+    state = stage.learner.state_dict()
+    tensors = {
+        "agent": stage.mac.agent.state_dict(),
+        "mixer": stage.learner.mixer.state_dict(),
+        "target_agent": state["target_agent"],
+        "target_mixer": state["target_mixer"],
+        **{f"adam {i}": moments for i, moments in state["optimizer"]["state"].items()},
+    }
+    played = stage.buffer.batch([0])["obs"].numpy()
+    stage.session.close()
+    return {name: checksum(value) for name, value in tensors.items()}, stage.clock.state_dict(), played
+
+
+@pytest.mark.processes
+def test_two_ranks_hold_the_same_and_play_their_own(tmp_path):
+    (sums, clock, played), (other_sums, other_clock, other_played) = run_ranks(_train_and_sum, str(tmp_path))
+    assert sums == other_sums
+    assert clock == other_clock
+    assert clock["updates"] > 1
+    assert played.shape != other_played.shape or not np.array_equal(played, other_played)
+
+
+@pytest.mark.processes
+def test_a_run_of_two_ranks_is_continued_by_one(published_run, tmp_path, monkeypatch):
+    """Weights carry no trace of how many ranks wrote them."""
+    monkeypatch.chdir(tmp_path)
+    step = int(find_step_folder(str(published_run)).name)
+    paths = [f"pretrained_tokenizer_path={published_run / 'models' / 'pretrain_stage1_best'}"]
+    paths += [f"pretrained_mask_predictor_path={published_run / 'models' / 'pretrain_stage2_best'}"]
+    options = ["--config=omagd", "with", "env_args.map_name=5m_vs_6m", *BUDGETS, *paths]
+    assert main([*options, f"checkpoint_path={published_run}", f"t_max={step + 60}"]) == 0
+    (file,) = tmp_path.glob("results/*/summary.json")
+    assert list(summary_of(file.parent)["stages"]) == ["stage3"]
+    assert summary_of(file.parent)["stages"]["stage3"]["clock"]["t_env"] >= step + 60
