@@ -28,6 +28,8 @@ BUDGETS = (
     "mask_predictor_config.n_layers=1",
     "mask_predictor_config.n_heads=2",
     "mask_predictor_config.feedforward_dim=32",
+    "mask_predictor_config.last_seen=True",
+    "mask_predictor_config.code_features=True",
 )
 
 # What a command's own values of these keys are does not matter once the budgets stand behind them.

@@ -53,12 +53,18 @@ class Documented:
         return [w for w in words if PLACEHOLDER.search(w) and w.partition("=")[0] not in PATH_KEYS]
 
     @property
-    def essence(self) -> tuple:
-        """Return what tells commands apart once the small budgets are appended and paths are filled in."""
-        words = [w for w in self.arguments if w.partition("=")[0] not in BUDGET_KEYS and w not in {"with", "--dry-run"}]
-        words = [w.partition("=")[0] if w.partition("=")[0] in PATH_KEYS else w for w in words]
+    def meaning(self) -> tuple:
+        """Return what tells commands apart once paths are filled in."""
+        words = [w.partition("=")[0] if w.partition("=")[0] in PATH_KEYS else w for w in self.arguments]
         variables = [key if key in PATH_KEYS else f"{key}={value}" for key, value in self.variables.items()]
         return self.program, self.ranks, frozenset(words), frozenset(variables)
+
+    @property
+    def essence(self) -> tuple:
+        """Return what tells commands apart once the small budgets are appended, too."""
+        program, ranks, words, variables = self.meaning
+        others = {w for w in words if w.partition("=")[0] not in BUDGET_KEYS} - {"with", "--dry-run"}
+        return program, ranks, frozenset(others), variables
 
 
 def documented_commands() -> list[Documented]:

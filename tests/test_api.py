@@ -63,17 +63,18 @@ def test_a_loaded_policy_acts_as_the_runs_own_controller(run, request):
 def _same_episode(policy: omagd.run.api.LoadedPolicy, mac: object, config: object, seed: int) -> int:
     """Play an episode by the policy, with the controller looking on; return its length."""
     env = make_env(config.env, dict(config.env_args), 1, processes=False)
-    observation = env.reset(np.ones(1, bool), np.array([seed]))
+    everyone = np.ones(1, bool)
+    env.reset(everyone, np.array([seed]))
     mac.begin(1)
-    mac.reset(np.ones(1, bool))
+    mac.reset(everyone)
     step, done = 0, False
     while not done:
-        wanted = mac.act(Tick(observation, np.array([step]), np.ones(1, bool)), None).actions[0]
+        observation = env.observe()
+        wanted = mac.act(Tick(observation, np.array([step]), everyone), None).actions[0]
         actions = policy.act(observation.obs[0], observation.avail_actions[0])
         assert actions.tolist() == wanted.tolist()
         assert observation.avail_actions[0][np.arange(len(actions)), actions].all()
-        outcome = env.step(actions[None])
-        observation, done, step = outcome.observation, bool(outcome.done[0]), step + 1
+        done, step = bool(env.step(actions[None], everyone).terminated[0]), step + 1
     env.close()
     return step
 
@@ -95,7 +96,7 @@ def test_seeds_end_in_one_table(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     summaries = [json.loads(file.read_text()) for file in tmp_path.glob("results/*/summary.json")]
     assert sorted(summary["seed"] for summary in summaries) == [1, 2]
-    table = out[out.rindex("2 seeds") :].splitlines()
+    table = out[out.rindex("2 seeds") :].splitlines()[1:]
     assert [line.split()[0] for line in table if line[:1].isdigit()] == ["1", "2"]
     assert out.count("2 seeds") == 1
     assert any(line.startswith("median") for line in table)

@@ -172,23 +172,48 @@ def why_not(command: Documented) -> str:
     return ""
 
 
+def shown(command: Documented) -> str:
+    """Return how a command is called among the tests."""
+    return re.sub(r"[^\w=.-]+", " ", f"{command.where} {command.line}")[:120]
+
+
+def distinct(commands: list[Documented]) -> list[Documented]:
+    """Return the first of those commands that only name other places of an earlier run's files."""
+    return list({command.meaning: command for command in reversed(commands)}.values())[::-1]
+
+
+def different(commands: list[Documented]) -> list[Documented]:
+    """Return one of each kind of documented command that no other test runs."""
+    kinds = {command.essence: command for command in reversed(commands) if not why_not(command)}
+    return [command for essence, command in kinds.items() if essence not in RUN_ELSEWHERE]
+
+
 def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str], list[str]]:
-    """Return variables and arguments of a documented command with paths of real runs in them."""
-    text = " ".join(command.arguments)
-    graph = runs["5m_vs_6m" if "5m_vs_6m" in text or "5m_vs_6m" in str(command.variables) else "3m"]
-    plain = runs["qmix"] if "--config=qmix" in text else graph
+    """Return variables and arguments of a documented command with paths of real runs in them.
+
+    runs: by --config; a run of the published sizes stands in for all others, with its map.
+    """
+    words, variables = list(command.arguments), dict(command.variables)
+    name = next((word.partition("=")[2] for word in words if word.startswith("--config=")), "omagd_small")
+    if command.program.endswith(".sh"):
+        name = variables.get("CONFIG", "omagd")
+    graph = runs["omagd_small" if name == "omagd_small" else "omagd"]
     where = {
-        "checkpoint_path": plain / "models",
+        "checkpoint_path": runs.get(name, graph) / "models",
         "graph_pretrain_policy": runs["qmix"],
         "pretrained_tokenizer_path": graph / "models" / "pretrain_stage1_best",
         "pretrained_mask_predictor_path": graph / "models" / "pretrain_stage2_best",
     }
     where |= {"TOKENIZER_PATH": where["pretrained_tokenizer_path"]}
     where |= {"MASK_PREDICTOR_PATH": where["pretrained_mask_predictor_path"]}
-    variables = {**command.variables, **{key: str(where[key]) for key in command.paths if key in command.variables}}
-    keys = [(word, word.partition("=")[0]) for word in command.arguments]
+    keys = [(word, word.partition("=")[0]) for word in words]
     words = [f"{key}={where[key]}" if key in command.paths else word for word, key in keys]
-    return variables, words if "with" in words or command.program.endswith(".sh") else [*words, "with"]
+    variables |= {key: str(where[key]) for key in command.paths if key in variables}
+    if not command.program.endswith(".sh") and "with" not in words:
+        words.append("with")
+    if command.paths and graph == runs["omagd"] and name not in {"qmix", "vdn"}:
+        words.append("env_args.map_name=5m_vs_6m")
+    return variables, words
 
 
 @pytest.fixture(scope="module")
@@ -211,12 +236,13 @@ def test_commands_are_found_in_the_texts():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: re.sub(r"[^\w=.-]+", " ", f"{c.where} {c.line}")[:120])
+@pytest.mark.parametrize("command", distinct(COMMANDS), ids=shown)
 def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, monkeypatch, capsys, installed):
     if reason := why_not(command):
         pytest.skip(reason)
-    names = {"qmix": "qmix_run", "3m": "small_run", "5m_vs_6m": "published_run"} if command.paths else {}
-    variables, words = filled_in(command, {key: request.getfixturevalue(name) for key, name in names.items()} or _NONE)
+    names = {"qmix": "qmix_run", "omagd_small": "small_run", "omagd": "published_run"}
+    runs = {key: request.getfixturevalue(name) if command.paths else Path() for key, name in names.items()}
+    variables, words = filled_in(command, runs)
     # The runs that stand in for the reader's were small; the weights' sizes must be said to fit them.
     words = [*words, *BUDGETS] if command.paths else words
     monkeypatch.chdir(tmp_path)
@@ -234,19 +260,10 @@ def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-_NONE: dict[str, Path] = {key: Path("nowhere") for key in ("qmix", "3m", "5m_vs_6m")}
-
-
-def different(commands: list[Documented]) -> list[Documented]:
-    """Return one of each kind of documented command that no other test runs."""
-    kinds = {command.essence: command for command in reversed(commands) if not why_not(command)}
-    return [command for essence, command in kinds.items() if essence not in RUN_ELSEWHERE]
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("command", different(COMMANDS), ids=lambda c: re.sub(r"[^\w=.-]+", " ", c.line)[:120])
+@pytest.mark.parametrize("command", different(COMMANDS), ids=shown)
 def test_documented_commands_run(command, qmix_run, small_run, published_run, tmp_path, installed):
-    variables, words = filled_in(command, {"qmix": qmix_run, "3m": small_run, "5m_vs_6m": published_run})
+    variables, words = filled_in(command, {"qmix": qmix_run, "omagd_small": small_run, "omagd": published_run})
     program = {
         "main": [PYTHON, MAIN],
         "torchrun": [PYTHON, "-m", "torch.distributed.run", f"--nproc_per_node={command.ranks}", "--rdzv-backend=c10d",

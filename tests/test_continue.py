@@ -33,11 +33,6 @@ def qmix(results: Path, *more: str) -> Config:
     return config_from(["--config=qmix", "with", *BUDGETS, f"local_results_path={results}", *more])
 
 
-def new_folder(config: Config, before: set[Path]) -> Path:
-    (folder,) = set(Path(config.local_results_path).glob("*/summary.json")) - before
-    return folder.parent
-
-
 def test_the_nearest_saved_step_is_taken(tmp_path):
     for step in (100, 250, 1000):
         (tmp_path / "models" / str(step)).mkdir(parents=True)
@@ -88,7 +83,8 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
 @pytest.mark.processes
 def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
     step = int(find_step_folder(str(qmix_run)).name)
-    summary = launch(qmix(tmp_path, f"checkpoint_path={qmix_run}", f"t_max={step}"), "nothing")
+    config = qmix(tmp_path, f"checkpoint_path={qmix_run}", f"t_max={step}")
+    summary = launch(config, "nothing")
     assert summary["exit_state"] == "completed"
     assert summary["stages"]["stage3"]["clock"]["t_env"] == step
 
@@ -124,7 +120,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
 
 def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], dict[str, int], np.ndarray]:
     """Train QMIX for some updates; return checksums of all that is trained, the clock, and what this rank played."""
-    updates = {"t_max": 150, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
+    updates = {"t_max": 300, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
     config = resolve("qmix", "skirmish", {**updates, "use_cuda": False, "local_results_path": folder})
     logger = Logger(setup_logging(None, rank=1), minimal=True)
     stage = Stage3(build_session(config, dist, RunFolder(Path(folder) / "run"), logger), Products())

@@ -25,6 +25,11 @@ from omagd.utils.errors import UserError
         ("memory_game", {"n_cues": "many"}, ["env_args.n_cues=many", "must be a valid integer"]),
         ("memory_game", {"n_cues": 1}, ["env_args.n_cues=1", "must be greater than or equal to 2"]),
         ("matrix_game", {"payoff": "climb"}, ["env_args.payoff=climb", "'penalty'", "Did you mean 'climbing'?"]),
+        ("skirmish", {"game_version": "4.10"}, ["env_args.game_version is not an argument of env=skirmish"]),
+        ("skirmish", {"heuristic_ai": True}, ["env_args.heuristic_ai is not an argument of env=skirmish"]),
+        ("skirmish", {"replay_dir": "here"}, ["env_args.replay_dir is not an argument of env=skirmish"]),
+        ("skirmish", {"step_mul": 4}, ["env_args.step_mul is not an argument of env=skirmish"]),
+        ("skirmish", {"difficulty": 0}, ["env_args.difficulty=0", "must match"]),
         ("smax", {"map_name": "5m_vs6m"}, ["env_args.map_name=5m_vs6m", "Did you mean '5m_vs_6m'?"]),
     ],
 )
@@ -33,6 +38,10 @@ def test_wrong_arguments_are_named_with_their_mend(name, env_args, parts):
         make_env(name, env_args, 2, processes=False)
     assert all(part in caught.value.message for part in parts), caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_difficulty_may_be_written_as_a_number():
+    assert validate_env_args("skirmish", {"difficulty": 3}) == validate_env_args("skirmish", {"difficulty": "3"})
 
 
 @pytest.mark.processes

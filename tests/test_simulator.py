@@ -179,6 +179,26 @@ def test_snapshot_and_restore_continue_alike(name):
         assert same(everything(sim), everything(other))
 
 
+def test_a_snapshot_of_another_number_of_slots_is_refused():
+    one, two = Simulator(get_map("3m"), 1), Simulator(get_map("3m"), 2)
+    with pytest.raises(ValueError, match="6 units in 1 slots, not 6 in 2"):
+        two.restore(one.snapshot())
+
+
+def test_who_is_shot_from_beyond_its_attention_does_not_answer():
+    # At difficulty "1" the enemy looks 6 cells far; two stalkers reach 6 + 0.625 + 0.625.
+    answered = {}
+    for difficulty in ("1", "7"):
+        sim = Simulator(dataclasses.replace(get_map("2s3z"), allies=("stalker",), enemies=("stalker",)), 1,
+                        difficulty=difficulty)  # fmt: skip
+        sim.reset(np.ones(1, bool), np.zeros(1, np.int64))
+        sim.units.x[0], sim.units.y[0] = (9.0, 16.0), (16.0, 16.0)
+        command(sim, 1, Order.ATTACK, target=1)
+        answered[difficulty] = bool(sim.units.shield[0, 0] < 80)
+        assert sim.units.shield[0, 1] == 80 - 18
+    assert answered == {"1": False, "7": True}
+
+
 def test_marine_duel_takes_the_time_of_eight_shots():
     # 45 health, 6 a shot: 8 shots, the first at once, then 7 cooldowns of 0.61 s = 13.664 loops.
     sim = build(["marine"], ["marine"])

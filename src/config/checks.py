@@ -88,6 +88,11 @@ def _reconstruction(config: Config) -> None:
 def _playing(config: Config) -> None:
     if config.evaluate and not config.checkpoint_path:
         raise UserError("evaluate=True: needs checkpoint_path=… (models/ or models/<t_env>/ of a run)")
+    if config.evaluation_only and not (config.use_graph_reconstruction and config.pretrained_tokenizer_path):
+        raise UserError(
+            "evaluation_only=True: measures pre-trained graph modules, so it needs --config=omagd and"
+            " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To play an agent: evaluate=True"
+        )
     if config.evaluate and config.pretrain_only:
         raise UserError("evaluate=True and pretrain_only=True contradict each other: drop one of the two")
     if config.load_step and not config.checkpoint_path:

@@ -162,7 +162,7 @@ class Config(Frozen):
 
     evaluate: bool  # play checkpoint_path greedily instead of training
     evaluation_only: bool  # stages 1 and 2 measure given modules on held-out episodes instead of training
-    eval_report_episodes: Whole  # episodes that evaluate=True plays, over all ranks; 0: test_nepisode
+    eval_report_episodes: Whole  # that evaluate and evaluation_only play, over all ranks; 0: as in training
     checkpoint_path: str  # run folder, its models/ or one step's folder: what is played, or trained on
     load_step: Whole  # of several saved steps the nearest to this one; 0: the last
     save_replay: bool  # with evaluate=True: let the environment write its replays, where it can

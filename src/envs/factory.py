@@ -36,7 +36,12 @@ def _as_user_error(name: str, error: ValidationError) -> UserError:
     key = ".".join(["env_args", *(str(part) for part in first["loc"])])
     if first["type"] == "missing":
         return UserError(f"{key} is missing; env={name} needs it")
-    mend = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    mend = (
+        first["msg"]
+        .removeprefix("Value error, ")
+        .replace("Input should be", "must be")
+        .replace("String should", "must")
+    )
     hint = ""
     if first["type"] == "literal_error":
         options = [part.strip(" '") for part in first["ctx"]["expected"].replace(" or ", ", ").split(",")]

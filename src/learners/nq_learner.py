@@ -40,7 +40,7 @@ class NQLearner:
         self.needs: tuple[str, ...] = (seen, "state", "avail_actions", "actions", "reward", "terminated")
         self.mixer: nn.Module = mixers.REGISTRY.get(config.mixer)(config, info).to(self.device, mac.dtype)
         objective = QObjective(mac.agent, self.mixer)
-        self.optimizer = torch.optim.Adam(objective.parameters(), lr=scaled_lr(config, dist.world_size), fused=True)
+        self.optimizer = torch.optim.Adam(objective.parameters(), lr=config.lr * lr_scale(config, dist.world_size), fused=True)
         self._step = SyncedStep(objective, self.optimizer, dist, config.grad_norm_clip)
         # Copied after wrapping, which made the ranks' weights equal.
         self.target_agent = _frozen_copy(mac.agent)
@@ -119,9 +119,9 @@ class NQLearner:
             self._copied_at = clock
 
 
-def scaled_lr(config: Config, world_size: int) -> float:
-    """Return `lr` times 1, the root of W or W (`lr_scaling` none, sqrt, linear)."""
-    return config.lr * {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": float(world_size)}[config.lr_scaling]
+def lr_scale(config: Config, world_size: int) -> float:
+    """Return what learning rates are multiplied by: 1, the root of W or W (`lr_scaling` none, sqrt, linear)."""
+    return {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": float(world_size)}[config.lr_scaling]
 
 
 def _frozen_copy(module: nn.Module) -> nn.Module:

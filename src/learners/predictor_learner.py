@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, merge, token_stats
-from omagd.learners.nq_learner import scaled_lr
+from omagd.learners.nq_learner import lr_scale
 from omagd.learners.synced_step import Objective, Stats, SyncedStep
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
@@ -109,15 +109,14 @@ class PredictorLearner:
         self._real = feature_mask(info.layout).to(dist.device)
         self._kinds = torch.tensor(info.layout.node_types, device=dist.device)
         self._objective = PredictorObjective(predictor, info)
-        lr = config.graph_lr * scaled_lr(config, dist.world_size) / config.lr
+        lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(predictor.parameters(), lr=lr)
         self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
         self._objective.train()
-        self._step.warm_up(self._nothing() if batch is None else self.sample(batch, self.graphs(batch)))
-        return 2
+        return self._step.warm_up(self._nothing() if batch is None else self.sample(batch, self.graphs(batch)))
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take one step on this rank's batch."""

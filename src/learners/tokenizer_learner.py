@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import merge, node_stats, perplexity_stats
-from omagd.learners.nq_learner import scaled_lr
+from omagd.learners.nq_learner import lr_scale
 from omagd.learners.synced_step import Objective, Stats, SyncedStep
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
@@ -100,15 +100,14 @@ class TokenizerLearner:
         self.total_updates = config.graph_pretrain_epochs if total_updates is None else total_updates
         self.updates = 0
         self._objective = TokenizerObjective(tokenizer)
-        lr = config.graph_lr * scaled_lr(config, dist.world_size) / config.lr
+        lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(tokenizer.parameters(), lr=lr)
         self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
         self._objective.train()
-        self._step.warm_up(self.nodes(batch) if batch is not None else self._no_nodes())
-        return 2
+        return self._step.warm_up(self.nodes(batch) if batch is not None else self._no_nodes())
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take one step on this rank's batch, then move the codebook by what all ranks assigned to it."""
@@ -129,7 +128,10 @@ class TokenizerLearner:
 
     @torch.no_grad()
     def evaluate(self, batch: PackedBatch) -> Stats:
-        """Return sums and counts on held-out episodes; perplexity and codes in use are those of this rank's part."""
+        """Return sums and counts on held-out episodes; perplexity and codes in use are those of all ranks together.
+
+        Called by all ranks, since their uses of codes are added up here.
+        """
         nodes = self.nodes(batch)
         training = self._objective.training
         self._objective.eval()
@@ -141,11 +143,11 @@ class TokenizerLearner:
             part = Nodes(part.features, part.slot, part.graph - first, part.episode, n_graphs)
             stats = merge(stats, self._objective(part)[1])
         self._objective.train(training)
-        if not stats:
-            return {}
         stats = dict(stats)
-        _, count = stats.pop(CODE_SUMS)
-        return {**stats, **perplexity_stats(count)}
+        nobody = torch.zeros_like(self.tokenizer.cluster_size)
+        _, used = stats.pop(CODE_SUMS, (nobody, nobody))
+        used = self.dist.sum(used.to(nobody.dtype))
+        return {**stats, **perplexity_stats(used)} if used.any() else stats
 
     def nodes(self, batch: PackedBatch) -> Nodes:
         """Return what of `batch` counts: present nodes, living observers, steps that happened."""

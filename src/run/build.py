@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from omagd.utils.checkpoint import (
     AGENT_FILE,
     PREDICTOR_FILE,
     TOKENIZER_FILE,
+    checksum,
     find_step_folder,
     load_file,
     load_into,
@@ -39,12 +41,16 @@ from omagd.utils.seeding import generator, seed_everything
 PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
 
 
+def n_slots(config: Config) -> int:
+    """Return how many battle slots each rank plays."""
+    return int(runners.REGISTRY.get(config.runner).slots(config))
+
+
 def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger) -> Session:
     """Return one rank's session: environment, its facts, and a runner for each purpose."""
     torch.set_num_threads(config.torch_threads)
     runner_class = runners.REGISTRY.get(config.runner)
-    slots = runner_class.slots(config)
-    env = make_env(config.env, dict(config.env_args), slots, processes=config.env_processes)
+    env = make_env(config.env, dict(config.env_args), n_slots(config), processes=config.env_processes)
     info = env.info
     if config.use_graph_reconstruction and info.layout is None:
         env.close()
@@ -90,10 +96,24 @@ def load_products(config: Config, info: EnvInfo, device: torch.device) -> Produc
 
 
 def of_checkpoint(config: Config, step_folder: Path) -> Config:
-    """Return `config` with the pre-trained paths of the run that `step_folder` belongs to, where none are given."""
-    run_folder = str(run_folder_of(step_folder))
-    keys = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path")
-    return config.model_copy(update={key: getattr(config, key) or run_folder for key in keys})
+    """Return `config` with the pre-trained modules of the run that `step_folder` belongs to, where none are given.
+
+    They are the run's own, or those that it was given itself.
+    """
+    run_folder = RunFolder(run_folder_of(step_folder))
+    found: dict[str, str] = {}
+    for key, stage in (("pretrained_tokenizer_path", "stage1"), ("pretrained_mask_predictor_path", "stage2")):
+        own = run_folder.pretrained(stage, best=True)
+        found[key] = getattr(config, key) or (str(own) if own.is_dir() else _given_to(run_folder, key))
+    return config.model_copy(update=found)
+
+
+def _given_to(run_folder: RunFolder, key: str) -> str:
+    """Return a path of a run's configuration; the run's folder, which the error then names, where there is none."""
+    try:
+        return str(json.loads(run_folder.config_json.read_text(encoding="utf-8"))[key]) or str(run_folder.path)
+    except (OSError, ValueError, KeyError):
+        return str(run_folder.path)
 
 
 def _load_pretrained(config: Config, info: EnvInfo, module: torch.nn.Module, path: Path, key: str) -> None:
@@ -101,6 +121,12 @@ def _load_pretrained(config: Config, info: EnvInfo, module: torch.nn.Module, pat
     check(content.get("meta"), config, info, key, str(path))
     load_into(module, content.get("weights", {}), path, key)
     module.eval().requires_grad_(False)
+
+
+def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None:
+    """Compare a module's weights over all ranks. Errors: RuntimeError when they differ. All ranks call it."""
+    if len(set(dist.gather(checksum(module.state_dict())))) != 1:
+        raise RuntimeError(f"{what}: the ranks hold different weights; do all of them read the same files?")
 
 
 def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Products) -> Any:
@@ -114,6 +140,17 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Pro
         reconstructor = Reconstructor(*frozen, config, info)
     seed_everything(config.seed, "agent")
     return controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
+
+
+def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> Any:
+    """Return the controller with the same agent, reading plain observations."""
+    return build_mac(config.model_copy(update={"use_graph_reconstruction": False}), info, device, Products())
+
+
+def load_agent(mac: Any, step_folder: Path, key: str) -> None:
+    """Load the agent's weights of a step's folder. key: the configuration key that named it. Errors: UserError."""
+    path = step_folder / AGENT_FILE
+    load_into(mac.agent, load_file(path, key), path, key)
 
 
 def build_learner(session: Session, products: Products) -> tuple[Any, Any]:
@@ -138,8 +175,7 @@ def pretrain_policy(session: Session, purpose: str) -> Any:
 def _checkpoint_policy(session: Session) -> Any:
     """Return the agent of `graph_pretrain_policy`, reading plain observations."""
     config = session.config
-    plain = config.model_copy(update={"use_graph_reconstruction": False})
-    mac = build_mac(plain, session.info, session.dist.device, Products())
-    path = find_step_folder(config.graph_pretrain_policy) / AGENT_FILE
-    load_into(mac.agent, load_file(path, "graph_pretrain_policy"), path, "graph_pretrain_policy")
+    mac = build_plain_mac(config, session.info, session.dist.device)
+    key = "graph_pretrain_policy"
+    load_agent(mac, find_step_folder(config.graph_pretrain_policy, key=key), key)
     return mac

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from omagd.config.schema import Config
-from omagd.run.build import build_session, load_products
+from omagd.run.build import build_session, load_products, n_slots, require_same_weights
 from omagd.run.evaluate import evaluate
 from omagd.run.loop import fit
 from omagd.run.session import Session
@@ -69,6 +69,9 @@ def run_stages(session: Session) -> list[StageResult]:
     if session.config.evaluate:
         return [evaluate(session)]
     products = load_products(session.config, session.info, session.dist.device)
+    for module in (products.tokenizer, products.predictor):
+        if module is not None:
+            require_same_weights(session.dist, module, "pre-trained modules")
     results = []
     for name in stage_names(session.config, products):
         session.logger.stage = name
@@ -79,12 +82,14 @@ def run_stages(session: Session) -> list[StageResult]:
 
 
 def stage_names(config: Config, products: Products) -> list[str]:
-    """Return the names of the stages that are run."""
+    """Return the names of the stages that are run: under `evaluation_only`, those whose trained module is given."""
+    given = {"stage1": products.tokenizer is not None, "stage2": products.predictor is not None}
+    if config.evaluation_only:
+        return [name for name, known in given.items() if known]
     if config.stage != "all":
         return [config.stage]
     names = ["stage1", "stage2"] if config.pretrain_only else ["stage1", "stage2", "stage3"]
-    given = {"stage1": products.tokenizer is not None, "stage2": products.predictor is not None}
-    return [name for name in names if not given.get(name, False) or config.evaluation_only]
+    return [name for name in names if not given.get(name, False)]
 
 
 def _folder(config: Config, dist: Dist, token: str) -> RunFolder:
@@ -118,14 +123,13 @@ def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any) -> Logg
 
 
 def _first_summary(config: Config, dist: Dist, folder: RunFolder, started: float) -> dict[str, Any]:
-    slots = config.batch_size_run if config.runner != "episode" else 1
     return {
         "name": config.name,
         "env": config.env,
         "map_name": config.map_name,
         "seed": config.seed,
         "world_size": dist.world_size,
-        "environments": slots * dist.world_size,
+        "environments": n_slots(config) * dist.world_size,
         "effective_batch": config.batch_size * dist.world_size,
         "updates_per_iteration": config.updates_per_iteration,
         "folder": str(folder.path),

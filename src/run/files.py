@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from omagd.run.build import require_same_weights
 from omagd.utils.checkpoint import LEARNER_FILE, find_step_folder, load_file, load_into, save_file
 
 if TYPE_CHECKING:
@@ -30,5 +31,7 @@ def load_training_state(stage: Stage3) -> None:
         load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
     state = load_file(folder / LEARNER_FILE, "checkpoint_path")
     stage.learner.load_state_dict(state["learner"])
+    for name, module in stage.learner.modules().items():
+        require_same_weights(stage.session.dist, module, f"checkpoint_path: {name}")
     stage.clock.load_state_dict(state["clock"])
     stage.session.logger.info(f"continuing from {folder} at t_env {stage.clock.t_env}")

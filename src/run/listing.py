@@ -8,6 +8,7 @@ import yaml
 
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
+from omagd.run.build import n_slots
 from omagd.run.preflight import NAMED, Outlook, registry_of
 
 
@@ -33,12 +34,13 @@ def facts(config: Config, outlook: Outlook) -> dict[str, object]:
     info, plan = outlook.info, outlook.plan
     start = "torchrun" if plan.joins else "spawn" if plan.spawns else "this process"
     device = "cuda" if plan.cuda else "cpu"
+    slots = n_slots(config)
     sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
     return {
         "stages": ", ".join(outlook.stages),
         "world size": f"{plan.world_size} ({start}, {device})",
         "effective batch": f"{config.batch_size * plan.world_size} episodes per update",
-        "environments": f"{config.batch_size_run * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
+        "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
         "environment": f"{sizes}, episodes of at most {info.episode_limit} steps",
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from omagd.config.loading import validate
@@ -26,13 +27,20 @@ def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
 
 def run_seeds(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
     """Run once, or once for each of `seeds`; show what was reached and return it."""
-    config = _config if isinstance(_config, Config) else validate(dict(_config))
+    config = _absolute(_config if isinstance(_config, Config) else validate(dict(_config)))
     singles = [config.model_copy(update={"seed": seed, "seeds": ()}) for seed in config.seeds or (config.seed,)]
     summaries = [_run_one(_run, single) for single in singles]
     if len(summaries) == 1:
         return summaries[0]
     _show(seeds_table(summaries))
     return {"runs": summaries}
+
+
+def _absolute(config: Config) -> Config:
+    """Return `config` with the paths of pre-trained modules made absolute: who plays the run may stand elsewhere."""
+    keys = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path")
+    given = {key: getattr(config, key) for key in keys if getattr(config, key)}
+    return config.model_copy(update={key: str(Path(path).expanduser().absolute()) for key, path in given.items()})
 
 
 def _run_one(_run: Any, config: Config) -> dict[str, Any]:

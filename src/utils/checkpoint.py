@@ -66,13 +66,13 @@ def _shape(tensor: torch.Tensor | None) -> str:
     return "absent" if tensor is None else str(list(tensor.shape))
 
 
-def find_step_folder(checkpoint_path: str, load_step: int = 0) -> Path:
-    """Return the folder `<t_env>/` with an agent's weights that `checkpoint_path` means.
+def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path") -> Path:
+    """Return the folder `<t_env>/` with an agent's weights that `path` means.
 
-    `checkpoint_path` is a run folder, its `models/`, or a step's folder; among several steps the one nearest to
-    `load_step` is taken, the last one for 0. Errors: UserError if there is none.
+    `path` is a run folder, its `models/`, or a step's folder; among several steps the one nearest to `load_step` is
+    taken, the last one for 0. key: configuration key that named it. Errors: UserError if there is none.
     """
-    given = Path(checkpoint_path).expanduser()
+    given = Path(path).expanduser()
     if (given / AGENT_FILE).is_file():
         return given
     for folder in (given / "models", given):
@@ -80,9 +80,7 @@ def find_step_folder(checkpoint_path: str, load_step: int = 0) -> Path:
         if steps:
             wanted = load_step or max(int(p.name) for p in steps)
             return min(steps, key=lambda p: abs(int(p.name) - wanted))
-    raise UserError(
-        f"checkpoint_path={checkpoint_path} holds no {AGENT_FILE}: give a run folder, its models/ or a folder in it"
-    )
+    raise UserError(f"{key}={path} holds no {AGENT_FILE}: give a run folder, its models/ or a folder in it")
 
 
 def run_folder_of(step_folder: Path) -> Path:

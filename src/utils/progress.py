@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from types import TracebackType
 from typing import Self, TextIO
 
 from tqdm import tqdm
+
+# One bar per process: tqdm's default lock is a semaphore between processes, which an ended worker leaves behind.
+tqdm.set_lock(threading.RLock())
 
 
 class Progress:

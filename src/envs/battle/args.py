@@ -56,14 +56,14 @@ class SkirmishArgs(BattleArgs):
     """`env_args` of `env=skirmish`.
 
     Attributes:
-        difficulty: strength of the scripted enemy, SMAC's scale ("1" very easy … "7" very hard).
+        difficulty: SMAC's scale; here how far the scripted enemy looks for targets, 6 cells at "1" to 9 from "7" on.
     """
 
-    difficulty: str = Field(default="7", pattern="^[1-9A]$")
+    difficulty: str = Field(default="7", pattern="^[1-9A]$", coerce_numbers_to_str=True)
 
 
 class SmacArgs(BattleArgs):
-    """`env_args` of `env=sc2`: every key of the published `sc2.yaml`.
+    """`env_args` of `env=sc2`: every key of the published `sc2.yaml`, and `reward_shield_fix`.
 
     Attributes:
         difficulty: the game's built-in opponent, SMAC's scale.
@@ -75,7 +75,7 @@ class SmacArgs(BattleArgs):
         debug: log observations, actions and rewards.
     """
 
-    difficulty: str = Field(default="7", pattern="^[1-9A]$")
+    difficulty: str = Field(default="7", pattern="^[1-9A]$", coerce_numbers_to_str=True)
     game_version: str | None = None
     step_mul: int = Field(default=8, ge=1)
     seed: int | None = None

@@ -30,7 +30,7 @@ class Units:
     Attributes:
         x, y: position. health, health_max, shield, shield_max, energy: as in the game (float32).
         cooldown: game loops until the weapon is ready again (float32).
-        type_id: index into `Terrain`-independent unit data (`units.py`), int16; -1 in unused columns.
+        type_id: index into the back-end's list of unit types, int16; -1 in unused columns.
         alive: health > 0.
     """
 

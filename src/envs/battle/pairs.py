@@ -11,11 +11,16 @@ NOBODY = np.int32(0x7F000000)
 FAR_AWAY, APART = np.float32(1.0e4), np.float32(1.0e-3)
 
 
+def memory_size(units: int, slots: int) -> int:
+    """Return how many float32 numbers `Pairs` works in."""
+    return (2 + 4 * units) * units * slots
+
+
 class Pairs:
     """Differences and squared distances of all units of all slots; the dead lie far away from everyone.
 
     Args:
-        memory: float32 [4, at least U * U * B] to work in.
+        memory: float32, at least `memory_size(U, B)` numbers to work in.
 
     Attributes:
         x, y: [U, B] positions used. dx, dy: [U, U, B] position of the first unit less that of the second. d2: squared.
@@ -28,9 +33,10 @@ class Pairs:
         # A hair's breadth between the columns, so that units on one spot know in which direction to part.
         self._offset_x, self._offset_y = APART * number, APART * ((number * 7) % 11)
         self._far = FAR_AWAY + 100 * number
-        pairs = units * units * slots
-        self.dx, self.dy, self.d2, self.work = (row[:pairs].reshape(units, units, slots) for row in memory)
-        self.x, self.y = np.empty((units, slots), np.float32), np.empty((units, slots), np.float32)
+        places = 2 * units * slots
+        self.x, self.y = memory[:places].reshape(2, units, slots)
+        pairs = memory[places : memory_size(units, slots)]
+        self.dx, self.dy, self.d2, self.work = pairs.reshape(4, units, units, slots)
         self._index = np.arange(units, dtype=np.int32)
 
     def measure(self, battle: Battle) -> None:

@@ -21,7 +21,7 @@ from omagd.envs.battle.combat import heal, regenerate, shoot
 from omagd.envs.battle.ground import advance_goals, build_terrain, start_positions
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.movement import Movement
-from omagd.envs.battle.pairs import Pairs
+from omagd.envs.battle.pairs import Pairs, memory_size
 from omagd.envs.battle.roster import Battle, Roster
 from omagd.envs.battle.targeting import acquire, take_orders
 from omagd.utils.errors import UserError
@@ -52,9 +52,9 @@ class Simulator:
         self._battle = Battle.empty(self._roster.total, n_slots)
         self._cooldown = np.zeros((self._roster.total, n_slots), np.float32)
         self._alive = np.zeros((self._roster.total, n_slots), bool)
-        pairs = self._roster.total**2
-        self._at_once = min(n_slots, max(SLOTS_AT_ONCE, PAIRS_AT_ONCE // pairs))
-        self._memory = np.empty((4, pairs * self._at_once), np.float32)
+        units = self._roster.total
+        self._at_once = min(n_slots, max(SLOTS_AT_ONCE, PAIRS_AT_ONCE // units**2))
+        self._memory = np.empty(memory_size(units, self._at_once), np.float32)
         self._pairs: dict[int, Pairs] = {}
         self.units = self._views()
 
@@ -140,7 +140,10 @@ class Simulator:
         return {"floats": self._battle.floats.copy(), "ints": self._battle.ints.copy()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continue from a snapshot of a simulator with the same map and number of slots."""
+        """Continue from a snapshot of a simulator with the same map and number of slots. Errors: ValueError."""
+        saved, own = snapshot["floats"].shape, self._battle.floats.shape
+        if saved != own:
+            raise ValueError(f"the snapshot is of {saved[1]} units in {saved[2]} slots, not {own[1]} in {own[2]}")
         np.copyto(self._battle.floats, snapshot["floats"])
         np.copyto(self._battle.ints, snapshot["ints"])
         self._publish()
@@ -148,4 +151,4 @@ class Simulator:
     def close(self) -> None:
         """Release the scratch memory."""
         self._pairs.clear()
-        self._memory = np.empty((4, 0), np.float32)
+        self._memory = np.empty(0, np.float32)

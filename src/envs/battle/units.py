@@ -1,8 +1,8 @@
 """Facts of the units that SMAC's maps use; data only.
 
-Speeds are cells per second and cooldowns seconds at the game speed "faster" (22.4 loops per second). Health, damage,
-cooldowns, ranges, speeds and attributes follow this project's table of unit facts (design of the environments). Radii,
-splash shapes, the reach of explosions and the medivac's rates are commonly quoted figures that have not been checked
+Speeds are cells per second and cooldowns seconds at the game speed "faster" (22.4 loops per second). Health, shields,
+armour, damage, cooldowns, ranges and speeds are those this project was specified with. Radii, attributes, melee reach,
+splash shapes, regeneration of energy and the medivac's rates are commonly quoted figures. Neither has been checked
 against the game's own data. Numbers that differ between versions of the game stand apart in `BY_VERSION`.
 """
 
@@ -17,7 +17,7 @@ ZERG_REGEN = 0.38  # per second
 MIN_DAMAGE = 0.5  # what armour leaves of a hit at least
 
 BY_VERSION: dict[str, dict[str, float]] = {
-    # From the same table, which says that they depend on the version; not checked against a particular one.
+    # As specified; known to depend on the version, and not checked against a particular one.
     "hydralisk": {"health": 80.0, "damage": 12.0},
     # Commonly quoted: 12.6 hp/s for a third of an energy point per hp, 0.7875 energy/s regained; not checked.
     "medivac": {"heal": 12.6, "heal_cost": 1.0 / 3.0, "energy_regen": 0.7875},

@@ -9,15 +9,14 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners.graph_metrics import summarise
-from omagd.run.build import pretrain_policy
+from omagd.run.build import pretrain_policy, require_same_weights
 from omagd.run.session import Session
 from omagd.run.stages.base import Products, Stage, StageResult, Task
-from omagd.utils.checkpoint import checksum, save_file
+from omagd.utils.checkpoint import save_file
 from omagd.utils.clock import Due
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress
@@ -99,7 +98,7 @@ class PretrainStage(Stage):
         values = summarise(held_out.reduce(self.session.dist))
         self.last = values
         reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
-        if reached < self.best[0]:
+        if reached < self.best[0] or not self.best[2]:  # the first one counts even where training has diverged
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
         record = {f"eval/{name}": value for name, value in values.items()}
         self.log({**self.metrics.reduce(self.session.dist), **record})
@@ -113,7 +112,7 @@ class PretrainStage(Stage):
         module, folder = self.trained(), self.session.folder
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])
-        self._same_everywhere(module.state_dict())
+        require_same_weights(self.session.dist, module, self.name)
         files: dict[str, str] = {}
         if self.session.dist.is_main and self.session.config.save_model:
             meta = self.describe()
@@ -143,11 +142,6 @@ class PretrainStage(Stage):
             f" every rank; about {_duration(seconds * config.graph_pretrain_epochs)}"
         )
 
-    def _same_everywhere(self, weights: dict[str, torch.Tensor]) -> None:
-        sums = self.session.dist.gather(checksum(weights))
-        if len(set(sums)) != 1:
-            raise RuntimeError(f"{self.name}: the ranks hold different weights; this is an error of the program")
-
     def _fill(self) -> None:
         """Play (or load) this rank's share of the training and the held-out episodes."""
         session, config = self.session, self.session.config
@@ -158,7 +152,8 @@ class PretrainStage(Stage):
             buffer.load(path, facts, "pretrain_buffer_path")
         elif not config.evaluation_only:
             self._play("pretrain", buffer)
-        held_out = EpisodeBuffer(self._whole_rounds(config.graph_pretrain_eval_episodes))
+        judged = config.eval_report_episodes if config.evaluation_only else 0
+        held_out = EpisodeBuffer(self._whole_rounds(judged or config.graph_pretrain_eval_episodes))
         self._play("held_out", held_out)
         self.products.train_episodes = buffer
         self.products.held_out = held_out.batch(range(len(held_out)))
@@ -166,9 +161,12 @@ class PretrainStage(Stage):
             buffer.save(session.folder.path / "pretrain_buffer" / _buffer_file(session.dist.rank), facts)
 
     def _whole_rounds(self, episodes: int) -> int:
-        """Return this rank's share of `episodes`, rounded up to whole rounds of all slots: long ones count too."""
+        """Return each rank's share of `episodes`, rounded up to whole rounds of all slots: long ones count too.
+
+        It is the same on every rank, so that all draw batches of one size.
+        """
         slots = self.session.env.n_slots
-        return -(-self.session.dist.share(episodes) // slots) * slots or slots
+        return math.ceil(episodes / (slots * self.session.dist.world_size)) * slots
 
     def _play(self, purpose: str, into: EpisodeBuffer) -> None:
         session = self.session

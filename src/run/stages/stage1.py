@@ -24,6 +24,7 @@ class Stage1(PretrainStage):
         """Return the learner over a new tokenizer, or over the given one when it is only evaluated."""
         session = self.session
         tokenizer = self.products.tokenizer or new_tokenizer(session.config, session.info, session.dist.device)
+        tokenizer.requires_grad_(True)
         return TokenizerLearner(tokenizer, session.config, session.info, session.dist)
 
     def trained(self) -> Tokenizer:

@@ -26,6 +26,7 @@ class Stage2(PretrainStage):
         session, tokenizer = self.session, self.products.tokenizer
         assert tokenizer is not None, "stage 2 runs after stage 1 or with its file"
         predictor = self.products.predictor or new_predictor(session.config, session.info, session.dist.device)
+        predictor.requires_grad_(True)
         return PredictorLearner(predictor, tokenizer, session.config, session.info, session.dist)
 
     def trained(self) -> MaskPredictor:
