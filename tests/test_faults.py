@@ -215,6 +215,7 @@ def test_a_port_in_use_is_no_error_and_two_jobs_do_not_collide(plugin, tmp_path)
 # --- bad input: told in the parent, before anything exists
 
 
+HEALERS = ["env_args.map_name=MMM"]
 BAD_INPUT = {
     "unknown key": (["with", "t_mox=3"], "t_mox"),
     "unknown name": (["--config=qmix", "with", "agent=n_rn"], "agent=n_rn"),
@@ -223,10 +224,19 @@ BAD_INPUT = {
     "stage 2 without tokenizer": (["with", "reconstructer_stage=stage2"], "pretrained_tokenizer_path"),
     "stage 3 without paths": (["with", "reconstructer_stage=stage3"], "pretrained_tokenizer_path"),
     "no such tokenizer": (["with", "pretrained_tokenizer_path=gone.th"], "pretrained_tokenizer_path=gone.th"),
+    "predictor without its tokenizer": (
+        ["with", "pretrained_mask_predictor_path=some.th"],
+        "pretrained_tokenizer_path",
+    ),
     "no such checkpoint": (["--config=qmix", "with", "checkpoint_path=gone"], "checkpoint_path=gone"),
     "evaluate nothing": (["--config=qmix", "with", "evaluate=True"], "checkpoint_path"),
     "nccl without GPU": (["with", "use_cuda=False", "dist_backend=nccl"], "dist_backend=nccl"),
     "no entity layout": (["--env-config=matrix_game"], "use_graph_reconstruction"),
+    "no layout for the learner": (
+        ["--config=qmix", "--env-config=matrix_game", "with", "learner=nq_graph_learner"],
+        "learner=nq_graph_learner",
+    ),
+    "no attack for each enemy": (["with", "agent=gnn_rnn", "gnn_readout=entity", *HEALERS], "gnn_readout=entity"),
     "replay from priorities": (["--config=qmix", "with", "use_per=True"], "use_per=True"),
 }
 
@@ -257,6 +267,17 @@ def test_bad_input_is_refused_before_anything_exists(case, elsewhere, capsys):
     argv, word = BAD_INPUT[case]
     assert word in refused(argv, capsys)
     assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [["evaluate=True"], []])
+def test_a_damaged_agent_is_refused_before_anything_is_played(more, elsewhere, capsys):
+    step = elsewhere / "run" / "models" / "100"
+    step.mkdir(parents=True)
+    (step / "agent.th").write_bytes(b"not weights")
+    before = sorted(elsewhere.rglob("*"))
+    assert f"checkpoint_path={step}" in refused(["--config=qmix", "with", f"checkpoint_path={step}", *more], capsys)
+    assert f"graph_pretrain_policy={step}" in refused(["with", f"graph_pretrain_policy={step}"], capsys)
+    assert sorted(elsewhere.rglob("*")) == before
 
 
 @pytest.mark.processes

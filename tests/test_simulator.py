@@ -291,6 +291,20 @@ def test_medivac_heals_at_its_rate_and_pays_energy():
     assert sim.units.health[0, 0] == 45
 
 
+def test_medivacs_fly_to_their_patients():
+    sim = build(["marine", "medivac"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="MMM")
+    sim.units.health[0, 0] = 20.0
+    sim.units.x[0, 1] = sim.units.x[0, 0] - 5.9  # the mask allows it; the beam reaches 4 + 0.375 + 0.75
+    for _ in range(2):
+        command(sim, 2, Order.HEAL, target=0)
+    assert sim.units.health[0, 0] > 20
+    sim = build(["zealot"], ["marine", "medivac"], ally_at=(5.0, 16.0), enemy_at=(24.0, 16.0), map_type="zealots")
+    start = float(sim.units.x[0, 2])
+    for _ in range(10):
+        command(sim, 1, Order.STOP)
+    assert sim.units.x[0, 2] < start - 3
+
+
 def test_shields_and_zerg_health_grow_back():
     sim = build(["stalker"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="stalkers")
     sim.units.shield[0, 0], sim.units.health[0, 0], sim.units.health[0, 1] = 10.0, 50.0, 100.0

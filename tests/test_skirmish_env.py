@@ -163,6 +163,16 @@ def test_full_observation_agrees_with_what_is_seen():
     assert hidden > 1000
 
 
+def test_the_layout_says_where_others_health_stands():
+    for flags in ({}, {"obs_all_health": False}):
+        env = make("2s3z", 1, **flags)
+        env.reset(np.ones(1, bool), np.zeros(1, np.int64))
+        layout, shown = env.info.layout, env.observe(full=True).full_obs[0, 0]
+        block = shown[layout.move_dim :][: layout.enemy_dim]
+        assert (layout.health == -1) == bool(flags)
+        assert flags or (block[layout.health] == 1.0 and layout.health < layout.enemy_dim)
+
+
 def test_unknown_map_is_refused_with_the_nearest():
     with pytest.raises(UserError, match="5m_vs_6m"):
         make("5m_vs_6n", 1)

@@ -57,6 +57,13 @@ def _stages(config: Config) -> None:
             f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "
             "(models/pretrain_stage1_best/ of a stage1 run), or reconstructer_stage=all"
         )
+    if config.pretrained_mask_predictor_path and not config.pretrained_tokenizer_path:
+        raise UserError(
+            f"pretrained_mask_predictor_path={config.pretrained_mask_predictor_path}: was trained with a tokenizer of"
+            " its own. Give pretrained_tokenizer_path=… of the same pre-training too"
+        )
+    if config.pretrain_only and config.pretrained_mask_predictor_path and not config.evaluation_only:
+        raise UserError("pretrain_only=True: both pretrained paths are given, so nothing is left to train. Drop one")
     if config.stage == "stage3" and not config.pretrained_mask_predictor_path:
         raise UserError(
             "reconstructer_stage=stage3: needs pretrained_mask_predictor_path=… "

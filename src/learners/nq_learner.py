@@ -26,9 +26,6 @@ class NQLearner:
 
     Args:
         mac: whose agent is trained. config, info: the run and its environment. dist: the ranks.
-
-    Attributes:
-        needs: names of the episode fields that `update` reads, beside what the controller stores.
     """
 
     def __init__(self, mac: BasicMAC, config: Config, info: EnvInfo, dist: Dist) -> None:
@@ -36,11 +33,10 @@ class NQLearner:
         self.config = config
         self.info = info
         self.device = dist.device
-        seen = "full_obs" if mac.wants_full_obs else "obs"
-        self.needs: tuple[str, ...] = (seen, "state", "avail_actions", "actions", "reward", "terminated")
         self.mixer: nn.Module = mixers.REGISTRY.get(config.mixer)(config, info).to(self.device, mac.dtype)
         objective = QObjective(mac.agent, self.mixer)
-        self.optimizer = torch.optim.Adam(objective.parameters(), lr=config.lr * lr_scale(config, dist.world_size), fused=True)
+        lr = config.lr * lr_scale(config, dist.world_size)
+        self.optimizer = torch.optim.Adam(objective.parameters(), lr=lr, fused=True)
         self._step = SyncedStep(objective, self.optimizer, dist, config.grad_norm_clip)
         # Copied after wrapping, which made the ranks' weights equal.
         self.target_agent = _frozen_copy(mac.agent)

@@ -95,7 +95,6 @@ class PredictorLearner:
     """
 
     best_metric = "error"  # held-out feature error as the agent receives it, lower is better
-    needs: tuple[str, ...] = ("obs", "full_obs")
 
     def __init__(
         self, predictor: MaskPredictor, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist

@@ -91,7 +91,6 @@ class TokenizerLearner:
     """
 
     best_metric = "mse"  # held-out, lower is better
-    needs: tuple[str, ...] = ("full_obs",)
 
     def __init__(
         self, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist, total_updates: int | None = None

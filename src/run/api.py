@@ -14,9 +14,9 @@ from omagd.config.loading import validate
 from omagd.config.schema import Config
 from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
-from omagd.run.build import build_mac, load_products, of_checkpoint
+from omagd.run.build import build_mac, load_agent, load_products, of_checkpoint
 from omagd.run.run import run_seeds
-from omagd.utils.checkpoint import AGENT_FILE, find_step_folder, load_file, load_into, run_folder_of
+from omagd.utils.checkpoint import find_step_folder, run_folder_of
 from omagd.utils.errors import UserError
 
 
@@ -77,7 +77,7 @@ def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:
         path: a run's folder, its `models/`, or one step's folder. load_step: the step to load, the last one for 0.
     Errors: UserError for a missing or damaged file.
     """
-    folder = find_step_folder(str(path), load_step)
+    folder = find_step_folder(str(path), load_step, key="path")
     run_folder = run_folder_of(folder)
     facts = []
     for name in ("config.json", "env_info.json"):
@@ -89,5 +89,5 @@ def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:
     device = torch.device("cpu")
     products = load_products(of_checkpoint(config, folder), info, device)
     mac = build_mac(config, info, device, products)
-    load_into(mac.agent, load_file(folder / AGENT_FILE, "path"), folder / AGENT_FILE, "path")
+    load_agent(mac, folder, "path")
     return LoadedPolicy(config, info, mac)

@@ -17,7 +17,7 @@ from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.envs.factory import make_env
 from omagd.modules.graph_reconstructers.meta import check
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.session import Session
 from omagd.run.stages.base import Products
@@ -92,6 +92,8 @@ def load_products(config: Config, info: EnvInfo, device: torch.device) -> Produc
         products.predictor = new_predictor(config, info, device)
         path = pretrained_file("pretrained_mask_predictor_path", config.pretrained_mask_predictor_path, PREDICTOR_FILE)
         _load_pretrained(config, info, products.predictor, path, "pretrained_mask_predictor_path")
+    if products.tokenizer is not None and products.predictor is not None:
+        require_one_pretraining(products.tokenizer, products.predictor)
     return products
 
 

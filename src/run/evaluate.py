@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from omagd.envs.protocol import BatchedEnv
-from omagd.run.build import build_mac, load_products, of_checkpoint, require_same_weights
+from omagd.run.build import build_mac, load_agent, load_products, of_checkpoint, require_same_weights
 from omagd.run.session import Session
 from omagd.run.stages.base import StageResult
 from omagd.run.stages.stage3 import greedy_episodes
-from omagd.utils.checkpoint import AGENT_FILE, find_step_folder, load_file, load_into
+from omagd.utils.checkpoint import find_step_folder
 from omagd.utils.errors import UserError
 
 
@@ -19,8 +19,7 @@ def evaluate(session: Session) -> StageResult:
     folder = find_step_folder(config.checkpoint_path, config.load_step)
     products = load_products(of_checkpoint(config, folder), info, device)
     mac = build_mac(config, info, device, products)
-    path = folder / AGENT_FILE
-    load_into(mac.agent, load_file(path, "checkpoint_path"), path, "checkpoint_path")
+    load_agent(mac, folder, "checkpoint_path")
     require_same_weights(session.dist, mac.agent, "checkpoint_path")
     t_env = int(folder.name) if folder.name.isdigit() else 0
     values = greedy_episodes(session, mac, config.eval_report_episodes or config.test_nepisode)

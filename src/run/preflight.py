@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.run.plan import Plan, make_plan
 from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
 
 # Configuration keys that name something, and the package whose REGISTRY knows the names.
 NAMED = {
@@ -86,13 +90,14 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     """Refuse paths at which nothing fitting lies; return the stages that are left to run."""
     import torch
 
-    from omagd.run.build import load_products, of_checkpoint
+    from omagd.run.build import build_plain_mac, load_agent, load_products, of_checkpoint
     from omagd.run.experiment import stage_names
     from omagd.utils.checkpoint import find_step_folder
 
     cpu = torch.device("cpu")
     if config.checkpoint_path:
         folder = find_step_folder(config.checkpoint_path, config.load_step)
+        load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
         if config.evaluate:
             load_products(of_checkpoint(config, folder), info, cpu)
             return ("evaluate",)
@@ -101,4 +106,16 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     if {"stage1", "stage2"} & set(stages) and policy not in {"random", "mixed"}:
         if not Path(policy).expanduser().exists():
             raise UserError(f"graph_pretrain_policy={policy}: must be random, mixed, or the path of a checkpoint")
+        key = "graph_pretrain_policy"
+        load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
+    if "stage3" in stages:
+        _build_learner(config, info, cpu)
     return stages
+
+
+def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> None:
+    """Make what stage 3 trains and throw it away, so that what does not fit is said before the stages before it."""
+    from omagd.run.build import build_plain_mac
+    from omagd.utils.dist_utils import Dist
+
+    registry_of(NAMED["learner"]).get(config.learner)(build_plain_mac(config, info, device), config, info, Dist())

@@ -47,6 +47,7 @@ def entity_layout(spec: MapSpec, args: BattleArgs) -> EntityLayout:
         n_allies=spec.n_agents - 1,
         ally_dim=4 + bits + health * (1 + ally_shield) + (n_actions(spec) if args.obs_last_action else 0),
         own_dim=bits + own_health * (1 + ally_shield) + 2 * args.obs_timestep_number,
+        health=4 if args.obs_all_health else -1,
     )
 
 

@@ -28,7 +28,7 @@ class Movement:
         self._low_y, self._high_y = np.float32(y0) + inset, np.float32(y1) - inset
         self._grid = ground_grid(spec, terrain)
         self._touch = roster.touch[:, :, None]
-        self._free_below = roster.cooldown - SWING
+        self._free_below = np.where(roster.armed, roster.cooldown - SWING, np.float32(0))
         self._can_move = (roster.step > 0).astype(np.float32)
 
     def walk(self, battle: Battle, pairs: Pairs, aiming: np.ndarray, in_reach: np.ndarray, loops: int) -> None:

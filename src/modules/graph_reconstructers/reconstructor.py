@@ -35,6 +35,15 @@ class Reconstruction:
     guessed: Tensor
 
 
+def require_one_pretraining(tokenizer: Tokenizer, predictor: MaskPredictor) -> None:
+    """Refuse a predictor that was trained with another tokenizer, whose codes mean other features. Errors: UserError."""
+    if not torch.allclose(tokenizer.table(), predictor.table, rtol=1e-3, atol=1e-4):
+        raise UserError(
+            "pretrained_mask_predictor_path belongs to another tokenizer than pretrained_tokenizer_path;"
+            " give the two files of one pre-training"
+        )
+
+
 class Reconstructor:
     """Fills in what agents do not see, from what they see and have seen alone.
 
@@ -53,11 +62,7 @@ class Reconstructor:
         self.layout, self.n_agents = info.layout, info.n_agents
         self.device = predictor.table.device
         self.mean = config.mask_predictor_config.decode == "mean"
-        if not torch.allclose(tokenizer.table(), predictor.table, rtol=1e-3, atol=1e-4):
-            raise UserError(
-                "pretrained_mask_predictor_path belongs to another tokenizer than pretrained_tokenizer_path;"
-                " give the two files of one pre-training"
-            )
+        require_one_pretraining(tokenizer, predictor)
         self.begin(0)
 
     @property

@@ -38,7 +38,7 @@ class PretrainStage(Stage):
         self.learner = self.make_learner()
         seed_everything(config.seed, f"{self.name} dropout", session.dist.rank)
         self.metrics = Metrics()
-        self.best: tuple[float, int, dict[str, Any]] = (math.inf, 0, {})
+        self.best: tuple[float, int, dict[str, Any]] = (math.nan, 0, {})
         self.last: dict[str, float] = {}
         self._replay = generator(config.seed, f"{self.name} sampling", session.dist.rank)
         evaluation = Due(config.graph_pretrain_eval_interval)
@@ -98,7 +98,7 @@ class PretrainStage(Stage):
         values = summarise(held_out.reduce(self.session.dist))
         self.last = values
         reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
-        if reached < self.best[0] or not self.best[2]:  # the first one counts even where training has diverged
+        if reached < self.best[0] or math.isnan(self.best[0]):  # also where training has diverged from the start
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
         record = {f"eval/{name}": value for name, value in values.items()}
         self.log({**self.metrics.reduce(self.session.dist), **record})

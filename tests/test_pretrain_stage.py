@@ -1,0 +1,65 @@
+"""What stages 1 and 2 have in common, without their networks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omagd.run.stages.base import Products
+from omagd.run.stages.pretrain import PretrainStage
+from omagd.utils.dist_utils import Dist
+from omagd.utils.run_folder import RunFolder
+
+SLOTS = 8
+
+
+class Measured(PretrainStage):
+    """A stage whose held-out errors are given, and whose weight is the number of the measurement."""
+
+    name = "stage1"
+    weights_name = "toy.th"
+
+    def make_learner(self):
+        self.module = torch.nn.Linear(1, 1, bias=False)
+        return SimpleNamespace(best_metric="error", evaluate=lambda batch: {"error": (batch.error, 1.0)})
+
+    def trained(self):
+        return self.module
+
+    def describe(self):
+        return {}
+
+
+def stage_of(tmp_path, dist=None):
+    config = SimpleNamespace(seed=1, graph_pretrain_eval_interval=1, evaluation_only=False, save_model=False)
+    logger = SimpleNamespace(log=lambda values, **when: None)
+    env = SimpleNamespace(n_slots=SLOTS)
+    session = SimpleNamespace(config=config, dist=dist or Dist(), env=env, logger=logger, folder=RunFolder(tmp_path))
+    return Measured(session, Products())
+
+
+@pytest.mark.parametrize(
+    ("errors", "best"), [([3.0, 1.0, 2.0], 2), ([2.0, float("nan")], 1), ([float("nan"), 2.0], 2), ([float("nan")], 1)]
+)
+def test_the_model_of_the_least_error_is_handed_on_even_where_training_diverges(errors, best, tmp_path):
+    stage = stage_of(tmp_path)
+    for number, error in enumerate(errors, start=1):
+        stage.module.weight.data.fill_(number)
+        stage.clock.epoch = number
+        stage.products.held_out = SimpleNamespace(to=lambda device, error=error: SimpleNamespace(error=error))
+        stage.evaluate()
+    result = stage.finish()
+    assert stage.module.weight.item() == best
+    assert result.values["best_epoch"] == best
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("episodes", [1, 3, 17, 48, 1000])
+def test_every_rank_plays_the_same_number_of_whole_rounds(world_size, episodes, tmp_path):
+    shares = {stage_of(tmp_path, Dist(rank, world_size))._whole_rounds(episodes) for rank in range(world_size)}
+    assert len(shares) == 1
+    share = shares.pop()
+    assert share % SLOTS == 0
+    assert episodes <= share * world_size < episodes + SLOTS * world_size
