@@ -87,6 +87,7 @@ def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
     summary = launch(config, "nothing")
     assert summary["exit_state"] == "completed"
     assert summary["stages"]["stage3"]["clock"]["t_env"] == step
+    assert summary["stages"]["stage3"]["files"] == {}
 
 
 @pytest.mark.processes

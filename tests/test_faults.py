@@ -14,6 +14,10 @@ from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, Started, children, left_behind, run_folders, summary_of
 
 from omagd.run.command_line import main
+from omagd.run.launch import _explain
+from omagd.utils.dist_utils import open_rendezvous
+from omagd.utils.errors import RankFailed
+from omagd.utils.signals import Stopped, stop_requested, stoppable, unhurried
 
 # A package beside omagd: a world that goes wrong on the rank, at the step and in the way that its arguments say.
 PLUGIN = """
@@ -212,10 +216,63 @@ def test_a_port_in_use_is_no_error_and_two_jobs_do_not_collide(plugin, tmp_path)
     assert [exit_state(place) for place in places] == ["completed"] * 3
 
 
+# --- the parts of it, without processes
+
+
+def test_the_first_signal_stops_once_and_the_old_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    done = []
+    with pytest.raises(Stopped) as stopped, stoppable():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("went on")
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)  # the same wish again, by another way, a moment later
+            done.append("cleaned up")
+    assert done == ["cleaned up"]
+    assert (stopped.value.exit_code, stop_requested()) == (143, True)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_must_be_written_is_written_before_a_signal_counts():
+    done = []
+    with pytest.raises(Stopped), stoppable():
+        assert not stop_requested()
+        with unhurried():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("written")
+        done.append("went on")
+    assert done == ["written"]
+
+
+@pytest.mark.parametrize(
+    ("failed", "notes", "words"),
+    [
+        ({0: 1, 1: 1}, {0: (2.0, "connection closed"), 1: (1.0, "my own mistake")}, "my own mistake"),
+        ({1: -9, 0: 1}, {0: (1.0, "connection closed")}, "rank 1 was killed by SIGKILL"),
+        ({1: -6, 0: 1}, {0: (1.0, "my own mistake")}, "my own mistake"),
+        ({1: -6}, {}, "rank 1 was killed by SIGABRT"),
+        ({1: 7, 0: 1}, {0: (1.0, "connection closed")}, "rank 1 ended with exit code 7"),
+        ({1: 143}, {}, "rank 1 was killed by SIGTERM"),
+    ],
+)
+def test_the_cause_is_told_not_the_consequence(tmp_path, failed, notes, words):
+    for rank, (when, trace) in notes.items():
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps({"time": when, "rank": rank, "trace": trace}))
+    error = _explain(failed, tmp_path)
+    assert words in str(error)
+    assert isinstance(error, RankFailed)
+
+
+def test_a_port_is_held_from_the_moment_it_is_chosen():
+    first = open_rendezvous(0)
+    second = open_rendezvous(first.port)
+    assert first.port != second.port
+
+
 # --- bad input: told in the parent, before anything exists
 
 
-HEALERS = ["env_args.map_name=MMM"]
 BAD_INPUT = {
     "unknown key": (["with", "t_mox=3"], "t_mox"),
     "unknown name": (["--config=qmix", "with", "agent=n_rn"], "agent=n_rn"),
@@ -229,6 +286,7 @@ BAD_INPUT = {
         "pretrained_tokenizer_path",
     ),
     "no such checkpoint": (["--config=qmix", "with", "checkpoint_path=gone"], "checkpoint_path=gone"),
+    "no such episodes": (["with", "pretrain_buffer_path=gone"], "pretrain_buffer_path=gone"),
     "evaluate nothing": (["--config=qmix", "with", "evaluate=True"], "checkpoint_path"),
     "nccl without GPU": (["with", "use_cuda=False", "dist_backend=nccl"], "dist_backend=nccl"),
     "no entity layout": (["--env-config=matrix_game"], "use_graph_reconstruction"),
@@ -236,7 +294,6 @@ BAD_INPUT = {
         ["--config=qmix", "--env-config=matrix_game", "with", "learner=nq_graph_learner"],
         "learner=nq_graph_learner",
     ),
-    "no attack for each enemy": (["with", "agent=gnn_rnn", "gnn_readout=entity", *HEALERS], "gnn_readout=entity"),
     "replay from priorities": (["--config=qmix", "with", "use_per=True"], "use_per=True"),
 }
 

@@ -102,7 +102,9 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
             load_products(of_checkpoint(config, folder), info, cpu)
             return ("evaluate",)
     stages = tuple(stage_names(config, load_products(config, info, cpu)))
-    policy = config.graph_pretrain_policy
+    policy, episodes = config.graph_pretrain_policy, config.pretrain_buffer_path
+    if episodes and not Path(episodes).expanduser().is_dir():
+        raise UserError(f"pretrain_buffer_path={episodes}: no such folder. Give the pretrain_buffer/ of another run")
     if {"stage1", "stage2"} & set(stages) and policy not in {"random", "mixed"}:
         if not Path(policy).expanduser().exists():
             raise UserError(f"graph_pretrain_policy={policy}: must be random, mixed, or the path of a checkpoint")

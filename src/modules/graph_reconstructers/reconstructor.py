@@ -36,7 +36,7 @@ class Reconstruction:
 
 
 def require_one_pretraining(tokenizer: Tokenizer, predictor: MaskPredictor) -> None:
-    """Refuse a predictor that was trained with another tokenizer, whose codes mean other features. Errors: UserError."""
+    """Refuse a predictor of another tokenizer, whose codes mean other features. Errors: UserError."""
     if not torch.allclose(tokenizer.table(), predictor.table, rtol=1e-3, atol=1e-4):
         raise UserError(
             "pretrained_mask_predictor_path belongs to another tokenizer than pretrained_tokenizer_path;"

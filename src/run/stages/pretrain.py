@@ -157,7 +157,7 @@ class PretrainStage(Stage):
         self._play("held_out", held_out)
         self.products.train_episodes = buffer
         self.products.held_out = held_out.batch(range(len(held_out)))
-        if config.save_pretrain_buffer:
+        if config.save_pretrain_buffer and len(buffer):
             buffer.save(session.folder.path / "pretrain_buffer" / _buffer_file(session.dist.rank), facts)
 
     def _whole_rounds(self, episodes: int) -> int:

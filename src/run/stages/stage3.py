@@ -138,7 +138,8 @@ class Stage3(Stage):
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})
-        models = {"agent": str(self.session.folder.step(self.clock.t_env))} if self.session.config.save_model else {}
+        saved = self.session.folder.step(self.clock.t_env)  # there is none where nothing was left to play
+        models = {"agent": str(saved)} if saved.is_dir() else {}
         return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures})
 
     def _something_to_log(self) -> bool:
