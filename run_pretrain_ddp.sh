@@ -14,9 +14,13 @@ STAGE=${STAGE:-stage1}
 CONFIG=${CONFIG:-omagd_origin}
 DDP_PORT=${DDP_PORT:-12355}
 RESULTS_PATH=${RESULTS_PATH:-results}
+tokenizer=()
 case $STAGE in
     stage1) ;;
-    stage2) [ -n "${TOKENIZER_PATH:-}" ] || fail 'STAGE=stage2 needs TOKENIZER_PATH=… (a tokenizer.th of stage1, or its folder)' ;;
+    stage2)
+        [ -n "${TOKENIZER_PATH:-}" ] || fail 'STAGE=stage2 needs TOKENIZER_PATH=… (a tokenizer.th of stage1, or its folder)'
+        tokenizer=("pretrained_tokenizer_path=$TOKENIZER_PATH")
+        ;;
     *) fail "STAGE=$STAGE: must be stage1 or stage2" ;;
 esac
 python=$(find_python)
@@ -32,5 +36,5 @@ exec "$python" "$root/src/main.py" --config="$CONFIG" --env-config="$ENV_CONFIG"
     ddp_port="$DDP_PORT" \
     local_results_path="$RESULTS_PATH" \
     ${MAP_NAME:+"env_args.map_name=$MAP_NAME"} \
-    ${TOKENIZER_PATH:+"pretrained_tokenizer_path=$TOKENIZER_PATH"} \
+    ${tokenizer[@]+"${tokenizer[@]}"} \
     "$@"

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
-from omagd.utils.dist_utils import Dist, choose_port, cleanup_distributed, setup_distributed
+from omagd.utils.dist_utils import Dist, cleanup_distributed, open_rendezvous, setup_distributed
 
 RankFunction = Callable[[int, Dist, Any], Any]
 
 
 def _work(rank: int, function: RankFunction, world_size: int, port: int, payload: Any, folder: str) -> None:
     torch.set_num_threads(1)
-    setup_distributed(rank, world_size, backend="gloo", port=port, timeout_minutes=1)
+    setup_distributed(rank, world_size, backend="gloo", port=port, timeout_minutes=1, hosted=True)
     try:
         result = function(rank, Dist(rank, world_size), payload)
         torch.save(result, Path(folder) / f"{rank}.pt")
@@ -32,6 +32,7 @@ def run_ranks(function: RankFunction, payload: Any = None, world_size: int = 2) 
     about four seconds: put many checks into one. Errors: a rank's error, with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        args = (function, world_size, choose_port(), payload, folder)
+        rendezvous = open_rendezvous(0)
+        args = (function, world_size, rendezvous.port, payload, folder)
         multiprocessing.spawn(_work, args=args, nprocs=world_size, join=True)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -52,6 +52,9 @@ def _stages(config: Config) -> None:
         raise UserError(f"pretrain_only=True: there is nothing to pre-train ({why}). Drop one of the two")
     if not config.use_graph_reconstruction or config.evaluate:
         return
+    for stage, key in (("stage1", "pretrained_tokenizer_path"), ("stage2", "pretrained_mask_predictor_path")):
+        if config.stage == stage and getattr(config, key) and not config.evaluation_only:
+            raise UserError(f"{key}: reconstructer_stage={stage} trains that module anew. Drop one of the two")
     if config.stage in {"stage2", "stage3"} and not config.pretrained_tokenizer_path:
         raise UserError(
             f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "

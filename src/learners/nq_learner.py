@@ -42,7 +42,7 @@ class NQLearner:
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
         self.updates = 0
-        self._copied_at = 0
+        self._copied_at = (0, 0)  # episodes, updates: the key that counts may change when a training is continued
 
     def warm_up(self) -> None:
         """Run a discarded forward and backward on a made-up batch; once, before anything is loaded."""
@@ -93,7 +93,7 @@ class NQLearner:
             "target_agent": self.target_agent.state_dict(),
             "target_mixer": self.target_mixer.state_dict(),
             "updates": self.updates,
-            "copied_at": self._copied_at,
+            "copied_at": list(self._copied_at),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -102,17 +102,19 @@ class NQLearner:
         self.target_agent.load_state_dict(state["target_agent"])
         self.target_mixer.load_state_dict(state["target_mixer"])
         self.updates = state["updates"]
-        self._copied_at = state["copied_at"]
+        episodes, updates = state["copied_at"]
+        self._copied_at = (episodes, updates)
 
     def _copy_targets_if_due(self, episodes: int) -> None:
         by_updates = self.config.target_update_updates
-        clock, interval = (
-            (episodes, self.config.target_update_interval) if by_updates is None else (self.updates, by_updates)
-        )
-        if clock - self._copied_at >= interval:
+        if by_updates is None:
+            due = episodes - self._copied_at[0] >= self.config.target_update_interval
+        else:
+            due = self.updates - self._copied_at[1] >= by_updates
+        if due:
             self.target_agent.load_state_dict(self.mac.agent.state_dict())
             self.target_mixer.load_state_dict(self.mixer.state_dict())
-            self._copied_at = clock
+            self._copied_at = (episodes, self.updates)
 
 
 def lr_scale(config: Config, world_size: int) -> float:

@@ -80,7 +80,7 @@ class PredictorObjective(Objective):
             taken_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)
             stats = {
                 "graph_loss": (loss.detach(), sample.weight.sum()),
-                "top1": mean_of((log_p.argmax(-1) == target).to(log_p.dtype)),
+                "top1": mean_of((log_p.argmax(-1) == sample.target).to(log_p.dtype)),
                 "recall_absent": mean_of(taken_dead, dead),
                 "recall_alive": mean_of(1 - taken_dead, ~dead),
             }

@@ -126,9 +126,9 @@ def _load_pretrained(config: Config, info: EnvInfo, module: torch.nn.Module, pat
 
 
 def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None:
-    """Compare a module's weights over all ranks. Errors: RuntimeError when they differ. All ranks call it."""
+    """Compare a module's weights over all ranks. Errors: UserError on all of them when they differ."""
     if len(set(dist.gather(checksum(module.state_dict())))) != 1:
-        raise RuntimeError(f"{what}: the ranks hold different weights; do all of them read the same files?")
+        raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")
 
 
 def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Products) -> Any:

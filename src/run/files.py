@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omagd.run.build import require_same_weights
 from omagd.utils.checkpoint import LEARNER_FILE, find_step_folder, load_file, load_into, save_file
+from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     from omagd.run.stages.stage3 import Stage3
@@ -22,16 +24,27 @@ def save_training_state(stage: Stage3) -> None:
         save_file(folder / f"{name}.th", module.state_dict())
 
 
+def load_learner(learner: Any, folder: Path) -> dict[str, int]:
+    """Load everything of a step's folder into a learner and return the clock's state. Errors: UserError."""
+    for name, module in learner.modules().items():
+        path = folder / f"{name}.th"
+        load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
+    path = folder / LEARNER_FILE
+    state = load_file(path, "checkpoint_path")
+    try:
+        learner.load_state_dict(state["learner"])
+        return dict(state["clock"])
+    except (KeyError, ValueError, RuntimeError) as problem:
+        reason = str(problem).split("\n")[0][:100]
+        mend = "use the --config that it was trained with"
+        raise UserError(f"checkpoint_path={path} does not fit this learner ({reason}); {mend}") from problem
+
+
 def load_training_state(stage: Stage3) -> None:
     """Continue from `checkpoint_path`: weights, targets, optimizer and clock. The replay buffer starts empty."""
     config = stage.session.config
     folder = find_step_folder(config.checkpoint_path, config.load_step)
-    for name, module in stage.learner.modules().items():
-        path = folder / f"{name}.th"
-        load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
-    state = load_file(folder / LEARNER_FILE, "checkpoint_path")
-    stage.learner.load_state_dict(state["learner"])
-    for name, module in stage.learner.modules().items():
-        require_same_weights(stage.session.dist, module, f"checkpoint_path: {name}")
-    stage.clock.load_state_dict(state["clock"])
+    stage.clock.load_state_dict(load_learner(stage.learner, folder))
+    for module in stage.learner.modules().values():
+        require_same_weights(stage.session.dist, module, f"checkpoint_path={config.checkpoint_path}")
     stage.session.logger.info(f"continuing from {folder} at t_env {stage.clock.t_env}")

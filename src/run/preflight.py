@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -92,6 +92,7 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
 
     from omagd.run.build import build_plain_mac, load_agent, load_products, of_checkpoint
     from omagd.run.experiment import stage_names
+    from omagd.run.files import load_learner
     from omagd.utils.checkpoint import find_step_folder
 
     cpu = torch.device("cpu")
@@ -111,13 +112,16 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         key = "graph_pretrain_policy"
         load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
     if "stage3" in stages:
-        _build_learner(config, info, cpu)
+        learner = _build_learner(config, info, cpu)
+        if config.checkpoint_path:
+            load_learner(learner, folder)
     return stages
 
 
-def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> None:
-    """Make what stage 3 trains and throw it away, so that what does not fit is said before the stages before it."""
+def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
+    """Make what stage 3 trains, to be thrown away: what does not fit is said before the stages before it."""
     from omagd.run.build import build_plain_mac
     from omagd.utils.dist_utils import Dist
 
-    registry_of(NAMED["learner"]).get(config.learner)(build_plain_mac(config, info, device), config, info, Dist())
+    learner = registry_of(NAMED["learner"]).get(config.learner)
+    return learner(build_plain_mac(config, info, device), config, info, Dist())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import os
-import socket
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -60,10 +58,6 @@ class Dist:
         """Return whether `flag` holds on every rank."""
         return self.sum_int(int(flag)) == self.world_size
 
-    def any(self, flag: bool) -> bool:
-        """Return whether `flag` holds on some rank."""
-        return self.sum_int(int(flag)) > 0
-
     def broadcast(self, value: T) -> T:
         """Return rank 0's `value` (picklable, small) on every rank."""
         if self.world_size == 1:
@@ -80,37 +74,11 @@ class Dist:
         dist.all_gather_object(out, value)
         return out
 
-    def gather_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows [M_r, ...] of all ranks one after another in rank order; M_r may differ."""
-        if self.world_size == 1:
-            return rows
-        sizes = torch.zeros(self.world_size, dtype=torch.int64)
-        sizes[self.rank] = len(rows)
-        sizes = self.sum(sizes)
-        padded = rows.new_zeros((int(sizes.max()), *rows.shape[1:]), device=self.device)
-        padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]).to(rows.device)
-
-    def share(self, total: int) -> int:
-        """Return this rank's part of `total` things dealt evenly, first ranks first."""
-        return total // self.world_size + (self.rank < total % self.world_size)
-
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return what to call for a synchronised forward: `module` itself alone, wrapped among several ranks."""
         if self.world_size == 1:
             return module
         return wrap_model_ddp(module, self.device.index)
-
-    def no_sync(self, wrapped: nn.Module) -> Any:
-        """Return the context in which backward passes of `wrapped` keep their gradients to themselves."""
-        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else contextlib.nullcontext()
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1:
-            dist.barrier()
 
 
 @dataclass
@@ -125,18 +93,6 @@ class Pending:
         if self.work is not None:
             self.work.wait()
         return self.value
-
-
-def choose_port(wanted: int = DEFAULT_PORT) -> int:
-    """Return `wanted` if it is free on this host, else a free port. Called once, in the parent."""
-    for port in (wanted, 0):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise OSError("no free TCP port on this host")
 
 
 def open_rendezvous(wanted: int = DEFAULT_PORT) -> dist.TCPStore:

@@ -15,9 +15,12 @@ from omagd.run.session import Session
 from omagd.run.stages.base import Products, Stage, StageResult, Task
 from omagd.runners.rollout import Rollout
 from omagd.utils.clock import Due
+from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress
 from omagd.utils.seeding import generator
+
+BEST_OF = ("test_battle_won_mean", "test_return_mean")
 
 
 class Stage3(Stage):
@@ -33,7 +36,8 @@ class Stage3(Stage):
         self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
         self.schedule = LinearSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_anneal_time)
         self.played, self.learned = Metrics(), Metrics()
-        self.tests: list[tuple[int, dict[str, float]]] = []
+        self.last_test: tuple[int, dict[str, float]] = (-1, {})
+        self.best: dict[str, float] = {}
         self._explore = generator(config.seed, "explore", session.dist.rank)
         self._replay = generator(config.seed, "replay", session.dist.rank)
         self._rollout: Rollout | None = None
@@ -46,6 +50,7 @@ class Stage3(Stage):
             "played": Due(config.runner_log_interval),
             "learned": Due(config.learner_log_interval),
         }
+        self._dues = [save, *self._log_due.values()]
         self._parts_due: set[str] = set()
         self.tasks = [
             Task(lambda: test.due(self.clock.t_env) or self.done(), self.test),
@@ -59,6 +64,8 @@ class Stage3(Stage):
         self.learner.warm_up()
         if session.config.checkpoint_path:
             load_training_state(self)
+            for due in self._dues:
+                due.last = self.clock.t_env
         self._started = time.monotonic()
         self._since = (self._started, self.clock.t_env)
         self._bar = Progress(
@@ -102,7 +109,10 @@ class Stage3(Stage):
     def test(self) -> None:
         """Play this rank's share of the test episodes greedily."""
         values = greedy_episodes(self.session, self.mac, self.session.config.test_nepisode)
-        self.tests.append((self.clock.t_env, values))
+        self.last_test = (self.clock.t_env, values)
+        for name in BEST_OF:
+            if name in values:
+                self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
 
     def write_log(self) -> None:
         """Write what is due, gathered since its last time, as one record."""
@@ -117,8 +127,13 @@ class Stage3(Stage):
         values["episode"] = float(self.clock.episodes)
         values["updates"] = float(self.clock.updates)
         if self._tested():
-            values.update(self.tests[-1][1])
+            values.update(self.last_test[1])
         self.log(values)
+        if not math.isfinite(values.get("loss_td", 0.0)):
+            raise UserError(
+                f"lr={self.session.config.lr}: the loss is no longer a number at t_env {self.clock.t_env};"
+                " start again with a smaller lr or grad_norm_clip"
+            )
 
     def save(self) -> None:
         """Write the weights and what continuing needs."""
@@ -129,11 +144,7 @@ class Stage3(Stage):
         """Judge the beliefs of the trained policy, where it has any."""
         if self._bar is not None:
             self._bar.close()
-        values = {name: value for name, value in self.tests[-1][1].items()} if self.tests else {}
-        for name in ("test_battle_won_mean", "test_return_mean"):
-            seen = [numbers[name] for _, numbers in self.tests if name in numbers]
-            if seen:
-                values[f"best_{name}"] = max(seen)
+        values = {**self.last_test[1], **self.best}
         beliefs, pictures = judge_beliefs(self.session, self.products, self.mac)
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
@@ -149,7 +160,7 @@ class Stage3(Stage):
         return bool(self._parts_due) or self._tested()
 
     def _tested(self) -> bool:
-        return bool(self.tests) and self.tests[-1][0] == self.clock.t_env
+        return self.last_test[0] == self.clock.t_env
 
 
 def greedy_episodes(session: Session, mac: object, wanted: int) -> dict[str, float]:
