@@ -78,7 +78,7 @@ def two_ranks(rank, dist, payload):
     return out
 
 
-def three_ranks(rank, dist, payload):
+def straight_and_resumed(rank, dist, payload):
     """Nine updates of the plain learner: in one go, and stopped after four and continued by another learner."""
     config = toy_config(**PLAIN)
     batches = [episodes_of(rank, i) for i in range(9)]
@@ -143,8 +143,9 @@ def test_the_comparison_catches_a_forward_through_the_bare_module(ranks):
     assert ranks[0]["unsynchronised"] != ranks[1]["unsynchronised"]
 
 
-def test_three_ranks_are_equal_bit_for_bit_after_every_update_and_when_resumed():
-    (straight, resumed), *others = run_ranks(three_ranks, world_size=3)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_ranks_are_equal_bit_for_bit_after_every_update_and_when_resumed(world_size):
+    (straight, resumed), *others = run_ranks(straight_and_resumed, world_size=world_size)
     assert len(set(straight)) == 9
     assert all(other == (straight, resumed) for other in others)
     assert resumed == straight[4:]
