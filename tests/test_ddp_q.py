@@ -20,7 +20,7 @@ KINDS = {
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},
 }
 # Different numbers of episodes and very different numbers of steps on each rank.
-LENGTHS = [[9, 4, 4, 1, 7], [1, 2], [3]]
+LENGTHS = [[9, 4, 4, 1, 7], [1, 2], [3], [6, 1, 2]]
 UPDATES = 20
 
 
