@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_harness import train
+
+
+@pytest.fixture(autouse=True)
+def text_log_as_it_was() -> Iterator[None]:
+    """Take away what a run within a test did to the package's text log."""
+    logger = logging.getLogger("omagd")
+    before = logger.propagate, logger.level, list(logger.handlers)
+    yield
+    logger.propagate, logger.level = before[:2]
+    for handler in set(logger.handlers) - set(before[2]):
+        logger.removeHandler(handler)
+        handler.close()
 
 
 @pytest.fixture(scope="session")
