@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import omagd.config
+from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, write_json
 
 HEADLINES = {
@@ -110,16 +111,6 @@ def seeds_table(results: Sequence[Summary]) -> str:
     first = results[0]
     title = f"{first['env']} {first.get('map_name', '')} · {first['name']} · {len(results)} seeds"
     return "\n".join(["", title, rule, lines[0], rule, *lines[1:-3], rule, *lines[-3:], rule])
-
-
-def duration(seconds: float) -> str:
-    """Return a time as people say it: `48 s`, `9 min 05 s`, `3 h 07 min`."""
-    whole = int(round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _headline(summary: Summary) -> str:

@@ -14,6 +14,16 @@ from tqdm import tqdm
 tqdm.set_lock(threading.RLock())
 
 
+def duration(seconds: float) -> str:
+    """Return a time as people say it: `48 s`, `9 min 05 s`, `3 h 07 min`."""
+    whole = int(round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
 class Progress:
     """How far long work is, how fast it goes and how long it will take, on stderr; quiet where that is no terminal.
 

@@ -19,7 +19,7 @@ from omagd.run.stages.base import Products, Stage, StageResult, Task
 from omagd.utils.checkpoint import save_file
 from omagd.utils.clock import Due
 from omagd.utils.metrics import Metrics
-from omagd.utils.progress import Progress
+from omagd.utils.progress import Progress, duration
 from omagd.utils.seeding import generator, seed_everything
 
 FIELDS = ("obs", "full_obs")
@@ -139,7 +139,7 @@ class PretrainStage(Stage):
         seconds = (time.monotonic() - started) / passes * size / few.packing.n_episodes
         self.session.logger.info(
             f"{self.name}: {config.graph_pretrain_epochs} epochs, each of {size} of {len(self._episodes)} episodes on"
-            f" every rank; about {_duration(seconds * config.graph_pretrain_epochs)}"
+            f" every rank; about {duration(seconds * config.graph_pretrain_epochs)}"
         )
 
     def _fill(self) -> None:
@@ -181,8 +181,3 @@ class PretrainStage(Stage):
 
 def _buffer_file(rank: int) -> str:
     return f"rank_{rank}.episodes"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -17,7 +17,7 @@ from omagd.runners.rollout import Rollout
 from omagd.utils.clock import Due
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
-from omagd.utils.progress import Progress
+from omagd.utils.progress import Progress, duration
 from omagd.utils.seeding import generator
 
 BEST_OF = ("test_battle_won_mean", "test_return_mean")
@@ -129,6 +129,11 @@ class Stage3(Stage):
         if self._tested():
             values.update(self.last_test[1])
         self.log(values)
+        if self.clock.updates and not self.done():  # before the first update the speed says little
+            left = (self.session.config.t_max - self.clock.t_env) / values["steps_per_second"]
+            self.session.logger.info(
+                f"{self.name}: {duration(now - self._started)} passed, about {duration(left)} left"
+            )
         if not math.isfinite(values.get("loss_td", 0.0)):
             raise UserError(
                 f"lr={self.session.config.lr}: the loss is no longer a number at t_env {self.clock.t_env};"
