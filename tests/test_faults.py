@@ -141,15 +141,16 @@ def test_an_error_of_one_rank_is_what_the_console_shows(plugin, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("how", "code", "words"),
+    ("how", "rank", "code", "words"),
     [
-        ("kill", 1, "rank 1 was killed by SIGKILL"),
-        ("exit", 1, "rank 1 ended with exit code 7"),
-        ("user", 2, "env_args.how=user: take another"),
+        ("kill", 0, 1, "rank 0 was killed by SIGKILL"),
+        ("kill", 1, 1, "rank 1 was killed by SIGKILL"),
+        ("exit", 1, 1, "rank 1 ended with exit code 7"),
+        ("user", 1, 2, "env_args.how=user: take another"),
     ],
 )
-def test_other_ends_of_one_rank(plugin, tmp_path, how, code, words):
-    ended = start(plugin, tmp_path, how).wait(120)
+def test_other_ends_of_one_rank(plugin, tmp_path, how, rank, code, words):
+    ended = start(plugin, tmp_path, how, f"env_args.rank={rank}").wait(120)
     assert ended.code == code, ended.text
     assert words in ended.err
     assert "Traceback" not in ended.err

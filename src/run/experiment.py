@@ -24,18 +24,18 @@ from omagd.utils.run_folder import RunFolder, write_json
 from omagd.utils.signals import stop_requested, unhurried
 
 
-def run_experiment(config: Config, dist: Dist, token: str, channel: Any) -> dict[str, Any]:
+def run_experiment(config: Config, dist: Dist, path: str, channel: Any) -> dict[str, Any]:
     """Run everything that `config` asks for on this rank; return the summary (the same on every rank).
 
     Args:
-        dist: this rank. token: wanted name of the run's folder. channel: what the Sacred sink writes to, or None.
+        dist: this rank. path: the run's folder. channel: what the Sacred sink writes to, or None.
     """
     started = time.time()
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
-    folder = _folder(config, dist, token)
+    folder = RunFolder(path)
     logger = _logger(config, dist, folder, channel)
-    summary = _first_summary(config, dist, folder, started)
+    summary = first_summary(config, dist.world_size, folder, started)
     exit_state = "failed"
     session = None
     try:
@@ -92,15 +92,13 @@ def stage_names(config: Config, products: Products) -> list[str]:
     return [name for name in names if not given.get(name, False)]
 
 
-def _folder(config: Config, dist: Dist, token: str) -> RunFolder:
-    path = ""
-    if dist.is_main:
-        try:
-            path = str(RunFolder.create(config.local_results_path, token).path)
-        except OSError as problem:
-            reason = f"({problem.strerror}); give a folder that can be written"
-            raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
-    return RunFolder(dist.broadcast(path))
+def new_folder(config: Config, token: str) -> str:
+    """Make the run's folder and return its path. Errors: UserError where nothing can be written."""
+    try:
+        return str(RunFolder.create(config.local_results_path, token).path)
+    except OSError as problem:
+        reason = f"({problem.strerror}); give a folder that can be written"
+        raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
 
 
 def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any) -> Logger:
@@ -122,15 +120,16 @@ def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any) -> Logg
     return make_logger(facts, sinks, console, minimal=not dist.is_main, sacred=channel)
 
 
-def _first_summary(config: Config, dist: Dist, folder: RunFolder, started: float) -> dict[str, Any]:
+def first_summary(config: Config, world_size: int, folder: RunFolder, started: float) -> dict[str, Any]:
+    """Return what a summary says of a run that has reached nothing yet."""
     return {
         "name": config.name,
         "env": config.env,
         "map_name": config.map_name,
         "seed": config.seed,
-        "world_size": dist.world_size,
-        "environments": n_slots(config) * dist.world_size,
-        "effective_batch": config.batch_size * dist.world_size,
+        "world_size": world_size,
+        "environments": n_slots(config) * world_size,
+        "effective_batch": config.batch_size * world_size,
         "updates_per_iteration": config.updates_per_iteration,
         "folder": str(folder.path),
         "started": started,

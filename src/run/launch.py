@@ -24,6 +24,7 @@ from omagd.run.plan import Plan, make_plan
 from omagd.utils.dist_utils import Dist, cleanup_distributed, open_rendezvous, setup_distributed
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
 from omagd.utils.logging import setup_logging
+from omagd.utils.run_folder import RunFolder, write_json
 from omagd.utils.signals import Stopped, stop_requested, stoppable, unhurried
 
 GRACE_SECONDS = 5.0
@@ -37,24 +38,25 @@ def launch(config: Config, token: str, channel: Any = None) -> dict[str, Any]:
         config: resolved. token: name of the run's folder. channel: takes what Sacred records, or None.
     Errors: UserError; RankFailed with the failing rank's own traceback; Stopped by SIGINT or SIGTERM.
     """
-    from omagd.run.experiment import run_experiment
+    from omagd.run.experiment import new_folder, run_experiment
 
     plan = make_plan(config)
     with stoppable():
         if plan.joins:
             return _join_group(config, plan, token, channel)
+        path = new_folder(config, token)
         if plan.spawns:
-            return _spawn(config, plan, token, channel)
-        return run_experiment(config, Dist(device=plan.device(0)), token, channel)
+            return _spawn(config, plan, path, channel)
+        return run_experiment(config, Dist(device=plan.device(0)), path, channel)
 
 
 def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[str, Any]:
-    from omagd.run.experiment import run_experiment
+    from omagd.run.experiment import new_folder, run_experiment
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     with _group(rank, plan, local_rank, int(os.environ["MASTER_PORT"]), config) as dist:
-        config, token = dist.broadcast((config, token))
-        return run_experiment(config, dist, token, channel if rank == 0 else None)
+        config, path = dist.broadcast((config, new_folder(config, token) if dist.is_main else ""))
+        return run_experiment(config, dist, path, channel if rank == 0 else None)
 
 
 @contextmanager
@@ -70,9 +72,9 @@ def _group(rank: int, plan: Plan, local_rank: int, port: int, config: Config) ->
         cleanup_distributed()
 
 
-def worker(rank: int, config: Config, plan: Plan, token: str, port: int, channel: Any, notes: str) -> None:
+def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, notes: str) -> None:
     """Be one spawned rank, then end the process: 0, 1, 2 for a user's mistake, 128 + the signal that asked for it."""
-    code = _work(rank, config, plan, token, port, channel, notes)
+    code = _work(rank, config, plan, path, port, channel, notes)
     # All that matters is written and closed. Threads of the collectives that outlived Python's finalization could
     # abort a rank that has done its work ("terminate called without an active exception"), so there is none.
     logging.shutdown()
@@ -81,13 +83,13 @@ def worker(rank: int, config: Config, plan: Plan, token: str, port: int, channel
     os._exit(code)
 
 
-def _work(rank: int, config: Config, plan: Plan, token: str, port: int, channel: Any, notes: str) -> int:
+def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, notes: str) -> int:
     """Run the experiment as `rank`; note the summary or the error in the folder `notes`, for the parent."""
     from omagd.run.experiment import run_experiment
 
     try:
         with stoppable(), _group(rank, plan, rank, port, config) as dist, _noting(rank, notes):
-            summary = run_experiment(config, dist, token, channel if rank == 0 else None)
+            summary = run_experiment(config, dist, path, channel if rank == 0 else None)
         if rank == 0:
             _note(notes, "summary", summary)
     except Stopped as stop:
@@ -130,27 +132,40 @@ def _note(folder: str, name: str, content: Any) -> None:
     temporary.rename(Path(folder) / f"{name}.json")
 
 
-def _spawn(config: Config, plan: Plan, token: str, channel: Any) -> dict[str, Any]:
+def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any]:
     from omagd.run.run_ddp import ddp_worker
 
+    started, exit_state = time.time(), "failed"
     rendezvous = open_rendezvous(config.ddp_port)
     if rendezvous.port != config.ddp_port:
         setup_logging(None).info(f"ddp_port={config.ddp_port} is taken; using {rendezvous.port}")
     with tempfile.TemporaryDirectory(prefix="omagd_") as notes:
-        arguments = (config, plan, token, rendezvous.port, channel, notes)
+        arguments = (config, plan, path, rendezvous.port, channel, notes)
         processes: list[Any] = []
         try:
             with unhurried():
                 processes += mp.spawn(ddp_worker, args=arguments, nprocs=plan.world_size, join=False).processes
             failed = _watch(processes)
         except Stopped as stop:
+            exit_state = "interrupted"
             _tell(processes, stop.number)
             raise
         finally:
             _end(processes)
+            _close_books(config, plan, path, started, exit_state)
         if failed:
             raise _explain(failed, Path(notes))
         return dict(json.loads((Path(notes) / "summary.json").read_text()))
+
+
+def _close_books(config: Config, plan: Plan, path: str, started: float, exit_state: str) -> None:
+    """Write the summary where rank 0 was killed before it could."""
+    from omagd.run.experiment import first_summary
+
+    folder = RunFolder(path)
+    if not folder.summary_json.exists():
+        summary = first_summary(config, plan.world_size, folder, started)
+        write_json(folder.summary_json, {**summary, "exit_state": exit_state, "artifacts": folder.artifacts()})
 
 
 def _watch(processes: list[Any]) -> dict[int, int]:
