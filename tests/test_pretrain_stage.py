@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from omagd.run.session import Session
 from omagd.run.stages.base import Products
 from omagd.run.stages.pretrain import PretrainStage
 from omagd.utils.dist_utils import Dist
@@ -36,7 +37,7 @@ def stage_of(tmp_path, dist=None):
     config = SimpleNamespace(seed=1, graph_pretrain_eval_interval=1, evaluation_only=False, save_model=False)
     logger = SimpleNamespace(log=lambda values, **when: None)
     env = SimpleNamespace(n_slots=SLOTS)
-    session = SimpleNamespace(config=config, dist=dist or Dist(), env=env, logger=logger, folder=RunFolder(tmp_path))
+    session = Session(config, dist or Dist(), env, None, RunFolder(tmp_path), logger, {})
     return Measured(session, Products())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def judge_beliefs(session: Session, products: Products, mac: Any) -> tuple[dict[
     """
     if products.tokenizer is None or products.predictor is None or not session.config.use_graph_reconstruction:
         return {}, {}
-    per_slot = math.ceil(session.config.graph_pretrain_eval_episodes / (session.env.n_slots * session.dist.world_size))
+    per_slot = session.rounds(session.config.graph_pretrain_eval_episodes)
     rollout = session.runners["beliefs"].run(mac, explore=None, episodes_per_slot=per_slot, full_obs=True)
     batch = pack_episodes(rollout.episodes).to(session.dist.device)
     # Alone on each rank: it only measures here, and sums and counts are added up below.

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from omagd.config.loading import apply_updates, base_values, parse_value, validate
 from omagd.config.schema import Config
 from omagd.run import REGISTRY
+from omagd.run.plan import speaks
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
 from omagd.utils.signals import Stopped
 
@@ -124,7 +125,7 @@ def _run(options: argparse.Namespace, texts: Mapping[str, str]) -> None:
     run_recorded(
         config,
         REGISTRY.get(config.run),
-        observe=not options.unobserved and os.environ.get("RANK", "0") == "0",
+        observe=not options.unobserved and speaks(),
         folder=options.file_storage,
         options={flag: value for flag, value in sacred_options.items() if value is not None},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from omagd.config.env_info import EnvInfo
@@ -28,6 +29,13 @@ class Session:
     folder: RunFolder
     logger: Logger
     runners: dict[str, Runner]
+
+    def rounds(self, episodes: int) -> int:
+        """Return how many episodes each slot of each rank plays for at least `episodes` in all.
+
+        The same on every rank, and whole rounds, so that no long episode is cut off.
+        """
+        return math.ceil(episodes / (self.env.n_slots * self.dist.world_size))
 
     def close(self) -> None:
         """Release the environment."""

@@ -161,12 +161,8 @@ class PretrainStage(Stage):
             buffer.save(session.folder.path / "pretrain_buffer" / _buffer_file(session.dist.rank), facts)
 
     def _whole_rounds(self, episodes: int) -> int:
-        """Return each rank's share of `episodes`, rounded up to whole rounds of all slots: long ones count too.
-
-        It is the same on every rank, so that all draw batches of one size.
-        """
-        slots = self.session.env.n_slots
-        return math.ceil(episodes / (slots * self.session.dist.world_size)) * slots
+        """Return each rank's share of `episodes`, in whole rounds of all slots."""
+        return self.session.rounds(episodes) * self.session.env.n_slots
 
     def _play(self, purpose: str, into: EpisodeBuffer) -> None:
         session = self.session

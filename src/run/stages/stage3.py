@@ -170,11 +170,10 @@ class Stage3(Stage):
 
 def greedy_episodes(session: Session, mac: object, wanted: int) -> dict[str, float]:
     """Play `wanted` test episodes (at least), dealt evenly to all slots of all ranks; return `test_*` means."""
-    slots = session.env.n_slots * session.dist.world_size
     rollout = session.runners["test"].run(
         mac,
         explore=None,
-        episodes_per_slot=math.ceil(wanted / slots),
+        episodes_per_slot=session.rounds(wanted),
         full_obs=mac.wants_full_obs,  # type: ignore[attr-defined]
         keep=False,
     )
