@@ -183,6 +183,30 @@ def test_update_equals_a_padded_reference(double_q):
         torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
 
 
+@pytest.mark.parametrize("parts", [2, 5, 99])
+def test_parts_of_a_batch_add_up_to_the_whole(parts):
+    episodes = [random_episode(i, length) for i, length in enumerate([5, 9, 0, 3, 3, 1, 12])]
+    wanted, stats = gradients_of(make_learner(toy_config(grad_norm_clip=1e9), dtype=torch.float64), episodes)
+    config = toy_config(grad_norm_clip=1e9, accumulate=parts)
+    got, of_parts = gradients_of(make_learner(config, dtype=torch.float64), episodes)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    for name, pair in stats.items():
+        torch.testing.assert_close(of_parts[name], pair)
+
+
+def test_a_batch_is_dealt_without_losing_a_row():
+    batch = pack_episodes([random_episode(i, length) for i, length in enumerate([5, 9, 0, 3, 3, 1, 12])])
+    parts = batch.split(3)
+    assert [part.packing.n_episodes for part in parts] == [3, 2, 2]
+    assert sorted(i for part in parts for i in part.sample_index) == list(range(7))
+    for part in parts:
+        for place, number in enumerate(part.sample_index):
+            length = part.packing.lengths[place]
+            expected = random_episode(number, length - 1)["obs"]
+            assert torch.equal(part.packing.pad(part["obs"])[place, :length], expected)
+
+
 def test_warm_up_changes_no_weight_and_no_random_number():
     torch.manual_seed(3)
     learner = make_learner(toy_config(agent="gnn_rnn", mac="gnn_graph_mac"))

@@ -78,7 +78,7 @@ class Config(Frozen):
     mac: str  # controller by name
     agent: str  # network of the agents by name
     mixer: str  # network that joins the agents' values by name
-    runner: str  # parallel: batch_size_run battles side by side | episode: one
+    runner: str  # parallel: batch_size_run battles in rounds | stream: each begins its next at once | episode: one
     action_selector: str  # epsilon_greedy | greedy (explores never)
     name: str  # of the configuration; begins the run folder's name
     seed: Whole  # every random number of a run follows from it
@@ -94,6 +94,14 @@ class Config(Frozen):
     torch_threads: Count  # threads of each process for torch on a CPU
     cpu_inference: bool  # agents act with a copy on the CPU, brought up to date before each round of episodes
     buffer_cpu_only: bool  # replay in main memory, even where the ranks compute on GPUs
+    precision: Literal["float32", "bf16"]  # arithmetic of the matrix products in updates; weights stay float32
+    acting_precision: Literal["float32", "bf16"]  # of the frozen predictor while acting
+    compile: bool  # torch.compile for what is trained and for the frozen predictor; needs a C++ compiler on a CPU
+    accumulate: Count  # parts of a batch that stage 3 learns one after another, with one step for all: saves memory
+    enable_gradient_checkpointing: bool  # compute activations again in backward: saves memory, costs time
+    bucket_cap_mb: Positive  # megabytes of gradients that ranks exchange at once
+    num_workers: Annotated[int, Field(ge=0, le=1)]  # 1: a thread packs the next batch while this one is learned from
+    max_memory_per_gpu_gb: Positive | None  # gigabytes of a GPU that a rank may take; None: all
 
     batch_size_run: Count  # battles per rank
     env_processes: bool  # environments that are not batched: each in a process of its own
@@ -138,6 +146,7 @@ class Config(Frozen):
     graph_pretrain_epochs: Count  # updates of each of the stages 1 and 2
     graph_pretrain_episodes: Count  # episodes of stages 1 and 2 over all ranks; rounded up to whole rounds of all slots
     graph_pretrain_batch_size: Count  # episodes of one update
+    graph_frames_at_once: Count  # agents' frames of an update that pass stages 1 and 2 together: bounds their memory
     graph_pretrain_eval_interval: Count  # epochs between measurements on the held-out episodes
     graph_pretrain_eval_episodes: Count  # held-out episodes over all ranks, rounded up likewise
     graph_pretrain_policy: str  # who plays them: random | mixed (scripted players) | path of a checkpoint
@@ -159,6 +168,9 @@ class Config(Frozen):
     wandb_project: str  # empty: made from map, stage and number of ranks
     wandb_entity: str  # W&B team; empty: the key's own
     use_tensorboard: bool  # write event files to <run folder>/tb/
+    profile: bool  # write traces of a few iterations of each stage to <run folder>/profile/
+    log_memory_usage: bool  # log the memory of every rank
+    distributed_debug: bool  # compare checksums of all parameters over the ranks after every iteration
 
     evaluate: bool  # play checkpoint_path greedily instead of training
     evaluation_only: bool  # stages 1 and 2 measure given modules on held-out episodes instead of training

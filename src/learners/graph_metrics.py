@@ -21,14 +21,6 @@ TYPE_NAMES = {SELF: "self", ALLY: "ally", ENEMY: "enemy"}
 TOP = (1, 3, 5)
 
 
-def merge(one: Stats, other: Stats) -> Stats:
-    """Return stats whose sums and counts are added by name."""
-    out = dict(one)
-    for name, (total, count) in other.items():
-        out[name] = (out[name][0] + total, out[name][1] + count) if name in out else (total, count)
-    return out
-
-
 def mean_of(values: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (sum, count) of `values`, only `where` (bool) if given."""
     if where is None:

@@ -13,7 +13,7 @@ from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
-from omagd.learners.q_objective import Played, QObjective
+from omagd.learners.q_objective import MakeTargets, Played, QObjective
 from omagd.learners.synced_step import Stats, SyncedStep
 from omagd.modules import mixers
 from omagd.modules.agents.inputs import AgentInputs
@@ -37,7 +37,7 @@ class NQLearner:
         objective = QObjective(mac.agent, self.mixer)
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(objective.parameters(), lr=lr, fused=True)
-        self._step = SyncedStep(objective, self.optimizer, dist, config.grad_norm_clip)
+        self._step = SyncedStep(objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
         # Copied after wrapping, which made the ranks' weights equal.
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
@@ -60,14 +60,19 @@ class NQLearner:
 
         episodes: played so far by all ranks. Returns sums and counts of this rank; grad_norm is the global one.
         """
-        batch = batch.to(self.device)
-        inputs = self.mac.inputs(batch)
-        state = batch["state"].to(self.mac.dtype)
-        played = Played(batch["actions"].long(), state, batch.happened, batch.packing)
-        result = self._step(played.happened.sum(), inputs, played, lambda q: self.targets(q, inputs, batch, state))
+        # The number of steps taken, told without waiting for the device.
+        count = torch.tensor(len(batch.packing.step) - batch.packing.n_episodes)
+        result = self._step(count, *(self._part(part.to(self.device)) for part in batch.split(self.config.accumulate)))
         self.updates += 1
         self._copy_targets_if_due(episodes)
         return {**result.stats, "grad_norm": (result.grad_norm, torch.ones_like(result.grad_norm))}
+
+    def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Played, MakeTargets]:
+        """Return the objective's arguments for some episodes."""
+        inputs = self.mac.inputs(batch)
+        state = batch["state"].to(self.mac.dtype)
+        played = Played(batch["actions"].long(), state, batch.happened, batch.packing)
+        return inputs, played, lambda q: self.targets(q, inputs, batch, state)
 
     @torch.no_grad()
     def targets(self, q: Tensor, inputs: AgentInputs, batch: PackedBatch, state: Tensor) -> Tensor:

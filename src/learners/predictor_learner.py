@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.learners.graph_metrics import Tokens, mean_of, merge, token_stats
+from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_step import Objective, Stats, SyncedStep
+from omagd.learners.synced_step import Objective, Stats, SyncedStep, merge
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
 from omagd.modules.graph_reconstructers.matching import match_types
@@ -110,7 +110,7 @@ class PredictorLearner:
         self._objective = PredictorObjective(predictor, info)
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(predictor.parameters(), lr=lr)
-        self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip)
+        self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
@@ -123,7 +123,7 @@ class PredictorLearner:
         sample = self.sample(batch, graphs, hide=True)
         self._objective.train()
         self._count_slots(graphs)
-        result = self._step(self._count(sample), sample)
+        result = self._step(self._count(sample), (sample,))
         self.updates += 1
         return {**result.stats, "grad_norm": (result.grad_norm, torch.ones_like(result.grad_norm))}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,15 @@ from omagd.utils.dist_utils import Dist
 Stats = Mapping[str, tuple[Tensor, Tensor]]
 """Named sums with their counts: (sum, count), both scalars."""
 
-
 WARM_UP_PASSES = 2
+
+
+def merge(one: Stats, other: Stats) -> Stats:
+    """Return stats whose sums and counts are added by name."""
+    out = dict(one)
+    for name, (total, count) in other.items():
+        out[name] = (out[name][0] + total, out[name][1] + count) if name in out else (total, count)
+    return out
 
 
 class Objective(nn.Module):
@@ -41,14 +49,22 @@ class SyncedStep:
     Args:
         objective: bare objective; its trainable parameters are exactly the optimizer's.
         optimizer: over them. dist: the ranks. max_norm: gradient norm at which the global gradient is clipped.
+        bucket_cap_mb: megabytes of gradients that are exchanged at once.
     """
 
-    def __init__(self, objective: Objective, optimizer: torch.optim.Optimizer, dist: Dist, max_norm: float) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        dist: Dist,
+        max_norm: float,
+        bucket_cap_mb: float = 25.0,
+    ) -> None:
         self.objective = objective
         self.optimizer = optimizer
         self.dist = dist
         self.max_norm = max_norm
-        self._wrapped = dist.wrap(objective)
+        self._wrapped = dist.wrap(objective, bucket_cap_mb)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def warm_up(self, *batch: object) -> int:
@@ -66,22 +82,32 @@ class SyncedStep:
         self.optimizer.zero_grad(set_to_none=True)
         return WARM_UP_PASSES
 
-    def __call__(self, count: Tensor, *batch: object, before_step: Callable[[], None] | None = None) -> StepResult:
-        """Take one step on this rank's part of the batch.
+    def __call__(
+        self, count: Tensor, *parts: tuple[object, ...], before_step: Callable[[], None] | None = None
+    ) -> StepResult:
+        """Take one step on this rank's samples, which pass forward and backward part after part.
 
-        count: scalar, this rank's number (or weight) of samples that the loss sums over; int64 where whole.
+        count: scalar, this rank's number (or weight) of samples that the losses of all parts sum over; int64 where
+            whole, and best on the CPU, where nothing waits for a device.
+        parts: arguments of the objective, at least one; ranks may have different numbers of them. The losses are sums
+            and divided by one count, so that parts add up to the whole; only the last one exchanges gradients.
         """
         total = self.dist.sum_later(count)
-        loss_sum, stats = self._wrapped(*batch)
-        global_count = total.wait().to(loss_sum.device)
-        # DDP averages over ranks; the true loss is (sum over ranks) / (count over ranks).
-        scale = self.dist.world_size / global_count.to(loss_sum.dtype)
-        (loss_sum * torch.where(global_count > 0, scale, torch.zeros_like(scale))).backward()
+        loss, stats, scale, some = torch.zeros(()), {}, None, torch.zeros(())
+        for number, part in enumerate(parts, start=1):
+            with nullcontext() if number == len(parts) else self.dist.apart(self._wrapped):
+                loss_sum, of_part = self._wrapped(*part)
+                if scale is None:
+                    # DDP averages over ranks; the true loss is (sum over ranks) / (count over ranks).
+                    some = total.wait()
+                    scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0).to(loss_sum.device)
+                (loss_sum * scale).backward()
+            loss, stats = loss_sum.detach() + loss.to(loss_sum.device), merge(stats, of_part)
         grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.max_norm)
-        stepped = bool(global_count > 0)
+        stepped = bool(some > 0)
         if stepped:
             if before_step is not None:
                 before_step()
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(stepped, loss_sum.detach(), grad_norm.detach(), stats)
+        return StepResult(stepped, loss, grad_norm.detach(), stats)

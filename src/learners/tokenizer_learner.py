@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.learners.graph_metrics import merge, node_stats, perplexity_stats
+from omagd.learners.graph_metrics import node_stats, perplexity_stats
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_step import Objective, Stats, SyncedStep
+from omagd.learners.synced_step import Objective, Stats, SyncedStep, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
 from omagd.utils.dist_utils import Dist
@@ -101,7 +101,7 @@ class TokenizerLearner:
         self._objective = TokenizerObjective(tokenizer)
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(tokenizer.parameters(), lr=lr)
-        self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip)
+        self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
@@ -114,7 +114,7 @@ class TokenizerLearner:
         self._objective.train()
         if not self.tokenizer.ready:
             self._start_codebook(nodes)
-        result = self._step(torch.tensor(nodes.n_graphs, device=self.dist.device), nodes)
+        result = self._step(torch.tensor(nodes.n_graphs), (nodes,))
         self.updates += 1
         stats = dict(result.stats)
         total, count = stats.pop(CODE_SUMS)

@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,15 +40,15 @@ class Dist:
         """Return the sum of `value` over all ranks (same shape, dtype and device)."""
         if self.world_size == 1:
             return value
-        total = value.detach().to(self.device, copy=True)
+        total = value.detach().clone()
         dist.all_reduce(total)
-        return total.to(value.device)
+        return total
 
     def sum_later(self, value: Tensor) -> Pending:
         """Start the sum of `value` over all ranks and return at once."""
         if self.world_size == 1:
             return Pending(value, None)
-        total = value.detach().to(self.device, copy=True)
+        total = value.detach().clone()
         return Pending(total, dist.all_reduce(total, async_op=True))
 
     def sum_int(self, value: int) -> int:
@@ -74,11 +75,15 @@ class Dist:
         dist.all_gather_object(out, value)
         return out
 
-    def wrap(self, module: nn.Module) -> nn.Module:
+    def wrap(self, module: nn.Module, bucket_cap_mb: float = 25.0) -> nn.Module:
         """Return what to call for a synchronised forward: `module` itself alone, wrapped among several ranks."""
         if self.world_size == 1:
             return module
-        return wrap_model_ddp(module, self.device.index)
+        return wrap_model_ddp(module, self.device.index, bucket_cap_mb=bucket_cap_mb)
+
+    def apart(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a wrapped module keeps its gradients to itself, for the next backward to add to."""
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
 
 @dataclass
@@ -166,7 +171,13 @@ def reduce_mean(tensor: Tensor) -> Tensor:
     return total / get_world_size()
 
 
-def wrap_model_ddp(model: nn.Module, device_id: int | None = None, find_unused_parameters: bool = False) -> nn.Module:
+def wrap_model_ddp(
+    model: nn.Module,
+    device_id: int | None = None,
+    find_unused_parameters: bool = False,
+    *,
+    bucket_cap_mb: float = 25.0,
+) -> nn.Module:
     """Wrap `model` so that its forward and backward synchronise gradients; buffers stay each rank's own business."""
     with warnings.catch_warnings():
         # torch 2.13 announces a new name for this flag, which older supported versions do not know.
@@ -176,6 +187,7 @@ def wrap_model_ddp(model: nn.Module, device_id: int | None = None, find_unused_p
             device_ids=None if device_id is None else [device_id],
             broadcast_buffers=False,
             find_unused_parameters=find_unused_parameters,
+            bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
 

@@ -114,6 +114,19 @@ class PackedBatch:
         moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
         return PackedBatch(moved, self.packing, self.sample_index)
 
+    def split(self, parts: int) -> list[PackedBatch]:
+        """Return the episodes dealt to at most `parts` batches of about one size, long and short ones alike."""
+        parts = min(parts, self.packing.n_episodes)
+        if parts == 1:
+            return [self]
+        owner = self.packing.episode % parts
+        return [self._dealt(owner, place, parts) for place in range(parts)]
+
+    def _dealt(self, owner: Tensor, place: int, parts: int) -> PackedBatch:
+        rows = torch.nonzero(owner == place).flatten().to(self.device)
+        data = {name: value[rows] for name, value in self.data.items()}
+        return PackedBatch(data, Packing(self.packing.lengths[place::parts]), self.sample_index[place::parts])
+
 
 Episode = Mapping[str, Tensor]
 """One episode: tensors [L + 1, ...] by name."""
