@@ -16,7 +16,8 @@ import pytest
 from pydantic import BaseModel
 
 from omagd.config.env_info import EntityLayout
-from omagd.envs.adapters import BatchedAsSingle, EnvWorkerError, ProcessEnvs, SerialEnvs, env_info_from_dict
+from omagd.envs.adapters import BatchedAsSingle, SerialEnvs, env_info_from_dict
+from omagd.envs.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.utils.errors import UserError
@@ -198,7 +199,7 @@ def _gone(pids: list[int], seconds: float = 10.0) -> bool:
 
 
 def _pids(env: ProcessEnvs) -> list[int]:
-    return [process.pid for process in env._processes]
+    return [process.pid for process in env._workers.processes]
 
 
 @pytest.mark.processes
@@ -206,7 +207,7 @@ def test_workers_tell_exactly_what_this_process_would_and_leave_nothing():
     env = ProcessEnvs(Walk, WalkArgs(), 3, name="walk")
     try:
         pids = _pids(env)
-        assert not _named_segments([segment.name for segment in env._segments])
+        assert not _named_segments([segment.name for segment in env._workers.segments])
         serial = SerialEnvs(Walk, WalkArgs(), 3, name="walk")
         assert env.info == serial.info
         told, expected = _record(env, 30), _record(serial, 30)
@@ -259,14 +260,14 @@ def test_a_killed_worker_is_noticed_at_once():
 HOST = """
     import sys, time
     import numpy as np
-    from omagd.envs.adapters import ProcessEnvs
+    from omagd.envs.process_envs import ProcessEnvs
     from test_adapters import Walk, WalkArgs
 
     if __name__ == "__main__":
         env = ProcessEnvs(Walk, WalkArgs(limit=10**9), 2)
         everywhere = np.ones(2, bool)
         env.reset(everywhere, np.arange(2))
-        print(env._segments[0].name, *[process.pid for process in env._processes], flush=True)
+        print(env._workers.segments[0].name, *[process.pid for process in env._workers.processes], flush=True)
         try:
             while True:
                 env.step(np.zeros((2, 2), int), everywhere)

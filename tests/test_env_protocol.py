@@ -8,7 +8,9 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 
+from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
@@ -146,6 +148,19 @@ def test_a_batch_is_many_single_battles(name, env):
     single = _build(name, 1)
     for seed, episode in zip(seeds, together, strict=True):
         _assert_same(episode, _play(single, [seed])[0])
+
+
+def test_replay_stores_observations_once_and_gives_every_bit_back(env):
+    for played in _play(env, [41, 42, 43, 44]):
+        fields = {name: np.stack([shown[name] for shown in played.shown]) for name in played.shown[0]}
+        episode = {name: torch.from_numpy(value) for name, value in fields.items()}
+        codec = Codec(spec_of(episode))
+        of_obs = np.prod(fields["obs"].shape[1:])
+        masks = np.prod(fields["avail_actions"].shape[1:])
+        plain = sum(value[0].nbytes for name, value in fields.items() if name in {"full_obs", "state"})
+        assert codec.width == plain + -(-of_obs // 8) + -(-masks // 8)
+        for name, value in codec.decode(codec.encode(episode)).items():
+            assert value.numpy().tobytes() == fields[name].tobytes(), name
 
 
 def test_inactive_slots_stand_still(env):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class BasicMAC:
         reconstructor: refused here; graph controllers read it.
 
     Attributes:
-        agent: what is trained; acting uses this very module, or its copy. acting_device: where that one computes.
+        agent: what is trained; acting uses a twin that shares its weights, or a copy. acting_device: where it computes.
     """
 
     reads_reconstructions = False
@@ -47,7 +47,9 @@ class BasicMAC:
         self.wants_full_obs = config.use_full_obs
         self.agent: Agent = agents.REGISTRY.get(config.agent)(config, info).to(device)
         self.acting_device = torch.device("cpu") if config.cpu_inference else device
-        self._actor = self.agent if self.acting_device == device else copy.deepcopy(self.agent).to(self.acting_device)
+        self._copied = self.acting_device != device
+        self._actor = copy.deepcopy(self.agent).to(self.acting_device) if self._copied else _twin(self.agent)
+        self._actor.eval()
         self.selector = action_selectors.REGISTRY.get(config.action_selector)()
         self.begin(0)
 
@@ -56,35 +58,72 @@ class BasicMAC:
         """Float type of the agent."""
         return next(self.agent.parameters()).dtype
 
+    @property
+    def acts_in_parts(self) -> bool:
+        """Whether `act` may be called for some slots while others are stepped: it reads and writes only theirs."""
+        return True
+
     def begin(self, n_slots: int) -> None:
         """Make room for the memory of B slots and forget everything."""
-        if self._actor is not self.agent:
-            self._actor.load_state_dict(self.agent.state_dict())
+        self.refresh()
         self._hidden: Tensor = self._actor.init_hidden(n_slots)
         self._last_action = torch.full((n_slots, self.info.n_agents), -1, device=self.acting_device)
 
+    def refresh(self) -> None:
+        """Bring the acting copy up to date, where there is one; the memory of running episodes stays."""
+        if self._copied:
+            self._actor.load_state_dict(self.agent.state_dict())
+
+    @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
         """Forget the episodes of the slots `which` ([B] bool): new ones start there."""
         slots = torch.from_numpy(which).to(self.acting_device)
         self._hidden[slots] = 0
         self._last_action[slots] = -1
 
-    @torch.no_grad()
+    def snapshot(self) -> dict[str, Any]:
+        """Return the memory of all slots."""
+        return {"hidden": self._hidden.clone(), "last_action": self._last_action.clone()}
+
+    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Have the memory of a `snapshot` of as many slots."""
+        self._hidden = snapshot["hidden"].to(self.acting_device).clone()
+        self._last_action = snapshot["last_action"].to(self.acting_device).clone()
+
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
-        """Decide for all slots, greedily without `explore`; unavailable actions are never taken."""
+        """Decide for the active slots, greedily without `explore`; unavailable actions are never taken."""
         seen = tick.observation
         obs = seen.full_obs if self.wants_full_obs else seen.obs
         if obs is None:
             raise ValueError("a controller that wants full_obs was shown none")
         inputs, extras = self._look(obs, tick.step)
-        trains = self._actor.training
-        self._actor.eval()
-        q, self._hidden = self._actor.step(inputs, self._hidden)
-        self._actor.train(trains)
+        part = None if tick.active.all() else np.flatnonzero(tick.active)
+        with torch.inference_mode():
+            q = self._values(inputs, part)
         epsilon, rng = (explore.epsilon, explore.rng) if explore else (0.0, None)
-        actions = self.selector.select(q.cpu().numpy(), seen.avail_actions, epsilon, rng)
-        self._last_action = torch.tensor(actions, device=self.acting_device)
+        actions = self.selector.select(q, seen.avail_actions, epsilon, rng)
+        self._remember(actions, part)
         return Decision(actions, extras)
+
+    def _values(self, inputs: AgentInputs, part: np.ndarray | None) -> np.ndarray:
+        """Return the values [B, n, A] of one tick and keep the memory; of the slot numbers `part` alone if given."""
+        if part is None:
+            q, self._hidden = self._actor.step(inputs, self._hidden)
+            return q.cpu().numpy()
+        slots = torch.from_numpy(part).to(self.acting_device)
+        q, hidden = self._actor.step(inputs.rows(slots), self._hidden[slots])
+        self._hidden[slots] = hidden
+        values = np.zeros((len(self._hidden), *q.shape[1:]), np.float32)
+        values[part] = q.cpu().numpy()
+        return values
+
+    def _remember(self, actions: np.ndarray, part: np.ndarray | None) -> None:
+        """Keep the `actions` [B, n] as the last ones, of the slot numbers `part` alone if given."""
+        if part is None:
+            self._last_action = torch.tensor(actions, device=self.acting_device)
+        else:
+            slots = torch.from_numpy(part).to(self.acting_device)
+            self._last_action[slots] = torch.from_numpy(actions[part]).to(self.acting_device)
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch, as they were when its episodes were played."""
@@ -93,11 +132,17 @@ class BasicMAC:
 
     def _look(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         """Return the inputs of one tick and what must be kept of them."""
-        return AgentInputs(torch.from_numpy(obs).to(self.acting_device, self.dtype), self._last_action), {}
+        return AgentInputs(torch.from_numpy(obs).to(self.acting_device, self._hidden.dtype), self._last_action), {}
 
     def _recall(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """Return features [S, n, obs_dim] and guess marks of a batch."""
         return batch["full_obs" if self.wants_full_obs else "obs"], None
+
+
+def _twin(agent: Agent) -> Agent:
+    """Return the same module once more on the very same weights, so that one can train while the other acts."""
+    shared = {id(tensor): tensor for tensor in (*agent.parameters(), *agent.buffers())}
+    return copy.deepcopy(agent, shared)
 
 
 def last_actions(actions: Tensor, packing: Packing) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
+from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
@@ -36,6 +37,7 @@ class NGraphMAC(BasicMAC):
         if reconstructor is not None and config.use_full_obs:
             raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
         self.reconstructor = reconstructor
+        self._active = np.ones(0, bool)
         super().__init__(config, info, device, reconstructor)
 
     def begin(self, n_slots: int) -> None:
@@ -50,10 +52,26 @@ class NGraphMAC(BasicMAC):
         if self.reconstructor is not None:
             self.reconstructor.reset(which)
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return the memory of all slots, the reconstructor's history included."""
+        history = {} if self.reconstructor is None else {"history": self.reconstructor.snapshot()}
+        return {**super().snapshot(), **history}
+
+    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Have the memory of a `snapshot` of as many slots."""
+        super().load_snapshot(snapshot)
+        if self.reconstructor is not None:
+            self.reconstructor.load_snapshot(snapshot["history"])
+
+    def act(self, tick: Tick, explore: Exploration | None) -> Decision:
+        """Decide for the active slots; nothing is reconstructed in the others, and their histories stay."""
+        self._active = tick.active
+        return super().act(tick, explore)
+
     def _look(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         if self.reconstructor is None:
             return super()._look(obs, step)
-        made = self.reconstructor.step(obs, step)
+        made = self.reconstructor.step(obs, step, self._active)
         features = made.obs.to(self.acting_device, self.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
         return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device)), extras

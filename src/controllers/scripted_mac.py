@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from omagd.controllers.types import Decision, Exploration, Tick
@@ -27,6 +29,7 @@ class ScriptedPolicy:
     """
 
     wants_full_obs = False
+    acts_in_parts = False  # chance is drawn for all slots, by what all of them may do
 
     def __init__(
         self, env: BatchedEnv, policies: tuple[str, ...], random_share: float, rng: np.random.Generator
@@ -65,3 +68,14 @@ class ScriptedPolicy:
                 follow = (self._script == number)[:, None] & ~chance
                 actions = np.where(follow, scripted, actions)
         return Decision(actions)
+
+    def refresh(self) -> None:
+        """Nothing is ever learned."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return each slot's script and share."""
+        return {"script": self._script.copy(), "share": self._share.copy()}
+
+    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Have the scripts of a `snapshot`."""
+        self._script, self._share = snapshot["script"].copy(), snapshot["share"].copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,6 +54,10 @@ class Policy(Protocol):
     def wants_full_obs(self) -> bool:
         """Whether it reads `full_obs`."""
 
+    @property
+    def acts_in_parts(self) -> bool:
+        """Whether `act` may be called for some slots while the environment is still writing what the others show."""
+
     def begin(self, n_slots: int) -> None:
         """Prepare for B = `n_slots` slots."""
 
@@ -62,3 +66,12 @@ class Policy(Protocol):
 
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Decide for all active slots; greedily where `explore` is None."""
+
+    def refresh(self) -> None:
+        """Act with what has been learned meanwhile; the memory of the running episodes stays."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the memory of all slots."""
+
+    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Have the memory of a `snapshot` of as many slots."""

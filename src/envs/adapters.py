@@ -1,19 +1,9 @@
-"""Single environments that look batched (in this process, or in workers), and a batched one that looks single."""
+"""Single environments that look batched, and a batched one that looks single."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
-import os
-import pickle
-import time
-import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import numpy as np
@@ -23,15 +13,6 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.envs import shared_env_worker as worker
 from omagd.envs.actions import random_actions
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
-
-CLOSE_GRACE_SECONDS = 5.0
-_SINGLE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "PJRT_NPROC"), "1"
-)
-
-
-class EnvWorkerError(RuntimeError):
-    """An environment worker failed or died; the text holds the worker's own traceback."""
 
 
 def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvInfo:
@@ -67,43 +48,61 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
     )
 
 
-class _ManyEnvs(BatchedEnv):
-    """What both adapters share: arrays of all slots, and commands to the slots that a mask names."""
+class ManyEnvs(BatchedEnv):
+    """What both adapters share: arrays of all slots, and orders to some of them."""
 
     _arrays: worker.Arrays
+    _said: dict[int, Any]
 
     def _begin(self, env_cls: type[MultiAgentEnv], args: BaseModel, facts: dict[str, Any], name: str | None) -> None:
         """Take the environment's facts; results are labelled with `name`, by default the class's."""
         self.args_model = type(args)  # type: ignore[misc]
+        self._said = {}
         label = name or env_cls.__name__
         map_name = args.model_dump().get("map_name") or facts.get("map_name") or label
         self.info = env_info_from_dict(label, str(map_name), facts)
 
     @abstractmethod
-    def _command(self, command: bytes, which: np.ndarray) -> list[bytes]:
-        """Let the slots `which` do `command`; return their answers in order."""
+    def _order(self, order: int, slots: np.ndarray) -> None:
+        """Let the slot numbers `slots` begin what is ordered."""
+
+    @abstractmethod
+    def _settle(self, slots: np.ndarray) -> None:
+        """Wait until the slot numbers `slots` have done what they were ordered."""
 
     @abstractmethod
     def _info_names(self, slot: int) -> list[str]:
         """Return the names of the columns of `info` in that slot."""
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Start new episodes in the slots `which`, slot b from `seeds[b]`."""
-        which = np.asarray(which, bool)
-        self._arrays["seeds"][which] = np.asarray(seeds)[which]
-        self._command(worker.RESET, which)
+        """Start new episodes in the slots `which`, slot b from `seeds[b]`. Who observes or steps them waits for it."""
+        slots = np.flatnonzero(which)
+        self._settle(slots)
+        self._arrays["seeds"][slots] = np.asarray(seeds)[slots]
+        self._order(worker.RESET, slots)
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` in the active slots, all at once where they have processes."""
+        self.step_start(actions, active)
+        return self.step_finish(active)
+
+    def step_start(self, actions: np.ndarray, active: np.ndarray) -> None:
+        """Let the active slots begin to play `actions`."""
+        slots = np.flatnonzero(active)
+        self._settle(slots)
+        self._arrays["actions"][slots] = np.asarray(actions)[slots]
+        self._order(worker.STEP, slots)
+
+    def step_finish(self, active: np.ndarray) -> StepResult:
+        """Wait for the active slots and return what their step brought."""
         active = np.asarray(active, bool)
-        self._arrays["actions"][active] = np.asarray(actions)[active]
-        self._command(worker.STEP, active)
+        self._settle(np.flatnonzero(active))
         terminated = self._arrays["terminated"] & active
         return StepResult(
             reward=np.where(active, self._arrays["reward"], np.float32(0.0)),
             terminated=terminated,
             truncated=self._arrays["truncated"] & active,
-            info=self._episode_info(terminated),
+            info=self._episode_info(terminated) if terminated.any() else {},
         )
 
     def _episode_info(self, terminated: np.ndarray) -> dict[str, np.ndarray]:
@@ -115,34 +114,58 @@ class _ManyEnvs(BatchedEnv):
         return found
 
     def observe(self, full: bool = False) -> Observation:
-        """Return copies of what all slots show; once asked for, `full_obs` is computed along with each step."""
+        """Return copies of what all slots show; once asked for, `full_obs` is computed along with each step.
+
+        Waits for resets. Rows of slots that are between `step_start` and `step_finish` hold anything.
+        """
         if full and not self._arrays["want_full"][0]:
-            self._command(worker.SHOW_FULL, np.ones(self.n_slots, bool))
+            self._ask(worker.SHOW_FULL)
+        else:
+            self._settle(self._starting())
         self._arrays["want_full"][0] = full
         obs, state, avail = (self._arrays[name].copy() for name in ("obs", "state", "avail"))
         return Observation(obs, state, avail, self._arrays["full_obs"].copy() if full else None)
+
+    def _starting(self) -> np.ndarray:
+        """Return the slot numbers whose episodes are being started."""
+        return np.empty(0, np.int64)
+
+    def _ask(self, order: int) -> list[Any]:
+        """Let all slots do what is ordered and return what they say to it, in order; None from who says nothing."""
+        everyone = np.arange(self.n_slots)
+        self._settle(everyone)
+        self._said.clear()
+        self._order(order, everyone)
+        self._settle(everyone)
+        return [self._said.get(slot) for slot in range(self.n_slots)]
+
+    def _take(self, mark: bytes, body: bytes) -> int:
+        """Keep what a slot said and return its number."""
+        slot, said = json.loads(body)
+        self._said[slot] = worker.UNSUPPORTED if mark == worker.UNSUPPORTED else said
+        return int(slot)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions drawn uniformly from the available ones (policy "random")."""
         if policy not in self.info.scripted_policies:
             return super().scripted_actions(policy, rng)
+        self._settle(self._starting())
         return random_actions(self._arrays["avail"], rng)
 
     def get_stats(self) -> dict[str, float]:
         """Return the counters summed over the slots; a name that ends in "_rate" is averaged."""
-        answers = self._command(worker.STATS, np.ones(self.n_slots, bool))
-        each = [json.loads(answer) for answer in answers]
+        each = self._ask(worker.STATS)
         names = dict.fromkeys(name for stats in each for name in stats)
         total = {name: sum(stats.get(name, 0.0) for stats in each) for name in names}
         return {name: value / len(each) if name.endswith("_rate") else value for name, value in total.items()}
 
     def save_replay(self, folder: str) -> None:
         """Let each environment write its replay where its own arguments say. Errors: NotImplementedError."""
-        if worker.UNSUPPORTED in self._command(worker.REPLAY, np.ones(self.n_slots, bool)):
+        if worker.UNSUPPORTED in self._ask(worker.REPLAY):
             super().save_replay(folder)
 
 
-class SerialEnvs(_ManyEnvs):
+class SerialEnvs(ManyEnvs):
     """Single environments in this process, one after another."""
 
     def __init__(self, env_cls: type[MultiAgentEnv], args: BaseModel, n_slots: int, name: str | None = None) -> None:
@@ -156,159 +179,21 @@ class SerialEnvs(_ManyEnvs):
     def _info_names(self, slot: int) -> list[str]:
         return self._players[slot].info_names
 
-    def _command(self, command: bytes, which: np.ndarray) -> list[bytes]:
-        answers = []
-        for slot in np.flatnonzero(which):
-            conn = _Answers()
-            worker.play(conn, self._players[slot], command)
-            answers.append(conn.last)
-        return answers
+    def _order(self, order: int, slots: np.ndarray) -> None:
+        for slot in slots:
+            player = self._players[slot]
+            player.obey(order)
+            for message in player.told:
+                self._take(message[:1], message[1:])
+            player.told.clear()
+
+    def _settle(self, slots: np.ndarray) -> None:
+        """Nothing is ever under way."""
 
     def close(self) -> None:
         """Close every environment."""
         for env in self._envs:
             env.close()
-
-
-class _Answers:
-    """Takes a worker's answers without a worker."""
-
-    last = b""
-
-    def send_bytes(self, answer: bytes, /) -> None:
-        """Keep the last answer without its mark."""
-        self.last = answer if answer == worker.UNSUPPORTED else answer[1:]
-
-
-class ProcessEnvs(_ManyEnvs):
-    """Single environments, each in a worker process that writes into shared memory.
-
-    The workers are started by spawn, compute with one thread, end with this process, and leave Ctrl-C to it. An
-    environment's error arrives as EnvWorkerError with its traceback (a UserError as itself) and closes all workers.
-    The thread that constructs this must live as long as it: Linux ends the workers with that thread.
-    """
-
-    def __init__(self, env_cls: type[MultiAgentEnv], args: BaseModel, n_slots: int, name: str | None = None) -> None:
-        self.n_slots = n_slots
-        self._names: list[list[str]] = [[] for _ in range(n_slots)]
-        self._processes: list[BaseProcess] = []
-        self._conns: list[Connection] = []
-        self._arrays = _SharedArrays()
-        self._segments: list[SharedMemory] = []
-        self._finalizer = weakref.finalize(self, _release, self._processes, self._conns, self._arrays, self._segments)
-        try:
-            self._start(pickle.dumps((env_cls, args)))
-            facts = [pickle.loads(self._answer(slot)) for slot in range(n_slots)][0]
-            self._begin(env_cls, args, facts, name)
-            self._share(worker.array_specs(self.info, n_slots))
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, payload: bytes) -> None:
-        context = multiprocessing.get_context("spawn")
-        with _environment(_SINGLE_THREAD):
-            for slot in range(self.n_slots):
-                conn, theirs = context.Pipe()
-                process = context.Process(
-                    target=worker.work, args=(theirs, slot, os.getpid(), payload), daemon=True, name=f"env-{slot}"
-                )
-                self._conns.append(conn)
-                process.start()
-                self._processes.append(process)
-                theirs.close()
-
-    def _share(self, specs: worker.Specs) -> None:
-        """Let all workers map one segment and remove its name at once: nothing is left behind, however we end."""
-        segment = SharedMemory(create=True, size=worker.total_size(specs))
-        self._segments.append(segment)
-        try:
-            for conn in self._conns:
-                conn.send_bytes(pickle.dumps((segment.name, specs)))
-            for slot in range(self.n_slots):
-                self._answer(slot)
-        finally:
-            segment.unlink()
-        self._arrays.update(worker.array_views(segment.buf, specs))
-
-    def _info_names(self, slot: int) -> list[str]:
-        return self._names[slot]
-
-    def _answer(self, slot: int) -> bytes:
-        """Return the body of the slot's answer. Errors: EnvWorkerError, or the worker's UserError."""
-        try:
-            answer = self._conns[slot].recv_bytes()
-        except (EOFError, ConnectionResetError):
-            self._processes[slot].join(CLOSE_GRACE_SECONDS)
-            code = self._processes[slot].exitcode
-            raise EnvWorkerError(f"environment worker {slot} died (exit code {code})") from None
-        mark, body = answer[:1], answer[1:]
-        if mark == worker.FAILED:
-            text, user_error = pickle.loads(body)
-            raise user_error or EnvWorkerError(f"environment worker {slot} failed:\n{text}")
-        if mark == worker.NAMES:
-            self._names[slot] = json.loads(body)
-            return self._answer(slot)
-        return mark if mark == worker.UNSUPPORTED else body
-
-    def _command(self, command: bytes, which: np.ndarray) -> list[bytes]:
-        if not self._finalizer.alive:
-            raise EnvWorkerError("the environment workers are closed")
-        slots = [int(slot) for slot in np.flatnonzero(which)]
-        try:
-            for slot in slots:
-                with contextlib.suppress(BrokenPipeError):  # the answer tells why
-                    self._conns[slot].send_bytes(command)
-            return [self._answer(slot) for slot in slots]
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End all workers and release the shared memory. May be called twice."""
-        self._finalizer()
-
-
-class _SharedArrays(dict[str, np.ndarray]):
-    """The arrays by name; empty once the workers are closed."""
-
-    def __missing__(self, name: str) -> np.ndarray:
-        raise EnvWorkerError(f"no {name}: the environment workers are closed")
-
-
-def _release(
-    processes: list[BaseProcess], conns: list[Connection], arrays: worker.Arrays, segments: list[SharedMemory]
-) -> None:
-    """Ask the workers to close, wait a little, then make them; let go of the shared memory."""
-    for conn in conns:
-        with contextlib.suppress(OSError):
-            conn.send_bytes(worker.CLOSE)
-        conn.close()
-    deadline = time.monotonic() + CLOSE_GRACE_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
-    arrays.clear()
-    for segment in segments:
-        segment.close()
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables that children inherit, and put the old ones back."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class BatchedAsSingle(MultiAgentEnv):

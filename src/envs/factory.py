@@ -60,7 +60,8 @@ def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool)
     if not issubclass(cls, MultiAgentEnv):
         return cls(args, n_slots)
     # The adapters bring multiprocessing along; environments that are batched themselves do without.
-    from omagd.envs.adapters import ProcessEnvs, SerialEnvs
+    from omagd.envs.adapters import SerialEnvs
+    from omagd.envs.process_envs import ProcessEnvs
 
     adapter = ProcessEnvs if processes else SerialEnvs
     return adapter(cls, args, n_slots, name=name)

@@ -52,12 +52,16 @@ class StepResult:
 class BatchedEnv(ABC):
     """Many battles behind one call. A slot's episode is a function of its reset seed and its actions alone.
 
-    Class attribute `args_model` types `env_args`; construction is `cls(args: args_model, n_slots: int)`.
+    Class attribute `args_model` types `env_args`; construction is `cls(args: args_model, n_slots: int)`. `steps_apart`
+    says that some slots can be observed, reset and stepped while others are between `step_start` and `step_finish`, and
+    that the arrays of an observation are the caller's for good.
     """
 
     args_model: ClassVar[type[BaseModel]]
+    steps_apart: ClassVar[bool] = False
     info: EnvInfo
     n_slots: int
+    _begun: np.ndarray
 
     @abstractmethod
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
@@ -66,6 +70,14 @@ class BatchedEnv(ABC):
     @abstractmethod
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` ([B, n] int) in the slots `active` ([B] bool); the others stand still."""
+
+    def step_start(self, actions: np.ndarray, active: np.ndarray) -> None:
+        """Begin `step`, without waiting for it where `steps_apart`; `step_finish` of the same slots comes next."""
+        self._begun = actions
+
+    def step_finish(self, active: np.ndarray) -> StepResult:
+        """Return what the step brought that was started in the slots `active` ([B] bool)."""
+        return self.step(self._begun, active)
 
     @abstractmethod
     def observe(self, full: bool = False) -> Observation:

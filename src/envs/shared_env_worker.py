@@ -1,6 +1,7 @@
-"""One single environment behind arrays that two processes share: the slot's player, and the worker that hosts it.
+"""Single environments behind arrays that processes share: the player of a slot, and the worker that hosts some slots.
 
-One tick is one byte to the worker and one byte back; observations, rewards and actions travel through the arrays.
+A command is one byte in `orders` of the slot and one byte that wakes its worker; when all orders that a worker found
+are done, one small note goes into a pipe that all workers share. What is said in words travels apart, and seldom.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import numbers
 import os
 import pickle
 import signal
+import struct
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +26,12 @@ from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import MultiAgentEnv
 from omagd.utils.errors import UserError
 
-# What the parent says.
-RESET, STEP, SHOW_FULL, STATS, REPLAY, CLOSE = b"r", b"s", b"f", b"g", b"v", b"c"
-# What a worker answers; all but DONE and UNSUPPORTED carry a body.
+# What a slot may be ordered to do; 0: nothing. The name of the last one closes the worker.
+RESET, STEP, SHOW_FULL, STATS, REPLAY, CLOSE = 1, 2, 3, 4, 5, 6
+# What a worker says in words: a mark, then a body.
 DONE, UNSUPPORTED, FACTS, NAMES, STATS_ARE, FAILED = b".", b"u", b"i", b"n", b"g", b"e"
+# "The orders are done": the worker's number and how many messages it has sent. Smaller than a pipe ever splits.
+NOTE = struct.Struct("<II")
 
 MAX_INFO = 32
 _PR_SET_PDEATHSIG = 1
@@ -51,6 +55,7 @@ def array_specs(info: EnvInfo, n_slots: int) -> Specs:
         "actions": ((b, n), "int64"),
         "seeds": ((b,), "int64"),
         "want_full": ((1,), "bool"),
+        "orders": ((b,), "uint8"),
     }
 
 
@@ -75,21 +80,45 @@ def array_views(buffer: memoryview | bytearray, specs: Specs) -> Arrays:
     return {name: np.ndarray(shape, dtype, buffer, offsets[name]) for name, (shape, dtype) in specs.items()}
 
 
-class Speaks(Protocol):
-    """Whoever takes answers: a pipe, or a stand-in without processes."""
-
-    def send_bytes(self, answer: bytes, /) -> None:
-        """Take one answer."""
-
-
 class SlotPlayer:
-    """Plays one single environment and writes what it shows into row `slot` of the arrays."""
+    """Plays one single environment and writes what it shows into row `slot` of the arrays.
+
+    Attributes:
+        told: messages that wait to be sent, a mark and the slot and a body as JSON each.
+    """
 
     def __init__(self, env: MultiAgentEnv, slot: int, arrays: Arrays) -> None:
         self.env = env
         self.slot = slot
         self.arrays = arrays
         self.info_names: list[str] = []
+        self.told: list[bytes] = []
+        rows = (arrays[name][slot] for name in ("obs", "full_obs", "state", "avail", "actions", "info"))
+        self._obs, self._full_obs, self._state, self._avail, self._actions, self._info = rows
+
+    def obey(self, order: int) -> None:
+        """Do what one of the orders says."""
+        if order == STEP:
+            self.step()
+        elif order == RESET:
+            self.reset()
+        elif order == SHOW_FULL:
+            self.show_full()
+        elif order == STATS:
+            self._tell(STATS_ARE, {k: float(v) for k, v in self.env.get_stats().items()})
+        elif order == REPLAY:
+            try:
+                self.env.save_replay()
+            except NotImplementedError:
+                self._tell(UNSUPPORTED, None)
+
+    def let_go(self) -> None:
+        """Hold no view of the arrays any longer, so that their memory can be released."""
+        self.arrays = {}
+        self._obs = self._full_obs = self._state = self._avail = self._actions = self._info = np.empty(0)
+
+    def _tell(self, mark: bytes, body: Any) -> None:
+        self.told.append(mark + json.dumps([self.slot, body]).encode())
 
     def reset(self) -> None:
         """Start an episode from the slot's seed."""
@@ -99,29 +128,31 @@ class SlotPlayer:
     def step(self) -> None:
         """Play the slot's actions."""
         arrays, slot = self.arrays, self.slot
-        reward, terminated, info = self.env.step(arrays["actions"][slot].copy())
+        reward, terminated, info = self.env.step(self._actions.copy())
         arrays["reward"][slot] = reward
         arrays["terminated"][slot] = terminated
         arrays["truncated"][slot] = bool(terminated) and bool(info.get("episode_limit", False))
-        self._write_info(info)
+        if info:
+            self._write_info(info)
+        elif self.info_names:
+            self._info[:] = 0.0
         self._show()
 
     def show_full(self) -> None:
         """Write the observation without range limit."""
-        self.arrays["full_obs"][self.slot] = self.env.get_obs(no_range_limit=True)
+        self._full_obs[...] = self.env.get_obs(no_range_limit=True)
 
     def _show(self) -> None:
-        arrays, slot = self.arrays, self.slot
-        arrays["obs"][slot] = self.env.get_obs()
-        arrays["state"][slot] = self.env.get_state()
-        arrays["avail"][slot] = self.env.get_avail_actions()
-        if arrays["want_full"][0]:
+        self._obs[...] = self.env.get_obs()
+        self._state[...] = self.env.get_state()
+        self._avail[...] = self.env.get_avail_actions()
+        if self.arrays["want_full"][0]:
             self.show_full()
 
     def _write_info(self, info: dict[str, Any]) -> None:
         """Write the numbers of `info`, each name in a column of its own, and leave out what is no number."""
-        row = self.arrays["info"][self.slot]
-        row[:] = 0.0
+        known = len(self.info_names)
+        self._info[:] = 0.0
         for name, value in info.items():
             if not isinstance(value, (numbers.Number, np.generic)):
                 continue
@@ -129,7 +160,9 @@ class SlotPlayer:
                 if len(self.info_names) == MAX_INFO:
                     raise ValueError(f"info holds more than {MAX_INFO} numbers; one too many is {name}")
                 self.info_names.append(name)
-            row[self.info_names.index(name)] = float(value)  # type: ignore[arg-type]
+            self._info[self.info_names.index(name)] = float(value)  # type: ignore[arg-type]
+        if len(self.info_names) > known:
+            self._tell(NAMES, self.info_names)
 
 
 def follow_parent(parent_pid: int) -> None:
@@ -141,63 +174,82 @@ def follow_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
+def _give_way() -> None:
+    """Do not take the processor from the parent the moment it wakes us: it has others to wake (Linux)."""
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _describe(error: BaseException) -> bytes:
     kept = error if isinstance(error, UserError) else None
     return FAILED + pickle.dumps((traceback.format_exc(), kept))
 
 
-def play(conn: Speaks, player: SlotPlayer, command: bytes) -> None:
-    """Do what `command` says and answer; names of info values go ahead when there are new ones."""
-    known = len(player.info_names)
-    answer = DONE
-    if command == RESET:
-        player.reset()
-    elif command == STEP:
-        player.step()
-    elif command == SHOW_FULL:
-        player.show_full()
-    elif command == STATS:
-        answer = STATS_ARE + json.dumps({k: float(v) for k, v in player.env.get_stats().items()}).encode()
-    elif command == REPLAY:
-        try:
-            player.env.save_replay()
-        except NotImplementedError:
-            answer = UNSUPPORTED
-    if len(player.info_names) > known:
-        conn.send_bytes(NAMES + json.dumps(player.info_names).encode())
-    conn.send_bytes(answer)
+def _serve(players: list[SlotPlayer], orders: np.ndarray) -> bool:
+    """Let the players do what is ordered; return whether the worker shall close."""
+    for player in players:
+        order = int(orders[player.slot])
+        if order == CLOSE:
+            return True
+        if order:
+            orders[player.slot] = 0
+            player.obey(order)
+    return False
 
 
-def work(conn: Connection, slot: int, parent_pid: int, payload: bytes) -> None:
-    """Host one environment until the parent says so or is gone.
+def _work_on(conn: Connection, wake: int, done: int, number: int, players: list[SlotPlayer]) -> None:
+    """Serve until told to close, or until the parent is gone. wake, done: file descriptors."""
+    orders = players[0].arrays["orders"]
+    while os.read(wake, 1):
+        if _serve(players, orders):
+            return
+        told = 0
+        for player in players:
+            for message in player.told:
+                conn.send_bytes(message)
+                told += 1
+            player.told.clear()
+        os.write(done, NOTE.pack(number, told))
 
-    Setup: send the environment's facts, receive the shared segment's name and layout, answer DONE. Then one answer
-    for each command.
+
+def work(
+    conn: Connection, wake: Connection, done: Connection, number: int, slots: range, parent_pid: int, payload: bytes
+) -> None:
+    """Host the environments of `slots` until the parent says so or is gone. number: of this worker.
+
+    Setup: send the environment's facts, receive the shared segment's name and layout, answer DONE. Then follow the
+    orders in the shared arrays, one note for each byte that wakes.
     """
     follow_parent(parent_pid)
-    env: MultiAgentEnv | None = None
+    _give_way()
+    envs: list[MultiAgentEnv] = []
     segment: SharedMemory | None = None
-    player: SlotPlayer | None = None
+    players: list[SlotPlayer] = []
     try:
         env_cls, args = pickle.loads(payload)
-        env = env_cls(args)
-        conn.send_bytes(FACTS + pickle.dumps(env.get_env_info()))
+        envs += [env_cls(args) for _ in slots]
+        conn.send_bytes(FACTS + pickle.dumps(envs[0].get_env_info()))
         name, specs = pickle.loads(conn.recv_bytes())
         segment = SharedMemory(name)
-        player = SlotPlayer(env, slot, array_views(segment.buf, specs))
+        arrays = array_views(segment.buf, specs)
+        players += [SlotPlayer(env, slot, arrays) for env, slot in zip(envs, slots, strict=True)]
         conn.send_bytes(DONE)
-        while (command := conn.recv_bytes()) != CLOSE:
-            play(conn, player, command)
+        del arrays
+        _work_on(conn, wake.fileno(), done.fileno(), number, players)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # The parent is gone: nobody is left to tell.
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
         with contextlib.suppress(OSError):
             conn.send_bytes(_describe(error))
+            os.write(done.fileno(), NOTE.pack(number, 1))
     finally:
-        if player is not None:
-            player.arrays = {}
-        if env is not None:
+        for player in players:
+            player.let_go()
+        for env in envs:
             env.close()
         if segment is not None:
-            segment.close()
-        conn.close()
+            with contextlib.suppress(BufferError):  # an error on its way up may still hold a view
+                segment.close()
+        for end in (conn, wake, done):
+            end.close()

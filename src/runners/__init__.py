@@ -15,5 +15,6 @@ REGISTRY: Registry[type[Runner]] = Registry(
     lazy={
         "episode": "omagd.runners.episode_runner:EpisodeRunner",
         "parallel": "omagd.runners.parallel_runner:ParallelRunner",
+        "stream": "omagd.runners.stream_runner:StreamRunner",
     },
 )

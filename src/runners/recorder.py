@@ -33,6 +33,12 @@ class Recorder:
             self._fields["full_obs"] = self._empty((n, info.obs_dim), np.float32)
         self._own = tuple(self._fields)
         self._begun = False
+        self._flat: dict[str, np.ndarray] = {}
+        self._flatten()
+
+    def _flatten(self) -> None:
+        """Have a view [B * (episode_limit + 1), ...] of each field: one index is quicker than two."""
+        self._flat = {name: field.reshape(-1, *field.shape[2:]) for name, field in self._fields.items()}
 
     def begin(self) -> None:
         """Expect another policy, with other fields of its own perhaps."""
@@ -43,22 +49,27 @@ class Recorder:
 
     def saw(self, slots: np.ndarray, steps: np.ndarray, seen: Observation) -> None:
         """Write what the slot numbers `slots` saw at their `steps`. Errors: ValueError when full_obs is missing."""
-        fields = self._fields
-        fields["obs"][slots, steps] = seen.obs[slots]
-        fields["state"][slots, steps] = seen.state[slots]
-        fields["avail_actions"][slots, steps] = seen.avail_actions[slots]
+        flat, rows, pick = self._flat, slots * self._rows[1] + steps, self._pick(slots)
+        flat["obs"][rows] = seen.obs[pick]
+        flat["state"][rows] = seen.state[pick]
+        flat["avail_actions"][rows] = seen.avail_actions[pick]
         if self._full_obs:
             if seen.full_obs is None:
                 raise ValueError("the environment returned no full_obs though it was asked for")
-            fields["full_obs"][slots, steps] = seen.full_obs[slots]
+            flat["full_obs"][rows] = seen.full_obs[pick]
+
+    def _pick(self, slots: np.ndarray) -> np.ndarray | slice:
+        """Return what takes the rows of `slots` out of [B, ...], without a copy where it is all of them."""
+        return slots if len(slots) < self._rows[0] else slice(None)
 
     def chose(self, slots: np.ndarray, steps: np.ndarray, actions: np.ndarray, extras: dict[str, np.ndarray]) -> None:
         """Write the `actions` [B, n] and the policy's own fields (name -> [B, ...]) of `slots` at their `steps`."""
         if not self._begun:
             self._make_room(extras)
-        self._fields["actions"][slots, steps] = actions[slots]
+        rows, pick = slots * self._rows[1] + steps, self._pick(slots)
+        self._flat["actions"][rows] = actions[pick]
         for name, value in extras.items():
-            self._fields[name][slots, steps] = value[slots]
+            self._flat[name][rows] = value[pick]
 
     def _make_room(self, extras: dict[str, np.ndarray]) -> None:
         """Have an array for each of the policy's fields, an old one where it fits."""
@@ -72,15 +83,27 @@ class Recorder:
             if kept is None or kept.shape[2:] != value.shape[1:] or kept.dtype != value.dtype:
                 kept = self._empty(value.shape[1:], value.dtype)
             self._fields[name] = kept
+        self._flatten()
         self._begun = True
 
     def got(self, slots: np.ndarray, steps: np.ndarray, reward: np.ndarray, terminal: np.ndarray) -> None:
-        """Write the `reward` [B] and whether nothing comes after (`terminal` [B] bool) of `slots` at their `steps`."""
-        self._fields["reward"][slots, steps] = reward[slots]
-        self._fields["terminated"][slots, steps] = terminal[slots]
+        """Write what the step of `slots` at their `steps` brought: `reward`, and whether nothing comes after."""
+        rows = slots * self._rows[1] + steps
+        self._flat["reward"][rows] = reward
+        self._flat["terminated"][rows] = terminal
 
     def take(self, slot: int, length: int) -> Episode:
         """Return a copy of the episode of `length` steps in `slot`: tensors [length + 1, ...] by name."""
         for name in ("actions", "reward", "terminated"):
             self._fields[name][slot, length] = 0
         return {name: torch.from_numpy(field[slot, : length + 1].copy()) for name, field in self._fields.items()}
+
+    def snapshot(self, n_steps: int) -> dict[str, np.ndarray]:
+        """Return the first `n_steps` rows of every slot, name -> [B, n_steps, ...]."""
+        return {name: field[:, :n_steps].copy() for name, field in self._fields.items()}
+
+    def restore(self, snapshot: dict[str, np.ndarray]) -> None:
+        """Have the rows of a `snapshot`."""
+        self._make_room({name: rows[:, 0] for name, rows in snapshot.items() if name not in self._own})
+        for name, rows in snapshot.items():
+            self._fields[name][:, : rows.shape[1]] = rows

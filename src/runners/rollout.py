@@ -1,85 +1,22 @@
-"""Playing episodes in all slots of an environment, tick by tick."""
+"""What every runner can do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.types import Exploration, Policy, Tick
-from omagd.envs.protocol import BatchedEnv, StepResult
+from omagd.controllers.types import Exploration, Policy
+from omagd.envs.protocol import BatchedEnv
+from omagd.runners.play import Play, Rollout
 from omagd.runners.recorder import Recorder
-from omagd.utils.packing import Episode
-from omagd.utils.seeding import stream_seed
+from omagd.runners.seeds import EpisodeSeeds
 
+__all__ = ["EpisodeSeeds", "Rollout", "Runner"]
 
-class EpisodeSeeds:
-    """Reset seeds of one purpose on one rank; the one of an episode follows from its slot and its number there.
-
-    Args:
-        seed: the run's seed. purpose: "train", "test", "pretrain", ... rank: of this process.
-    """
-
-    def __init__(self, seed: int, purpose: str, rank: int = 0) -> None:
-        self._place = (seed, f"env/{purpose}", rank)
-        self._played: list[int] = []
-
-    def draw(self, which: np.ndarray) -> np.ndarray:
-        """Return the next seed of each slot in `which` [B] bool as [B] int64, 0 elsewhere."""
-        self._played += [0] * (len(which) - len(self._played))
-        seeds = np.zeros(len(which), np.int64)
-        seed, purpose, rank = self._place
-        for slot in np.flatnonzero(which):
-            seeds[slot] = stream_seed(seed, purpose, rank, int(slot), self._played[slot])
-            self._played[slot] += 1
-        return seeds
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many episodes each slot has begun."""
-        return {"played": list(self._played)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the episodes of `state`."""
-        self._played = [int(count) for count in state["played"]]
-
-
-@dataclass
-class Rollout:
-    """What was played.
-
-    Attributes:
-        episodes: in order of their last tick, then of their slot; empty unless they were kept.
-        n_episodes: how many were played. steps: environment steps of all of them together.
-        stats: name -> (sum, count) over episodes: return, ep_length and the results that the environment reports.
-    """
-
-    episodes: list[Episode] = field(default_factory=list)
-    n_episodes: int = 0
-    steps: int = 0
-    stats: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def count(self, name: str, value: float) -> None:
-        """Add one episode's `value` to the stats; one that is not finite is no result and is left out."""
-        if np.isfinite(value):
-            total, count = self.stats.get(name, (0.0, 0.0))
-            self.stats[name] = (total + float(value), count + 1.0)
-
-
-@dataclass
-class _Clock:
-    """Where each slot stands. All [B]: step within the episode, return so far, episodes yet to begin, two states.
-
-    `playing` slots act and step; `closing` ones have ended and show their last moment once more, for the closing row.
-    """
-
-    step: np.ndarray
-    reward: np.ndarray
-    left: np.ndarray
-    playing: np.ndarray
-    closing: np.ndarray
+HALVES_FROM = 4
 
 
 class Runner:
@@ -87,6 +24,9 @@ class Runner:
 
     Args:
         env: all slots. config: the run. info: facts of `env`. stream: reset seeds, this runner's own.
+
+    Attributes:
+        halves: whether to decide for half of the slots while the others step, where environment and policy can.
     """
 
     def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
@@ -94,6 +34,7 @@ class Runner:
         self.config = config
         self.info = info
         self.stream = stream
+        self.halves = config.act_in_halves
         self._recorders: dict[bool, Recorder] = {}
 
     @staticmethod
@@ -117,92 +58,53 @@ class Runner:
                 closing row too. `active` of its ticks includes those slots; their actions are not played.
             explore: None to act greedily. full_obs: record `full_obs`. keep: return the episodes, or the stats alone.
 
-        Errors: RuntimeError when an episode outlives `info.episode_limit`.
+        Errors: RuntimeError when an episode outlives `info.episode_limit`, or while other battles are in flight.
         """
-        recorder = self._recorder(full_obs) if keep else None
-        see_all = full_obs or policy.wants_full_obs
-        rollout, clock = Rollout(), self._begin(policy, episodes_per_slot)
-        while True:
-            active = clock.playing | clock.closing
-            slots, steps = np.flatnonzero(active), clock.step[active]
-            seen = self.env.observe(see_all)
-            if recorder is not None:
-                recorder.saw(slots, steps, seen)
-            decision = policy.act(Tick(seen, clock.step.copy(), active), explore)
-            actions = np.where(clock.playing[:, None], decision.actions, 0)
-            if recorder is not None:
-                recorder.chose(slots, steps, actions, decision.extras)
-            stepping = clock.playing  # slots that are reset now begin with the next tick: they have not been asked yet
-            if clock.closing.any():
-                self._close(clock, recorder, rollout, policy)
-            if stepping.any():
-                self._step(actions, stepping, clock, recorder, rollout)
-            elif not clock.playing.any():
-                return rollout
+        if self.in_flight:
+            raise RuntimeError("battles are in flight: drain them before others are played")
+        play = self._play(policy, full_obs, keep)
+        play.begin(episodes_per_slot)
+        while not play.over:
+            play.tick(explore)
+        return play.take()
+
+    def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
+        """Play what one iteration of training asks for: here, one episode in every slot. Arguments as in `run`."""
+        return self.run(policy, explore=explore, full_obs=full_obs)
+
+    def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
+        """Play the battles that `collect` left in flight to their end and return them: here, none."""
+        return Rollout()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether `collect` has left battles unfinished."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continuing needs between two calls of `run`."""
-        return {"stream": self.stream.state_dict()}
+        """Return what continuing needs between two calls."""
+        return {"stream": self.stream.state_dict(), "in_flight": self.in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
+        """Continue from `state`, with the next episodes; battles that were in flight are not in it."""
         self.stream.load_state_dict(state["stream"])
+
+    def _play(self, policy: Policy, full_obs: bool, keep: bool) -> Play:
+        """Return battles that have not begun."""
+        recorder = self._recorder(full_obs) if keep else None
+        see_all = full_obs or policy.wants_full_obs
+        return Play(self.env, self.info, policy, recorder, see_all, self.stream, self._parts(policy))
+
+    def _parts(self, policy: Policy) -> list[np.ndarray]:
+        """Return masks of the slots that have their turns together."""
+        n = self.env.n_slots
+        if self.halves and n >= HALVES_FROM and self.env.steps_apart and policy.acts_in_parts:
+            first = np.arange(n) < n // 2
+            return [first, ~first]
+        return [np.ones(n, bool)]
 
     def _recorder(self, full_obs: bool) -> Recorder:
         if full_obs not in self._recorders:
             self._recorders[full_obs] = Recorder(self.info, self.env.n_slots, full_obs)
         self._recorders[full_obs].begin()
         return self._recorders[full_obs]
-
-    def _begin(self, policy: Policy, episodes_per_slot: int) -> _Clock:
-        """Start the first episode of every slot."""
-        n = self.env.n_slots
-        everyone = np.ones(n, bool)
-        self.env.reset(everyone, self.stream.draw(everyone))
-        policy.begin(n)
-        policy.reset(everyone)
-        left = np.full(n, episodes_per_slot - 1)
-        return _Clock(np.zeros(n, np.int64), np.zeros(n), left, everyone, np.zeros(n, bool))
-
-    def _step(
-        self, actions: np.ndarray, stepping: np.ndarray, clock: _Clock, recorder: Recorder | None, rollout: Rollout
-    ) -> None:
-        """Play one step of the slots `stepping` [B] and note what came of it."""
-        result = self.env.step(actions, stepping)
-        slots = np.flatnonzero(stepping)
-        if recorder is not None:
-            recorder.got(slots, clock.step[slots], result.reward, result.terminated & ~result.truncated)
-        clock.reward[slots] += result.reward[slots]
-        clock.step[slots] += 1
-        rollout.steps += len(slots)
-        ended = result.terminated & stepping
-        if (stepping & ~ended & (clock.step >= self.info.episode_limit)).any():
-            limit = self.info.episode_limit
-            raise RuntimeError(f"{self.info.name}: an episode goes on after its limit of {limit} steps")
-        if ended.any():
-            clock.playing = clock.playing & ~ended
-            clock.closing = ended
-            self._count(np.flatnonzero(ended), clock, result, rollout)
-
-    def _count(self, ended: np.ndarray, clock: _Clock, result: StepResult, rollout: Rollout) -> None:
-        """Add the episodes of the slots `ended` to the stats."""
-        for slot in ended:
-            rollout.n_episodes += 1
-            rollout.count("return", clock.reward[slot])
-            rollout.count("ep_length", clock.step[slot])
-            for name, value in result.info.items():
-                rollout.count(name, float(value[slot]))
-
-    def _close(self, clock: _Clock, recorder: Recorder | None, rollout: Rollout, policy: Policy) -> None:
-        """Take the episodes that ended with the last tick, and start what their slots have left to play."""
-        if recorder is not None:
-            rollout.episodes += [recorder.take(int(s), int(clock.step[s])) for s in np.flatnonzero(clock.closing)]
-        again = clock.closing & (clock.left > 0)
-        if again.any():
-            self.env.reset(again, self.stream.draw(again))
-            policy.reset(again)
-            clock.step[again] = 0
-            clock.reward[again] = 0.0
-            clock.left[again] -= 1
-            clock.playing = clock.playing | again
-        clock.closing = np.zeros_like(clock.closing)

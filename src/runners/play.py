@@ -1,0 +1,230 @@
+"""Battles that are being played: where each slot stands, and the ticks that bring them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from omagd.config.env_info import EnvInfo
+from omagd.controllers.types import Exploration, Policy, Tick
+from omagd.envs.protocol import BatchedEnv, StepResult
+from omagd.runners.recorder import Recorder
+from omagd.runners.seeds import EpisodeSeeds
+from omagd.utils.packing import Episode
+
+ENDLESS = 2**62
+
+
+@dataclass
+class Rollout:
+    """What was played.
+
+    Attributes:
+        episodes: in order of their last tick, then of their slot; empty unless they were kept.
+        n_episodes: how many came to their end. steps: environment steps that were played.
+        stats: name -> (sum, count) over episodes: return, ep_length and the results that the environment reports.
+    """
+
+    episodes: list[Episode] = field(default_factory=list)
+    n_episodes: int = 0
+    steps: int = 0
+    stats: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def count(self, name: str, value: float) -> None:
+        """Add one episode's `value` to the stats; one that is not finite is no result and is left out."""
+        if np.isfinite(value):
+            total, count = self.stats.get(name, (0.0, 0.0))
+            self.stats[name] = (total + float(value), count + 1.0)
+
+
+@dataclass
+class Clock:
+    """Where each slot stands. All [B]: step within the episode, return so far, episodes yet to begin, three states.
+
+    `playing` slots act and step; `stepping` ones are between their action and what came of it; `closing` ones have
+    ended and show their last moment once more, for the closing row.
+    """
+
+    step: np.ndarray
+    reward: np.ndarray
+    left: np.ndarray
+    playing: np.ndarray
+    closing: np.ndarray
+    stepping: np.ndarray
+
+    @classmethod
+    def at_start(cls, n_slots: int, episodes_per_slot: int) -> Clock:
+        """Return the clock of `n_slots` slots whose first episode begins."""
+        no, yes = np.zeros(n_slots, bool), np.ones(n_slots, bool)
+        left = np.full(n_slots, episodes_per_slot - 1)
+        return cls(np.zeros(n_slots, np.int64), np.zeros(n_slots), left, yes, no, no.copy())
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Return copies of all fields."""
+        return {place.name: getattr(self, place.name).copy() for place in fields(self)}
+
+
+class Play:
+    """One policy in all slots of an environment.
+
+    A tick of some slots: hear what their steps brought, look, decide, record, and start the next steps. Where the
+    environment steps slots apart, each of the `parts` has its turn while the others step; the order is fixed.
+
+    Args:
+        env, info: what is played. policy: who acts; its memory is begun by `begin` or restored. recorder: where rows
+            are kept; None to keep no episodes. see_all: whether to show `full_obs`. seeds: of the episodes.
+        parts: masks [B] bool that divide the slots, in the order of their turns.
+
+    Attributes:
+        rollout: what was played since it was last replaced.
+    """
+
+    def __init__(
+        self,
+        env: BatchedEnv,
+        info: EnvInfo,
+        policy: Policy,
+        recorder: Recorder | None,
+        see_all: bool,
+        seeds: EpisodeSeeds,
+        parts: list[np.ndarray],
+    ) -> None:
+        self.env = env
+        self.info = info
+        self.policy = policy
+        self.recorder = recorder
+        self.see_all = see_all
+        self.seeds = seeds
+        self.parts = parts
+        self.rollout = Rollout()
+        self.clock = Clock.at_start(env.n_slots, 0)
+        self._results: dict[int, dict[str, float]] = {}
+
+    def begin(self, episodes_per_slot: int) -> None:
+        """Start the first episode of every slot; a slot that has ended one begins its next at once."""
+        n = self.env.n_slots
+        everyone = np.ones(n, bool)
+        self.env.reset(everyone, self.seeds.draw(everyone))
+        self.policy.begin(n)
+        self.policy.reset(everyone)
+        self.clock = Clock.at_start(n, episodes_per_slot)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to play."""
+        return not (self.clock.playing.any() or self.clock.closing.any())
+
+    def tick(self, explore: Exploration | None) -> None:
+        """Give every part its turn. Errors: RuntimeError when an episode outlives `info.episode_limit`."""
+        for part in self.parts:
+            self._turn(part, explore)
+
+    def settle(self) -> None:
+        """Hear what all steps brought that are under way."""
+        for part in self.parts:
+            self._finish(part)
+
+    def take(self) -> Rollout:
+        """Return what was played since the last time."""
+        taken, self.rollout = self.rollout, Rollout()
+        return taken
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the clock, results that are not counted yet and the rows of unfinished episodes."""
+        self.settle()
+        rows = self.recorder.snapshot(int(self.clock.step.max()) + 1) if self.recorder is not None else {}
+        counted = {
+            "n_episodes": self.rollout.n_episodes,
+            "steps": self.rollout.steps,
+            "stats": dict(self.rollout.stats),
+        }
+        return {"clock": self.clock.snapshot(), "results": dict(self._results), "rows": rows, "counted": counted}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot`, with policy and environment as they were then."""
+        self.clock = Clock(**{name: values.copy() for name, values in snapshot["clock"].items()})
+        self._results = dict(snapshot["results"])
+        self.rollout = Rollout(**{**snapshot["counted"], "stats": dict(snapshot["counted"]["stats"])})
+        if self.recorder is not None:
+            self.recorder.restore(snapshot["rows"])
+
+    def _turn(self, part: np.ndarray, explore: Exploration | None) -> None:
+        """Bring the slots of `part` [B] bool on by one tick."""
+        self._finish(part)
+        clock, recorder = self.clock, self.recorder
+        closing, stepping = clock.closing & part, clock.playing & part
+        active = closing | stepping
+        slots = np.flatnonzero(active)
+        if not len(slots):
+            return
+        seen = self.env.observe(self.see_all)
+        steps, lasting = clock.step[slots], self.env.steps_apart
+        if recorder is not None and not lasting:
+            recorder.saw(slots, steps, seen)
+        decision = self.policy.act(Tick(seen, clock.step.copy(), active), explore)
+        actions = np.where(stepping[:, None], decision.actions, 0)
+        again = closing & (clock.left > 0)  # they begin with the next tick: they have not been asked yet
+        if again.any():
+            self.env.reset(again, self.seeds.draw(again))
+        if stepping.any():
+            self.env.step_start(actions, stepping)
+            clock.stepping |= stepping
+        if recorder is not None:
+            if lasting:  # what was seen can be copied while the slots step
+                recorder.saw(slots, steps, seen)
+            recorder.chose(slots, steps, actions, decision.extras)
+        if closing.any():
+            self._close(closing, again)
+
+    def _finish(self, part: np.ndarray) -> None:
+        """Note what the steps brought that are under way in `part`."""
+        clock = self.clock
+        stepped = clock.stepping & part
+        slots = np.flatnonzero(stepped)
+        if not len(slots):
+            return
+        result = self.env.step_finish(stepped)
+        clock.stepping &= ~stepped
+        reward = result.reward[slots]
+        if self.recorder is not None:
+            terminal = result.terminated[slots] & ~result.truncated[slots]
+            self.recorder.got(slots, clock.step[slots], reward, terminal)
+        clock.reward[slots] += reward
+        clock.step[slots] += 1
+        self.rollout.steps += len(slots)
+        ended = result.terminated & stepped
+        if (clock.step >= self.info.episode_limit).any() and (
+            stepped & ~ended & (clock.step >= self.info.episode_limit)
+        ).any():
+            limit = self.info.episode_limit
+            raise RuntimeError(f"{self.info.name}: an episode goes on after its limit of {limit} steps")
+        if ended.any():
+            clock.playing &= ~ended
+            clock.closing |= ended
+            self._keep_results(ended, result)
+
+    def _keep_results(self, ended: np.ndarray, result: StepResult) -> None:
+        """Keep what the environment reports of the episodes of the slots `ended` until they are counted."""
+        for slot in np.flatnonzero(ended).tolist():
+            self._results[slot] = {name: float(values[slot]) for name, values in result.info.items()}
+
+    def _close(self, closing: np.ndarray, again: np.ndarray) -> None:
+        """Count and take the episodes that have ended; those `again` begin anew. Masks [B]."""
+        clock, rollout = self.clock, self.rollout
+        for slot in np.flatnonzero(closing).tolist():
+            rollout.n_episodes += 1
+            rollout.count("return", clock.reward[slot])
+            rollout.count("ep_length", clock.step[slot])
+            for name, value in self._results.pop(slot).items():
+                rollout.count(name, value)
+            if self.recorder is not None:
+                rollout.episodes.append(self.recorder.take(slot, int(clock.step[slot])))
+        clock.closing &= ~closing
+        if again.any():
+            self.policy.reset(again)
+            clock.step[again] = 0
+            clock.reward[again] = 0.0
+            clock.left[again] -= 1
+            clock.playing |= again

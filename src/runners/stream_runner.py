@@ -1,0 +1,92 @@
+"""Many battles side by side that never wait for one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.types import Exploration, Policy
+from omagd.envs.protocol import BatchedEnv
+from omagd.runners import REGISTRY
+from omagd.runners.play import ENDLESS, Play, Rollout
+from omagd.runners.rollout import Runner
+from omagd.runners.seeds import EpisodeSeeds
+
+
+@REGISTRY.register("stream")
+class StreamRunner(Runner):
+    """A slot that has ended an episode begins its next at once, and battles go on from one iteration to the next.
+
+    An iteration plays ticks of all slots until as many episodes have ended as there are slots: as many as in a round of
+    `ParallelRunner`, though not one of each slot, and the longest of them began under older weights. The order is that
+    of the ticks, whichever environment answers first, so that a run is a function of its seed.
+    """
+
+    def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
+        super().__init__(env, config, info, stream)
+        self._flying: Play | None = None
+        self._full_obs = False
+
+    def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
+        """Play until as many episodes have ended as there are slots, and return those; the others stay in flight.
+
+        `steps` counts what was played in this call. Errors: RuntimeError when battles of another policy are in flight.
+        """
+        if self._flying is None:
+            self._flying = self._play(policy, full_obs, keep=True)
+            self._full_obs = full_obs
+            self._flying.begin(ENDLESS)
+        else:
+            self._require_same(policy, full_obs)
+            policy.refresh()
+        while self._flying.rollout.n_episodes < self.env.n_slots:
+            self._flying.tick(explore)
+        return self._flying.take()
+
+    def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
+        """Play the battles in flight to their end, start no others, and return them."""
+        if self._flying is None:
+            return Rollout()
+        self._require_same(policy, self._full_obs)
+        policy.refresh()
+        play, self._flying = self._flying, None
+        play.clock.left[:] = 0
+        while not play.over:
+            play.tick(explore)
+        return play.take()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether battles are unfinished."""
+        return self._flying is not None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all that the battles in flight consist of: environment, policy's memory, rows; seeds as well.
+
+        Errors: NotImplementedError where the environment has no snapshots.
+        """
+        state: dict[str, Any] = {"stream": self.stream.state_dict(), "play": None}
+        if self._flying is not None:
+            state["play"] = self._flying.snapshot()
+            state["full_obs"] = self._full_obs
+            state["policy"] = self._flying.policy.snapshot()
+            state["env"] = self.env.snapshot()
+        return state
+
+    def restore(self, snapshot: dict[str, Any], policy: Policy) -> None:
+        """Continue from a `snapshot`, with a policy of the same weights."""
+        self.stream.load_state_dict(snapshot["stream"])
+        self._flying = None
+        if snapshot["play"] is not None:
+            self._full_obs = snapshot["full_obs"]
+            self._flying = self._play(policy, self._full_obs, keep=True)
+            policy.begin(self.env.n_slots)
+            policy.load_snapshot(snapshot["policy"])
+            self.env.restore(snapshot["env"])
+            self._flying.restore(snapshot["play"])
+
+    def _require_same(self, policy: Policy, full_obs: bool) -> None:
+        assert self._flying is not None
+        if self._flying.policy is not policy or self._full_obs != full_obs:
+            raise RuntimeError("battles of another policy are in flight: drain them first")
