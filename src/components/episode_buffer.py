@@ -1,9 +1,9 @@
-"""Replay: the newest episodes, each stored at its own length."""
+"""Replay: the newest episodes, each stored at its own length and in few bytes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd.components.episode_codec import Codec, RuleBroken, Spec, StoredEpisode, spec_of
 from omagd.components.episode_file import Facts, read_episodes, write_episodes
-from omagd.utils.packing import Episode, PackedBatch, pack_episodes
-
-Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-
-def _spec(episode: Episode) -> Spec:
-    return {name: (value.dtype, tuple(value.shape[1:])) for name, value in episode.items()}
-
-
-def _nbytes(episode: Episode) -> int:
-    return sum(value.nbytes for value in episode.values())
+from omagd.utils.packing import Episode, PackedBatch, time_order
 
 
 class EpisodeBuffer:
-    """At most `capacity` episodes; a new one replaces the oldest.
+    """At most `capacity` episodes; a new one replaces the oldest. What is taken out has the bits that were put in.
 
     Args:
         capacity: episodes. device: where they are kept and batches come from; None for main memory.
@@ -35,79 +26,112 @@ class EpisodeBuffer:
     def __init__(self, capacity: int, device: torch.device | str | None = None) -> None:
         self.capacity = capacity
         self.device = torch.device(device or "cpu")
-        self._episodes: deque[Episode] = deque()
-        self._spec: Spec | None = None
+        self._records: list[Tensor] = []  # a ring: the oldest episode stands at `_oldest`
+        self._oldest = 0
+        self._codec: Codec | None = None
         self._dropped: set[str] = set()
         self._bytes = 0
 
     def __len__(self) -> int:
-        return len(self._episodes)
+        return len(self._records)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
+        """Bytes of all that is stored."""
         return self._bytes
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the fields of every episode; empty before the first one."""
-        return tuple(self._spec or ())
+        return tuple(self._codec.spec) if self._codec is not None else ()
 
     @property
     def episodes(self) -> tuple[Episode, ...]:
-        """All episodes, oldest first; not to be changed."""
-        return tuple(self._episodes)
+        """All episodes, oldest first; not to be changed. A field is decoded each time that it is asked for."""
+        if self._codec is None:
+            return ()
+        return tuple(StoredEpisode(self._codec, self._at(i)) for i in range(len(self)))
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes (tensors [L + 1, ...]), oldest first. Errors: ValueError unless all have the same fields."""
         for episode in episodes:
-            kept = {name: self._own(value) for name, value in episode.items() if name not in self._dropped}
-            spec = _spec(kept)
-            if self._spec is None:
-                self._spec = spec
-            if spec != self._spec:
-                odd = sorted(name for name in {*spec, *self._spec} if spec.get(name) != self._spec.get(name))
-                raise ValueError(f"an episode differs from the others of this buffer in {', '.join(odd)}")
-            if len(self._episodes) == self.capacity:
-                self._bytes -= _nbytes(self._episodes.popleft())
-            self._episodes.append(kept)
-            self._bytes += _nbytes(kept)
+            kept = {name: value for name, value in episode.items() if name not in self._dropped}
+            spec = spec_of(kept)
+            if self._codec is None:
+                self._codec = Codec(spec)
+            if spec != self._codec.spec:
+                raise ValueError(f"an episode differs from the others of this buffer in {_odd(spec, self._codec.spec)}")
+            self._put(self._encode(kept))
 
-    def _own(self, value: Tensor) -> Tensor:
-        """Return `value` on the buffer's device, and alone in its memory."""
-        value = value.to(self.device)
-        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    def _encode(self, episode: Episode) -> Tensor:
+        """Return an episode's records; where it breaks a rule, store that field plain from now on, in all episodes."""
+        assert self._codec is not None
+        while True:
+            try:
+                return self._codec.encode(episode).to(self.device)
+            except RuleBroken as broken:
+                old, new = self._codec, self._codec.without(broken.name)
+                for i, records in enumerate(self._records):
+                    self._records[i] = new.encode(StoredEpisode(old, records)).to(self.device)
+                self._codec = new
+                self._bytes = sum(records.nbytes for records in self._records)
+
+    def _put(self, records: Tensor) -> None:
+        self._bytes += records.nbytes
+        if len(self._records) < self.capacity:
+            self._records.append(records)
+            return
+        self._bytes -= self._records[self._oldest].nbytes
+        self._records[self._oldest] = records
+        self._oldest = (self._oldest + 1) % self.capacity
+
+    def _at(self, index: int) -> Tensor:
+        """Return the records of an episode (0: the oldest). Errors: IndexError."""
+        if not -len(self._records) <= index < len(self._records):
+            raise IndexError(f"no episode {index} among {len(self._records)}")
+        return self._records[(self._oldest + index) % len(self._records)]
 
     def can_sample(self, batch_size: int) -> bool:
         """Whether there are `batch_size` episodes."""
-        return len(self._episodes) >= batch_size
+        return len(self._records) >= batch_size
+
+    def draw(self, batch_size: int, rng: np.random.Generator) -> Sequence[int]:
+        """Draw the places of `batch_size` different episodes, all equally likely. Errors: ValueError for too few."""
+        return [int(i) for i in rng.choice(len(self._records), size=batch_size, replace=False)]
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> PackedBatch:
-        """Draw `batch_size` different episodes, all equally likely. Errors: ValueError when there are too few."""
-        chosen = rng.choice(len(self._episodes), size=batch_size, replace=False)
-        return pack_episodes([self._episodes[i] for i in chosen])
+        """Draw `batch_size` different episodes and return them packed. Errors: ValueError when there are too few."""
+        return self.batch(self.draw(batch_size, rng))
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the episodes at `indices` (0: the oldest), packed."""
-        return pack_episodes([self._episodes[i] for i in indices])
+        assert self._codec is not None
+        found = [self._at(i) for i in indices]
+        packing, order, rows = time_order([len(records) for records in found])
+        records = torch.cat([found[i] for i in order])
+        return PackedBatch(self._codec.decode(records, rows.to(self.device)), packing, order)
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the fields `names`, and leave them out of whatever is added from now on."""
         self._dropped |= set(names)
-        old = list(self._episodes)
+        old = deque(self.episodes)
         self.clear()
-        self.add(old)
+        self.add(_handed_over(old))
 
     def clear(self) -> None:
         """Forget all episodes."""
-        self._episodes.clear()
-        self._spec, self._bytes = None, 0
+        self._records, self._oldest = [], 0
+        self._codec, self._bytes = None, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as tensors and plain values: each field of all episodes in one tensor (a copy)."""
-        rows = [len(next(iter(episode.values()))) for episode in self._episodes]
-        data = {name: torch.cat([episode[name] for episode in self._episodes]).cpu() for name in self.fields}
-        return {"rows": rows, "data": data, "dropped": sorted(self._dropped)}
+        """Return everything as one tensor of records (a copy) and plain values."""
+        found = [self._at(i) for i in range(len(self))]
+        return {
+            "rows": [len(records) for records in found],
+            "records": torch.cat(found).cpu() if found else torch.empty((0, 0), dtype=torch.uint8),
+            "codec": self._codec.state_dict() if self._codec is not None else None,
+            "dropped": sorted(self._dropped),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace everything by `state`. Errors: ValueError when it holds more than `capacity` episodes."""
@@ -116,12 +140,13 @@ class EpisodeBuffer:
             raise ValueError(f"{len(rows)} episodes do not fit into a buffer of {self.capacity}")
         self.clear()
         self._dropped = set(state["dropped"])
-        parts = {name: values.split(rows) for name, values in state["data"].items()}
-        self.add({name: part[i] for name, part in parts.items()} for i in range(len(rows)))
+        self._codec = Codec.from_state(state["codec"]) if state["codec"] is not None else None
+        for records in state["records"].split(rows):
+            self._put(records.to(self.device, copy=True))
 
     def save(self, path: str | Path, facts: Facts | None = None) -> None:
         """Write all episodes to one file, with `facts` about what they are (environment, map, shapes)."""
-        write_episodes(path, list(self._episodes), facts or {})
+        write_episodes(path, self.episodes, facts or {})
 
     def load(self, path: str | Path, facts: Facts | None = None, key: str = "pretrain_buffer_path") -> None:
         """Replace all episodes by those of a file.
@@ -131,6 +156,16 @@ class EpisodeBuffer:
 
         Errors: UserError for a missing, damaged or unfitting file, or one with more than `capacity` episodes.
         """
-        episodes = read_episodes(path, facts or {}, key, self.capacity)
+        episodes = deque(read_episodes(path, facts or {}, key, self.capacity))
         self.clear()
-        self.add(episodes)
+        self.add(_handed_over(episodes))
+
+
+def _handed_over(episodes: deque[Episode]) -> Iterator[Episode]:
+    """Yield episodes without keeping those that have been taken."""
+    while episodes:
+        yield episodes.popleft()
+
+
+def _odd(spec: Spec, other: Spec) -> str:
+    return ", ".join(sorted(name for name in {*spec, *other} if spec.get(name) != other.get(name)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
@@ -20,16 +18,16 @@ def td_lambda_targets(
 
     reward, terminated: [S], what followed the action of each row. values: [S], value of what was seen in each row.
     """
-    sizes = [*packing.batch_sizes, 0]
-    starts = [0, *accumulate(sizes)]
+    sizes = packing.batch_sizes
     keep = gamma * (1.0 - terminated)
-    ahead = values.clone()
-    targets = torch.zeros_like(values)
-    for t in range(packing.n_steps - 2, -1, -1):
-        going, here, following = sizes[t + 1], starts[t], starts[t + 1]
-        rows = slice(here, here + going)
-        next_rows = slice(following, following + going)
-        targets[rows] = reward[rows] + keep[rows] * ahead[next_rows]
-        # `ahead` of a row becomes the mix of its value and its return once a step was taken from it.
-        ahead[rows] = torch.lerp(values[rows], targets[rows], td_lambda)
-    return targets
+    closing = packing.closing.to(values.device)
+    # Of every row: where its episode's next row stands (closing rows have none and are put right below).
+    following = (torch.arange(len(packing.step)) + torch.tensor(sizes)[packing.step]).clamp_(max=len(values) - 1)
+    targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * values[following.to(values.device)])
+    coming = td_lambda * keep
+    steps = list(zip(targets.split(sizes), coming.split(sizes), strict=True))
+    ahead = steps.pop()[0]
+    for here, share in reversed(steps):
+        here[: len(ahead)].addcmul_(share[: len(ahead)], ahead)
+        ahead = here
+    return targets.masked_fill_(closing, 0)

@@ -114,6 +114,11 @@ class PackedBatch:
         moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
         return PackedBatch(moved, self.packing, self.sample_index)
 
+    def pinned(self) -> PackedBatch:
+        """Return a copy in page-locked memory, from which a GPU copies while both go on; needs CUDA."""
+        held = {name: value.pin_memory() for name, value in self.data.items()}
+        return PackedBatch(held, self.packing, self.sample_index)
+
     def split(self, parts: int) -> list[PackedBatch]:
         """Return the episodes dealt to at most `parts` batches of about one size, long and short ones alike."""
         parts = min(parts, self.packing.n_episodes)
@@ -132,13 +137,22 @@ Episode = Mapping[str, Tensor]
 """One episode: tensors [L + 1, ...] by name."""
 
 
+def time_order(rows: Sequence[int]) -> tuple[Packing, tuple[int, ...], Tensor]:
+    """Return how episodes of so many `rows` are packed.
+
+    Returns the packing, the order in which the episodes stand in it, and of each of its S rows the place that it has
+    when the episodes are laid one after another in that order ([S] int64).
+    """
+    order = tuple(sorted(range(len(rows)), key=lambda i: -rows[i]))
+    packing = Packing(tuple(rows[i] for i in order))
+    starts = np.concatenate([[0], np.cumsum(packing.lengths)[:-1]])
+    return packing, order, torch.from_numpy(starts)[packing.episode] + packing.step
+
+
 def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:
     """Pack episodes; the order in which they are given is kept in `sample_index`. All must have the same names."""
-    rows = [len(next(iter(episode.values()))) for episode in episodes]
-    order = sorted(range(len(episodes)), key=lambda i: -rows[i])
-    packing = Packing(tuple(rows[i] for i in order))
+    packing, order, gather = time_order([len(next(iter(episode.values()))) for episode in episodes])
     # Episode after episode first (cheap concatenation), then one gather into time order.
-    starts = np.concatenate([[0], np.cumsum(packing.lengths)[:-1]])
-    gather = torch.from_numpy(starts)[packing.episode] + packing.step
-    data = {name: torch.cat([episodes[i][name] for i in order])[gather] for name in episodes[0]}
-    return PackedBatch(data, packing, tuple(order))
+    laid = {name: torch.cat([episodes[i][name] for i in order]) for name in episodes[0]}
+    data = {name: value.index_select(0, gather.to(value.device)) for name, value in laid.items()}
+    return PackedBatch(data, packing, order)

@@ -1,0 +1,194 @@
+"""Episodes as they are stored: a record of bytes for each row, from which every field comes back bit for bit.
+
+What a field costs in a record:
+
+- plain: its own bytes.
+- bits: `avail_actions` and booleans hold zeros and ones only: eight of them in a byte.
+- shown: where `full_obs` is stored, `obs` is the same with zeros where the agent sees nothing: one bit a feature.
+
+That a field keeps to its rule is compared for each episode that is encoded, never assumed. R is a record's width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omagd.utils.packing import Episode
+
+Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape of a row of each field."""
+
+MASKS = frozenset({"avail_actions"})
+SHOWN_IN = {"obs": "full_obs"}
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by size in bytes: compared and masked instead of floats, they tell -0.0 from 0.0 and keep NaNs."""
+
+
+def spec_of(episode: Episode) -> Spec:
+    """Return type and shape of a row of each field."""
+    return {name: (value.dtype, tuple(value.shape[1:])) for name, value in episode.items()}
+
+
+class RuleBroken(ValueError):
+    """The field `name` of an episode is not what the codec takes it for."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"field {name} cannot be stored in short")
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where a field stands in a record: bytes `start` to `start + width`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: Literal["plain", "bits", "shown"]
+    start: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        """Values of one row."""
+        return math.prod(self.shape)
+
+
+class Codec:
+    """Encodes episodes of one spec.
+
+    Args:
+        spec: of all episodes, in the order in which fields come back. plain: fields that do not keep to their rule.
+    """
+
+    def __init__(self, spec: Spec, plain: Iterable[str] = ()) -> None:
+        self.spec = dict(spec)
+        self.plain = frozenset(plain)
+        self._columns: dict[str, Column] = {}
+        start = 0
+        for name, (dtype, shape) in self.spec.items():
+            kind, width = self._kind(name), math.prod(shape) * dtype.itemsize
+            if kind != "plain":
+                width = -(-math.prod(shape) // 8)
+            self._columns[name] = Column(name, dtype, shape, kind, start, width)
+            start += width
+        self.width = start
+
+    def without(self, name: str) -> Codec:
+        """Return a codec that stores the field `name` as it is."""
+        return Codec(self.spec, self.plain | {name})
+
+    def _kind(self, name: str) -> Literal["plain", "bits", "shown"]:
+        dtype, shape = self.spec[name]
+        if name in self.plain or math.prod(shape) <= 1:
+            return "plain"
+        if dtype == torch.bool or (name in MASKS and dtype == torch.uint8):
+            return "bits"
+        return "shown" if self.spec.get(SHOWN_IN.get(name, "")) == (dtype, shape) else "plain"
+
+    def encode(self, episode: Episode) -> Tensor:
+        """Return the records of one episode, [L + 1, R] uint8 on the CPU, alone in their memory.
+
+        Errors: RuleBroken where a field does not keep to its rule.
+        """
+        rows = len(next(iter(episode.values())))
+        records = np.empty((rows, self.width), np.uint8)
+        for column in self._columns.values():
+            value = episode[column.name].detach().cpu().contiguous().reshape(rows, column.numel)
+            part = records[:, column.start : column.start + column.width]
+            if column.kind == "plain":
+                part[:] = value.numpy().view(np.uint8).reshape(part.shape)
+            elif column.kind == "bits":
+                part[:] = _pack_mask(column.name, value.view(torch.uint8).numpy())
+            else:
+                full = episode[SHOWN_IN[column.name]].detach().cpu().contiguous().reshape(rows, column.numel)
+                whole = _WHOLE[column.dtype.itemsize]
+                part[:] = _pack_shown(column.name, value.view(whole).numpy(), full.view(whole).numpy())
+        return torch.from_numpy(records)
+
+    def decode(self, records: Tensor, rows: Tensor | None = None) -> dict[str, Tensor]:
+        """Return all fields, [S, ...] by name, of the records [*, R], or of their `rows` ([S] int64) in that order."""
+        found: dict[str, Tensor] = {}
+        for name in sorted(self.spec, key=lambda name: self._columns[name].kind == "shown"):  # after what they show
+            found[name] = self._field(records, rows, self._columns[name], found)
+        return {name: found[name] for name in self.spec}
+
+    def field(self, records: Tensor, name: str) -> Tensor:
+        """Return one field of the records [S, R], [S, ...]."""
+        return self._field(records, None, self._columns[name], {})
+
+    def _field(self, records: Tensor, rows: Tensor | None, column: Column, found: Mapping[str, Tensor]) -> Tensor:
+        stored = records[:, column.start : column.start + column.width]
+        # A copy either way: bytes that begin anywhere could not be viewed as numbers.
+        stored = stored.clone(memory_format=torch.contiguous_format) if rows is None else stored.index_select(0, rows)
+        shape = (len(stored), *column.shape)
+        if column.kind == "plain":
+            return stored.reshape(-1).view(column.dtype).reshape(shape)
+        bits = _unpack(stored, column.numel)
+        if column.kind == "bits":
+            return bits.view(column.dtype).reshape(shape)
+        source = SHOWN_IN[column.name]
+        full = found[source] if source in found else self._field(records, rows, self._columns[source], found)
+        whole = full.reshape(bits.shape).view(_WHOLE[column.dtype.itemsize])
+        return torch.where(bits.view(torch.bool), whole, 0).view(column.dtype).reshape(shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values from which `from_state` makes the same codec."""
+        spec = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in self.spec.items()]
+        return {"spec": spec, "plain": sorted(self.plain)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Codec:
+        """Return the codec of a `state_dict`."""
+        return cls({name: (getattr(torch, kind), tuple(shape)) for name, kind, shape in state["spec"]}, state["plain"])
+
+
+class StoredEpisode(Mapping[str, Tensor]):
+    """An episode whose fields are decoded when they are asked for; not to be changed."""
+
+    def __init__(self, codec: Codec, records: Tensor) -> None:
+        self._codec, self._records = codec, records
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._codec.field(self._records, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._codec.spec)
+
+    def __len__(self) -> int:
+        return len(self._codec.spec)
+
+
+def _pack_mask(name: str, mask: np.ndarray) -> np.ndarray:
+    if mask.size and mask.max() > 1:
+        raise RuleBroken(name)
+    return np.packbits(mask, axis=1)
+
+
+def _pack_shown(name: str, obs: np.ndarray, full: np.ndarray) -> np.ndarray:
+    shown = obs == full
+    if not (shown | (obs == 0)).all():
+        raise RuleBroken(name)
+    return np.packbits(shown, axis=1)
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    """Return the eight bits of each byte as the eight bytes of a whole number, [256] int64."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
+    return torch.from_numpy(bits.view(np.int64)[:, 0].copy()).to(device)
+
+
+def _unpack(packed: Tensor, count: int) -> Tensor:
+    """Return the first `count` bits of each row of `packed` [S, bytes] uint8 as zeros and ones, [S, count] uint8."""
+    table = _table(packed.device)
+    each = table.index_select(0, packed.reshape(-1).int()).view(torch.uint8)
+    return each.view(len(packed), 8 * packed.shape[1])[:, :count]

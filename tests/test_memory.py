@@ -1,0 +1,159 @@
+"""What is told of memory: how large replay becomes, and the key to turn when there is none left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from omagd.components.episode_codec import Codec, spec_of
+from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.loading import resolve
+from omagd.envs.protocol import Observation
+from omagd.run import memory
+from omagd.run.memory import (
+    asked_bytes,
+    available_bytes,
+    memory_warnings,
+    pretraining_bytes,
+    replay_bytes,
+    replay_spec,
+    told,
+)
+from omagd.runners.recorder import Recorder
+from omagd.utils.errors import UserError
+
+torch.set_num_threads(1)
+
+LAYOUT = EntityLayout(4, 6, 5, 4, 5, 1)
+INFO = EnvInfo("null", "5m_vs_6m", 5, 12, 55, 98, 70, 6, LAYOUT)
+GB = 2**30
+
+
+def config(name: str = "qmix", **updates):
+    return resolve(config=name, env_config="skirmish", updates=updates)
+
+
+@pytest.mark.parametrize(
+    ("name", "updates", "extras"),
+    [
+        ("qmix", {}, {}),
+        ("gnn_qmix", {"use_full_obs": True}, {}),
+        ("omagd", {"mask_predictor_config.decode": "mean"}, {"recon": np.zeros((1, 5, 55), np.float16)}),
+        ("omagd", {"mask_predictor_config.decode": "argmax"}, {"tokens": np.zeros((1, 5, 11), np.int16)}),
+    ],
+)
+def test_the_estimate_is_what_a_recorded_episode_takes(name, updates, extras):
+    made = config(name, **updates)
+    recorder = Recorder(INFO, 1, made.use_full_obs)
+    recorder.begin()
+    obs = np.zeros((1, 5, 55), np.float32)
+    one, first = np.array([0]), np.array([0])
+    recorder.saw(one, first, Observation(obs, np.zeros((1, 98), np.float32), np.zeros((1, 5, 12), bool), obs))
+    recorder.chose(one, first, np.zeros((1, 5), np.int64), extras)
+    assert dict(sorted(replay_spec(made, INFO).items())) == dict(sorted(spec_of(recorder.take(0, 1)).items()))
+    assert replay_bytes(made, INFO) == Codec(spec_of(recorder.take(0, 1))).width * 71 * made.buffer_size
+
+
+def test_episodes_that_may_outgrow_the_machine_are_told_with_a_number_that_fits():
+    made = config(buffer_size=5000)
+    need = replay_bytes(made, INFO)
+    assert memory_warnings(made, INFO, 2, available=2 * need) == []
+    (line,) = memory_warnings(made, INFO, 2, available=need)
+    assert "buffer_size=5000" in line
+    assert "for 2 ranks" in line
+    assert "buffer_size=2500 always fits" in line
+    assert "\n" not in line
+    of_all = config("omagd", graph_pretrain_episodes=800)
+    pretraining = pretraining_bytes(of_all, INFO)
+    assert pretraining == 800 * 71 * (5 * 55 * 4 + 35)
+    first, second = memory_warnings(of_all, INFO, 3, available=pretraining / 2)
+    assert "graph_pretrain_episodes=400 always fits" in first
+    assert "buffer_size=" in second
+    only = config("omagd", reconstructer_stage="stage1", graph_pretrain_episodes=800)
+    assert memory_warnings(only, INFO, 3, available=pretraining) == []
+    assert (available_bytes() or 1) > 0
+
+
+def test_a_containers_limit_counts(tmp_path):
+    assert memory._cgroup(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    assert memory._cgroup(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory._cgroup(tmp_path) == 300.0
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 1 GiB"), 2.5 * GB),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+            ),
+            4096,
+        ),
+        (np._core._exceptions._ArrayMemoryError((GB,), np.dtype(np.float64)), 8 * GB),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1048576 bytes."), 2**20),
+        (RuntimeError("std::bad_alloc"), 0),
+        (MemoryError(), 0),
+        (OSError(12, "Cannot allocate memory"), 0),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (OSError(28, "No space left on device"), None),
+    ],
+)
+def test_what_is_memory_and_how_much_was_asked_for(error, asked):
+    assert asked_bytes(error) == asked
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase", "words"),
+    [
+        ("stage1", "update", ["graph_frames_at_once=1024", "graph_pretrain_batch_size=128"]),
+        ("stage2", "test", ["graph_frames_at_once=1024", "graph_pretrain_eval_episodes=40"]),
+        ("stage1", "prepare", ["graph_pretrain_episodes=5000"]),
+        ("stage1", "replay", ["graph_pretrain_episodes=5000"]),
+        ("stage3", "update", ["accumulate=4", "batch_size=128"]),
+        ("stage3", "replay", ["buffer_size=5000"]),
+        ("stage3", "collect", ["batch_size_run=8"]),
+        ("stage3", "test", ["batch_size_run=8"]),
+        ("all stages", "start", ["batch_size_run=8"]),
+    ],
+)
+def test_running_out_names_the_key_to_turn(stage, phase, words):
+    made = config("omagd", batch_size=128, accumulate=2, batch_size_run=8, graph_frames_at_once=2048)
+    with pytest.raises(UserError) as error, told(made, stage, phase):
+        raise MemoryError("Unable to allocate 3.00 GiB for an array")
+    assert all(word in error.value.message for word in [*words, stage, "3.0 GB more were asked for", "holds"])
+    assert "\n" not in error.value.render()
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="shapes"), told(config(), "stage3", "update"):
+        raise RuntimeError("shapes do not fit")
+    with pytest.raises(UserError, match="^mine$"), told(config(), "stage3", "update"):
+        raise UserError("mine")
+
+
+LIMITED = """
+import resource, sys
+from omagd.run import command_line, experiment
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+sys.exit(command_line.main(sys.argv[1:]))
+"""
+
+
+def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path):
+    updates = ["env_args.map_name=27m_vs_30m", "batch_size_run=1500", "use_cuda=False", "t_max=10"]
+    command = [sys.executable, "-c", LIMITED, "--config=qmix", "--env-config=skirmish", "-u", "with", *updates]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert "out of memory in stage3 (collect)" in lines[0]
+    assert "batch_size_run=1500" in lines[0]
+    assert "Traceback" not in ended.stderr
