@@ -80,7 +80,7 @@ class HalvingReconstructor:
         """Remember who was reset."""
         self.resets.append(which.tolist())
 
-    def step(self, obs: np.ndarray, step: np.ndarray) -> Made:
+    def step(self, obs: np.ndarray, step: np.ndarray, active: np.ndarray | None = None) -> Made:
         """Return half of what is seen; negative first features are guesses."""
         half = (torch.as_tensor(obs) * 0.5).half()
         return Made({"recon": half}, half.float(), self._guessed(half))

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import last_actions
+from omagd.modules import recurrent
 from omagd.modules.agents import REGISTRY as AGENTS
+from omagd.modules.agents import checkpointing
 from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
 from omagd.modules.agents.inputs import AgentInputs, InputLinear
 from omagd.modules.mixers import REGISTRY as MIXERS
@@ -131,7 +133,8 @@ def test_packed_gru_equals_a_cell_in_values_and_gradients(lengths):
     upstream = torch.randn(sum(lengths), 3, 4, dtype=torch.float64)
     wanted = unroll_with_a_cell(gru, x, packing)
     wanted_grads = torch.autograd.grad((wanted * upstream).sum(), [x, *gru.parameters()])
-    library = gru._library_unroll(x.flatten(0, 1), [3 * k for k in packing.batch_sizes]).view_as(wanted)
+    rows = [3 * k for k in packing.batch_sizes]
+    library = gru._library_unroll(x.flatten(0, 1), x.new_zeros(rows[0], 4), rows).view_as(wanted)
     for got in (gru(x, packing), library):
         torch.testing.assert_close(got, wanted, atol=1e-10, rtol=0)
         grads = torch.autograd.grad((got * upstream).sum(), [x, *gru.parameters()])
@@ -184,3 +187,65 @@ def test_orthogonal_start():
     rows = agent.fc1.weight @ agent.fc1.weight.t()
     torch.testing.assert_close(rows, torch.eye(SMALL["rnn_hidden_dim"], dtype=torch.float64), atol=1e-5, rtol=0)
     assert agent.fc2.weight.abs().max() <= 0.01
+
+
+@pytest.mark.parametrize("updates", [{"agent": "n_rnn"}, {"agent": "gnn_rnn", "gnn_readout": "entity"}], ids=str)
+def test_checkpointing_changes_neither_values_nor_gradients(monkeypatch, updates):
+    monkeypatch.setattr(checkpointing, "STEPS_AT_ONCE", 2)
+    inputs, packing = toy_inputs()
+    results = []
+    for asked in (False, True):
+        agent = make_agent(**updates, enable_gradient_checkpointing=asked)
+        q = agent(inputs, packing)
+        results.append([q, *torch.autograd.grad(q.square().sum(), list(agent.parameters()))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+
+
+def test_checkpointing_keeps_less_for_backward():
+    inputs, packing = toy_inputs((41, 40, 40))
+    kept = []
+    for asked in (False, True):
+        agent = make_agent(agent="n_rnn", enable_gradient_checkpointing=asked)
+        sizes = []
+
+        def keep(x, sizes=sizes):
+            sizes.append(x.untyped_storage().nbytes())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            agent(inputs, packing)
+        kept.append(sum(sizes))
+    assert kept[1] < 0.5 * kept[0]
+
+
+def test_recurrence_in_pieces_and_groups_equals_the_whole(monkeypatch):
+    torch.manual_seed(0)
+    gru, lengths = PackedGRU(5, 4).double(), (6, 6, 4, 1, 1)
+    x = torch.randn(sum(lengths), 3, 5, dtype=torch.float64, requires_grad=True)
+    start = torch.randn(5, 3, 4, dtype=torch.float64, requires_grad=True)
+    given = [x, start, *gru.parameters()]
+    results = []
+    for rows in (1, 4, 7, 20, 1000):
+        monkeypatch.setattr(recurrent, "ROWS_AT_ONCE", rows)
+        out = gru(x, Packing(lengths), start)
+        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+
+
+@pytest.mark.parametrize("updates", [{"agent": "n_rnn"}, {"agent": "gnn_rnn"}], ids=str)
+def test_bf16_is_close_to_float32(updates):
+    inputs, packing = toy_inputs((41, 40, 40, 30, 9))
+    inputs = AgentInputs(inputs.features.float(), inputs.last_action)
+    results = []
+    for precision in ("float32", "bf16"):
+        agent = make_agent(**updates, precision=precision).float()
+        q = agent(inputs, packing)
+        results.append([q, *torch.autograd.grad(q.square().sum(), list(agent.parameters()))])
+    differs = False
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 0.03 * a.norm()
+        differs |= not torch.equal(a, b)
+    assert differs

@@ -187,7 +187,7 @@ def test_update_equals_a_padded_reference(double_q):
 def test_parts_of_a_batch_add_up_to_the_whole(parts):
     episodes = [random_episode(i, length) for i, length in enumerate([5, 9, 0, 3, 3, 1, 12])]
     wanted, stats = gradients_of(make_learner(toy_config(grad_norm_clip=1e9), dtype=torch.float64), episodes)
-    config = toy_config(grad_norm_clip=1e9, accumulate=parts)
+    config = toy_config(grad_norm_clip=1e9, accumulate=parts, batch_size=128)
     got, of_parts = gradients_of(make_learner(config, dtype=torch.float64), episodes)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)

@@ -158,11 +158,9 @@ def test_perplexity_of_even_use_is_the_number_of_codes() -> None:
     assert skew["perplexity"][0].item() == pytest.approx(math.exp(0.25 * math.log(4) + 0.75 * math.log(4 / 3)))
 
 
-def test_evaluation_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, batch = learner(), pack_episodes(toy_episodes(9, seed=8))
-    whole = stage.evaluate(batch)
-    monkeypatch.setattr("omagd.learners.tokenizer_learner.NODES_AT_ONCE", 17)
-    parts = stage.evaluate(batch)
+def test_evaluation_in_parts_equals_the_whole() -> None:
+    batch = pack_episodes(toy_episodes(9, seed=8))
+    whole, parts = (learner(graph_frames_at_once=size).evaluate(batch) for size in (10**6, 17))
     assert whole.keys() == parts.keys()
     for name in whole:
         assert float(whole[name][0]) == pytest.approx(float(parts[name][0]), rel=1e-9), name

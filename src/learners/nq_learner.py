@@ -34,7 +34,7 @@ class NQLearner:
         self.info = info
         self.device = dist.device
         self.mixer: nn.Module = mixers.REGISTRY.get(config.mixer)(config, info).to(self.device, mac.dtype)
-        objective = QObjective(mac.agent, self.mixer)
+        objective = QObjective(mac.agent, self.mixer, config.precision == "bf16")
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(objective.parameters(), lr=lr, fused=True)
         self._step = SyncedStep(objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
@@ -82,7 +82,7 @@ class NQLearner:
         """
         target_q = self.target_agent(inputs, batch.packing)
         choosing = q if self.config.double_q else target_q
-        best = choosing.masked_fill(batch["avail_actions"] == 0, -torch.inf).argmax(dim=-1, keepdim=True)
+        best = torch.where(batch["avail_actions"] > 0, choosing, -torch.inf).argmax(dim=-1, keepdim=True)
         values = self.target_mixer(target_q.gather(-1, best).squeeze(-1), state)
         reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
         return td_lambda_targets(reward, terminated, values, batch.packing, self.config.gamma, self.config.td_lambda)

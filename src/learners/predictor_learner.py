@@ -6,10 +6,12 @@ Shapes: S packed rows, n agents, N nodes, D features, F frames with something ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -18,14 +20,16 @@ from omagd.learners.nq_learner import lr_scale
 from omagd.learners.synced_step import Objective, Stats, SyncedStep, merge
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
+from omagd.modules.graph_reconstructers.layers import lowered
 from omagd.modules.graph_reconstructers.matching import match_types
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
-from omagd.utils.seeding import generator
+from omagd.utils.seeding import stream_seed
 
-LOGITS_AT_ONCE = 2**24  # in evaluation
+_MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of SplitMix64 (Steele et al. 2014), as int64
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,20 @@ class Sample:
     rows: Tensor
     agents: Tensor
 
+    def parts(self, size: int) -> list[Sample]:
+        """Return these frames in parts of about `size` frames, at least one part."""
+        n_parts = max(1, -(-len(self.frames) // size))
+        if n_parts == 1:
+            return [self]
+        firsts = [len(self.frames) * i // n_parts for i in range(n_parts + 1)]
+        ends = [0, *self.masked.sum(1).cumsum(0)[torch.tensor(firsts[1:]) - 1].tolist()]
+        cuts = zip(pairwise(firsts), pairwise(ends), strict=True)
+        return [self._part(slice(*frames), slice(*tokens)) for frames, tokens in cuts]
+
+    def _part(self, frames: slice, tokens: slice) -> Sample:
+        of_frames = self.frames[frames], self.masked[frames]
+        return Sample(*of_frames, self.target[tokens], self.weight[tokens], self.rows[frames], self.agents[frames])
+
 
 @dataclass(frozen=True)
 class Graphs:
@@ -57,10 +75,15 @@ class Graphs:
 
 
 class PredictorObjective(Objective):
-    """Weighted cross-entropy of the masked tokens, summed."""
+    """Weighted cross-entropy of the masked tokens, summed.
 
-    def __init__(self, predictor: MaskPredictor, info: EnvInfo) -> None:
+    Args:
+        predictor: trained. info: of the environment. bf16: whether matrix products are taken in bf16 in training.
+    """
+
+    def __init__(self, predictor: MaskPredictor, info: EnvInfo, bf16: bool = False) -> None:
         super().__init__()
+        self.bf16 = bf16
         assert info.layout is not None
         self.predictor, self.layout = predictor, info.layout
 
@@ -70,17 +93,21 @@ class PredictorObjective(Objective):
             blank = self.predictor.blank_frame()
             nothing = self.predictor(blank, torch.ones_like(blank.last_ids, dtype=torch.bool)).sum() * 0.0
             return nothing, {}
-        log_p = self.predictor(sample.frames, sample.masked).log_softmax(-1)
+        bf16 = self.bf16 and self.training
+        with lowered(sample.masked.device, bf16):
+            logits = self.predictor(sample.frames, sample.masked, bf16)
+        log_p = logits.detach().to(self.predictor.table.dtype).log_softmax(-1)
         target = sample.target
         if self.predictor.config.matching == "type":
-            target = target[match_types(log_p.detach(), target, sample.masked, self.layout)]
-        loss = cross_entropy(log_p, target, sample.weight)
+            target = target[match_types(log_p, target, sample.masked, self.layout)]
+        loss = cross_entropy(logits, log_p, target, sample.weight)
         with torch.no_grad():
             dead = sample.target == self.predictor.specials.absent
             taken_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)
+            likeliest = log_p.gather(1, sample.target[:, None])[:, 0] >= log_p.amax(1)
             stats = {
                 "graph_loss": (loss.detach(), sample.weight.sum()),
-                "top1": mean_of((log_p.argmax(-1) == sample.target).to(log_p.dtype)),
+                "top1": mean_of(likeliest.to(log_p.dtype)),
                 "recall_absent": mean_of(taken_dead, dead),
                 "recall_alive": mean_of(1 - taken_dead, ~dead),
             }
@@ -107,9 +134,10 @@ class PredictorLearner:
         predictor.bind(tokenizer.table())
         self._real = feature_mask(info.layout).to(dist.device)
         self._kinds = torch.tensor(info.layout.node_types, device=dist.device)
-        self._objective = PredictorObjective(predictor, info)
+        self._objective = PredictorObjective(predictor, info, config.precision == "bf16")
+        predictor.recompute = config.enable_gradient_checkpointing
         lr = config.graph_lr * lr_scale(config, dist.world_size)
-        self.optimizer = torch.optim.Adam(predictor.parameters(), lr=lr)
+        self.optimizer = torch.optim.Adam(predictor.parameters(), lr=lr, fused=True)
         self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
@@ -123,7 +151,8 @@ class PredictorLearner:
         sample = self.sample(batch, graphs, hide=True)
         self._objective.train()
         self._count_slots(graphs)
-        result = self._step(self._count(sample), (sample,))
+        parts = sample.parts(self.config.graph_frames_at_once)
+        result = self._step(self._count(sample), *((part,) for part in parts))
         self.updates += 1
         return {**result.stats, "grad_norm": (result.grad_norm, torch.ones_like(result.grad_norm))}
 
@@ -135,10 +164,9 @@ class PredictorLearner:
         history = self._history(batch, graphs)
         training = self._objective.training
         self._objective.eval()
-        size = max(1, LOGITS_AT_ONCE // (self.layout.n_nodes * (self.predictor.specials.n_codes + 1)))
         stats: Stats = {}
-        for start in range(0, len(sample.frames), size):
-            stats = merge(stats, self._evaluate(_part(sample, slice(start, start + size)), graphs, history))
+        for part in sample.parts(self.config.graph_frames_at_once) if len(sample.frames) else []:
+            stats = merge(stats, self._evaluate(part, graphs, history))
         self._objective.train(training)
         return stats
 
@@ -188,13 +216,12 @@ class PredictorLearner:
         ratio = self.predictor.config.mask_ratio
         if not ratio:
             return torch.zeros_like(seen)
-        packing = batch.packing
-        draws = torch.ones(packing.n_episodes, packing.n_steps, *seen.shape[1:])
-        for i, (length, place) in enumerate(zip(packing.lengths, batch.sample_index, strict=True)):
-            number = self.dist.rank * packing.n_episodes + place
-            rng = generator(self.config.seed, "hidden", self.updates, number)
-            draws[i, :length] = torch.from_numpy(rng.random((length, *seen.shape[1:]), dtype="float32"))
-        hidden = (packing.pack(draws).to(seen.device) < ratio) & seen
+        packing, (n_agents, n_nodes) = batch.packing, seen.shape[1:]
+        place = torch.tensor(batch.sample_index)[packing.episode] + self.dist.rank * packing.n_episodes
+        row = (place * (self.info.episode_limit + 1) + packing.step).to(seen.device)
+        number = row[:, None] * (n_agents * n_nodes) + torch.arange(n_agents * n_nodes, device=seen.device)
+        key = stream_seed(self.config.seed, "hidden", self.updates)
+        hidden = (uniform(number, key).view(seen.shape) < ratio) & seen
         hidden[..., 0] = False
         return hidden
 
@@ -240,25 +267,38 @@ class PredictorLearner:
         tokens = Tokens(sample.target, truth, real, self._kinds[slot], rivals)
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
-        loss = cross_entropy(log_p, compared, sample.weight)
+        loss = -(log_p.gather(1, compared[:, None])[:, 0] * sample.weight.to(log_p.dtype)).sum()
         return {**token_stats(log_p, guess, tokens, matched), "graph_loss": (loss, sample.weight.sum())}
 
 
-def cross_entropy(log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum over tokens of weight [M] × -log p [M, K + 1] of the target [M]."""
-    return -(log_p.gather(1, target[:, None])[:, 0] * weight.to(log_p.dtype)).sum()
+def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Return the sum over tokens of weight [M] × -log p [M, K + 1] of the target [M], with logits' gradient.
+
+    log_p: the logits' log_softmax, without a gradient.
+    """
+    return _CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))
 
 
-def _part(sample: Sample, rows: slice) -> Sample:
-    """Return the frames `rows` of a sample."""
-    frame = torch.nonzero(sample.masked)[:, 0]
-    stop = min(rows.stop, len(sample.frames))
-    tokens = (frame >= rows.start) & (frame < stop)
-    return Sample(
-        sample.frames[rows],
-        sample.masked[rows],
-        sample.target[tokens],
-        sample.weight[tokens],
-        sample.rows[rows],
-        sample.agents[rows],
-    )
+class _CrossEntropy(torch.autograd.Function):
+    """The gradient, weight × (p - one of the target), is written once instead of passing through three matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(log_p, target, weight)
+        ctx.dtype = logits.dtype
+        return -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        log_p, target, weight = ctx.saved_tensors
+        scale = (weight * grad)[:, None]
+        return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None, None
+
+
+def uniform(number: Tensor, key: int) -> Tensor:
+    """Return a float64 in [0, 1) for each `number` (int64), the same wherever it is drawn: SplitMix64 at that place."""
+    x = (number + 1) * _GOLDEN + key
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -34,10 +34,12 @@ class QObjective(Objective):
 
     Args:
         agent, mixer: what is trained; every parameter takes part in every forward.
+        bf16: products on a GPU in bf16 (on a CPU the modules see to it themselves).
     """
 
-    def __init__(self, agent: nn.Module, mixer: nn.Module) -> None:
+    def __init__(self, agent: nn.Module, mixer: nn.Module, bf16: bool = False) -> None:
         super().__init__()
+        self.bf16 = bf16
         self.agent = agent
         self.mixer = mixer
 
@@ -48,11 +50,12 @@ class QObjective(Objective):
             actions by them); returns [S] targets. Target networks live behind it, outside this module.
         Stats: loss_td and td_error_abs per step; q_taken_mean and target_mean per step and agent, as in PyMARL.
         """
-        q = self.agent(inputs, played.packing)
-        with torch.no_grad():
-            target = targets(q.detach())
-        taken = q.gather(-1, played.actions.unsqueeze(-1)).squeeze(-1)
-        joint = self.mixer(taken, played.state)
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16 and played.state.is_cuda):
+            q = self.agent(inputs, played.packing)
+            with torch.no_grad():
+                target = targets(q.detach()).to(played.state.dtype)
+            taken = q.gather(-1, played.actions.unsqueeze(-1)).squeeze(-1)
+            joint = self.mixer(taken, played.state).to(played.state.dtype)
         happened = played.happened.to(joint.dtype)
         error = (joint - target) * happened
         loss = error.square().sum()

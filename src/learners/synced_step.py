@@ -101,7 +101,7 @@ class SyncedStep:
                     # DDP averages over ranks; the true loss is (sum over ranks) / (count over ranks).
                     some = total.wait()
                     scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0).to(loss_sum.device)
-                (loss_sum * scale).backward()
+                self.dist.backward(loss_sum * scale, self._wrapped)
             loss, stats = loss_sum.detach() + loss.to(loss_sum.device), merge(stats, of_part)
         grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.max_norm)
         stepped = bool(some > 0)

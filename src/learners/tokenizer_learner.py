@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from omagd.learners.graph_metrics import node_stats, perplexity_stats
 from omagd.learners.nq_learner import lr_scale
 from omagd.learners.synced_step import Objective, Stats, SyncedStep, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.layers import lowered
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import generator
 
-NODES_AT_ONCE = 65536  # in evaluation
 CODE_SUMS = "code_sums"
 QUIET_SHARE = 0.1  # of all updates, at the end: no code is revived
 
@@ -39,18 +40,30 @@ class Nodes:
     episode: Tensor
     n_graphs: int
 
-    def part(self, start: int, end: int) -> Nodes:
-        """Return nodes `start` to `end`."""
-        cut = slice(start, end)
-        return Nodes(self.features[cut], self.slot[cut], self.graph[cut], self.episode[cut], self.n_graphs)
+    def parts(self, size: int) -> list[Nodes]:
+        """Return these nodes in parts of about `size` graphs, at least one part."""
+        n_parts = max(1, -(-self.n_graphs // size))
+        if n_parts == 1:
+            return [self]
+        firsts = [self.n_graphs * i // n_parts for i in range(n_parts + 1)]
+        ends = torch.searchsorted(self.graph, torch.tensor(firsts, device=self.graph.device)).tolist()
+        return [self._part(*graphs, slice(*cut)) for graphs, cut in zip(pairwise(firsts), pairwise(ends), strict=True)]
+
+    def _part(self, first: int, end: int, cut: slice) -> Nodes:
+        """Return the graphs `first` to `end`, whose nodes stand at `cut`."""
+        return Nodes(self.features[cut], self.slot[cut], self.graph[cut] - first, self.episode[cut], end - first)
 
 
 class TokenizerObjective(Objective):
-    """Squared error over each graph's present features plus commitment, summed over graphs."""
+    """Squared error over each graph's present features plus commitment, summed over graphs.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        tokenizer: trained. bf16: whether matrix products are taken in bf16 in training.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, bf16: bool = False) -> None:
         super().__init__()
-        self.tokenizer = tokenizer
+        self.tokenizer, self.bf16 = tokenizer, bf16
 
     def forward(self, nodes: Nodes) -> tuple[Tensor, Stats]:
         """Return the sum over graphs of mean squared error + commitment, and stats.
@@ -58,9 +71,11 @@ class TokenizerObjective(Objective):
         Beside scalars the stats hold `code_sums`: (sums of encodings [K, E], counts [K]) for the codebook.
         """
         tokenizer = self.tokenizer
-        out = tokenizer(nodes.features)
-        real = tokenizer.real[nodes.slot].to(out.decoded.dtype)
-        error = ((out.decoded - nodes.features.to(out.decoded.dtype)).square() * real).sum(-1)
+        bf16 = self.bf16 and self.training
+        with lowered(nodes.features.device, bf16):
+            out = tokenizer(nodes.features, bf16)
+        real = tokenizer.real[nodes.slot].to(out.encoded.dtype)
+        error = ((out.decoded - nodes.features.to(real.dtype)).square() * real).sum(-1)
         commitment = (out.encoded - out.code.detach()).square().mean(-1)
         mse = (error / self._per_graph(nodes, real.sum(-1))).sum()
         stay = (commitment / self._per_graph(nodes, torch.ones_like(error))).sum()
@@ -98,9 +113,10 @@ class TokenizerLearner:
         self.tokenizer, self.config, self.info, self.dist = tokenizer, config, info, dist
         self.total_updates = config.graph_pretrain_epochs if total_updates is None else total_updates
         self.updates = 0
-        self._objective = TokenizerObjective(tokenizer)
+        self._started = False
+        self._objective = TokenizerObjective(tokenizer, config.precision == "bf16")
         lr = config.graph_lr * lr_scale(config, dist.world_size)
-        self.optimizer = torch.optim.Adam(tokenizer.parameters(), lr=lr)
+        self.optimizer = torch.optim.Adam(tokenizer.parameters(), lr=lr, fused=True)
         self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
@@ -112,9 +128,10 @@ class TokenizerLearner:
         """Take one step on this rank's batch, then move the codebook by what all ranks assigned to it."""
         nodes = self.nodes(batch)
         self._objective.train()
-        if not self.tokenizer.ready:
+        if not self._started:
             self._start_codebook(nodes)
-        result = self._step(torch.tensor(nodes.n_graphs), (nodes,))
+        parts = nodes.parts(self.config.graph_frames_at_once)
+        result = self._step(torch.tensor(nodes.n_graphs), *((part,) for part in parts))
         self.updates += 1
         stats = dict(result.stats)
         total, count = stats.pop(CODE_SUMS)
@@ -135,11 +152,7 @@ class TokenizerLearner:
         training = self._objective.training
         self._objective.eval()
         stats: Stats = {}
-        for start, end in _whole_graphs(nodes):
-            first = int(nodes.graph[start])
-            part = nodes.part(start, end)
-            n_graphs = int(part.graph[-1]) + 1 - first
-            part = Nodes(part.features, part.slot, part.graph - first, part.episode, n_graphs)
+        for part in nodes.parts(self.config.graph_frames_at_once):
             stats = merge(stats, self._objective(part)[1])
         self._objective.train(training)
         stats = dict(stats)
@@ -178,7 +191,10 @@ class TokenizerLearner:
         return Nodes(self.tokenizer.codebook.new_zeros(0, self.tokenizer.layout.node_dim), none, none, none, 0)
 
     def _start_codebook(self, nodes: Nodes) -> None:
-        """Begin with codes at encodings of the first batch."""
+        """Begin with codes at encodings of the first batch, unless the codebook has begun."""
+        self._started = bool(self.tokenizer.ready)
+        if self._started:
+            return
         codes = torch.arange(self.tokenizer.n_codes, device=self.dist.device)
         drawn = self._draw(nodes, len(codes), "codebook")
         if drawn is not None:
@@ -219,15 +235,3 @@ class TokenizerLearner:
         encoded = self.tokenizer.encode(self.dist.sum(drawn))
         self.tokenizer.train(training)
         return encoded
-
-
-def _whole_graphs(nodes: Nodes) -> list[tuple[int, int]]:
-    """Return ranges of nodes that hold whole graphs, each about NODES_AT_ONCE long."""
-    counts = torch.bincount(nodes.graph, minlength=nodes.n_graphs)
-    ends = counts.cumsum(0).tolist()
-    ranges, start = [], 0
-    for i, end in enumerate(ends):
-        if end - start >= NODES_AT_ONCE or i == len(ends) - 1:
-            ranges.append((start, end))
-            start = end
-    return ranges

@@ -9,8 +9,10 @@ from torch.nn import functional as F
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent
+from omagd.modules.agents.checkpointing import unroll
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, guess_marks
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
+from omagd.modules.linear import fast_linear
 from omagd.modules.recurrent import PackedGRU
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
@@ -22,11 +24,12 @@ class FullGraphConv(nn.Module):
     """One convolution on the fully connected graph: (relu(W_s x_i) + relu(sum over j≠i of W_n x_j)) / N.
 
     Args:
-        dim: features of a node, in and out.
+        dim: features of a node, in and out. bf16: whether products are taken in bf16 on a CPU.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, bf16: bool = False) -> None:
         super().__init__()
+        self.bf16 = bf16
         self.own = nn.Linear(dim, dim)
         self.others = nn.Linear(dim, dim)
 
@@ -34,10 +37,11 @@ class FullGraphConv(nn.Module):
         """Return [..., N, dim] from nodes [..., N, dim]."""
         # relu(a) / N = relu(a / N): the division costs nothing where it is done to the weights.
         share = 1.0 / nodes.shape[-2]
-        own = F.linear(nodes, self.own.weight * share, self.own.bias * share).relu_()
-        sent = F.linear(nodes, self.others.weight * share, self.others.bias * share)
+        weight = torch.cat([self.own.weight, self.others.weight]) * share
+        bias = torch.cat([self.own.bias, self.others.bias]) * share
+        own, sent = fast_linear(nodes, weight, bias, self.bf16).chunk(2, dim=-1)
         received = (sent.sum(dim=-2, keepdim=True) - sent).relu_()
-        return own + received
+        return F.relu(own) + received
 
 
 class GNNRNNAgent(Agent):
@@ -53,13 +57,15 @@ class GNNRNNAgent(Agent):
         self.layout = _layout(config, info)
         self.n_agents = info.n_agents
         self.mark_guesses = config.mark_guesses
+        self.checkpointing = config.enable_gradient_checkpointing
+        bf16 = config.precision == "bf16"
         self.entity = config.gnn_readout == "entity"
         node_dim, dim, hidden = self.layout.node_dim + config.mark_guesses, config.gnn_hidden_dim, config.rnn_hidden_dim
         self.embed_self = InputLinear(node_dim, dim, config, info)
         self.embed_ally = nn.Linear(node_dim, dim)
         self.embed_enemy = nn.Linear(node_dim, dim)
-        self.convolutions = nn.Sequential(*(FullGraphConv(dim) for _ in range(config.gnn_layer_num)))
-        self.rnn = PackedGRU(dim, hidden)
+        self.convolutions = nn.Sequential(*(FullGraphConv(dim, bf16) for _ in range(config.gnn_layer_num)))
+        self.rnn = PackedGRU(dim, hidden, bf16)
         self.fc2 = nn.Linear(hidden, info.n_normal_actions if self.entity else info.n_actions)
         if self.entity:
             self.attack_node = nn.Linear(dim, hidden)
@@ -72,14 +78,18 @@ class GNNRNNAgent(Agent):
 
     def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
         """Return the values [S, n, A] of whole episodes."""
-        pooled, enemies = self._read(inputs)
-        return self._values(enemies, self.rnn(pooled, packing))
+        return unroll(self._unroll, inputs, packing, self.init_hidden(packing.n_episodes), self.checkpointing)
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values [B, n, A] of one tick and the new memory [B, n, H]."""
         pooled, enemies = self._read(inputs)
         hidden = self.rnn.step(pooled, hidden)
         return self._values(enemies, hidden), hidden
+
+    def _unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor) -> tuple[Tensor, Tensor]:
+        pooled, enemies = self._read(inputs)
+        hidden = self.rnn(pooled, packing, start)
+        return self._values(enemies, hidden), hidden[-packing.batch_sizes[-1] :]
 
     def _read(self, inputs: AgentInputs) -> tuple[Tensor, Tensor]:
         """Return the mean over nodes [S, n, dim] and what the readout needs of the enemies [S, n, n_enemies, hidden].

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent
+from omagd.modules.agents.checkpointing import unroll
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
+from omagd.modules.linear import FastLinear
 from omagd.modules.recurrent import PackedGRU
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
@@ -22,9 +23,11 @@ class RNNAgent(Agent):
         self.mark_guesses = config.mark_guesses
         self.n_nodes = _n_nodes(config, info) if config.mark_guesses else 0
         self.n_agents = info.n_agents
+        self.checkpointing = config.enable_gradient_checkpointing
         self.fc1 = InputLinear(info.obs_dim + self.n_nodes, config.rnn_hidden_dim, config, info)
-        self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim)
-        self.fc2 = nn.Linear(config.rnn_hidden_dim, info.n_actions)
+        bf16 = config.precision == "bf16"
+        self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim, bf16)
+        self.fc2 = FastLinear(config.rnn_hidden_dim, info.n_actions, bf16=bf16)
 
     def init_hidden(self, n_slots: int) -> Tensor:
         """Return the memory at the start of episodes, [B, n, H] zeros."""
@@ -32,16 +35,20 @@ class RNNAgent(Agent):
 
     def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
         """Return the values [S, n, A] of whole episodes."""
-        return self._values(self.rnn(self._embed(inputs), packing))
+        return unroll(self._unroll, inputs, packing, self.init_hidden(packing.n_episodes), self.checkpointing)
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values [B, n, A] of one tick and the new memory [B, n, H]."""
         hidden = self.rnn.step(self._embed(inputs), hidden)
         return self._values(hidden), hidden
 
+    def _unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.rnn(self._embed(inputs), packing, start)
+        return self._values(hidden), hidden[-packing.batch_sizes[-1] :]
+
     def _embed(self, inputs: AgentInputs) -> Tensor:
         features = flat_features(inputs, self.mark_guesses, self.n_nodes)
-        return F.relu(self.fc1(features, inputs.last_action))
+        return self.fc1.relu(features, inputs.last_action)
 
     def _values(self, hidden: Tensor) -> Tensor:
         return self.fc2(hidden)

@@ -7,6 +7,7 @@ Shapes: S packed rows, B slots, n agents, N nodes, k frames s steps apart, F cho
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -150,6 +151,16 @@ class SlotHistory:
         seen = now < self._specials.n_codes
         self.last_ids = torch.where(seen, now, self.last_ids)
         self.last_step = torch.where(seen, step[:, None, None], self.last_step)
+
+    def take(self, slots: Tensor) -> SlotHistory:
+        """Return the histories of the slot numbers `slots` [P] alone, to be changed and `put` back."""
+        part = copy.copy(self)
+        part.past, part.last_ids, part.last_step = self.past[slots], self.last_ids[slots], self.last_step[slots]
+        return part
+
+    def put(self, slots: Tensor, part: SlotHistory) -> None:
+        """Replace the histories of the slot numbers `slots` [P] by those of `part`."""
+        self.past[slots], self.last_ids[slots], self.last_step[slots] = part.past, part.last_ids, part.last_step
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return everything as tensors."""

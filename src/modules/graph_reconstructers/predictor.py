@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
 from omagd.modules.graph_reconstructers.history import N_SPECIAL, Frames, Specials
+from omagd.modules.graph_reconstructers.layers import attend, dropout, gelu_dropout, linear
+from omagd.modules.linear import fast_linear
 
 
 def sinusoidal(n: int, d: int) -> Tensor:
@@ -25,7 +28,7 @@ def sinusoidal(n: int, d: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added after; answers for the last `n_out` tokens only."""
+    """Attention and feed-forward, each normalised before and added after."""
 
     def __init__(self, config: MaskPredictorConfig) -> None:
         super().__init__()
@@ -34,20 +37,22 @@ class Block(nn.Module):
         self.norm_in, self.norm_out = nn.LayerNorm(d), nn.LayerNorm(d)
         self.query, self.key_value, self.merge = nn.Linear(d, d), nn.Linear(d, 2 * d), nn.Linear(d, d)
         self.widen, self.narrow = nn.Linear(d, config.feedforward_dim), nn.Linear(config.feedforward_dim, d)
-        self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, n_out: int) -> Tensor:
-        """Return [F, n_out, d] for x [F, L, d]."""
-        normed = self.norm_in(x)
-        query = self._heads(self.query(normed[:, -n_out:]))
-        key, value = (self._heads(part) for part in self.key_value(normed).chunk(2, dim=-1))
+    def forward(self, x: Tensor, wanted: Tensor | None, n_out: int, bf16: bool = False) -> Tensor:
+        """Return what x [F, L, d] becomes: all of it, [F, L, d], or the `wanted` rows [M] of the last n_out tokens.
+
+        wanted: [M] int64, places in [F · n_out]. n_out: tokens that ask; all L where nothing is chosen.
+            bf16: whether a CPU takes the products of the linear maps in bf16.
+        """
         p = self.p if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=p)
-        out = x[:, -n_out:] + self.drop(self.merge(mixed.transpose(1, 2).flatten(2)))
-        return out + self.drop(self.narrow(self.drop(F.gelu(self.widen(self.norm_out(out))))))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        normed = self.norm_in(x)
+        query, out = linear(normed[:, -n_out:], self.query, bf16), x[:, -n_out:]
+        mixed = attend(query, linear(normed, self.key_value, bf16), self.n_heads, p)
+        if wanted is not None:
+            out, mixed = (rows.flatten(0, 1).index_select(0, wanted) for rows in (out, mixed))
+        out = out + dropout(linear(mixed, self.merge, bf16), p)
+        hidden = gelu_dropout(linear(self.norm_out(out), self.widen, bf16), p)
+        return out + dropout(linear(hidden, self.narrow, bf16), p)
 
 
 class Guess(NamedTuple):
@@ -63,6 +68,9 @@ class MaskPredictor(nn.Module):
 
     Args:
         config: sizes and options. n_codes: K. layout: gives N, types and D. episode_limit: longest episode in steps.
+
+    Attributes:
+        recompute: whether backward computes the blocks' activations again instead of keeping them.
     """
 
     code_features: Tensor
@@ -76,7 +84,7 @@ class MaskPredictor(nn.Module):
         if config.d_model % config.n_heads:
             raise ValueError(f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}")
         d, dim, self.n_nodes, self.limit = config.d_model, layout.node_dim, layout.n_nodes, episode_limit
-        self.config, self.specials = config, Specials(n_codes)
+        self.config, self.specials, self.recompute = config, Specials(n_codes), False
         self.token = nn.Embedding(n_codes + N_SPECIAL, d)
         self.kind, self.position = nn.Embedding(3, d), nn.Embedding(self.n_nodes, d)
         self.step = nn.Embedding.from_pretrained(sinusoidal(episode_limit + 1, d), freeze=False)
@@ -87,7 +95,7 @@ class MaskPredictor(nn.Module):
         if config.last_seen:
             self.recall = nn.Linear(d, d)
             self.age = nn.Embedding.from_pretrained(sinusoidal(episode_limit + 1, d), freeze=False)
-        self.norm, self.drop = nn.LayerNorm(d), nn.Dropout(config.dropout)
+        self.norm = nn.LayerNorm(d)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm_head, self.head = nn.LayerNorm(d), nn.Linear(d, n_codes + 1)
         if config.code_features:
@@ -113,23 +121,30 @@ class MaskPredictor(nn.Module):
         self.code_features.zero_()
         self.code_features[: len(table)] = ((table - table.mean(0)) / spread).clamp(-5, 5)
 
-    def forward(self, frames: Frames, masked: Tensor) -> Tensor:
-        """Return logits [M, K + 1] of the tokens masked [F, N] in the last frame, frame by frame."""
-        tokens = self.token.weight
-        if self.config.code_features:
-            tokens = tokens + self.feature_in(self.code_features)
+    def forward(self, frames: Frames, masked: Tensor, bf16: bool = False) -> Tensor:
+        """Return logits [M, K + 1] of the tokens masked [F, N] in the last frame, frame by frame.
+
+        bf16: whether a CPU takes the products of the linear maps in bf16.
+        """
+        tokens = self.token_table()
         x = F.embedding(frames.ids, tokens)
         static = self.kind(self.types) + self.position.weight + self._embed(self.step, frames.step)[:, None]
         x = self._stack(x, static)
         if self.config.last_seen:
-            memory = self.recall(F.embedding(frames.last_ids, tokens)) + self._embed(self.age, frames.age)
-            memory = torch.where(masked[..., None], memory, 0.0)
+            memory = linear(F.embedding(frames.last_ids, tokens), self.recall, bf16)
+            memory = torch.where(masked[..., None], memory + self._embed(self.age, frames.age), 0.0)
             x = torch.cat([x[:, : -self.n_nodes], x[:, -self.n_nodes :] + memory], dim=1)
-        x = self.drop(self.norm(x))
+        x = dropout(self.norm(x), self.config.dropout if self.training else 0.0)
         for block in self.blocks[:-1]:
-            x = block(x, x.shape[1])
-        x = self.blocks[-1](x, self.n_nodes)
-        return self._logits(self.norm_head(x[masked]))
+            x = self._pass(block, x, None, x.shape[1], bf16)
+        wanted = torch.nonzero(masked.flatten()).flatten()
+        x = self._pass(self.blocks[-1], x, wanted, self.n_nodes, bf16)
+        return self._logits(self.norm_head(x), bf16)
+
+    def _pass(self, block: nn.Module, x: Tensor, wanted: Tensor | None, n_out: int, bf16: bool) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(block, x, wanted, n_out, bf16, use_reentrant=False)
+        return block(x, wanted, n_out, bf16)
 
     def _stack(self, x: Tensor, static: Tensor) -> Tensor:
         """Bring x [F, k, N, d] into one sequence: [F, N, d] by the GRU, else [F, k·N, d], the last frame last."""
@@ -142,13 +157,23 @@ class MaskPredictor(nn.Module):
     def _embed(self, table: nn.Embedding, steps: Tensor) -> Tensor:
         return table(steps.clamp(max=self.limit))
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def token_table(self) -> Tensor:
+        """Return the embeddings [K + 3, d] of all input ids."""
+        if not self.config.code_features:
+            return self.token.weight
+        return self.token.weight + self.feature_in(self.code_features)
+
+    def head_weight(self) -> Tensor:
+        """Return the weights [K + 1, d] of all output ids."""
         weight = self.head.weight
-        if self.config.code_features:
-            coded = self.code_features[: len(weight)].clone()
-            coded[-1] = 0.0
-            weight = weight + self.feature_out(torch.cat([coded, coded.square()], dim=-1))
-        return F.linear(x, weight, self.head.bias)
+        if not self.config.code_features:
+            return weight
+        coded = self.code_features[: len(weight)].clone()
+        coded[-1] = 0.0
+        return weight + self.feature_out(torch.cat([coded, coded.square()], dim=-1))
+
+    def _logits(self, x: Tensor, bf16: bool) -> Tensor:
+        return fast_linear(x, self.head_weight(), self.head.bias, bf16)
 
     def blank_frame(self) -> Frames:
         """Return one frame from before any episode."""

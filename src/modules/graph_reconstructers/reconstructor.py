@@ -1,10 +1,11 @@
 """Stage 3's eyes: both frozen modules, step by step while acting; stored so that learning reads the same bits.
 
-Shapes: B slots, n agents, N nodes, D features, S packed rows.
+Shapes: B slots, n agents, R = B·n rows, N nodes, D features, F frames with something to guess, M nodes to guess.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.graphs import alive, nodes_to_obs, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.columns import Columns
+from omagd.modules.graph_reconstructers.frozen import FrozenPredictor
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -47,9 +49,16 @@ def require_one_pretraining(tokenizer: Tokenizer, predictor: MaskPredictor) -> N
 class Reconstructor:
     """Fills in what agents do not see, from what they see and have seen alone.
 
+    Only nodes that are missing are guessed, those of all slots and agents in one call. The last bits of a guess depend
+    on what else is guessed in the same tick (sums are ordered by sizes), on nothing else: what is stored is what was
+    acted on.
+
     Args:
-        tokenizer, predictor: trained; frozen and put into eval mode here, where they are. config: for `decode`.
-        info: of an environment with a layout.
+        tokenizer, predictor: trained; frozen and put into eval mode here, where they are. config: for `decode`,
+            `acting_precision`. info: of an environment with a layout.
+
+    Attributes:
+        seconds, calls, frames: spent in `step`, ticks, and frames with something to guess, since construction.
 
     Errors: UserError for a predictor that was trained with another tokenizer.
     """
@@ -63,6 +72,11 @@ class Reconstructor:
         self.device = predictor.table.device
         self.mean = config.mask_predictor_config.decode == "mean"
         require_one_pretraining(tokenizer, predictor)
+        self.seconds, self.calls, self.frames = 0.0, 0, 0
+        self._bf16 = config.acting_precision == "bf16"
+        self._columns = Columns(self.layout, self.device)
+        self._frozen: FrozenPredictor | None = None
+        self._version = -1
         self.begin(0)
 
     @property
@@ -71,34 +85,40 @@ class Reconstructor:
         return "recon" if self.mean else "tokens"
 
     def begin(self, n_slots: int) -> None:
-        """Start with empty histories in `n_slots` slots."""
+        """Start with empty histories in `n_slots` slots, and with the predictor's weights as they are now."""
+        version = sum(value._version for value in self.predictor.state_dict(keep_vars=True).values())
+        if self._frozen is None or version != self._version:
+            self._frozen, self._version = FrozenPredictor(self.predictor, self._bf16), version
         config, specials = self.predictor.config, self.predictor.specials
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, config, specials, self.device)
 
+    @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
         """Forget the histories of the slots `which` [B] bool: episodes start there."""
         self._history.reset(torch.as_tensor(which, device=self.device))
 
-    @torch.no_grad()
-    def step(self, obs: np.ndarray | Tensor, step: np.ndarray | Tensor) -> Reconstruction:
-        """Reconstruct one tick: obs [B, n, obs_dim] float32 at `step` [B] of the episodes. Called once per tick."""
+    @torch.inference_mode()
+    def step(
+        self, obs: np.ndarray | Tensor, step: np.ndarray | Tensor, active: np.ndarray | Tensor | None = None
+    ) -> Reconstruction:
+        """Reconstruct one tick: obs [B, n, obs_dim] float32 at `step` [B] of the episodes. Called once per tick.
+
+        active: [B] bool, slots to take in; the others' histories stay, and they pass as they are seen. None: all.
+        """
+        start = time.perf_counter()
         obs = torch.as_tensor(obs, device=self.device)
         now = torch.as_tensor(step, device=self.device).long()
-        nodes = obs_to_nodes(obs, self.layout)
-        living, hidden = alive(obs)[..., None], unseen(nodes)
-        missing, seen = hidden & living, ~hidden & living
-        ids = torch.full(seen.shape, self.predictor.specials.mask, device=self.device)
-        ids[seen] = self.tokenizer.ids(nodes[seen])
-        self._history.push(ids)
-        slots, agents = torch.nonzero(missing.any(-1), as_tuple=True)
-        stored = self._blank(obs, missing)
-        if len(slots):
-            masked = missing[slots, agents]
-            guess = self.predictor.guess(self.predictor(self._history.frames(slots, agents, now), masked))
-            self._store(stored, guess, missing)
-        self._history.settle(now)
-        return Reconstruction({self.field: stored}, *self._fill(obs, missing, stored))
+        if active is None or active.all():
+            result = self._tick(obs, now, self._history)
+        else:
+            slots = torch.as_tensor(active, device=self.device).nonzero().flatten()
+            part = self._history.take(slots)
+            result = self._among(obs, slots, self._tick(obs[slots], now[slots], part))
+            self._history.put(slots, part)
+        self.calls += 1
+        self.seconds += time.perf_counter() - start
+        return result
 
     @torch.no_grad()
     def restore(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -106,38 +126,79 @@ class Reconstructor:
 
         data: `obs` and the field that `step` asked to store.
         """
-        obs = data["obs"]
-        missing = unseen(obs_to_nodes(obs, self.layout)) & alive(obs)[..., None]
-        return self._fill(obs, missing, data[self.field])
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return the histories of all slots."""
-        return self._history.snapshot()
-
-    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
-        """Continue from a `snapshot` of as many slots."""
-        self._history.restore(snapshot)
-
-    def _blank(self, obs: Tensor, missing: Tensor) -> Tensor:
-        if self.mean:
-            return torch.zeros_like(obs, dtype=torch.float16)
-        return torch.full(missing.shape, -1, dtype=torch.int16, device=obs.device)
-
-    def _store(self, stored: Tensor, guess: Guess, missing: Tensor) -> None:
-        """Write the guesses [M, ...] for `missing` [B, n, N] into `stored`, in place."""
-        if not self.mean:
-            stored[missing] = guess.ids.to(torch.int16)
-            return
-        nodes = guess.features.new_zeros((*missing.shape, self.layout.node_dim))
-        nodes[missing] = guess.features
-        stored.copy_(nodes_to_obs(nodes, self.layout))
-
-    def _fill(self, obs: Tensor, missing: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+        obs, stored = data["obs"], data[self.field]
+        columns = self._columns if obs.device == self.device else Columns(self.layout, obs.device)
+        missing = columns.sight(obs)[1]
         if self.mean:
             guessed = stored.to(obs.dtype)
         else:
             table = self.predictor.table_with_absent().to(obs.device, obs.dtype)
             ids = torch.where(missing, stored.long(), self.predictor.specials.absent)
-            guessed = nodes_to_obs(table[ids], self.layout)
-        where = nodes_to_obs(missing[..., None].expand(*missing.shape, self.layout.node_dim), self.layout)
-        return torch.where(where, guessed, obs), missing
+            guessed = columns.obs(table[ids])
+        return torch.where(columns.of_nodes(missing), guessed, obs), missing
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return the histories of all slots."""
+        return self._history.snapshot()
+
+    @torch.inference_mode()
+    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
+        """Continue from a `snapshot` of as many slots."""
+        self._history.restore(snapshot)
+
+    def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory) -> Reconstruction:
+        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of slots with these histories, which move on."""
+        seen, missing = self._columns.sight(obs)
+        nodes = self._columns.nodes(obs)
+        history.push(self._tokens(nodes, seen))
+        where = missing.flatten().nonzero().flatten()
+        guess = self._guess(where, now, history) if len(where) else None
+        history.settle(now)
+        return self._result(obs, nodes, missing, where, guess)
+
+    def _among(self, obs: Tensor, slots: Tensor, part: Reconstruction) -> Reconstruction:
+        """Return `part`, of the slot numbers `slots` [P] alone, among all that `obs` [B, n, obs_dim] shows."""
+        fields = {self.field: self._blank((*obs.shape[:2], self.layout.n_nodes))}
+        whole = Reconstruction(fields, obs.clone(), part.guessed.new_zeros((*obs.shape[:2], self.layout.n_nodes)))
+        whole.fields[self.field][slots] = part.fields[self.field]
+        whole.obs[slots], whole.guessed[slots] = part.obs, part.guessed
+        return whole
+
+    def _blank(self, shape: tuple[int, ...]) -> Tensor:
+        """Return the field of nodes `shape` [B, n, N] of which none is guessed."""
+        if not self.mean:
+            return torch.full(shape, -1, dtype=torch.int16, device=self.device)
+        return torch.zeros((*shape[:-1], self.layout.obs_dim), dtype=torch.float16, device=self.device)
+
+    def _tokens(self, nodes: Tensor, seen: Tensor) -> Tensor:
+        """Return the tokens [B, n, N] of nodes [B, n, N, D], MASK where they are not `seen`."""
+        ids = torch.full(seen.shape, self.predictor.specials.mask, device=self.device)
+        where = seen.flatten().nonzero().flatten()
+        ids.view(-1).index_copy_(0, where, self.tokenizer.ids(nodes.flatten(0, -2).index_select(0, where)))
+        return ids
+
+    def _guess(self, where: Tensor, now: Tensor, history: SlotHistory) -> Guess:
+        """Guess the nodes `where` [M] of R·N, at step `now` [B]."""
+        n_nodes = self.layout.n_nodes
+        rows, frame = torch.unique_consecutive(where // n_nodes, return_inverse=True)
+        self.frames += len(rows)
+        frames = history.frames(rows // self.n_agents, rows % self.n_agents, now)
+        assert self._frozen is not None
+        return self._frozen(frames, frame * n_nodes + where % n_nodes)
+
+    def _result(
+        self, obs: Tensor, nodes: Tensor, missing: Tensor, where: Tensor, guess: Guess | None
+    ) -> Reconstruction:
+        """Put the guesses for the nodes `where` [M] of R·N in their places, as they will be restored."""
+        stored = self._blank(tuple(missing.shape))
+        if guess is None:
+            return Reconstruction({self.field: stored}, obs.clone(), missing)
+        features = guess.features
+        if self.mean:
+            half = torch.zeros_like(nodes, dtype=torch.float16)
+            half.flatten(0, -2).index_copy_(0, where, features.half())
+            stored, features = self._columns.obs(half), features.half()
+        else:
+            stored.view(-1).index_copy_(0, where, guess.ids.to(torch.int16))
+        nodes.flatten(0, -2).index_copy_(0, where, features.to(obs.dtype))
+        return Reconstruction({self.field: stored}, self._columns.obs(nodes), missing)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import TokenizerConfig
 from omagd.modules.graph_reconstructers.graphs import feature_mask
+from omagd.modules.graph_reconstructers.layers import MLP
 
-CHUNK = 8192  # nodes whose distances to all codes are held at once
+DISTANCES = 2**19  # held at once on a CPU
 SMOOTHING = 1e-5  # keeps the share of an unused code above zero
 
 
@@ -36,15 +37,6 @@ class Quantized(NamedTuple):
     decoded: Tensor
 
 
-def _mlp(d_in: int, d_out: int, config: TokenizerConfig) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for _ in range(config.n_layers):
-        layers += [nn.Linear(d_in, config.hidden_dim), nn.ReLU(), nn.LayerNorm(config.hidden_dim)]
-        layers.append(nn.Dropout(config.dropout))
-        d_in = config.hidden_dim
-    return nn.Sequential(*layers, nn.Linear(d_in, d_out))
-
-
 class Tokenizer(nn.Module):
     """Turns nodes into ids 0 … K - 1 and ids into features. All-zero nodes are never given to it.
 
@@ -62,8 +54,9 @@ class Tokenizer(nn.Module):
         super().__init__()
         self.config, self.layout = config, layout
         self.n_codes = config.n_codes
-        self.encoder = _mlp(layout.node_dim, config.code_dim, config)
-        self.decoder = _mlp(config.code_dim, layout.node_dim, config)
+        inner = config.hidden_dim, config.n_layers, config.dropout
+        self.encoder = MLP(layout.node_dim, config.code_dim, *inner)
+        self.decoder = MLP(config.code_dim, layout.node_dim, *inner)
         codebook = torch.randn(config.n_codes, config.code_dim)
         self.register_buffer("codebook", codebook)
         self.register_buffer("cluster_size", torch.ones(config.n_codes))
@@ -71,9 +64,9 @@ class Tokenizer(nn.Module):
         self.register_buffer("ready", torch.zeros((), dtype=torch.bool))  # codebook started from data
         self.register_buffer("real", feature_mask(layout), persistent=False)
 
-    def encode(self, nodes: Tensor) -> Tensor:
+    def encode(self, nodes: Tensor, bf16: bool = False) -> Tensor:
         """Return encodings [..., E] of nodes [..., D]; of length one under `distance: cosine`."""
-        encoded = self.encoder(nodes.to(self.codebook.dtype))
+        encoded = self.encoder(nodes.to(self.codebook.dtype), bf16).to(self.codebook.dtype)
         return F.normalize(encoded, dim=-1) if self.config.distance == "cosine" else encoded
 
     @torch.no_grad()
@@ -82,19 +75,23 @@ class Tokenizer(nn.Module):
         flat = encoded.detach().reshape(-1, encoded.shape[-1])
         # argmin |z - c|² = argmax z·c - |c|²/2; for cosine all codes have length one.
         bias = -0.5 * self.codebook.square().sum(-1)
-        ids = [torch.addmm(bias, part, self.codebook.t()).argmax(-1) for part in flat.split(CHUNK)]
+        with torch.autocast(flat.device.type, enabled=False):
+            ids = [first_largest(torch.addmm(bias, part, self.codebook.t())) for part in flat.split(self._chunk)]
         return torch.cat(ids).reshape(encoded.shape[:-1])
 
     def ids(self, nodes: Tensor) -> Tensor:
         """Return the ids [...] of nodes [..., D]."""
         return self.quantize(self.encode(nodes))
 
-    def forward(self, nodes: Tensor) -> Quantized:
-        """Pass nodes [M, D] through the codebook; the decoder's gradient goes straight through to the encoder."""
-        encoded = self.encode(nodes)
+    def forward(self, nodes: Tensor, bf16: bool = False) -> Quantized:
+        """Pass nodes [M, D] through the codebook; the decoder's gradient goes straight through to the encoder.
+
+        bf16: whether a CPU takes the MLPs' products in bf16; distances are always whole.
+        """
+        encoded = self.encode(nodes, bf16)
         ids = self.quantize(encoded)
         code = self.codebook[ids]
-        return Quantized(encoded, code, ids, self.decoder(encoded + (code - encoded).detach()))
+        return Quantized(encoded, code, ids, self.decoder(encoded + (code - encoded).detach(), bf16))
 
     def decode(self, ids: Tensor) -> Tensor:
         """Return the features [..., D] of ids [...]."""
@@ -137,5 +134,17 @@ class Tokenizer(nn.Module):
         self.cluster_size[codes] = torch.as_tensor(size, dtype=self.cluster_size.dtype, device=codes.device)
         self.embed_avg[codes] = self.codebook[codes] * size
 
+    @property
+    def _chunk(self) -> int:
+        """Nodes whose distances to all codes are held at once: as many as fit the cache of a CPU core."""
+        return max(1, DISTANCES // self.n_codes) * (1 if self.codebook.device.type == "cpu" else 64)
+
     def _unit(self, codes: Tensor) -> Tensor:
         return F.normalize(codes, dim=-1) if self.config.distance == "cosine" else codes
+
+
+def first_largest(values: Tensor) -> Tensor:
+    """Return `values.argmax(1)` of values [M, K], on a CPU by NumPy, which does it several times as fast."""
+    if values.device.type != "cpu":
+        return values.argmax(1)
+    return torch.from_numpy(values.detach().numpy().argmax(1))

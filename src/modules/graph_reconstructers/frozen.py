@@ -1,0 +1,203 @@
+"""A trained predictor as acting needs it: no gradients, so whatever follows from the weights alone is computed once.
+
+Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU), M tokens to guess, d = d_model, K codes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omagd.modules.graph_reconstructers.history import Frames
+from omagd.modules.graph_reconstructers.predictor import Block, Guess, MaskPredictor
+from omagd.modules.linear import prefers_onednn
+
+WIDE = 128  # smaller products cost less through torch's default than through oneDNN
+SAFE = 80.0  # attention scores up to which exp neither overflows nor vanishes in float32
+FLOATS_AT_ONCE = 1 << 16  # of the tokens that pass together: what stays in a processor's cache
+ROUND = 4  # frames, and tokens, are padded to multiples of this: few shapes, and no product of one row
+
+
+def _packed(weight: Tensor, bias: Tensor, bf16: bool) -> bool:
+    wide = min(weight.shape) >= WIDE and prefers_onednn()
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and bias is not None and (bf16 or wide)
+
+
+class FrozenLinear:
+    """x weight^T + bias for weights [out, in] that never change again, laid out once for the library that is faster.
+
+    bf16: products of factors rounded to bf16, returned as float32.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, bf16: bool = False) -> None:
+        self._packed = _packed(weight, bias, bf16)
+        self._type = torch.bfloat16 if bf16 else weight.dtype
+        self._weight, self._bias = weight.to(self._type).contiguous(), bias.to(self._type)
+        if self._packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
+
+    def __call__(self, x: Tensor, gelu: bool = False) -> Tensor:
+        """Return [M, out] from x [M, in], passed through GELU if `gelu`; in bf16 if that is computed in."""
+        x = x.to(self._type)
+        if self._packed:
+            then = "gelu" if gelu else "none"
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, then, [], "none")
+        x = F.linear(x, self._weight, self._bias)
+        return F.gelu(x) if gelu else x
+
+
+def _after_norm(norm: nn.LayerNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight and bias that take normalised inputs without the norm's own scale and shift."""
+    return weight * norm.weight, bias + weight @ norm.bias
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+class FrozenBlock:
+    """One `Block` in eval mode."""
+
+    def __init__(self, block: Block, bf16: bool) -> None:
+        d, heads = block.query.weight.shape[0], block.n_heads
+        self._heads, self._width = heads, d // heads
+        scale = 1.0 / math.sqrt(self._width)
+        weight = torch.cat([block.query.weight * scale, block.key_value.weight])
+        bias = torch.cat([block.query.bias * scale, block.key_value.bias])
+        weight, bias = _after_norm(block.norm_in, weight, bias)
+        # Head by head: query, key, value and a constant 1, whose weighted sum is the sum of the weights.
+        weight = F.pad(weight.view(3, heads, self._width, d).transpose(0, 1).flatten(1, 2), (0, 0, 0, 1))
+        bias = F.pad(bias.view(3, heads, self._width).transpose(0, 1).flatten(1), (0, 1), value=1.0)
+        self._safe = self._bound(weight, bias) < SAFE
+        self._attend = FrozenLinear(weight.flatten(0, 1), bias.flatten(), bf16)
+        self._merge = FrozenLinear(block.merge.weight, block.merge.bias, bf16)
+        self._widen = FrozenLinear(*_after_norm(block.norm_out, block.widen.weight, block.widen.bias), bf16)
+        self._narrow = FrozenLinear(block.narrow.weight, block.narrow.bias, bf16)
+
+    def _bound(self, weight: Tensor, bias: Tensor) -> float:
+        """Return what no attention score exceeds in size: normalised inputs have at most the length sqrt(d)."""
+        longest = torch.linalg.matrix_norm(weight[:, :-1].unflatten(1, (3, -1)), 2) * math.sqrt(weight.shape[-1])
+        longest = longest + bias[:, :-1].unflatten(1, (3, -1)).norm(dim=-1)
+        return float((longest[:, 0] * longest[:, 1]).max())
+
+    def __call__(self, x: Tensor, n_frames: int, which: Tensor | None) -> Tensor:
+        """Return [F·L, d] for x [F·L, d], or only the rows `which` [M] of it."""
+        mixed = self._mix(self._attend(_norm(x)), n_frames)
+        if which is not None:
+            mixed, x = mixed.index_select(0, which), x.index_select(0, which)
+        x = x + self._merge(mixed)
+        return x + self._narrow(self._widen(_norm(x), gelu=True))
+
+    def _mix(self, joined: Tensor, n_frames: int) -> Tensor:
+        """Return attention's answers [F·L, d] from what its heads ask, offer and give, [F·L, h (3 d/h + 1)]."""
+        n, heads, width = len(joined) // n_frames, self._heads, self._width
+        parts = joined.view(n_frames, n, heads, -1).transpose(1, 2)
+        whole = torch.promote_types(joined.dtype, torch.float32)
+        parts = torch.empty(parts.shape, dtype=whole, device=joined.device).copy_(parts).flatten(0, 1)
+        # Rows of a dozen scores: a softmax along them costs several times as much as these products.
+        score = torch.bmm(parts[..., :width], parts[..., width : 2 * width].transpose(1, 2))
+        if not self._safe:
+            score -= score.amax(-1, keepdim=True)
+        mixed = torch.bmm(score.exp_(), parts[..., 2 * width :])
+        mixed = mixed[..., :width] / mixed[..., width:]
+        return mixed.view(n_frames, heads, n, width).transpose(1, 2).reshape(n_frames * n, heads * width)
+
+
+class FrozenPredictor:
+    """What `MaskPredictor` guesses in eval mode, to rounding; a copy, blind to later changes of its weights.
+
+    Args:
+        predictor: trained. bf16: whether the transformer's products are taken in bf16 on a CPU, the head's are not.
+    """
+
+    @torch.no_grad()
+    def __init__(self, predictor: MaskPredictor, bf16: bool = False) -> None:
+        config, tokens = predictor.config, predictor.token_table()
+        self._n_nodes, self._limit, self._mean = predictor.n_nodes, predictor.limit, config.decode == "mean"
+        self._specials = predictor.specials
+        head = predictor.head_weight()
+        self._gru = predictor.gru if config.use_gru else None
+        self._last_seen, self._tokens = config.last_seen, tokens
+        self._lay_tables(predictor, tokens)
+        self._group = max(32, FLOATS_AT_ONCE // self._static.shape[1])
+        self._blocks = [FrozenBlock(block, bf16) for block in predictor.blocks]
+        self._scale, self._shift = predictor.norm.weight, predictor.norm.bias
+        self._head = FrozenLinear(*_after_norm(predictor.norm_head, head, predictor.head.bias))
+        self._table = predictor.table_with_absent()
+        # Beside the features: a sum of all shares, and ABSENT's own; columns beyond make the product a fast one.
+        dim = self._table.shape[1]
+        self._decode = head.new_zeros(-(-(dim + 2) // 16) * 16, len(self._table))
+        self._decode[:dim] = self._table.t()
+        self._decode[dim], self._decode[dim + 1, -1] = 1.0, 1.0
+
+    def _lay_tables(self, predictor: MaskPredictor, tokens: Tensor) -> None:
+        """Add up what depends on the step and on the token's place alone, and what memory makes of each token."""
+        static = predictor.kind(predictor.types) + predictor.position.weight
+        if self._gru is None:
+            static = (static + predictor.frame.weight[:, None]).flatten(0, 1)
+        self._length = len(static)
+        self._static = (predictor.step.weight[:, None] + static).flatten(1)
+        if self._last_seen:
+            self._recall, self._age = predictor.recall(tokens), predictor.age.weight
+
+    @torch.inference_mode()
+    def __call__(self, frames: Frames, which: Tensor) -> Guess:
+        """Guess the tokens `which` [M] of F·N, ascending; each frame has at least one. Grouped to fit the cache."""
+        guesses = []
+        for start in range(0, len(frames), self._group):
+            part = frames[start : start + self._group]
+            first, last = start * self._n_nodes, (start + len(part)) * self._n_nodes
+            inside = which if len(part) == len(frames) else which[(which >= first) & (which < last)] - first
+            guesses.append(self._guess(self.logits(part, inside)))
+        return Guess(*(torch.cat(parts) for parts in zip(*guesses, strict=True))) if len(guesses) > 1 else guesses[0]
+
+    def logits(self, frames: Frames, which: Tensor) -> Tensor:
+        """Return [M, K + 1] of the tokens `which` [M] of the last frames' F·N."""
+        n_frames, n_wanted = len(frames), len(which)
+        tokens = which
+        if self._length > self._n_nodes:
+            tokens = which + (which // self._n_nodes + 1) * (self._length - self._n_nodes)
+        x = self._embed(frames, which, tokens)
+        rest = -n_frames % ROUND
+        if rest:
+            x = F.pad(x, (0, 0, 0, rest * self._length))
+        x = F.layer_norm(x, x.shape[-1:], self._scale, self._shift)
+        for block in self._blocks[:-1]:
+            x = block(x, n_frames + rest, None)
+        x = self._blocks[-1](x, n_frames + rest, F.pad(tokens, (0, -n_wanted % (4 * ROUND))))
+        return self._head(_norm(x))[:n_wanted]
+
+    def _embed(self, frames: Frames, which: Tensor, tokens: Tensor) -> Tensor:
+        """Return the tokens' vectors [F·L, d] before the transformer; `tokens` [M] is where `which` stand in them."""
+        x = self._static.index_select(0, frames.step.clamp(max=self._limit)).view(len(frames) * self._length, -1)
+        if self._gru is None:
+            x += self._tokens.index_select(0, frames.ids.reshape(-1))
+        else:
+            x += self._through_gru(frames.ids)
+        if self._last_seen:
+            last = frames.last_ids.reshape(-1).index_select(0, which)
+            age = frames.age.reshape(-1).index_select(0, which).clamp_(max=self._limit)
+            x.index_add_(0, tokens, self._recall.index_select(0, last) + self._age.index_select(0, age))
+        return x
+
+    def _through_gru(self, ids: Tensor) -> Tensor:
+        n_frames, k, n_nodes = ids.shape
+        flat = F.embedding(ids, self._tokens).transpose(1, 2).reshape(n_frames * n_nodes, k, -1)
+        return self._gru(flat)[1][0]
+
+    def _guess(self, logits: Tensor) -> Guess:
+        """Return what `MaskPredictor.guess` does; ids are left out (-1) where features are means."""
+        dim = self._table.shape[1]
+        share = (logits - logits.amax(-1, keepdim=True)).exp_()
+        sums = F.linear(share, self._decode)
+        total = sums[:, dim]
+        absent = sums[:, dim + 1] > 0.5 * total
+        if self._mean:
+            features = sums[:, :dim] / total[:, None]
+            ids = torch.full_like(absent, -1, dtype=torch.int64)
+            return Guess(features.masked_fill_(absent[:, None], 0.0), ids, absent)
+        ids = torch.where(absent, self._specials.absent, share[:, :-1].argmax(-1))
+        return Guess(self._table[ids], ids, absent)
