@@ -93,13 +93,22 @@ def left_behind(group: int, patience: float = 5.0) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the process ids of the living children of `pid` that `torch.multiprocessing.spawn` made."""
+    """Return the process ids of the living ranks of `pid`: its own children, or those of the one that forks for it."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        fields = _stat(stat)
-        if fields and fields[1] == str(pid) and fields[0] != "Z" and "spawn_main" in _command_line(stat.parent):
+        fields, line = _stat(stat), _command_line(stat.parent)
+        if not fields or fields[1] != str(pid) or fields[0] == "Z":
+            continue
+        if "spawn_main" in line:
             found.append(int(stat.parent.name))
+        elif "multiprocessing.forkserver" in line:
+            found += _forked(int(stat.parent.name))
     return sorted(found)
+
+
+def _forked(pid: int) -> list[int]:
+    parents = {int(stat.parent.name): _stat(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
+    return [child for child, fields in parents.items() if fields and fields[1] == str(pid) and fields[0] != "Z"]
 
 
 def records(folder: Path) -> list[dict]:

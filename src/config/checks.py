@@ -127,6 +127,10 @@ def _sizes(config: Config) -> None:
         raise UserError(
             f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}, or nothing is sampled"
         )
+    if config.accumulate > config.batch_size:
+        raise UserError(
+            f"accumulate={config.accumulate}: must be at most batch_size={config.batch_size}, one episode in each part"
+        )
 
 
 def _listed(config: Config) -> str:

@@ -105,6 +105,7 @@ class Config(Frozen):
 
     batch_size_run: Count  # battles per rank
     env_processes: bool  # environments that are not batched: each in a process of its own
+    act_in_halves: bool  # with environments in processes: decide for one half while the other half steps
     buffer_size: Count  # episodes kept for replay; a new one replaces the oldest
     t_max: Count  # environment steps over all ranks at which stage 3 ends
     epsilon_start: Unit  # share of random actions at step 0

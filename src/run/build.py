@@ -35,6 +35,7 @@ from omagd.utils.checkpoint import (
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
+from omagd.utils.measures import Measures
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import generator, seed_everything
 
@@ -61,7 +62,8 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
     made = {
         purpose: runner_class(env, config, info, EpisodeSeeds(config.seed, purpose, dist.rank)) for purpose in PURPOSES
     }
-    return Session(config, dist, env, info, folder, logger, made)
+    measures = Measures(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
+    return Session(config, dist, env, info, folder, logger, made, measures)
 
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:

@@ -111,6 +111,10 @@ def _main(argv: list[str]) -> int:
 def _run(options: argparse.Namespace, texts: Mapping[str, str]) -> None:
     """Resolve and check, then print the plan (`--dry-run`) or run it."""
     config = _resolve(options, texts)
+    if not options.dry_run:
+        from omagd.run.prestart import begin
+
+        begin(config)
     from omagd.run.preflight import preflight
 
     outlook = preflight(config)

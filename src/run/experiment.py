@@ -12,6 +12,9 @@ from omagd.config.schema import Config
 from omagd.run.build import build_session, load_products, n_slots, require_same_weights
 from omagd.run.evaluate import evaluate
 from omagd.run.loop import fit
+from omagd.run.machine import limit_memory
+from omagd.run.memory import memory_warnings, told
+from omagd.run.plan import ranks_here
 from omagd.run.session import Session
 from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
@@ -33,13 +36,15 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any) -> dict[
     started = time.time()
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
+    limit_memory(dist.device, config.max_memory_per_gpu_gb)
     folder = RunFolder(path)
     logger = _logger(config, dist, folder, channel)
     summary = first_summary(config, dist.world_size, folder, started)
     exit_state = "failed"
     session = None
     try:
-        session = build_session(config, dist, folder, logger)
+        with told(config, "all stages", "start", dist.device):
+            session = build_session(config, dist, folder, logger)
         if dist.is_main:
             write_json(folder.config_json, config.model_dump(mode="json"))
             write_json(folder.env_info_json, session.info.to_dict())
@@ -67,7 +72,8 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any) -> dict[
 def run_stages(session: Session) -> list[StageResult]:
     """Run the stages of this configuration in order, skipping those whose result is given."""
     if session.config.evaluate:
-        return [evaluate(session)]
+        with told(session.config, "stage3", "test", session.dist.device):
+            return [evaluate(session)]
     products = load_products(session.config, session.info, session.dist.device)
     for module in (products.tokenizer, products.predictor):
         if module is not None:
@@ -75,7 +81,11 @@ def run_stages(session: Session) -> list[StageResult]:
     results = []
     for name in stage_names(session.config, products):
         session.logger.stage = name
-        results.append(fit(STAGES.get(name)(session, products)))
+        with told(session.config, name, "prepare", session.dist.device):
+            stage = STAGES.get(name)(session, products)
+        result = fit(stage)
+        result.facts["phases"] = session.measures.end()
+        results.append(result)
         if name == "stage2":
             products.train_episodes = products.held_out = None  # stage 3 plays its own; give the memory back
     return results
@@ -151,6 +161,8 @@ def _say_start(session: Session) -> None:
         f" {config.batch_size * dist.world_size} episodes, {config.updates_per_iteration} update(s) per {environments}"
         f" episodes, targets copied every {every} updates"
     )
+    for line in memory_warnings(config, info, ranks_here(dist.world_size)):
+        session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 
 

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 from omagd.config.schema import Config
 from omagd.run.plan import Plan, make_plan
+from omagd.run.prestart import end_with_parent, start_method
 from omagd.utils.dist_utils import Dist, cleanup_distributed, open_rendezvous, setup_distributed
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
 from omagd.utils.logging import setup_logging
@@ -74,6 +75,7 @@ def _group(rank: int, plan: Plan, local_rank: int, port: int, config: Config) ->
 
 def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, notes: str) -> None:
     """Be one spawned rank, then end the process: 0, 1, 2 for a user's mistake, 128 + the signal that asked for it."""
+    end_with_parent(lambda: os.kill(os.getpid(), signal.SIGINT))
     code = _work(rank, config, plan, path, port, channel, notes)
     # All that matters is written and closed. Threads of the collectives that outlived Python's finalization could
     # abort a rank that has done its work ("terminate called without an active exception"), so there is none.
@@ -144,7 +146,11 @@ def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any
         processes: list[Any] = []
         try:
             with unhurried():
-                processes += mp.spawn(ddp_worker, args=arguments, nprocs=plan.world_size, join=False).processes
+                how = start_method()
+                context = mp.start_processes(
+                    ddp_worker, args=arguments, nprocs=plan.world_size, join=False, start_method=how
+                )
+                processes += context.processes
             failed = _watch(processes)
         except Stopped as stop:
             exit_state = "interrupted"
@@ -234,5 +240,6 @@ def _ending(code: int) -> str:
     number = -code if code < 0 else code - 128 if code == 128 + signal.SIGTERM else 0
     if not number:
         return f"ended with exit code {code} and said nothing"
-    why = " (the system does that when memory runs out)" if number == signal.SIGKILL else ""
+    mend = "lower buffer_size, batch_size_run or world_size"
+    why = f" (the system does that when memory runs out: {mend})" if number == signal.SIGKILL else ""
     return f"was killed by {signal.Signals(number).name}{why}"

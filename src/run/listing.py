@@ -9,6 +9,7 @@ import yaml
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
 from omagd.run.build import n_slots
+from omagd.run.memory import GIGABYTE, replay_bytes
 from omagd.run.preflight import NAMED, Outlook, registry_of
 
 
@@ -42,6 +43,7 @@ def facts(config: Config, outlook: Outlook) -> dict[str, object]:
         "effective batch": f"{config.batch_size * plan.world_size} episodes per update",
         "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
         "environment": f"{sizes}, episodes of at most {info.episode_limit} steps",
+        "replay": f"at most {replay_bytes(config, info) / GIGABYTE:.2f} GB on each rank, all episodes at their longest",
     }
 
 

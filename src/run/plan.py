@@ -47,7 +47,7 @@ def make_plan(config: Config) -> Plan:
     joins = config.run == "ddp" and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if joins:
         world_size = int(os.environ["WORLD_SIZE"])
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        local = ranks_here(world_size)
     else:
         world_size = local = (config.world_size or max(1, cards)) if config.run == "ddp" and config.use_ddp else 1
     backend = config.dist_backend or ("nccl" if cuda else "gloo")
@@ -59,6 +59,11 @@ def make_plan(config: Config) -> Plan:
             " give at most that many, or dist_backend=gloo to let ranks share cards"
         )
     return Plan(world_size, backend, cuda, joins)
+
+
+def ranks_here(world_size: int) -> int:
+    """Return how many of the ranks run on this host: all of them, unless torchrun says otherwise."""
+    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def speaks() -> bool:

@@ -47,12 +47,16 @@ def preflight(config: Config) -> Outlook:
     """Check what the configuration alone cannot tell, without writing anything, and return what follows from it.
 
     Errors: UserError for unknown names, wrong `env_args`, an environment that cannot be built here, paths without a
-        fitting file, more ranks than devices, `run=default` among several processes.
+        fitting file, more ranks than devices, `run=default` among several processes, and for keys of precision,
+        compiling and memory that this machine cannot serve.
     """
     for key, package in NAMED.items():
         _known(key, getattr(config, key), registry_of(package))
     plan = make_plan(config)  # torch is imported from here on; a mistyped name is told without it
+    from omagd.run.machine import check_machine
+
     info = describe_env(config)
+    check_machine(config, plan, info)
     if config.use_graph_reconstruction and info.layout is None:
         raise UserError(
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"

@@ -39,6 +39,9 @@ SHOWN = {
 }
 """Values of a stage that the closing text shows, where they are there, and what it calls them."""
 
+LEAST_SHARE = 0.01
+"""Phases with less of every stage are left out of the closing text."""
+
 Summary = Mapping[str, Any]
 
 
@@ -61,6 +64,7 @@ def render_summary(summary: Summary) -> str:
     lines = ["", "─" * 78, _headline(summary)]
     for name, stage in summary.get("stages", {}).items():
         lines.append(f"  {name}   {_reached(stage)}")
+    lines += phases_table(summary)
     folder = Path(summary["folder"])
     lines.append(f"Files   {folder}")
     for label, path in _files(summary):
@@ -69,6 +73,29 @@ def render_summary(summary: Summary) -> str:
     if command:
         lines.append(f"Next    {command}")
     return "\n".join([*lines, "─" * 78])
+
+
+def phases_table(summary: Summary) -> list[str]:
+    """Return where the time of each stage went, a row for each: its seconds, then the shares of its phases."""
+    measured = {name: stage["phases"] for name, stage in summary.get("stages", {}).items() if stage.get("phases")}
+    names = list(dict.fromkeys(phase for seconds in measured.values() for phase in seconds if phase != "wall"))
+    names = [name for name in names if any(_share(seconds, name) >= LEAST_SHARE for seconds in measured.values())]
+    if not names:
+        return []
+    names.sort(key=lambda name: -sum(seconds.get(name, 0.0) for seconds in measured.values()))
+    rows = [["Time", "wall", *names]]
+    for stage, seconds in measured.items():
+        rows.append([f"  {stage}", duration(seconds["wall"]), *(_percent(_share(seconds, n)) for n in names)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= LEAST_SHARE / 10 else "-"
+
+
+def _share(seconds: Mapping[str, float], name: str) -> float:
+    return seconds.get(name, 0.0) / max(seconds["wall"], 1e-9)
 
 
 def next_command(summary: Summary) -> str:

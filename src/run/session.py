@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -11,12 +12,13 @@ from omagd.envs.protocol import BatchedEnv
 from omagd.runners.rollout import Runner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
+from omagd.utils.measures import Measures
 from omagd.utils.run_folder import RunFolder
 
 
 @dataclass
 class Session:
-    """One rank's run: configuration, place among the ranks, environment, folder, log.
+    """One rank's run: configuration, place among the ranks, environment, folder, log, measures.
 
     `runners` play the session's one environment; each purpose ("train", "test", "pretrain", "held_out") has its own
     stream of episode seeds.
@@ -29,6 +31,9 @@ class Session:
     folder: RunFolder
     logger: Logger
     runners: dict[str, Runner]
+    measures: Measures = field(default_factory=Measures)
+    _began: float = field(default_factory=time.monotonic)
+    _played: bool = False
 
     def rounds(self, episodes: int) -> int:
         """Return how many episodes each slot of each rank plays for at least `episodes` in all.
@@ -36,6 +41,13 @@ class Session:
         The same on every rank, and whole rounds, so that no long episode is cut off.
         """
         return math.ceil(episodes / (self.env.n_slots * self.dist.world_size))
+
+    def say_first_episodes(self) -> None:
+        """Say, once, how long it took until there were episodes."""
+        if not self._played:
+            self._played = True
+            passed = time.monotonic() - self._began
+            self.logger.info(f"first episodes played {passed:.1f} s after the environments were made")
 
     def close(self) -> None:
         """Release the environment."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,17 +21,50 @@ T = TypeVar("T")
 DEFAULT_PORT = 12355
 
 
+@dataclass
+class Waits:
+    """How long this rank has been held up by exchanges with the others.
+
+    Attributes:
+        seconds: waited in all; the others' being late is part of it. calls: number of exchanges.
+        known: moment at which the last gradient of this rank was computed.
+    """
+
+    seconds: float = 0.0
+    calls: int = 0
+    known: float | None = None
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a block as one exchange."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(started)
+
+    def add(self, started: float) -> None:
+        """Count one exchange that has held this rank up since `started`."""
+        self.seconds += time.perf_counter() - started
+        self.calls += 1
+
+    def note(self, _: Tensor) -> None:
+        """Remember that a gradient is known by now."""
+        self.known = time.perf_counter()
+
+
 @dataclass(frozen=True)
 class Dist:
     """This process's place among W ranks; with `world_size == 1` every method is the identity.
 
     Args:
-        rank, world_size: place and number. device: where this rank computes.
+        rank, world_size: place and number. device: where this rank computes. waits: what exchanges have cost so far.
     """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -41,7 +76,8 @@ class Dist:
         if self.world_size == 1:
             return value
         total = value.detach().clone()
-        dist.all_reduce(total)
+        with self.waits.counted():
+            dist.all_reduce(total)
         return total
 
     def sum_later(self, value: Tensor) -> Pending:
@@ -49,7 +85,7 @@ class Dist:
         if self.world_size == 1:
             return Pending(value, None)
         total = value.detach().clone()
-        return Pending(total, dist.all_reduce(total, async_op=True))
+        return Pending(total, dist.all_reduce(total, async_op=True), self.waits)
 
     def sum_int(self, value: int) -> int:
         """Return the sum of a whole number over all ranks."""
@@ -64,7 +100,8 @@ class Dist:
         if self.world_size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        with self.waits.counted():
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
@@ -72,14 +109,29 @@ class Dist:
         if self.world_size == 1:
             return [value]
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value)
+        with self.waits.counted():
+            dist.all_gather_object(out, value)
         return out
 
     def wrap(self, module: nn.Module, bucket_cap_mb: float = 25.0) -> nn.Module:
         """Return what to call for a synchronised forward: `module` itself alone, wrapped among several ranks."""
         if self.world_size == 1:
             return module
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.waits.note)
         return wrap_model_ddp(module, self.device.index, bucket_cap_mb=bucket_cap_mb)
+
+    def backward(self, loss: Tensor, wrapped: nn.Module) -> None:
+        """Compute the gradients of `loss`, which came from `wrapped`.
+
+        What passes between this rank's last own gradient and the end is the wait for the sums over all ranks.
+        """
+        self.waits.known = None
+        loss.backward()
+        if self.waits.known is not None and isinstance(wrapped, DistributedDataParallel):
+            if wrapped.require_backward_grad_sync:
+                self.waits.add(self.waits.known)
 
     def apart(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a wrapped module keeps its gradients to itself, for the next backward to add to."""
@@ -92,11 +144,14 @@ class Pending:
 
     value: Tensor
     work: Any
+    waits: Waits = field(default_factory=Waits)
 
     def wait(self) -> Tensor:
         """Return the sum, waiting for it if needed."""
         if self.work is not None:
-            self.work.wait()
+            with self.waits.counted():
+                self.work.wait()
+            self.work = None
         return self.value
 
 

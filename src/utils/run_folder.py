@@ -94,6 +94,11 @@ class RunFolder:
         """Folder of the text logs."""
         return self.path / "logs"
 
+    @property
+    def profile(self) -> Path:
+        """Folder of the profiler's traces."""
+        return self.path / "profile"
+
     def step(self, t_env: int) -> Path:
         """Return the folder of the stage-3 weights at `t_env`."""
         return self.models / str(int(t_env))
@@ -123,6 +128,8 @@ class RunFolder:
         steps = self.saved_steps()
         if steps:
             found["model"] = self.step(steps[-1])
+        if self.profile.is_dir():
+            found.update({f"profile/{p.stem}": p for p in sorted(self.profile.glob("*.json"))})
         if self.plots.is_dir():
             found.update({f"plots/{p.stem}": p for p in sorted(self.plots.glob("*.png"))})
         return {name: str(path) for name, path in found.items()}

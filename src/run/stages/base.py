@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.run.agreement import require_agreement
+from omagd.run.memory import told
 from omagd.run.session import Session
 from omagd.utils.clock import Clock
 from omagd.utils.packing import PackedBatch
@@ -17,8 +20,9 @@ from omagd.utils.packing import PackedBatch
 
 @dataclass(frozen=True)
 class Task:
-    """Something done between iterations when it is due."""
+    """Something done between iterations when it is due; `name` is the phase that its time counts as."""
 
+    name: str
     due: Callable[[], bool]
     run: Callable[[], None]
 
@@ -54,12 +58,39 @@ class Stage(ABC):
     name: str
     clock_name: str
     tasks: list[Task]
+    learner: Any
 
     def __init__(self, session: Session, products: Products) -> None:
         self.session = session
         self.products = products
         self.clock = Clock()
         self.tasks = []
+
+    def begin(self) -> None:
+        """Start to measure this stage."""
+        self.session.measures.begin(self.name)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time within as a phase; where memory runs out in it, say which key to turn (UserError)."""
+        session = self.session
+        with session.measures.phases(name), told(session.config, self.name, name, session.dist.device):
+            yield
+
+    def inspect(self, learned: bool) -> None:
+        """Look at an iteration that has ended, as `profile` and `distributed_debug` ask for.
+
+        learned: whether it had an update.
+        """
+        session, tracer = self.session, self.session.measures.tracer
+        if tracer is not None:
+            with session.measures.phases("profile"):
+                if tracer.step(learned):
+                    session.logger.info(f"profile=True: {tracer.iterations} iteration(s) of {self.name}: {tracer.path}")
+        if session.config.distributed_debug and learned:
+            with session.measures.phases("debug"):
+                when = f"in iteration {self.clock.epoch} of {self.name}, after update {self.clock.updates}"
+                require_agreement(session.dist, self.learner, when)
 
     @abstractmethod
     def prepare(self) -> None:

@@ -42,7 +42,7 @@ class PretrainStage(Stage):
         self.last: dict[str, float] = {}
         self._replay = generator(config.seed, f"{self.name} sampling", session.dist.rank)
         evaluation = Due(config.graph_pretrain_eval_interval)
-        self.tasks = [Task(lambda: evaluation.due(self.clock.epoch) or self.done(), self.evaluate)]
+        self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self.done(), self.evaluate)]
         self._bar: Progress | None = None
 
     @abstractmethod
@@ -80,7 +80,8 @@ class PretrainStage(Stage):
     def update(self) -> None:
         """One epoch: one sampled batch on each rank, one update."""
         size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
-        batch = self._episodes.sample(size, self._replay).to(self.session.dist.device)
+        with self.session.measures.phases("sample"):
+            batch = self._episodes.sample(size, self._replay).to(self.session.dist.device)
         self.metrics.add(self.learner.update(batch), prefix="train/")
 
     def advance(self) -> None:
@@ -101,7 +102,8 @@ class PretrainStage(Stage):
         if reached < self.best[0] or math.isnan(self.best[0]):  # also where training has diverged from the start
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
         record = {f"eval/{name}": value for name, value in values.items()}
-        self.log({**self.metrics.reduce(self.session.dist), **record})
+        measured = self.session.measures.record(self.clock.updates)
+        self.log({**self.metrics.reduce(self.session.dist), **record, **measured})
 
     def finish(self) -> StageResult:
         """Save the last and the best model, and hand the best one on."""
@@ -151,10 +153,12 @@ class PretrainStage(Stage):
             path = Path(config.pretrain_buffer_path).expanduser() / _buffer_file(session.dist.rank)
             buffer.load(path, facts, "pretrain_buffer_path")
         elif not config.evaluation_only:
-            self._play("pretrain", buffer)
+            with session.measures.phases("collect"):
+                self._play("pretrain", buffer)
         judged = config.eval_report_episodes if config.evaluation_only else 0
         held_out = EpisodeBuffer(self._whole_rounds(judged or config.graph_pretrain_eval_episodes))
-        self._play("held_out", held_out)
+        with session.measures.phases("collect"):
+            self._play("held_out", held_out)
         self.products.train_episodes = buffer
         self.products.held_out = held_out.batch(range(len(held_out)))
         if config.save_pretrain_buffer and len(buffer):
@@ -170,7 +174,9 @@ class PretrainStage(Stage):
         bar = Progress(into.capacity, "episode", f"{self.name}: playing", enabled=session.dist.is_main)
         while len(into) < into.capacity:
             rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
-            into.add([{name: episode[name] for name in FIELDS} for episode in rollout.episodes])
+            with self.phase("replay"):
+                into.add([{name: episode[name] for name in FIELDS} for episode in rollout.episodes])
+            session.say_first_episodes()
             bar.update(rollout.n_episodes)
         bar.close()
 

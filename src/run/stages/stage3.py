@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import time
 
+import torch
+
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.sampler import Sampler
 from omagd.components.schedules import LinearSchedule
 from omagd.controllers.types import Exploration
 from omagd.run.beliefs import judge_beliefs
@@ -15,6 +18,7 @@ from omagd.run.session import Session
 from omagd.run.stages.base import Products, Stage, StageResult, Task
 from omagd.runners.rollout import Rollout
 from omagd.utils.clock import Due
+from omagd.utils.dist_utils import Pending
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
@@ -33,6 +37,7 @@ class Stage3(Stage):
         super().__init__(session, products)
         config = session.config
         self.mac, self.learner = build_learner(session, products)
+        session.measures.watch_acting(self.mac)
         self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
         self.schedule = LinearSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_anneal_time)
         self.played, self.learned = Metrics(), Metrics()
@@ -40,7 +45,11 @@ class Stage3(Stage):
         self.best: dict[str, float] = {}
         self._explore = generator(config.seed, "explore", session.dist.rank)
         self._replay = generator(config.seed, "replay", session.dist.rank)
-        self._rollout: Rollout | None = None
+        self._sampler = Sampler(
+            self.buffer, config.batch_size, self._replay, session.dist.device, workers=config.num_workers
+        )
+        self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
+        self._ready = False
         self._bar: Progress | None = None
         self._started = time.monotonic()
         self._since = (self._started, 0)
@@ -53,9 +62,9 @@ class Stage3(Stage):
         self._dues = [save, *self._log_due.values()]
         self._parts_due: set[str] = set()
         self.tasks = [
-            Task(lambda: test.due(self.clock.t_env) or self.done(), self.test),
-            Task(self._something_to_log, self.write_log),
-            Task(lambda: save.due(self.clock.t_env) or self.done(), self.save),
+            Task("test", lambda: test.due(self.clock.t_env) or self.done(), self.test),
+            Task("log", self._something_to_log, self.write_log),
+            Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
         ]
 
     def prepare(self) -> None:
@@ -66,6 +75,7 @@ class Stage3(Stage):
             load_training_state(self)
             for due in self._dues:
                 due.last = self.clock.t_env
+            session.measures.go_on_from(self.clock.updates)
         self._started = time.monotonic()
         self._since = (self._started, self.clock.t_env)
         self._bar = Progress(
@@ -77,37 +87,64 @@ class Stage3(Stage):
         return self.clock.t_env >= self.session.config.t_max
 
     def collect(self) -> None:
-        """Play one episode in every battle slot and keep it."""
-        epsilon = self.schedule.value(self.clock.t_env)
-        explore = Exploration(epsilon, self._explore)
-        self._rollout = self.session.runners["train"].run(self.mac, explore=explore, full_obs=self.mac.wants_full_obs)
-        self.buffer.add(self._rollout.episodes)
-        self.played.add(means(self._rollout.stats))
-        self.played.add({"epsilon": (epsilon, 1.0)})
+        """Play as many episodes as there are battle slots and keep them."""
+        explore = self._exploration()
+        full_obs = self.mac.wants_full_obs
+        self._keep(self.session.runners["train"].collect(self.mac, explore=explore, full_obs=full_obs))
+        self.session.say_first_episodes()
+        self.played.add({"epsilon": (explore.epsilon, 1.0)})
+
+    def _exploration(self) -> Exploration:
+        return Exploration(self.schedule.value(self.clock.t_env), self._explore)
+
+    def _keep(self, rollout: Rollout) -> None:
+        """Keep what was played, and begin to count it over all ranks."""
+        with self.phase("replay"):
+            self.buffer.add(rollout.episodes)
+        self.played.add(means(rollout.stats))
+        counts = rollout.steps, rollout.n_episodes, self.buffer.can_sample(self.session.config.batch_size)
+        self._counts = self.session.dist.sum_later(torch.tensor(counts, dtype=torch.int64))
 
     def ready(self) -> bool:
         """Whether every rank's buffer can give a batch."""
-        return self.session.dist.all(self.buffer.can_sample(self.session.config.batch_size))
+        if not self._ready:  # a buffer that can give a batch once can do so for good: nobody has to wait for the sum
+            assert self._counts is not None
+            self._ready = int(self._counts.wait()[2]) == self.session.dist.world_size
+        return self._ready
 
     def update(self) -> None:
         """Sample and learn as often as the configuration says."""
         config = self.session.config
+        batches = self._sampler.batches(config.updates_per_iteration)
         for _ in range(config.updates_per_iteration):
-            batch = self.buffer.sample(config.batch_size, self._replay).to(self.session.dist.device)
+            with self.session.measures.phases("sample"):
+                batch = next(batches)
             self.learned.add(self.learner.update(batch, episodes=self.clock.episodes))
             self.clock.updates += 1
 
     def advance(self) -> None:
         """Count what all ranks have played."""
-        assert self._rollout is not None
-        self.clock.t_env += self.session.dist.sum_int(self._rollout.steps)
-        self.clock.episodes += self.session.dist.sum_int(self._rollout.n_episodes)
+        self._count()
         self.clock.epoch += 1
+
+    def _count(self) -> None:
+        assert self._counts is not None
+        steps, episodes, _ = self._counts.wait().tolist()
+        self.clock.t_env += steps
+        self.clock.episodes += episodes
         if self._bar is not None:
             self._bar.set(self.clock.t_env)
 
+    def _drain(self) -> None:
+        """Play to its end, keep and count what is in flight, since others are about to play in the same environment."""
+        train = self.session.runners["train"]
+        if train.in_flight:
+            self._keep(train.drain(self.mac, explore=self._exploration()))
+            self._count()
+
     def test(self) -> None:
         """Play this rank's share of the test episodes greedily."""
+        self._drain()
         values = greedy_episodes(self.session, self.mac, self.session.config.test_nepisode)
         self.last_test = (self.clock.t_env, values)
         for name in BEST_OF:
@@ -121,6 +158,7 @@ class Stage3(Stage):
             if name in self._parts_due:
                 values.update(metrics.reduce(self.session.dist))
         now = time.monotonic()
+        values.update(self.session.measures.record(self.clock.updates))
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
         values["wall_seconds"] = now - self._started

@@ -15,6 +15,10 @@ GAP = 3
 HEADLINE = ("t_env", "epoch", "episode")
 WHOLE = {"updates"}
 DETAIL = re.compile(r"_(self|ally|enemy)(_f\d+)?$")
+PHASE = "time/"
+RANK = re.compile(r"^(.+)_rank(\d+)$")
+RANKS_SHOWN = 16
+LEAST_SHARE = 0.001
 
 
 class ConsoleSink(Sink):
@@ -44,7 +48,8 @@ class ConsoleSink(Sink):
 def render_block(record: Record, facts: RunFacts | None = None, width: int | None = None) -> str:
     """Return the block: a headline, then the values in aligned columns, by name, tests first.
 
-    Measures of one type of node (`…_ally`) or feature (`…_ally_f3`) are left to the files.
+    Measures of one type of node (`…_ally`) or feature (`…_ally_f3`) are left to the files. Shares of the wall time and
+    what single ranks measure stand in lines of their own.
 
     width: of the terminal in characters; asked for if None.
     """
@@ -54,7 +59,8 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
     if "episode" in record.values:
         head.append(f"Episode: {int(record.values['episode']):,}")
     head.append(" · ".join(part for part in (record.stage, facts.label if facts else "") if part))
-    shown = [name for name in record.values if name not in HEADLINE and not DETAIL.search(name)]
+    apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name)}
+    shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
     names = sorted(shown, key=lambda name: (not name.startswith("test_"), name))
     width = width or shutil.get_terminal_size((120, 24)).columns
     name_width = max([NAME_WIDTH, *map(len, names)])
@@ -67,7 +73,20 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
             f"{name:<{name_width}}{_number(name, record.values[name]):>{VALUE_WIDTH}}" for name in names[row::rows]
         ]
         lines.append("  " + (" " * GAP).join(cells))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_lines_apart(record.values)])
+
+
+def _lines_apart(values: dict[str, float]) -> list[str]:
+    """Return where the time went, largest first, and what each rank measured."""
+    phases = {name.removeprefix(PHASE): value for name, value in values.items() if name.startswith(PHASE)}
+    largest = sorted(phases.items(), key=lambda item: -item[1])
+    parts = " · ".join(f"{name} {100 * share:.1f} %" for name, share in largest if share >= LEAST_SHARE)
+    lines = [f"  time   {parts}"] * bool(phases)
+    ranks: dict[str, list[str]] = {}
+    for name, value in values.items():
+        if found := RANK.match(name):
+            ranks.setdefault(found[1], []).append(f"{value:.4g}")
+    return [*lines, *(f"  {name} by rank: {', '.join(each[:RANKS_SHOWN])}" for name, each in ranks.items())]
 
 
 def _number(name: str, value: float) -> str:

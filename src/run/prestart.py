@@ -1,0 +1,53 @@
+"""Ranks that start quickly: while this process still checks the run, another one imports what all ranks need.
+
+Ranks are forked from it then; it has joined no group and touched no GPU. Only the command line asks for it: there this
+process is new, so that what the ranks find around them is what it found itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+from typing import Any
+
+from omagd.config.schema import Config
+
+MODULES = ("omagd.run.rank_modules",)
+_begun = False
+
+
+def begin(config: Config) -> None:
+    """Start to import, in the background, if `config` may need several ranks that are started here."""
+    global _begun
+    several = config.world_size is None and shutil.which("nvidia-smi") is not None or (config.world_size or 1) > 1
+    wanted = config.run == "ddp" and config.use_ddp and several and "RANK" not in os.environ
+    if not wanted or _begun or sys.platform != "linux":
+        return
+    from multiprocessing import forkserver
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(MODULES))
+    forkserver.ensure_running()
+    _begun = True
+
+
+def start_method() -> str:
+    """Return how ranks are started: from the prepared process where there is one, else each from nothing."""
+    return "forkserver" if _begun else "spawn"
+
+
+def end_with_parent(end: Any) -> None:
+    """Call `end` in a thread once the process that started the run has gone: a forked rank has another parent."""
+    import threading
+    from multiprocessing.connection import wait
+
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        end()
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

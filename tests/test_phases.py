@@ -1,0 +1,209 @@
+"""Where the time goes: timers that add up, the block that shows them, memory, a bounded trace."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ddp_harness import run_ranks
+from q_toys import make_learner, random_episode, toy_config
+
+from omagd.run.agreement import held_in_common, require_agreement
+from omagd.run.report import phases_table
+from omagd.utils import tracing
+from omagd.utils.dist_utils import Dist, Waits
+from omagd.utils.errors import UserError
+from omagd.utils.log_sinks.base import Record
+from omagd.utils.log_sinks.console import render_block
+from omagd.utils.measures import Measures
+from omagd.utils.memory import over_ranks, resident_bytes, usage
+from omagd.utils.packing import pack_episodes
+from omagd.utils.phases import OTHER, Phases, shares
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list whose one number is the time, in place of the real clock."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_every_second_is_counted_once(clock):
+    phases = Phases()
+    clock[0] += 1
+    with phases("update"):
+        clock[0] += 2
+        with phases("sample"):
+            clock[0] += 4
+        clock[0] += 8
+        with phases("sample"):
+            clock[0] += 16
+    clock[0] += 32
+    assert phases.totals() == {OTHER: 33, "update": 10, "sample": 20}
+    assert phases.calls == {"update": 1, "sample": 2}
+    before = phases.totals()
+    with phases("update"):
+        clock[0] += 64
+    assert phases.since(before) == {OTHER: 0, "update": 64, "sample": 0}
+
+
+def test_a_phase_that_ends_in_an_error_is_closed(clock):
+    phases = Phases()
+    with pytest.raises(ZeroDivisionError), phases("collect"):
+        clock[0] += 3
+        raise ZeroDivisionError
+    clock[0] += 5
+    assert phases.totals() == {"collect": 3, OTHER: 5}
+
+
+def test_what_has_a_clock_of_its_own_is_taken_from_the_phase_it_ran_in(clock):
+    phases, own = Phases(), SimpleNamespace(seconds=7.0)
+    phases.watch("communicate", lambda: own.seconds)
+    with phases("update"):
+        clock[0] += 5
+        own.seconds += 2
+    with phases("collect"):
+        clock[0] += 1
+        own.seconds += 50  # more than has passed: it ran beside this phase
+    assert phases.totals() == {OTHER: 0, "communicate": 3, "update": 3, "collect": 0}
+
+
+def test_the_phases_of_real_work_do_not_exceed_the_wall():
+    started = time.perf_counter()
+    phases = Phases()
+    for _ in range(20):
+        with phases("outer"), phases("inner"):
+            sum(range(2000))
+    seconds = phases.totals()
+    wall = time.perf_counter() - started
+    assert 0 < sum(seconds.values()) <= wall
+    assert seconds["inner"] > seconds["outer"] > 0
+    assert sum(total / wall for total, wall in shares(seconds).values()) == pytest.approx(1.0)
+
+
+def test_a_record_has_shares_and_speed_since_the_last_one(clock):
+    measures = Measures()
+    measures.begin("stage3")
+    with measures.phases("update"):
+        clock[0] += 6
+    with measures.phases("log"):
+        clock[0] += 2
+    values = measures.record(4)
+    assert (values["time/update"], values["time/log"], values["updates_per_second"]) == (0.75, 0.25, 0.5)
+    assert "communicate_ms_per_sync" not in values, "one rank waits for nobody"
+    with measures.phases("collect"):
+        clock[0] += 10
+    values = measures.record(14)
+    assert (values["time/collect"], values["time/update"], values["updates_per_second"]) == (1.0, 0.0, 1.0)
+    assert measures.end() == {"wall": 18, "update": 6, "log": 2, "collect": 10}
+
+
+def test_memory_of_all_ranks():
+    before = resident_bytes()
+    held = mmap.mmap(-1, 64 << 20)  # pages of its own, whatever the allocator has kept
+    held.write(b"x" * (64 << 20))
+    assert 50e6 < resident_bytes() - before < 200e6
+    assert 50 < usage(torch.device("cpu"))["memory/rss_mb"] < 1e5
+    del held
+    parts = [{"memory/rss_mb": 5.0}, {"memory/rss_mb": 9.0, "gpu/use": 0.5}]
+    assert over_ranks(parts, each=False) == {"gpu/use": 0.5, "memory/rss_mb": 9.0}
+    each = over_ranks(parts, each=True)
+    assert (each["memory/rss_mb_rank0"], each["memory/rss_mb_rank1"], each["gpu/use_rank1"]) == (5.0, 9.0, 0.5)
+    assert "gpu/use_rank0" not in each
+
+
+def test_the_block_has_lines_for_phases_and_ranks():
+    values = {"time/collect": 0.25, "time/update": 0.7, "time/save": 0.0, "loss_td": 1.0}
+    values |= {"memory/rss_mb": 9.0, "memory/rss_mb_rank0": 5.0, "memory/rss_mb_rank1": 9.0}
+    lines = render_block(Record(values, "stage3", "t_env", 7), width=120).splitlines()
+    assert "  time   update 70.0 % · collect 25.0 %" in lines
+    assert "  memory/rss_mb by rank: 5, 9" in lines
+    assert "time/" not in "\n".join(lines)
+
+
+def test_the_report_has_a_row_for_each_stage():
+    stages = {
+        "stage1": {"phases": {"wall": 10.0, "update": 9.0, "collect": 1.0}},
+        "stage3": {"phases": {"wall": 200.0, "collect": 150.0, "update": 49.9, "save": 0.1}},
+        "evaluate": {},
+    }
+    heads, first, last = phases_table({"stages": stages})
+    assert heads.split() == ["Time", "wall", "collect", "update"]
+    assert first.split()[3:] == ["10.0", "%", "90.0", "%"]
+    assert last.split()[:4] == ["stage3", "3", "min", "20"]
+    assert phases_table({"stages": {}}) == []
+
+
+def test_a_trace_is_bounded_and_holds_the_phases(tmp_path, monkeypatch):
+    measures = Measures(traces=tmp_path / "profile")
+    measures.begin("stage1")
+    written = []
+    for number in range(12):
+        learned = number >= 4
+        with measures.phases("update"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        if measures.tracer.step(learned):
+            written.append(number)
+    assert written == [4 + tracing.SKIPPED + tracing.RECORDED - 1], "after the first updates, once"
+    (path,) = (tmp_path / "profile").glob("*")
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert path.name == "stage1_rank0.json"
+    assert names.count("aten::matmul") == names.count("update") == tracing.RECORDED
+    monkeypatch.setattr(tracing, "ENOUGH_SECONDS", 0.0)
+    tracer = tracing.Tracer(tmp_path / "long.json")
+    assert [tracer.step(True) for _ in range(6)] == [False] * tracing.SKIPPED + [True, False, False, False]
+    assert tracer.iterations == 1, "one long iteration is enough"
+
+
+# --- ranks that have come apart
+
+
+def nudged(rank, dist, payload):
+    """Learn on two ranks, agree; then nudge a tensor on rank 1; return what is said, and what the waiting cost."""
+    learner = make_learner(toy_config(learner="nq_learner_ddp"), dist=dist)
+    for update in range(3):
+        batch = pack_episodes([random_episode(10 * update + 100 * rank + i, 3 + i) for i in range(2)])
+        learner.update(batch, episodes=update)
+    calls = dist.waits.calls
+    require_agreement(dist, learner, "in iteration 3")
+    said = []
+    for name in payload:
+        tensor = held_in_common(learner)[name]
+        if rank == 1:
+            tensor.view(-1)[0] += 1e-6
+        try:
+            require_agreement(dist, learner, "in iteration 4 of stage3")
+        except UserError as error:
+            said.append(error.message)
+        if rank == 1:
+            tensor.view(-1)[0] -= 1e-6
+    return said, calls, dist.waits.seconds
+
+
+@pytest.mark.processes
+def test_a_nudged_weight_is_found_and_named():
+    learner = make_learner(toy_config(), dist=Dist())
+    names = [next(name for name in held_in_common(learner) if name.startswith(part)) for part in ("mixer", "target_a")]
+    results = run_ranks(nudged, names)
+    for said, calls, seconds in results:
+        assert len(said) == 2
+        for message, name in zip(said, names, strict=True):
+            assert f"'{name}'" in message
+            assert "in iteration 4 of stage3" in message
+            assert "of rank 1 differs from that of rank 0" in message or "of rank 0 differs from" in message
+        assert calls >= 3 * 2, "each update waits for a count and for gradients"
+        assert 0 < seconds < 30
+
+
+def test_waits_are_not_part_of_what_a_rank_is():
+    assert Dist(1, 2) == Dist(1, 2, waits=Waits(3.0, 4))
+    alone = Dist()
+    assert alone.sum_int(3) == 3 and alone.gather("x") == ["x"] and alone.waits.calls == 0
