@@ -96,8 +96,8 @@ class EveryAgent(Reconstructor):
         ids = torch.where(hidden, self.predictor.specials.mask, self.tokenizer.ids(nodes))
         history: SlotHistory = self._history
         history.push(ids)
-        slots, agents = torch.ones(obs.shape[:2]).nonzero(as_tuple=True)
-        logits = self.predictor(history.frames(slots, agents, now), hidden.flatten(0, 1))
+        rows = torch.arange(obs.shape[0] * obs.shape[1])
+        logits = self.predictor(history.frames(rows, now), hidden.flatten(0, 1))
         guesses = torch.zeros_like(nodes)
         guesses[hidden] = self.predictor.guess(logits).features.half().float()
         history.settle(now)

@@ -167,6 +167,43 @@ def test_input_layer_equals_a_linear_over_one_hots(ids, actions):
         torch.testing.assert_close(a, b)
 
 
+def adam_step(layer):
+    layer(torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+    torch.optim.Adam(layer.parameters(), lr=0.1, fused=True).step()
+
+
+def other_bias(layer):
+    with torch.no_grad():
+        layer.bias.add_(1.0)
+
+
+WRITES = {
+    "optimizer": adam_step,
+    "loading": lambda layer: layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()}),
+    "bias": other_bias,
+    "type": lambda layer: layer.double(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_input_layer_acts_on_the_weights_that_were_written_last(write):
+    layer = InputLinear(4, 5, toy_config(), INFO)
+    last = torch.randint(-1, INFO.n_actions, (7, 3))
+
+    def act(features):
+        with torch.inference_mode():
+            return layer(features, last), layer.relu(features, last)
+
+    features = torch.randn(7, 3, 4)
+    before = act(features)[0]
+    write(layer)
+    features = features.to(layer.weight.dtype)
+    plain = layer(features, last).detach()
+    for got, wanted in zip(act(features), (plain, plain.relu()), strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert layer.weight.dtype == torch.float64 or (before - plain).abs().max() > 0.01
+
+
 @pytest.mark.parametrize("name", MIXERS.names())
 def test_joint_value_never_falls_when_an_agents_value_rises(name):
     torch.manual_seed(0)

@@ -96,7 +96,7 @@ class Config(Frozen):
     buffer_cpu_only: bool  # replay in main memory, even where the ranks compute on GPUs
     precision: Literal["float32", "bf16"]  # arithmetic of the matrix products in updates; weights stay float32
     acting_precision: Literal["float32", "bf16"]  # of the frozen predictor while acting
-    compile: bool  # torch.compile for what is trained and for the frozen predictor; needs a C++ compiler on a CPU
+    compile: bool  # torch.compile for the mixers, where it pays; needs a C++ compiler on a CPU, Triton on a GPU
     accumulate: Count  # parts of a batch that stage 3 learns one after another, with one step for all: saves memory
     enable_gradient_checkpointing: bool  # compute activations again in backward: saves memory, costs time
     bucket_cap_mb: Positive  # megabytes of gradients that ranks exchange at once
@@ -113,7 +113,7 @@ class Config(Frozen):
     epsilon_anneal_time: Count  # environment steps over all ranks, in a straight line
 
     batch_size: Count  # episodes of one update
-    updates_per_iteration: Count  # updates after each round of one episode in every battle slot
+    updates_per_iteration: Count  # updates after as many episodes as there are battle slots
     gamma: Unit  # discount for one environment step
     td_lambda: Unit  # 0: one-step targets, 1: whole returns
     double_q: bool  # the trained agent chooses the action that the target network values

@@ -17,6 +17,7 @@ from omagd.learners.q_objective import MakeTargets, Played, QObjective
 from omagd.learners.synced_step import Stats, SyncedStep
 from omagd.modules import mixers
 from omagd.modules.agents.inputs import AgentInputs
+from omagd.modules.compiling import maybe_compile
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
 
@@ -41,6 +42,7 @@ class NQLearner:
         # Copied after wrapping, which made the ranks' weights equal.
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
+        maybe_compile(config, self.mixer, self.target_mixer)
         self.updates = 0
         self._copied_at = (0, 0)  # episodes, updates: the key that counts may change when a training is continued
 
@@ -82,7 +84,9 @@ class NQLearner:
         """
         target_q = self.target_agent(inputs, batch.packing)
         choosing = q if self.config.double_q else target_q
-        best = torch.where(batch["avail_actions"] > 0, choosing, -torch.inf).argmax(dim=-1, keepdim=True)
+        # Added rather than filled in, which takes six times as long on a CPU.
+        barred = (batch["avail_actions"].to(choosing.dtype) - 1) * torch.finfo(choosing.dtype).max
+        best = (choosing + barred).max(dim=-1, keepdim=True).indices
         values = self.target_mixer(target_q.gather(-1, best).squeeze(-1), state)
         reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
         return td_lambda_targets(reward, terminated, values, batch.packing, self.config.gamma, self.config.td_lambda)

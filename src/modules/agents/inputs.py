@@ -60,7 +60,7 @@ class InputLinear(nn.Linear):
         super().__init__(sum(self.widths), out_features)
         self.n_agents = info.n_agents
         self.bf16 = config.precision == "bf16"
-        self._kept: tuple[tuple[int, int, torch.dtype], Tensor, Tensor] | None = None
+        self._kept: tuple[tuple[int, int, int], Tensor, Tensor] | None = None
 
     def forward(self, features: Tensor, last_action: Tensor) -> Tensor:  # type: ignore[override]
         """Return [S, n, out] from features [S, n, d] and last_action [S, n] int64 (-1: none, a one-hot of zeros)."""
@@ -85,8 +85,9 @@ class InputLinear(nn.Linear):
             index = index + torch.arange(self.n_agents, device=index.device) * (n_actions + 1)
         if not torch.is_inference_mode_enabled():
             return *self._tables(), index
-        # While acting, tables stay the same from tick to tick until the weights are written.
-        state = (self.weight._version, self.bias._version, self.weight.dtype)
+        # While acting, tables stay the same from tick to tick until the weights are written: by an optimizer, by
+        # loading or by moving them. (Only writing into `weight.data` goes unnoticed; nothing here does that.)
+        state = (self.weight._version, self.bias._version, self.weight.data_ptr())
         if self._kept is None or self._kept[0] != state:
             self._kept = (state, *self._tables())
         return *self._kept[1:], index

@@ -50,5 +50,5 @@ class Columns:
 
     def sight(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return which nodes are seen and which are missing, [..., N] bool each; dead observers have neither."""
-        seen = ((obs != 0).to(self._member.dtype) @ self._member) > 0
+        seen = (obs.abs().to(self._member.dtype) @ self._member) > 0
         return seen, seen[..., :1] & ~seen

@@ -1,23 +1,26 @@
-"""A trained predictor as acting needs it: no gradients, so whatever follows from the weights alone is computed once.
+"""Trained modules as acting needs them: no gradients, so whatever follows from the weights alone is computed once.
 
 Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU), M tokens to guess, d = d_model, K codes.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import Block, Guess, MaskPredictor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer, first_largest
 from omagd.modules.linear import prefers_onednn
 
 WIDE = 128  # smaller products cost less through torch's default than through oneDNN
 SAFE = 80.0  # attention scores up to which exp neither overflows nor vanishes in float32
-FLOATS_AT_ONCE = 1 << 16  # of the tokens that pass together: what stays in a processor's cache
+FLOATS_AT_ONCE = 1 << 17  # of the tokens that pass together: what stays in a processor's cache
 ROUND = 4  # frames, and tokens, are padded to multiples of this: few shapes, and no product of one row
 
 
@@ -49,13 +52,15 @@ class FrozenLinear:
         return F.gelu(x) if gelu else x
 
 
-def _after_norm(norm: nn.LayerNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight and bias that take normalised inputs without the norm's own scale and shift."""
-    return weight * norm.weight, bias + weight @ norm.bias
+class FrozenNorm:
+    """A LayerNorm; torch's is twice as fast with a scale and a shift as without."""
 
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        self._factors = norm.normalized_shape, norm.weight, norm.bias, norm.eps
 
-def _norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:])
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [M, d] from x [M, d]."""
+        return F.layer_norm(x, *self._factors)
 
 
 class FrozenBlock:
@@ -67,14 +72,14 @@ class FrozenBlock:
         scale = 1.0 / math.sqrt(self._width)
         weight = torch.cat([block.query.weight * scale, block.key_value.weight])
         bias = torch.cat([block.query.bias * scale, block.key_value.bias])
-        weight, bias = _after_norm(block.norm_in, weight, bias)
         # Head by head: query, key, value and a constant 1, whose weighted sum is the sum of the weights.
         weight = F.pad(weight.view(3, heads, self._width, d).transpose(0, 1).flatten(1, 2), (0, 0, 0, 1))
         bias = F.pad(bias.view(3, heads, self._width).transpose(0, 1).flatten(1), (0, 1), value=1.0)
-        self._safe = self._bound(weight, bias) < SAFE
+        self._norm_in, self._norm_out = FrozenNorm(block.norm_in), FrozenNorm(block.norm_out)
+        self._safe = self._bound(weight * block.norm_in.weight, bias + weight @ block.norm_in.bias) < SAFE
         self._attend = FrozenLinear(weight.flatten(0, 1), bias.flatten(), bf16)
         self._merge = FrozenLinear(block.merge.weight, block.merge.bias, bf16)
-        self._widen = FrozenLinear(*_after_norm(block.norm_out, block.widen.weight, block.widen.bias), bf16)
+        self._widen = FrozenLinear(block.widen.weight, block.widen.bias, bf16)
         self._narrow = FrozenLinear(block.narrow.weight, block.narrow.bias, bf16)
 
     def _bound(self, weight: Tensor, bias: Tensor) -> float:
@@ -85,25 +90,68 @@ class FrozenBlock:
 
     def __call__(self, x: Tensor, n_frames: int, which: Tensor | None) -> Tensor:
         """Return [F·L, d] for x [F·L, d], or only the rows `which` [M] of it."""
-        mixed = self._mix(self._attend(_norm(x)), n_frames)
+        joined = self._attend(self._norm_in(x)).view(n_frames, -1, self._heads, 3 * self._width + 1)
+        joined = joined.to(torch.promote_types(joined.dtype, torch.float32)).transpose(1, 2)
+        mixed = _mix_by_numpy(joined, self._safe) if x.device.type == "cpu" else _mix(joined, self._safe)
         if which is not None:
             mixed, x = mixed.index_select(0, which), x.index_select(0, which)
         x = x + self._merge(mixed)
-        return x + self._narrow(self._widen(_norm(x), gelu=True))
+        return x + self._narrow(self._widen(self._norm_out(x), gelu=True))
 
-    def _mix(self, joined: Tensor, n_frames: int) -> Tensor:
-        """Return attention's answers [F·L, d] from what its heads ask, offer and give, [F·L, h (3 d/h + 1)]."""
-        n, heads, width = len(joined) // n_frames, self._heads, self._width
-        parts = joined.view(n_frames, n, heads, -1).transpose(1, 2)
-        whole = torch.promote_types(joined.dtype, torch.float32)
-        parts = torch.empty(parts.shape, dtype=whole, device=joined.device).copy_(parts).flatten(0, 1)
-        # Rows of a dozen scores: a softmax along them costs several times as much as these products.
-        score = torch.bmm(parts[..., :width], parts[..., width : 2 * width].transpose(1, 2))
-        if not self._safe:
-            score -= score.amax(-1, keepdim=True)
-        mixed = torch.bmm(score.exp_(), parts[..., 2 * width :])
-        mixed = mixed[..., :width] / mixed[..., width:]
-        return mixed.view(n_frames, heads, n, width).transpose(1, 2).reshape(n_frames * n, heads * width)
+
+def _mix(joined: Tensor, safe: bool) -> Tensor:
+    """Return attention's answers [F·L, d].
+
+    joined: [F, h, L, 3 d/h + 1], what each head asks, offers and gives, and 1. safe: scores are within `SAFE`.
+    """
+    width = joined.shape[-1] // 3
+    query, key, value = joined.split([width, width, width + 1], dim=-1)
+    # Rows of a dozen scores: a softmax along them costs several times as much as these products.
+    score = query @ key.transpose(2, 3)
+    if not safe:
+        score -= score.amax(-1, keepdim=True)
+    mixed = (score.exp_() @ value).transpose(1, 2)
+    return (mixed[..., :width] / mixed[..., width:]).flatten(2).flatten(0, 1)
+
+
+def _mix_by_numpy(joined: Tensor, safe: bool) -> Tensor:
+    """Do what `_mix` does on a CPU in half the time: NumPy multiplies many small matrices where they lie."""
+    frames, heads, length, size = joined.shape
+    width, parts = size // 3, joined.numpy()
+    score = parts[..., :width] @ parts[..., width : 2 * width].swapaxes(2, 3)
+    if not safe:
+        score -= score.max(-1, keepdims=True)
+    mixed = np.empty((frames, length, heads, width + 1), parts.dtype)
+    np.matmul(np.exp(score, out=score), parts[..., 2 * width :], out=mixed.swapaxes(1, 2))
+    return torch.from_numpy(mixed[..., :width] / mixed[..., width:]).view(frames * length, heads * width)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Return exp(x), in its place; on a CPU by NumPy, in half the time."""
+    if x.device.type != "cpu":
+        return x.exp_()
+    np.exp(x.numpy(), out=x.numpy())
+    return x
+
+
+class FrozenTokenizer:
+    """What `Tokenizer.ids` does in eval mode, to rounding; a copy, blind to later changes of its weights."""
+
+    @torch.no_grad()
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._layers = [copy.deepcopy(layer) for layer in tokenizer.encoder if not isinstance(layer, nn.Dropout)]
+        # argmin |z - c|² = argmax z·c - |c|²/2; the length of z does not matter where all codes have length one.
+        self._codes = tokenizer.codebook.t().contiguous()
+        cosine = tokenizer.config.distance == "cosine"
+        self._bias = tokenizer.codebook.square().sum(-1) * (0.0 if cosine else -0.5)
+
+    @torch.inference_mode()
+    def __call__(self, nodes: Tensor) -> Tensor:
+        """Return the ids [M] of nodes [M, D]."""
+        x = nodes.to(self._codes.dtype)
+        for layer in self._layers:
+            x = layer(x)
+        return first_largest(torch.addmm(self._bias, x, self._codes))
 
 
 class FrozenPredictor:
@@ -124,8 +172,8 @@ class FrozenPredictor:
         self._lay_tables(predictor, tokens)
         self._group = max(32, FLOATS_AT_ONCE // self._static.shape[1])
         self._blocks = [FrozenBlock(block, bf16) for block in predictor.blocks]
-        self._scale, self._shift = predictor.norm.weight, predictor.norm.bias
-        self._head = FrozenLinear(*_after_norm(predictor.norm_head, head, predictor.head.bias))
+        self._norm_in, self._norm_head = FrozenNorm(predictor.norm), FrozenNorm(predictor.norm_head)
+        self._head = FrozenLinear(head, predictor.head.bias)
         self._table = predictor.table_with_absent()
         # Beside the features: a sum of all shares, and ABSENT's own; columns beyond make the product a fast one.
         dim = self._table.shape[1]
@@ -164,11 +212,11 @@ class FrozenPredictor:
         rest = -n_frames % ROUND
         if rest:
             x = F.pad(x, (0, 0, 0, rest * self._length))
-        x = F.layer_norm(x, x.shape[-1:], self._scale, self._shift)
+        x = self._norm_in(x)
         for block in self._blocks[:-1]:
             x = block(x, n_frames + rest, None)
         x = self._blocks[-1](x, n_frames + rest, F.pad(tokens, (0, -n_wanted % (4 * ROUND))))
-        return self._head(_norm(x))[:n_wanted]
+        return self._head(self._norm_head(x))[:n_wanted]
 
     def _embed(self, frames: Frames, which: Tensor, tokens: Tensor) -> Tensor:
         """Return the tokens' vectors [F·L, d] before the transformer; `tokens` [M] is where `which` stand in them."""
@@ -191,7 +239,7 @@ class FrozenPredictor:
     def _guess(self, logits: Tensor) -> Guess:
         """Return what `MaskPredictor.guess` does; ids are left out (-1) where features are means."""
         dim = self._table.shape[1]
-        share = (logits - logits.amax(-1, keepdim=True)).exp_()
+        share = _exp(logits - logits.amax(-1, keepdim=True))
         sums = F.linear(share, self._decode)
         total = sums[:, dim]
         absent = sums[:, dim + 1] > 0.5 * total
@@ -199,5 +247,5 @@ class FrozenPredictor:
             features = sums[:, :dim] / total[:, None]
             ids = torch.full_like(absent, -1, dtype=torch.int64)
             return Guess(features.masked_fill_(absent[:, None], 0.0), ids, absent)
-        ids = torch.where(absent, self._specials.absent, share[:, :-1].argmax(-1))
+        ids = torch.where(absent, self._specials.absent, first_largest(share[:, :-1]))
         return Guess(self._table[ids], ids, absent)

@@ -114,7 +114,7 @@ class SlotHistory:
     """Histories of B battle slots while they are played.
 
     Attributes:
-        past: [B, (k - 1)·s + 1, n, N] int64, newest last. last_ids, last_step: [B, n, N] int64.
+        past: [(k - 1)·s + 1, B, n, N] int64, newest last. last_ids, last_step: [B, n, N] int64.
     """
 
     def __init__(
@@ -123,31 +123,30 @@ class SlotHistory:
         """Start empty; shape: (B, n, N)."""
         self._config, self._specials = config, specials
         depth = (config.stacked_steps - 1) * config.stacked_strip + 1
-        self.past = torch.full((shape[0], depth, *shape[1:]), specials.pad, device=device)
+        self.past = torch.full((depth, *shape), specials.pad, device=device)
         self.last_ids = torch.full(shape, specials.pad, device=device)
         self.last_step = torch.full(shape, -1, device=device)
 
     def reset(self, which: Tensor) -> None:
         """Forget the slots `which` [B] bool."""
-        self.past[which] = self._specials.pad
+        self.past[:, which] = self._specials.pad
         self.last_ids[which] = self._specials.pad
         self.last_step[which] = -1
 
     def push(self, ids: Tensor) -> None:
         """Take in what is seen now, [B, n, N] with MASK where unseen; to be followed by `frames` and `settle`."""
-        self.past = torch.cat([self.past[:, 1:], ids[:, None]], dim=1)
+        self.past = torch.cat([self.past[1:], ids[None]])
 
-    def frames(self, slots: Tensor, agents: Tensor, step: Tensor) -> Frames:
-        """Return the inputs of (slot [F], agent [F]) at `step` [B]."""
-        ids = self.past[slots, :: self._config.stacked_strip, agents]
-        last = self.last_step[slots, agents]
-        now = step[slots]
-        age = torch.where(last < 0, 0, now[:, None] - last)
-        return Frames(ids, now, self.last_ids[slots, agents], age)
+    def frames(self, rows: Tensor, step: Tensor) -> Frames:
+        """Return the inputs of the agents `rows` [F] of B·n at `step` [B]."""
+        now = step.index_select(0, rows // self.past.shape[2])
+        ids = self.past[:: self._config.stacked_strip].flatten(1, 2).index_select(1, rows).transpose(0, 1)
+        last_ids, last = (kept.flatten(0, 1).index_select(0, rows) for kept in (self.last_ids, self.last_step))
+        return Frames(ids, now, last_ids, (now[:, None] - last).masked_fill_(last < 0, 0))
 
     def settle(self, step: Tensor) -> None:
         """Remember what was pushed, seen at `step` [B]."""
-        now = self.past[:, -1]
+        now = self.past[-1]
         seen = now < self._specials.n_codes
         self.last_ids = torch.where(seen, now, self.last_ids)
         self.last_step = torch.where(seen, step[:, None, None], self.last_step)
@@ -155,12 +154,12 @@ class SlotHistory:
     def take(self, slots: Tensor) -> SlotHistory:
         """Return the histories of the slot numbers `slots` [P] alone, to be changed and `put` back."""
         part = copy.copy(self)
-        part.past, part.last_ids, part.last_step = self.past[slots], self.last_ids[slots], self.last_step[slots]
+        part.past, part.last_ids, part.last_step = self.past[:, slots], self.last_ids[slots], self.last_step[slots]
         return part
 
     def put(self, slots: Tensor, part: SlotHistory) -> None:
         """Replace the histories of the slot numbers `slots` [P] by those of `part`."""
-        self.past[slots], self.last_ids[slots], self.last_step[slots] = part.past, part.last_ids, part.last_step
+        self.past[:, slots], self.last_ids[slots], self.last_step[slots] = part.past, part.last_ids, part.last_step
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return everything as tensors."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.columns import Columns
-from omagd.modules.graph_reconstructers.frozen import FrozenPredictor
+from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Reconstructor:
         self.seconds, self.calls, self.frames = 0.0, 0, 0
         self._bf16 = config.acting_precision == "bf16"
         self._columns = Columns(self.layout, self.device)
-        self._frozen: FrozenPredictor | None = None
+        self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
         self._version = -1
         self.begin(0)
 
@@ -85,10 +85,12 @@ class Reconstructor:
         return "recon" if self.mean else "tokens"
 
     def begin(self, n_slots: int) -> None:
-        """Start with empty histories in `n_slots` slots, and with the predictor's weights as they are now."""
-        version = sum(value._version for value in self.predictor.state_dict(keep_vars=True).values())
+        """Start with empty histories in `n_slots` slots, and with both modules' weights as they are now."""
+        modules = self.tokenizer, self.predictor
+        version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
         if self._frozen is None or version != self._version:
-            self._frozen, self._version = FrozenPredictor(self.predictor, self._bf16), version
+            self._frozen = FrozenTokenizer(self.tokenizer), FrozenPredictor(self.predictor, self._bf16)
+            self._version = version
         config, specials = self.predictor.config, self.predictor.specials
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, config, specials, self.device)
@@ -129,13 +131,7 @@ class Reconstructor:
         obs, stored = data["obs"], data[self.field]
         columns = self._columns if obs.device == self.device else Columns(self.layout, obs.device)
         missing = columns.sight(obs)[1]
-        if self.mean:
-            guessed = stored.to(obs.dtype)
-        else:
-            table = self.predictor.table_with_absent().to(obs.device, obs.dtype)
-            ids = torch.where(missing, stored.long(), self.predictor.specials.absent)
-            guessed = columns.obs(table[ids])
-        return torch.where(columns.of_nodes(missing), guessed, obs), missing
+        return self._filled(obs, stored, missing, columns), missing
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the histories of all slots."""
@@ -149,12 +145,16 @@ class Reconstructor:
     def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory) -> Reconstruction:
         """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of slots with these histories, which move on."""
         seen, missing = self._columns.sight(obs)
-        nodes = self._columns.nodes(obs)
-        history.push(self._tokens(nodes, seen))
-        where = missing.flatten().nonzero().flatten()
-        guess = self._guess(where, now, history) if len(where) else None
+        history.push(self._tokens(obs, seen))
+        stored = self._blank(tuple(missing.shape))
+        rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
+        if len(rows):
+            stored = self._stored(missing, self._guess(rows, missing, now, history))
+            obs = self._filled(obs, stored, missing, self._columns)
+        else:
+            obs = obs.clone()
         history.settle(now)
-        return self._result(obs, nodes, missing, where, guess)
+        return Reconstruction({self.field: stored}, obs, missing)
 
     def _among(self, obs: Tensor, slots: Tensor, part: Reconstruction) -> Reconstruction:
         """Return `part`, of the slot numbers `slots` [P] alone, among all that `obs` [B, n, obs_dim] shows."""
@@ -170,35 +170,37 @@ class Reconstructor:
             return torch.full(shape, -1, dtype=torch.int16, device=self.device)
         return torch.zeros((*shape[:-1], self.layout.obs_dim), dtype=torch.float16, device=self.device)
 
-    def _tokens(self, nodes: Tensor, seen: Tensor) -> Tensor:
-        """Return the tokens [B, n, N] of nodes [B, n, N, D], MASK where they are not `seen`."""
+    def _tokens(self, obs: Tensor, seen: Tensor) -> Tensor:
+        """Return the tokens [B, n, N] of the nodes of obs [B, n, obs_dim], MASK where they are not `seen`."""
+        assert self._frozen is not None
         ids = torch.full(seen.shape, self.predictor.specials.mask, device=self.device)
         where = seen.flatten().nonzero().flatten()
-        ids.view(-1).index_copy_(0, where, self.tokenizer.ids(nodes.flatten(0, -2).index_select(0, where)))
+        nodes = self._columns.nodes(obs).flatten(0, -2).index_select(0, where)
+        ids.view(-1).index_copy_(0, where, self._frozen[0](nodes))
         return ids
 
-    def _guess(self, where: Tensor, now: Tensor, history: SlotHistory) -> Guess:
-        """Guess the nodes `where` [M] of R·N, at step `now` [B]."""
-        n_nodes = self.layout.n_nodes
-        rows, frame = torch.unique_consecutive(where // n_nodes, return_inverse=True)
-        self.frames += len(rows)
-        frames = history.frames(rows // self.n_agents, rows % self.n_agents, now)
+    def _guess(self, rows: Tensor, missing: Tensor, now: Tensor, history: SlotHistory) -> Guess:
+        """Guess what the agents `rows` [F] of B·n miss, at step `now` [B]."""
         assert self._frozen is not None
-        return self._frozen(frames, frame * n_nodes + where % n_nodes)
+        self.frames += len(rows)
+        which = missing.flatten(0, 1).index_select(0, rows).flatten().nonzero().flatten()
+        return self._frozen[1](history.frames(rows, now), which)
 
-    def _result(
-        self, obs: Tensor, nodes: Tensor, missing: Tensor, where: Tensor, guess: Guess | None
-    ) -> Reconstruction:
-        """Put the guesses for the nodes `where` [M] of R·N in their places, as they will be restored."""
-        stored = self._blank(tuple(missing.shape))
-        if guess is None:
-            return Reconstruction({self.field: stored}, obs.clone(), missing)
-        features = guess.features
-        if self.mean:
-            half = torch.zeros_like(nodes, dtype=torch.float16)
-            half.flatten(0, -2).index_copy_(0, where, features.half())
-            stored, features = self._columns.obs(half), features.half()
-        else:
+    def _stored(self, missing: Tensor, guess: Guess) -> Tensor:
+        """Return the field [B, ...] that holds the guesses for the nodes that are `missing` [B, n, N]."""
+        where = missing.flatten().nonzero().flatten()
+        if not self.mean:
+            stored = self._blank(tuple(missing.shape))
             stored.view(-1).index_copy_(0, where, guess.ids.to(torch.int16))
-        nodes.flatten(0, -2).index_copy_(0, where, features.to(obs.dtype))
-        return Reconstruction({self.field: stored}, self._columns.obs(nodes), missing)
+            return stored
+        nodes = torch.zeros((missing.numel(), self.layout.node_dim), dtype=torch.float16, device=self.device)
+        return self._columns.obs(nodes.index_copy_(0, where, guess.features.half()).view(*missing.shape, -1))
+
+    def _filled(self, obs: Tensor, stored: Tensor, missing: Tensor, columns: Columns) -> Tensor:
+        """Return obs [..., n, obs_dim] with what is `stored` in place of what is `missing` [..., n, N]."""
+        if self.mean:
+            guessed = stored.to(obs.dtype)
+        else:
+            table = self.predictor.table_with_absent().to(obs.device, obs.dtype)
+            guessed = columns.obs(table[torch.where(missing, stored.long(), self.predictor.specials.absent)])
+        return torch.where(columns.of_nodes(missing), guessed, obs)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.linear import FastLinear
-
-ROWS_AT_ONCE = 512  # on a CPU: what is worked on stays in a core's cache
 
 
 class QMixer(nn.Module):
@@ -33,12 +30,6 @@ class QMixer(nn.Module):
 
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
-        if state.is_cuda or len(state) <= ROWS_AT_ONCE:
-            return self._mix(agent_qs, state)
-        chunks = zip(agent_qs.split(ROWS_AT_ONCE), state.split(ROWS_AT_ONCE), strict=True)
-        return torch.cat([self._mix(*chunk) for chunk in chunks])
-
-    def _mix(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         made = self.first(state)
         for_w1, for_w2, b1, for_b2 = made.split(self.widths, dim=-1)
         w1 = self.weight1(F.relu(for_w1)).abs().view(-1, self.n_agents, self.embed_dim)
