@@ -1,12 +1,13 @@
 """Time one QMIX update at the sizes of SMAC's maps, beside PyMARL3's learner where a checkout of it is given.
 
     python benchmarks/qmix_update.py [--map 3m|5m_vs_6m|27m_vs_30m|all] [--precision float32|bf16]
-        [--peer PATH_OF_A_PYMARL3_CHECKOUT] [--updates 20] [--batch 128]
+        [--peer PATH_OF_A_PYMARL3_CHECKOUT] [--updates 20] [--batch 128] [--device cpu|cuda]
 
 Both learners get the same random episodes of ragged length (43 % of a padded batch is real), ready as each keeps them
 once sampled, several batches in turn. Each works in a process of its own, set up as its own runs are; they take turns.
-Times are CPU seconds of one thread, the ratio is the median of all rounds. Prints one JSON line for each map; without a
-checkout it tells the stored ratio.
+On a CPU the peer works a second time with our setting of the allocator (`peer_kept`), which is no part of it.
+Times are CPU seconds of one thread, on a GPU seconds until it is idle; ratios are medians over all rounds, with the
+quartiles as their spread. Prints one JSON line for each map; without a checkout it tells the stored ratio.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
 Episodes = list[dict[str, Tensor]]
-N_BATCHES = 4
+BATCHES = {"27m_vs_30m": 1}  # of the most agents, which take the most memory and time; 4 otherwise
+MOST_UPDATES = {"27m_vs_30m": 5}
+# What --peer measured at batch 128 on one core of an AMD EPYC 9004.
+STORED = {
+    ("3m", "float32"): 2.62, ("5m_vs_6m", "float32"): 2.56, ("27m_vs_30m", "float32"): 3.03,
+    ("3m", "bf16"): 2.68, ("5m_vs_6m", "bf16"): 2.84, ("27m_vs_30m", "bf16"): 4.36,
+}  # fmt: skip
 
 
 def info_of(name: str, n: int, m: int, state_dim: int, limit: int) -> EnvInfo:
@@ -80,17 +87,18 @@ def make_episodes(n_episodes: int, rng: np.random.Generator, info: EnvInfo = INF
     return episodes
 
 
-def ours(batches: list[Episodes], info: EnvInfo = INFO, **updates: Any) -> Callable[[int], object]:
+def ours(batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **updates: Any) -> Callable[[int], object]:
     """Return a function that does one update of packed batch number i."""
     config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **updates})
-    mac = NMAC(config, info, torch.device("cpu"))
-    learner = NQLearner(mac, config, info, Dist())
+    where = torch.device(device)
+    mac = NMAC(config, info, where)
+    learner = NQLearner(mac, config, info, Dist(device=where))
     learner.warm_up()
-    packed = [pack_episodes(episodes) for episodes in batches]
+    packed = [pack_episodes(episodes).to(where) for episodes in batches]
     return lambda i: learner.update(packed[i], episodes=0)
 
 
-def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO) -> Callable[[int], object]:
+def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu") -> Callable[[int], object]:
     """Return a function that does one update of PyMARL3's learner on the same episodes, padded as it keeps them."""
     sys.path.insert(0, str(path / "src"))
     PeerMAC = importlib.import_module("controllers.n_controller").NMAC
@@ -98,9 +106,14 @@ def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO) -> Callable
 
     padded = [_padded(episodes, info) for episodes in batches]
     args, groups = make_args(info), {"agents": info.n_agents}
+    args.use_cuda = device != "cpu"
     with contextlib.redirect_stdout(io.StringIO()):
         learner = PeerLearner(PeerMAC(padded[0].scheme, groups, args), padded[0].scheme, SimpleNamespace(), args)
     learner.log_stats_t = 0
+    if args.use_cuda:
+        learner.cuda()
+        for batch in padded:
+            batch.to(device)
 
     def update(i: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -142,43 +155,61 @@ def _padded(episodes: Episodes, info: EnvInfo) -> Any:
     return batch[:, : max(len(episode["reward"]) for episode in episodes)]
 
 
-def work(pipe: Connection, options: argparse.Namespace, info: EnvInfo, peer: bool) -> None:
-    """Do an update for every number that comes and answer with its CPU seconds; None ends: answer the peak in GB."""
+def work(pipe: Connection, options: argparse.Namespace, info: EnvInfo, name: str) -> None:
+    """Do an update for every number that comes and answer with its seconds; None ends: answer the peak in GB."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
-    batches = [make_episodes(options.batch, rng, info) for _ in range(N_BATCHES)]
-    if peer:
-        update = peers(options.peer, batches, info)
-    else:
+    batches = [make_episodes(options.batch, rng, info) for _ in range(n_batches(info))]
+    cuda = options.device == "cuda"
+    if name != "peer":
         keep_freed_memory()
-        update = ours(batches, info, precision=options.precision)
+    if name == "ours":
+        update = ours(batches, info, options.device, precision=options.precision)
+    else:
+        update = peers(options.peer, batches, info, options.device)
+    clock = time.perf_counter if cuda else time.process_time
     while (number := pipe.recv()) is not None:
-        start = time.process_time()
-        update(number % N_BATCHES)
-        pipe.send(time.process_time() - start)
-    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        start = clock()
+        update(number % len(batches))
+        if cuda:
+            torch.cuda.synchronize()
+        pipe.send(clock() - start)
+    held = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    pipe.send(held or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
-def measure(options: argparse.Namespace, info: EnvInfo) -> dict[str, float]:
-    """Return medians, peaks of memory and the ratio."""
+def n_batches(info: EnvInfo) -> int:
+    """Return the number of batches that take turns."""
+    return BATCHES.get(info.map_name, 4)
+
+
+def measure(options: argparse.Namespace, info: EnvInfo) -> dict[str, Any]:
+    """Return medians, peaks of memory and ratios."""
     spawn = multiprocessing.get_context("spawn")
     pipes = {}
-    for name in ["ours", "peer"] if options.peer else ["ours"]:
+    names = ["ours", "peer", "peer_kept"] if options.device == "cpu" else ["ours", "peer"]
+    for name in names if options.peer else ["ours"]:
         pipes[name], far = spawn.Pipe()
-        spawn.Process(target=work, args=(far, options, info, name == "peer"), daemon=True).start()
+        spawn.Process(target=work, args=(far, options, info, name), daemon=True).start()
     times: dict[str, list[float]] = {name: [] for name in pipes}
-    for number in range(-N_BATCHES, options.updates):
+    first, last = -n_batches(info), min(options.updates, MOST_UPDATES.get(info.map_name, options.updates))
+    for number in range(first, last):
         for name, pipe in pipes.items():
-            pipe.send(number + N_BATCHES)
+            pipe.send(number - first)
             seconds = pipe.recv()
             if number >= 0:
                 times[name].append(seconds)
-    result = {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
+    result: dict[str, Any] = {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
     for name, pipe in pipes.items():
         pipe.send(None)
         result[f"{name}_peak_gb"] = round(pipe.recv(), 2)
-    if options.peer:
-        result["ratio"] = round(statistics.median(b / a for a, b in zip(times["ours"], times["peer"], strict=True)), 2)
+    for name in list(times)[1:]:
+        ratios = [b / a for a, b in zip(times["ours"], times[name], strict=True)]
+        low, middle, high = (round(float(x), 2) for x in np.percentile(ratios, [25, 50, 75]))
+        result[f"ratio_to_{name}"] = middle
+        result[f"ratio_to_{name}_quartiles"] = [low, high]
+    if not options.peer and options.device == "cpu" and options.batch == 128:
+        result["stored_ratio_to_peer"] = STORED[info.map_name, options.precision]
     return result
 
 
@@ -190,9 +221,11 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="a checkout of PyMARL3")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     for name in MAPS if options.map == "all" else [options.map]:
-        row = {"work": f"qmix_update {name}", "precision": options.precision, "batch": options.batch}
+        row = {"work": f"qmix_update {name}", "device": options.device}
+        row |= {"precision": options.precision, "batch": options.batch}
         sys.stdout.write(json.dumps({**row, **measure(options, MAPS[name])}) + "\n")
         sys.stdout.flush()
 

@@ -1,12 +1,12 @@
 """Time one update of stage 3 at the sizes of 5m_vs_6m, which reads the reconstructions that playing stored.
 
     python benchmarks/stage3_update.py [--peer PATH_OF_THE_ORIGINAL] [--updates 5] [--batch 128] [--config omagd]
-        [--precision float32|bf16]
+        [--precision float32|bf16] [--device cpu|cuda]
 
 Rows: `n_graph_mac` (flat agent) and `gnn_graph_mac` with both readouts. The original runs its frozen transformer at
 every step of every update, too slow for 128 episodes: with --peer its learner takes one update each of 2 and of 6
 episodes, and the line through both gives its seconds at --batch. Its modules run unchanged. CPU seconds of one
-thread; medians of ours. Prints one JSON line for each row.
+thread, on a GPU seconds until it is idle; medians of ours. Prints one JSON line for each row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import io
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from graph_updates import INFO, LAYOUT, _say_nothing, _stand_in, cpu_seconds, make_episodes
+from graph_updates import INFO, LAYOUT, _say_nothing, _stand_in, make_episodes
 from qmix_update import _padded, make_args
 from torch import Tensor
 
@@ -73,24 +74,26 @@ def ours(row: str, options: argparse.Namespace, episodes: Episodes) -> Callable[
     """Return a function that does one update of the packed episodes with a stored guess for every unseen node."""
     changes = {"env_args.map_name": "5m_vs_6m", "precision": options.precision, **ROWS[row]}
     config = resolve(options.config, "skirmish", changes)
-    tokenizer = Tokenizer(config.tokenizer_config, LAYOUT)
+    device = torch.device(options.device)
+    dist = Dist(device=device)
+    tokenizer = Tokenizer(config.tokenizer_config, LAYOUT).to(device)
     sizes = config.mask_predictor_config, config.tokenizer_config.n_codes, LAYOUT, INFO.episode_limit
-    predictor = MaskPredictor(*sizes)
-    PredictorLearner(predictor, tokenizer, config, INFO, Dist())
+    predictor = MaskPredictor(*sizes).to(device)
+    PredictorLearner(predictor, tokenizer, config, INFO, dist)
     reconstructor = Reconstructor(tokenizer, predictor, config, INFO)
-    mac = MACS.get(config.mac)(config, INFO, torch.device("cpu"), reconstructor)
-    learner = LEARNERS.get(config.learner)(mac, config, INFO, Dist())
+    mac = MACS.get(config.mac)(config, INFO, device, reconstructor)
+    learner = LEARNERS.get(config.learner)(mac, config, INFO, dist)
     learner.warm_up()
     field = reconstructor.field
     for episode in episodes:
         shape = (len(episode["obs"]), INFO.n_agents, LAYOUT.n_nodes)
         tokens = torch.randint(config.tokenizer_config.n_codes, shape, dtype=torch.int16)
         episode[field] = torch.randn(episode["obs"].shape).half() if field == "recon" else tokens
-    batch = pack_episodes(episodes)
+    batch = pack_episodes(episodes).to(device)
     return lambda: learner.update(batch, episodes=0)
 
 
-def peers(path: Path, batches: list[Episodes]) -> list[Callable[[], object]]:
+def peers(path: Path, batches: list[Episodes], device: str) -> list[Callable[[], object]]:
     """Return functions that do one update each of the original's learner on the batches, padded as it keeps them."""
     _stand_in("loguru", logger=SimpleNamespace(info=_say_nothing, warning=_say_nothing, debug=_say_nothing))
     _stand_in("torchmetrics", aggregation=SimpleNamespace(MeanMetric=torch.nn.Module))
@@ -98,7 +101,13 @@ def peers(path: Path, batches: list[Episodes]) -> list[Callable[[], object]]:
     yaml = importlib.import_module("yaml").safe_load((path / "src/config/algs/omagd.yaml").read_text())
     component = (LAYOUT.move_dim, (6, LAYOUT.enemy_dim), (4, LAYOUT.ally_dim), LAYOUT.own_dim)
     of_graphs = {"recontructer_stage": "stage3", "obs_component": component, "n_enemies": 6, "n_allies": 4}
-    more = {"device": "cpu", "obs_shape": 55, "episode_limit": INFO.episode_limit, "evaluate": False}
+    more = {
+        "device": device,
+        "use_cuda": device != "cpu",
+        "obs_shape": 55,
+        "episode_limit": INFO.episode_limit,
+        "evaluate": False,
+    }
     args = SimpleNamespace(**{**yaml, **vars(make_args(INFO)), **of_graphs, **more})
     padded = [_padded(episodes, INFO) for episodes in batches]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -109,11 +118,26 @@ def peers(path: Path, batches: list[Episodes]) -> list[Callable[[], object]]:
     for one in (learner.mac, learner.target_mac):
         one.set_graph_reconstructer(learner.graph_reconstructer)
 
+    if device != "cpu":
+        learner.cuda()
+        for batch in padded:
+            batch.to(device)
+
     def update(batch: Any) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             learner.train(batch, 0, 0)
 
     return [lambda batch=batch: update(batch) for batch in padded]
+
+
+def seconds_of(work: Callable[[], object], device: str) -> float:
+    """Return the CPU seconds that one call takes, on a GPU those until it is idle."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    start = clock()
+    work()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return clock() - start
 
 
 def main() -> None:
@@ -124,31 +148,35 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--config", default="omagd")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     rng = np.random.default_rng(0)
     episodes = played_episodes(options.batch, rng)
     works = {row: ours(row, options, episodes) for row in ROWS}
-    theirs = peers(options.peer, [played_episodes(n, rng) for n in PEER_BATCHES]) if options.peer else []
+    few_episodes = [played_episodes(n, rng) for n in PEER_BATCHES]
+    theirs = peers(options.peer, few_episodes, options.device) if options.peer else []
     points = []
     for n, work in zip(PEER_BATCHES, theirs, strict=False):
-        points.append((n, cpu_seconds(work)))
+        points.append((n, seconds_of(work, options.device)))
     times: dict[str, list[float]] = {row: [] for row in works}
     for i in range(options.updates + 1):
         for row, work in works.items():
-            seconds = cpu_seconds(work)
+            seconds = seconds_of(work, options.device)
             if i:
                 times[row].append(seconds)
-    original = STORED
+    original = STORED if options.device == "cpu" else None
     if points:
         (few, fast), (many, slow) = points
         original = fast + (slow - fast) / (many - few) * (options.batch - few)
-    told = {"original_measured": [(n, round(s, 2)) for n, s in points], "original": round(original, 1)}
+    told: dict[str, Any] = {"original_measured": [(n, round(s, 2)) for n, s in points]}
     for row, seconds in times.items():
         median = statistics.median(seconds)
-        line = {"work": f"stage3_update {row}", "precision": options.precision, "batch": options.batch}
-        result = {"ours": round(median, 4), **told, "ratio": round(original / median)}
+        line = {"work": f"stage3_update {row}", "device": options.device, "precision": options.precision}
+        result = {"batch": options.batch, "ours": round(median, 4), **told}
+        if original is not None and (points or options.batch == 128):
+            result |= {"original": round(original, 1), "ratio": round(original / median)}
         sys.stdout.write(json.dumps({**line, **result}) + "\n")
 
 

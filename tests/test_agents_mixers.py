@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from q_toys import INFO, SMALL, random_episode, toy_config
+from q_toys import INFO, SMALL, make_learner, random_episode, toy_config
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -169,7 +170,7 @@ def test_input_layer_equals_a_linear_over_one_hots(ids, actions):
 
 def adam_step(layer):
     layer(torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
-    torch.optim.Adam(layer.parameters(), lr=0.1, fused=True).step()
+    torch.optim.Adam(layer.parameters(), lr=0.1, foreach=False).step()
 
 
 def other_bias(layer):
@@ -202,6 +203,21 @@ def test_input_layer_acts_on_the_weights_that_were_written_last(write):
     for got, wanted in zip(act(features), (plain, plain.relu()), strict=True):
         torch.testing.assert_close(got, wanted)
     assert layer.weight.dtype == torch.float64 or (before - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("agent", ["n_rnn", "gnn_rnn"])
+def test_acting_follows_every_update(agent):
+    mac = {"mac": "gnn_graph_mac"} if agent == "gnn_rnn" else {}
+    learner = make_learner(toy_config(agent=agent, lr=0.1, **mac))
+    mac, batch = learner.mac, pack_episodes([random_episode(i, 4) for i in range(3)])
+    for _ in range(3):
+        mac.begin(3)
+        inputs, _ = mac._look(batch["obs"][:3].numpy(), np.zeros(3))
+        with torch.inference_mode():
+            acted = torch.from_numpy(mac._values(inputs, None))
+        learned, _ = mac.agent.step(inputs, mac.agent.init_hidden(3))
+        torch.testing.assert_close(acted, learned.detach())
+        learner.update(batch, episodes=0)
 
 
 @pytest.mark.parametrize("name", MIXERS.names())

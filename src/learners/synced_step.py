@@ -109,5 +109,7 @@ class SyncedStep:
             if before_step is not None:
                 before_step()
             self.optimizer.step()
+            # torch's fused optimizers write without saying so; what is kept while acting is renewed by these counters.
+            torch.autograd.graph.increment_version(self._parameters)
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(stepped, loss, grad_norm.detach(), stats)

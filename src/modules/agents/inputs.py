@@ -85,8 +85,8 @@ class InputLinear(nn.Linear):
             index = index + torch.arange(self.n_agents, device=index.device) * (n_actions + 1)
         if not torch.is_inference_mode_enabled():
             return *self._tables(), index
-        # While acting, tables stay the same from tick to tick until the weights are written: by an optimizer, by
-        # loading or by moving them. (Only writing into `weight.data` goes unnoticed; nothing here does that.)
+        # While acting, tables stay the same from tick to tick until the weights are written, moved or exchanged. What
+        # does not count its writing (`weight.data`, torch's fused optimizers) must do so: see `SyncedStep`.
         state = (self.weight._version, self.bias._version, self.weight.data_ptr())
         if self._kept is None or self._kept[0] != state:
             self._kept = (state, *self._tables())
