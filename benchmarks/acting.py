@@ -1,7 +1,7 @@
-"""What reconstruction costs while acting, and what its size buys: rollouts of stage 3 on skirmish.
+"""What reconstruction costs while acting, and what its size buys: rollouts of stage 3 on skirmish or SMAX.
 
     python benchmarks/acting.py [--map 5m_vs_6m] [--slots 16 64] [--sizes published small] [--acting-precision bf16]
-    python benchmarks/acting.py --table [--updates 100]
+    python benchmarks/acting.py --table [--env smax] [--updates 100]
 
 Plays the same battles (scripted players with random actions mixed in, whose own time is left out) with three
 controllers that take turns: without reconstruction; reconstructing only what is missing; and reconstructing every agent
@@ -46,7 +46,7 @@ from omagd.utils.packing import PackedBatch
 
 SMALL = {"last_seen": True, "code_features": True, "dropout": 0.0}
 # d_model, n_layers, n_heads, feedforward_dim
-TABLE = [(16, 1, 2, 32), (32, 1, 2, 64), (32, 2, 2, 64), (64, 1, 4, 128), (64, 2, 4, 128), (128, 3, 4, 256)]
+TABLE = [(32, 1, 2, 64), (48, 1, 1, 96), (64, 1, 2, 64), (64, 1, 4, 128), (64, 2, 4, 128), (128, 3, 4, 256)]
 CPU = torch.device("cpu")
 
 
@@ -113,7 +113,7 @@ def configured(arguments: argparse.Namespace, slots: int, **predictor: Any) -> C
     changes = {f"mask_predictor_config.{name}": value for name, value in predictor.items()}
     changes |= {"env_args.map_name": arguments.map, "batch_size_run": slots}
     changes |= {"acting_precision": arguments.acting_precision, "tokenizer_config.n_codes": arguments.codes}
-    return resolve("omagd_small", "skirmish", changes)
+    return resolve("omagd_small", arguments.env, changes)
 
 
 def modules(config: Config, info: EnvInfo, tokenizer: Tokenizer | None = None) -> tuple[Tokenizer, MaskPredictor]:
@@ -154,7 +154,7 @@ def ratio(speeds: dict[str, list[float]], ours: str, rival: str) -> float:
 def compare(arguments: argparse.Namespace) -> None:
     """Print the speeds of the three controllers at the chosen sizes."""
     for size in arguments.sizes:
-        sizes = resolve("omagd" if size == "published" else "omagd_small", "skirmish", {}).mask_predictor_config
+        sizes = resolve("omagd" if size == "published" else "omagd_small", arguments.env, {}).mask_predictor_config
         codes = arguments.codes
         arguments.codes = 1024 if size == "published" else codes
         for slots in arguments.slots:
@@ -244,6 +244,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="accuracy against cost of several sizes")
+    parser.add_argument("--env", choices=["skirmish", "smax"], default="skirmish")
     parser.add_argument("--map", default="5m_vs_6m")
     parser.add_argument("--slots", type=int, nargs="+", default=[16])
     parser.add_argument("--sizes", nargs="+", choices=["published", "small"], default=["published", "small"])

@@ -7,9 +7,12 @@ import pytest
 import torch
 from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
 
+from omagd.controllers.graph_mac import NGraphMAC
+from omagd.controllers.types import Tick
+from omagd.envs.protocol import Observation
 from omagd.modules.graph_reconstructers import frozen
 from omagd.modules.graph_reconstructers.columns import Columns
-from omagd.modules.graph_reconstructers.frozen import FrozenLinear, FrozenPredictor
+from omagd.modules.graph_reconstructers.frozen import FrozenLinear, FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import alive, nodes_to_obs, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
@@ -70,6 +73,29 @@ def test_large_attention_scores_do_not_overflow() -> None:
     frames, masked = random_frames(predictor)
     got = FrozenPredictor(predictor).logits(frames, masked.flatten().nonzero().flatten())
     assert got.isfinite().all() and torch.allclose(got, predictor(frames, masked), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_attention_by_numpy_is_attention(safe: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 7, 2, 5, 4).unbind()
+    joined = torch.cat([query, key, value, torch.ones(7, 2, 5, 1)], dim=-1)
+    wanted = ((query @ key.transpose(2, 3)).softmax(-1) @ value).transpose(1, 2).reshape(35, 8)
+    laid_out = joined.transpose(1, 2).contiguous().transpose(1, 2)
+    for mix in (frozen._mix, frozen._mix_by_numpy):
+        assert torch.allclose(mix(laid_out, safe), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("distance", ["l2", "cosine"])
+def test_the_frozen_tokenizer_is_the_trained_one(distance: str) -> None:
+    tokenizer = toy_modules(toy_config(tokenizer_config__distance=distance, tokenizer_config__dropout=0.5))[0].eval()
+    with torch.no_grad():
+        for weight in tokenizer.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+        tokenizer.place(torch.arange(12), tokenizer.encode(torch.randn(12, LAYOUT.node_dim)), 1.0)
+    nodes = torch.randn(500, LAYOUT.node_dim)
+    ids = FrozenTokenizer(tokenizer)(nodes)
+    assert torch.equal(ids, tokenizer.ids(nodes)) and len(ids.unique()) > 6
 
 
 def test_bf16_guesses_are_near() -> None:
@@ -147,3 +173,34 @@ def reconstructor_step(reconstructor: Reconstructor, obs: torch.Tensor) -> torch
     """Return what the first tick of one slot looks like."""
     reconstructor.begin(1)
     return reconstructor.step(obs, np.zeros(1, np.int64)).obs
+
+
+def test_a_controller_in_turns_does_what_it_does_for_all() -> None:
+    """What the other slots show may be half written: it is never read."""
+    config = toy_config(mask_predictor_config__decode="argmax")
+    macs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        reconstructor = Reconstructor(*toy_modules(config), config, INFO)
+        macs.append(NGraphMAC(config, INFO, torch.device("cpu"), reconstructor))
+        macs[-1].begin(4)
+    together, turns = macs
+    assert turns.acts_in_parts
+    shown = torch.stack([toy_episodes(1, seed=50 + i, longest=1)[0]["obs"] for i in range(16)], 1).numpy()
+    first = np.array([True, False, False, True])
+    for step, obs in enumerate(shown.reshape(-1, 4, *shown.shape[2:])):
+        whole = together.act(_tick(obs, step, np.ones(4, bool)), None)
+        for which in (first, ~first):
+            broken = np.where(which[:, None, None], obs, np.float32("nan"))
+            part = turns.act(_tick(broken, step, which), None)
+            assert (part.actions[which] == whole.actions[which]).all()
+            assert (part.extras["tokens"][which] == whole.extras["tokens"][which]).all()
+        assert torch.allclose(turns.snapshot()["hidden"], together.snapshot()["hidden"], atol=1e-6)
+        assert turns.snapshot()["history"]["past"].equal(together.snapshot()["history"]["past"])
+    assert turns.reconstructor.frames == together.reconstructor.frames > 0
+
+
+def _tick(obs: np.ndarray, step: int, active: np.ndarray) -> Tick:
+    avail = np.ones((len(obs), INFO.n_agents, INFO.n_actions), bool) & active[:, None, None]
+    seen = Observation(obs=obs, state=np.zeros((len(obs), INFO.state_dim), np.float32), avail_actions=avail)
+    return Tick(seen, np.full(len(obs), step), active)

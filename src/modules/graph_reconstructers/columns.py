@@ -6,6 +6,7 @@ Shapes: N nodes, D features.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from omagd.config.env_info import EntityLayout
@@ -30,9 +31,11 @@ class Columns:
         place[source] = torch.arange(len(source))
         self._place = place[2:].to(device)
         self._node = self._place // layout.node_dim
-        member = torch.nn.functional.one_hot(self._node, layout.n_nodes).float()
-        member[:, 0] = 1.0  # the agent itself is seen by every living observer
-        self._member = member.to(device)
+        # Rows beyond the nodes make the product a fast one.
+        member = torch.zeros((-(-layout.n_nodes // 16) * 16, layout.obs_dim), device=device)
+        member[self._node, torch.arange(layout.obs_dim)] = 1.0
+        member[0] = 1.0  # the agent itself is seen by every living observer
+        self._member = member
 
     def nodes(self, obs: Tensor) -> Tensor:
         """Return what `obs_to_nodes` does: [..., N, D] of observations [..., obs_dim]."""
@@ -50,5 +53,5 @@ class Columns:
 
     def sight(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return which nodes are seen and which are missing, [..., N] bool each; dead observers have neither."""
-        seen = (obs.abs().to(self._member.dtype) @ self._member) > 0
+        seen = F.linear(obs.abs().to(self._member.dtype), self._member)[..., : self._n_nodes] > 0
         return seen, seen[..., :1] & ~seen

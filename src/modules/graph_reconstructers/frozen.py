@@ -5,7 +5,6 @@ Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU),
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
@@ -135,11 +134,15 @@ def _exp(x: Tensor) -> Tensor:
 
 
 class FrozenTokenizer:
-    """What `Tokenizer.ids` does in eval mode, to rounding; a copy, blind to later changes of its weights."""
+    """What `Tokenizer.ids` does in eval mode, to rounding; to be made anew when its weights change."""
 
     @torch.no_grad()
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._layers = [copy.deepcopy(layer) for layer in tokenizer.encoder if not isinstance(layer, nn.Dropout)]
+        *hidden, last = [layer for layer in tokenizer.encoder if isinstance(layer, nn.Linear)]
+        norms = [FrozenNorm(layer) for layer in tokenizer.encoder if isinstance(layer, nn.LayerNorm)]
+        linears = [FrozenLinear(layer.weight, layer.bias) for layer in hidden]
+        self._layers = list(zip(linears, norms, strict=True))
+        self._last = FrozenLinear(last.weight, last.bias)
         # argmin |z - c|² = argmax z·c - |c|²/2; the length of z does not matter where all codes have length one.
         self._codes = tokenizer.codebook.t().contiguous()
         cosine = tokenizer.config.distance == "cosine"
@@ -148,14 +151,14 @@ class FrozenTokenizer:
     @torch.inference_mode()
     def __call__(self, nodes: Tensor) -> Tensor:
         """Return the ids [M] of nodes [M, D]."""
-        x = nodes.to(self._codes.dtype)
-        for layer in self._layers:
-            x = layer(x)
-        return first_largest(torch.addmm(self._bias, x, self._codes))
+        x = nodes
+        for linear, norm in self._layers:
+            x = norm(linear(x).relu_())
+        return first_largest(torch.addmm(self._bias, self._last(x), self._codes))
 
 
 class FrozenPredictor:
-    """What `MaskPredictor` guesses in eval mode, to rounding; a copy, blind to later changes of its weights.
+    """What `MaskPredictor` guesses in eval mode, to rounding; to be made anew when its weights change.
 
     Args:
         predictor: trained. bf16: whether the transformer's products are taken in bf16 on a CPU, the head's are not.
@@ -232,14 +235,15 @@ class FrozenPredictor:
         return x
 
     def _through_gru(self, ids: Tensor) -> Tensor:
+        assert self._gru is not None
         n_frames, k, n_nodes = ids.shape
         flat = F.embedding(ids, self._tokens).transpose(1, 2).reshape(n_frames * n_nodes, k, -1)
         return self._gru(flat)[1][0]
 
     def _guess(self, logits: Tensor) -> Guess:
-        """Return what `MaskPredictor.guess` does; ids are left out (-1) where features are means."""
+        """Do what `MaskPredictor.guess` does, using the logits up; ids are left out (-1) where features are means."""
         dim = self._table.shape[1]
-        share = _exp(logits - logits.amax(-1, keepdim=True))
+        share = _exp(logits.sub_(logits.amax(-1, keepdim=True)))
         sums = F.linear(share, self._decode)
         total = sums[:, dim]
         absent = sums[:, dim + 1] > 0.5 * total
