@@ -178,8 +178,8 @@ def test_the_published_component_tuple_becomes_a_layout():
 # --- what follows starts processes
 
 
-def _named_segments(names: list[str]) -> list[str]:
-    return [name for name in names if Path("/dev/shm", name.lstrip("/")).exists()]
+def _left_in_shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*")}
 
 
 def _running(pid: int) -> bool:
@@ -204,10 +204,11 @@ def _pids(env: ProcessEnvs) -> list[int]:
 
 @pytest.mark.processes
 def test_workers_tell_exactly_what_this_process_would_and_leave_nothing():
+    before = _left_in_shared_memory()
     env = ProcessEnvs(Walk, WalkArgs(), 3, name="walk")
     try:
         pids = _pids(env)
-        assert not _named_segments([segment.name for segment in env._workers.segments])
+        assert _left_in_shared_memory() <= before
         serial = SerialEnvs(Walk, WalkArgs(), 3, name="walk")
         assert env.info == serial.info
         told, expected = _record(env, 30), _record(serial, 30)
@@ -216,7 +217,7 @@ def test_workers_tell_exactly_what_this_process_would_and_leave_nothing():
             assert one.keys() == other.keys()
             for key in one:
                 np.testing.assert_array_equal(one[key], other[key], err_msg=key)
-        assert env.get_stats() == serial.get_stats()
+        assert env.get_stats() == {**serial.get_stats(), "worker_restarts": 0}
         with pytest.raises(NotImplementedError):
             env.save_replay("somewhere")
     finally:
@@ -244,19 +245,6 @@ def test_a_mistake_of_the_user_arrives_as_one():
         ProcessEnvs(Walk, WalkArgs(broken="user"), 2)
 
 
-@pytest.mark.processes
-def test_a_killed_worker_is_noticed_at_once():
-    env = ProcessEnvs(Walk, WalkArgs(), 2)
-    pids = _pids(env)
-    env.reset(_all(env), np.arange(2))
-    os.kill(pids[0], signal.SIGKILL)
-    begin = time.monotonic()
-    with pytest.raises(EnvWorkerError, match="worker 0 died"):
-        env.step(np.zeros((2, N), int), _all(env))
-    assert time.monotonic() - begin < 5
-    assert _gone(pids)
-
-
 HOST = """
     import sys, time
     import numpy as np
@@ -267,7 +255,7 @@ HOST = """
         env = ProcessEnvs(Walk, WalkArgs(limit=10**9), 2)
         everywhere = np.ones(2, bool)
         env.reset(everywhere, np.arange(2))
-        print(env._workers.segments[0].name, *[process.pid for process in env._workers.processes], flush=True)
+        print(*[process.pid for process in env._workers.processes], flush=True)
         try:
             while True:
                 env.step(np.zeros((2, 2), int), everywhere)
@@ -283,6 +271,7 @@ def test_workers_end_with_their_parent(tmp_path, how):
     script = tmp_path / "host.py"
     script.write_text(textwrap.dedent(HOST))
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    before = _left_in_shared_memory()
     host = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
@@ -291,12 +280,11 @@ def test_workers_end_with_their_parent(tmp_path, how):
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,
     )
-    segment, *words = host.stdout.readline().split()
-    pids = [int(word) for word in words]
+    pids = [int(word) for word in host.stdout.readline().split()]
     assert len(pids) == 2 and all(map(_running, pids))
     # Ctrl-C reaches everyone in the terminal; a kill reaches the parent only.
     (os.killpg if how == signal.SIGINT else os.kill)(host.pid, how)
     _, complaints = host.communicate(timeout=20)
     assert _gone(pids)
-    assert not _named_segments([segment])
+    assert _left_in_shared_memory() <= before
     assert complaints.count("Traceback") == (1 if how == signal.SIGINT else 0), complaints

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 
@@ -10,15 +12,22 @@ def random_actions(avail_actions: np.ndarray, rng: np.random.Generator) -> np.nd
     return np.where(avail_actions, rng.random(avail_actions.shape), -1.0).argmax(-1)
 
 
+@lru_cache(maxsize=64)
+def _first_actions(n_slots: int, n_agents: int, n_actions: int) -> np.ndarray:
+    """Return [B, n] the place of each agent's action 0 in a flattened mask."""
+    return n_actions * np.arange(n_slots * n_agents).reshape(n_slots, n_agents)
+
+
 def require_available(name: str, avail_actions: np.ndarray, actions: np.ndarray, active: np.ndarray) -> None:
     """Raise ValueError unless every action of the active slots is available.
 
     avail_actions: [B, n, A] bool. actions: [B, n] int. active: [B] bool.
     """
-    n_actions = avail_actions.shape[-1]
-    inside = (actions >= 0) & (actions < n_actions)
-    chosen = np.take_along_axis(avail_actions, np.clip(actions, 0, n_actions - 1)[..., None], -1)[..., 0]
-    wrong = np.argwhere(~(inside & chosen) & active[:, None])
+    allowed = avail_actions.reshape(-1).take(_first_actions(*avail_actions.shape) + actions, mode="clip")
+    allowed &= actions.astype(np.uint64) < avail_actions.shape[-1]  # negative numbers become huge ones
+    if allowed.all():
+        return
+    wrong = np.argwhere(~allowed & active[:, None])
     if len(wrong):
         slot, agent = (int(v) for v in wrong[0])
         raise ValueError(f"{name}: slot {slot}, agent {agent}: action {int(actions[slot, agent])} is not available")

@@ -102,6 +102,7 @@ class ManyEnvs(BatchedEnv):
             reward=np.where(active, self._arrays["reward"], np.float32(0.0)),
             terminated=terminated,
             truncated=self._arrays["truncated"] & active,
+            lost=self._arrays["lost"] & active,
             info=self._episode_info(terminated) if terminated.any() else {},
         )
 
@@ -153,14 +154,22 @@ class ManyEnvs(BatchedEnv):
         return random_actions(self._arrays["avail"], rng)
 
     def get_stats(self) -> dict[str, float]:
-        """Return the counters summed over the slots; a name that ends in "_rate" is averaged."""
-        each = self._ask(worker.STATS)
+        """Return the counters summed over the slots; "_rate" ends names that are averaged, "_build" the largest."""
+        each = [stats or {} for stats in self._ask(worker.STATS)]
         names = dict.fromkeys(name for stats in each for name in stats)
         total = {name: sum(stats.get(name, 0.0) for stats in each) for name in names}
-        return {name: value / len(each) if name.endswith("_rate") else value for name, value in total.items()}
+        for name in names:
+            if name.endswith("_rate"):
+                total[name] /= len(each)
+            elif name.endswith("_build"):
+                total[name] = max(stats.get(name, 0.0) for stats in each)
+        return total
 
     def save_replay(self, folder: str) -> None:
-        """Let each environment write its replay where its own arguments say. Errors: NotImplementedError."""
+        """Let each environment write its replay, into `folder` or where it was told. Errors: NotImplementedError."""
+        path = np.frombuffer(folder.encode()[: worker.MAX_PATH], np.uint8)
+        self._arrays["folder"][:] = 0
+        self._arrays["folder"][: len(path)] = path
         if worker.UNSUPPORTED in self._ask(worker.REPLAY):
             super().save_replay(folder)
 
@@ -212,31 +221,42 @@ class BatchedAsSingle(MultiAgentEnv):
         self._more_info = dict(more_info or {})
         self._rng = np.random.default_rng(0)
         self._slot = np.ones(1, bool)
+        self._seen: Observation | None = None
 
     def reset(self, seed: int | None = None) -> None:
         """Start an episode; without a seed, the next one of a fixed stream."""
+        self._seen = None
         chosen = int(self._rng.integers(2**62)) if seed is None else seed
         self.env.reset(self._slot, np.array([chosen], np.int64))
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play [n] actions; `episode_limit` in the info means truncated, as PyMARL reads it."""
+        self._seen = None
         result = self.env.step(np.asarray(actions)[None], self._slot)
         info = {name: values[0].item() for name, values in result.info.items()}
         info["episode_limit"] = bool(result.truncated[0])
+        if result.lost[0]:
+            info["lost"] = 1
         return float(result.reward[0]), bool(result.terminated[0]), info
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32."""
-        seen = self.env.observe(full=no_range_limit)
-        return (seen.full_obs if seen.full_obs is not None else seen.obs)[0].copy()
+        seen = self._look(full=no_range_limit)
+        return (seen.full_obs if no_range_limit and seen.full_obs is not None else seen.obs)[0].copy()
 
     def get_state(self) -> np.ndarray:
         """Return [state_dim] float32."""
-        return self.env.observe().state[0].copy()
+        return self._look().state[0].copy()
 
     def get_avail_actions(self) -> np.ndarray:
         """Return [n, A] bool."""
-        return self.env.observe().avail_actions[0].copy()
+        return self._look().avail_actions[0].copy()
+
+    def _look(self, full: bool = False) -> Observation:
+        """Return what this moment shows, computed once."""
+        if self._seen is None or (full and self._seen.full_obs is None):
+            self._seen = self.env.observe(full=full)
+        return self._seen
 
     def get_env_info(self) -> dict[str, Any]:
         """Return the field's dictionary; the entries on entities only where there is a layout."""
@@ -262,6 +282,10 @@ class BatchedAsSingle(MultiAgentEnv):
     def get_stats(self) -> dict[str, float]:
         """Return counters."""
         return self.env.get_stats()
+
+    def save_replay(self, folder: str = "") -> None:
+        """Write a replay into `folder`."""
+        self.env.save_replay(folder)
 
     def close(self) -> None:
         """Release everything."""

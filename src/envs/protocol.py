@@ -6,7 +6,7 @@ Shapes: B battle slots, n agents, A actions. Arrays are NumPy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,12 +41,20 @@ class StepResult:
         terminated: [B] bool, the episode is over (any reason).
         truncated: [B] bool, it is over only because of the step limit and the target shall bootstrap.
         info: per-episode results, meaningful where `terminated`: name -> [B] array ("battle_won", "dead_allies", ...).
+        lost: [B] bool, where `terminated`: the episode is void, because what played it has died; drop its rows and do
+            not count it. By default none is.
     """
 
     reward: np.ndarray
     terminated: np.ndarray
     truncated: np.ndarray
     info: dict[str, np.ndarray]
+    lost: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+
+    def __post_init__(self) -> None:
+        """Fill in `lost` where it was left out."""
+        if self.lost.size == 0:
+            self.lost = np.zeros(len(self.reward), bool)
 
 
 class BatchedEnv(ABC):
@@ -121,7 +129,10 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
-        """Play [n] actions; return reward, terminated, info (`battle_won`, `episode_limit`, ...)."""
+        """Play [n] actions; return reward, terminated, info (`battle_won`, `episode_limit`, ...).
+
+        An episode that cannot go on because the world itself has died is terminated with `lost` = 1 in the info.
+        """
 
     @abstractmethod
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
@@ -143,8 +154,8 @@ class MultiAgentEnv(ABC):
         """Return counters."""
         return {}
 
-    def save_replay(self) -> None:
-        """Write a replay."""
+    def save_replay(self, folder: str = "") -> None:
+        """Write a replay of the last episodes into `folder`, or where the environment's own arguments say."""
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027

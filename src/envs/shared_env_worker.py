@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import numbers
 import os
 import pickle
@@ -17,12 +18,12 @@ import struct
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from omagd.config.env_info import EnvInfo
+from omagd.envs.nameless_memory import NamelessMemory
 from omagd.envs.protocol import MultiAgentEnv
 from omagd.utils.errors import UserError
 
@@ -34,6 +35,7 @@ DONE, UNSUPPORTED, FACTS, NAMES, STATS_ARE, FAILED = b".", b"u", b"i", b"n", b"g
 NOTE = struct.Struct("<II")
 
 MAX_INFO = 32
+MAX_PATH = 4096
 _PR_SET_PDEATHSIG = 1
 
 Specs = dict[str, tuple[tuple[int, ...], str]]
@@ -51,10 +53,12 @@ def array_specs(info: EnvInfo, n_slots: int) -> Specs:
         "reward": ((b,), "float32"),
         "terminated": ((b,), "bool"),
         "truncated": ((b,), "bool"),
+        "lost": ((b,), "bool"),
         "info": ((b, MAX_INFO), "float64"),
         "actions": ((b, n), "int64"),
         "seeds": ((b,), "int64"),
         "want_full": ((1,), "bool"),
+        "folder": ((MAX_PATH,), "uint8"),
         "orders": ((b,), "uint8"),
     }
 
@@ -74,7 +78,7 @@ def total_size(specs: Specs) -> int:
     return _offsets(specs)[1]
 
 
-def array_views(buffer: memoryview | bytearray, specs: Specs) -> Arrays:
+def array_views(buffer: mmap.mmap | bytearray, specs: Specs) -> Arrays:
     """Return the arrays that lie in `buffer`."""
     offsets, _ = _offsets(specs)
     return {name: np.ndarray(shape, dtype, buffer, offsets[name]) for name, (shape, dtype) in specs.items()}
@@ -105,10 +109,10 @@ class SlotPlayer:
         elif order == SHOW_FULL:
             self.show_full()
         elif order == STATS:
-            self._tell(STATS_ARE, {k: float(v) for k, v in self.env.get_stats().items()})
+            self._tell(STATS_ARE, {k: float(v) for k, v in (self.env.get_stats() or {}).items()})
         elif order == REPLAY:
             try:
-                self.env.save_replay()
+                self.env.save_replay(bytes(self.arrays["folder"]).rstrip(b"\0").decode())
             except NotImplementedError:
                 self._tell(UNSUPPORTED, None)
 
@@ -132,6 +136,7 @@ class SlotPlayer:
         arrays["reward"][slot] = reward
         arrays["terminated"][slot] = terminated
         arrays["truncated"][slot] = bool(terminated) and bool(info.get("episode_limit", False))
+        arrays["lost"][slot] = bool(terminated) and bool(info.get("lost", False))
         if info:
             self._write_info(info)
         elif self.info_names:
@@ -150,11 +155,11 @@ class SlotPlayer:
             self.show_full()
 
     def _write_info(self, info: dict[str, Any]) -> None:
-        """Write the numbers of `info`, each name in a column of its own, and leave out what is no number."""
+        """Write the numbers of `info`, each name in a column of its own; leave out what is no number, and `lost`."""
         known = len(self.info_names)
         self._info[:] = 0.0
         for name, value in info.items():
-            if not isinstance(value, (numbers.Number, np.generic)):
+            if name == "lost" or not isinstance(value, (numbers.Number, np.generic)):
                 continue
             if name not in self.info_names:
                 if len(self.info_names) == MAX_INFO:
@@ -213,43 +218,52 @@ def _work_on(conn: Connection, wake: int, done: int, number: int, players: list[
         os.write(done, NOTE.pack(number, told))
 
 
-def work(
-    conn: Connection, wake: Connection, done: Connection, number: int, slots: range, parent_pid: int, payload: bytes
-) -> None:
+class Links(NamedTuple):
+    """A worker's ends of what connects it: words, bytes that wake it, the pipe for its notes, the shared arrays."""
+
+    conn: Connection
+    wake: Connection
+    done: Connection
+    memory: NamelessMemory
+
+    def close(self) -> None:
+        """Let go of all."""
+        for end in self:
+            end.close()
+
+
+def work(links: Links, number: int, slots: range, parent_pid: int, payload: bytes, specs: Specs | None) -> None:
     """Host the environments of `slots` until the parent says so or is gone. number: of this worker.
 
-    Setup: send the environment's facts, receive the shared segment's name and layout, answer DONE. Then follow the
-    orders in the shared arrays, one note for each byte that wakes.
+    Setup, where `specs` are not known yet: send the environment's facts, receive the arrays' layout, answer DONE. Then
+    follow the orders in the shared arrays, one note for each byte that wakes.
     """
     follow_parent(parent_pid)
     _give_way()
     envs: list[MultiAgentEnv] = []
-    segment: SharedMemory | None = None
     players: list[SlotPlayer] = []
     try:
         env_cls, args = pickle.loads(payload)
         envs += [env_cls(args) for _ in slots]
-        conn.send_bytes(FACTS + pickle.dumps(envs[0].get_env_info()))
-        name, specs = pickle.loads(conn.recv_bytes())
-        segment = SharedMemory(name)
-        arrays = array_views(segment.buf, specs)
+        first = specs is None
+        if specs is None:
+            links.conn.send_bytes(FACTS + pickle.dumps(envs[0].get_env_info()))
+            specs = pickle.loads(links.conn.recv_bytes())
+        arrays = array_views(links.memory.map(), specs)
         players += [SlotPlayer(env, slot, arrays) for env, slot in zip(envs, slots, strict=True)]
-        conn.send_bytes(DONE)
+        if first:
+            links.conn.send_bytes(DONE)
         del arrays
-        _work_on(conn, wake.fileno(), done.fileno(), number, players)
+        _work_on(links.conn, links.wake.fileno(), links.done.fileno(), number, players)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # The parent is gone: nobody is left to tell.
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
         with contextlib.suppress(OSError):
-            conn.send_bytes(_describe(error))
-            os.write(done.fileno(), NOTE.pack(number, 1))
+            links.conn.send_bytes(_describe(error))
+            os.write(links.done.fileno(), NOTE.pack(number, 1))
     finally:
         for player in players:
             player.let_go()
         for env in envs:
             env.close()
-        if segment is not None:
-            with contextlib.suppress(BufferError):  # an error on its way up may still hold a view
-                segment.close()
-        for end in (conn, wake, done):
-            end.close()
+        links.close()

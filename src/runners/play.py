@@ -23,13 +23,15 @@ class Rollout:
 
     Attributes:
         episodes: in order of their last tick, then of their slot; empty unless they were kept.
-        n_episodes: how many came to their end. steps: environment steps that were played.
+        n_episodes: how many came to their end. steps: environment steps of these.
+        lost: episodes that are void, because what played them has died. Nothing else here counts them or their steps.
         stats: name -> (sum, count) over episodes: return, ep_length and the results that the environment reports.
     """
 
     episodes: list[Episode] = field(default_factory=list)
     n_episodes: int = 0
     steps: int = 0
+    lost: int = 0
     stats: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def count(self, name: str, value: float) -> None:
@@ -138,6 +140,7 @@ class Play:
         counted = {
             "n_episodes": self.rollout.n_episodes,
             "steps": self.rollout.steps,
+            "lost": self.rollout.lost,
             "stats": dict(self.rollout.stats),
         }
         return {"clock": self.clock.snapshot(), "results": dict(self._results), "rows": rows, "counted": counted}
@@ -193,7 +196,6 @@ class Play:
             self.recorder.got(slots, clock.step[slots], reward, terminal)
         clock.reward[slots] += reward
         clock.step[slots] += 1
-        self.rollout.steps += len(slots)
         ended = result.terminated & stepped
         if (clock.step >= self.info.episode_limit).any() and (
             stepped & ~ended & (clock.step >= self.info.episode_limit)
@@ -201,9 +203,21 @@ class Play:
             limit = self.info.episode_limit
             raise RuntimeError(f"{self.info.name}: an episode goes on after its limit of {limit} steps")
         if ended.any():
+            lost = ended & result.lost
+            if lost.any():
+                self._replace(lost)
+                ended &= ~lost
             clock.playing &= ~ended
             clock.closing |= ended
             self._keep_results(ended, result)
+
+    def _replace(self, lost: np.ndarray) -> None:
+        """Forget the episodes of the slots `lost` [B] bool; each begins another one at once."""
+        self.rollout.lost += int(lost.sum())
+        self.env.reset(lost, self.seeds.draw(lost))
+        self.policy.reset(lost)
+        self.clock.step[lost] = 0
+        self.clock.reward[lost] = 0.0
 
     def _keep_results(self, ended: np.ndarray, result: StepResult) -> None:
         """Keep what the environment reports of the episodes of the slots `ended` until they are counted."""
@@ -215,6 +229,7 @@ class Play:
         clock, rollout = self.clock, self.rollout
         for slot in np.flatnonzero(closing).tolist():
             rollout.n_episodes += 1
+            rollout.steps += int(clock.step[slot])
             rollout.count("return", clock.reward[slot])
             rollout.count("ep_length", clock.step[slot])
             for name, value in self._results.pop(slot).items():

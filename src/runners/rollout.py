@@ -27,6 +27,7 @@ class Runner:
 
     Attributes:
         halves: whether to decide for half of the slots while the others step, where environment and policy can.
+        lost: episodes that were void, and replaced, since this was made.
     """
 
     def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
@@ -35,6 +36,7 @@ class Runner:
         self.info = info
         self.stream = stream
         self.halves = config.act_in_halves
+        self.lost = 0
         self._recorders: dict[bool, Recorder] = {}
 
     @staticmethod
@@ -58,6 +60,7 @@ class Runner:
                 closing row too. `active` of its ticks includes those slots; their actions are not played.
             explore: None to act greedily. full_obs: record `full_obs`. keep: return the episodes, or the stats alone.
 
+        An episode that the environment lost is replaced by another one, from the next seed of its slot.
         Errors: RuntimeError when an episode outlives `info.episode_limit`, or while other battles are in flight.
         """
         if self.in_flight:
@@ -66,7 +69,7 @@ class Runner:
         play.begin(episodes_per_slot)
         while not play.over:
             play.tick(explore)
-        return play.take()
+        return self._take(play)
 
     def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
         """Play what one iteration of training asks for: here, one episode in every slot. Arguments as in `run`."""
@@ -94,6 +97,11 @@ class Runner:
         recorder = self._recorder(full_obs) if keep else None
         see_all = full_obs or policy.wants_full_obs
         return Play(self.env, self.info, policy, recorder, see_all, self.stream, self._parts(policy))
+
+    def _take(self, play: Play) -> Rollout:
+        rollout = play.take()
+        self.lost += rollout.lost
+        return rollout
 
     def _parts(self, policy: Policy) -> list[np.ndarray]:
         """Return masks of the slots that have their turns together."""

@@ -31,7 +31,8 @@ class StreamRunner(Runner):
     def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
         """Play until as many episodes have ended as there are slots, and return those; the others stay in flight.
 
-        `steps` counts what was played in this call. Errors: RuntimeError when battles of another policy are in flight.
+        `steps` counts those of the episodes that are returned, wherever they began. Errors: RuntimeError when battles
+        of another policy are in flight.
         """
         if self._flying is None:
             self._flying = self._play(policy, full_obs, keep=True)
@@ -42,10 +43,10 @@ class StreamRunner(Runner):
             policy.refresh()
         while self._flying.rollout.n_episodes < self.env.n_slots:
             self._flying.tick(explore)
-        return self._flying.take()
+        return self._take(self._flying)
 
     def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
-        """Play the battles in flight to their end, start no others, and return them."""
+        """Play the battles in flight to their end, start no others but for those that are lost, and return them."""
         if self._flying is None:
             return Rollout()
         self._require_same(policy, self._full_obs)
@@ -54,7 +55,7 @@ class StreamRunner(Runner):
         play.clock.left[:] = 0
         while not play.over:
             play.tick(explore)
-        return play.take()
+        return self._take(play)
 
     @property
     def in_flight(self) -> bool:

@@ -1,0 +1,212 @@
+"""The processes of environment workers: started, woken, heard, replaced when they die, and gone with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import select
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import numpy as np
+
+from omagd.envs import shared_env_worker as worker
+from omagd.envs.nameless_memory import NamelessMemory
+
+CLOSE_GRACE_SECONDS = 5.0
+DEATHS_IN_A_ROW = 10
+"""So often a worker may die without an episode that comes to its end; then the run does."""
+
+LOG = logging.getLogger("omagd")
+_MOST_NOTES = 512 * worker.NOTE.size
+_SINGLE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "PJRT_NPROC"), "1"
+)
+
+
+class EnvWorkerError(RuntimeError):
+    """An environment worker failed or died; the text holds the worker's own traceback."""
+
+
+class _SharedArrays(dict[str, np.ndarray]):
+    """The arrays by name; empty once the workers are closed."""
+
+    def __missing__(self, name: str) -> np.ndarray:
+        raise EnvWorkerError(f"no {name}: the environment workers are closed")
+
+
+class Workers:
+    """Processes and what connects them to this one.
+
+    Attributes:
+        processes, conns, wakes: one of each for each worker; a byte in its `wakes` has a worker look at its orders.
+        owed: notes that each worker still owes. deaths: how often each has died since an episode of it has ended.
+        replaced: workers that have died and were replaced.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[BaseProcess] = []
+        self.conns: list[Connection] = []
+        self.wakes: list[Connection] = []
+        self.arrays = _SharedArrays()
+        self.owed: list[int] = []
+        self.deaths: list[int] = []
+        self.replaced = 0
+        self.memory = NamelessMemory()
+        self._done, self._note = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        self._poll = select.poll()
+        self._poll.register(self._done.fileno(), select.POLLIN)
+        self._number: dict[int, int] = {}
+        self._hosts: list[range] = []
+        self._payload = b""
+        self._specs: worker.Specs | None = None
+
+    def start(self, payload: bytes, hosts: list[range]) -> None:
+        """Start a worker for the slots of each of `hosts`."""
+        self._payload, self._hosts = payload, hosts
+        with _environment(_SINGLE_THREAD):
+            for number in range(len(hosts)):
+                process, conn, wake = self._spawn(number)
+                self.processes.append(process)
+                self.conns.append(conn)
+                self.wakes.append(wake)
+                self.owed.append(0)
+                self.deaths.append(0)
+
+    def _spawn(self, number: int) -> tuple[BaseProcess, Connection, Connection]:
+        context = multiprocessing.get_context("spawn")
+        conn, their_conn = context.Pipe()
+        their_wake, wake = context.Pipe(duplex=False)
+        links = worker.Links(their_conn, their_wake, self._note, self.memory)
+        args = (links, number, self._hosts[number], os.getpid(), self._payload, self._specs)
+        process = context.Process(target=worker.work, args=args, daemon=True, name=f"env-{number}")
+        self._number[conn.fileno()] = number
+        self._poll.register(conn.fileno(), 0)  # tells when the other end is gone
+        process.start()
+        their_conn.close()
+        their_wake.close()
+        return process, conn, wake
+
+    def share(self, specs: worker.Specs) -> None:
+        """Let all workers map the arrays of `specs`."""
+        self.memory.resize(worker.total_size(specs))
+        self._specs = specs
+        for conn in self.conns:
+            with contextlib.suppress(BrokenPipeError):  # its answer tells why
+                conn.send_bytes(pickle.dumps(specs))
+        for number in range(len(self.conns)):
+            self.first_message(number)
+        self.arrays.update(worker.array_views(self.memory.map(), specs))
+
+    def wake(self, number: int) -> None:
+        """Have a worker look at its orders; it owes one note more."""
+        self.owed[number] += 1
+        with contextlib.suppress(BrokenPipeError):  # waiting for its note tells why
+            os.write(self.wakes[number].fileno(), b".")
+
+    def notes(self) -> tuple[list[tuple[int, int]], list[int]]:
+        """Wait for notes, (worker, number of its messages) each; or where there are none, for workers that died."""
+        here = self._done.fileno()
+        found: list[tuple[int, int]] = []
+        dead: list[int] = []
+        for place, _ in self._poll.poll():
+            if place == here:
+                found += [(n, said) for n, said in worker.NOTE.iter_unpack(os.read(here, _MOST_NOTES))]
+            else:
+                dead.append(self._number[place])
+        for number, _ in found:
+            self.owed[number] -= 1
+        return found, [] if found else dead  # what it said before it died comes first
+
+    def message(self, number: int) -> tuple[bytes, bytes] | None:
+        """Return mark and body of a worker's next message; None from one that died.
+
+        Errors: EnvWorkerError, or the worker's own UserError, where that is what it says.
+        """
+        try:
+            message = self.conns[number].recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return None
+        mark, body = message[:1], message[1:]
+        if mark == worker.FAILED:
+            text, user_error = pickle.loads(body)
+            raise user_error or EnvWorkerError(f"environment worker {number} failed:\n{text}")
+        return mark, body
+
+    def first_message(self, number: int) -> bytes:
+        """Return what a worker says while all are being started. Errors: as `message`; EnvWorkerError if it died."""
+        message = self.message(number)
+        if message is None:
+            raise EnvWorkerError(f"environment worker {number} died ({self._how_it_ended(number)})")
+        return message[1]
+
+    def replace(self, number: int) -> None:
+        """Start another worker for the slots of one that died; it owes nothing.
+
+        Errors: EnvWorkerError when it has died too often; what `message` raises where it has said why.
+        """
+        while self.message(number) is not None:  # said, but never noted: it belongs to what is void now
+            pass
+        how = self._how_it_ended(number)
+        self.deaths[number] += 1
+        if self.deaths[number] >= DEATHS_IN_A_ROW:
+            times = f"{DEATHS_IN_A_ROW} times without an episode that came to its end"
+            raise EnvWorkerError(f"environment worker {number} died {times}, last: {how}")
+        LOG.warning("environment worker %d died (%s): what it played is dropped; another one is started", number, how)
+        old = self.processes[number], self.conns[number], self.wakes[number]
+        self._poll.unregister(old[1].fileno())
+        self.owed[number] = 0
+        with _environment(_SINGLE_THREAD):
+            self.processes[number], self.conns[number], self.wakes[number] = self._spawn(number)
+        for part in old:
+            part.close()
+        self.replaced += 1
+
+    def _how_it_ended(self, number: int) -> str:
+        process = self.processes[number]
+        process.join(CLOSE_GRACE_SECONDS)
+        if process.is_alive():  # it has hung up, but does not end
+            process.kill()
+            process.join()
+        return f"exit code {process.exitcode}"
+
+    def release(self) -> None:
+        """Ask the workers to close, wait a little, then make them; let go of the shared memory."""
+        if self.arrays:
+            self.arrays["orders"][:] = worker.CLOSE
+        for conn, wake in zip(self.conns, self.wakes, strict=True):
+            with contextlib.suppress(OSError):
+                os.write(wake.fileno(), b".")
+            wake.close()
+            conn.close()
+        deadline = time.monotonic() + CLOSE_GRACE_SECONDS
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._done.close()
+        self._note.close()
+        self.arrays.clear()
+        self.memory.close()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables that children inherit, and put the old ones back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,209 @@
+"""Episodes whose world has died: dropped, replaced and counted; workers that die are replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from fragile_walk import Fragile, FragileArgs
+from runner_toys import FakeEnv, Probe, identity, length_of, runner_of
+from test_adapters import N, Walk, WalkArgs, _all, _gone, _pids
+
+from omagd.envs import worker_processes
+from omagd.envs.adapters import SerialEnvs
+from omagd.envs.process_envs import EnvWorkerError, ProcessEnvs
+from omagd.envs.protocol import StepResult
+
+torch.set_num_threads(1)
+PLACES = ("reset", "step", "replay", "show", "stats")
+
+
+def is_lost(seed: int) -> bool:
+    return seed % 4 == 0
+
+
+class LossyEnv(FakeEnv):
+    """Every episode whose seed can be divided by four is lost in its middle, with a result that must not be counted."""
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        result = super().step(actions, active)
+        lost = active & (self.seed % 4 == 0) & (self.t >= (2 + self.seed % 9) // 2)
+        self.over |= lost
+        result.info["battle_won"][lost] = 1000.0
+        return StepResult(result.reward, result.terminated | lost, result.truncated & ~lost, result.info, lost)
+
+
+def begun(env: FakeEnv, lost: bool) -> list[int]:
+    return [seed for _, seed in env.begun if is_lost(seed) == lost]
+
+
+def test_rounds_replace_what_is_lost_until_every_slot_has_its_quota():
+    env, quota = LossyEnv(4), 12
+    runner = runner_of(env)
+    rollout = runner.run(Probe(), explore=None, episodes_per_slot=quota)
+    kept = begun(env, lost=False)
+    for slot in range(4):
+        assert sum(not is_lost(seed) for s, seed in env.begun if s == slot) == quota
+    assert rollout.lost == runner.lost == len(begun(env, lost=True)) > 4
+    assert rollout.n_episodes == len(rollout.episodes) == 4 * quota
+    assert sorted(map(identity, rollout.episodes)) == sorted(seed % 1000 for seed in kept)
+    assert rollout.steps == sum(map(length_of, kept)) < len(env.log)
+    assert rollout.stats["ep_length"] == (rollout.steps, 4 * quota)
+    assert rollout.stats["battle_won"] == (sum(seed % 3 == 0 for seed in kept), 4 * quota)
+    assert rollout.stats["return"][1] == 4 * quota
+
+
+def test_what_is_kept_is_what_would_be_played_without_losses():
+    env = LossyEnv(3)
+    kept = runner_of(env).run(Probe(), explore=None, episodes_per_slot=6, full_obs=True).episodes
+    without = runner_of(FakeEnv(3)).run(Probe(), explore=None, episodes_per_slot=30, full_obs=True).episodes
+    found = {identity(episode): episode for episode in without}
+    assert len(kept) == 18
+    for episode in kept:
+        assert all(torch.equal(values, found[identity(episode)][name]) for name, values in episode.items())
+
+
+@pytest.mark.parametrize("name", ["stream", "episode"])
+def test_other_runners_replace_as_well(name):
+    env, probe = LossyEnv(1 if name == "episode" else 5), Probe()
+    runner = runner_of(env, name=name)
+    rollouts = [runner.collect(probe, explore=None) for _ in range(6)]
+    rollouts.append(runner.drain(probe, explore=None))
+    kept = begun(env, lost=False)
+    assert sum(rollout.n_episodes for rollout in rollouts) == len(kept) >= 6 * env.n_slots
+    assert sorted(identity(e) for rollout in rollouts for e in rollout.episodes) == sorted(s % 1000 for s in kept)
+    assert sum(rollout.steps for rollout in rollouts) == sum(map(length_of, kept))
+    assert all(rollout.steps == rollout.stats["ep_length"][0] for rollout in rollouts if rollout.n_episodes)
+    assert sum(rollout.lost for rollout in rollouts) == runner.lost == len(begun(env, lost=True)) > 0
+
+
+# --- what follows starts processes
+
+
+def kill(env: ProcessEnvs, number: int) -> None:
+    pid = _pids(env)[number]
+    os.kill(pid, signal.SIGKILL)
+    assert _gone([pid])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("per_process", [1, 2])
+def test_a_killed_worker_costs_the_episodes_of_its_slots_and_nothing_else(per_process):
+    env, mirror = ProcessEnvs(Walk, WalkArgs(), 4, per_process=per_process), SerialEnvs(Walk, WalkArgs(), 4)
+    still, everyone = np.zeros((4, N), int), _all(env)
+    hers = np.arange(4) < per_process
+    try:
+        for world in (env, mirror):
+            world.reset(everyone, np.arange(4))
+            world.step(still, everyone)
+        assert env.get_stats()["worker_restarts"] == 0
+        before = env.observe().obs
+        kill(env, 0)
+        assert (env.observe().obs == before).all()  # nobody asks the dead: what was seen is still there
+        begin = time.monotonic()
+        result, expected = env.step(still, everyone), mirror.step(still, everyone)
+        assert time.monotonic() - begin < 5
+        assert (result.lost == hers).all() and (result.terminated == hers).all() and not result.truncated.any()
+        assert (result.reward == np.where(hers, 0, expected.reward)).all()
+        # Until its reset, the new one has nothing to show.
+        assert (env.observe(full=True).obs[hers] == before[hers]).all()
+        assert env.get_stats()["worker_restarts"] == 1
+        assert (env.step(still, hers).lost == hers).all()
+        for world in (env, mirror):
+            world.reset(hers, np.arange(10, 14))
+        for _ in range(3):
+            one, other = env.observe(full=True), mirror.observe(full=True)
+            assert (one.obs == other.obs).all() and (one.full_obs == other.full_obs).all()
+            result, expected = env.step(still, everyone), mirror.step(still, everyone)
+            assert not result.lost.any() and (result.reward == expected.reward).all()
+            assert (result.truncated == expected.truncated).all()
+            over = result.terminated
+            assert (over == expected.terminated).all()
+            assert all((result.info[name][over] == expected.info[name][over]).all() for name in result.info)
+            if over.any():
+                for world in (env, mirror):
+                    world.reset(over, np.arange(20, 24))
+        assert env.get_stats()["worker_restarts"] == 1
+        pids = _pids(env)
+    finally:
+        env.close()
+    assert _gone(pids)
+
+
+@pytest.mark.processes
+def test_whenever_a_worker_dies_it_is_replaced(tmp_path):
+    """One of the two dies once in every call. In a reset that costs no episode: the new worker starts it instead."""
+    env = ProcessEnvs(Fragile, FragileArgs(die_on=list(PLACES), once=str(tmp_path)), 2)
+    mirror = SerialEnvs(Walk, WalkArgs(), 2)
+    everyone, still, seeds = _all(env), np.zeros((2, N), int), np.array([3, 4])
+    calls = {
+        "reset": lambda: env.reset(everyone, seeds),
+        "show": lambda: env.observe(full=True),
+        "stats": lambda: env.get_stats(),
+        "replay": lambda: env.save_replay(""),
+        "step": lambda: None,
+    }
+    mirror.reset(everyone, seeds)
+    start = mirror.observe().obs
+    try:
+        for where in PLACES:
+            calls[where]()
+            assert (env.observe().obs == start).all(), where
+            if where != "reset":
+                result = env.step(still, everyone)
+                assert result.lost.sum() == 1 and (result.terminated == result.lost).all(), where
+                env.reset(everyone, seeds)
+        assert not env.step(still, everyone).lost.any()
+        assert env.get_stats()["worker_restarts"] == len(PLACES)
+    finally:
+        env.close()
+
+
+@pytest.mark.processes
+def test_counters_outlive_the_worker_that_had_them():
+    env = ProcessEnvs(Walk, WalkArgs(limit=1), 2)
+    everyone, still = _all(env), np.zeros((2, N), int)
+    try:
+        for _ in range(3):
+            env.reset(everyone, np.arange(2))
+            env.step(still, everyone)
+        assert env.get_stats() == {"episodes": 6, "win_rate": 0.5, "worker_restarts": 0}
+        kill(env, 1)
+        env.reset(everyone, np.arange(2))
+        env.step(still, everyone)
+        assert env.get_stats() == {"episodes": 8, "win_rate": 0.5, "worker_restarts": 1}
+    finally:
+        env.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_a_worker_that_dies_again_and_again_is_an_error(where, monkeypatch):
+    monkeypatch.setattr(worker_processes, "DEATHS_IN_A_ROW", 3)
+    env = ProcessEnvs(Fragile, FragileArgs(die_on=[where]), 1)
+    everyone, still = _all(env), np.zeros((1, N), int)
+    with pytest.raises(EnvWorkerError, match="worker 0 died 3 times"):
+        for _ in range(3):
+            env.reset(everyone, np.zeros(1, int))
+            assert env.step(still, everyone).lost.all()
+    with pytest.raises(EnvWorkerError, match="closed"):
+        env.observe()
+
+
+@pytest.mark.processes
+def test_a_worker_that_ends_episodes_between_its_deaths_goes_on(monkeypatch):
+    monkeypatch.setattr(worker_processes, "DEATHS_IN_A_ROW", 2)
+    env = ProcessEnvs(Walk, WalkArgs(limit=1), 1)
+    everyone, still = _all(env), np.zeros((1, N), int)
+    try:
+        for _ in range(3):
+            env.reset(everyone, np.zeros(1, int))
+            assert not env.step(still, everyone).lost.any()
+            kill(env, 0)
+        assert env.get_stats()["worker_restarts"] == 3
+    finally:
+        env.close()
