@@ -3,9 +3,9 @@
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
-fail() { # message: to stderr, exit code 2
+fail() { # message, exit code (2): to stderr
     printf 'error: %s\n' "$1" >&2
-    exit 2
+    exit "${2:-2}"
 }
 
 venv_dir() { # where the virtual environment is: $VENV, else .venv in the repository

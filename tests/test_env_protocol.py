@@ -17,9 +17,13 @@ from omagd.envs.protocol import BatchedEnv
 from omagd.utils.errors import UserError
 
 SLOTS = 4
-SMALL_ARGS = {"smax": {"map_name": "3m", "max_steps": 30}, "skirmish": {"map_name": "3m"}}
+SMALL_ARGS = {
+    "smax": {"map_name": "3m", "max_steps": 30},
+    "skirmish": {"map_name": "3m"},
+    "sc2_v2": {"reward_scale_fix": True},
+}
 # What may be missing on a machine; anything else that does not start is an error.
-MISSING = {"smax": lambda: find_spec("jaxmarl") is None, "sc2": lambda: True}
+MISSING = {"smax": lambda: find_spec("jaxmarl") is None, "sc2": lambda: True, "sc2_v2": lambda: True}
 WITHOUT_CHANCE = {"matrix_game"}
 
 

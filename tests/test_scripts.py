@@ -11,7 +11,15 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh", "quickstart.sh", "run_tests.sh", ".ci/run", "scripts/lib.sh"]
+SCRIPTS = [
+    "run_pretrain_ddp.sh",
+    "run_gnn_stage3_ddp.sh",
+    "quickstart.sh",
+    "run_tests.sh",
+    "install_sc2.sh",
+    ".ci/run",
+    "scripts/lib.sh",
+]
 
 # Stands in for Python: says 0 GPUs when asked, and writes down how it is called otherwise.
 FAKE_PYTHON = """#!/usr/bin/env bash

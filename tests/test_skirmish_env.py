@@ -12,7 +12,8 @@ from omagd.envs import REGISTRY
 from omagd.envs.battle import scripted
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.envs.sc2 import SC2Env, game_installed
+from omagd.envs.sc2.installed import game_installed
+from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 
 CONFIGS = Path(scripted.__file__).parents[2] / "config" / "envs"
@@ -190,11 +191,12 @@ def test_sc2_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("SC2PATH", str(tmp_path))
     assert not game_installed()
     with pytest.raises(UserError) as caught:
-        SC2Env(SmacArgs(), 1)
+        SC2Env(SmacArgs())
     text = caught.value.render()
-    assert str(tmp_path) in text and "--env-config=skirmish" in text and len(text.splitlines()) <= 3
+    assert str(tmp_path) in text and "./install_sc2.sh" in text and "--env-config=skirmish" in text
+    assert len(text.splitlines()) <= 3
     (tmp_path / "Versions" / "Base75689").mkdir(parents=True)
     (tmp_path / "Versions" / "Base75689" / "SC2_x64").touch()
     assert game_installed()
-    with pytest.raises(UserError, match="later version"):
-        SC2Env(SmacArgs(), 1)
+    with pytest.raises(UserError, match="--maps-only"):
+        SC2Env(SmacArgs())

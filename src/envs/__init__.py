@@ -10,7 +10,8 @@ REGISTRY: Registry[type] = Registry(
     lazy={
         "skirmish": "omagd.envs.battle.skirmish_env:SkirmishEnv",
         "smax": "omagd.envs.smax:SmaxEnv",
-        "sc2": "omagd.envs.sc2:SC2Env",
+        "sc2": "omagd.envs.sc2.sc2_env:SC2Env",
+        "sc2_v2": "omagd.envs.sc2.v2_env:SC2V2Env",
         "matrix_game": "omagd.envs.sanity:MatrixGame",
         "memory_game": "omagd.envs.sanity:MemoryGame",
     },

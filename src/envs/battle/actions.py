@@ -28,14 +28,22 @@ class GridLookup:
     """
 
     def __init__(self, grid: np.ndarray, outside: float) -> None:
-        self._top_x, self._top_y = grid.shape[0] + 1, grid.shape[1] + 1
+        self._top, self._stride = np.array(grid.shape) + 1, grid.shape[1] + 2
         self._flat = np.ascontiguousarray(np.pad(grid, 1, constant_values=outside)).reshape(-1)
 
     def read(self, ix: np.ndarray, iy: np.ndarray) -> np.ndarray:
         """Return the values at the cells (ix, iy), arrays of int64 of one shape."""
-        column = np.clip(ix + 1, 0, self._top_x)
-        row = np.clip(iy + 1, 0, self._top_y)
-        return self._flat.take(column * (self._top_y + 1) + row)
+        return self.read_pair(np.stack((ix, iy)))
+
+    def read_pair(self, cells: np.ndarray) -> np.ndarray:
+        """Return the values at `cells` [2, ...] int64, which is overwritten."""
+        cells += 1
+        np.maximum(cells, 0, out=cells)
+        np.minimum(cells, self._top.reshape(2, *[1] * (cells.ndim - 1)), out=cells)
+        place = cells[0]
+        place *= self._stride
+        place += cells[1]
+        return self._flat.take(place, mode="clip")
 
 
 class ActionRules:
@@ -43,62 +51,73 @@ class ActionRules:
 
     Args:
         n_slots, n_agents, n_enemies: sizes. terrain: for the move masks. move_amount: cells.
-        heals: whether this map's medivacs heal (map type MMM).
+        heals: whether this map's medivacs heal (map types MMM and terran_gen).
+        n_turns: SMACv2's actions between the moves and the attacks; they give no order.
     """
 
     def __init__(
-        self, n_slots: int, n_agents: int, n_enemies: int, terrain: Terrain, move_amount: float, heals: bool
+        self,
+        n_slots: int,
+        n_agents: int,
+        n_enemies: int,
+        terrain: Terrain,
+        move_amount: float,
+        heals: bool,
+        n_turns: int = 0,
     ) -> None:
-        self._n, self._heals = n_agents, heals
+        self._n, self._m, self._heals, self._first = n_agents, n_enemies, heals, N_NORMAL_ACTIONS + n_turns
         self._pathing = GridLookup(terrain.pathing, False)
-        self._probe_x = (MOVE_X * move_amount / 2)[:, None, None]
-        self._probe_y = (MOVE_Y * move_amount / 2)[:, None, None]
-        n_actions = N_NORMAL_ACTIONS + n_enemies
-        self._step_x = np.zeros(n_actions, np.float32)
-        self._step_y = np.zeros(n_actions, np.float32)
+        self._probe = (np.stack((MOVE_X, MOVE_Y)) * move_amount / 2)[:, :, None, None]
+        first, n_actions = self._first, self._first + (max(n_agents, n_enemies) if heals else n_enemies)
+        self._step_x, self._step_y = np.zeros(n_actions), np.zeros(n_actions)  # SMAC adds in double precision
         self._step_x[NORTH : WEST + 1] = MOVE_X * move_amount
         self._step_y[NORTH : WEST + 1] = MOVE_Y * move_amount
         self._order = np.full(n_actions, int(Order.ATTACK), np.int64)
-        self._order[:N_NORMAL_ACTIONS] = [Order.NONE, Order.STOP, *([Order.MOVE] * 4)]
+        self._order[:first] = [Order.NONE, Order.STOP, *([Order.MOVE] * 4), *([Order.NONE] * n_turns)]
+        self._target = np.maximum(np.arange(n_actions) - first, 0)
+        self._target[first:] += n_agents
         self._dest = np.zeros((n_slots, n_agents, 2), np.float32)
 
-    def fill_mask(self, units: Units, medivac: np.ndarray, geometry: Geometry, out: np.ndarray) -> None:
-        """Write the available actions into `out` [B, n, A] bool. `medivac` is [B, U] bool."""
+    def fill_mask(
+        self, units: Units, medivac: np.ndarray, geometry: Geometry, out: np.ndarray, near: np.ndarray | None = None
+    ) -> None:
+        """Write the available actions into `out` [B, n, A] bool. `medivac` is [B, U] bool.
+
+        `near`: [B, n, U] bool, who is in reach of whom; within `SHOOT_RANGE` if None.
+        """
         n = self._n
         alive = units.alive[:, :n]
         np.logical_not(alive, out=out[..., 0])
         out[..., STOP] = alive
-        out[..., NORTH : WEST + 1] = self._can_move(units).transpose(1, 2, 0)
-        out[..., NORTH : WEST + 1] &= alive[..., None]
-        in_reach = out[..., N_NORMAL_ACTIONS:]
-        np.logical_and(geometry.enemy_dist <= SHOOT_RANGE, geometry.enemy_pair, out=in_reach)
+        np.logical_and(self._can_move(geometry).transpose(1, 2, 0), alive[..., None], out=out[..., NORTH : WEST + 1])
+        out[..., N_NORMAL_ACTIONS : self._first] = alive[..., None]
+        in_reach = out[..., self._first :]
+        in_range = geometry.enemy_dist <= SHOOT_RANGE if near is None else near[..., n:]
+        np.logical_and(in_range, geometry.enemy_pair, out=in_reach[..., : self._m])
         if self._heals:
+            in_reach[..., self._m :] = False
             healer = medivac[:, :n]
-            patient = geometry.with_self(geometry.ally_pair & (geometry.ally_dist <= SHOOT_RANGE))
-            patient &= ~healer[:, None, :]
+            in_range = geometry.place[0, ..., :n] <= SHOOT_RANGE if near is None else near[..., :n]
+            patient = geometry.pair[..., :n] & in_range
+            patient &= ~healer[:, None, :]  # nor does a healer heal itself
             in_reach &= ~healer[..., None]
             in_reach[..., :n] |= patient & healer[..., None]
 
-    def _can_move(self, units: Units) -> np.ndarray:
+    def _can_move(self, geometry: Geometry) -> np.ndarray:
         """Return [4, B, n] bool: the cell half a move ahead, cut to whole numbers, is on the map and can be walked."""
-        x = units.x[:, : self._n].astype(np.float64)
-        y = units.y[:, : self._n].astype(np.float64)
-        return self._pathing.read((x + self._probe_x).astype(np.int64), (y + self._probe_y).astype(np.int64))
+        ahead = geometry.xy[:, None, :, : self._n] + self._probe
+        return self._pathing.read_pair(ahead.astype(np.int64))
 
     def orders(
         self, actions: np.ndarray, units: Units, medivac: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Translate `actions` [B, n] into (order [B, n], target [B, n], dest [B, n, 2]) for the back-end."""
         n = self._n
-        order = self._order.take(actions)
-        target = np.maximum(actions - N_NORMAL_ACTIONS, 0)
-        aimed = actions >= N_NORMAL_ACTIONS
+        order, target = self._order.take(actions), self._target.take(actions)
         if self._heals:
-            heals = aimed & medivac[:, :n]
+            heals = (actions >= self._first) & medivac[:, :n]
             order[heals] = int(Order.HEAL)
-            target += n * (aimed & ~heals)
-        else:
-            target += n * aimed
-        np.add(units.x[:, :n], self._step_x.take(actions), out=self._dest[..., 0])
-        np.add(units.y[:, :n], self._step_y.take(actions), out=self._dest[..., 1])
+            target -= n * heals
+        np.add(units.x[:, :n], self._step_x.take(actions), out=self._dest[..., 0], casting="same_kind")
+        np.add(units.y[:, :n], self._step_y.take(actions), out=self._dest[..., 1], casting="same_kind")
         return order, target, self._dest

@@ -70,9 +70,12 @@ class SmacArgs(BattleArgs):
         game_version: StarCraft II version, None for the newest installed.
         step_mul: game loops for one agent step.
         seed: seed of the game; None lets the run's seed decide.
-        heuristic_ai, heuristic_rest: a script plays instead of the agents; it keeps to the agents' action mask.
-        replay_dir, replay_prefix: where replays go and how they are named.
+        heuristic_ai: SMAC's script plays instead of the agents; it orders attacks from any distance.
+        heuristic_rest: the script walks until its target is in reach of the agents' attack actions.
+        replay_dir: where replays go; empty for the run's folder, relative to the game's own folder of replays.
+        replay_prefix: how they are named; empty for the map's name.
         debug: log observations, actions and rewards.
+        game_timeout: seconds that the game may take to start, and for each answer, until it counts as dead.
     """
 
     difficulty: str = Field(default="7", pattern="^[1-9A]$", coerce_numbers_to_str=True)
@@ -84,3 +87,4 @@ class SmacArgs(BattleArgs):
     replay_dir: str = ""
     replay_prefix: str = ""
     debug: bool = False
+    game_timeout: float = Field(default=120, gt=0)

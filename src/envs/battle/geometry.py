@@ -1,7 +1,8 @@
-"""Distances between each agent and all other units, computed once per tick for masks, observations and scripts.
+"""Distances between each agent and all units, computed once per tick for masks, observations and scripts.
 
-Shapes: B slots, n agents, m enemies. Blocks over allies leave the agent itself out: [B, n, n - 1], ascending order.
-Double precision, as the published single-battle code computes: its results are then equal after rounding to float32.
+Shapes: B slots, n agents, m enemies, U = n + m units. Blocks over allies leave the agent itself out: [B, n, n - 1],
+ascending order. Double precision, as the published single-battle code computes: its results are then equal after
+rounding to float32.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from omagd.envs.battle.backend import Units
 
 
 class Geometry:
-    """Relative positions, distances and "both alive" of all pairs (agent, other unit).
+    """Relative positions, distances and "both alive" of all pairs (agent, unit).
 
     Attributes:
+        xy: [2, B, U] float64, where the units are.
+        place: [3, B, n, U] float64, distance, x and y of each unit as seen from each agent, the agent itself included.
+        pair: [B, n, U] bool, both are alive.
         others: [n, n - 1] int, the allies of each agent, ascending.
-        ally_dx, ally_dy, ally_dist: [B, n, n - 1] float64. ally_pair: [B, n, n - 1] bool, both are alive.
-        enemy_dx, enemy_dy, enemy_dist, enemy_pair: [B, n, m] likewise.
+        enemy_dx, enemy_dy, enemy_dist, enemy_pair: [B, n, m], the part of all that about enemies.
     """
 
     def __init__(self, n_slots: int, n_agents: int, n_enemies: int) -> None:
@@ -26,35 +29,52 @@ class Geometry:
             [[j for j in range(n_agents) if j != i] for i in range(n_agents)], dtype=np.int64
         ).reshape(n_agents, n_agents - 1)
         self._rows = np.arange(n_agents)[:, None]
-        ally, enemy = (n_slots, n_agents, n_agents - 1), (n_slots, n_agents, n_enemies)
-        self.ally_dx, self.ally_dy, self.ally_dist = (np.zeros(ally) for _ in range(3))
-        self.enemy_dx, self.enemy_dy, self.enemy_dist = (np.zeros(enemy) for _ in range(3))
-        self.ally_pair, self.enemy_pair = np.zeros(ally, bool), np.zeros(enemy, bool)
-        self._scratch_ally, self._scratch_enemy = np.zeros(ally), np.zeros(enemy)
+        pairs = (n_slots, n_agents, n_agents + n_enemies)
+        self.xy = np.zeros((2, n_slots, n_agents + n_enemies))
+        self.place, self.pair = np.zeros((3, *pairs)), np.zeros(pairs, bool)
+        squares = np.zeros((2, *pairs))
+        # Views that never change, made once: a tick is many small operations.
+        self._toward, self._squares = self.place[1:], (squares, squares[0], squares[1], self.place[0])
+        self._all, self._own = self.xy[:, :, None], self.xy[:, :, :n_agents, None]
+        self.enemy_dist, self.enemy_dx, self.enemy_dy = self.place[..., n_agents:]
+        self.enemy_pair = self.pair[..., n_agents:]
 
     def refresh(self, units: Units) -> None:
         """Recompute everything from the units' present positions."""
-        n = self._n
-        x, y = units.x.astype(np.float64, order="C"), units.y.astype(np.float64, order="C")
-        own_x, own_y, own_alive = x[:, :n, None], y[:, :n, None], units.alive[:, :n, None]
-        np.subtract(x[:, None, n:], own_x, out=self.enemy_dx)
-        np.subtract(y[:, None, n:], own_y, out=self.enemy_dy)
-        np.logical_and(units.alive[:, None, n:], own_alive, out=self.enemy_pair)
-        np.subtract(x.take(self.others, axis=1), own_x, out=self.ally_dx)
-        np.subtract(y.take(self.others, axis=1), own_y, out=self.ally_dy)
-        np.logical_and(units.alive.take(self.others, axis=1), own_alive, out=self.ally_pair)
-        _length(self.enemy_dx, self.enemy_dy, self._scratch_enemy, self.enemy_dist)
-        _length(self.ally_dx, self.ally_dy, self._scratch_ally, self.ally_dist)
+        xy, toward, alive = self.xy, self._toward, units.alive
+        both, dx2, dy2, dist = self._squares
+        xy[0], xy[1] = units.x, units.y
+        np.subtract(self._all, self._own, out=toward)
+        np.logical_and(alive[:, None], alive[:, : self._n, None], out=self.pair)
+        np.multiply(toward, toward, out=both)
+        np.add(dx2, dy2, out=dx2)
+        np.sqrt(dx2, out=dist)
+
+    @property
+    def ally_dist(self) -> np.ndarray:
+        """[B, n, n - 1] float64."""
+        return self._of_others(self.place[0])
+
+    @property
+    def ally_dx(self) -> np.ndarray:
+        """[B, n, n - 1] float64."""
+        return self._of_others(self.place[1])
+
+    @property
+    def ally_dy(self) -> np.ndarray:
+        """[B, n, n - 1] float64."""
+        return self._of_others(self.place[2])
+
+    @property
+    def ally_pair(self) -> np.ndarray:
+        """[B, n, n - 1] bool, both are alive."""
+        return self._of_others(self.pair)
+
+    def _of_others(self, block: np.ndarray) -> np.ndarray:
+        return block[:, self._rows, self.others]
 
     def with_self(self, block: np.ndarray) -> np.ndarray:
         """Return an ally block [B, n, n - 1] as [B, n, n] with zeros on the diagonal."""
         square = np.zeros((*block.shape[:2], self._n), block.dtype)
         square[:, self._rows, self.others] = block
         return square
-
-
-def _length(dx: np.ndarray, dy: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(dx, dx, out=out)
-    np.multiply(dy, dy, out=scratch)
-    np.add(out, scratch, out=out)
-    np.sqrt(out, out=out)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from omagd.envs.battle.units import UNIT_ID
 from omagd.utils.errors import UserError, nearest
 
-# SMAC numbers the unit types of a map type from 0 in this order; allies are sorted by it.
+# SMAC numbers the unit types of a map type from 0 in this order; allies are sorted by it (not SMACv2's, `*_gen`).
 TYPE_ORDER: dict[str, tuple[str, ...]] = {
     "marines": ("marine",),
     "stalkers": ("stalker",),
@@ -21,7 +21,11 @@ TYPE_ORDER: dict[str, tuple[str, ...]] = {
     "colossi_stalkers_zealots": ("colossus", "stalker", "zealot"),
     "MMM": ("marauder", "marine", "medivac"),
     "bane": ("baneling", "zergling"),
+    "terran_gen": ("marine", "marauder", "medivac"),
+    "protoss_gen": ("stalker", "zealot", "colossus"),
+    "zerg_gen": ("zergling", "hydralisk", "baneling"),
 }
+HEALING = ("MMM", "terran_gen")  # map types whose medivacs heal
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class MapSpec:
         enemy_waits: the enemy stays at its start until it sees an ally, instead of advancing.
         size: the field is size x size cells, of which a border of `border` cells cannot be entered.
         wall: what divides the field, if anything does.
+        file: the game's file of the map, without its ending; by default that of its name.
     """
 
     name: str
@@ -66,6 +71,12 @@ class MapSpec:
     size: int = 32
     border: float = 1.0
     wall: Wall | None = None
+    file: str = ""
+
+    @property
+    def game_file(self) -> str:
+        """The game's file of the map, without its ending."""
+        return self.file or self.name
 
     @property
     def n_agents(self) -> int:

@@ -17,13 +17,22 @@ from omagd.envs.battle.backend import Units
 
 @dataclass
 class Ending:
-    """How the step ended the episodes, each [B] bool; `over` is any of won, lost, draw (both sides dead), limit."""
+    """How the step ended the episodes, each [B] bool; `over` is any of won, lost, draw (both sides dead), limit.
+
+    `left` is [B, 2] int64, how many allies and enemies live.
+    """
 
     won: np.ndarray
     lost: np.ndarray
     draw: np.ndarray
     limit: np.ndarray
     over: np.ndarray
+    left: np.ndarray
+
+    def among(self, active: np.ndarray) -> Ending:
+        """Return the same with nothing true outside of `active` [B] bool."""
+        won, lost, draw = self.won & active, self.lost & active, self.draw & active
+        return Ending(won, lost, draw, self.limit & active, self.over & active, self.left)
 
 
 class RewardLedger:
@@ -31,87 +40,107 @@ class RewardLedger:
 
     Args:
         args: the reward keys. n_slots, n_agents, n_enemies: sizes.
+
+    Attributes:
+        keep_scale: SMACv2's quirk: what the enemies of the first battle could bring scales all later ones too.
     """
 
     def __init__(self, args: BattleArgs, n_slots: int, n_agents: int, n_enemies: int) -> None:
         self._args, self._n, self._m = args, n_agents, n_enemies
         self._points = np.zeros((n_slots, n_agents + n_enemies))
-        self._counted_dead = np.zeros((n_slots, n_agents + n_enemies), bool)
+        self._living = np.ones((n_slots, n_agents + n_enemies), bool)
         self._scale = np.ones(n_slots)
+        self._scaled = np.zeros(n_slots, bool)
+        self.keep_scale = False
 
     def reset(self, which: np.ndarray, units: Units) -> None:
         """Open the books of the slots `which` [B] bool for the units that stand there now."""
-        self._points[which] = _points(units)[which]
-        self._counted_dead[which] = ~units.alive[which]
+        self._living[which] = units.alive[which]
+        self._points[which] = (_points(units) * units.alive)[which]
         if self._args.reward_scale:
-            full = (units.health_max.astype(np.float64) + units.shield_max)[which, self._n :]
+            fresh = which & ~self._scaled if self.keep_scale else which
+            full = (units.health_max.astype(np.float64) + units.shield_max)[fresh, self._n :]
             best = self._m * self._args.reward_death_value + self._args.reward_win + _ordered_sum(full)
-            self._scale[which] = best / self._args.reward_scale_rate
+            self._scale[fresh] = best / self._args.reward_scale_rate
+            self._scaled |= fresh
 
     def settle(self, units: Units, ending: Ending) -> np.ndarray:
         """Return the reward [B] float64 of the step that led to `units`, and book it."""
-        args, n = self._args, self._n
+        args, n, before, living = self._args, self._n, self._points, self._living
+        self._living = living & units.alive  # a death is counted once
+        self._points = _points(units)
+        self._points *= self._living
         if args.reward_sparse:
             reward = ending.won.astype(np.float64) - ending.lost
         else:
-            lost_points, new_dead = self._losses(units)
+            lost_points, new_dead = before - self._points, np.greater(living, self._living)
             delta_enemy = _ordered_sum(lost_points[:, n:])
-            delta_deaths = args.reward_death_value * new_dead[:, n:].sum(axis=1)
+            delta_deaths = args.reward_death_value * _count(new_dead[:, n:])
             if args.reward_only_positive:
                 reward = delta_enemy + delta_deaths
                 reward = np.maximum(reward, 0.0) if args.reward_shield_fix else np.abs(reward)
             else:
                 delta_deaths = delta_deaths - (
-                    args.reward_death_value * args.reward_negative_scale * new_dead[:, :n].sum(axis=1)
+                    args.reward_death_value * args.reward_negative_scale * _count(new_dead[:, :n])
                 )
                 delta_ally = _ordered_sum(lost_points[:, :n] * args.reward_negative_scale)
                 reward = delta_enemy + delta_deaths - delta_ally
-            reward = reward + args.reward_win * ending.won + args.reward_defeat * ending.lost
-        self._points = _points(units)
-        self._counted_dead |= ~units.alive
+            if ending.over.any():
+                reward += args.reward_win * ending.won
+                reward += args.reward_defeat * ending.lost
         return reward / self._scale
-
-    def _losses(self, units: Units) -> tuple[np.ndarray, np.ndarray]:
-        """Return the points each unit lost [B, U], and which units died in this step; a death is counted once."""
-        living = ~self._counted_dead
-        new_dead = living & ~units.alive
-        left = np.where(units.alive, (self._points - units.health) - units.shield, self._points)
-        return np.where(living, left, 0.0), new_dead
 
     def snapshot(self) -> dict[str, Any]:
         """Return the open books."""
-        return {"points": self._points.copy(), "dead": self._counted_dead.copy(), "scale": self._scale.copy()}
+        return {
+            "points": self._points.copy(),
+            "dead": ~self._living,
+            "scale": self._scale.copy(),
+            "scaled": self._scaled.copy(),
+        }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from a `snapshot`."""
-        self._points, self._counted_dead = snapshot["points"].copy(), snapshot["dead"].copy()
-        self._scale = snapshot["scale"].copy()
+        self._points, self._living = snapshot["points"].copy(), ~snapshot["dead"]
+        self._scale, self._scaled = snapshot["scale"].copy(), snapshot["scaled"].copy()
 
 
-def judge(units: Units, n_agents: int, medivac: np.ndarray | None, at_limit: np.ndarray) -> Ending:
+def judge(
+    units: Units, n_agents: int, medivac: np.ndarray | None, at_limit: np.ndarray, any_medivacs: bool = False
+) -> Ending:
     """Return who has won.
 
-    `medivac` [B, U] on maps of type MMM, else None: there a side left with medivacs only has lost; for the enemy this
-    holds, as published, for exactly one medivac. `at_limit`: [B] bool, the step limit is reached.
+    `medivac` [B, U] on maps where they heal, else None: there a side left with medivacs only has lost; for the enemy
+    this holds, as published, for exactly one medivac in SMAC, in SMACv2 (`any_medivacs`) for any number of them.
+    `at_limit`: [B] bool, the step limit is reached.
     """
-    ally, enemy = units.alive[:, :n_agents], units.alive[:, n_agents:]
-    n_ally, n_enemy = ally.sum(axis=1), enemy.sum(axis=1)
-    lost = (n_ally == 0) & (n_enemy > 0)
-    won = (n_ally > 0) & (n_enemy == 0)
+    left = np.add.reduceat(units.alive, (0, n_agents), axis=1, dtype=np.int64)
+    allies, enemies = (left > 0).T
+    lost, won, draw = np.greater(enemies, allies), np.greater(allies, enemies), ~(allies | enemies)
     if medivac is not None:
+        ally, enemy = units.alive[:, :n_agents], units.alive[:, n_agents:]
         lost |= ~(ally & ~medivac[:, :n_agents]).any(axis=1)
-        won |= (n_enemy == 1) & (enemy & medivac[:, n_agents:]).any(axis=1)
+        if any_medivacs:
+            won |= ~(enemy & ~medivac[:, n_agents:]).any(axis=1)
+        else:
+            won |= (left[:, 1] == 1) & (enemy & medivac[:, n_agents:]).any(axis=1)
         won &= ~lost
-    draw = (n_ally == 0) & (n_enemy == 0) & ~lost
-    over = won | lost | draw
-    limit = at_limit & ~over
-    return Ending(won, lost, draw, limit, over | limit)
+        draw &= ~lost
+    over = won | lost
+    over |= draw
+    limit = np.greater(at_limit, over)
+    return Ending(won, lost, draw, limit, over | limit, left)
 
 
 def _points(units: Units) -> np.ndarray:
-    return units.health.astype(np.float64) + units.shield
+    return np.add(units.health, units.shield, dtype=np.float64)
+
+
+def _count(flags: np.ndarray) -> np.ndarray:
+    """Return how many of the flags [B, K] are set in each row."""
+    return np.add.reduce(flags, axis=1, dtype=np.int64)
 
 
 def _ordered_sum(values: np.ndarray) -> np.ndarray:
     """Sum [B, K] over K from left to right."""
-    return np.cumsum(values, axis=1)[:, -1]
+    return np.add.accumulate(values, axis=1)[:, -1]

@@ -16,11 +16,12 @@ from omagd.envs.actions import require_available
 from omagd.envs.battle.actions import ActionRules
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import BattleBackend
-from omagd.envs.battle.features import ObsWriter, StateWriter, UnitFeatures, entity_layout, n_actions, state_dim
+from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, entity_layout, state_dim
 from omagd.envs.battle.geometry import Geometry
-from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.maps import HEALING, MapSpec
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
 from omagd.envs.battle.tables import UnitTables
+from omagd.envs.battle.variant import SMAC, Variant
 from omagd.envs.protocol import Observation, StepResult
 
 
@@ -31,27 +32,35 @@ class BattleSemantics:
 
     Args:
         spec: facts of the map. args: SMAC's flags. backend: who simulates.
-        unit_names: unit types in the order of their ids.
+        unit_names: unit types in the order of their ids. variant: what stands where.
 
     Attributes:
         layout: entity layout of an observation. n_actions, obs_dim, state_dim: sizes.
         steps: [B] int, steps played in the running episodes. ended: [B] bool, over and not reset yet.
     """
 
-    def __init__(self, spec: MapSpec, args: BattleArgs, backend: BattleBackend, unit_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        spec: MapSpec,
+        args: BattleArgs,
+        backend: BattleBackend,
+        unit_names: Sequence[str],
+        variant: Variant = SMAC,
+    ) -> None:
         n_slots, n = backend.n_slots, spec.n_agents
         self._args, self._backend, self._n, self._limit = args, backend, n, spec.limit
-        self._mmm = spec.map_type == "MMM"
+        self._sizes = np.array([n, spec.n_enemies])
+        self._heals = spec.map_type in HEALING
         self._tables = UnitTables.build(unit_names, spec)
-        self.layout, self.n_actions = entity_layout(spec, args), n_actions(spec)
-        self.obs_dim, self.state_dim = self.layout.obs_dim, state_dim(spec, args)
-        self._rules = ActionRules(n_slots, n, spec.n_enemies, backend.terrain, args.move_amount, self._mmm)
-        self._ledger = RewardLedger(args, n_slots, n, spec.n_enemies)
-        self._geometry = Geometry(n_slots, n, spec.n_enemies)
-        self._features = UnitFeatures(self._tables, n)
-        self._obs_writer = ObsWriter(spec, args, backend.terrain, n_slots)
-        self._state_writer = StateWriter(spec, args, self._tables, backend.terrain)
-        self._avail = np.zeros((n_slots, n, self.n_actions), bool)
+        self.layout, self.n_actions = entity_layout(spec, args, variant), variant.n_actions(spec)
+        self.obs_dim, self.state_dim = self.layout.obs_dim, state_dim(spec, args, variant)
+        sizes = n_slots, n, spec.n_enemies
+        self._rules = ActionRules(*sizes, backend.terrain, args.move_amount, self._heals, variant.n_turns)
+        self._ledger = RewardLedger(args, *sizes)
+        self._geometry = Geometry(*sizes)
+        self._writer = FeatureWriter(spec, args, self._tables, backend.terrain, n_slots, variant)
+        self._avail = self._within_reach = np.zeros((n_slots, n, self.n_actions), bool)
+        self._sight: float | np.ndarray = SIGHT_RANGE
         self._obs = np.zeros((n_slots, n, self.obs_dim), np.float32)
         self._full = np.zeros_like(self._obs)
         self._state = np.zeros((n_slots, self.state_dim), np.float32)
@@ -62,8 +71,11 @@ class BattleSemantics:
         self._counters = {"battles_won": 0, "battles_game": 0, "timeouts": 0}
         self._stale = True
 
-    def begin(self, which: np.ndarray) -> None:
-        """Note that the back-end has started new battles in the slots `which` [B] bool."""
+    def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
+        """Note that the back-end has started new battles in the slots `which` [B] bool.
+
+        `seeds` [B] are what they follow from; SMAC's rules themselves leave nothing to chance.
+        """
         self._ledger.reset(which, self._backend.units)
         self._last_action[which] = 0.0
         self.steps[which] = 0
@@ -75,38 +87,46 @@ class BattleSemantics:
 
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
-        if (active & self.ended).any():
+        if np.logical_and(active, self.ended).any():
             raise ValueError(f"slots {np.flatnonzero(active & self.ended).tolist()} have ended: reset them first")
         require_available("battle", self.avail_actions(), actions, active)
-        chosen = np.where(active[:, None], actions, 0).astype(np.int64, copy=False)
+        chosen = np.multiply(actions, active[:, None], dtype=np.int64)
         np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
         return self._rules.orders(chosen, self._backend.units, self._medivac())
 
     def settle(self, active: np.ndarray) -> StepResult:
         """Return what the step that the back-end has just played in the `active` slots [B] brought."""
-        units, n = self._backend.units, self._n
         self._stale = True
         self.steps += active
-        ending = judge(units, n, self._medivac() if self._mmm else None, self.steps >= self._limit)
-        reward = np.where(active, self._ledger.settle(units, ending), 0.0).astype(np.float32)
-        over, limit, won = ending.over & active, ending.limit & active, ending.won & active
-        self.ended |= over
-        self._count(over, limit, won)
+        ending = self._judge()
+        reward = self._ledger.settle(self._backend.units, ending)
+        if not active.all():
+            ending, reward = ending.among(active), np.where(active, reward, 0.0)
+        if ending.over.any():
+            self.ended |= ending.over
+            self._count(ending.over, ending.limit, ending.won)
         return StepResult(
-            reward=reward,
-            terminated=over,
-            truncated=limit if self._args.continuing_episode else np.zeros_like(limit),
+            reward=reward.astype(np.float32),
+            terminated=ending.over,
+            truncated=ending.limit if self._args.continuing_episode else np.zeros(len(reward), bool),
             info=self._info(ending, active),
         )
 
+    def _judge(self) -> Ending:
+        return judge(self._backend.units, self._n, self._medivac() if self._heals else None, self.steps >= self._limit)
+
+    def abandon(self, which: np.ndarray) -> None:
+        """Note that the battles in the slots `which` [B] bool are over without a result; they are not counted."""
+        self.ended |= which
+
     def _info(self, ending: Ending, active: np.ndarray) -> dict[str, np.ndarray]:
-        dead = ~self._backend.units.alive & active[:, None]
+        dead = (self._sizes - ending.left) * active[:, None]
         return {
-            "battle_won": ending.won & active,
-            "battle_draw": ending.draw & active,
-            "episode_limit": ending.limit & active,
-            "dead_allies": dead[:, : self._n].sum(axis=1),
-            "dead_enemies": dead[:, self._n :].sum(axis=1),
+            "battle_won": ending.won,
+            "battle_draw": ending.draw,
+            "episode_limit": ending.limit,
+            "dead_allies": dead[:, 0],
+            "dead_enemies": dead[:, 1],
         }
 
     def _count(self, over: np.ndarray, limit: np.ndarray, won: np.ndarray) -> None:
@@ -117,16 +137,20 @@ class BattleSemantics:
     def observe(self, full: bool = False) -> Observation:
         """Return what all slots show now; the arrays are overwritten by the next call."""
         self._refresh()
-        units, full_obs = self._backend.units, self._full if full else None
-        self._features.refresh(units)
-        self._obs_writer.fill(
-            units, self._geometry, self._features, self._avail, self._last_action, self.steps, self._obs, full_obs
-        )
+        units, geometry, writer, last_action = self._backend.units, self._geometry, self._writer, self._last_action
+        writer.refresh(units, geometry, self._within_reach, last_action, self.steps, self._sight)
+        writer.write_obs(last_action, self._seen(), self._obs)
+        if full:
+            writer.write_obs(last_action, geometry.pair, self._full)
         if self._args.obs_instead_of_state:
             self._state[:] = self._obs.reshape(self._state.shape)
         else:
-            self._state_writer.fill(units, self._features, self._last_action, self.steps, self._state)
-        return Observation(self._obs, self._state, self._avail, full_obs)
+            writer.write_state(self._state)
+        return Observation(self._obs, self._state, self._avail, self._full if full else None)
+
+    def _seen(self) -> np.ndarray:
+        """Return [B, n, U] bool: whom the observations show."""
+        return self._geometry.pair & (self._geometry.place[0] < SIGHT_RANGE)
 
     def avail_actions(self) -> np.ndarray:
         """Return [B, n, A] bool of this moment."""
@@ -169,5 +193,8 @@ class BattleSemantics:
     def _refresh(self) -> None:
         if self._stale:
             self._geometry.refresh(self._backend.units)
-            self._rules.fill_mask(self._backend.units, self._medivac(), self._geometry, self._avail)
+            self._fill_masks()
             self._stale = False
+
+    def _fill_masks(self) -> None:
+        self._rules.fill_mask(self._backend.units, self._medivac(), self._geometry, self._avail)

@@ -1,0 +1,253 @@
+"""The real game behind the door of all battle back-ends: one game process, one battle at a time.
+
+As SMAC drives it: allies are the first player's units sorted by (type, x, y), enemies the second player's in the
+game's order; a unit that the game no longer lists is dead and keeps what it last had but its health; a new battle
+begins when a trigger of the map brings all units back after they have been killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omagd.envs.battle.args import SmacArgs
+from omagd.envs.battle.backend import Order, Terrain, Units
+from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.units import UNIT_ID
+from omagd.envs.sc2.game import ATTEMPTS, Game, GameLost, Match
+from omagd.envs.sc2.maps import GAME_TYPES
+from omagd.envs.sc2.protocol import debug_pb, sc_pb
+from omagd.envs.sc2.terrain import read_terrain
+from omagd.envs.sc2.wire import frame
+from omagd.utils.errors import UserError
+
+ALLY, ENEMY = 1, 2  # owners
+ABILITY = {int(Order.STOP): 4, int(Order.MOVE): 16, int(Order.ATTACK): 23, int(Order.HEAL): 386}
+LOOPS_AFTER_KILL = 2
+_ACTION = sc_pb.Request(action=sc_pb.RequestAction()).SerializeToString()[:-1]  # without its length
+PATIENCE = 400  # game loops until all units of a new battle must be there
+
+_NONE, _STOP, _MOVE = int(Order.NONE), int(Order.STOP), int(Order.MOVE)
+
+# What is read after every step: fields of `Units`, and the game's for each of them.
+_FLOATS = ("x", "y", "health", "shield", "energy", "cooldown")
+_WIDTH, _HEALTH = len(_FLOATS), _FLOATS.index("health")
+_READ = attrgetter("pos.x", "pos.y", "health", "shield", "energy", "weapon_cooldown")
+
+
+class UnitsMissing(GameLost):
+    """Not all units of a battle have appeared."""
+
+
+class GameBackend:
+    """`BattleBackend` over one game, started by the first `reset` and again by the next one after it was lost.
+
+    Args:
+        spec: the map. args: version, difficulty, step_mul, seed and timeout of the game.
+
+    Attributes:
+        terrain: from the first `reset` on. restarts: how often a lost game was started anew.
+        build: number of the game's build, as the game says; 0 before the first start.
+        lost: what `advance` and `save_replay` raise when the game is gone.
+    """
+
+    n_slots = 1
+    lost = GameLost
+    terrain: Terrain
+
+    def __init__(self, spec: MapSpec, args: SmacArgs) -> None:
+        self._spec, self._args, self._n, self._total = spec, args, spec.n_agents, spec.n_agents + spec.n_enemies
+        self.game: Game | None = None
+        self.restarts = self._starts = self.build = 0
+        self._flat = np.zeros(self._total * _WIDTH, np.float32)
+        self._numbers, self._nobody = [0.0] * self._flat.size, [0.0] * self._total
+        self._max = np.zeros((2, 1, self._total), np.float32)
+        self._place: dict[int, int] = {}
+        self._tags: list[int] = []
+        self._ally_ids: dict[int, int] = {}
+        columns = dict(zip(_FLOATS, self._flat.reshape(-1, _WIDTH).T[:, None], strict=True))
+        self.units = Units(
+            **columns,
+            health_max=self._max[0],
+            shield_max=self._max[1],
+            type_id=np.full((1, self._total), -1, np.int16),
+            alive=np.zeros((1, self._total), bool),
+        )
+        step = sc_pb.Request(step=sc_pb.RequestStep(count=args.step_mul))
+        look = sc_pb.Request(observation=sc_pb.RequestObservation())
+        self._look = frame(look.SerializeToString())
+        self._step_and_look = frame(step.SerializeToString()) + self._look
+        self._made: dict[tuple[int, int, int], bytes] = {}
+
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Start a new battle; `seeds` decide only what a newly started game plays.
+
+        Errors: UserError when the game does not start, or dies again and again before the battle begins.
+        """
+        if not which[0]:
+            return
+        for _ in range(ATTEMPTS):
+            try:
+                self._begin(int(seeds[0]))
+                return
+            except GameLost as error:
+                self.lose(error)
+                reason = error
+        raise UserError(f"StarCraft II was lost {ATTEMPTS} times while a battle on {self._spec.name} began: {reason}")
+
+    def _begin(self, seed: int) -> None:
+        """Start the game or have its units brought back. Errors: GameLost."""
+        if self.game is None:
+            self._launch(seed)
+        else:
+            self._respawn()
+        self._enlist()
+
+    def _launch(self, seed: int) -> None:
+        own = self._args.seed
+        chosen = seed if own is None or self._starts else own
+        spec, args = self._spec, self._args
+        match = Match(spec.game_file, spec.a_race, spec.b_race, args.difficulty, chosen & 0x7FFFFFFF)
+        self.game = Game(match, args.game_version, args.game_timeout)
+        self.build = int(self.game.version.rpartition(".")[2])
+        self.restarts += self._starts > 0
+        self._starts += 1
+        self.terrain = read_terrain(self.game.facts)
+
+    def _respawn(self) -> None:
+        """Kill everyone; the map's trigger then brings all units back."""
+        living = [self._tags[i] for i in np.flatnonzero(self.units.alive[0])]
+        command = debug_pb.DebugCommand(kill_unit=debug_pb.DebugKillUnit(tag=living))
+        self._game.ask(debug=sc_pb.RequestDebug(debug=[command]))
+        self._game.ask(step=sc_pb.RequestStep(count=LOOPS_AFTER_KILL))
+
+    def _enlist(self) -> None:
+        """Wait until all units are there and note who stands in which column. Errors: UnitsMissing, GameLost."""
+        for _ in range(PATIENCE):
+            listed = self._listed(self._game.exchange(self._look, 1))
+            allies = [unit for unit in listed if unit.owner == ALLY]
+            enemies = [unit for unit in listed if unit.owner == ENEMY]
+            if (len(allies), len(enemies)) == (self._n, self._total - self._n):
+                allies.sort(key=lambda unit: (unit.unit_type, unit.pos.x, unit.pos.y))
+                self._note(allies, enemies)
+                return
+            self._game.ask(step=sc_pb.RequestStep(count=1))
+        found = f"{len(allies)} of {self._n} allies and {len(enemies)} of {self._total - self._n} enemies"
+        raise UnitsMissing(f"only {found} were there after {PATIENCE} game loops")
+
+    def _note(self, allies: Sequence[Any], enemies: Sequence[Any]) -> None:
+        everyone = [*allies, *enemies]
+        if not self._ally_ids:
+            first = allies[0].unit_type
+            self._ally_ids = {first + i: UNIT_ID[name] for i, name in enumerate(self._spec.ally_types)}
+        kinds = [self._ally_ids.get(unit.unit_type, -1) for unit in allies]
+        kinds += [UNIT_ID[name] if (name := GAME_TYPES.get(unit.unit_type)) else -1 for unit in enemies]
+        self.units.type_id[0] = kinds
+        self._tags = [unit.tag for unit in everyone]
+        self._made.clear()
+        self._place = {tag: _WIDTH * column for column, tag in enumerate(self._tags)}
+        self._max[0, 0] = [unit.health_max for unit in everyone]
+        self._max[1, 0] = [unit.shield_max for unit in everyone]
+        self._read(everyone)
+
+    def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
+        """Give orders to the allies and play one agent step. Errors: GameLost; the units stay as they were."""
+        if not active[0]:
+            return
+        actions = self._commands(order[0].tolist(), target[0].tolist(), dest[0].tolist())
+        self._read(self._listed(self._game.exchange(frame(actions) + self._step_and_look, 3)))
+
+    def _commands(self, orders: list[int], targets: list[int], dests: list[list[float]]) -> bytes:
+        """Return the request, serialized, with one command for each agent that does something.
+
+        Serialized messages add up: what is written behind each other is read as one list. Commands without a place
+        are the same bytes whenever they are given in a battle, so they are made once.
+        """
+        made, parts = self._made, []
+        for agent, order in enumerate(orders):
+            if order == _MOVE:
+                parts.append(self._command(agent, order, 0, dests[agent]))
+            elif order != _NONE:
+                key = (agent, order, targets[agent])
+                if key not in made:
+                    made[key] = self._command(*key)
+                parts.append(made[key])
+        actions = b"".join(parts)
+        return _ACTION + _varint(len(actions)) + actions
+
+    def _command(self, agent: int, order: int, target: int, dest: Sequence[float] = ()) -> bytes:
+        """Return a RequestAction with one command, serialized."""
+        request = sc_pb.RequestAction()
+        command = request.actions.add().action_raw.unit_command
+        command.ability_id = ABILITY[order]
+        command.unit_tags.append(self._tags[agent])
+        command.queue_command = False
+        if order == _MOVE:
+            place = command.target_world_space_pos
+            place.x, place.y = dest
+        elif order != _STOP:
+            command.target_unit_tag = self._tags[target]
+        return bytes(request.SerializeToString())
+
+    def _listed(self, response: Any) -> Any:
+        """Return the units that a Response to an observation lists. Errors: GameLost when the match is over."""
+        if not self._game.in_game:
+            raise GameLost("the game has ended the match")
+        return response.observation.observation.raw_data.units
+
+    def _read(self, listed: Any) -> None:
+        """Take over what the game says of each unit."""
+        place_of, numbers = self._place.get, self._numbers
+        numbers[_HEALTH::_WIDTH] = self._nobody
+        for unit in listed:
+            place = place_of(unit.tag)
+            if place is not None:
+                numbers[place : place + _WIDTH] = _READ(unit)
+        self._flat[:] = numbers
+        np.greater(self.units.health, 0.0, out=self.units.alive)
+
+    @property
+    def _game(self) -> Game:
+        if self.game is None:
+            raise GameLost("there is no game")
+        return self.game
+
+    def lose(self, error: GameLost) -> None:
+        """End a game that was lost; the next `reset` starts another."""
+        game, self.game = self.game, None
+        if game is not None:
+            game.bury(error)
+
+    def save_replay(self, folder: str) -> Path:
+        """Write the replay of all battles since the game was started; return the file. Errors: GameLost, OSError."""
+        # Games that are told so in the same second must not take the same name.
+        prefix = f"{self._args.replay_prefix or self._spec.name}_{self._game.pid}"
+        return self._game.save_replay(folder, prefix)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Raise NotImplementedError: the game cannot be saved in mid-battle."""
+        raise NotImplementedError("StarCraft II cannot be saved in mid-battle")
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Raise NotImplementedError likewise."""
+        raise NotImplementedError("StarCraft II cannot be restored in mid-battle")
+
+    def close(self) -> None:
+        """End the game. May be called twice."""
+        game, self.game = self.game, None
+        if game is not None:
+            game.close()
+
+
+def _varint(number: int) -> bytes:
+    """Return a length as protobuf writes it."""
+    parts = bytearray()
+    while number > 127:
+        parts.append(number & 127 | 128)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)

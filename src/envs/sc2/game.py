@@ -1,0 +1,267 @@
+"""One process of the game: started with a deadline and again if need be, watched, and gone with whoever started it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import websocket
+from google.protobuf.message import DecodeError, Message
+
+from omagd.envs.sc2.installed import build_of, game_folder
+from omagd.envs.sc2.maps import DIFFICULTIES, RACES, map_data, map_path
+from omagd.envs.sc2.ports import HOST, claimed_port
+from omagd.envs.sc2.protocol import common_pb, sc_pb
+from omagd.envs.sc2.wire import Disconnected, Wire, frame
+from omagd.envs.sc2.workplace import Workplace
+from omagd.utils.errors import UserError
+
+# isort: split
+# pysc2 takes the messages that omagd.envs.sc2.protocol has made.
+from pysc2 import run_configs
+from pysc2.lib import sc_process
+
+ATTEMPTS = 5
+QUIT_SECONDS = 2.0
+_QUIT = frame(sc_pb.Request(quit=sc_pb.RequestQuit()).SerializeToString())
+_parse = sc_pb.Response.FromString
+_ERROR = sc_pb.Response(error=[""]).SerializeToString()[:-1]  # how a message with the field `error` holds it
+LOG = logging.getLogger("omagd.sc2")
+
+# Runs in a Python of its own that becomes the game: asks the kernel to end it with the thread that started it, then
+# gives it back the signals that Python itself has changed.
+_FOLLOW_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class GameLost(Exception):
+    """The game has died, hangs, or refuses to go on: what was being played is void."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is played.
+
+    Attributes:
+        map_name: file of the map without its ending. ally_race, enemy_race: "T", "P", "Z" or "R".
+        difficulty: SMAC's scale. seed: of the game, from 0 to 2**31 - 1.
+    """
+
+    map_name: str
+    ally_race: str
+    enemy_race: str
+    difficulty: str
+    seed: int
+
+    def create_request(self) -> Message:
+        """Return the request that loads the map. Errors: UserError when its file is missing."""
+        local_map = sc_pb.LocalMap(map_path=map_path(self.map_name), map_data=map_data(game_folder(), self.map_name))
+        create = sc_pb.RequestCreateGame(local_map=local_map, realtime=False, random_seed=self.seed)
+        create.player_setup.add(type=sc_pb.Participant)
+        enemy_race = common_pb.Race.Value(RACES[self.enemy_race])
+        difficulty = sc_pb.Difficulty.Value(DIFFICULTIES[self.difficulty])
+        create.player_setup.add(type=sc_pb.Computer, race=enemy_race, difficulty=difficulty)
+        return create
+
+    def join_request(self) -> Message:
+        """Return the request to take the first player's side."""
+        options = sc_pb.InterfaceOptions(raw=True, score=False)
+        return sc_pb.RequestJoinGame(race=common_pb.Race.Value(RACES[self.ally_race]), options=options)
+
+
+class _Process(sc_process.StarcraftProcess):
+    """pysc2's process; its outputs go to a file, Ctrl-C does not reach it, and it ends with the calling thread."""
+
+    popen: subprocess.Popen[bytes]
+
+    def _launch(self, run_config: Any, args: list[str], log: Path, **_: Any) -> subprocess.Popen[bytes]:
+        if sys.platform == "linux":
+            args = [sys.executable, "-I", "-S", "-c", _FOLLOW_PARENT, str(os.getpid()), *args]
+        with log.open("wb") as output:
+            self.popen = subprocess.Popen(
+                args,
+                cwd=run_config.cwd,
+                env=run_config.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self.popen
+
+
+class Game:
+    """A running game with one match loaded, and the connection to it.
+
+    Linux ends the game with the thread that constructs this, so that thread must live as long as it.
+
+    Args:
+        match: what to play. game_version: as in `env_args`. timeout: seconds that the game may take to start, and for
+            each answer.
+
+    Attributes:
+        facts: the game's own ResponseGameInfo. version: as the game says, "4.10.0.75689".
+
+    Errors: UserError when the game or the map is missing, or does not start in five attempts.
+    """
+
+    facts: Any
+    version: str
+
+    def __init__(self, match: Match, game_version: str | None = None, timeout: float = 120.0) -> None:
+        self._build, self._version, self._timeout = build_of(game_version), game_version, timeout
+        self._stack = contextlib.ExitStack()
+        self._process: _Process | None = None
+        self._wire: Wire | None = None
+        self._status = sc_pb.launched
+        self._workplace: Workplace | None = None
+        create, join = match.create_request(), match.join_request()
+        reasons: list[str] = []
+        while len(reasons) < ATTEMPTS:
+            try:
+                self._start(create, join)
+                return
+            except (GameLost, OSError, RuntimeError, sc_process.SC2LaunchError) as error:
+                reasons.append(self._died(error))
+                LOG.warning("StarCraft II did not start (attempt %d of %d): %s", len(reasons), ATTEMPTS, reasons[-1])
+            except BaseException:
+                self.close()
+                raise
+        raise UserError(f"StarCraft II (Base{self._build}) did not start in {ATTEMPTS} attempts: {reasons[-1]}")
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the game, None once it is closed."""
+        return self._process.popen.pid if self._process is not None else None
+
+    def _start(self, create: Message, join: Message) -> None:
+        self._stack = contextlib.ExitStack()
+        self._workplace = self._stack.enter_context(contextlib.closing(Workplace()))
+        port = self._stack.enter_context(claimed_port())
+        config = run_configs.get(version=self._version)
+        config.tmp_dir = str(self._workplace.path)
+        program = Path(config.data_dir, "Versions", f"Base{self._build:05d}", "SC2_x64")
+        self._process = _Process(
+            config, str(program), config.version, host=HOST, port=port, connect=False, log=self._workplace.log
+        )
+        self._wire = self._connect(f"ws://{HOST}:{port}/sc2api")
+        self.version = self.ask(ping=sc_pb.RequestPing()).game_version
+        self._require("create_game", self.ask(create_game=create))
+        self._require("join_game", self.ask(join_game=join))
+        self.facts = self.ask(game_info=sc_pb.RequestGameInfo())
+
+    def _connect(self, address: str) -> Wire:
+        """Return the connection as soon as the game listens. Errors: GameLost."""
+        assert self._process is not None
+        deadline, pause = time.monotonic() + self._timeout, 0.02
+        while (left := deadline - time.monotonic()) > 0:
+            if self._process.popen.poll() is not None:
+                raise GameLost("it ended before it listened")
+            try:
+                wire = Wire(address, left)
+            except websocket.WebSocketBadStatusException as error:
+                if error.status_code != 404:  # it listens, but is not ready to talk yet
+                    raise GameLost(str(error)) from None
+            except websocket.WebSocketException as error:
+                raise GameLost(f"{type(error).__name__}: {error}") from None
+            except OSError:
+                pass  # it does not listen yet
+            else:
+                wire.set_timeout(self._timeout)
+                return wire
+            time.sleep(min(pause, max(left, 0.0)))
+            pause = min(2 * pause, 0.5)
+        raise GameLost(f"it did not listen within {self._timeout:g} s")
+
+    @staticmethod
+    def _require(what: str, response: Any) -> None:
+        if response.HasField("error"):
+            name = type(response).Error.Name(response.error)
+            raise GameLost(f"{what} failed: {name} {response.error_details}".rstrip())
+
+    def ask(self, **request: Message) -> Any:
+        """Send one request by its name (`ping=RequestPing()`) and return its response. Errors: GameLost."""
+        (name,) = request
+        return getattr(self.exchange(frame(sc_pb.Request(**request).SerializeToString()), 1), name)
+
+    def exchange(self, frames: bytes, count: int) -> Any:
+        """Send `count` requests as frames, one after another, and return the Response to the last. Errors: GameLost."""
+        if self._wire is None:
+            raise GameLost("the game is closed")
+        try:
+            self._wire.send(frames)
+            for left in reversed(range(count)):
+                message = self._wire.receive()
+                if left and _ERROR not in message:
+                    continue  # done, and there is nothing else to know
+                response = _parse(message)
+                if response.error:
+                    raise GameLost("it answered: " + " ".join("; ".join(response.error).split()))
+        except (Disconnected, DecodeError) as error:
+            raise GameLost(str(error)) from None
+        self._status = response.status
+        return response
+
+    @property
+    def in_game(self) -> bool:
+        """Whether the game said with its last answer that a match is going on."""
+        return bool(self._status == sc_pb.in_game)
+
+    def save_replay(self, folder: str, prefix: str) -> Path:
+        """Write the replay of all battles since the start; return the file. Errors: GameLost, OSError.
+
+        A relative or empty `folder` lies below the game's own folder of replays.
+        """
+        content = self.ask(save_replay=sc_pb.RequestSaveReplay()).data
+        config = run_configs.get(version=self._version)
+        Path(config.abs_replay_path(folder)).mkdir(parents=True, exist_ok=True)  # other workers do so, too
+        return Path(config.save_replay(content, replay_dir=folder, prefix=prefix))
+
+    def _died(self, error: BaseException) -> str:
+        """End what is left of the game and return what is known about its death."""
+        words, kept, code = "", None, None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.popen.wait(0.2)
+        if self._workplace is not None:
+            words, kept = self._workplace.last_words(), self._workplace.keep_log()
+        self.close(politely=False)
+        told = [str(error), f"exit code {code}" if code is not None else "", f'"{words}"' if words else ""]
+        return ", ".join(filter(None, [*told, f"log: {kept}" if kept else ""]))
+
+    def bury(self, error: GameLost) -> None:
+        """End a game that was lost and say so in the log."""
+        LOG.warning("StarCraft II was lost: %s", self._died(error))
+
+    def close(self, politely: bool = True) -> None:
+        """End the game, asking it first if `politely`, and remove its files. May be called twice."""
+        wire, self._wire = self._wire, None
+        process, self._process = self._process, None
+        if wire is not None and politely:
+            with contextlib.suppress(Disconnected):
+                wire.send(_QUIT)
+        if process is not None:
+            if wire is not None and politely:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.popen.wait(QUIT_SECONDS)
+            if process.popen.poll() is None:
+                process.popen.kill()
+                process.popen.wait()
+            process.close()
+        if wire is not None:
+            wire.close()
+        self._stack.close()

@@ -1,0 +1,212 @@
+"""The environment `sc2`: SMAC's battles in the real game, one game process each, run in worker processes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from pydantic import BaseModel
+
+from omagd.config.env_info import EnvInfo
+from omagd.envs.adapters import BatchedAsSingle
+from omagd.envs.battle.args import SmacArgs
+from omagd.envs.battle.features import entity_layout, state_component, state_dim, state_unit_dims
+from omagd.envs.battle.maps import MapSpec, get_map
+from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.battle.units import UNITS
+from omagd.envs.battle.variant import SMAC, Variant
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.sc2.heuristic import Heuristic
+from omagd.envs.sc2.installed import build_of, game_folder
+from omagd.envs.sc2.maps import require_map
+from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from omagd.envs.sc2.backend import GameBackend
+    from omagd.envs.sc2.game import GameLost
+
+LOST_IN_A_ROW = 10
+UNIT_NAMES = [unit.name for unit in UNITS]
+LOG = logging.getLogger("omagd.sc2")
+
+
+class SC2Battle(BatchedEnv):
+    """One slot: SMAC's semantics over the real game. The game starts with the first `reset`.
+
+    Args:
+        args: map and flags. n_slots: 1.
+
+    Errors: UserError when the game, its version or the map is missing; ValueError for more slots.
+    """
+
+    args_model: ClassVar[type[BaseModel]] = SmacArgs
+    name: ClassVar[str] = "sc2"
+
+    def __init__(self, args: SmacArgs, n_slots: int = 1) -> None:
+        if n_slots != 1:
+            raise ValueError(f"one game plays one battle at a time, not {n_slots}")
+        spec, variant = self._battle_of(args)
+        build_of(args.game_version)
+        require_map(game_folder(), spec.game_file)
+        self.n_slots, self._spec, self._variant, self._args = n_slots, spec, variant, args
+        layout = entity_layout(spec, args, variant)
+        self.info = EnvInfo(
+            name=self.name,
+            map_name=spec.name,
+            n_agents=spec.n_agents,
+            n_actions=variant.n_actions(spec),
+            obs_dim=layout.obs_dim,
+            state_dim=state_dim(spec, args, variant),
+            episode_limit=spec.limit,
+            n_normal_actions=variant.n_normal_actions,
+            layout=layout,
+        )
+        self._backend: GameBackend | None = None
+        self._semantics: BattleSemantics | None = None
+        script = Heuristic(spec.n_agents, args, variant.n_normal_actions)
+        self._heuristic = script if args.heuristic_ai else None
+        self._lost = self._lost_in_a_row = 0
+
+    @staticmethod
+    def _battle_of(args: Any) -> tuple[MapSpec, Variant]:
+        """Return who fights, and what stands where. Errors: UserError for a map that there is not."""
+        return get_map(args.map_name), SMAC
+
+    def _new_backend(self) -> GameBackend:
+        from omagd.envs.sc2.backend import GameBackend  # pysc2 takes its time
+
+        return GameBackend(self._spec, self._args)
+
+    def _new_semantics(self, backend: GameBackend) -> BattleSemantics:
+        return BattleSemantics(self._spec, self._args, backend, UNIT_NAMES)
+
+    def more_info(self) -> dict[str, Any]:
+        """Return what the field's dictionary says besides the sizes."""
+        ally, enemy = state_unit_dims(self._spec, self._variant)
+        return {
+            "state_component": state_component(self._spec, self._args, self._variant),
+            "state_ally_feats_size": ally,
+            "state_enemy_feats_size": enemy,
+            "map_type": self._spec.map_type,
+        }
+
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Start a new battle; a seed decides what a game plays that is started here, and all battles that follow.
+
+        Errors: UserError when the game does not start.
+        """
+        if self._backend is None:
+            self._backend = self._new_backend()
+        self._backend.reset(which, seeds)
+        if self._semantics is None:
+            self._semantics = self._new_semantics(self._backend)
+        self._semantics.begin(which, seeds)
+        if self._heuristic is not None:
+            self._heuristic.begin()
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Play `actions` [1, n]. When the game dies the result is `lost`, and the next `reset` starts another.
+
+        Errors: ValueError for an action that is not available; UserError when ten episodes in a row were lost.
+        """
+        semantics, backend = self._started()
+        orders = semantics.orders(actions, active)
+        if self._heuristic is not None:
+            orders = self._heuristic.orders(backend.units, backend.terrain, semantics.avail_actions())
+        try:
+            backend.advance(*orders, active)
+        except backend.lost as error:
+            return self._void(error, active)
+        result = semantics.settle(active)
+        if result.terminated[0]:
+            self._lost_in_a_row = 0
+        return result
+
+    def _void(self, error: GameLost, active: np.ndarray) -> StepResult:
+        semantics, backend = self._started()
+        backend.lose(error)
+        semantics.abandon(active)
+        self._lost += 1
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= LOST_IN_A_ROW:
+            raise UserError(f"StarCraft II was lost in {LOST_IN_A_ROW} episodes in a row, last: {error}")
+        nothing = np.zeros(1, bool)
+        return StepResult(np.zeros(1, np.float32), active.copy(), nothing, {}, lost=active.copy())
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return what the battle shows now, with `full_obs` if `full`; of a lost one the last that was seen."""
+        return self._started()[0].observe(full)
+
+    def played(self) -> np.ndarray:
+        """Return [n] what the script has played instead of the agents' actions in the last step."""
+        assert self._heuristic is not None
+        return self._heuristic.actions
+
+    def _started(self) -> tuple[BattleSemantics, GameBackend]:
+        if self._semantics is None or self._backend is None:
+            raise ValueError(f"env={self.name}: reset comes first")
+        return self._semantics, self._backend
+
+    def get_stats(self) -> dict[str, float]:
+        """Return SMAC's counters since construction, games restarted and episodes lost, and the game's own build."""
+        counted = {} if self._semantics is None else self._semantics.stats()
+        restarts, build = (0, 0) if self._backend is None else (self._backend.restarts, self._backend.build)
+        return {**counted, "restarts": restarts, "lost_episodes": self._lost, "game_build": build}
+
+    def save_replay(self, folder: str) -> None:
+        """Write the game's replay of all battles since it started into `folder`, or where `replay_dir` says.
+
+        An empty folder is the game's own. A game that is gone has no replay, which is said in the log.
+        Errors: UserError when nothing can be written there.
+        """
+        backend = self._started()[1]
+        where = self._args.replay_dir or (folder and str(Path(folder).resolve()))
+        try:
+            LOG.info("replay: %s", backend.save_replay(where))
+        except backend.lost as error:
+            LOG.warning("no replay was written: %s", error)
+        except (OSError, ValueError) as error:
+            raise UserError(f"env_args.replay_dir={where}: no replay was written: {error}") from None
+
+    def close(self) -> None:
+        """End the game. May be called twice."""
+        if self._backend is not None:
+            self._backend.close()
+
+
+class SC2Env(BatchedAsSingle):
+    """`SC2Battle` as the field's single environment; the thread that resets it first must outlive the game.
+
+    Args:
+        args: the published keys.
+    """
+
+    args_model: ClassVar[type[BaseModel]] = SmacArgs
+    battle: ClassVar[type[SC2Battle]] = SC2Battle
+    env: SC2Battle
+
+    def __init__(self, args: SmacArgs) -> None:
+        battle = self.battle(args)
+        super().__init__(battle, battle.more_info())
+        self._scripted, self._debug = args.heuristic_ai, args.debug
+        if args.debug:
+            _log_to_stderr()
+
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Play [n] actions; where a script plays instead (`heuristic_ai`), `actions` are overwritten with its own."""
+        reward, terminated, info = super().step(actions)
+        if self._scripted:
+            actions[:] = self.env.played()
+        if self._debug:
+            LOG.debug("actions %s reward %s terminated %s %s", list(actions), reward, terminated, info)
+            LOG.debug("observations\n%s\nstate\n%s", self.get_obs(), self.get_state())
+        return reward, terminated, info
+
+
+def _log_to_stderr() -> None:
+    """Show what `debug` tells; a worker process has nowhere else to say it."""
+    LOG.setLevel(logging.DEBUG)
+    if not LOG.handlers:
+        LOG.addHandler(logging.StreamHandler())

@@ -1,0 +1,228 @@
+"""The stand-in's world: battles of the skirmish simulator, shown and ordered as the game shows and takes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from omagd.envs.battle.backend import Order, Terrain
+from omagd.envs.battle.maps import MAPS, TYPE_ORDER, MapSpec
+from omagd.envs.battle.roster import FLOATS, INTS
+from omagd.envs.battle.simulator import Simulator
+from omagd.envs.battle.units import UNIT_ID, UNITS
+from sc2_stand_in import FIRST_ALLY_TYPE, N_UNIT_TYPES, battle_seed
+from sc2_stand_in.tape import Tape, TapeWriter, order_digest
+
+LOOPS_PER_STEP = 8
+TYPE_IDS = {
+    "marine": 48, "marauder": 51, "medivac": 54, "stalker": 74, "zealot": 73, "colossus": 4, "baneling": 9,
+    "zergling": 105, "spine_crawler": 98, "hydralisk": 107,
+}  # fmt: skip
+V2_ALLIES = ("baneling", "colossus", "hydralisk", "marauder", "marine", "medivac", "stalker", "zealot", "zergling")
+V2_TYPE_IDS = {name: N_UNIT_TYPES - len(V2_ALLIES) + i for i, name in enumerate(V2_ALLIES)}
+STOP, MOVE, ATTACK, HEAL = 4, 16, 23, 386  # ability ids
+SUCCESS, NOT_SUPPORTED, CANT_FIND_UNIT = 1, 2, 39  # action results
+CROWD = 0.7  # units created at one point come to lie about this far from each other
+
+
+def roughened(terrain: Terrain, seed: int) -> Terrain:
+    """Return a field of the same size with a hole in one cell of eight, and every cell at another height."""
+    rng = np.random.default_rng(seed)
+    solid = rng.random(terrain.pathing.shape) > 1 / 8
+    height = (rng.integers(0, 256, terrain.height.shape) / 255).astype(np.float32)
+    return replace(terrain, pathing=terrain.pathing & solid, height=height)
+
+
+class World:
+    """One game on one map.
+
+    Args:
+        map_name: name of the map file. seed: random seed of the game. difficulty: SMAC's scale.
+        messages: the protocol's message classes. tape: file to play instead of the simulator.
+        record: whether to keep a tape of what is played, for `self.writer.save`. rough: show a ground full of holes and
+            of any height; units walk as they do without.
+    """
+
+    def __init__(
+        self, map_name: str, seed: int, difficulty: str, messages: SimpleNamespace,
+        tape: Path | None = None, record: bool = False, rough: bool = False,
+    ) -> None:  # fmt: skip
+        self._spec = MAPS.get(map_name)
+        self._seed, self._difficulty, self._unit = seed, difficulty, messages.Unit
+        self.loop, self.battles, self._owed, self._spawned = 0, 0, 0, 0
+        self._kill: set[int] = set()
+        self._create: list[tuple[str, int, float, float]] = []
+        self._simulator: Simulator | Tape | None = None
+        self._tape = tape
+        self._column: dict[int, int] = {}
+        self._turned = 0
+        if self._spec is not None:
+            self.terrain = self._simulate(self._spec).terrain
+        else:
+            self.terrain = Simulator(MAPS["3m"], 1).terrain
+        if rough:
+            self.terrain = roughened(self.terrain, seed)
+        self.writer = TapeWriter(self.terrain) if record else None
+        if self._spec is not None:
+            self._respawn()
+
+    def _simulate(self, spec: MapSpec) -> Simulator | Tape:
+        """Make `spec` the battle that is played and return what plays it."""
+        if self._tape is None:
+            self._simulator = Simulator(spec, 1, difficulty=self._difficulty)
+        else:
+            if self._simulator is None:
+                self._simulator = Tape(self._tape, spec.n_agents)
+            self._simulator.units.type_id[0] = spec.unit_ids()
+        self._n = spec.n_agents
+        self._active = np.ones(1, bool)
+        self._order = np.zeros((1, self._n), np.int64)
+        self._target = np.zeros((1, self._n), np.int64)
+        self._dest = np.zeros((1, self._n, 2), np.float32)
+        return self._simulator
+
+    def _respawn(self) -> None:
+        seeds = np.array([battle_seed(self._seed, self.battles)])
+        self._simulator.reset(self._active, seeds)
+        first = TYPE_ORDER[self._spec.map_type]
+        types = [FIRST_ALLY_TYPE + first.index(name) for name in self._spec.allies]
+        self._begin(types, [TYPE_IDS[name] for name in self._spec.enemies])
+
+    def _begin(self, ally_types: list[int], enemy_types: list[int]) -> None:
+        """Give tags and cards to the units of a new battle."""
+        units, n = self._simulator.units, self._n
+        rng = np.random.default_rng(self.battles)
+        numbers = self._spawned + rng.permutation(units.x.shape[1])
+        self._spawned += units.x.shape[1]
+        self._cards, self._column = [], {}
+        for column, kind in enumerate((*ally_types, *enemy_types)):
+            card = self._unit(
+                display_type=1, alliance=1 if column < n else 4, owner=1 if column < n else 2, unit_type=kind,
+                tag=(1 << 32) + 1 + (int(numbers[column]) << 18), build_progress=1.0, radius=0.5,
+                health_max=float(units.health_max[0, column]), shield_max=float(units.shield_max[0, column]),
+                energy_max=UNITS[units.type_id[0, column]].energy_max,
+            )  # fmt: skip
+            card.pos.z = 10.0
+            self._cards.append((card, card.pos))
+            self._column[card.tag] = column
+        allies = rng.permutation(n).tolist()
+        enemies = list(range(n, len(self._cards)))
+        self._listing = [c for pair in zip(enemies, allies, strict=False) for c in pair]
+        self._listing += enemies[len(allies) :] + allies[len(enemies) :]
+        self.battles += 1
+        self._owed = self._turned = self.steps_of_battle = 0
+        if self.writer is not None:
+            self.writer.begin(units)
+
+    def order(self, command: Any) -> int:
+        """Take an `ActionRawUnitCommand` for units of player 1 and return the action's result."""
+        kind = {STOP: Order.STOP, MOVE: Order.MOVE, ATTACK: Order.ATTACK, HEAL: Order.HEAL}.get(command.ability_id)
+        aim = self._column.get(command.target_unit_tag) if kind in (Order.ATTACK, Order.HEAL) else 0
+        if kind is None or (kind == Order.MOVE and not command.HasField("target_world_space_pos")):
+            return NOT_SUPPORTED
+        for tag in command.unit_tags:
+            column = self._column.get(tag)
+            if column is None or column >= self._n or aim is None:
+                return CANT_FIND_UNIT
+            self._order[0, column], self._target[0, column] = kind, aim
+            if kind == Order.MOVE:
+                point = command.target_world_space_pos
+                self._dest[0, column] = point.x, point.y
+        return SUCCESS
+
+    def kill(self, tags: list[int]) -> None:
+        """Let these units die at the next step."""
+        self._kill.update(self._column[tag] for tag in tags if tag in self._column)
+
+    def create(self, command: Any) -> None:
+        """Let the units of a `DebugCreateUnit` appear at the next step. Errors: ValueError."""
+        ids = V2_TYPE_IDS if command.owner == 1 else TYPE_IDS
+        names = [name for name, number in ids.items() if number == command.unit_type]
+        if self._spec is not None or not names or self._anybody():
+            raise ValueError(f"cannot create unit type {command.unit_type} for {command.owner} here and now")
+        for _ in range(command.quantity or 1):
+            self._create.append((names[0], command.owner, command.pos.x, command.pos.y))
+
+    def step(self, loops: int) -> None:
+        """Play so many game loops."""
+        self.loop += loops
+        self._execute_kills()
+        if self._create:
+            self._found()
+            return
+        if not self._anybody():
+            if self._spec is not None:
+                self._respawn()
+            return
+        self.steps_of_battle += 1
+        self._owed += loops
+        while self._owed >= LOOPS_PER_STEP:
+            self._owed -= LOOPS_PER_STEP
+            alive = self._simulator.units.alive[0, : self._n].copy()
+            self._simulator.advance(self._order, self._target, self._dest, self._active)
+            if self.writer is not None:
+                digest = order_digest(self._order[0], self._target[0], self._dest[0], alive)
+                self.writer.played(digest, self._simulator.units)
+            self._order[:] = Order.NONE
+            self._turned += 1
+
+    def _anybody(self) -> bool:
+        return self._simulator is not None and bool(self._simulator.units.alive.any())
+
+    def _execute_kills(self) -> None:
+        if self._kill and isinstance(self._simulator, Tape):
+            self._simulator.kill(sorted(self._kill))
+        elif self._kill:
+            state, columns = self._simulator.snapshot(), sorted(self._kill)
+            state["floats"][FLOATS.index("health"), columns] = 0
+            state["ints"][INTS.index("alive"), columns] = 0
+            self._simulator.restore(state)
+        self._kill.clear()
+
+    def _found(self) -> None:
+        """Start the battle of all created units; allies in the order of their types, as the map table has them."""
+        allies = sorted((c for c in self._create if c[1] == 1), key=lambda c: V2_TYPE_IDS[c[0]])
+        enemies = [c for c in self._create if c[1] == 2]
+        self._create = []
+        centre = tuple(float(np.mean([c[axis] for c in allies])) for axis in (2, 3))
+        race = {UNITS[UNIT_ID[c[0]]].race for c in allies}.pop()
+        names = tuple(c[0] for c in allies), tuple(c[0] for c in enemies)
+        spec = MapSpec("created", *names, 1, race, race, 0, "created", ally_start=(centre,))
+        simulator = self._simulate(spec)
+        simulator.reset(self._active, np.array([battle_seed(self._seed, self.battles)]))
+        if isinstance(simulator, Simulator):
+            places = self._spread(np.array([c[2:] for c in (*allies, *enemies)]))
+            state = simulator.snapshot()
+            state["floats"][FLOATS.index("x"), :, 0], state["floats"][FLOATS.index("y"), :, 0] = places
+            simulator.restore(state)
+        self._begin([V2_TYPE_IDS[name] for name in names[0]], [TYPE_IDS[name] for name in names[1]])
+
+    def _spread(self, points: np.ndarray) -> np.ndarray:
+        """Return [2, U] places on the field near `points` [U, 2]; units at one point come to lie on a spiral."""
+        x0, y0, x1, y1 = self.terrain.playable
+        before = np.array([(points[:i] == points[i]).all(axis=1).sum() for i in range(len(points))])
+        angle, radius = before * 2.399963, CROWD * np.sqrt(before)
+        x = np.clip(points[:, 0] + radius * np.cos(angle), x0 + 0.5, x1 - 0.5)
+        y = np.clip(points[:, 1] + radius * np.sin(angle), y0 + 0.5, y1 - 0.5)
+        return np.stack([x, y])
+
+    def show(self, listed: Any, hide_enemies: bool = False) -> None:
+        """Append all living units to the repeated field `listed`."""
+        if self._simulator is None:
+            return
+        units = self._simulator.units
+        alive, x, y = units.alive[0].tolist(), units.x[0].tolist(), units.y[0].tolist()
+        health, shield = units.health[0].tolist(), units.shield[0].tolist()
+        energy, cooldown = units.energy[0].tolist(), units.cooldown[0].tolist()
+        turn = self._turned % len(self._listing)
+        for column in self._listing[turn:] + self._listing[:turn]:
+            if alive[column] and not (hide_enemies and column >= self._n):
+                card, pos = self._cards[column]
+                pos.x, pos.y = x[column], y[column]
+                card.health, card.shield = health[column], shield[column]
+                card.energy, card.weapon_cooldown = energy[column], cooldown[column]
+                listed.append(card)

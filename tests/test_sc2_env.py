@@ -1,0 +1,294 @@
+"""`sc2` with a stand-in for the game: the same battles as the simulator's own, whatever happens to the processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import sc2_stand_in
+from command_harness import ROOT
+
+from omagd.envs.actions import random_actions
+from omagd.envs.battle.args import SkirmishArgs, SmacArgs
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.envs.factory import make_env
+from omagd.envs.sc2.sc2_env import SC2Env
+from omagd.utils.errors import UserError
+
+pytestmark = pytest.mark.processes
+EVERY_FLAG = {
+    "obs_pathing_grid": True,
+    "obs_last_action": True,
+    "obs_timestep_number": True,
+    "state_timestep_number": True,
+    "reward_only_positive": False,
+    "continuing_episode": True,
+}
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch):
+    """The folder of an installed stand-in; no process of it may be left at the end."""
+    folder = sc2_stand_in.install(tmp_path / "StarCraftII")
+    monkeypatch.setenv("SC2PATH", str(folder))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield folder
+    assert gone(folder)
+
+
+def gone(folder, seconds: float = 5.0) -> bool:
+    """Return whether no game of `folder` runs any more, waiting a little for it."""
+    deadline = time.monotonic() + seconds
+    while sc2_stand_in.running(folder) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sc2_stand_in.running(folder) == []
+
+
+def shown(env: SC2Env) -> list[np.ndarray]:
+    return [env.get_obs(), env.get_obs(no_range_limit=True), env.get_state(), env.get_avail_actions()]
+
+
+@pytest.mark.parametrize(
+    ("map_name", "version", "flags"),
+    [
+        ("3m", "4.10", {}),
+        ("MMM2", "4.6.2", EVERY_FLAG),
+        ("3s5z_vs_3s6z", "4.10", EVERY_FLAG),
+        ("bane_vs_bane", "4.10", {}),
+        ("corridor", "4.6.2", {"obs_pathing_grid": True}),
+        ("2c_vs_64zg", "4.10", {}),
+        ("2s_vs_1sc", "4.10", {}),
+    ],
+)
+def test_battles_are_those_of_the_simulator_behind_the_game(game, map_name, version, flags):
+    """Two battles: units keep their columns though the game lists them in other orders with other tags."""
+    sc2_stand_in.install(game, version)
+    env = SC2Env(SmacArgs(map_name=map_name, game_version=version, **flags))
+    mirror = SkirmishEnv(SkirmishArgs(map_name=map_name, **flags), 1)
+    rng, one = np.random.default_rng(1), np.ones(1, bool)
+    try:
+        for number in range(2):
+            env.reset(seed=5)
+            mirror.reset(one, np.array([sc2_stand_in.battle_seed(5, number)]))
+            for _ in range(40):
+                seen = mirror.observe(full=True)
+                expected = [seen.obs[0], seen.full_obs[0], seen.state[0], seen.avail_actions[0]]
+                assert all((a == b).all() for a, b in zip(shown(env), expected, strict=True))
+                actions = random_actions(seen.avail_actions, rng)
+                reward, over, info = env.step(actions[0])
+                result = mirror.step(actions, one)
+                assert (reward, over) == (float(result.reward[0]), bool(result.terminated[0]))
+                assert info["dead_allies"] == result.info["dead_allies"][0]
+                assert info["battle_won"] == result.info["battle_won"][0]
+                if over:
+                    break
+    finally:
+        env.close()
+
+
+def play(env, rng, steps=1000):
+    """Play on until the episode's end and return its last result, the number of steps and the return."""
+    one, total = np.ones(env.n_slots, bool), 0.0
+    for step in range(1, steps + 1):
+        result = env.step(random_actions(env.observe().avail_actions, rng), one)
+        total += float(result.reward[0])
+        if result.terminated[0]:
+            return result, step, total
+    return result, steps, total
+
+
+@pytest.mark.parametrize("fault", ["DIE_AFTER", "HANG_AFTER", "ERROR_AFTER"])
+def test_a_game_that_is_lost_voids_the_episode_and_the_next_one_is_played(game, monkeypatch, tmp_path, fault, caplog):
+    monkeypatch.setenv(f"SC2_STAND_IN_{fault}", "5")
+    monkeypatch.setenv("SC2_STAND_IN_ONCE", str(tmp_path / "once"))
+    env = make_env("sc2", {"map_name": "3m", "game_timeout": 1.5}, 1, processes=False)
+    rng, one = np.random.default_rng(0), np.ones(1, bool)
+    env.reset(one, np.array([1]))
+    before = None
+    for _ in range(4):
+        before = env.observe().obs
+        env.step(random_actions(env.observe().avail_actions, rng), one)
+        before = env.observe().obs
+    result, steps, total = play(env, rng)
+    assert (steps, total) == (1, 0.0) and result.lost[0] and result.terminated[0] and not result.truncated[0]
+    assert not any(values[0] for values in result.info.values())
+    assert (env.observe().obs == before).all()
+    assert "was lost" in caplog.text
+    stats = env.get_stats()
+    assert (stats["lost_episodes"], stats["battles_game"], stats["restarts"]) == (1, 0, 0)
+    env.reset(one, np.array([2]))
+    result, steps, _ = play(env, rng)
+    assert steps > 5 and not result.lost[0]
+    stats = env.get_stats()
+    assert (stats["lost_episodes"], stats["battles_game"], stats["restarts"]) == (1, 1, 1)
+    env.close()
+
+
+def test_a_game_that_dies_between_battles_costs_no_episode(game):
+    env = SC2Env(SmacArgs())
+    env.reset(seed=1)
+    os.kill(sc2_stand_in.running(game)[0], signal.SIGKILL)
+    env.reset(seed=2)
+    stats = env.get_stats()
+    assert (stats["restarts"], stats["lost_episodes"]) == (1, 0)
+    assert env.get_obs().any()
+    env.close()
+
+
+def test_units_that_come_late_are_waited_for(game, monkeypatch):
+    monkeypatch.setenv("SC2_STAND_IN_LATE_UNITS", "7")
+    env = SC2Env(SmacArgs(map_name="2s3z"))
+    env.reset(seed=1)
+    assert env.get_state().any()
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "value", "words"),
+    [("REFUSE", "exit", ["told not to start", "exit code 3"]), ("REFUSE", "1", ["did not listen within"]),
+     ("DIE_ON", "join_game", ["exit code 1"])],
+)  # fmt: skip
+def test_a_game_that_never_starts_is_one_line_after_all_attempts(game, monkeypatch, fault, value, words):
+    monkeypatch.setenv(f"SC2_STAND_IN_{fault}", value)
+    env = SC2Env(SmacArgs(game_timeout=0.7))
+    with pytest.raises(UserError) as caught:
+        env.reset(seed=1)
+    text = caught.value.render()
+    assert "5 attempts" in text and [word for word in words if word not in text] == []
+    assert len(text.splitlines()) == 1
+    env.close()
+
+
+def test_a_slow_start_is_no_fault_and_a_failed_one_is_tried_again(game, monkeypatch, tmp_path):
+    monkeypatch.setenv("SC2_STAND_IN_DELAY", "0.6")
+    env = SC2Env(SmacArgs())
+    env.reset(seed=1)
+    env.close()
+    monkeypatch.setenv("SC2_STAND_IN_REFUSE", "exit")
+    monkeypatch.setenv("SC2_STAND_IN_ONCE", str(tmp_path / "once"))
+    env.reset(seed=1)
+    assert env.get_stats()["restarts"] == 1 and env.get_obs().any()
+    env.close()
+
+
+def test_workers_have_games_of_their_own_and_replays(game, tmp_path):
+    env = make_env("sc2", {"map_name": "3m"}, 6, processes=True)
+    everyone, rng = np.ones(6, bool), np.random.default_rng(0)
+    env.reset(everyone, np.arange(6))
+    assert len(np.unique(env.observe().obs.reshape(6, -1), axis=0)) == 6
+    assert len(sc2_stand_in.running(game)) == 6
+    os.kill(sc2_stand_in.running(game)[0], signal.SIGKILL)
+    result = env.step(random_actions(env.observe().avail_actions, rng), everyone)
+    assert result.lost.sum() == 1 and (result.terminated == result.lost).all()
+    env.reset(result.lost, np.arange(6))
+    result = env.step(random_actions(env.observe().avail_actions, rng), everyone)
+    assert not result.lost.any()
+    env.save_replay(str(tmp_path / "replays"))
+    replays = list((tmp_path / "replays").glob("3m_*.SC2Replay"))
+    assert len(replays) == 6
+    assert {json.loads(path.read_bytes())["map"] for path in replays} == {"3m"}
+    stats = env.get_stats()
+    assert (stats["restarts"], stats["lost_episodes"]) == (1, 1)
+    env.close()
+
+
+def test_replays_go_where_the_arguments_say(game, tmp_path):
+    args = {"map_name": "3m", "replay_dir": "mine", "replay_prefix": "best"}
+    env = make_env("sc2", args, 1, processes=False)
+    env.reset(np.ones(1, bool), np.zeros(1, np.int64))
+    env.save_replay(str(tmp_path / "elsewhere"))
+    env.close()
+    (replay,) = (game / "Replays" / "mine").iterdir()
+    assert replay.name.startswith("best_") and not (tmp_path / "elsewhere").exists()
+
+
+OWNER = """
+import sys, time, numpy as np
+from omagd.envs.factory import make_env
+if __name__ == "__main__":
+    env = make_env("sc2", {}, 2, processes=sys.argv[1] == "workers")
+    env.reset(np.ones(2, bool), np.arange(2))
+    env.observe()
+    print("playing", flush=True)
+    if sys.argv[2] == "exception":
+        raise RuntimeError("on purpose")
+    while sys.argv[2] != "end":
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [("here", "exception"), ("here", "SIGKILL"), *(("workers", how) for how in (
+        "end", "exception", "SIGINT", "SIGTERM", "SIGKILL"))],
+)  # fmt: skip
+def test_games_end_with_whoever_plays_them(game, monkeypatch, tmp_path, where, how):
+    monkeypatch.setenv("SC2_STAND_IN_STAY", "1")  # as the game itself may, it outlives its connection
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    owner = subprocess.Popen(
+        [sys.executable, str(script), where, how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert owner.stdout.readline() == "playing\n"
+    if how.startswith("SIG"):
+        assert len(sc2_stand_in.running(game)) == 2
+        owner.send_signal(getattr(signal, how))
+    owner.wait(20)
+    owner.stdout.close()
+    assert gone(game)
+
+
+def test_a_worker_that_is_killed_takes_its_game_along_and_is_replaced(game, monkeypatch):
+    monkeypatch.setenv("SC2_STAND_IN_STAY", "1")
+    env = make_env("sc2", {}, 2, processes=True)
+    everyone, rng = np.ones(2, bool), np.random.default_rng(0)
+    env.reset(everyone, np.arange(2))
+    env.observe()  # waits for the games
+    children = {int(pid) for pid in open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()}
+    parents = {pid: int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]) for pid in
+               sc2_stand_in.running(game)}  # fmt: skip
+    victim, worker = next((pid, parent) for pid, parent in parents.items() if parent in children)
+    os.kill(worker, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while victim in sc2_stand_in.running(game) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert victim not in sc2_stand_in.running(game)
+    result = env.step(random_actions(env.observe().avail_actions, rng), everyone)
+    assert result.lost.sum() == 1 and (result.terminated == result.lost).all()
+    env.reset(result.lost, np.arange(2))
+    assert not env.step(random_actions(env.observe().avail_actions, rng), everyone).lost.any()
+    assert env.get_stats()["worker_restarts"] == 1
+    assert len(sc2_stand_in.running(game)) == 2
+    env.close()
+
+
+def test_the_script_plays_instead_of_the_agents(game):
+    env = SC2Env(SmacArgs(map_name="8m", heuristic_ai=True, heuristic_rest=True))
+    env.reset(seed=3)
+    rng, over, steps = np.random.default_rng(0), False, 0
+    while not over:
+        actions = random_actions(env.get_avail_actions()[None], rng)[0]
+        asked = actions.copy()
+        _, over, info = env.step(actions)
+        steps += bool((asked != actions).any())
+    assert steps > 5 and info["dead_enemies"] >= 4
+    env.close()
+
+
+def test_training_on_sc2_is_a_command(game, tmp_path):
+    command = [
+        sys.executable, str(ROOT / "src" / "main.py"), "--config=qmix", "--env-config=sc2", "with",
+        "env_args.map_name=3m", "t_max=150", "batch_size_run=2", "batch_size=2", "test_nepisode=2", "save_model=False",
+        "use_tensorboard=False", f"local_results_path={tmp_path}/results",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (summary,) = (tmp_path / "results").rglob("summary.json")
+    assert json.loads(summary.read_text())["env"] == "sc2"

@@ -1,0 +1,267 @@
+"""`sc2_v2`: line-ups by SMACv2's distributions, what agents know and see, and the environment on the stand-in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import sc2_stand_in
+import yaml
+from command_harness import ROOT
+from test_smac_parity import V2_PLAIN, Semantics, battles, stored, v2_facts
+
+from omagd.config.loading import config_names
+from omagd.envs.actions import random_actions
+from omagd.envs.battle.args import SmacArgs
+from omagd.envs.battle.features import entity_layout
+from omagd.envs.battle.lookout import Lookout
+from omagd.envs.battle.v2_args import CapabilityArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
+from omagd.envs.battle.vision import Vision
+from omagd.envs.factory import validate_env_args
+from omagd.envs.sc2.sc2_env import SC2Env
+from omagd.envs.sc2.teams import draw_lineup
+from omagd.envs.sc2.v2_env import SC2V2Env
+from omagd.run import report
+from omagd.utils.errors import UserError
+
+FILES = [name for name in config_names("envs") if name.startswith("sc2_v2")]
+ON = np.ones(1, bool)
+
+
+# --- who fights, and where
+
+
+def lineups(count, n_units=5, n_enemies=None, **start):
+    config = CapabilityArgs(n_units=n_units, n_enemies=n_enemies, start_positions=StartArgs(**start))
+    return [draw_lineup(config, seed) for seed in range(count)]
+
+
+def test_line_ups_follow_from_the_seed():
+    config = CapabilityArgs()
+    one, same, other = draw_lineup(config, 3), draw_lineup(config, 3), draw_lineup(config, 3, attempt=1)
+    assert one.allies == same.allies and (one.enemy_places == same.enemy_places).all()
+    assert one.enemy_places.tolist() != other.enemy_places.tolist()
+    assert len({lineup.allies for lineup in lineups(50)}) > 10
+
+
+def test_types_come_by_their_weights_and_exceptions_never_alone():
+    drawn = lineups(4000, n_units=2, n_enemies=3)
+    teams = [lineup.allies for lineup in drawn]
+    assert all(lineup.enemies[:2] == lineup.allies for lineup in drawn)
+    assert "medivac" not in {lineup.enemies[2] for lineup in drawn}  # as SMACv2: who is added is a team again
+    # Of 2 independent types, given that not both are medivacs (0.1 each).
+    share = np.mean([team.count("medivac") for team in teams]) / 2
+    assert ("medivac", "medivac") not in teams
+    assert share == pytest.approx((0.1 - 0.01) / 0.99, abs=0.015)
+    assert all(len(lineup.enemies) == 2 for lineup in lineups(5, n_units=4, n_enemies=2))
+
+
+def test_reflected_enemies_stand_where_a_mirror_shows_the_allies():
+    for lineup in lineups(200, n_units=3, n_enemies=5, dist_type="reflect_position", map_x=40, map_y=20):
+        ally, enemy = lineup.ally_places, lineup.enemy_places
+        assert (ally >= 0).all() and (ally[:, 0] <= 19).all() and (ally[:, 1] <= 20).all()
+        np.testing.assert_array_equal(enemy[:3], np.stack([40 - ally[:, 0], ally[:, 1]], axis=1))
+        assert (enemy[3:, 0] >= 20).all() and (enemy[3:] <= (40, 20)).all()
+
+
+def test_surrounding_enemies_stand_in_groups_on_the_diagonals():
+    counts = []
+    for lineup in lineups(400, n_units=4, n_enemies=9, dist_type="surrounded"):
+        assert (lineup.ally_places == 16).all()
+        away = lineup.enemy_places - 16
+        np.testing.assert_allclose(np.abs(away[:, 0]), np.abs(away[:, 1]))
+        assert (np.abs(away) >= 2 - 1e-9).all() and (np.abs(away) <= 16 + 1e-9).all()
+        places = np.unique(lineup.enemy_places, axis=0)
+        assert len(np.unique(np.sign(places - 16), axis=0)) == len(places)  # a diagonal for each
+        counts.append(len(places))
+    assert set(counts) == {1, 2, 3, 4} and np.bincount(counts)[1] == pytest.approx(100, abs=30)
+
+
+def test_the_mixture_reflects_with_probability_p():
+    mixed = [(lineup.ally_places == 16).all() for lineup in lineups(1000, p=0.2)]
+    assert np.mean(mixed) == pytest.approx(0.8, abs=0.05)
+
+
+# --- what agents know and see
+
+
+def look(lookout, in_sight, order):
+    lookout.order = lambda slot: order
+    return lookout.look(ON, np.array([in_sight], bool), np.ones((1, len(order)), bool))[0].astype(int).tolist()
+
+
+def test_who_is_looked_at_first_sees_less():
+    """Agent 0 sees enemies 0 and 1, agent 1 all three: only agent 1 finds enemy 2, which hides the others before."""
+    in_sight = [[1, 1, 0], [1, 1, 1]]
+    first, second = (Lookout(1.0, 1, 2, 3) for _ in range(2))
+    assert look(first, in_sight, [0, 1]) == [[0, 0, 0], [1, 1, 1]]
+    assert look(first, in_sight, [0, 1]) == [[1, 1, 1], [1, 1, 1]]  # told meanwhile
+    assert look(second, in_sight, [1, 0]) == [[1, 1, 1], [1, 1, 1]]
+    second.bury(ON, np.array([[True, False, True, True, True]]))  # agent 1, who has found everyone
+    assert look(second, [[1, 0, 0], [0, 0, 0]], [0, 1])[0] == [0, 0, 0]
+
+
+def test_orders_follow_from_the_seed():
+    one, other = Lookout(1.0, 1, 9, 3), Lookout(1.0, 1, 9, 3)
+    for lookout in (one, other):
+        lookout.begin(ON, np.array([5]))
+    orders = [one.order(0).tolist() for _ in range(5)]
+    assert orders == [other.order(0).tolist() for _ in range(5)] and orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("name", V2_PLAIN)
+def test_full_observations_know_neither_range_nor_sector_nor_order(name):
+    """Whoever is seen is shown alike, the dead not at all; with `obs_order_fix` what is in sight is all there is."""
+    args, arrays = v2_facts(name)[0], stored(name)
+    plain, fixed = Semantics(name, args), Semantics(name, {**args, "obs_order_fix": True})
+    spec, typed = v2_map(SmacV2Args(**args)), SmacV2Args(**args)
+    layout, n = entity_layout(spec, typed, typed.variant), spec.n_agents
+    enemies = slice(layout.move_dim, layout.move_dim + layout.n_enemies * layout.enemy_dim)
+    hidden = 0
+    for actions in battles(arrays):
+        plain.reset()
+        fixed.reset()
+        for row in actions:
+            (obs, _, _, full), (clear, _, _, clear_full) = plain.look(), fixed.look()
+            np.testing.assert_array_equal(full, clear_full)
+            np.testing.assert_array_equal(full[obs != 0], obs[obs != 0])
+            np.testing.assert_array_equal(clear[obs != 0], obs[obs != 0])
+            alive = plain.units.alive[0]
+            shown = full[:, enemies].reshape(n, -1, layout.enemy_dim)[..., 1:4].any(-1)
+            np.testing.assert_array_equal(shown, alive[:n, None] & alive[None, n:])
+            if not typed.obs_timestep_number:
+                assert not full[~alive[:n]].any()
+            if not typed.conic_fov and not typed.use_unit_ranges:
+                x, y = plain.units.x[0], plain.units.y[0]
+                near = np.hypot(x[:n, None] - x, y[:n, None] - y) < 8.999
+                everyone = alive[:n] & (near | ~alive).all(axis=1)
+                np.testing.assert_array_equal(clear[everyone], full[everyone])
+            hidden += int((full != clear).any())
+            plain.step(row)
+            fixed.step(row)
+    assert hidden or typed.fully_observable
+
+
+def test_moves_turn_the_view_where_that_is_wanted():
+    args = SmacV2Args(conic_fov=True, change_fov_with_move=True)
+    assert args.variant.n_actions(v2_map(args)) == 11 and args.variant.direction
+    vision = Vision(args, ["marine"], 1, 5)
+    vision.turn(np.array([[1, 2, 3, 4, 5]]), ON)
+    np.testing.assert_allclose(vision.direction[0, 1:], [(0, 1), (0, -1), (1, 0), (-1, 0)], atol=1e-9)
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_yaml_files_hold_every_key(name):
+    content = yaml.safe_load((ROOT / "src" / "config" / "envs" / f"{name}.yaml").read_text())
+    typed = validate_env_args(content["env"], content["env_args"])
+    plain = typed.model_dump(mode="json")
+    assert content["env"] == "sc2_v2" and content["env_args"] == plain
+    assert v2_map(typed).n_agents == 5
+    shared = [key for key in SmacArgs.model_fields if key not in ("map_name", "reward_shield_fix")]
+    assert [key for key in shared if plain[key] != getattr(SmacArgs(), key)] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"capability_config": {"attack": {}}}, "capability_config.attack"),
+        ({"capability_config": {"team_gen": {"unit_types": ["marine"], "weights": [0.5]}}}, "add up to 1"),
+        ({"obs_starcraft": False}, "obs_starcraft"),
+        ({"obs_ordr_fix": True}, "obs_order_fix"),
+    ],
+)
+def test_what_is_not_played_is_refused(change, words):
+    with pytest.raises(UserError, match=words):
+        validate_env_args("sc2_v2", change)
+
+
+def test_maps_and_races_must_fit():
+    with pytest.raises(UserError, match="10gen_zerg"):
+        v2_map(SmacV2Args(map_name="10gen_zergs"))
+    team = TeamArgs(unit_types=("marine", "zealot"), weights=(0.5, 0.5))
+    with pytest.raises(UserError, match="zealot"):
+        v2_map(SmacV2Args(capability_config=CapabilityArgs(team_gen=team)))
+
+
+# --- the environment
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch):
+    """The folder of an installed stand-in; no process of it may be left at the end."""
+    folder = sc2_stand_in.install(tmp_path / "StarCraftII")
+    monkeypatch.setenv("SC2PATH", str(folder))
+    yield folder
+    assert sc2_stand_in.running(folder) == []
+
+
+@pytest.mark.processes
+def test_the_environment_keeps_the_protocol(game):
+    """All of test_env_protocol.py but the snapshot, which the game does not have."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "sc2_v2"]
+    walk = subprocess.run(
+        [*command, str(ROOT / "tests" / "test_env_protocol.py")], env=dict(os.environ), capture_output=True, text=True
+    )
+    assert walk.returncode == 0 and "9 passed, 1 skipped" in walk.stdout, walk.stdout
+
+
+def play(env, seed, steps=25):
+    env.reset(seed=seed)
+    rng, shown = np.random.default_rng(seed), []
+    for _ in range(steps):
+        shown.append(np.concatenate([env.get_obs().ravel(), env.get_obs(no_range_limit=True).ravel(), env.get_state()]))
+        _, over, _ = env.step(random_actions(env.get_avail_actions()[None], rng)[0])
+        if over:
+            break
+    return np.stack(shown)
+
+
+@pytest.mark.processes
+def test_smac_and_smacv2_are_played_side_by_side_and_seeds_decide(game):
+    smac, conic = SC2Env(SmacArgs(map_name="3m")), SC2V2Env(SmacV2Args(conic_fov=True, obs_own_pos=True))
+    try:
+        smac.reset(seed=1)
+        first = play(conic, 7)
+        assert smac.get_obs().shape == (3, 30)
+        other = play(conic, 8)
+        np.testing.assert_array_equal(play(conic, 7), first)
+        assert other[0].tolist() != first[0].tolist()
+        assert conic.get_env_info()["n_normal_actions"] == 18
+        assert sum(conic.get_env_info()["state_component"]) == conic.get_state().size
+    finally:
+        smac.close()
+        conic.close()
+
+
+@pytest.mark.processes
+def test_units_that_come_late_are_waited_for_and_missing_ones_drawn_anew(game, monkeypatch):
+    from omagd.envs.sc2 import backend, v2_backend
+
+    attempts = []
+    draw = v2_backend.draw_lineup
+    monkeypatch.setattr(
+        v2_backend, "draw_lineup", lambda config, seed, attempt: attempts.append(attempt) or draw(config, seed, attempt)
+    )
+    monkeypatch.setenv("SC2_STAND_IN_LATE_UNITS", "3")
+    env = SC2V2Env(SmacV2Args())
+    try:
+        env.reset(seed=1)
+        assert attempts == [0] and env.get_obs().any()
+        monkeypatch.setattr(backend, "PATIENCE", 2)
+        with pytest.raises(UserError, match="0 of 5 enemies"):
+            env.reset(seed=1)
+        assert attempts[1:] == 5 * list(range(v2_backend.DRAWS))
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("race", ["terran", "protoss", "zerg"])
+def test_the_closing_command_names_a_file_that_exists(race):
+    command = report._base_command({"name": "qmix", "env": "sc2_v2", "map_name": f"10gen_{race}"})
+    assert f"--config=qmix --env-config=sc2_v2_{race} with env_args.map_name=10gen_{race}" in command
