@@ -4,7 +4,8 @@
     python benchmarks/learning.py --config smax_qmix --env smax --map 3m --t-max 2000000 --threshold 0.8
 
 Further words `key=value` go to every run. The win rate is that of the last test, greedy, on 256 episodes whose seeds no
-training episode has. "First" is the first of two tests in a row that reached the threshold.
+training episode has. "First" is the first of two tests in a row that reached the threshold. An asterisk marks a row
+whose card (what its result depends on) is not that of the first row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 from statistics import median
 
 from runs import RunError, play, tests
+
+from omagd.run.card import differences, marks, read_card
 
 
 def first(played: list[tuple[float, float, float]], threshold: float) -> str:
@@ -38,22 +41,27 @@ def main() -> None:
     name = f"{arguments.env} {arguments.map}, {arguments.config}"
     print(f"| {name} | last win rate | best | {arguments.threshold} first reached | steps | wall |")
     print("|---|---|---|---|---|---|")
-    last = []
+    last, cards, labels = [], [], []
     for seed in arguments.seeds:
         words = [f"env_args.map_name={arguments.map}", f"seed={seed}", f"t_max={arguments.t_max}", "test_nepisode=256"]
         words += [f"test_interval={arguments.test_interval}", f"log_interval={arguments.test_interval}", *extra]
         token = f"learning_{arguments.config}_{arguments.env}_{arguments.map}_seed{seed}"
         try:
-            played = tests(play(token, arguments.results, arguments.config, arguments.env, words))
+            folder = play(token, arguments.results, arguments.config, arguments.env, words)
         except RunError as error:
             print(f"| seed {seed} | failed | | | | |\n\n{error}", flush=True)
             continue
+        played = tests(folder)
         t_env, seconds, won = played[-1]
+        cards.append(read_card(folder))
+        labels.append(f"seed {seed}")
+        mark = "*" if differences(cards[-1], cards[0]) else ""
         last.append(won)
         best, when = max(rate for _, _, rate in played), first(played, arguments.threshold)
-        print(f"| seed {seed} | {won:.3f} | {best:.3f} | {when} | {t_env:,.0f} | {seconds:.0f} s |", flush=True)
+        print(f"| seed {seed}{mark} | {won:.3f} | {best:.3f} | {when} | {t_env:,.0f} | {seconds:.0f} s |", flush=True)
     if last:
         print(f"| median | {median(last):.3f} | | | | |")
+        print(*marks(cards, labels)[1], sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@
 
 `baseline` reads `obs`, `omagd` the reconstruction, `full_obs` (an upper bound, not a method) the whole field; same
 agent, same seeds, same steps. Gap closed = (omagd - baseline) / (full_obs - baseline) in the last test's win rate.
-Prints a Markdown table and writes `three_way.png`. Further words `key=value` go to every run.
+Prints a Markdown table and writes `three_way.png`. Further words `key=value` go to every run. An asterisk marks a row
+with a run whose card (what its result depends on) is not that of the first run: `full_obs` at least, whose agents see
+more.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from pathlib import Path
 from statistics import mean
 
 from runs import play, tests
+
+from omagd.run.card import Card, marks, read_card
 
 KINDS = {
     "baseline": ["use_graph_reconstruction=False"],
@@ -50,6 +54,7 @@ def main() -> None:
     parser.add_argument("--results", default="results/benchmarks")
     arguments, extra = parser.parse_known_args()
     curves: dict[str, list[Curve]] = {kind: [] for kind in KINDS}
+    cards: list[tuple[str, Card | None]] = []
     for seed in arguments.seeds:
         for kind, words in KINDS.items():
             token = f"three_way_{kind}_{arguments.env}_{arguments.map}_seed{seed}"
@@ -61,11 +66,15 @@ def main() -> None:
             ]
             folder = play(token, arguments.results, arguments.config, arguments.env, [*common, *words, *extra])
             curves[kind].append(tests(folder))
+            cards.append((kind, read_card(folder)))
     print(f"| {arguments.env} {arguments.map} | {' | '.join(f'seed {seed}' for seed in arguments.seeds)} | mean |")
     print("|---" * (len(arguments.seeds) + 2) + "|")
     last = {kind: [curve[-1][2] for curve in runs] for kind, runs in curves.items()}
+    asterisks, notes = marks([card for _, card in cards], [kind for kind, _ in cards])
+    marked = {kind for (kind, _), asterisk in zip(cards, asterisks, strict=True) if asterisk}
     for kind, rates in last.items():
-        print(f"| {kind} | {' | '.join(f'{rate:.3f}' for rate in rates)} | {mean(rates):.3f} |")
+        print(f"| {kind}{'*' * (kind in marked)} | {' | '.join(f'{rate:.3f}' for rate in rates)} | {mean(rates):.3f} |")
+    print("", *notes, sep="\n")
     gap = mean(last["full_obs"]) - mean(last["baseline"])
     closed = (mean(last["omagd"]) - mean(last["baseline"])) / gap if gap > 0 else float("nan")
     print(f"\ngap closed: {closed:.2f} (of {gap:.3f} in win rate)")

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from omagd.config.loading import SECTIONS, base_values, config_names, find_yaml, read_yaml
 from omagd.config.schema import Config
 from omagd.envs import REGISTRY as ENVS
-from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.args import BattleArgs, SmacArgs
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -54,7 +54,10 @@ def render() -> str:
                 parts.append(nested(key, values[key]))
     parts.append(presets())
     parts.append("## Arguments of the environments\n\n`env_args.<key>=value`; each environment has its own.\n")
-    parts += [environment(name) for name in config_names("envs")]
+    alike: dict[str, list[str]] = {}
+    for name in config_names("envs"):
+        alike.setdefault(base_values(env_config=name)["env"], []).append(name)
+    parts += [environment(*names) for names in alike.values()]
     return "\n".join(parts)
 
 
@@ -159,20 +162,42 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def environment(name: str) -> str:
-    """Return the arguments of one environment."""
+# What an environment shares with another stands there: its arguments, and how that is said.
+SHARED: dict[str, tuple[type[BaseModel], str]] = {
+    "sc2": (BattleArgs, "every key of `skirmish` but `difficulty`, with the same defaults"),
+    "sc2_v2": (SmacArgs, "every other key of `sc2`, with the same defaults"),
+}
+
+
+def environment(name: str, *others: str) -> str:
+    """Return the arguments of one environment; its other files are named, and their values left out."""
     values = base_values(env_config=name)
     model: type[BaseModel] = ENVS.get(values["env"]).args_model  # type: ignore[attr-defined]
-    meanings = attributes(model)
-    # What the real game shares with the embedded battle stands there.
-    shared = set(BattleArgs.model_fields) if name == "sc2" else set()
-    rows = [
-        (key, kind(model, key), values["env_args"].get(key, field.default), meanings.get(key, ""))
-        for key, field in model.model_fields.items()
-        if key not in shared
-    ]
-    more = "\nand every key of `skirmish` but `difficulty`, with the same defaults.\n" if shared else ""
-    return f"### `--env-config={name}`\n\n" + table(rows) + more
+    base, words = SHARED.get(values["env"], (None, ""))
+    rows = arguments(model, values["env_args"], base)
+    title = ", ".join(f"`--env-config={one}`" for one in (name, *others))
+    return f"### {title}\n\n" + table(rows) + (f"\nand {words}.\n" if words else "")
+
+
+def arguments(
+    model: type[BaseModel], values: dict[str, Any], base: type[BaseModel] | None = None, prefix: str = ""
+) -> list[tuple[str, str, Any, str]]:
+    """Return the rows of a model and of the models in it, without the keys that are those of `base`."""
+    rows, meanings = [], attributes(model)
+    for key, field in model.model_fields.items():
+        if base is not None and key in base.model_fields and field.annotation == base.model_fields[key].annotation:
+            if key != "map_name" or base is BattleArgs:
+                continue
+        part = next((one for one in (field.annotation, *get_args(field.annotation)) if _is_model(one)), None)
+        if part is not None:
+            rows += arguments(part, values.get(key) or {}, prefix=f"{prefix}{key}.")
+        else:
+            rows.append((prefix + key, kind(model, key), values.get(key, field.default), meanings.get(key, "")))
+    return rows
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def attributes(model: type[BaseModel]) -> dict[str, str]:

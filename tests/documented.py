@@ -24,6 +24,7 @@ STARTS = re.compile(
     r"^(?:\w+=\S* +)*(?:python3? +(?:\S*src/main\.py|-m omagd)|omagd |torchrun "
     r"|\S*/(?:run_pretrain_ddp|run_gnn_stage3_ddp|quickstart)\.sh)"
 )
+QUESTIONS = {"doctor", "compare"}
 PATH_KEYS = {
     "checkpoint_path", "pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path",
     "graph_pretrain_policy", "TOKENIZER_PATH", "MASK_PREDICTOR_PATH",
@@ -99,7 +100,7 @@ def _collect(found: dict[str, Documented], path: Path, text: str) -> None:
 
 
 def parse(line: str, where: str) -> Documented | None:
-    """Return the command that a line is; None for one that is not about training (`--list`, `--help`)."""
+    """Return the command that a line is; None for one that is not about training (`--list`, `doctor`)."""
     words = shlex.split(line, comments=True)
     variables: dict[str, str] = {}
     while re.match(r"^\w+=", words[0]):
@@ -115,9 +116,21 @@ def parse(line: str, where: str) -> Documented | None:
         own = dict(word.lstrip("-").replace("-", "_").split("=", 1) for word in words[:at] if "=" in word)
         ranks = _number(own.get("nproc_per_node", "1")) * _number(own.get("nnodes", "1"))
         words = words[at + 1 :]
-    if any(word in {"--help", "--list", "--version"} for word in words):
+    if any(word in {"--help", "--list", "--version"} for word in words) or QUESTIONS & set(words[:1]):
         return None
     return Documented(where, line, program, variables, ranks, tuple(words))
+
+
+def questions() -> list[tuple[str, ...]]:
+    """Return the words of every documented command that asks instead of running (`doctor`, `compare`)."""
+    found = []
+    for path in sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)}):
+        for language, block in FENCE.findall(path.read_text(encoding="utf-8")):
+            for line in re.sub(r" *\\\n\s*", " ", block).splitlines() if language in SHELLS else ():
+                words = shlex.split(line, comments=True) if STARTS.match(line) else []
+                at = next((i for i, word in enumerate(words) if word in QUESTIONS), 0)
+                found += [tuple(words[at:])] * bool(at)
+    return list(dict.fromkeys(found))
 
 
 def _number(text: str) -> int:

@@ -36,7 +36,7 @@ class Measured(PretrainStage):
 def stage_of(tmp_path, dist=None):
     config = SimpleNamespace(seed=1, graph_pretrain_eval_interval=1, evaluation_only=False, save_model=False)
     logger = SimpleNamespace(log=lambda values, **when: None)
-    env = SimpleNamespace(n_slots=SLOTS)
+    env = SimpleNamespace(n_slots=SLOTS, get_stats=dict)
     session = Session(config, dist or Dist(), env, None, RunFolder(tmp_path), logger, {})
     return Measured(session, Products())
 

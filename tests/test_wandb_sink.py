@@ -81,7 +81,7 @@ def history(found):
 
 def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path):
     config = {"lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}}
-    facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config)
+    facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config, card={"id": "12ab"})
     logger = make_logger(facts, ["wandb"], logging.getLogger("test"))
     logger.log({"eval/graph_loss": 0.25}, stage="stage1", clock="epoch", t=20)
     logger.log({"eval/graph_loss": 0.125}, stage="stage1", clock="epoch", t=40)
@@ -92,7 +92,8 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path):
         found = finished_records(path)
         (run,) = [record.run for record in found if record.WhichOneof("record_type") == "run"]
         assert run.run_group == "token_7"
-        assert {item.key: item.value_json for item in run.config.update}["lr"] == "0.0005"
+        kept = {item.key: item.value_json for item in run.config.update}
+        assert kept["lr"] == "0.0005" and json.loads(kept["card"]) == {"id": "12ab"}
         runs[run.project] = history(found)
     assert set(runs) == {"5m_vs_6m_reconstruction_stage1_ddp2", "5m_vs_6m_exp_ddp2"}
     stage1 = runs["5m_vs_6m_reconstruction_stage1_ddp2"]

@@ -6,15 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from omagd.config.loading import apply_updates, base_values, parse_value, validate
-from omagd.config.schema import Config
 from omagd.run import REGISTRY
-from omagd.run.plan import speaks
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
 from omagd.utils.signals import Stopped
 
+if TYPE_CHECKING:
+    from omagd.config.schema import Config
+
+# What stands in files that need other packages is imported where it is used, so that `doctor` can say what is missing.
 INTERRUPTED_EXIT_CODE = 130
 HELP = """\
 Usage: python src/main.py [--config=NAME] [--env-config=NAME] [options] with key=value ...
@@ -28,6 +29,8 @@ Instead of running:
   --dry-run            check everything, print the resolved configuration, write nothing
   --list               show the known configurations, maps, learners, agents, ...
   --help, --version
+  doctor               what this machine has, what it lacks, and the mend; --env-config=NAME: for that environment
+  compare FOLDER ...   results of several runs in a table, marked where they cannot be compared
 Sacred's options:
   -c, --comment=TEXT   a comment for the record
   -n, --name=NAME      the experiment's name in the record
@@ -77,6 +80,11 @@ def config_from(argv: Sequence[str]) -> Config:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the options and the texts of `key=value`, which stand behind `with`. Errors: UserError."""
+    options = _options(argv)
+    return options, _updates(options.words)
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--env-config", "--env_config")
@@ -87,14 +95,20 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     for name, short in (("--comment", "-c"), ("--name", "-n"), ("--file_storage", "-F"), ("--loglevel", "-l")):
         parser.add_argument(name, short)
     parser.add_argument("words", nargs="*")
-    options = parser.parse_intermixed_args(list(argv))
-    return options, _updates(options.words)
+    return parser.parse_intermixed_args(list(argv))
 
 
 def _main(argv: list[str]) -> int:
-    options, texts = parse(argv)
+    options = _options(argv)
+    command, rest = options.words[:1], options.words[1:]
     if options.help:
         _say(HELP)
+    elif command == ["doctor"]:
+        return _doctor(options, _updates(rest))
+    elif command == ["compare"]:
+        from omagd.run.comparison import comparison
+
+        _say(comparison(rest))
     elif options.version:
         from omagd import __version__
 
@@ -104,8 +118,21 @@ def _main(argv: list[str]) -> int:
 
         _say(listing())
     else:
-        _run(options, texts)
+        _run(options, _updates(options.words))
     return 0
+
+
+def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
+    from omagd.run.doctor import examine, render
+    from omagd.run.doctor.findings import Settings
+
+    try:
+        settings = Settings.of(_resolve(options, texts))
+    except ImportError:  # a package that reads configurations is missing, which the doctor says
+        settings = Settings(env=options.env_config or Settings.env)
+    text, ready = render(examine(settings), settings.env)
+    _say(text)
+    return 0 if ready else USER_ERROR_EXIT_CODE
 
 
 def _run(options: argparse.Namespace, texts: Mapping[str, str]) -> None:
@@ -123,6 +150,7 @@ def _run(options: argparse.Namespace, texts: Mapping[str, str]) -> None:
 
         _say(resolved(config, outlook))
         return
+    from omagd.run.plan import speaks
     from omagd.run.sacred_record import run_recorded
 
     sacred_options = {f"--{name}": getattr(options, name) for name in ("comment", "name", "loglevel")}
@@ -146,6 +174,8 @@ def _say(text: str) -> None:
 
 
 def _resolve(options: argparse.Namespace, texts: Mapping[str, str]) -> Config:
+    from omagd.config.loading import apply_updates, base_values, parse_value, validate
+
     values = base_values(options.config, options.env_config)
     return validate(apply_updates(values, {key: parse_value(text, _at(values, key)) for key, text in texts.items()}))
 

@@ -10,6 +10,7 @@ import torch
 
 from omagd.config.schema import Config
 from omagd.run.build import build_session, load_products, n_slots, require_same_weights
+from omagd.run.card import Card, make_card, settled, start_lines
 from omagd.run.evaluate import evaluate
 from omagd.run.loop import fit
 from omagd.run.machine import limit_memory
@@ -38,8 +39,9 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any) -> dict[
     keep_freed_memory()
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
     folder = RunFolder(path)
-    logger = _logger(config, dist, folder, channel)
-    summary = first_summary(config, dist.world_size, folder, started)
+    card = make_card(config, dist.world_size, dist.device)
+    logger = _logger(config, dist, folder, channel, card)
+    summary = first_summary(config, dist.world_size, folder, started, card)
     exit_state = "failed"
     session = None
     try:
@@ -48,8 +50,10 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any) -> dict[
         if dist.is_main:
             write_json(folder.config_json, config.model_dump(mode="json"))
             write_json(folder.env_info_json, session.info.to_dict())
-        _say_start(session)
+            write_json(folder.card_json, card)
+        _say_start(session, card)
         summary["stages"] = {result.name: _plain(result) for result in run_stages(session)}
+        summary["card"] = _settle(session, card, summary["stages"])
         exit_state = "completed"
     except BaseException as error:
         # Where another rank has stopped first, its silence may arrive here as an error of the connection.
@@ -85,6 +89,7 @@ def run_stages(session: Session) -> list[StageResult]:
             stage = STAGES.get(name)(session, products)
         result = fit(stage)
         result.facts["phases"] = session.measures.end()
+        result.values.update(session.mishaps())
         results.append(result)
         if name == "stage2":
             products.train_episodes = products.held_out = None  # stage 3 plays its own; give the memory back
@@ -111,7 +116,7 @@ def new_folder(config: Config, token: str) -> str:
         raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
 
 
-def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any) -> Logger:
+def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, card: Card) -> Logger:
     console = setup_logging(folder.log(dist.rank), dist.rank)
     sinks = ["console", "jsonl", "sacred"]
     sinks += ["wandb"] * config.use_wandb + ["tensorboard"] * config.use_tensorboard
@@ -124,13 +129,16 @@ def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any) -> Logg
         world_size=dist.world_size,
         config=config.model_dump(mode="json"),
         totals={"t_env": config.t_max, "epoch": config.graph_pretrain_epochs},
+        card=card,
         wandb_project=config.wandb_project,
         wandb_entity=config.wandb_entity,
     )
     return make_logger(facts, sinks, console, minimal=not dist.is_main, sacred=channel)
 
 
-def first_summary(config: Config, world_size: int, folder: RunFolder, started: float) -> dict[str, Any]:
+def first_summary(
+    config: Config, world_size: int, folder: RunFolder, started: float, card: Card | None
+) -> dict[str, Any]:
     """Return what a summary says of a run that has reached nothing yet."""
     return {
         "name": config.name,
@@ -141,29 +149,48 @@ def first_summary(config: Config, world_size: int, folder: RunFolder, started: f
         "environments": n_slots(config) * world_size,
         "effective_batch": config.batch_size * world_size,
         "updates_per_iteration": config.updates_per_iteration,
+        "card": card,
         "folder": str(folder.path),
         "started": started,
         "stages": {},
     }
 
 
-def _say_start(session: Session) -> None:
+def _say_start(session: Session, card: Card) -> None:
     config, dist, info = session.config, session.dist, session.info
     environments = session.env.n_slots * dist.world_size
     rounds = math.ceil(config.target_update_interval / environments)
     every = config.target_update_updates or rounds * config.updates_per_iteration
-    session.logger.info(
-        f"{info.name} {info.map_name}: {info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim},"
-        f" state {info.state_dim}, at most {info.episode_limit} steps"
+    sizes = (
+        f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}, at most"
+        f" {info.episode_limit} steps"
     )
-    session.logger.info(
+    batch = (
         f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments, effective batch"
         f" {config.batch_size * dist.world_size} episodes, {config.updates_per_iteration} update(s) per {environments}"
         f" episodes, targets copied every {every} updates"
     )
+    for line in start_lines(card, sizes, batch):
+        session.logger.info(line)
     for line in memory_warnings(config, info, ranks_here(dist.world_size)):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
+
+
+def _settle(session: Session, card: Card, stages: dict[str, Any]) -> Card:
+    """Complete the card by what the game says of itself and what was reached."""
+    try:
+        stats = session.env.get_stats()
+    except (RuntimeError, OSError) as error:  # what has been reached is reached, whatever has died since
+        session.logger.warning(f"the environment no longer tells what it is: {error}")
+        stats = {}
+    final = settled(card, stats, stages)
+    if final["id"] != card["id"]:
+        game, told = card["compared"]["game"], final["compared"]["game"]
+        session.logger.warning(f"the game says that it is {told}, not {game}: the card is {final['id']}")
+    if session.dist.is_main:
+        write_json(session.folder.card_json, final)
+    return final
 
 
 def _finish_files(folder: RunFolder, summary: dict[str, Any]) -> None:

@@ -166,11 +166,12 @@ def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any
 
 def _close_books(config: Config, plan: Plan, path: str, started: float, exit_state: str) -> None:
     """Write the summary where rank 0 was killed before it could."""
+    from omagd.run.card import read_card
     from omagd.run.experiment import first_summary
 
     folder = RunFolder(path)
     if not folder.summary_json.exists():
-        summary = first_summary(config, plan.world_size, folder, started)
+        summary = first_summary(config, plan.world_size, folder, started, read_card(path))
         write_json(folder.summary_json, {**summary, "exit_state": exit_state, "artifacts": folder.artifacts()})
 
 

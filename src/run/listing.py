@@ -9,6 +9,7 @@ import yaml
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
 from omagd.run.build import n_slots
+from omagd.run.card import make_card
 from omagd.run.memory import GIGABYTE, replay_bytes
 from omagd.run.preflight import NAMED, Outlook, registry_of
 
@@ -35,6 +36,7 @@ def facts(config: Config, outlook: Outlook) -> dict[str, object]:
     info, plan = outlook.info, outlook.plan
     start = "torchrun" if plan.joins else "spawn" if plan.spawns else "this process"
     device = "cuda" if plan.cuda else "cpu"
+    card = make_card(config, plan.world_size, plan.device(0))
     slots = n_slots(config)
     sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
     return {
@@ -43,6 +45,7 @@ def facts(config: Config, outlook: Outlook) -> dict[str, object]:
         "effective batch": f"{config.batch_size * plan.world_size} episodes per update",
         "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
         "environment": f"{sizes}, episodes of at most {info.episode_limit} steps",
+        "card": f"{card['id']} (docs/card.md)",
         "replay": f"at most {replay_bytes(config, info) / GIGABYTE:.2f} GB on each rank, all episodes at their longest",
     }
 

@@ -29,9 +29,9 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
     """Refuse what this machine cannot serve. Errors: UserError, one line with what it can."""
     for key, cuda in (("precision", plan.cuda), ("acting_precision", plan.cuda and not config.cpu_inference)):
         if getattr(config, key) == "bf16":
-            _check_bf16(key, cuda)
+            check_bf16(key, cuda)
     if config.compile:
-        (_check_triton if plan.cuda else _check_compiler)()
+        (_check_triton if plan.cuda else check_compiler)()
     _check_gpu_memory(config, plan, info)
 
 
@@ -54,7 +54,8 @@ def processor_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
     return frozenset(found.partition(":")[2].split())
 
 
-def _check_bf16(key: str, cuda: bool) -> None:
+def check_bf16(key: str, cuda: bool) -> None:
+    """Refuse bf16, asked for by `key`, where it is not faster than float32. Errors: UserError."""
     import torch
 
     if cuda:
@@ -65,8 +66,8 @@ def _check_bf16(key: str, cuda: bool) -> None:
         raise UserError(f"{key}=bf16: is no faster on this processor ({missing}). Use {key}=float32")
 
 
-def _check_compiler() -> None:
-    """Refuse `compile` where torch finds nothing that turns its C++ into machine code."""
+def check_compiler() -> None:
+    """Refuse `compile` where torch finds nothing that turns its C++ into machine code. Errors: UserError."""
     named = os.environ.get("CXX")
     if not any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"])):
         looked = f"CXX={named} is not found" if named else "neither g++ nor clang++ is installed"

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-import omagd.config
+from omagd.config.loading import config_names, find_yaml, read_yaml
+from omagd.run.card import Card, is_card, marks
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, write_json
 
@@ -33,6 +34,9 @@ SHOWN = {
     "test_battle_won_mean": "win rate",
     "test_return_mean": "return",
     "test_ep_length_mean": "episode length",
+    "lost_episodes": "lost episodes",
+    "restarts": "games restarted",
+    "worker_restarts": "workers restarted",
     "policy_error": "belief error",
     "policy_error_rival": "best rival's",
     "policy_balanced_accuracy": "dead or alive",
@@ -86,6 +90,11 @@ def phases_table(summary: Summary) -> list[str]:
     rows = [["Time", "wall", *names]]
     for stage, seconds in measured.items():
         rows.append([f"  {stage}", duration(seconds["wall"]), *(_percent(_share(seconds, n)) for n in names)])
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines with their cells below each other."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -122,22 +131,48 @@ def next_command(summary: Summary) -> str:
 
 def seeds_table(results: Sequence[Summary]) -> str:
     """Return a table of several runs: a row for each seed; median, interquartile range and extremes below them."""
+    first = results[0]
+    title = f"{first['env']} {first.get('map_name', '')} · {first['name']} · {len(results)} seeds"
     columns = _columns(results)
-    rows = [["seed", *(label for _, _, label in columns), "time", "state"]]
+    (head, *rows), notes = _rows(results, [str(summary["seed"]) for summary in results], "seed", columns)
     values = [[_value(summary, stage, key) for stage, key, _ in columns] for summary in results]
-    for summary, numbers in zip(results, values, strict=True):
-        row = [_number(number) for number in numbers]
-        seconds = summary.get("wall_seconds")
-        rows.append([str(summary["seed"]), *row, duration(seconds) if seconds is not None else "-", _state(summary)])
     spread = [[number for number in column if number is not None] for column in zip(*values, strict=True)]
     for label, describe in (("median", _median), ("quartiles", _quartiles), ("min-max", _extremes)):
         rows.append([label, *(describe(column) if column else "-" for column in spread), "", ""])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = _aligned([head, *rows])
     rule = "─" * max(map(len, lines))
-    first = results[0]
-    title = f"{first['env']} {first.get('map_name', '')} · {first['name']} · {len(results)} seeds"
-    return "\n".join(["", title, rule, lines[0], rule, *lines[1:-3], rule, *lines[-3:], rule])
+    return "\n".join(["", title, rule, lines[0], rule, *lines[1:-3], rule, *lines[-3:], rule, *notes])
+
+
+def runs_table(results: Sequence[Summary]) -> str:
+    """Return a table of any runs: a row for each, marked where its card is not that of the first."""
+    labels = [Path(summary["folder"]).name for summary in results]
+    (head, *rows), notes = _rows(results, labels, "run", _columns(results))
+    head.append("card")
+    for row, summary in zip(rows, results, strict=True):
+        card = _card(summary)
+        row.append(card["id"] if card else "-")
+    lines = _aligned([head, *rows])
+    rule = "─" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:], rule, *notes])
+
+
+def _rows(
+    results: Sequence[Summary], labels: Sequence[str], title: str, columns: Sequence[tuple[str, str, str]]
+) -> tuple[list[list[str]], list[str]]:
+    """Return the head and a row for each run, and the footnotes on those that are not comparable."""
+    asterisks, notes = marks([_card(summary) for summary in results], [f"{title} {label}" for label in labels])
+    rows = [[title, *(label for _, _, label in columns), "time", "state"]]
+    for summary, label, mark in zip(results, labels, asterisks, strict=True):
+        numbers = [_number(_value(summary, stage, key)) for stage, key, _ in columns]
+        seconds = summary.get("wall_seconds")
+        rows.append([label + mark, *numbers, duration(seconds) if seconds is not None else "-", _state(summary)])
+    return rows, notes
+
+
+def _card(summary: Summary) -> Card | None:
+    card = summary.get("card")
+    return card if is_card(card) else None
 
 
 def _headline(summary: Summary) -> str:
@@ -192,13 +227,22 @@ def _short(path: str, folder: Path) -> str:
 def _base_command(summary: Summary) -> str:
     """Return the command up to its first own key; a configuration that has no file is left out."""
     name = str(summary["name"])
-    known = (Path(omagd.config.__file__).parent / "algs" / f"{name}.yaml").is_file()
-    parts = ["python src/main.py", f"--config={name}" if known else "", f"--env-config={summary['env']} with"]
+    known = name in config_names("algs")
+    parts = ["python src/main.py", f"--config={name}" if known else "", f"--env-config={_env_config(summary)} with"]
     if summary.get("map_name"):
         parts.append(f"env_args.map_name={summary['map_name']}")
     if summary.get("world_size", 1) > 1:
         parts.append(f"run=ddp world_size={summary['world_size']}")
     return " ".join(part for part in parts if part)
+
+
+def _env_config(summary: Summary) -> str:
+    """Return the environment's file: the one of its name, else the one for its map."""
+    name, names = str(summary["env"]), config_names("envs")
+    files = {each: read_yaml(find_yaml("envs", each)) for each in ([] if name in names else names)}
+    wanted = (name, summary.get("map_name"))
+    told = {each: (file.get("env"), (file.get("env_args") or {}).get("map_name")) for each, file in files.items()}
+    return next((each for each, found in told.items() if found == wanted), name)
 
 
 def _given(summary: Summary, key: str) -> str:

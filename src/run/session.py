@@ -15,6 +15,9 @@ from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
 from omagd.utils.run_folder import RunFolder
 
+RESTARTS = ("restarts", "worker_restarts")
+"""Counters of an environment that tell what had died there."""
+
 
 @dataclass
 class Session:
@@ -48,6 +51,21 @@ class Session:
             self._played = True
             passed = time.monotonic() - self._began
             self.logger.info(f"first episodes played {passed:.1f} s after the environments were made")
+
+    def mishaps(self) -> dict[str, float]:
+        """Return what has gone wrong in the environments since the start, over all ranks; only what has.
+
+        `lost_episodes` were void and replaced, `restarts` are games and `worker_restarts` processes that had died. A
+        collective: every rank calls it, and gets the same.
+        """
+        stats = self.env.get_stats()
+        counted = {name: float(stats.get(name, 0.0)) for name in RESTARTS}
+        counted["lost_episodes"] = float(sum(runner.lost for runner in self.runners.values()))
+        total: dict[str, float] = {}
+        for part in self.dist.gather(counted):
+            for name, value in part.items():
+                total[name] = total.get(name, 0.0) + value
+        return {name: value for name, value in total.items() if value > 0}
 
     def close(self) -> None:
         """Release the environment."""

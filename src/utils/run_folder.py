@@ -65,6 +65,11 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def card_json(self) -> Path:
+        """What the result depends on."""
+        return self.path / "card.json"
+
+    @property
     def env_info_json(self) -> Path:
         """The facts of the environment."""
         return self.path / "env_info.json"
@@ -119,7 +124,8 @@ class RunFolder:
 
     def artifacts(self) -> dict[str, str]:
         """Return the absolute paths of what is there, by name: files, folders of weights, pictures."""
-        found = {p.stem: p for p in (self.config_json, self.env_info_json, self.metrics_jsonl) if p.is_file()}
+        files = (self.config_json, self.env_info_json, self.card_json, self.metrics_jsonl)
+        found = {p.stem: p for p in files if p.is_file()}
         for stage in ("stage1", "stage2"):
             for best in (False, True):
                 folder = self.pretrained(stage, best)

@@ -103,7 +103,7 @@ class PretrainStage(Stage):
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
         record = {f"eval/{name}": value for name, value in values.items()}
         measured = self.session.measures.record(self.clock.updates)
-        self.log({**self.metrics.reduce(self.session.dist), **record, **measured})
+        self.log({**self.metrics.reduce(self.session.dist), **record, **measured, **self.session.mishaps()})
 
     def finish(self) -> StageResult:
         """Save the last and the best model, and hand the best one on."""

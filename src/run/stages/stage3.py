@@ -159,6 +159,7 @@ class Stage3(Stage):
                 values.update(metrics.reduce(self.session.dist))
         now = time.monotonic()
         values.update(self.session.measures.record(self.clock.updates))
+        values.update(self.session.mishaps())
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
         values["wall_seconds"] = now - self._started

@@ -18,6 +18,7 @@ class RunFacts:
         name: of the algorithm. env, map_name: what is played. world_size: ranks.
         config: the resolved configuration as plain values.
         totals: where each clock ends, by its name ("t_env", "epoch").
+        card: what the run's result depends on, see `omagd.run.card`.
         wandb_project: empty for the published name. wandb_entity: empty for the user's own.
     """
 
@@ -29,6 +30,7 @@ class RunFacts:
     world_size: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=dict)
     wandb_project: str = ""
     wandb_entity: str = ""
 

@@ -69,7 +69,7 @@ class WandbSink(Sink):
             name=f"{facts.token}_{self._stage}",
             job_type=self._stage,
             tags=[tag for tag in (facts.env, facts.map_name, self._stage) if tag],
-            config={**facts.config, "stage": self._stage, "world_size": facts.world_size},
+            config={**facts.config, "stage": self._stage, "world_size": facts.world_size, "card": facts.card},
             dir=str(facts.folder),
             mode=mode,
             reinit="finish_previous",

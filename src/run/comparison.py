@@ -1,0 +1,30 @@
+"""`omagd compare FOLDER …`: the results of several runs in one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omagd.run.card import read_card
+from omagd.run.report import runs_table
+from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder
+
+
+def comparison(folders: Sequence[str]) -> str:
+    """Return a table of what the runs in `folders` reached. Errors: UserError where a folder holds no run."""
+    if not folders:
+        raise UserError("compare: name the folders of runs, as in: omagd compare results/<run> results/<other run>")
+    return runs_table([_summary(folder) for folder in folders]) + "\n"
+
+
+def _summary(folder: str) -> dict[str, Any]:
+    path = RunFolder(Path(folder).expanduser()).summary_json
+    try:
+        summary = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"compare {folder}: holds no summary.json that can be read. Give a run's folder") from None
+    known = {key: value for key, value in summary.items() if value is not None}
+    return {"card": read_card(path.parent), **known, "folder": str(path.parent)}
