@@ -25,9 +25,9 @@ from omagd.envs.sc2.installed import build_of
 from omagd.envs.sc2.ports import HOST, claimed_port
 from omagd.envs.sc2.protocol import sc_pb
 from omagd.envs.sc2.sc2_env import SC2Env
+from omagd.envs.sc2.scratch import Scratch
 from omagd.envs.sc2.terrain import read_terrain
 from omagd.envs.sc2.wire import Disconnected, Wire, frame
-from omagd.envs.sc2.workplace import Workplace
 from omagd.envs.shared_env_worker import SlotPlayer, array_specs, array_views, total_size
 from omagd.utils.errors import UserError
 
@@ -112,17 +112,17 @@ def test_ports_that_are_held_at_the_same_time_differ():
                 pass
 
 
-def test_a_workplace_is_swept_when_its_owner_is_gone(monkeypatch, tmp_path):
+def test_a_scratch_is_swept_when_its_owner_is_gone(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     code = (
-        "import os\nfrom omagd.envs.sc2.workplace import Workplace\n"
-        "place = Workplace(); print(place.path, flush=True); os._exit(1)"
+        "import os\nfrom omagd.envs.sc2.scratch import Scratch\n"
+        "place = Scratch(); print(place.path, flush=True); os._exit(1)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     left = done.stdout.strip()
     assert os.path.isdir(left)
-    mine, other = Workplace(), Workplace()
+    mine, other = Scratch(), Scratch()
     assert not os.path.exists(left) and mine.path.is_dir() and other.path.is_dir()
     mine.log.write_text("out of\nmemory\n")
     assert mine.last_words() == "out of memory"

@@ -23,6 +23,9 @@ def require_available(name: str, avail_actions: np.ndarray, actions: np.ndarray,
 
     avail_actions: [B, n, A] bool. actions: [B, n] int. active: [B] bool.
     """
+    if len(actions) == 1:  # one battle, as in a worker process: NumPy's calls would cost more than what they do
+        _require_alone(name, avail_actions[0], actions[0].tolist(), bool(active[0]))
+        return
     allowed = avail_actions.reshape(-1).take(_first_actions(*avail_actions.shape) + actions, mode="clip")
     allowed &= actions.astype(np.uint64) < avail_actions.shape[-1]  # negative numbers become huge ones
     if allowed.all():
@@ -31,3 +34,11 @@ def require_available(name: str, avail_actions: np.ndarray, actions: np.ndarray,
     if len(wrong):
         slot, agent = (int(v) for v in wrong[0])
         raise ValueError(f"{name}: slot {slot}, agent {agent}: action {int(actions[slot, agent])} is not available")
+
+
+def _require_alone(name: str, mask: np.ndarray, chosen: list[int], active: bool) -> None:
+    """Do the same for one slot: mask [n, A] bool, chosen actions of n agents."""
+    n_actions = mask.shape[1]
+    for agent, action in enumerate(chosen):
+        if active and not (0 <= action < n_actions and mask[agent, action]):
+            raise ValueError(f"{name}: slot 0, agent {agent}: action {action} is not available")

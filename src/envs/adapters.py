@@ -233,11 +233,11 @@ class BatchedAsSingle(MultiAgentEnv):
         """Play [n] actions; `episode_limit` in the info means truncated, as PyMARL reads it."""
         self._seen = None
         result = self.env.step(np.asarray(actions)[None], self._slot)
-        info = {name: values[0].item() for name, values in result.info.items()}
-        info["episode_limit"] = bool(result.truncated[0])
-        if result.lost[0]:
+        info = {name: values.item(0) for name, values in result.info.items()}
+        info["episode_limit"] = result.truncated.item(0)
+        if result.lost.item(0):
             info["lost"] = 1
-        return float(result.reward[0]), bool(result.terminated[0]), info
+        return result.reward.item(0), result.terminated.item(0), info
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32."""

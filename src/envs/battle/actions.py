@@ -28,7 +28,8 @@ class GridLookup:
     """
 
     def __init__(self, grid: np.ndarray, outside: float) -> None:
-        self._top, self._stride = np.array(grid.shape) + 1, grid.shape[1] + 2
+        top, self._stride = (np.array(grid.shape) + 1).astype(np.uint64), grid.shape[1] + 2
+        self._tops = {ndim: top.reshape(2, *[1] * (ndim - 1)) for ndim in (1, 2, 3, 4)}
         self._flat = np.ascontiguousarray(np.pad(grid, 1, constant_values=outside)).reshape(-1)
 
     def read(self, ix: np.ndarray, iy: np.ndarray) -> np.ndarray:
@@ -38,8 +39,8 @@ class GridLookup:
     def read_pair(self, cells: np.ndarray) -> np.ndarray:
         """Return the values at `cells` [2, ...] int64, which is overwritten."""
         cells += 1
-        np.maximum(cells, 0, out=cells)
-        np.minimum(cells, self._top.reshape(2, *[1] * (cells.ndim - 1)), out=cells)
+        beyond = cells.view(np.uint64)  # negative numbers become huge ones; the border is the same on all sides
+        np.minimum(beyond, self._tops[cells.ndim], out=beyond)
         place = cells[0]
         place *= self._stride
         place += cells[1]
@@ -77,6 +78,9 @@ class ActionRules:
         self._target = np.maximum(np.arange(n_actions) - first, 0)
         self._target[first:] += n_agents
         self._dest = np.zeros((n_slots, n_agents, 2), np.float32)
+        self._dest_x, self._dest_y = self._dest[..., 0], self._dest[..., 1]
+        self._out: np.ndarray | None = None  # the mask last filled, and views of its parts
+        self._views: tuple[np.ndarray, ...] = ()
 
     def fill_mask(
         self, units: Units, medivac: np.ndarray, geometry: Geometry, out: np.ndarray, near: np.ndarray | None = None
@@ -87,14 +91,22 @@ class ActionRules:
         """
         n = self._n
         alive = units.alive[:, :n]
-        np.logical_not(alive, out=out[..., 0])
-        out[..., STOP] = alive
-        np.logical_and(self._can_move(geometry).transpose(1, 2, 0), alive[..., None], out=out[..., NORTH : WEST + 1])
-        out[..., N_NORMAL_ACTIONS : self._first] = alive[..., None]
-        in_reach = out[..., self._first :]
-        in_range = geometry.enemy_dist <= SHOOT_RANGE if near is None else near[..., n:]
-        np.logical_and(in_range, geometry.enemy_pair, out=in_reach[..., : self._m])
+        if out is not self._out:
+            self._out, moves, first = out, out.transpose(2, 0, 1)[NORTH : WEST + 1], self._first
+            self._views = out[..., 0], out[..., STOP], moves, out[..., first : first + self._m]
+        no_op, stop, moves, attacks = self._views
+        np.logical_not(alive, out=no_op)
+        stop[...] = alive
+        np.logical_and(self._can_move(geometry), alive, out=moves)
+        if self._first > N_NORMAL_ACTIONS:
+            out[..., N_NORMAL_ACTIONS : self._first] = alive[..., None]
+        if near is None:
+            np.less_equal(geometry.enemy_dist, SHOOT_RANGE, out=attacks)
+            attacks &= geometry.enemy_pair
+        else:
+            np.logical_and(near[..., n:], geometry.enemy_pair, out=attacks)
         if self._heals:
+            in_reach = out[..., self._first :]
             in_reach[..., self._m :] = False
             healer = medivac[:, :n]
             in_range = geometry.place[0, ..., :n] <= SHOOT_RANGE if near is None else near[..., :n]
@@ -118,6 +130,6 @@ class ActionRules:
             heals = (actions >= self._first) & medivac[:, :n]
             order[heals] = int(Order.HEAL)
             target -= n * heals
-        np.add(units.x[:, :n], self._step_x.take(actions), out=self._dest[..., 0], casting="same_kind")
-        np.add(units.y[:, :n], self._step_y.take(actions), out=self._dest[..., 1], casting="same_kind")
+        np.add(units.x[:, :n], self._step_x.take(actions), out=self._dest_x, casting="same_kind")
+        np.add(units.y[:, :n], self._step_y.take(actions), out=self._dest_y, casting="same_kind")
         return order, target, self._dest

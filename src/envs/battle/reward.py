@@ -73,9 +73,10 @@ class RewardLedger:
         if args.reward_sparse:
             reward = ending.won.astype(np.float64) - ending.lost
         else:
-            lost_points, new_dead = before - self._points, np.greater(living, self._living)
-            delta_enemy = _ordered_sum(lost_points[:, n:])
-            delta_deaths = args.reward_death_value * _count(new_dead[:, n:])
+            delta_enemy = _ordered_sum(before[:, n:] - self._points[:, n:])
+            new_dead = np.greater(living, self._living)
+            deaths = np.count_nonzero(new_dead)  # none after most steps of a single battle
+            delta_deaths = args.reward_death_value * _count(new_dead[:, n:]) if deaths else 0.0
             if args.reward_only_positive:
                 reward = delta_enemy + delta_deaths
                 reward = np.maximum(reward, 0.0) if args.reward_shield_fix else np.abs(reward)
@@ -83,9 +84,9 @@ class RewardLedger:
                 delta_deaths = delta_deaths - (
                     args.reward_death_value * args.reward_negative_scale * _count(new_dead[:, :n])
                 )
-                delta_ally = _ordered_sum(lost_points[:, :n] * args.reward_negative_scale)
+                delta_ally = _ordered_sum((before[:, :n] - self._points[:, :n]) * args.reward_negative_scale)
                 reward = delta_enemy + delta_deaths - delta_ally
-            if ending.over.any():
+            if np.count_nonzero(ending.over):
                 reward += args.reward_win * ending.won
                 reward += args.reward_defeat * ending.lost
         return reward / self._scale
@@ -115,6 +116,9 @@ def judge(
     `at_limit`: [B] bool, the step limit is reached.
     """
     left = np.add.reduceat(units.alive, (0, n_agents), axis=1, dtype=np.int64)
+    if medivac is None and np.count_nonzero(left) == left.size:  # as after most steps, both sides live everywhere
+        nobody = np.zeros(len(left), bool)
+        return Ending(nobody, nobody, nobody, at_limit, at_limit.copy(), left)
     allies, enemies = (left > 0).T
     lost, won, draw = np.greater(enemies, allies), np.greater(allies, enemies), ~(allies | enemies)
     if medivac is not None:

@@ -51,6 +51,7 @@ class BattleSemantics:
         self._args, self._backend, self._n, self._limit = args, backend, n, spec.limit
         self._sizes = np.array([n, spec.n_enemies])
         self._heals = spec.map_type in HEALING
+        self._no_medivac = np.zeros((n_slots, n + spec.n_enemies), bool)
         self._tables = UnitTables.build(unit_names, spec)
         self.layout, self.n_actions = entity_layout(spec, args, variant), variant.n_actions(spec)
         self.obs_dim, self.state_dim = self.layout.obs_dim, state_dim(spec, args, variant)
@@ -87,11 +88,15 @@ class BattleSemantics:
 
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
-        if np.logical_and(active, self.ended).any():
+        if np.count_nonzero(self.ended) and np.logical_and(active, self.ended).any():
             raise ValueError(f"slots {np.flatnonzero(active & self.ended).tolist()} have ended: reset them first")
         require_available("battle", self.avail_actions(), actions, active)
-        chosen = np.multiply(actions, active[:, None], dtype=np.int64)
-        np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
+        if np.count_nonzero(active) == len(active):
+            chosen = actions.astype(np.int64, copy=False)
+            self._onehot.take(chosen, axis=0, out=self._last_action, mode="clip")
+        else:
+            chosen = np.multiply(actions, active[:, None], dtype=np.int64)
+            np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
         return self._rules.orders(chosen, self._backend.units, self._medivac())
 
     def settle(self, active: np.ndarray) -> StepResult:
@@ -100,16 +105,17 @@ class BattleSemantics:
         self.steps += active
         ending = self._judge()
         reward = self._ledger.settle(self._backend.units, ending)
-        if not active.all():
+        everyone = np.count_nonzero(active) == len(active)
+        if not everyone:
             ending, reward = ending.among(active), np.where(active, reward, 0.0)
-        if ending.over.any():
+        if np.count_nonzero(ending.over):
             self.ended |= ending.over
             self._count(ending.over, ending.limit, ending.won)
         return StepResult(
             reward=reward.astype(np.float32),
             terminated=ending.over,
             truncated=ending.limit if self._args.continuing_episode else np.zeros(len(reward), bool),
-            info=self._info(ending, active),
+            info=self._info(ending, None if everyone else active),
         )
 
     def _judge(self) -> Ending:
@@ -119,8 +125,10 @@ class BattleSemantics:
         """Note that the battles in the slots `which` [B] bool are over without a result; they are not counted."""
         self.ended |= which
 
-    def _info(self, ending: Ending, active: np.ndarray) -> dict[str, np.ndarray]:
-        dead = (self._sizes - ending.left) * active[:, None]
+    def _info(self, ending: Ending, active: np.ndarray | None) -> dict[str, np.ndarray]:
+        dead = self._sizes - ending.left
+        if active is not None:
+            dead *= active[:, None]
         return {
             "battle_won": ending.won,
             "battle_draw": ending.draw,
@@ -188,6 +196,9 @@ class BattleSemantics:
         self._stale = True
 
     def _medivac(self) -> np.ndarray:
+        """Return [B, U] bool, who is a medivac that heals."""
+        if not self._heals:
+            return self._no_medivac
         return self._tables.medivac.take(self._backend.units.type_id)
 
     def _refresh(self) -> None:

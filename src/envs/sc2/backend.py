@@ -7,8 +7,8 @@ begins when a trigger of the map brings all units back after they have been kill
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ _NONE, _STOP, _MOVE = int(Order.NONE), int(Order.STOP), int(Order.MOVE)
 # What is read after every step: fields of `Units`, and the game's for each of them.
 _FLOATS = ("x", "y", "health", "shield", "energy", "cooldown")
 _WIDTH, _HEALTH = len(_FLOATS), _FLOATS.index("health")
-_READ = attrgetter("pos.x", "pos.y", "health", "shield", "energy", "weapon_cooldown")
+
+# How a place is written: x and y, each behind the number of its field.
+_PLACE = struct.Struct("<BfBf")
+_X_FIELD, _Y_FIELD, _ANYWHERE = 0x0D, 0x15, (1.5, 2.5)
 
 
 class UnitsMissing(GameLost):
@@ -64,6 +67,7 @@ class GameBackend:
         self.game: Game | None = None
         self.restarts = self._starts = self.build = 0
         self._flat = np.zeros(self._total * _WIDTH, np.float32)
+        self._pack = struct.Struct(f"={self._flat.size}f").pack_into
         self._numbers, self._nobody = [0.0] * self._flat.size, [0.0] * self._total
         self._max = np.zeros((2, 1, self._total), np.float32)
         self._place: dict[int, int] = {}
@@ -82,6 +86,7 @@ class GameBackend:
         self._look = frame(look.SerializeToString())
         self._step_and_look = frame(step.SerializeToString()) + self._look
         self._made: dict[tuple[int, int, int], bytes] = {}
+        self._moves: dict[int, list[bytes]] = {}  # agent -> what stands before and behind the place
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start a new battle; `seeds` decide only what a newly started game plays.
@@ -149,6 +154,7 @@ class GameBackend:
         self.units.type_id[0] = kinds
         self._tags = [unit.tag for unit in everyone]
         self._made.clear()
+        self._moves.clear()
         self._place = {tag: _WIDTH * column for column, tag in enumerate(self._tags)}
         self._max[0, 0] = [unit.health_max for unit in everyone]
         self._max[1, 0] = [unit.shield_max for unit in everyone]
@@ -164,13 +170,16 @@ class GameBackend:
     def _commands(self, orders: list[int], targets: list[int], dests: list[list[float]]) -> bytes:
         """Return the request, serialized, with one command for each agent that does something.
 
-        Serialized messages add up: what is written behind each other is read as one list. Commands without a place
-        are the same bytes whenever they are given in a battle, so they are made once.
+        Serialized messages add up: what is written behind each other is read as one list. Commands are the same bytes
+        whenever they are given in a battle, but for the place of a move, so they are made once.
         """
-        made, parts = self._made, []
+        made, moves, parts = self._made, self._moves, []
         for agent, order in enumerate(orders):
             if order == _MOVE:
-                parts.append(self._command(agent, order, 0, dests[agent]))
+                if agent not in moves:
+                    whole = self._command(agent, order, 0, _ANYWHERE)
+                    moves[agent] = whole.split(_place(*_ANYWHERE))
+                parts.append(_place(*dests[agent]).join(moves[agent]))
             elif order != _NONE:
                 key = (agent, order, targets[agent])
                 if key not in made:
@@ -206,8 +215,11 @@ class GameBackend:
         for unit in listed:
             place = place_of(unit.tag)
             if place is not None:
-                numbers[place : place + _WIDTH] = _READ(unit)
-        self._flat[:] = numbers
+                at = unit.pos
+                numbers[place : place + _WIDTH] = (
+                    at.x, at.y, unit.health, unit.shield, unit.energy, unit.weapon_cooldown
+                )  # fmt: skip
+        self._pack(self._flat, 0, *numbers)
         np.greater(self.units.health, 0.0, out=self.units.alive)
 
     @property
@@ -241,6 +253,11 @@ class GameBackend:
         game, self.game = self.game, None
         if game is not None:
             game.close()
+
+
+def _place(x: float, y: float) -> bytes:
+    """Return the content of a Point2D, serialized."""
+    return _PLACE.pack(_X_FIELD, x, _Y_FIELD, y)
 
 
 def _varint(number: int) -> bytes:

@@ -19,8 +19,8 @@ from omagd.envs.sc2.installed import build_of, game_folder
 from omagd.envs.sc2.maps import DIFFICULTIES, RACES, map_data, map_path
 from omagd.envs.sc2.ports import HOST, claimed_port
 from omagd.envs.sc2.protocol import common_pb, sc_pb
+from omagd.envs.sc2.scratch import Scratch
 from omagd.envs.sc2.wire import Disconnected, Wire, frame
-from omagd.envs.sc2.workplace import Workplace
 from omagd.utils.errors import UserError
 
 # isort: split
@@ -128,7 +128,7 @@ class Game:
         self._process: _Process | None = None
         self._wire: Wire | None = None
         self._status = sc_pb.launched
-        self._workplace: Workplace | None = None
+        self._scratch: Scratch | None = None
         create, join = match.create_request(), match.join_request()
         reasons: list[str] = []
         while len(reasons) < ATTEMPTS:
@@ -150,13 +150,13 @@ class Game:
 
     def _start(self, create: Message, join: Message) -> None:
         self._stack = contextlib.ExitStack()
-        self._workplace = self._stack.enter_context(contextlib.closing(Workplace()))
+        self._scratch = self._stack.enter_context(contextlib.closing(Scratch()))
         port = self._stack.enter_context(claimed_port())
         config = run_configs.get(version=self._version)
-        config.tmp_dir = str(self._workplace.path)
+        config.tmp_dir = str(self._scratch.path)
         program = Path(config.data_dir, "Versions", f"Base{self._build:05d}", "SC2_x64")
         self._process = _Process(
-            config, str(program), config.version, host=HOST, port=port, connect=False, log=self._workplace.log
+            config, str(program), config.version, host=HOST, port=port, connect=False, log=self._scratch.log
         )
         self._wire = self._connect(f"ws://{HOST}:{port}/sc2api")
         self.version = self.ask(ping=sc_pb.RequestPing()).game_version
@@ -237,8 +237,8 @@ class Game:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.popen.wait(0.2)
-        if self._workplace is not None:
-            words, kept = self._workplace.last_words(), self._workplace.keep_log()
+        if self._scratch is not None:
+            words, kept = self._scratch.last_words(), self._scratch.keep_log()
         self.close(politely=False)
         told = [str(error), f"exit code {code}" if code is not None else "", f'"{words}"' if words else ""]
         return ", ".join(filter(None, [*told, f"log: {kept}" if kept else ""]))

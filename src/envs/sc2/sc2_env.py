@@ -120,7 +120,7 @@ class SC2Battle(BatchedEnv):
         except backend.lost as error:
             return self._void(error, active)
         result = semantics.settle(active)
-        if result.terminated[0]:
+        if result.terminated.item(0):
             self._lost_in_a_row = 0
         return result
 

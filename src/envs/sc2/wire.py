@@ -45,6 +45,7 @@ class Wire:
         assert self._web.sock is not None
         self._sock: socket.socket = self._web.sock
         self._buffer = bytearray()
+        self._arrived = memoryview(bytearray(_AT_ONCE))
 
     def set_timeout(self, seconds: float) -> None:
         """Let the kernel watch how long the other side is silent: cheaper than Python's own timeouts."""
@@ -79,7 +80,8 @@ class Wire:
     def _frame(self) -> tuple[int, bytes]:
         """Return the first byte and the content of the next frame."""
         buffer = self._buffer
-        self._fill(2)
+        if len(buffer) < 2:
+            self._fill(2)
         start, size = 2, buffer[1] & _SIZE
         if size == 126:
             self._fill(4)
@@ -87,7 +89,8 @@ class Wire:
         elif size == 127:
             self._fill(10)
             start, size = 10, int.from_bytes(buffer[2:10], "big")
-        self._fill(start + size)
+        if len(buffer) < start + size:
+            self._fill(start + size)
         first, body = buffer[0], bytes(buffer[start : start + size])
         del buffer[: start + size]
         return first, body
@@ -96,14 +99,14 @@ class Wire:
         """Read on until the buffer holds that many bytes."""
         while len(self._buffer) < size:
             try:
-                data = self._sock.recv(_AT_ONCE)
+                count = self._sock.recv_into(self._arrived)
             except BlockingIOError:
                 raise Disconnected("no answer in time") from None
             except OSError as error:
                 raise Disconnected(str(error)) from None
-            if not data:
+            if not count:
                 raise Disconnected("the connection has ended")
-            self._buffer += data
+            self._buffer += self._arrived[:count]
 
     def close(self) -> None:
         """Close the connection without a farewell."""

@@ -21,7 +21,7 @@ KEEP_LOGS_SECONDS = 7 * 86400.0
 LAST_WORDS = 300
 
 
-class Workplace:
+class Scratch:
     """The folder; removed by `close`, with this object, or by the next one.
 
     Attributes:
