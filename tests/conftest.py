@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_harness import train
+
+# A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
