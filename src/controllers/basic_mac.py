@@ -36,6 +36,7 @@ class BasicMAC:
     """
 
     reads_reconstructions = False
+    acts_in_parts = True  # `act` reads and writes the active slots alone
 
     def __init__(
         self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None
@@ -57,11 +58,6 @@ class BasicMAC:
     def dtype(self) -> torch.dtype:
         """Float type of the agent."""
         return next(self.agent.parameters()).dtype
-
-    @property
-    def acts_in_parts(self) -> bool:
-        """Whether `act` may be called for some slots while others are stepped: it reads and writes only theirs."""
-        return True
 
     def begin(self, n_slots: int) -> None:
         """Make room for the memory of B slots and forget everything."""

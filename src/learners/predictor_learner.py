@@ -20,10 +20,10 @@ from omagd.learners.nq_learner import lr_scale
 from omagd.learners.synced_step import Objective, Stats, SyncedStep, merge
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
-from omagd.modules.graph_reconstructers.layers import lowered
 from omagd.modules.graph_reconstructers.matching import match_types
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.modules.linear import lowered
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import stream_seed

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from omagd.learners.synced_step import Objective, Stats
 from omagd.modules.agents.inputs import AgentInputs
+from omagd.modules.linear import lowered
 from omagd.utils.packing import Packing
 
 MakeTargets = Callable[[Tensor], Tensor]
@@ -50,7 +51,7 @@ class QObjective(Objective):
             actions by them); returns [S] targets. Target networks live behind it, outside this module.
         Stats: loss_td and td_error_abs per step; q_taken_mean and target_mean per step and agent, as in PyMARL.
         """
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16 and played.state.is_cuda):
+        with lowered(played.state.device, self.bf16):
             q = self.agent(inputs, played.packing)
             with torch.no_grad():
                 target = targets(q.detach()).to(played.state.dtype)

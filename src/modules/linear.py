@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,6 @@ def prefers_onednn() -> bool:
     """
     amd = _CPUINFO.is_file() and "AuthenticAMD" in _CPUINFO.read_text(errors="replace")
     return amd and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-@cache
-def has_fast_bf16() -> bool:
-    """Return whether this processor multiplies bf16 numbers by itself (AVX512_BF16 or AMX)."""
-    flags = _CPUINFO.read_text(errors="replace").split() if _CPUINFO.is_file() else []
-    return torch.backends.mkldnn.is_available() and ("avx512_bf16" in flags or "amx_bf16" in flags)
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
@@ -67,6 +61,11 @@ class FastLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] from x [..., in]."""
         return fast_linear(x, self.weight, self.bias, self.bf16)
+
+
+def lowered(device: torch.device, bf16: bool) -> AbstractContextManager[object]:
+    """Return the context in which a GPU takes products in bf16, if `bf16`; a CPU is told product by product."""
+    return torch.autocast(device.type, torch.bfloat16) if bf16 and device.type != "cpu" else nullcontext()
 
 
 def to_bf16(x: Tensor, rows: int) -> Tensor:

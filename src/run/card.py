@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import packages_distributions, version
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import omagd
 from omagd.config.schema import Config
+from omagd.run.session import rounds
 from omagd.utils.checkpoint import find_step_folder, run_folder_of
 from omagd.utils.run_folder import RunFolder, plain
 
@@ -212,7 +212,7 @@ def _tests(asked: int, environments: int) -> dict[str, Any]:
 
 
 def _whole_rounds(episodes: int, environments: int) -> int:
-    return math.ceil(episodes / environments) * environments
+    return rounds(episodes, environments) * environments
 
 
 def _precision(config: Config) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -16,7 +15,7 @@ from omagd.run.loop import fit
 from omagd.run.machine import limit_memory
 from omagd.run.memory import memory_warnings, told
 from omagd.run.plan import ranks_here
-from omagd.run.session import Session
+from omagd.run.session import Session, rounds
 from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
 from omagd.utils.allocator import keep_freed_memory
@@ -159,8 +158,8 @@ def first_summary(
 def _say_start(session: Session, card: Card) -> None:
     config, dist, info = session.config, session.dist, session.info
     environments = session.env.n_slots * dist.world_size
-    rounds = math.ceil(config.target_update_interval / environments)
-    every = config.target_update_updates or rounds * config.updates_per_iteration
+    until_copied = rounds(config.target_update_interval, environments)
+    every = config.target_update_updates or until_copied * config.updates_per_iteration
     sizes = (
         f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}, at most"
         f" {info.episode_limit} steps"

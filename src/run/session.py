@@ -19,6 +19,11 @@ RESTARTS = ("restarts", "worker_restarts")
 """Counters of an environment that tell what had died there."""
 
 
+def rounds(episodes: int, environments: int) -> int:
+    """Return how many rounds of one episode in each environment there are for at least `episodes`."""
+    return math.ceil(episodes / environments)
+
+
 @dataclass
 class Session:
     """One rank's run: configuration, place among the ranks, environment, folder, log, measures.
@@ -43,7 +48,7 @@ class Session:
 
         The same on every rank, and whole rounds, so that no long episode is cut off.
         """
-        return math.ceil(episodes / (self.env.n_slots * self.dist.world_size))
+        return rounds(episodes, self.env.n_slots * self.dist.world_size)
 
     def say_first_episodes(self) -> None:
         """Say, once, how long it took until there were episodes."""

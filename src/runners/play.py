@@ -197,9 +197,7 @@ class Play:
         clock.reward[slots] += reward
         clock.step[slots] += 1
         ended = result.terminated & stepped
-        if (clock.step >= self.info.episode_limit).any() and (
-            stepped & ~ended & (clock.step >= self.info.episode_limit)
-        ).any():
+        if (stepped & ~ended & (clock.step >= self.info.episode_limit)).any():
             limit = self.info.episode_limit
             raise RuntimeError(f"{self.info.name}: an episode goes on after its limit of {limit} steps")
         if ended.any():

@@ -55,7 +55,6 @@ for _path in sorted(_FOLDER.glob("*_pb2.py")):
     load(_path.stem.removesuffix("_pb2"))
 
 common_pb = load("common")
-data_pb = load("data")
 debug_pb = load("debug")
 raw_pb = load("raw")
 sc_pb = load("sc2api")

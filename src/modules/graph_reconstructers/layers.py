@@ -8,7 +8,6 @@ Shapes: F frames, L tokens of a sequence, h heads, d = d_model, G = F·h, M chos
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,11 +24,6 @@ _BLOCK = 1 << 16  # units that pass through several steps together, so that they
 def linear(x: Tensor, layer: nn.Linear, bf16: bool = False) -> Tensor:
     """Return what `layer` makes of x, through the faster library of the processor; see `fast_linear`."""
     return fast_linear(x, layer.weight, layer.bias, bf16)
-
-
-def lowered(device: torch.device, bf16: bool) -> AbstractContextManager[object]:
-    """Return the context in which a GPU takes products in bf16, if `bf16`; a CPU is told product by product."""
-    return torch.autocast(device.type, torch.bfloat16) if bf16 and device.type != "cpu" else nullcontext()
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
