@@ -43,6 +43,7 @@ class StepResult:
         info: per-episode results, meaningful where `terminated`: name -> [B] array ("battle_won", "dead_allies", ...).
         lost: [B] bool, where `terminated`: the episode is void, because what played it has died; drop its rows and do
             not count it. By default none is.
+        agent_reward: [B, n] float32, who earned what, where the environment tells; its sum over agents is `reward`.
     """
 
     reward: np.ndarray
@@ -50,6 +51,7 @@ class StepResult:
     truncated: np.ndarray
     info: dict[str, np.ndarray]
     lost: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    agent_reward: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """Fill in `lost` where it was left out."""

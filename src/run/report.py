@@ -240,8 +240,8 @@ def _env_config(summary: Summary) -> str:
     """Return the environment's file: the one of its name, else the one for its map."""
     name, names = str(summary["env"]), config_names("envs")
     files = {each: read_yaml(find_yaml("envs", each)) for each in ([] if name in names else names)}
-    wanted = (name, summary.get("map_name"))
-    told = {each: (file.get("env"), (file.get("env_args") or {}).get("map_name")) for each, file in files.items()}
+    wanted = (name, summary.get("map_name") or "")
+    told = {each: (file.get("env"), (file.get("env_args") or {}).get("map_name") or "") for each, file in files.items()}
     return next((each for each, found in told.items() if found == wanted), name)
 
 

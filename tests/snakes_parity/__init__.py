@@ -1,0 +1,107 @@
+"""Stored games of the public engine: their format, and a digest of a game's state that both sides can compute.
+
+games.npz: steps [G]; starts [G, 6, 2] (cell of the tail, direction); actions and turns (what replaced reversals, in the
+order of steps, then snakes), two bits each; n_turns, n_beans [G]; beans, in the order in which they were laid out;
+digests, the last byte after every step; final [G], the whole digest after the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+GAMES = Path(__file__).resolve().parent / "games.npz"
+N_VALUES = 6 * 200 + 30
+_SHIFT = 256  # added to values that may be negative
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(31))) * np.uint64(0x7FB5D329728EA185)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x81DADEF4BC2DD44D)
+    return z ^ (z >> np.uint64(33))
+
+
+_WEIGHTS = _mix(np.arange(1, N_VALUES + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def chained(before: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the digests [B] uint64 of states with `values` [B, N_VALUES] that follow on digests `before` [B]."""
+    total = ((values.astype(np.int64) + _SHIFT).astype(np.uint64) * _WEIGHTS).sum(1, dtype=np.uint64)
+    return _mix(before ^ total)
+
+
+def state_values(bodies, directions, beans, raw, hit, score, over) -> np.ndarray:
+    """Return [N_VALUES] int64 of one board: bodies are lists of cells, head first; the others as called."""
+    values = np.full(N_VALUES, -1, np.int64)
+    for i, body in enumerate(bodies):
+        values[200 * i : 200 * i + len(body)] = body
+    rest = [*directions, *beans, *raw, *hit, *score, int(over)]
+    values[1200 : 1200 + len(rest)] = rest
+    return values
+
+
+def pack_twos(values) -> np.ndarray:
+    """Return numbers 0 to 3 as bytes, four in each."""
+    values = np.asarray(values, np.uint8)
+    return np.packbits(((values[:, None] >> np.array([1, 0], np.uint8)) & 1).reshape(-1))
+
+
+def unpack_twos(packed: np.ndarray, count: int) -> np.ndarray:
+    """Return the first `count` numbers of `pack_twos`."""
+    bits = np.unpackbits(packed)[: 2 * count].reshape(-1, 2)
+    return (2 * bits[:, 0] + bits[:, 1]).astype(np.int64)
+
+
+@dataclass
+class StoredDraws:
+    """The engine's draws, handed out again: what `Engine` asks for in place of seeded chance.
+
+    Attributes:
+        starts: [G, 6, 2]. turns, beans: all games' one after another. next_turn, next_bean: [G] where each game stands.
+    """
+
+    starts: np.ndarray
+    turns: np.ndarray
+    beans: np.ndarray
+    next_turn: np.ndarray
+    next_bean: np.ndarray
+
+    def start(self, rows, keys, snake, attempt):
+        assert attempt == 0, "a stored start does not fit"
+        return self.starts[rows, snake, 0], self.starts[rows, snake, 1]
+
+    def turn(self, rows, keys, moments, snakes, directions):
+        first = np.flatnonzero(np.diff(rows, prepend=-1))
+        rank = np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
+        chosen = self.turns[self.next_turn[rows] + rank]
+        np.add.at(self.next_turn, rows, 1)
+        return chosen
+
+    def bean(self, rows, keys, moments, place, free):
+        cells = self.beans[self.next_bean[rows]]
+        self.next_bean[rows] += 1
+        assert free[np.arange(len(rows)), cells].all(), "a stored bean lies where something is"
+        return cells
+
+
+def load(path: Path = GAMES) -> tuple[np.ndarray, StoredDraws, dict[str, np.ndarray]]:
+    """Return actions [G, T, 6] (zero after a game's end), the draws, and steps, digests [G, T] and final [G]."""
+    with np.load(path) as file:
+        kept = {name: file[name] for name in file.files}
+    steps = kept["steps"].astype(np.int64)
+    played = np.arange(steps.max()) < steps[:, None]
+    actions = np.zeros((*played.shape, 6), np.int64)
+    actions[played] = unpack_twos(kept["actions"], 6 * int(steps.sum())).reshape(-1, 6)
+    digests = np.zeros(played.shape, np.uint8)
+    digests[played] = kept["digests"]
+    n_turns, n_beans = kept["n_turns"].astype(np.int64), kept["n_beans"].astype(np.int64)
+    draws = StoredDraws(
+        kept["starts"].astype(np.int64),
+        unpack_twos(kept["turns"], int(n_turns.sum())),
+        kept["beans"].astype(np.int64),
+        n_turns.cumsum() - n_turns,
+        n_beans.cumsum() - n_beans,
+    )
+    return actions, draws, {"steps": steps, "digests": digests, "final": kept["final"]}
