@@ -5,6 +5,7 @@
 #   MASK_PREDICTOR_PATH=results/<run>/models/pretrain_stage2_best ./run_gnn_stage3_ddp.sh
 #
 # Further arguments are passed on: ./run_gnn_stage3_ddp.sh t_max=500000
+# A run that was stopped or killed goes on from its newest checkpoint when the same is typed again (auto_resume=False: anew).
 # Variables: TOKENIZER_PATH MASK_PREDICTOR_PATH NUM_GPUS CONFIG ENV_CONFIG MAP_NAME DDP_PORT RESULTS_PATH PYTHON VENV DRY_RUN
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -28,6 +29,7 @@ exec "$python" "$root/src/main.py" --config="$CONFIG" --env-config="$ENV_CONFIG"
     use_ddp=True \
     world_size="$NUM_GPUS" \
     ddp_port="$DDP_PORT" \
+    auto_resume=True \
     local_results_path="$RESULTS_PATH" \
     pretrained_tokenizer_path="$TOKENIZER_PATH" \
     pretrained_mask_predictor_path="$MASK_PREDICTOR_PATH" \

@@ -5,6 +5,7 @@
 #   STAGE=stage2 TOKENIZER_PATH=results/<run>/models/pretrain_stage1_best ./run_pretrain_ddp.sh
 #
 # Further arguments are passed on: ./run_pretrain_ddp.sh graph_pretrain_epochs=50
+# A run that was stopped or killed goes on from its newest checkpoint when the same is typed again (auto_resume=False: anew).
 # Variables: STAGE NUM_GPUS TOKENIZER_PATH CONFIG ENV_CONFIG MAP_NAME DDP_PORT RESULTS_PATH PYTHON VENV DRY_RUN
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -34,6 +35,7 @@ exec "$python" "$root/src/main.py" --config="$CONFIG" --env-config="$ENV_CONFIG"
     use_ddp=True \
     world_size="$NUM_GPUS" \
     ddp_port="$DDP_PORT" \
+    auto_resume=True \
     local_results_path="$RESULTS_PATH" \
     ${MAP_NAME:+"env_args.map_name=$MAP_NAME"} \
     ${tokenizer[@]+"${tokenizer[@]}"} \

@@ -24,6 +24,7 @@ from omagd.envs.battle.args import BattleArgs, SmacArgs
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+BEYOND = 10**6  # bounds that only keep out what no machine could hold
 INTRODUCTION = """\
 # Configuration
 
@@ -115,7 +116,8 @@ def _limits(metadata: tuple[Any, ...]) -> Iterator[str]:
     for item in metadata:
         found = [item, *getattr(item, "metadata", [])]
         for limit in found:
-            yield from (f"{sign} {getattr(limit, name)}" for name, sign in SIGNS.items() if hasattr(limit, name))
+            bounds = ((sign, getattr(limit, name)) for name, sign in SIGNS.items() if hasattr(limit, name))
+            yield from (f"{sign} {bound}" for sign, bound in bounds if bound < BEYOND)
             if pattern := getattr(limit, "pattern", None):
                 yield f"like `{pattern}`"
 

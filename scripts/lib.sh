@@ -81,3 +81,26 @@ choose_env() { # python: sets ENV_CONFIG where it is not given: sc2 where the ga
     printf 'environment: %s%s\n' "$ENV_CONFIG" \
         "$([ "$ENV_CONFIG" = sc2 ] || printf ' (the embedded battle; StarCraft II cannot be played here)')" >&2
 }
+
+whole() { # what, text, least, most: prints the text if it is a whole number within bounds
+    case $2 in
+        '' | *[!0-9]* | ??????????*) fail "$1 $2: must be a whole number from $3 to $4" ;;
+    esac
+    [ "$((10#$2))" -ge "$3" ] && [ "$((10#$2))" -le "$4" ] || fail "$1 $2: must be a whole number from $3 to $4"
+    printf '%s\n' "$((10#$2))"
+}
+
+choose_interface() { # address of host 0, number of this host: sets GLOO_SOCKET_IFNAME where it is not given
+    # Unasked, gloo takes the address that the host's name stands for, which on many systems is a loopback address.
+    local found=''
+    [ -z "${GLOO_SOCKET_IFNAME:-}" ] && command -v ip >/dev/null 2>&1 || return 0
+    local address
+    address=$(getent ahosts "$1" 2>/dev/null | awk 'NR == 1 { print $1 }') || true
+    address=${address:-$1}
+    if [ "$2" -eq 0 ]; then
+        found=$(ip -o addr show to "$address" 2>/dev/null | awk 'NR == 1 { print $2 }') || true
+    else
+        found=$(ip -o route get "$address" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p') || true
+    fi
+    if [ -n "$found" ]; then export GLOO_SOCKET_IFNAME=$found; fi
+}

@@ -17,12 +17,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def text_log_as_it_was() -> Iterator[None]:
-    """Take away what a run within a test did to the package's text log."""
-    logger = logging.getLogger("omagd")
-    before = logger.propagate, logger.level, list(logger.handlers)
+    """Take away what runs within a test, or within a fixture of its module, did to the package's text log."""
+    _forget_text_log()
     yield
-    logger.propagate, logger.level = before[:2]
-    for handler in set(logger.handlers) - set(before[2]):
+    _forget_text_log()
+
+
+def _forget_text_log() -> None:
+    logger = logging.getLogger("omagd")
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
+    for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
 

@@ -254,6 +254,8 @@ def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, m
         if command.program == "torchrun":
             monkeypatch.setenv("RANK", "0")
             monkeypatch.setenv("WORLD_SIZE", str(command.ranks))
+            monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+            monkeypatch.setenv("MASTER_PORT", "29500")
         code = main(["--dry-run", *words])
         out, err = capsys.readouterr()
         assert code == 0, err

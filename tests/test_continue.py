@@ -11,6 +11,7 @@ import torch
 from command_budgets import BUDGETS
 from command_harness import records, summary_of
 from ddp_harness import run_ranks
+from run_equality import differences
 
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
@@ -21,6 +22,8 @@ from omagd.run.loop import fit
 from omagd.run.stages.base import Products
 from omagd.run.stages.stage3 import Stage3
 from omagd.utils.checkpoint import checksum, find_step_folder
+from omagd.utils.checkpoint_store import folders as checkpoints
+from omagd.utils.checkpoint_store import read_checkpoint
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger, setup_logging
 from omagd.utils.run_folder import RunFolder
@@ -53,12 +56,14 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
     torch.set_num_threads(1)
     step = find_step_folder(str(qmix_run))
     t_env = int(step.name)
-    config = qmix(tmp_path, f"checkpoint_path={qmix_run}", f"t_max={t_env + 100}", "target_update_interval=1000")
+    saved_weights = [f"checkpoint_path={qmix_run}", f"load_step={t_env}"]
+    config = qmix(tmp_path, *saved_weights, f"t_max={t_env + 100}", "target_update_interval=1000")
     folder = RunFolder.create(tmp_path, "again")
     session = build_session(config, Dist(), folder, Logger(setup_logging(None, rank=1), minimal=True))
     stage = Stage3(session, Products())
     fresh = checksum(stage.mac.agent.state_dict())
     stage.prepare()
+    stage.start()
     saved = torch.load(step / "opt.th", weights_only=True)
     agent = torch.load(step / "agent.th", weights_only=True)
     assert checksum(stage.mac.agent.state_dict()) == checksum(agent) != fresh
@@ -161,7 +166,42 @@ def test_a_run_of_two_ranks_is_continued_by_one(published_run, tmp_path, monkeyp
     paths = [f"pretrained_tokenizer_path={published_run / 'models' / 'pretrain_stage1_best'}"]
     paths += [f"pretrained_mask_predictor_path={published_run / 'models' / 'pretrain_stage2_best'}"]
     options = ["--config=omagd", "with", "env_args.map_name=5m_vs_6m", *BUDGETS, *paths]
-    assert main([*options, f"checkpoint_path={published_run}", f"t_max={step + 60}"]) == 0
-    (file,) = tmp_path.glob("results/*/summary.json")
+    longer = f"t_max={step + 60}"
+    assert main([*options, f"checkpoint_path={published_run}", f"load_step={step}", "name=weights", longer]) == 0
+    (file,) = tmp_path.glob("results/weights*/summary.json")
     assert list(summary_of(file.parent)["stages"]) == ["stage3"]
     assert summary_of(file.parent)["stages"]["stage3"]["clock"]["t_env"] >= step + 60
+
+
+@pytest.mark.processes
+def test_the_whole_state_of_two_ranks_is_dealt_to_one_and_nothing_that_is_counted_is_lost(published_run, tmp_path):
+    """Clocks, weights and the episodes of both are there; the streams of chance are new ones, and repeat."""
+    before = summary_of(published_run)
+    step = before["stages"]["stage3"]["clock"]["t_env"]
+    folders = []
+    for name in ("one", "another"):
+        results = f"local_results_path={tmp_path / name}"
+        words = ["--config=omagd", "with", "env_args.map_name=5m_vs_6m", *BUDGETS, results, "buffer_size=100"]
+        assert main([*words, f"checkpoint_path={published_run}", f"t_max={step + 60}"]) == 0
+        (file,) = tmp_path.glob(f"{name}/*/summary.json")
+        folders.append(file.parent)
+    after = summary_of(folders[0])
+    for stage in ("stage1", "stage2"):
+        assert after["stages"][stage] == before["stages"][stage], "a finished stage is not run twice"
+    was, now = before["stages"]["stage3"]["clock"], after["stages"]["stage3"]["clock"]
+    assert was["t_env"] < step + 60 <= now["t_env"]
+    assert now["episodes"] > was["episodes"]
+    assert now["updates"] > was["updates"]
+    log = (folders[0] / "logs" / "rank_0.log").read_text()
+    assert "it was written by 2 rank(s), now there are 1: the episodes are dealt anew" in log
+    assert "the effective batch is 4 episodes" in log
+    assert differences(*folders) == []
+    newest = read_checkpoint(checkpoints(folders[0] / "checkpoints")[0]).manifest["logs"][0]["replay"]
+    assert (
+        newest["added"]
+        == sum(said["replay"]["kept"] for said in written_by_two(published_run)) + now["episodes"] - was["episodes"]
+    )
+
+
+def written_by_two(run: Path) -> list[dict]:
+    return read_checkpoint(checkpoints(run / "checkpoints")[0]).manifest["logs"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from omagd.config.loading import find_yaml, known_keys, read_yaml
+from omagd.config.loading import HERE, find_yaml, known_keys, read_yaml
 from omagd.run.preflight import NAMED, registry_of
 from omagd.utils import dist_utils
 
@@ -91,7 +91,7 @@ def test_signatures_of_dist_utils_are_those_of_the_code():
 
 
 def test_defaults_in_the_page_on_ddp_are_those_of_the_files():
-    default, omagd = read_yaml(find_yaml("algs", "../default")), read_yaml(find_yaml("algs", "omagd"))
+    default, omagd = read_yaml(HERE / "default.yaml"), read_yaml(find_yaml("algs", "omagd"))
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", DDP_PAGE, re.MULTILINE)
     assert {"run", "learner", "use_ddp", "world_size", "ddp_port"} <= {key for key, _ in rows}
     for key, text in rows:

@@ -56,7 +56,7 @@ def test_arguments_are_checked_without_what_the_game_needs():
 
 
 def test_a_batched_environment_is_built_as_it_is():
-    env = make_env("memory_game", {"n_cues": 4}, 5, processes=True)
+    env = make_env("memory_game", {"n_cues": 4}, 5, processes=False)
     assert type(env) is MemoryGame
     assert env.n_slots == 5 and env.info.n_actions == 5
 

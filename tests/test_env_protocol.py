@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ import torch
 
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
+from omagd.envs.battle.lookout import Lookout
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
 from omagd.utils.errors import UserError
+from omagd.utils.state_tree import frozen, thawed
 
 SLOTS = 4
 SMALL_ARGS = {
@@ -194,17 +198,42 @@ def test_a_reset_of_some_slots_leaves_the_others_alone(env):
         np.testing.assert_array_equal(after[key][0], after[key][1], err_msg=key)
 
 
-def test_a_snapshot_continues_the_same_battle(name, env):
+def _filed(tree: Any) -> Any:
+    """Return `tree` after a way through a file that nothing can run from."""
+    file = io.BytesIO()
+    torch.save(frozen(tree), file)
+    file.seek(0)
+    return thawed(torch.load(file, weights_only=True))
+
+
+def test_a_snapshot_continues_the_same_battle_elsewhere(name, env):
+    assert env.deterministic == (not name.startswith("sc2"))
+    if not env.deterministic:
+        for call in (env.snapshot, lambda: env.restore({})):
+            with pytest.raises(NotImplementedError, match="mid-battle"):
+                call()
+        pytest.skip(f"{env.info.name} cannot be saved in mid-battle")
     _play(env, [41, 42, 43, 44], steps=1)
-    try:
-        kept = env.snapshot()
-    except NotImplementedError as reason:
-        pytest.skip(str(reason))
+    kept = _filed(env.snapshot())
     expected = _play(env, [1, 2, 3, 4], reset=False, steps=5)
-    _play(env, [7, 7, 7, 7], steps=2)
-    env.restore(kept)
-    for one, other in zip(expected, _play(env, [1, 2, 3, 4], reset=False, steps=5), strict=True):
+    other_env = _build.__wrapped__(name, SLOTS)
+    _play(other_env, [7, 7, 7, 7], steps=2)
+    other_env.restore(kept)
+    for one, other in zip(expected, _play(other_env, [1, 2, 3, 4], reset=False, steps=5), strict=True):
         _assert_same(one, other)
+
+
+def test_who_knows_of_whom_is_saved_with_its_chance():
+    rng, everyone = np.random.default_rng(0), np.ones(2, bool)
+    one, other = Lookout(0.5, 2, 5, 4), Lookout(0.5, 2, 5, 4)
+    one.begin(everyone, np.array([1, 2]))
+    for number in range(6):
+        in_sight = rng.random((2, 5, 4)) < 0.2
+        if number == 3:
+            other.restore(_filed(one.snapshot()))
+        seen = one.look(everyone, in_sight, np.ones((2, 5), bool))
+        if number >= 3:
+            assert (seen == other.look(everyone, in_sight, np.ones((2, 5), bool))).all()
 
 
 def test_scripted_policies_play_what_is_available(env):

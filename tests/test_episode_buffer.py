@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.episode_stretch import load_stretch
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)
@@ -80,16 +81,39 @@ def test_sampling_is_uniform_and_without_replacement():
         buffer.sample(13, rng)
 
 
-def test_dropped_fields_free_their_bytes_and_stay_away():
-    buffer = filled(6)
-    before, number = buffer.nbytes, numbers(buffer)
-    rows = sum(2 + i % 7 for i in range(6))
-    buffer.drop(["recon"])
-    assert buffer.nbytes == before - rows * 12
-    buffer.add([episode(40, 3)])
-    assert "recon" not in buffer.fields
-    assert "recon" not in buffer.sample(7, np.random.default_rng(0))
-    assert numbers(buffer) == [*number, 40]
+def test_stretches_put_together_are_the_buffer_again_and_hold_each_episode_once(tmp_path):
+    buffer, parts, stored = EpisodeBuffer(20), [], 0
+    for added in (3, 0, 14, 9, 7):
+        buffer.add([episode(buffer.added + i, 1 + i) for i in range(added)])
+        stretch = buffer.since(stored)
+        assert (stretch.first, len(stretch.records)) == (stored, added)
+        stretch.save(tmp_path / f"{stored}.episodes")
+        parts.append((tmp_path / f"{stored}.episodes", stretch.describe()))
+        stored += added
+    oldest = buffer.added - len(buffer)
+    found = [load_stretch(path, said).from_number(oldest) for path, said in parts if said["count"]]
+    again = EpisodeBuffer(20)
+    again.restore(found, buffer.added)
+    assert (numbers(again), again.added, again.nbytes) == (numbers(buffer), buffer.added, buffer.nbytes)
+    for one in (buffer, again):
+        one.add([episode(99, 2)])
+    drawn = [one.sample(11, np.random.default_rng(5)) for one in (buffer, again)]
+    for name in buffer.fields:
+        assert drawn[0][name].numpy().tobytes() == drawn[1][name].numpy().tobytes()
+    assert len(buffer.since(0).records) == len(buffer), "what has left is not there any more"
+
+
+def test_a_stretch_that_is_not_what_is_said_of_it_is_refused(tmp_path):
+    buffer = filled(4)
+    stretch = buffer.since(1)
+    stretch.save(tmp_path / "s")
+    said = stretch.describe()
+    assert len(load_stretch(tmp_path / "s", said).records) == 3
+    for wrong in ({"count": 2}, {"count": 4}, {"codec": None}, {"codec": {"spec": [], "plain": []}}, {"first": "x"}):
+        with pytest.raises(ValueError, match="."):
+            load_stretch(tmp_path / "s", {**said, **wrong})
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_stretch(tmp_path / "nowhere", said)
 
 
 def test_an_episode_with_other_fields_is_refused_by_name():
@@ -116,11 +140,11 @@ def test_state_and_file_give_the_same_batches_bit_for_bit(tmp_path):
     buffer = filled(33, capacity=20)
     path = tmp_path / "deep" / "buffer.ep"
     buffer.save(path, {"map": "3m", "n": 3})
-    from_file, from_state = EpisodeBuffer(20), EpisodeBuffer(25)
+    from_file, restored = EpisodeBuffer(20), EpisodeBuffer(25)
     from_file.load(path, {"map": "3m"})
-    from_state.load_state_dict(buffer.state_dict())
+    restored.restore([buffer.since(0)], buffer.added)
     expected = buffer.sample(11, np.random.default_rng(5))
-    for other in (from_file, from_state):
+    for other in (from_file, restored):
         assert other.nbytes == buffer.nbytes
         batch = other.sample(11, np.random.default_rng(5))
         assert batch.packing == expected.packing
@@ -130,7 +154,7 @@ def test_state_and_file_give_the_same_batches_bit_for_bit(tmp_path):
             assert batch[name].numpy().tobytes() == expected[name].numpy().tobytes()
         other.add([episode(77, 2)])  # the oldest leaves, or there is room
     assert numbers(from_file) == [*range(14, 33), 77]
-    assert numbers(from_state) == [*range(13, 33), 77]
+    assert numbers(restored) == [*range(13, 33), 77]
     assert [p.name for p in path.parent.iterdir()] == ["buffer.ep"]
 
 
@@ -139,7 +163,7 @@ def test_an_empty_buffer_can_be_saved(tmp_path):
     buffer = EpisodeBuffer(3)
     buffer.load(tmp_path / "empty")
     assert len(buffer) == 0
-    buffer.load_state_dict(EpisodeBuffer(3).state_dict())
+    buffer.restore([EpisodeBuffer(3).since(0)], 0)
     assert len(buffer) == 0
 
 
@@ -169,8 +193,6 @@ def test_a_file_of_another_run_or_of_another_size_is_refused(tmp_path):
         EpisodeBuffer(4).load(path, {"map": "3m"})
     with pytest.raises(UserError, match="some_key=.*nowhere cannot be read"):
         EpisodeBuffer(4).load(tmp_path / "nowhere", key="some_key")
-    with pytest.raises(ValueError, match="5 episodes do not fit"):
-        EpisodeBuffer(4).load_state_dict(filled(5).state_dict())
 
 
 def test_the_file_says_what_it_holds_in_json(tmp_path):

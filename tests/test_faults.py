@@ -7,122 +7,20 @@ import os
 import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 from command_budgets import BUDGETS
-from command_harness import MAIN, PYTHON, Started, children, left_behind, run_folders, summary_of
+from command_harness import left_behind
+from trap_world import exit_state, make_plugin, start, wait_for_training
 
 from omagd.run.command_line import main
-from omagd.run.launch import _explain
-from omagd.utils.dist_utils import open_rendezvous
+from omagd.run.verdict import verdict
 from omagd.utils.errors import RankFailed
-from omagd.utils.signals import Stopped, stop_requested, stoppable, unhurried
-
-# A package beside omagd: a world that goes wrong on the rank, at the step and in the way that its arguments say.
-PLUGIN = """
-import os, signal, sys, time
-import numpy as np
-from pydantic import BaseModel
-from omagd.envs.protocol import MultiAgentEnv
-from omagd.utils.errors import UserError
-import torch.distributed
-
-CONFIGS = os.path.join(os.path.dirname(__file__), "configs")
-
-
-class Args(BaseModel):
-    how: str = "never"
-    rank: int = 1
-    step: int = 60
-
-
-class Trap(MultiAgentEnv):
-    args_model = Args
-
-    def __init__(self, args):
-        self.args, self.steps, self.t = args, 0, 0
-
-    def reset(self, seed=None):
-        self.t = 0
-
-    def step(self, actions):
-        self.steps += 1
-        self.t += 1
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if self.steps >= self.args.step and rank == self.args.rank:
-            self.fail()
-        if self.args.how == "slow":
-            time.sleep(0.01)
-        return 1.0, self.t >= 5, {"battle_won": False}
-
-    def fail(self):
-        if self.args.how == "raise":
-            raise ZeroDivisionError("the trap has closed")
-        if self.args.how == "user":
-            raise UserError("env_args.how=user: take another", "this is the help")
-        if self.args.how == "exit":
-            os._exit(7)
-        if self.args.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def get_obs(self, no_range_limit=False):
-        return np.zeros((2, 3), np.float32)
-
-    def get_state(self):
-        return np.zeros(4, np.float32)
-
-    def get_avail_actions(self):
-        return np.ones((2, 2), bool)
-
-    def get_env_info(self):
-        return {"n_agents": 2, "n_actions": 2, "obs_shape": 3, "state_shape": 4, "episode_limit": 5}
-
-    def get_stats(self):
-        return {}
-"""
-OPTIONS = ("--config=qmix", "--env-config=trap", "with", "run=ddp", "world_size=2")
-MORE = ("t_max=100000", "epsilon_anneal_time=1000", "log_interval=20")
 
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory) -> str:
-    """Return the folder that, on PYTHONPATH, adds the world `trap`."""
-    folder = tmp_path_factory.mktemp("plugin")
-    (folder / "omagd_trap.py").write_text(PLUGIN)
-    (folder / "configs" / "envs").mkdir(parents=True)
-    (folder / "configs" / "envs" / "trap.yaml").write_text("env: trap\nenv_args: {how: never, rank: 1, step: 60}\n")
-    facts = folder / "omagd_trap-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: omagd-trap\nVersion: 1.0\n")
-    points = "[omagd.envs]\ntrap = omagd_trap:Trap\n[omagd.config_dirs]\ntrap = omagd_trap:CONFIGS\n"
-    (facts / "entry_points.txt").write_text(points)
-    return str(folder)
-
-
-def start(plugin: str, cwd: Path, how: str, *more: str) -> Started:
-    path = os.pathsep.join(part for part in (plugin, os.environ.get("PYTHONPATH", "")) if part)
-    command = [PYTHON, MAIN, *OPTIONS, *BUDGETS, *MORE, f"env_args.how={how}", *more]
-    return Started(command, cwd, PYTHONPATH=path)
-
-
-def wait_for_training(started: Started, cwd: Path, ranks: int = 2) -> list[int]:
-    """Wait until all ranks train; return their process ids."""
-    until = time.monotonic() + 120
-    while time.monotonic() < until and started.process.poll() is None:
-        logs = list(cwd.glob("results/*/metrics.jsonl"))
-        if logs and logs[0].stat().st_size > 0:
-            found = children(started.process.pid)
-            assert len(found) == ranks
-            return found
-        time.sleep(0.1)
-    ended = started.wait(1)
-    raise AssertionError(f"it never trained: exit code {ended.code}\n{ended.text}")
-
-
-def exit_state(cwd: Path) -> str:
-    (folder,) = run_folders(cwd)
-    return summary_of(folder)["exit_state"]
+    return make_plugin(tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.mark.processes
@@ -150,7 +48,7 @@ def test_an_error_of_one_rank_is_what_the_console_shows(plugin, tmp_path):
     ],
 )
 def test_other_ends_of_one_rank(plugin, tmp_path, how, rank, code, words):
-    ended = start(plugin, tmp_path, how, f"env_args.rank={rank}").wait(120)
+    ended = start(plugin, tmp_path, how, f"env_args.rank={rank}", "max_restarts=0").wait(120)
     assert ended.code == code, ended.text
     assert words in ended.err
     assert "Traceback" not in ended.err
@@ -220,32 +118,6 @@ def test_a_port_in_use_is_no_error_and_two_jobs_do_not_collide(plugin, tmp_path)
 # --- the parts of it, without processes
 
 
-def test_the_first_signal_stops_once_and_the_old_handlers_come_back():
-    before = signal.getsignal(signal.SIGTERM)
-    done = []
-    with pytest.raises(Stopped) as stopped, stoppable():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            done.append("went on")
-        finally:
-            os.kill(os.getpid(), signal.SIGINT)  # the same wish again, by another way, a moment later
-            done.append("cleaned up")
-    assert done == ["cleaned up"]
-    assert (stopped.value.exit_code, stop_requested()) == (143, True)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_what_must_be_written_is_written_before_a_signal_counts():
-    done = []
-    with pytest.raises(Stopped), stoppable():
-        assert not stop_requested()
-        with unhurried():
-            os.kill(os.getpid(), signal.SIGINT)
-            done.append("written")
-        done.append("went on")
-    assert done == ["written"]
-
-
 @pytest.mark.parametrize(
     ("failed", "notes", "words"),
     [
@@ -260,15 +132,9 @@ def test_what_must_be_written_is_written_before_a_signal_counts():
 def test_the_cause_is_told_not_the_consequence(tmp_path, failed, notes, words):
     for rank, (when, trace) in notes.items():
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps({"time": when, "rank": rank, "trace": trace}))
-    error = _explain(failed, tmp_path)
+    error = verdict(failed, tmp_path, 2).error
     assert words in str(error)
     assert isinstance(error, RankFailed)
-
-
-def test_a_port_is_held_from_the_moment_it_is_chosen():
-    first = open_rendezvous(0)
-    second = open_rendezvous(first.port)
-    assert first.port != second.port
 
 
 # --- bad input: told in the parent, before anything exists

@@ -115,7 +115,7 @@ def test_what_is_memory_and_how_much_was_asked_for(error, asked):
     [
         ("stage1", "update", ["graph_frames_at_once=1024", "graph_pretrain_batch_size=128"]),
         ("stage2", "test", ["graph_frames_at_once=1024", "graph_pretrain_eval_episodes=40"]),
-        ("stage1", "prepare", ["graph_pretrain_episodes=5000"]),
+        ("stage1", "collect", ["batch_size_run=8", "graph_pretrain_episodes=5000"]),
         ("stage1", "replay", ["graph_pretrain_episodes=5000"]),
         ("stage3", "update", ["accumulate=4", "batch_size=128"]),
         ("stage3", "replay", ["buffer_size=5000"]),

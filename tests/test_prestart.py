@@ -45,8 +45,10 @@ def test_it_is_begun_where_ranks_will_be_started_here(words, rank, wanted, monke
 
 @pytest.mark.processes
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
-    """Also where it is killed, so that it can tell nobody."""
-    started = Started([PYTHON, MAIN, "-u", *DDP, *BUDGETS, "t_max=100000000"], tmp_path)
+    """Also where it is killed, so that it can tell nobody; and nothing of it stays outside the run's folder."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    started = Started([PYTHON, MAIN, "-u", *DDP, *BUDGETS, "t_max=100000000"], tmp_path, TMPDIR=str(temporary))
     until = time.monotonic() + 60
     while not list(tmp_path.glob("results/*/metrics.jsonl")) and time.monotonic() < until:
         time.sleep(0.1)
@@ -54,3 +56,4 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
     os.kill(started.process.pid, signal.SIGKILL)
     started.wait(60)
     assert left_behind(started.group, patience=20) == []
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []

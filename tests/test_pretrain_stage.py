@@ -11,6 +11,7 @@ from omagd.run.session import Session
 from omagd.run.stages.base import Products
 from omagd.run.stages.pretrain import PretrainStage
 from omagd.utils.dist_utils import Dist
+from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.run_folder import RunFolder
 
 SLOTS = 8
@@ -33,12 +34,32 @@ class Measured(PretrainStage):
         return {}
 
 
-def stage_of(tmp_path, dist=None):
-    config = SimpleNamespace(seed=1, graph_pretrain_eval_interval=1, evaluation_only=False, save_model=False)
+def stage_of(tmp_path, dist=None, episodes=8):
+    config = SimpleNamespace(
+        seed=1, graph_pretrain_eval_interval=1, evaluation_only=False, save_model=False,
+        graph_pretrain_episodes=episodes, graph_pretrain_eval_episodes=episodes,
+    )  # fmt: skip
     logger = SimpleNamespace(log=lambda values, **when: None)
     env = SimpleNamespace(n_slots=SLOTS, get_stats=dict)
-    session = Session(config, dist or Dist(), env, None, RunFolder(tmp_path), logger, {})
+    log = EpisodeLog(tmp_path / "episodes.jsonl")
+    session = Session(config, dist or Dist(), env, None, RunFolder(tmp_path), logger, {}, None, log)
     return Measured(session, Products())
+
+
+class HeldOut:
+    """A batch with an error, and the buffer that it comes from."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 1
+
+    def batch(self, places):
+        return self
+
+    def to(self, device):
+        return self
 
 
 @pytest.mark.parametrize(
@@ -49,7 +70,7 @@ def test_the_model_of_the_least_error_is_handed_on_even_where_training_diverges(
     for number, error in enumerate(errors, start=1):
         stage.module.weight.data.fill_(number)
         stage.clock.epoch = number
-        stage.products.held_out = SimpleNamespace(to=lambda device, error=error: SimpleNamespace(error=error))
+        stage.products.held_out = HeldOut(error)
         stage.evaluate()
     result = stage.finish()
     assert stage.module.weight.item() == best
@@ -59,7 +80,8 @@ def test_the_model_of_the_least_error_is_handed_on_even_where_training_diverges(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("episodes", [1, 3, 17, 48, 1000])
 def test_every_rank_plays_the_same_number_of_whole_rounds(world_size, episodes, tmp_path):
-    shares = {stage_of(tmp_path, Dist(rank, world_size))._whole_rounds(episodes) for rank in range(world_size)}
+    stages = [stage_of(tmp_path, Dist(rank, world_size), episodes) for rank in range(world_size)]
+    shares = {stage.products.train_episodes.capacity for stage in stages}
     assert len(shares) == 1
     share = shares.pop()
     assert share % SLOTS == 0

@@ -134,15 +134,63 @@ def test_every_purpose_rank_slot_and_number_has_a_seed_of_its_own():
     assert min(drawn) >= 0
 
 
+@pytest.mark.parametrize("name", ["parallel", "stream"])
+def test_the_log_tells_every_episode_in_the_order_in_which_it_is_counted(name):
+    env = FakeEnv(3, crash=True)
+    runner, probe = runner_of(env, name=name), Probe()
+    rollouts = [runner.collect(probe, explore=None) for _ in range(4)]
+    rollouts.append(runner.drain(probe, explore=None))
+    log = [entry for rollout in rollouts for entry in rollout.log]
+    assert sorted((entry["slot"], entry["seed"]) for entry in log) == sorted(env.begun)
+    for rollout in rollouts:
+        assert [entry["seed"] % 1000 for entry in rollout.log] == [identity(e) for e in rollout.episodes]
+        assert sum(entry["length"] for entry in rollout.log) == rollout.steps
+    for entry in log:
+        seed = entry["seed"]
+        actions = [played for _, s, _, played in env.log if s == seed]
+        brought = sum(float(reward_at(seed, t, np.array(a))) for t, a in enumerate(actions))
+        won = {} if seed % 2 == 0 else {"battle_won": float(seed % 3 == 0)}  # what is not finite is no result
+        expected = {"slot": entry["slot"], "seed": seed, "length": length_of(seed), "return": brought}
+        assert entry == {**expected, **won, "dead_enemies": float(seed % 5)}
+        assert [type(value) for value in list(entry.values())[:4]] == [int, int, int, float]
+    kept = runner_of(FakeEnv(3), name=name).run(Probe(), explore=None, episodes_per_slot=2, keep=False).log
+    assert len(kept) == 6 and all(entry["length"] == length_of(entry["seed"]) for entry in kept)
+
+
+def test_renewed_seeds_are_others_and_reproducible():
+    everyone = np.ones(3, bool)
+
+    def drawn(generation: int, times: int = 4) -> list[int]:
+        stream = EpisodeSeeds(3, "train", 1)
+        stream.draw(everyone)
+        if generation:
+            stream.renew(generation)
+        again = EpisodeSeeds(3, "train", 1)
+        again.load_state_dict(stream.state_dict())
+        seeds = [stream.draw(everyone) for _ in range(times)]
+        assert all((again.draw(everyone) == each).all() for each in seeds)
+        return [int(seed) for each in seeds for seed in each]
+
+    everything = [seed for generation in range(4) for seed in drawn(generation)]
+    assert len(set(everything)) == len(everything) == 4 * 4 * 3
+    assert drawn(2) == drawn(2)
+    runner, other = runner_of(FakeEnv(2)), runner_of(FakeEnv(2))
+    runner.renew(5)
+    first = runner.run(Probe(), explore=None).log
+    other.restore(runner.snapshot(), None)
+    assert first != runner_of(FakeEnv(2)).run(Probe(), explore=None).log
+    assert runner.run(Probe(), explore=None).log == other.run(Probe(), explore=None).log
+
+
 def test_play_goes_on_with_new_episodes_and_can_be_continued_from_a_state():
     env = FakeEnv(2)
     runner = runner_of(env)
     runner.run(Probe(), explore=None, episodes_per_slot=2)
-    state = runner.state_dict()
+    state = runner.snapshot()
     second = runner.run(Probe(), explore=None, episodes_per_slot=2)
     assert len({seed for _, seed in env.begun}) == 8
     again = runner_of(FakeEnv(2))
-    again.load_state_dict(state)
+    again.restore(state, None)
     third = again.run(Probe(), explore=None, episodes_per_slot=2)
     assert third.stats == second.stats
     for one, other in zip(second.episodes, third.episodes, strict=True):

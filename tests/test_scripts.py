@@ -72,7 +72,7 @@ def test_stage1_with_defaults(call):
     assert folder == str(call.folder)
     assert args[:4] == [str(ROOT / "src" / "main.py"), "--config=omagd_origin", "--env-config=skirmish", "with"]
     expected = "recontructer_stage=stage1 run=ddp learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355"
-    assert set(expected.split()) <= set(args)
+    assert {*expected.split(), "auto_resume=True"} <= set(args)
     assert not [arg for arg in args if "pretrained" in arg or "map_name" in arg]
     assert "skirmish" in done.stderr
     assert "2 CPU workers" in done.stderr
@@ -111,8 +111,19 @@ def test_stage3_takes_the_graph_agent_and_all_gpus(call):
     assert "--config=omagd" in args
     assert "--dry-run" in args
     expected = "recontructer_stage=stage3 mac=gnn_graph_mac agent=gnn_rnn world_size=4 pretrained_tokenizer_path=t"
-    assert {*expected.split(), "pretrained_mask_predictor_path=m"} <= set(args)
+    assert {*expected.split(), "pretrained_mask_predictor_path=m", "auto_resume=True"} <= set(args)
     assert args[-1] == "t_max=9"
+
+
+@pytest.mark.parametrize("script", ["run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh"])
+def test_what_is_typed_counts_more_than_going_on(call, script):
+    """The last value of a key is the one that counts."""
+    _, _, args = call(script, "auto_resume=False", TOKENIZER_PATH="t", MASK_PREDICTOR_PATH="m")
+    assert [arg for arg in args if arg.startswith("auto_resume=")] == ["auto_resume=True", "auto_resume=False"]
+
+
+def test_a_second_quickstart_begins_anew():
+    assert "auto_resume" not in (ROOT / "quickstart.sh").read_text()
 
 
 @pytest.mark.parametrize(("playable", "env"), [("0", "sc2"), ("2", "skirmish")])

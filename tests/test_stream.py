@@ -77,7 +77,9 @@ def test_nobody_else_plays_while_battles_are_in_flight():
     runner, probe = runner_of(env, name="stream"), Probe()
     assert not runner.in_flight
     runner.collect(probe, explore=None)
-    assert runner.in_flight and runner.state_dict()["in_flight"]
+    assert runner.in_flight
+    with pytest.raises(RuntimeError, match="drain"):
+        runner.renew(1)
     with pytest.raises(RuntimeError, match="drain"):
         runner.run(probe, explore=None)
     with pytest.raises(RuntimeError, match="another policy"):
@@ -133,11 +135,15 @@ class PartProbe(Probe):
 
 @pytest.mark.parametrize("name", ["parallel", "stream"])
 def test_halves_that_take_turns_play_the_episodes_of_the_whole(name):
-    def played(halves: bool) -> tuple[dict[int, Episode], list[int], ApartEnv]:
+    def played(halves: bool, snapshots: bool = False) -> tuple[dict[int, Episode], list[int], ApartEnv]:
         env, probe = ApartEnv(5), PartProbe()
         runner = runner_of(env, name=name)
         runner.halves = halves
-        rollouts = [runner.collect(probe, explore=None) for _ in range(4)]
+        rollouts = []
+        for _ in range(4):
+            rollouts.append(runner.collect(probe, explore=None))
+            if snapshots:
+                assert runner.snapshot().get("dropped", 0) == 5 * runner.in_flight
         rollouts.append(runner.drain(probe, explore=None))
         episodes = [episode for rollout in rollouts for episode in rollout.episodes]
         assert sum(rollout.steps for rollout in rollouts) == len(env.log)
@@ -145,6 +151,7 @@ def test_halves_that_take_turns_play_the_episodes_of_the_whole(name):
 
     whole, _, _ = played(False)
     halves, order, env = played(True)
+    assert order == played(True, snapshots=True)[1]
     assert env.most_apart == 2  # one half was under way while the other was heard
     assert order == played(True)[1]
     shared = whole.keys() & halves.keys()
@@ -173,7 +180,7 @@ def test_a_stream_continues_from_a_snapshot_in_the_middle_of_its_battles():
     assert runner.in_flight
     for rollout in expected:
         found = runner.collect(mac, explore=explore)
-        assert (found.steps, found.stats) == (rollout.steps, rollout.stats)
+        assert (found.steps, found.stats, found.log) == (rollout.steps, rollout.stats, rollout.log)
         assert all(same(one, other) for one, other in zip(found.episodes, rollout.episodes, strict=True))
 
 

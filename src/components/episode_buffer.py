@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from omagd.components.episode_codec import Codec, RuleBroken, Spec, StoredEpisode, spec_of
 from omagd.components.episode_file import Facts, read_episodes, write_episodes
+from omagd.components.episode_stretch import Stretch
 from omagd.utils.packing import Episode, PackedBatch, time_order
 
 
@@ -21,6 +21,9 @@ class EpisodeBuffer:
 
     Args:
         capacity: episodes. device: where they are kept and batches come from; None for main memory.
+
+    Attributes:
+        added: how many episodes were ever added.
     """
 
     def __init__(self, capacity: int, device: torch.device | str | None = None) -> None:
@@ -29,8 +32,8 @@ class EpisodeBuffer:
         self._records: list[Tensor] = []  # a ring: the oldest episode stands at `_oldest`
         self._oldest = 0
         self._codec: Codec | None = None
-        self._dropped: set[str] = set()
         self._bytes = 0
+        self.added = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -55,13 +58,12 @@ class EpisodeBuffer:
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes (tensors [L + 1, ...]), oldest first. Errors: ValueError unless all have the same fields."""
         for episode in episodes:
-            kept = {name: value for name, value in episode.items() if name not in self._dropped}
-            spec = spec_of(kept)
+            spec = spec_of(episode)
             if self._codec is None:
                 self._codec = Codec(spec)
             if spec != self._codec.spec:
                 raise ValueError(f"an episode differs from the others of this buffer in {_odd(spec, self._codec.spec)}")
-            self._put(self._encode(kept))
+            self._put(self._encode(episode))
 
     def _encode(self, episode: Episode) -> Tensor:
         """Return an episode's records; where it breaks a rule, store that field plain from now on, in all episodes."""
@@ -77,6 +79,7 @@ class EpisodeBuffer:
                 self._bytes = sum(records.nbytes for records in self._records)
 
     def _put(self, records: Tensor) -> None:
+        self.added += 1
         self._bytes += records.nbytes
         if len(self._records) < self.capacity:
             self._records.append(records)
@@ -111,38 +114,34 @@ class EpisodeBuffer:
         records = torch.cat([found[i] for i in order])
         return PackedBatch(self._codec.decode(records, rows.to(self.device)), packing, order)
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Forget the fields `names`, and leave them out of whatever is added from now on."""
-        self._dropped |= set(names)
-        old = deque(self.episodes)
-        self.clear()
-        self.add(_handed_over(old))
-
     def clear(self) -> None:
         """Forget all episodes."""
         self._records, self._oldest = [], 0
-        self._codec, self._bytes = None, 0
+        self._codec, self._bytes, self.added = None, 0, 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything as one tensor of records (a copy) and plain values."""
-        found = [self._at(i) for i in range(len(self))]
-        return {
-            "rows": [len(records) for records in found],
-            "records": torch.cat(found).cpu() if found else torch.empty((0, 0), dtype=torch.uint8),
-            "codec": self._codec.state_dict() if self._codec is not None else None,
-            "dropped": sorted(self._dropped),
-        }
+    def since(self, number: int) -> Stretch:
+        """Return the episodes that are still here of those from the one that was the `number`-th to be added."""
+        first = min(max(number, self.added - len(self)), self.added)
+        found = [self._at(i) for i in range(first - (self.added - len(self)), len(self))]
+        return Stretch(first, self._codec, tuple(found))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace everything by `state`. Errors: ValueError when it holds more than `capacity` episodes."""
-        rows = [int(count) for count in state["rows"]]
-        if len(rows) > self.capacity:
-            raise ValueError(f"{len(rows)} episodes do not fit into a buffer of {self.capacity}")
+    def restore(self, stretches: Iterable[Stretch], added: int) -> None:
+        """Replace everything by the newest episodes of `stretches`, oldest first; `added` were added in all.
+
+        Errors: ValueError unless all have the same fields.
+        """
+        known = [(part.codec, part.records) for part in stretches if part.codec is not None and part.records]
         self.clear()
-        self._dropped = set(state["dropped"])
-        self._codec = Codec.from_state(state["codec"]) if state["codec"] is not None else None
-        for records in state["records"].split(rows):
-            self._put(records.to(self.device, copy=True))
+        plain = {name for codec, _ in known for name in codec.plain}
+        for codec, records in known:
+            if self._codec is None:
+                self._codec = Codec(codec.spec, plain)
+            if codec.spec != self._codec.spec:
+                raise ValueError(f"episodes differ in {_odd(codec.spec, self._codec.spec)}")
+            for each in records:
+                same = codec.plain == self._codec.plain
+                self._put(each.to(self.device) if same else self._encode(StoredEpisode(codec, each)))
+        self.added = added
 
     def save(self, path: str | Path, facts: Facts | None = None) -> None:
         """Write all episodes to one file, with `facts` about what they are (environment, map, shapes)."""

@@ -111,18 +111,32 @@ def _read_header(file: BinaryIO, path: Path, key: str) -> dict[str, Any]:
     text = file.read(length) if length <= size else b""
     if hashlib.sha256(text).digest() != start[16:48]:
         raise UserError(f"{key}={path} is damaged (its header): collect it again")
-    header = json.loads(text)
-    if header.get("version") != VERSION:
-        raise UserError(f"{key}={path} has another version than {VERSION}: collect it again")
     try:
-        row = sum(np.dtype(f["dtype"]).itemsize * math.prod(f["shape"]) for f in header["fields"])
-        sound = {f["dtype"] for f in header["fields"]} <= set(DTYPES) and min(header["rows"], default=1) >= 1
-        expected = 48 + length + row * sum(header["rows"])
-    except (KeyError, TypeError, ValueError):
-        sound, expected = False, 0
-    if not sound or size != expected:
+        header = json.loads(text)
+        version, expected = header["version"], 0
+        if version == VERSION:
+            expected = 48 + length + _row_bytes(header) * sum(header["rows"])
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # this program has not written it
+        version, expected = VERSION, 0
+    if version != VERSION:
+        raise UserError(f"{key}={path} has another version than {VERSION}: collect it again")
+    if size != expected:
         raise UserError(f"{key}={path} is damaged (its size or its fields are wrong): copy or collect it again")
-    return header
+    return dict(header)
+
+
+def _row_bytes(header: dict[str, Any]) -> int:
+    """Return the bytes of one row of all fields. Errors: KeyError, TypeError, ValueError, AttributeError."""
+    for field in header["fields"]:
+        if field["dtype"] not in DTYPES or not isinstance(field["name"], str) or not isinstance(field["sha256"], str):
+            raise ValueError(f"field {field['name']}")
+    counts = [*header["rows"], *(length for field in header["fields"] for length in field["shape"])]
+    if any(type(count) is not int or count < 0 for count in counts) or 0 in header["rows"]:
+        raise ValueError("sizes")
+    if any(math.prod(max(length, 1) for length in field["shape"]) > 2**40 for field in header["fields"]):
+        raise ValueError("a shape that no memory holds")
+    header["facts"].items()
+    return sum(np.dtype(f["dtype"]).itemsize * math.prod(f["shape"]) for f in header["fields"])
 
 
 def _read_field(

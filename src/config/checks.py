@@ -10,12 +10,30 @@ from omagd.utils.errors import UserError
 # Built-in names that cannot do reconstruction; names of plugins are taken on trust.
 PLAIN_LEARNERS = {"nq_learner", "nq_learner_ddp"}
 PLAIN_MACS = {"basic_mac", "n_mac"}
+PATHS = (
+    "local_results_path",
+    "checkpoint_path",
+    "pretrained_tokenizer_path",
+    "pretrained_mask_predictor_path",
+    "pretrain_buffer_path",
+    "graph_pretrain_policy",
+)
+LONGEST_NAME = 200
+"""Bytes of a folder's name: file systems take 255, and a taken name gets a number."""
 
 
 def check(config: Config) -> None:
     """Refuse what contradicts itself. Errors: UserError with key, value and mend, for the first contradiction."""
-    for rule in (_stages, _reconstruction, _playing, _sizes):
+    for rule in (_paths, _stages, _reconstruction, _playing, _sizes):
         rule(config)
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a file is there; False too for what cannot be a path."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def pretrained_file(key: str, path: str, file_name: str) -> Path:
@@ -33,6 +51,25 @@ def pretrained_file(key: str, path: str, file_name: str) -> Path:
         return file
     what = f"there is no {file_name} in this folder" if given.is_dir() else "no such file or folder"
     raise UserError(f"{key}={path}: {what}. Give the {file_name} that pre-training wrote, or its folder")
+
+
+def _paths(config: Config) -> None:
+    """Refuse what cannot be a path; whether something fitting lies there is not asked here."""
+    for key in PATHS:
+        path = getattr(config, key)
+        try:
+            Path(path).expanduser().stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError, RuntimeError) as problem:
+            reason = problem.strerror if isinstance(problem, OSError) else problem
+            raise UserError(f"{key}={path}: cannot be a path here ({reason}). Give another one") from None
+    token = config.unique_token
+    if token and (Path(token).name != token or token == ".." or not token.isprintable()):
+        raise UserError(f"unique_token={token}: is the name of a folder in local_results_path: no `/`, no `..`")
+    for key in ("unique_token", "name"):
+        if len(getattr(config, key).encode(errors="surrogateescape")) > LONGEST_NAME:
+            raise UserError(f"{key}={getattr(config, key)}: begins a folder's name: at most {LONGEST_NAME} bytes")
 
 
 def _stages(config: Config) -> None:

@@ -6,15 +6,15 @@ import ast
 import difflib
 from collections.abc import Mapping
 from copy import deepcopy
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from omagd.config.checks import check
-from omagd.config.messages import validation_message
+from omagd.config.checks import check, is_file
+from omagd.config.messages import shorten, validation_message
 from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
 from omagd.utils.errors import UserError, nearest
 
@@ -28,6 +28,23 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 # libyaml's loader where PyYAML was built with it: the same values, ten times as fast.
 SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MERGE = "tag:yaml.org,2002:merge"
+
+
+class ConfigLoader(SAFE_LOADER):  # type: ignore[misc]
+    """Reads plain values, and refuses a key that stands twice in one mapping: one of the two would be lost."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a YAML node. Errors: ConstructorError, a YAMLError, where a key stands twice."""
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands twice", key.start_mark)
+                seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
 WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -49,7 +66,9 @@ def resolve(
 def base_values(config: str | None = None, env_config: str | None = None) -> dict[str, Any]:
     """Return the values of default.yaml with the environment's and then the algorithm's YAML laid over them."""
     values = read_yaml(HERE / "default.yaml")
-    for kind, name in (("envs", env_config or DEFAULT_ENV_CONFIG), ("algs", config or DEFAULT_CONFIG)):
+    names = {"envs": (env_config, DEFAULT_ENV_CONFIG), "algs": (config, DEFAULT_CONFIG)}
+    for kind, (given, default) in names.items():
+        name = default if given is None else given
         path = find_yaml(kind, name)
         values = _merge(values, read_yaml(path), source=path.name)
     return values
@@ -105,27 +124,34 @@ def config_names(kind: str) -> list[str]:
 
 def config_dirs() -> list[Path]:
     """Return the folders with `algs/` and `envs/`: this package's own, then those of installed plugins."""
-    return [HERE, *(Path(str(point.load())) for point in entry_points(group=PLUGIN_GROUP))]
+    return [HERE, *(_plugin_dir(point) for point in entry_points(group=PLUGIN_GROUP))]
+
+
+def _plugin_dir(point: EntryPoint) -> Path:
+    try:
+        return Path(str(point.load()))
+    except (ImportError, AttributeError) as error:
+        what = f"entry point {point.name} of {PLUGIN_GROUP}"
+        raise UserError(f"{what}: cannot be loaded ({error}). Mend or uninstall that package") from None
 
 
 def find_yaml(kind: str, name: str) -> Path:
     """Return the file that `--config=name` (kind "algs") or `--env-config=name` (kind "envs") means."""
     if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
+        if not is_file(Path(name)):
             raise UserError(f"{_option(kind)}={name}: no such file. Give a YAML file, or one of the names of --list")
         return Path(name)
-    for folder in config_dirs():
-        if (folder / kind / f"{name}.yaml").is_file():
-            return folder / kind / f"{name}.yaml"
     known = config_names(kind)
+    if name in known:
+        return next(file for folder in config_dirs() if (file := folder / kind / f"{name}.yaml").exists())
     raise UserError(f"{_option(kind)}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Errors: UserError when it cannot be read or is no mapping."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=SAFE_LOADER)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
@@ -148,9 +174,11 @@ def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, show
     for key, value in over.items():
         if key not in Config.model_fields:
             raise _unknown(key, source, value if shown is None else shown)
-        if key == "env_args" and isinstance(value, Mapping):
+        if key in {"env_args", *SECTIONS} and not isinstance(value, Mapping):
+            raise UserError(f"{key}={shorten(value)}: must be a mapping of keys to values")
+        if key == "env_args":
             result[key] = {**result.get(key, {}), **value}
-        elif key in SECTIONS and isinstance(value, Mapping):
+        elif key in SECTIONS:
             for inner in value:
                 if inner not in SECTIONS[key].model_fields:
                     raise _unknown(f"{key}.{inner}", source, value[inner])
@@ -168,7 +196,7 @@ def _unknown(key: str, source: str, value: Any) -> UserError:
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     mend = f" Did you mean '{names[close[0]]}'?" if close else " `--dry-run` shows all keys"
     if source == "with":
-        return UserError(f"with {key}={value}: unknown key '{key}'.{mend}")
+        return UserError(f"with {key}={shorten(value)}: unknown key '{key}'.{mend}")
     return UserError(f"{source}: unknown key '{key}'.{mend}")
 
 

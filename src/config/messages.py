@@ -33,8 +33,8 @@ def validation_message(error: ValidationError, prefix: str = "") -> tuple[str, .
     if first["type"] == "missing":
         return (f"{key}: has no value. Give {key}=…",)
     if first["type"] == "extra_forbidden":
-        return (f"{key}={_show(first['input'])}: unknown key '{key}'",)
-    line = f"{key}={_show(first['input'])}: must be {_expected(details, first)}{_mend(first)}"
+        return (f"{key}={shorten(first['input'])}: unknown key '{key}'",)
+    line = f"{key}={shorten(first['input'])}: must be {_expected(details, first)}{_mend(first)}"
     others = {item["loc"][0] for item in details} - {first["loc"][0]}
     return (line, f"also wrong: {', '.join(sorted(map(str, others)))}") if others else (line,)
 
@@ -80,6 +80,10 @@ def _is_branch(part: int | str) -> bool:
     return isinstance(part, str) and ("[" in part or part in {"int", "float", "str", "bool", "none"})
 
 
-def _show(value: Any) -> str:
-    text = str(value)
+def shorten(value: Any) -> str:
+    """Return `value` as text of at most 60 characters."""
+    try:
+        text = str(value)
+    except (ValueError, RecursionError):  # whole numbers of thousands of digits
+        text = f"a {type(value).__name__} too long to be shown"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=10**12)]
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Width = Annotated[int, Field(ge=1, le=2**16)]
+Layers = Annotated[int, Field(ge=1, le=1000)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Stage = Literal["stage1", "stage2", "stage3", "all"]
@@ -37,9 +39,9 @@ class TokenizerConfig(Frozen):
     """Stage 1, the VQ-VAE over nodes."""
 
     n_codes: Annotated[int, Field(ge=2, le=32000)]  # codes in the codebook (K)
-    code_dim: Count  # features of a code
-    hidden_dim: Count  # width of encoder and decoder
-    n_layers: Count  # layers of encoder and of decoder
+    code_dim: Width  # features of a code
+    hidden_dim: Width  # width of encoder and decoder
+    n_layers: Layers  # layers of encoder and of decoder
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of hidden units, in encoder and decoder
     distance: Literal["l2", "cosine"]  # nearest code by Euclidean distance or by angle
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)]  # of the codebook's running counts and sums, per update
@@ -51,10 +53,10 @@ class TokenizerConfig(Frozen):
 class MaskPredictorConfig(Frozen):
     """Stage 2, the masked-token predictor."""
 
-    d_model: Count  # width of the transformer
-    n_layers: Count  # layers of the transformer
-    n_heads: Count  # attention heads; divides d_model
-    feedforward_dim: Count  # width between the two linear maps of a layer
+    d_model: Width  # width of the transformer
+    n_layers: Layers  # layers of the transformer
+    n_heads: Width  # attention heads; divides d_model
+    feedforward_dim: Width  # width between the two linear maps of a layer
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of units in the transformer
     mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of seen nodes that are masked too in training
     matching: Literal["none", "type"]  # loss: slot by slot, or nodes of one type in any order
@@ -94,6 +96,7 @@ class Config(Frozen):
     torch_threads: Count  # threads of each process for torch on a CPU
     cpu_inference: bool  # agents act with a copy on the CPU, brought up to date before each round of episodes
     buffer_cpu_only: bool  # replay in main memory, even where the ranks compute on GPUs
+    deterministic: bool  # on GPUs: only algorithms that give the same bits each time; slower
     precision: Literal["float32", "bf16"]  # arithmetic of the matrix products in updates; weights stay float32
     acting_precision: Literal["float32", "bf16"]  # of the frozen predictor while acting
     compile: bool  # torch.compile for the mixers, where it pays; needs a C++ compiler on a CPU, Triton on a GPU
@@ -104,7 +107,7 @@ class Config(Frozen):
     max_memory_per_gpu_gb: Positive | None  # gigabytes of a GPU that a rank may take; None: all
 
     batch_size_run: Count  # battles per rank
-    env_processes: bool  # environments that are not batched: each in a process of its own
+    env_processes: bool  # each battle in a process of its own; without, batched environments play in this one
     act_in_halves: bool  # with environments in processes: decide for one half while the other half steps
     buffer_size: Count  # episodes kept for replay; a new one replaces the oldest
     t_max: Count  # environment steps over all ranks at which stage 3 ends
@@ -123,15 +126,15 @@ class Config(Frozen):
     target_update_updates: Count | None  # updates between copies; given, it replaces target_update_interval
     use_per: bool  # prioritised replay: refused, not built
 
-    rnn_hidden_dim: Count  # size of the agents' memory (H)
+    rnn_hidden_dim: Width  # size of the agents' memory (H)
     use_layer_norm: bool  # n_rnn only: normalise the memory before the values are read
     use_orthogonal: bool  # n_rnn only: orthogonal initial weights
     obs_agent_id: bool  # agents read which of the team they are
     obs_last_action: bool  # agents read their last action
-    mixing_embed_dim: Count  # qmix: width of the mixing layer
-    hypernet_embed: Count  # qmix: width of the networks that make the mixer's weights
-    gnn_hidden_dim: Count  # gnn_rnn: features of an embedded node
-    gnn_layer_num: Count  # gnn_rnn: graph convolutions
+    mixing_embed_dim: Width  # qmix: width of the mixing layer
+    hypernet_embed: Width  # qmix: width of the networks that make the mixer's weights
+    gnn_hidden_dim: Width  # gnn_rnn: features of an embedded node
+    gnn_layer_num: Layers  # gnn_rnn: graph convolutions
     gnn_readout: Literal["pool", "entity"]  # gnn_rnn: values from the mean over nodes, or of `attack i` from node i
 
     use_graph_reconstruction: bool  # stages 1 and 2 exist, and stage 3 acts on their reconstructions
@@ -163,6 +166,11 @@ class Config(Frozen):
     learner_log_interval: Count  # the same for what updates tell: loss_td, grad_norm, ...
     save_model: bool  # write weights
     save_model_interval: Count  # environment steps over all ranks between saved weights; the end is saved too
+    enable_checkpointing: bool  # keep in checkpoints/ all that a killed run needs to go on as if nothing had been
+    checkpoint_interval: Annotated[float, Field(ge=0.0)]  # seconds between checkpoints; 0: one after every iteration
+    max_checkpoints_to_keep: Annotated[int, Field(ge=2, le=10**6)]  # the newest ones; the best one stays beside them
+    auto_resume: bool  # go on with the newest unfinished run of this configuration, if there is one
+    max_restarts: Whole  # run=ddp: how often all ranks start again from the newest checkpoint when one was killed
     local_results_path: str  # folder of all run folders
     unique_token: str  # name of the run's folder; empty: made from name, map, seed and time
     use_wandb: bool  # record in W&B, offline where there is no key

@@ -1,4 +1,4 @@
-"""Single environments that look batched, and a batched one that looks single."""
+"""Single environments that look batched, in this process or in others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from pydantic import BaseModel
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.envs import shared_env_worker as worker
 from omagd.envs.actions import random_actions
+from omagd.envs.journal import Journal
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
+from omagd.envs.single import BatchedAsSingle, single_env
+
+__all__ = ["BatchedAsSingle", "ManyEnvs", "SerialEnvs", "env_info_from_dict"]
 
 
 def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvInfo:
     """Return what the field's `get_env_info()` dictionary describes; with a layout if it names `obs_component`.
 
+    An `env_info` in it is taken as it is.
     `entity_position` and `entity_health` may name the places of (dx, dy) and health in a unit's block; else SMAC's.
     """
+    if "env_info" in facts:
+        return facts["env_info"]
     layout = None
     if facts.get("obs_component") is not None:
         move, (n_enemies, enemy_dim), (n_allies, ally_dim), own = facts["obs_component"]
@@ -43,24 +50,35 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
         episode_limit=int(facts["episode_limit"]),
         n_normal_actions=int(facts.get("n_normal_actions", 0)),
         layout=layout,
-        scripted_policies=("random",),
+        scripted_policies=tuple(dict.fromkeys((worker.RANDOM, *facts.get("scripted_policies", ())))),
         has_win=bool(facts.get("has_win", True)),
     )
 
 
 class ManyEnvs(BatchedEnv):
-    """What both adapters share: arrays of all slots, and orders to some of them."""
+    """What both adapters share: arrays of all slots, and orders to some of them.
+
+    Attributes:
+        deterministic: whether the environments are; then a snapshot is what was played since the resets.
+    """
 
     _arrays: worker.Arrays
     _said: dict[int, Any]
+    _journal: Journal | None
+    _chosen: bool
+    _results: dict[str, None]
 
-    def _begin(self, env_cls: type[MultiAgentEnv], args: BaseModel, facts: dict[str, Any], name: str | None) -> None:
+    def _begin(self, env_cls: type, args: BaseModel, facts: dict[str, Any], name: str | None) -> None:
         """Take the environment's facts; results are labelled with `name`, by default the class's."""
         self.args_model = type(args)  # type: ignore[misc]
+        self.deterministic = env_cls.deterministic  # type: ignore[misc, attr-defined]
         self._said = {}
+        self._results = {}  # names that episodes have ended with, in their order
+        self._chosen = False  # whether what the scripts choose is what the slots now show
         label = name or env_cls.__name__
         map_name = args.model_dump().get("map_name") or facts.get("map_name") or label
         self.info = env_info_from_dict(label, str(map_name), facts)
+        self._journal = Journal(self.n_slots, self.info.n_agents) if self.deterministic else None
 
     @abstractmethod
     def _order(self, order: int, slots: np.ndarray) -> None:
@@ -78,7 +96,11 @@ class ManyEnvs(BatchedEnv):
         """Start new episodes in the slots `which`, slot b from `seeds[b]`. Who observes or steps them waits for it."""
         slots = np.flatnonzero(which)
         self._settle(slots)
-        self._arrays["seeds"][slots] = np.asarray(seeds)[slots]
+        chosen = np.asarray(seeds)[slots]
+        self._arrays["seeds"][slots] = chosen
+        self._chosen = False
+        if self._journal is not None:
+            self._journal.begin(slots, chosen)
         self._order(worker.RESET, slots)
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
@@ -90,7 +112,11 @@ class ManyEnvs(BatchedEnv):
         """Let the active slots begin to play `actions`."""
         slots = np.flatnonzero(active)
         self._settle(slots)
-        self._arrays["actions"][slots] = np.asarray(actions)[slots]
+        chosen = np.asarray(actions)[slots]
+        self._arrays["actions"][slots] = chosen
+        self._chosen = False
+        if self._journal is not None:
+            self._journal.add(slots, chosen)
         self._order(worker.STEP, slots)
 
     def step_finish(self, active: np.ndarray) -> StepResult:
@@ -107,10 +133,12 @@ class ManyEnvs(BatchedEnv):
         )
 
     def _episode_info(self, terminated: np.ndarray) -> dict[str, np.ndarray]:
-        names = dict.fromkeys(name for slot in range(self.n_slots) for name in self._info_names(slot))
-        found = {name: np.zeros(self.n_slots, np.float32) for name in names}
-        for slot in np.flatnonzero(terminated):
-            for column, name in enumerate(self._info_names(int(slot))):
+        slots = np.flatnonzero(terminated).tolist()
+        names = {slot: list(self._info_names(slot)) for slot in slots}
+        self._results.update(dict.fromkeys(name for slot in slots for name in names[slot]))
+        found = {name: np.zeros(self.n_slots, np.float32) for name in self._results}
+        for slot in slots:
+            for column, name in enumerate(names[slot]):
                 found[name][slot] = self._arrays["info"][slot, column]
         return found
 
@@ -147,11 +175,38 @@ class ManyEnvs(BatchedEnv):
         return int(slot)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [B, n] actions drawn uniformly from the available ones (policy "random")."""
+        """Return [B, n] actions: "random" is drawn here, for what else there is each environment is asked."""
         if policy not in self.info.scripted_policies:
             return super().scripted_actions(policy, rng)
-        self._settle(self._starting())
-        return random_actions(self._arrays["avail"], rng)
+        if policy == worker.RANDOM:
+            self._settle(self._starting())
+            return random_actions(self._arrays["avail"], rng)
+        if not self._chosen:
+            self._ask(worker.CHOOSE)
+            self._chosen = True
+        return self._arrays["scripted"][:, worker.scripts_of(self.info.scripted_policies).index(policy)].copy()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what was played since the resets. Errors: NotImplementedError where that is not all there is."""
+        if self._journal is None:
+            return super().snapshot()
+        self._settle(np.arange(self.n_slots))
+        return {**self._journal.snapshot(), "results": list(self._results)}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Play what a `snapshot` of as many slots holds. Errors: ValueError for other numbers, NotImplementedError."""
+        if self._journal is None:
+            return super().restore(snapshot)
+        begun, lengths, actions = snapshot["begun"], snapshot["lengths"], snapshot["actions"]
+        if len(begun) != self.n_slots or actions.shape[2] != self.info.n_agents:
+            found = f"{actions.shape[2]} agents in {len(begun)} slots"
+            raise ValueError(f"the snapshot is of {found}, not {self.info.n_agents} in {self.n_slots}")
+        self.reset(begun, snapshot["seeds"])
+        for step in range(actions.shape[1]):
+            self.step_start(actions[:, step], lengths > step)
+        self._settle(np.arange(self.n_slots))
+        self._arrays["want_full"][0] = False
+        self._results = dict.fromkeys(snapshot["results"])
 
     def get_stats(self) -> dict[str, float]:
         """Return the counters summed over the slots; "_rate" ends names that are averaged, "_build" the largest."""
@@ -177,9 +232,9 @@ class ManyEnvs(BatchedEnv):
 class SerialEnvs(ManyEnvs):
     """Single environments in this process, one after another."""
 
-    def __init__(self, env_cls: type[MultiAgentEnv], args: BaseModel, n_slots: int, name: str | None = None) -> None:
+    def __init__(self, env_cls: type, args: BaseModel, n_slots: int, name: str | None = None) -> None:
         self.n_slots = n_slots
-        self._envs = [env_cls(args) for _ in range(n_slots)]  # type: ignore[call-arg]
+        self._envs: list[MultiAgentEnv] = [single_env(env_cls, args) for _ in range(n_slots)]
         self._begin(env_cls, args, self._envs[0].get_env_info(), name)
         specs = worker.array_specs(self.info, n_slots)
         self._arrays = worker.array_views(bytearray(worker.total_size(specs)), specs)
@@ -203,90 +258,3 @@ class SerialEnvs(ManyEnvs):
         """Close every environment."""
         for env in self._envs:
             env.close()
-
-
-class BatchedAsSingle(MultiAgentEnv):
-    """The only slot of a batched environment as the field's single environment.
-
-    Args:
-        env: a batched environment with one slot.
-        more_info: further entries of `get_env_info()` ("state_component", "map_type", ...).
-    """
-
-    def __init__(self, env: BatchedEnv, more_info: dict[str, Any] | None = None) -> None:
-        if env.n_slots != 1:
-            raise ValueError(f"a single environment has one slot, not {env.n_slots}")
-        self.env = env
-        self.args_model = env.args_model  # type: ignore[misc]
-        self._more_info = dict(more_info or {})
-        self._rng = np.random.default_rng(0)
-        self._slot = np.ones(1, bool)
-        self._seen: Observation | None = None
-
-    def reset(self, seed: int | None = None) -> None:
-        """Start an episode; without a seed, the next one of a fixed stream."""
-        self._seen = None
-        chosen = int(self._rng.integers(2**62)) if seed is None else seed
-        self.env.reset(self._slot, np.array([chosen], np.int64))
-
-    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
-        """Play [n] actions; `episode_limit` in the info means truncated, as PyMARL reads it."""
-        self._seen = None
-        result = self.env.step(np.asarray(actions)[None], self._slot)
-        info = {name: values.item(0) for name, values in result.info.items()}
-        info["episode_limit"] = result.truncated.item(0)
-        if result.lost.item(0):
-            info["lost"] = 1
-        return result.reward.item(0), result.terminated.item(0), info
-
-    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
-        """Return [n, obs_dim] float32."""
-        seen = self._look(full=no_range_limit)
-        return (seen.full_obs if no_range_limit and seen.full_obs is not None else seen.obs)[0].copy()
-
-    def get_state(self) -> np.ndarray:
-        """Return [state_dim] float32."""
-        return self._look().state[0].copy()
-
-    def get_avail_actions(self) -> np.ndarray:
-        """Return [n, A] bool."""
-        return self._look().avail_actions[0].copy()
-
-    def _look(self, full: bool = False) -> Observation:
-        """Return what this moment shows, computed once."""
-        if self._seen is None or (full and self._seen.full_obs is None):
-            self._seen = self.env.observe(full=full)
-        return self._seen
-
-    def get_env_info(self) -> dict[str, Any]:
-        """Return the field's dictionary; the entries on entities only where there is a layout."""
-        info = self.env.info
-        facts: dict[str, Any] = {
-            "n_agents": info.n_agents,
-            "n_actions": info.n_actions,
-            "obs_shape": info.obs_dim,
-            "state_shape": info.state_dim,
-            "episode_limit": info.episode_limit,
-            "map_name": info.map_name,
-            "has_win": info.has_win,
-        }
-        if info.layout is not None:
-            facts["obs_component"] = info.layout.obs_component
-            facts["entity_position"] = info.layout.position
-            facts["entity_health"] = info.layout.health
-            facts["n_enemies"] = info.layout.n_enemies
-            facts["n_allies"] = info.layout.n_allies
-            facts["n_normal_actions"] = info.n_normal_actions
-        return {**facts, **self._more_info}
-
-    def get_stats(self) -> dict[str, float]:
-        """Return counters."""
-        return self.env.get_stats()
-
-    def save_replay(self, folder: str = "") -> None:
-        """Write a replay into `folder`."""
-        self.env.save_replay(folder)
-
-    def close(self) -> None:
-        """Release everything."""
-        self.env.close()

@@ -52,13 +52,17 @@ def _as_user_error(name: str, error: ValidationError) -> UserError:
 def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool) -> BatchedEnv:
     """Return `n_slots` battles of environment `name`.
 
-    A batched environment is built as it is. Single ones get worker processes if `processes`, else they are played one
-    after another in this process. Errors: UserError for names and arguments, or what the environment itself lacks.
+    With `processes` each battle gets a worker process of its own. Without, a batched environment is built as it is, and
+    single ones are played one after another in this process. Errors: UserError for names and arguments, for a batched
+    environment that cannot be divided, or what the environment itself lacks.
     """
     args = validate_env_args(name, env_args)
     cls = REGISTRY.get(name)
     if not issubclass(cls, MultiAgentEnv):
-        return cls(args, n_slots)
+        if not processes:
+            return cls(args, n_slots)
+        if not cls.divisible:
+            raise UserError(f"env_processes=True: env={name} computes all battles at once; use env_processes=False")
     # The adapters bring multiprocessing along; environments that are batched themselves do without.
     from omagd.envs.adapters import SerialEnvs
     from omagd.envs.process_envs import ProcessEnvs

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
+from functools import partial
 
 import numpy as np
 from pydantic import BaseModel
 
 from omagd.envs import shared_env_worker as worker
 from omagd.envs.adapters import ManyEnvs
-from omagd.envs.protocol import MultiAgentEnv, StepResult
+from omagd.envs.protocol import StepResult
+from omagd.envs.single import single_env
 from omagd.envs.worker_processes import EnvWorkerError, Workers
 
 __all__ = ["EnvWorkerError", "ProcessEnvs"]
@@ -22,21 +24,24 @@ class ProcessEnvs(ManyEnvs):
 
     The workers are started by spawn, compute with one thread, end with this process, and leave Ctrl-C to it. An
     environment's error arrives as EnvWorkerError with its traceback (a UserError as itself) and closes all workers;
-    that of a reset arrives with the next call. A worker that is killed or crashes is replaced: episodes that its slots
-    were playing are `lost` in their next step, those that they were about to start start in the new one, from the same
-    seeds. One that dies ten times without an episode that comes to its end is an EnvWorkerError. The thread that
-    constructs this and plays must live as long as it: Linux ends the workers with that thread.
+    that of a reset arrives with the next call. A worker that is killed or crashes is replaced. Where the environment is
+    deterministic, the new one plays the same episodes from the same seeds with the same actions, then does what the
+    other was to do: nothing is lost. Else the episodes that its slots were playing are `lost` in their next step; those
+    that they were about to start start in the new one. One that dies ten times without an episode that comes to its end
+    is an EnvWorkerError. The thread that constructs this and plays must live as long as it: Linux ends the workers with
+    that thread.
 
     Args:
-        env_cls, args: the environment. n_slots: B. name: for results. per_process: slots that share a worker and step
-            there one after another; for environments that cost less than waking a process.
+        env_cls, args: the environment, a single one or a batched one, whose slots then are played apart. n_slots: B.
+        name: for results. per_process: slots that share a worker and step there one after another; for environments
+            that cost less than waking a process.
     """
 
     steps_apart = True
 
     def __init__(
         self,
-        env_cls: type[MultiAgentEnv],
+        env_cls: type,
         args: BaseModel,
         n_slots: int,
         name: str | None = None,
@@ -46,7 +51,7 @@ class ProcessEnvs(ManyEnvs):
         self._host = [slot // per_process for slot in range(n_slots)]
         self._hosted = [range(first, min(first + per_process, n_slots)) for first in range(0, n_slots, per_process)]
         self._names: list[list[str]] = [[] for _ in range(n_slots)]
-        self._resetting = np.zeros(n_slots, bool)
+        self._pending = np.zeros(n_slots, np.uint8)  # what each slot was ordered and may not have done yet
         self._void = np.zeros(n_slots, bool)  # what these slots played has died with their worker
         self._told: dict[int, dict[str, float]] = {}  # counters of each slot when they were last asked for
         self._past: dict[str, float] = {}  # those of workers that died
@@ -54,7 +59,7 @@ class ProcessEnvs(ManyEnvs):
         self._arrays = self._workers.arrays
         self._finalizer = weakref.finalize(self, self._workers.release)
         try:
-            self._workers.start(pickle.dumps((env_cls, args)), self._hosted)
+            self._workers.start(pickle.dumps(partial(single_env, env_cls, args)), self._hosted)
             facts = [pickle.loads(self._workers.first_message(number)) for number in range(len(self._hosted))][0]
             self._begin(env_cls, args, facts, name)
             self._workers.share(worker.array_specs(self.info, n_slots))
@@ -66,7 +71,7 @@ class ProcessEnvs(ManyEnvs):
         return self._names[slot]
 
     def _starting(self) -> np.ndarray:
-        return np.flatnonzero(self._resetting)
+        return np.flatnonzero(self._pending == worker.RESET)
 
     def step_finish(self, active: np.ndarray) -> StepResult:
         """Wait for the active slots and return what their step brought."""
@@ -90,10 +95,10 @@ class ProcessEnvs(ManyEnvs):
     def _order(self, order: int, slots: np.ndarray) -> None:
         self._require_open()
         if order == worker.RESET:
-            self._resetting[slots] = True
             self._void[slots] = False
         elif self._void.any():
             slots = slots[~self._void[slots]]  # nothing has begun there that could be stepped or shown
+        self._pending[slots] = order
         self._arrays["orders"][slots] = order
         for number in dict.fromkeys(self._host[slot] for slot in slots.tolist()):
             self._workers.wake(number)
@@ -115,7 +120,7 @@ class ProcessEnvs(ManyEnvs):
         except BaseException:
             self.close()
             raise
-        self._resetting[slots] = False
+        self._pending[slots] = 0
 
     def _listen(self, number: int) -> None:
         """Take in one message of a worker, if it did not die while it spoke."""
@@ -126,22 +131,39 @@ class ProcessEnvs(ManyEnvs):
                 self._names[slot] = self._said[slot]
 
     def _replace(self, number: int) -> None:
-        """Have another worker for one that died; its slots begin what they were to begin, all else there is void."""
-        self._workers.replace(number)
+        """Have another worker for one that died; its slots do again what they had done and were doing, or are void."""
         slots = np.array(self._hosted[number])
+        pasts = {slot: self._past_of(slot) for slot in slots.tolist()} if self.deterministic else {}
+        self._workers.replace(number, pasts)
+        for slot in slots.tolist():
+            for name, counted in self._told.pop(slot, {}).items():
+                if not name.endswith(("_rate", "_build")):
+                    self._past[name] = self._past.get(name, 0.0) + counted
+        if not self.deterministic:
+            self._drop(slots)
+        self._arrays["orders"][slots] = self._pending[slots]
+        if self._pending[slots].any():
+            self._workers.wake(number)
+
+    def _past_of(self, slot: int) -> worker.Past:
+        """Return what a slot has done without what it is doing."""
+        journal, pending = self._journal, self._pending[slot]
+        assert journal is not None
+        if not journal.begun[slot] or pending == worker.RESET:
+            return worker.Past(None, journal.actions(slot), self._names[slot])
+        played = journal.actions(slot, leave_out=int(pending == worker.STEP))
+        return worker.Past(int(journal.seeds[slot]), played, self._names[slot])
+
+    def _drop(self, slots: np.ndarray) -> None:
+        """The episodes of `slots` are void, but for those that have yet to begin."""
         arrays = self._arrays
-        arrays["orders"][slots] = 0
         for name, value in (("reward", 0), ("truncated", False), ("terminated", True), ("lost", True), ("info", 0)):
             arrays[name][slots] = value
         for slot in slots.tolist():
             self._names[slot] = []
-            for name, counted in self._told.pop(slot, {}).items():
-                if not name.endswith(("_rate", "_build")):
-                    self._past[name] = self._past.get(name, 0.0) + counted
-        self._void[slots] = True
-        again = slots[self._resetting[slots]]
-        if len(again):
-            self._order(worker.RESET, again)
+        begin = self._pending[slots] == worker.RESET
+        self._void[slots] = ~begin
+        self._pending[slots] = np.where(begin, worker.RESET, 0)
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:

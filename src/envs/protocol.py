@@ -14,6 +14,9 @@ from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
 
+TRUNCATED = "omagd: truncated"
+"""The entry of a single environment's info that means truncated whatever `episode_limit` says there."""
+
 
 @dataclass
 class Observation:
@@ -64,11 +67,14 @@ class BatchedEnv(ABC):
 
     Class attribute `args_model` types `env_args`; construction is `cls(args: args_model, n_slots: int)`. `steps_apart`
     says that some slots can be observed, reset and stepped while others are between `step_start` and `step_finish`, and
-    that the arrays of an observation are the caller's for good.
+    that the arrays of an observation are the caller's for good. `deterministic` is False where the promise above cannot
+    be kept. `divisible` says that each slot can also be played by an environment of its own, in another process.
     """
 
     args_model: ClassVar[type[BaseModel]]
     steps_apart: ClassVar[bool] = False
+    deterministic: ClassVar[bool] = True
+    divisible: ClassVar[bool] = True
     info: EnvInfo
     n_slots: int
     _begun: np.ndarray
@@ -94,7 +100,11 @@ class BatchedEnv(ABC):
         """Return what all slots show now, with `full_obs` if `full`. Slots that have ended show their last moment."""
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [B, n] actions of one of `info.scripted_policies`. Errors: NotImplementedError."""
+        """Return [B, n] actions of one of `info.scripted_policies`. Errors: NotImplementedError.
+
+        "random" draws from `rng` for all slots. Slots that are played apart have any other script draw from a generator
+        that follows from the seed and the step of the episode; one that draws nothing is the same either way.
+        """
         raise NotImplementedError(f"{self.info.name} has no scripted policy {policy}")
 
     def snapshot(self) -> dict[str, Any]:
@@ -120,10 +130,14 @@ class BatchedEnv(ABC):
 class MultiAgentEnv(ABC):
     """The field's single environment, as SMAC defines it. Runs in a worker process, or wrapped in this one.
 
-    Class attribute `args_model` types `env_args`; construction is `cls(args: args_model)`.
+    Class attribute `args_model` types `env_args`; construction is `cls(args: args_model)`. `deterministic` says that an
+    episode is a function of its reset seed and its actions alone, results included: then one whose process has died is
+    played again up to where it was, and a running one can be saved. `scripted_policies` names scripts of its own.
     """
 
     args_model: ClassVar[type[BaseModel]]
+    deterministic: ClassVar[bool] = False
+    scripted_policies: tuple[str, ...] = ()
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> None:
@@ -147,6 +161,10 @@ class MultiAgentEnv(ABC):
     @abstractmethod
     def get_avail_actions(self) -> np.ndarray:
         """Return [n, A] bool."""
+
+    def get_scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
+        """Return [n] actions of one of `scripted_policies`. Errors: NotImplementedError."""
+        raise NotImplementedError(f"there is no scripted policy {policy}")
 
     @abstractmethod
     def get_env_info(self) -> dict[str, Any]:

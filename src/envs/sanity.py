@@ -63,7 +63,7 @@ class MatrixGameArgs(BaseModel):
         penalty: the price of missing each other in "penalty".
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     payoff: Literal["climbing", "penalty", "monotonic"] = "climbing"
     penalty: float = Field(default=-100.0, le=0.0)
 
@@ -122,7 +122,7 @@ class MemoryGameArgs(BaseModel):
         n_agents: how many agents must remember theirs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     n_cues: int = Field(default=2, ge=2, le=16)
     n_agents: int = Field(default=2, ge=1, le=8)
 

@@ -17,6 +17,7 @@ import signal
 import struct
 import sys
 import traceback
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -24,11 +25,12 @@ import numpy as np
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.nameless_memory import NamelessMemory
-from omagd.envs.protocol import MultiAgentEnv
+from omagd.envs.protocol import TRUNCATED, MultiAgentEnv
 from omagd.utils.errors import UserError
+from omagd.utils.seeding import generator
 
 # What a slot may be ordered to do; 0: nothing. The name of the last one closes the worker.
-RESET, STEP, SHOW_FULL, STATS, REPLAY, CLOSE = 1, 2, 3, 4, 5, 6
+RESET, STEP, SHOW_FULL, STATS, REPLAY, CHOOSE, CLOSE = 1, 2, 3, 4, 5, 6, 7
 # What a worker says in words: a mark, then a body.
 DONE, UNSUPPORTED, FACTS, NAMES, STATS_ARE, FAILED = b".", b"u", b"i", b"n", b"g", b"e"
 # "The orders are done": the worker's number and how many messages it has sent. Smaller than a pipe ever splits.
@@ -36,10 +38,24 @@ NOTE = struct.Struct("<II")
 
 MAX_INFO = 32
 MAX_PATH = 4096
+RANDOM = "random"  # the script that is drawn where all slots are known
 _PR_SET_PDEATHSIG = 1
 
 Specs = dict[str, tuple[tuple[int, ...], str]]
 Arrays = dict[str, np.ndarray]
+
+
+class Past(NamedTuple):
+    """What a slot had done in a worker that died: [T, n] actions since a reset, None if none; names in its info."""
+
+    seed: int | None
+    actions: np.ndarray
+    names: list[str]
+
+
+def scripts_of(policies: Iterable[str]) -> list[str]:
+    """Return the scripts that each slot plays for itself, in their order in `scripted`."""
+    return [policy for policy in policies if policy != RANDOM]
 
 
 def array_specs(info: EnvInfo, n_slots: int) -> Specs:
@@ -56,6 +72,7 @@ def array_specs(info: EnvInfo, n_slots: int) -> Specs:
         "lost": ((b,), "bool"),
         "info": ((b, MAX_INFO), "float64"),
         "actions": ((b, n), "int64"),
+        "scripted": ((b, len(scripts_of(info.scripted_policies)), n), "int64"),
         "seeds": ((b,), "int64"),
         "want_full": ((1,), "bool"),
         "folder": ((MAX_PATH,), "uint8"),
@@ -97,8 +114,10 @@ class SlotPlayer:
         self.arrays = arrays
         self.info_names: list[str] = []
         self.told: list[bytes] = []
-        rows = (arrays[name][slot] for name in ("obs", "full_obs", "state", "avail", "actions", "info"))
-        self._obs, self._full_obs, self._state, self._avail, self._actions, self._info = rows
+        self._seed = self._steps = 0
+        self._counted_before: dict[str, float] = {}
+        rows = (arrays[name][slot] for name in ("obs", "full_obs", "state", "avail", "actions", "info", "scripted"))
+        self._obs, self._full_obs, self._state, self._avail, self._actions, self._info, self._scripted = rows
 
     def obey(self, order: int) -> None:
         """Do what one of the orders says."""
@@ -109,7 +128,10 @@ class SlotPlayer:
         elif order == SHOW_FULL:
             self.show_full()
         elif order == STATS:
-            self._tell(STATS_ARE, {k: float(v) for k, v in (self.env.get_stats() or {}).items()})
+            counted, before = self._stats(), self._counted_before
+            self._tell(STATS_ARE, {name: value - before.get(name, 0.0) for name, value in counted.items()})
+        elif order == CHOOSE:
+            self.choose()
         elif order == REPLAY:
             try:
                 self.env.save_replay(bytes(self.arrays["folder"]).rstrip(b"\0").decode())
@@ -119,29 +141,52 @@ class SlotPlayer:
     def let_go(self) -> None:
         """Hold no view of the arrays any longer, so that their memory can be released."""
         self.arrays = {}
-        self._obs = self._full_obs = self._state = self._avail = self._actions = self._info = np.empty(0)
+        nothing = np.empty(0)
+        self._obs = self._full_obs = self._state = self._avail = self._actions = self._info = self._scripted = nothing
+
+    def catch_up(self, past: Past) -> None:
+        """Play silently what the slot had played in a worker that died; what that counts, the other had counted."""
+        self.info_names = list(past.names)
+        if past.seed is None:
+            return
+        self._seed, self._steps = past.seed, len(past.actions)
+        self.env.reset(seed=past.seed)
+        for actions in past.actions:
+            self.env.step(actions)
+        self._counted_before = {k: v for k, v in self._stats().items() if not k.endswith(("_rate", "_build"))}
+
+    def _stats(self) -> dict[str, float]:
+        return {name: float(value) for name, value in (self.env.get_stats() or {}).items()}
 
     def _tell(self, mark: bytes, body: Any) -> None:
         self.told.append(mark + json.dumps([self.slot, body]).encode())
 
     def reset(self) -> None:
         """Start an episode from the slot's seed."""
-        self.env.reset(seed=int(self.arrays["seeds"][self.slot]))
+        self._seed, self._steps = int(self.arrays["seeds"][self.slot]), 0
+        self.env.reset(seed=self._seed)
         self._show()
 
     def step(self) -> None:
         """Play the slot's actions."""
         arrays, slot = self.arrays, self.slot
         reward, terminated, info = self.env.step(self._actions.copy())
+        self._steps += 1
         arrays["reward"][slot] = reward
         arrays["terminated"][slot] = terminated
-        arrays["truncated"][slot] = bool(terminated) and bool(info.get("episode_limit", False))
+        arrays["truncated"][slot] = bool(terminated) and bool(info.get(TRUNCATED, info.get("episode_limit", False)))
         arrays["lost"][slot] = bool(terminated) and bool(info.get("lost", False))
         if info:
             self._write_info(info)
         elif self.info_names:
             self._info[:] = 0.0
         self._show()
+
+    def choose(self) -> None:
+        """Write what each of the environment's scripts would do now."""
+        rng = generator(self._seed, "script", self._steps)
+        for place, policy in enumerate(scripts_of(self.env.scripted_policies)):
+            self._scripted[place] = self.env.get_scripted_actions(policy, rng)
 
     def show_full(self) -> None:
         """Write the observation without range limit."""
@@ -155,11 +200,11 @@ class SlotPlayer:
             self.show_full()
 
     def _write_info(self, info: dict[str, Any]) -> None:
-        """Write the numbers of `info`, each name in a column of its own; leave out what is no number, and `lost`."""
+        """Write the numbers of `info`, each name in a column of its own; leave out what is no number or no result."""
         known = len(self.info_names)
         self._info[:] = 0.0
         for name, value in info.items():
-            if name == "lost" or not isinstance(value, (numbers.Number, np.generic)):
+            if name in ("lost", TRUNCATED) or not isinstance(value, (numbers.Number, np.generic)):
                 continue
             if name not in self.info_names:
                 if len(self.info_names) == MAX_INFO:
@@ -232,28 +277,43 @@ class Links(NamedTuple):
             end.close()
 
 
-def work(links: Links, number: int, slots: range, parent_pid: int, payload: bytes, specs: Specs | None) -> None:
+def work(
+    links: Links,
+    number: int,
+    slots: range,
+    parent_pid: int,
+    payload: bytes,
+    specs: Specs | None,
+) -> None:
     """Host the environments of `slots` until the parent says so or is gone. number: of this worker.
 
-    Setup, where `specs` are not known yet: send the environment's facts, receive the arrays' layout, answer DONE. Then
-    follow the orders in the shared arrays, one note for each byte that wakes.
+    payload: what makes an environment, pickled.
+
+    Setup, where `specs` are not known yet: send the environment's facts, receive the arrays' layout, answer DONE. Else
+    this worker replaces another: receive what each slot had done, and catch up. Then follow the orders in the shared
+    arrays, one note for each byte that wakes.
     """
     follow_parent(parent_pid)
     _give_way()
     envs: list[MultiAgentEnv] = []
     players: list[SlotPlayer] = []
     try:
-        env_cls, args = pickle.loads(payload)
-        envs += [env_cls(args) for _ in slots]
-        first = specs is None
+        make_env = pickle.loads(payload)
+        envs += [make_env() for _ in slots]
+        pasts: dict[int, Past] | None = None
         if specs is None:
             links.conn.send_bytes(FACTS + pickle.dumps(envs[0].get_env_info()))
             specs = pickle.loads(links.conn.recv_bytes())
+        else:
+            pasts = pickle.loads(links.conn.recv_bytes())
         arrays = array_views(links.memory.map(), specs)
         players += [SlotPlayer(env, slot, arrays) for env, slot in zip(envs, slots, strict=True)]
-        if first:
+        if pasts is None:
             links.conn.send_bytes(DONE)
         del arrays
+        for player in players:
+            if pasts:
+                player.catch_up(pasts[player.slot])
         _work_on(links.conn, links.wake.fileno(), links.done.fileno(), number, players)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # The parent is gone: nobody is left to tell.

@@ -65,7 +65,7 @@ class SmaxArgs(BaseModel):
         jax_threads: threads of JAX on a CPU, unless the variable PJRT_NPROC is set.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     map_name: MapName = "3m"
     max_steps: int = Field(default=100, ge=1)
     reward_scale: float = Field(default=10.0, gt=0.0)
@@ -192,6 +192,7 @@ class SmaxEnv(BatchedEnv):
     """
 
     args_model = SmaxArgs
+    divisible = False  # JAX would compile in each process, to compute one battle at a time
 
     def __init__(self, args: SmaxArgs, n_slots: int) -> None:
         self.args = args

@@ -67,7 +67,7 @@ class Workers:
         self._specs: worker.Specs | None = None
 
     def start(self, payload: bytes, hosts: list[range]) -> None:
-        """Start a worker for the slots of each of `hosts`."""
+        """Start a worker for the slots of each of `hosts`. payload: what makes an environment, pickled."""
         self._payload, self._hosts = payload, hosts
         with _environment(_SINGLE_THREAD):
             for number in range(len(hosts)):
@@ -145,24 +145,27 @@ class Workers:
             raise EnvWorkerError(f"environment worker {number} died ({self._how_it_ended(number)})")
         return message[1]
 
-    def replace(self, number: int) -> None:
-        """Start another worker for the slots of one that died; it owes nothing.
+    def replace(self, number: int, pasts: dict[int, worker.Past]) -> None:
+        """Start another worker for the slots of one that died; it owes nothing, and first plays their `pasts`.
 
         Errors: EnvWorkerError when it has died too often; what `message` raises where it has said why.
         """
-        while self.message(number) is not None:  # said, but never noted: it belongs to what is void now
+        while self.message(number) is not None:  # said, but never noted: it will be said again, or is void
             pass
         how = self._how_it_ended(number)
         self.deaths[number] += 1
         if self.deaths[number] >= DEATHS_IN_A_ROW:
             times = f"{DEATHS_IN_A_ROW} times without an episode that came to its end"
             raise EnvWorkerError(f"environment worker {number} died {times}, last: {how}")
-        LOG.warning("environment worker %d died (%s): what it played is dropped; another one is started", number, how)
+        fate = "is played again by another one" if pasts else "is dropped; another one is started"
+        LOG.warning("environment worker %d died (%s): what it played %s", number, how, fate)
         old = self.processes[number], self.conns[number], self.wakes[number]
         self._poll.unregister(old[1].fileno())
         self.owed[number] = 0
         with _environment(_SINGLE_THREAD):
             self.processes[number], self.conns[number], self.wakes[number] = self._spawn(number)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died already: it will be found so
+            self.conns[number].send_bytes(pickle.dumps(pasts))
         for part in old:
             part.close()
         self.replaced += 1

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from omagd import controllers, learners, runners
@@ -19,6 +20,7 @@ from omagd.modules.graph_reconstructers.meta import check
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.run.keeper import Keeper
 from omagd.run.session import Session
 from omagd.run.stages.base import Products
 from omagd.runners.rollout import EpisodeSeeds
@@ -33,11 +35,12 @@ from omagd.utils.checkpoint import (
     run_folder_of,
 )
 from omagd.utils.dist_utils import Dist
+from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.seeding import generator, seed_everything
+from omagd.utils.seeding import seed_everything
 
 PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
 
@@ -63,7 +66,8 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
         purpose: runner_class(env, config, info, EpisodeSeeds(config.seed, purpose, dist.rank)) for purpose in PURPOSES
     }
     measures = Measures(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
-    return Session(config, dist, env, info, folder, logger, made, measures)
+    log = EpisodeLog(folder.episode_log(dist.rank))
+    return Session(config, dist, env, info, folder, logger, made, Keeper(config, dist, folder), log, measures)
 
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:
@@ -97,6 +101,17 @@ def load_products(config: Config, info: EnvInfo, device: torch.device) -> Produc
     if products.tokenizer is not None and products.predictor is not None:
         require_one_pretraining(products.tokenizer, products.predictor)
     return products
+
+
+def restore_products(session: Session, products: Products) -> None:
+    """Put back what finished stages of this run have trained. Errors: UserError for what does not fit."""
+    config, info, device = session.config, session.info, session.dist.device
+    for stage, name, make in (("stage1", "tokenizer", new_tokenizer), ("stage2", "predictor", new_predictor)):
+        weights = session.keeper.trained(stage)
+        if weights is not None and getattr(products, name) is None:
+            module = make(config, info, device)
+            load_into(module, weights, session.folder.checkpoints, "checkpoint")
+            setattr(products, name, module.eval().requires_grad_(False))
 
 
 def of_checkpoint(config: Config, step_folder: Path) -> Config:
@@ -165,9 +180,12 @@ def build_learner(session: Session, products: Products) -> tuple[Any, Any]:
     return mac, learner
 
 
-def pretrain_policy(session: Session, purpose: str) -> Any:
-    """Return what plays the episodes of stages 1 and 2: random, scripted with random actions, or a trained agent."""
-    config, rng = session.config, generator(session.config.seed, f"{purpose} policy", session.dist.rank)
+def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
+    """Return what plays the episodes of stages 1 and 2: random, scripted with random actions, or a trained agent.
+
+    rng: where the chance of the first two comes from.
+    """
+    config = session.config
     if config.graph_pretrain_policy == "random":
         return ScriptedPolicy(session.env, ("random",), 0.0, rng)
     if config.graph_pretrain_policy == "mixed":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # What stands in files that need other packages is imported where it is used, so that `doctor` can say what is missing.
 INTERRUPTED_EXIT_CODE = 130
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 HELP = """\
 Usage: python src/main.py [--config=NAME] [--env-config=NAME] [options] with key=value ...
        omagd …, python -m omagd … and torchrun --nproc_per_node=W src/main.py … take the same arguments.
@@ -94,8 +95,16 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--force", "-f", action="store_true")
     for name, short in (("--comment", "-c"), ("--name", "-n"), ("--file_storage", "-F"), ("--loglevel", "-l")):
         parser.add_argument(name, short)
+    parser.add_argument("--mongo_db", "-m")
     parser.add_argument("words", nargs="*")
-    return parser.parse_intermixed_args(list(argv))
+    options = parser.parse_intermixed_args(list(argv))
+    if options.mongo_db is not None:
+        raise UserError("--mongo_db: an address with a password could be seen by all in the process list; use -F")
+    if options.loglevel is not None and options.loglevel.upper() not in LOG_LEVELS:
+        raise UserError(f"--loglevel={options.loglevel}: must be one of {', '.join(LOG_LEVELS)}")
+    if options.file_storage is not None and not options.file_storage:
+        raise UserError("--file_storage=: give a folder, or leave it out")
+    return options
 
 
 def _main(argv: list[str]) -> int:

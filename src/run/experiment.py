@@ -3,49 +3,63 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from omagd.config.schema import Config
-from omagd.run.build import build_session, load_products, n_slots, require_same_weights
+from omagd.run.build import build_session, load_products, n_slots, require_same_weights, restore_products
 from omagd.run.card import Card, make_card, settled, start_lines
 from omagd.run.evaluate import evaluate
 from omagd.run.loop import fit
-from omagd.run.machine import limit_memory
+from omagd.run.machine import limit_memory, use_deterministic_algorithms
 from omagd.run.memory import memory_warnings, told
 from omagd.run.plan import ranks_here
+from omagd.run.recovery import Recovered, cut_back, recover
+from omagd.run.resuming import rank_at_work
 from omagd.run.session import Session, rounds
 from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
 from omagd.utils.allocator import keep_freed_memory
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import UserError
 from omagd.utils.log_sinks.base import RunFacts
 from omagd.utils.logging import Logger, make_logger, setup_logging
 from omagd.utils.run_folder import RunFolder, write_json
 from omagd.utils.signals import stop_requested, unhurried
 
 
-def run_experiment(config: Config, dist: Dist, path: str, channel: Any) -> dict[str, Any]:
+def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt: int = 0) -> dict[str, Any]:
     """Run everything that `config` asks for on this rank; return the summary (the same on every rank).
 
     Args:
         dist: this rank. path: the run's folder. channel: what the Sacred sink writes to, or None.
+        attempt: how often all ranks have been started again.
     """
     started = time.time()
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
+    use_deterministic_algorithms(config.deterministic)
     folder = RunFolder(path)
+    with rank_at_work(folder):
+        return _run(config, dist, folder, channel, attempt, started)
+
+
+def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: int, started: float) -> dict[str, Any]:
+    """Take up what is in the folder, run everything, and close the books whatever happens."""
+    found, damaged = _take_up(config, dist, folder)
     card = make_card(config, dist.world_size, dist.device)
-    logger = _logger(config, dist, folder, channel, card)
-    summary = first_summary(config, dist.world_size, folder, started, card)
+    logger = _logger(config, dist, folder, channel, card, found)
+    for path, problem in damaged.items():
+        logger.warning(f"{path} is damaged ({problem}): it is left where it is, and the one before it is used")
+    summary = {**first_summary(config, dist.world_size, folder, started, card), "restarts": attempt}
     exit_state = "failed"
     session = None
     try:
         with told(config, "all stages", "start", dist.device):
             session = build_session(config, dist, folder, logger)
+        session.keeper.take_up(found, damaged)
         if dist.is_main:
             write_json(folder.config_json, config.model_dump(mode="json"))
             write_json(folder.env_info_json, session.info.to_dict())
@@ -60,7 +74,8 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any) -> dict[
         raise
     finally:
         with unhurried():
-            summary.update(exit_state=exit_state, wall_seconds=round(time.time() - started, 1))
+            seconds = time.time() - started if session is None else session.keeper.wall_seconds
+            summary.update(exit_state=exit_state, wall_seconds=round(seconds, 1))
             # The summary comes first: what is closed after it may take long, or never end.
             try:
                 if dist.is_main:
@@ -81,18 +96,30 @@ def run_stages(session: Session) -> list[StageResult]:
     for module in (products.tokenizer, products.predictor):
         if module is not None:
             require_same_weights(session.dist, module, "pre-trained modules")
-    results = []
-    for name in stage_names(session.config, products):
+    restore_products(session, products)
+    results = session.keeper.results
+    finished = {result.name for result in results}
+    names = [name for name in stage_names(session.config, products) if name not in finished]
+    for name in names:
         session.logger.stage = name
         with told(session.config, name, "prepare", session.dist.device):
             stage = STAGES.get(name)(session, products)
         result = fit(stage)
         result.facts["phases"] = session.measures.end()
         result.values.update(session.mishaps())
-        results.append(result)
         if name == "stage2":
             products.train_episodes = products.held_out = None  # stage 3 plays its own; give the memory back
+        session.keeper.stage_finished(stage, result, more=name != names[-1])
     return results
+
+
+def _take_up(config: Config, dist: Dist, folder: RunFolder) -> tuple[Recovered | None, dict[Path, str]]:
+    """Return what the run goes on from and what is damaged there, and cut back what was written after it."""
+    if config.evaluate or not config.enable_checkpointing:
+        return None, {}
+    found, damaged = recover(folder, dist)
+    cut_back(folder, dist, found)
+    return found, damaged
 
 
 def stage_names(config: Config, products: Products) -> list[str]:
@@ -106,16 +133,7 @@ def stage_names(config: Config, products: Products) -> list[str]:
     return [name for name in names if not given.get(name, False)]
 
 
-def new_folder(config: Config, token: str) -> str:
-    """Make the run's folder and return its path. Errors: UserError where nothing can be written."""
-    try:
-        return str(RunFolder.create(config.local_results_path, token).path)
-    except OSError as problem:
-        reason = f"({problem.strerror}); give a folder that can be written"
-        raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
-
-
-def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, card: Card) -> Logger:
+def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, card: Card, found: Recovered | None) -> Logger:
     console = setup_logging(folder.log(dist.rank), dist.rank)
     sinks = ["console", "jsonl", "sacred"]
     sinks += ["wandb"] * config.use_wandb + ["tensorboard"] * config.use_tensorboard
@@ -129,6 +147,7 @@ def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, card: C
         config=config.model_dump(mode="json"),
         totals={"t_env": config.t_max, "epoch": config.graph_pretrain_epochs},
         card=card,
+        saved={} if found is None else found.common["run"]["sinks"],
         wandb_project=config.wandb_project,
         wandb_entity=config.wandb_entity,
     )

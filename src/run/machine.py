@@ -35,6 +35,14 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
     _check_gpu_memory(config, plan, info)
 
 
+def use_deterministic_algorithms(wanted: bool) -> None:
+    """Let torch use only algorithms that give the same bits each time, as `deterministic=True` asks for."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
 def limit_memory(device: torch.device, gigabytes: float | None) -> None:
     """Let this process take at most `gigabytes` of its GPU (`max_memory_per_gpu_gb`); None or a CPU: as it is."""
     import torch

@@ -76,11 +76,11 @@ def _mend(config: Config, stage: str, phase: str) -> str:
         turn = f"Give accumulate={more}, or lower" if more > config.accumulate else "Lower"
         return f"{turn} batch_size={config.batch_size}"
     if stage != "stage3" and (learns or phase in {"test", "finish"}):
-        half, other = max(1, config.graph_frames_at_once // 2), "graph_pretrain_batch_size"
-        if phase != "update":
-            other = "graph_pretrain_episodes" if phase == "prepare" else "graph_pretrain_eval_episodes"
+        half = max(1, config.graph_frames_at_once // 2)
+        other = "graph_pretrain_batch_size" if learns else "graph_pretrain_eval_episodes"
         return f"Give graph_frames_at_once={half}, or lower {other}={getattr(config, other)}"
-    return f"Lower batch_size_run={config.batch_size_run} or buffer_size={config.buffer_size}"
+    key = "buffer_size" if stage == "stage3" else "graph_pretrain_episodes"
+    return f"Lower batch_size_run={config.batch_size_run} or {key}={getattr(config, key)}"
 
 
 def replay_bytes(config: Config, info: EnvInfo) -> int:

@@ -40,11 +40,13 @@ def make_plan(config: Config) -> Plan:
     Errors: UserError for more ranks than devices, and for what contradicts the group that torchrun has started.
     """
     _check_torchrun(config)
+    joins = config.run == "ddp" and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if joins:
+        _check_group()
     import torch
 
     cuda = config.use_cuda and torch.cuda.is_available()
     cards = torch.cuda.device_count() if cuda else 0
-    joins = config.run == "ddp" and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if joins:
         world_size = int(os.environ["WORLD_SIZE"])
         local = ranks_here(world_size)
@@ -81,3 +83,26 @@ def _check_torchrun(config: Config) -> None:
     if "RANK" in os.environ and len(config.seeds) > 1:
         seeds = ",".join(map(str, config.seeds))
         raise UserError(f"seeds={seeds}: torchrun's group runs one seed. Start torchrun once for each, with seed=…")
+
+
+def _check_group() -> None:
+    """Refuse variables of torchrun that say nothing, or contradict each other. Errors: UserError."""
+    most = 10**6
+    world_size = _number("WORLD_SIZE", 1, most)
+    _number("RANK", 0, world_size - 1)
+    here = _number("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
+    _number("LOCAL_RANK", 0, here - 1, os.environ["RANK"])
+    _number("MASTER_PORT", 1, 65535)
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError("MASTER_ADDR: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")
+
+
+def _number(name: str, least: int, most: int, default: str | None = None) -> int:
+    """Return a variable of the environment as a whole number. Errors: UserError."""
+    text = os.environ.get(name, default)
+    if text is None:
+        raise UserError(f"{name}: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+        takes = f"a whole number from {least}" + (f" to {most}" if most < 10**6 else "")
+        raise UserError(f"{name}={text}: must be {takes}, as torchrun sets it. Start with torchrun, or unset RANK")
+    return int(text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.run.plan import Plan, make_plan
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, nearest
 from omagd.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ def preflight(config: Config) -> Outlook:
         raise UserError(
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
         )
-    return Outlook(_check_paths(config, info), plan, info)
+    with _fitting(config):
+        return Outlook(_check_paths(config, info), plan, info)
 
 
 def describe_env(config: Config) -> EnvInfo:
@@ -84,10 +87,8 @@ def registry_of(package: str) -> Registry:
 def _known(key: str, name: str, registry: Registry) -> None:
     """Refuse an unknown name without importing what known names stand for."""
     if name not in registry:
-        try:
-            registry.get(name)
-        except UserError as error:
-            raise UserError(f"{key}={name}{error.message.partition(name)[2]}", *error.help_lines) from None
+        known = registry.names()
+        raise UserError(f"{key}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
 
 
 def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
@@ -97,10 +98,12 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     from omagd.run.build import build_plain_mac, load_agent, load_products, of_checkpoint
     from omagd.run.experiment import stage_names
     from omagd.run.files import load_learner
+    from omagd.run.resuming import whole_state
     from omagd.utils.checkpoint import find_step_folder
 
     cpu = torch.device("cpu")
-    if config.checkpoint_path:
+    whole = whole_state(config)
+    if config.checkpoint_path and whole is None:
         folder = find_step_folder(config.checkpoint_path, config.load_step)
         load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
         if config.evaluate:
@@ -117,9 +120,26 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
     if "stage3" in stages:
         learner = _build_learner(config, info, cpu)
-        if config.checkpoint_path:
+        if config.checkpoint_path and whole is None:
             load_learner(learner, folder)
     return stages
+
+
+@contextmanager
+def _fitting(config: Config) -> Iterator[None]:
+    """Turn networks that do not fit into memory into a UserError that names their sizes."""
+    from omagd.run.memory import GIGABYTE, asked_bytes
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        asked = asked_bytes(error)
+        if asked is None:
+            raise
+        keys = ("rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "gnn_hidden_dim")
+        sizes = ", ".join(f"{key}={getattr(config, key)}" for key in keys)
+        more = f" ({asked / GIGABYTE:.1f} GB more were asked for)" if asked else ""
+        raise UserError(f"out of memory: the networks do not fit{more}. Lower one of {sizes}") from error
 
 
 def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:

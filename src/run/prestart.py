@@ -10,6 +10,9 @@ import multiprocessing
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from omagd.config.schema import Config
@@ -28,8 +31,33 @@ def begin(config: Config) -> None:
     from multiprocessing import forkserver
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(MODULES))
-    forkserver.ensure_running()
+    with _nameless():
+        forkserver.ensure_running()
     _begun = True
+
+
+@contextmanager
+def _nameless() -> Iterator[None]:
+    """Take the address of the prepared process out of the file system again, where a kill would leave it for ever.
+
+    It stays reachable by a descriptor of this process: Linux connects to a socket without a name through /proc.
+    """
+    from multiprocessing import forkserver
+
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if settings.get("tempdir") is not None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="omagd_") as folder:
+        settings["tempdir"] = folder
+        try:
+            yield
+        finally:
+            settings["tempdir"] = None
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        if server._forkserver_address is not None:
+            entry = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
+            server._forkserver_address = f"/proc/self/fd/{entry}"
 
 
 def start_method() -> str:

@@ -21,6 +21,6 @@ def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
     return run_seeds(_run, _config)
 
 
-def ddp_worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, notes: str) -> None:
+def ddp_worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> None:
     """One spawned rank."""
-    worker(rank, config, plan, path, port, channel, notes)
+    worker(rank, config, plan, path, port, channel, attempt)

@@ -10,6 +10,7 @@ from typing import Any
 
 from omagd.config.loading import to_plain
 from omagd.config.schema import Config
+from omagd.utils.errors import UserError
 
 RunMode = Callable[[Any, Config, logging.Logger], Any]
 
@@ -30,14 +31,15 @@ def run_recorded(
         folder: where Sacred's records go, `<local_results_path>/sacred` if None.
         options: Sacred's own command-line options by flag, such as {"--comment": "why"}.
 
-    Errors: whatever `run_mode` raises, recorded as FAILED or INTERRUPTED.
+    Errors: UserError where the records cannot be written; whatever `run_mode` raises, recorded as FAILED or
+        INTERRUPTED.
     """
+    where = _records(config, folder) if observe else None
     experiment = _experiment()
     experiment.add_config(to_plain(config))
-    if observe:
+    if where is not None:
         from sacred.observers import FileStorageObserver
 
-        where = Path(folder) if folder else Path(config.local_results_path).expanduser() / "sacred"
         experiment.observers.append(FileStorageObserver(str(where)))
     returned: list[Any] = []
 
@@ -49,6 +51,18 @@ def run_recorded(
     experiment.main(main)
     experiment.run(options={**(options or {}), "--unobserved": not observe})
     return returned[0]
+
+
+def _records(config: Config, folder: str | None) -> Path:
+    """Return the folder of the records, made where it was missing. Errors: UserError where it cannot be."""
+    results = Path(config.local_results_path).expanduser()
+    where = results / "sacred" if folder is None else Path(folder).expanduser()
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        told = f"local_results_path={config.local_results_path}" if folder is None else f"--file_storage={folder}"
+        raise UserError(f"{told}: cannot be written ({problem.strerror}). Give a folder that can be") from None
+    return where
 
 
 def _experiment() -> Any:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import BatchedEnv
+from omagd.run.keeper import Keeper
 from omagd.runners.rollout import Runner
 from omagd.utils.dist_utils import Dist
+from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
 from omagd.utils.run_folder import RunFolder
@@ -26,10 +28,10 @@ def rounds(episodes: int, environments: int) -> int:
 
 @dataclass
 class Session:
-    """One rank's run: configuration, place among the ranks, environment, folder, log, measures.
+    """One rank's run: configuration, place among the ranks, environment, folder, logs, measures, checkpoints.
 
     `runners` play the session's one environment; each purpose ("train", "test", "pretrain", "held_out") has its own
-    stream of episode seeds.
+    stream of episode seeds. `past_mishaps` are restarts that earlier starts of this run have counted.
     """
 
     config: Config
@@ -39,7 +41,11 @@ class Session:
     folder: RunFolder
     logger: Logger
     runners: dict[str, Runner]
+    keeper: Keeper
+    episode_log: EpisodeLog
     measures: Measures = field(default_factory=Measures)
+    past_mishaps: dict[str, float] = field(default_factory=dict)
+    told_mishaps: dict[str, float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
     _played: bool = False
 
@@ -64,7 +70,8 @@ class Session:
         collective: every rank calls it, and gets the same.
         """
         stats = self.env.get_stats()
-        counted = {name: float(stats.get(name, 0.0)) for name in RESTARTS}
+        counted = {name: float(stats.get(name, 0.0)) + self.past_mishaps.get(name, 0.0) for name in RESTARTS}
+        self.told_mishaps = dict(counted)
         counted["lost_episodes"] = float(sum(runner.lost for runner in self.runners.values()))
         total: dict[str, float] = {}
         for part in self.dist.gather(counted):
@@ -73,5 +80,7 @@ class Session:
         return {name: value for name, value in total.items() if value > 0}
 
     def close(self) -> None:
-        """Release the environment."""
+        """Release the environment and the files, once what is being saved is saved."""
+        self.keeper.close()
+        self.episode_log.close()
         self.env.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -26,6 +28,7 @@ class Rollout:
         n_episodes: how many came to their end. steps: environment steps of these.
         lost: episodes that are void, because what played them has died. Nothing else here counts them or their steps.
         stats: name -> (sum, count) over episodes: return, ep_length and the results that the environment reports.
+        log: what each episode was, in order: slot, reset seed, length, return, results; plain numbers, all finite.
     """
 
     episodes: list[Episode] = field(default_factory=list)
@@ -33,22 +36,39 @@ class Rollout:
     steps: int = 0
     lost: int = 0
     stats: dict[str, tuple[float, float]] = field(default_factory=dict)
+    log: list[dict[str, float | int]] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
         """Add one episode's `value` to the stats; one that is not finite is no result and is left out."""
-        if np.isfinite(value):
+        if math.isfinite(value):
             total, count = self.stats.get(name, (0.0, 0.0))
             self.stats[name] = (total + float(value), count + 1.0)
+
+    def end(self, slot: int, seed: int, length: int, reward: float, results: dict[str, float]) -> None:
+        """Count and log an episode that has come to its end."""
+        self.n_episodes += 1
+        self.steps += length
+        self.count("return", reward)
+        self.count("ep_length", length)
+        entry: dict[str, float | int] = {"slot": slot, "seed": seed, "length": length}
+        if math.isfinite(reward):
+            entry["return"] = reward
+        for name, value in results.items():
+            self.count(name, value)
+            if math.isfinite(value):
+                entry.setdefault(name, value)
+        self.log.append(entry)
 
 
 @dataclass
 class Clock:
-    """Where each slot stands. All [B]: step within the episode, return so far, episodes yet to begin, three states.
+    """Where each slot stands. All [B]: reset seed, step, return so far, episodes yet to begin, three states.
 
     `playing` slots act and step; `stepping` ones are between their action and what came of it; `closing` ones have
     ended and show their last moment once more, for the closing row.
     """
 
+    seed: np.ndarray
     step: np.ndarray
     reward: np.ndarray
     left: np.ndarray
@@ -57,11 +77,12 @@ class Clock:
     stepping: np.ndarray
 
     @classmethod
-    def at_start(cls, n_slots: int, episodes_per_slot: int) -> Clock:
-        """Return the clock of `n_slots` slots whose first episode begins."""
+    def at_start(cls, seeds: np.ndarray, episodes_per_slot: int) -> Clock:
+        """Return the clock of slots whose first episode begins, from `seeds` [B]."""
+        n_slots = len(seeds)
         no, yes = np.zeros(n_slots, bool), np.ones(n_slots, bool)
         left = np.full(n_slots, episodes_per_slot - 1)
-        return cls(np.zeros(n_slots, np.int64), np.zeros(n_slots), left, yes, no, no.copy())
+        return cls(seeds, np.zeros(n_slots, np.int64), np.zeros(n_slots), left, yes, no, no.copy())
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return copies of all fields."""
@@ -101,22 +122,28 @@ class Play:
         self.seeds = seeds
         self.parts = parts
         self.rollout = Rollout()
-        self.clock = Clock.at_start(env.n_slots, 0)
+        self.clock = Clock.at_start(np.zeros(env.n_slots, np.int64), 0)
         self._results: dict[int, dict[str, float]] = {}
 
     def begin(self, episodes_per_slot: int) -> None:
         """Start the first episode of every slot; a slot that has ended one begins its next at once."""
         n = self.env.n_slots
         everyone = np.ones(n, bool)
-        self.env.reset(everyone, self.seeds.draw(everyone))
+        seeds = self.seeds.draw(everyone)
+        self.env.reset(everyone, seeds)
         self.policy.begin(n)
         self.policy.reset(everyone)
-        self.clock = Clock.at_start(n, episodes_per_slot)
+        self.clock = Clock.at_start(seeds, episodes_per_slot)
 
     @property
     def over(self) -> bool:
         """Whether nothing is left to play."""
         return not (self.clock.playing.any() or self.clock.closing.any())
+
+    @property
+    def n_unfinished(self) -> int:
+        """How many episodes have begun and are not counted yet."""
+        return int((self.clock.playing | self.clock.closing).sum())
 
     def tick(self, explore: Exploration | None) -> None:
         """Give every part its turn. Errors: RuntimeError when an episode outlives `info.episode_limit`."""
@@ -142,6 +169,7 @@ class Play:
             "steps": self.rollout.steps,
             "lost": self.rollout.lost,
             "stats": dict(self.rollout.stats),
+            "log": [dict(entry) for entry in self.rollout.log],
         }
         return {"clock": self.clock.snapshot(), "results": dict(self._results), "rows": rows, "counted": counted}
 
@@ -149,7 +177,7 @@ class Play:
         """Continue from a `snapshot`, with policy and environment as they were then."""
         self.clock = Clock(**{name: values.copy() for name, values in snapshot["clock"].items()})
         self._results = dict(snapshot["results"])
-        self.rollout = Rollout(**{**snapshot["counted"], "stats": dict(snapshot["counted"]["stats"])})
+        self.rollout = Rollout(**copy.deepcopy(snapshot["counted"]))
         if self.recorder is not None:
             self.recorder.restore(snapshot["rows"])
 
@@ -169,8 +197,10 @@ class Play:
         decision = self.policy.act(Tick(seen, clock.step.copy(), active), explore)
         actions = np.where(stepping[:, None], decision.actions, 0)
         again = closing & (clock.left > 0)  # they begin with the next tick: they have not been asked yet
+        seeds = clock.seed
         if again.any():
-            self.env.reset(again, self.seeds.draw(again))
+            seeds = np.where(again, self.seeds.draw(again), seeds)
+            self.env.reset(again, seeds)
         if stepping.any():
             self.env.step_start(actions, stepping)
             clock.stepping |= stepping
@@ -180,6 +210,7 @@ class Play:
             recorder.chose(slots, steps, actions, decision.extras)
         if closing.any():
             self._close(closing, again)
+            clock.seed = seeds
 
     def _finish(self, part: np.ndarray) -> None:
         """Note what the steps brought that are under way in `part`."""
@@ -212,7 +243,8 @@ class Play:
     def _replace(self, lost: np.ndarray) -> None:
         """Forget the episodes of the slots `lost` [B] bool; each begins another one at once."""
         self.rollout.lost += int(lost.sum())
-        self.env.reset(lost, self.seeds.draw(lost))
+        self.clock.seed = np.where(lost, self.seeds.draw(lost), self.clock.seed)
+        self.env.reset(lost, self.clock.seed)
         self.policy.reset(lost)
         self.clock.step[lost] = 0
         self.clock.reward[lost] = 0.0
@@ -226,14 +258,10 @@ class Play:
         """Count and take the episodes that have ended; those `again` begin anew. Masks [B]."""
         clock, rollout = self.clock, self.rollout
         for slot in np.flatnonzero(closing).tolist():
-            rollout.n_episodes += 1
-            rollout.steps += int(clock.step[slot])
-            rollout.count("return", clock.reward[slot])
-            rollout.count("ep_length", clock.step[slot])
-            for name, value in self._results.pop(slot).items():
-                rollout.count(name, value)
+            length = int(clock.step[slot])
+            rollout.end(slot, int(clock.seed[slot]), length, float(clock.reward[slot]), self._results.pop(slot))
             if self.recorder is not None:
-                rollout.episodes.append(self.recorder.take(slot, int(clock.step[slot])))
+                rollout.episodes.append(self.recorder.take(slot, length))
         clock.closing &= ~closing
         if again.any():
             self.policy.reset(again)

@@ -84,13 +84,23 @@ class Runner:
         """Whether `collect` has left battles unfinished."""
         return False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what continuing needs between two calls."""
-        return {"stream": self.stream.state_dict(), "in_flight": self.in_flight}
+    def snapshot(self) -> dict[str, Any]:
+        """Return all that continuing needs between two calls, as arrays, tensors and plain values; changes nothing."""
+        return {"stream": self.stream.state_dict(), "lost": self.lost}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, with the next episodes; battles that were in flight are not in it."""
-        self.stream.load_state_dict(state["stream"])
+    def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
+        """Continue from a `snapshot`; where battles are in flight, with a policy of the same weights."""
+        self.stream.load_state_dict(snapshot["stream"])
+        self.lost = int(snapshot["lost"])
+
+    def renew(self, generation: int) -> None:
+        """Play other episodes from here on, reproducible ones: see `EpisodeSeeds.renew`.
+
+        Errors: RuntimeError while battles are in flight.
+        """
+        if self.in_flight:
+            raise RuntimeError("battles are in flight: drain them before their seeds are renewed")
+        self.stream.renew(generation)
 
     def _play(self, policy: Policy, full_obs: bool, keep: bool) -> Play:
         """Return battles that have not begun."""

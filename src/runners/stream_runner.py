@@ -63,29 +63,42 @@ class StreamRunner(Runner):
         return self._flying is not None
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all that the battles in flight consist of: environment, policy's memory, rows; seeds as well.
+        """Return also what the battles in flight consist of: environment, policy's memory, rows.
 
-        Errors: NotImplementedError where the environment has no snapshots.
+        Of an environment that cannot be saved only how many they are: they will be lost.
         """
-        state: dict[str, Any] = {"stream": self.stream.state_dict(), "play": None}
-        if self._flying is not None:
-            state["play"] = self._flying.snapshot()
-            state["full_obs"] = self._full_obs
-            state["policy"] = self._flying.policy.snapshot()
-            state["env"] = self.env.snapshot()
-        return state
+        play = self._flying
+        if play is None:
+            return {**super().snapshot(), "flying": None, "dropped": 0}
+        play.settle()
+        state = super().snapshot()  # what was lost in steps under way has drawn other seeds
+        try:
+            env = self.env.snapshot()
+        except NotImplementedError:
+            return {**state, "flying": None, "dropped": play.n_unfinished + play.rollout.lost}
+        memory = play.policy.snapshot()
+        flying = {"env": env, "play": play.snapshot(), "policy": memory, "full_obs": self._full_obs}
+        return {**state, "flying": flying, "dropped": 0}
 
-    def restore(self, snapshot: dict[str, Any], policy: Policy) -> None:
-        """Continue from a `snapshot`, with a policy of the same weights."""
-        self.stream.load_state_dict(snapshot["stream"])
+    def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
+        """Continue from a `snapshot`, with a policy of the same weights; battles that are not in it are `lost`.
+
+        Errors: ValueError where battles are in flight and nobody is there to play them.
+        """
+        super().restore(snapshot, policy)
+        self.lost += int(snapshot["dropped"])
         self._flying = None
-        if snapshot["play"] is not None:
-            self._full_obs = snapshot["full_obs"]
-            self._flying = self._play(policy, self._full_obs, keep=True)
-            policy.begin(self.env.n_slots)
-            policy.load_snapshot(snapshot["policy"])
-            self.env.restore(snapshot["env"])
-            self._flying.restore(snapshot["play"])
+        flying = snapshot["flying"]
+        if flying is None:
+            return
+        if policy is None:
+            raise ValueError("battles are in flight: who plays them must be given")
+        self._full_obs = bool(flying["full_obs"])
+        self._flying = self._play(policy, self._full_obs, keep=True)
+        policy.begin(self.env.n_slots)
+        policy.load_snapshot(flying["policy"])
+        self.env.restore(flying["env"])
+        self._flying.restore(flying["play"])
 
     def _require_same(self, policy: Policy, full_obs: bool) -> None:
         assert self._flying is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def load_file(path: Path, key: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{key}={path} does not exist: give a file that this program wrote, or its folder")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # torch wonders aloud about files that are none
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as problem:  # torch raises many kinds for a file that is not its own
         reason = str(problem).split("\n")[0][:120]
         raise UserError(f"{key}={path} cannot be read ({reason}): it is damaged or not a weights file") from problem

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import socket
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 DEFAULT_PORT = 12355
+LOOPBACK = "127.0.0.1"
+_STARTED = time.perf_counter()
 
 
 @dataclass
@@ -28,15 +31,25 @@ class Waits:
     Attributes:
         seconds: waited in all; the others' being late is part of it. calls: number of exchanges.
         known: moment at which the last gradient of this rank was computed.
+        entered, entered_at: exchanges that this rank has begun, the same number on all ranks that are as far; moment
+            of the last one. place: returns stage, phase and the moment at which the phase began.
     """
 
     seconds: float = 0.0
     calls: int = 0
     known: float | None = None
+    entered: int = 0
+    entered_at: float = field(default_factory=time.perf_counter)
+    place: Callable[[], tuple[str, str, float]] = lambda: ("", "start", _STARTED)
+
+    def enter(self) -> None:
+        """Note that this rank begins an exchange with all others."""
+        self.entered, self.entered_at = self.entered + 1, time.perf_counter()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count a block as one exchange."""
+        self.enter()
         started = time.perf_counter()
         try:
             yield
@@ -85,6 +98,7 @@ class Dist:
         if self.world_size == 1:
             return Pending(value, None)
         total = value.detach().clone()
+        self.waits.enter()
         return Pending(total, dist.all_reduce(total, async_op=True), self.waits)
 
     def sum_int(self, value: int) -> int:
@@ -120,6 +134,7 @@ class Dist:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.waits.note)
+        self.waits.enter()
         return wrap_model_ddp(module, self.device.index, bucket_cap_mb=bucket_cap_mb)
 
     def backward(self, loss: Tensor, wrapped: nn.Module) -> None:
@@ -128,10 +143,12 @@ class Dist:
         What passes between this rank's last own gradient and the end is the wait for the sums over all ranks.
         """
         self.waits.known = None
+        synchronised = isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync
+        if synchronised:
+            self.waits.enter()
         loss.backward()
-        if self.waits.known is not None and isinstance(wrapped, DistributedDataParallel):
-            if wrapped.require_backward_grad_sync:
-                self.waits.add(self.waits.known)
+        if self.waits.known is not None and synchronised:
+            self.waits.add(self.waits.known)
 
     def apart(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which a wrapped module keeps its gradients to itself, for the next backward to add to."""
@@ -158,15 +175,26 @@ class Pending:
 def open_rendezvous(wanted: int = DEFAULT_PORT) -> dist.TCPStore:
     """Return where the ranks of this host will meet, on the port `wanted` if it is free, else on a free one (`.port`).
 
-    The parent calls it once and keeps it until its ranks have ended: from here on no other job can take the port.
+    The parent calls it once and keeps it until its ranks have ended: from here on no other job can take the port. Only
+    this host reaches it: by itself a TCPStore listens on every interface, so it is handed a socket that does not.
     """
-    for port in (wanted, 0):
-        try:
-            return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        except dist.DistNetworkError:
-            if port == 0:
-                raise
-    raise AssertionError("not reached")
+    return _listening(LOOPBACK, wanted) or _listening(LOOPBACK, 0)  # type: ignore[return-value]
+
+
+def _listening(host: str, port: int) -> dist.TCPStore | None:
+    """Return a store that listens at one address of this host alone, None where that is not to be had."""
+    endpoint = socket.socket()
+    try:
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        endpoint.bind((host, port))
+        endpoint.listen(1024)
+    except OSError:
+        endpoint.close()
+        if port == 0:
+            raise
+        return None
+    port = endpoint.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=endpoint.detach())
 
 
 def setup_distributed(
@@ -177,22 +205,49 @@ def setup_distributed(
     timeout_minutes: float = 10,
     *,
     hosted: bool = False,
+    attempt: int = 0,
 ) -> None:
     """Join the process group.
 
     Under torchrun MASTER_ADDR and MASTER_PORT of the environment are used as they are; else the ranks meet on this host
     at `port`, where rank 0 listens, or, with `hosted`, the parent's `open_rendezvous`.
+
+    attempt: how often all ranks have been started again; what an earlier attempt left in the store is not read.
     """
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     if hosted:
-        store = dist.TCPStore("127.0.0.1", int(port), world_size, is_master=False, timeout=timeout)
-        dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        return
-    if not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group(both, rank=rank, world_size=world_size, timeout=timeout)
+        _stay_on_this_host()
+    store = dist.PrefixStore(f"attempt_{attempt}", _meet(rank, int(port), timeout, hosted, host_it=rank == 0))
+    both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def open_board(rank: int, port: int, timeout_minutes: float, *, hosted: bool, attempt: int) -> dist.Store:
+    """Return a second connection to where the ranks have met, for what must not wait behind the first one."""
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    return dist.PrefixStore(f"attempt_{attempt}/board", _meet(rank, port, timeout, hosted, host_it=False))
+
+
+def _meet(rank: int, port: int, timeout: datetime.timedelta, hosted: bool, host_it: bool) -> dist.TCPStore:
+    """Return a connection to the store of all ranks; `host_it`: this rank holds it, unless somebody else does."""
+    host = LOOPBACK
+    if not hosted and {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", port))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if not host_it or hosted or agent:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    # Where the address is not one of this host's (behind a translation of addresses), every interface is left.
+    store = _listening(host, port) or dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    store.set_timeout(timeout)
+    return store
+
+
+def _stay_on_this_host() -> None:
+    """Let the ranks' own connections listen on the loopback interface alone, unless the user has named another."""
+    names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names and variable not in os.environ:
+            os.environ[variable] = names[0]
 
 
 def cleanup_distributed() -> None:

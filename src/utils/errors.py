@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 USER_ERROR_EXIT_CODE = 2
+LONGEST_LINE = 1000
 
 
 class UserError(Exception):
@@ -18,8 +19,8 @@ class UserError(Exception):
 
     def __init__(self, message: str, *help_lines: str) -> None:
         super().__init__(message)
-        self.message = " ".join(message.split())
-        self.help_lines = help_lines[:2]
+        self.message = _readable(message)
+        self.help_lines = tuple(_readable(line) for line in help_lines[:2])
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the help lines, so that a worker's error arrives whole in the parent."""
@@ -28,6 +29,14 @@ class UserError(Exception):
     def render(self) -> str:
         """Return the text that the terminal shows."""
         return "\n".join([f"error: {self.message}", *(f"  {line}" for line in self.help_lines)])
+
+
+def _readable(text: str) -> str:
+    """Return `text` as one line that a terminal shows as it is: of a very long one the beginning and the end."""
+    line = " ".join(text.split())
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 255]} … {line[-250:]}"
 
 
 class RankFailed(RuntimeError):

@@ -74,6 +74,10 @@ class Logger:
             self._pending, self._private = {}, set()
             self._send(Record(values, self.stage, "t_env", self._pending_t, private))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the sinks of a run that goes on from here must know."""
+        return {sink.name: sink.state_dict() for sink in self.sinks}
+
     def close(self, exit_state: str = "completed") -> None:
         """Send what is left and close all sinks."""
         self.print_recent_stats()

@@ -33,12 +33,15 @@ class Measures:
             (lambda: torch.cuda.synchronize(self.dist.device)) if traces and on_gpu else None,
             torch.profiler.record_function if traces else None,
         )
+        self.stage = ""
+        self.dist.waits.place = lambda: (self.stage, *self.phases.current)
         if self.dist.world_size > 1:
             self.phases.watch("communicate", lambda: self.dist.waits.seconds)
         self.begin("")
 
     def begin(self, stage: str) -> None:
         """Start to count for a stage."""
+        self.stage = stage
         self._from = self._last = self.phases.totals()
         self._updates, self._waited, self._syncs = 0, self.dist.waits.seconds, self.dist.waits.calls
         if self.traces is not None and stage:

@@ -35,13 +35,19 @@ class Phases:
         self.calls: dict[str, int] = {}
         self._open: list[str] = []
         self._watched: dict[str, tuple[Callable[[], float], float]] = {}
-        self._at = time.perf_counter()
+        self._at = self._turned = time.perf_counter()
+
+    @property
+    def current(self) -> tuple[str, float]:
+        """The phase that runs, and the moment (of `time.perf_counter`) at which it began or was taken up again."""
+        return (self._open[-1] if self._open else OTHER), self._turned
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the time of a block as `name`."""
         self._turn()
         self._open.append(name)
+        self._turned = time.perf_counter()
         self.calls[name] = self.calls.get(name, 0) + 1
         try:
             with self.mark(name) if self.mark is not None else nullcontext():  # type: ignore[attr-defined]
@@ -49,6 +55,7 @@ class Phases:
         finally:
             self._turn()
             self._open.pop()
+            self._turned = time.perf_counter()
 
     def watch(self, name: str, seconds: Callable[[], float]) -> None:
         """From now on count as `name` what a running total, in seconds, grows by; a second call replaces the first."""

@@ -47,8 +47,7 @@ class Registry(Generic[T]):
             if name not in self._lazy:
                 known = self.names()
                 raise UserError(f"{self.kind}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
-            module, _, attribute = self._lazy[name].partition(":")
-            self._objects[name] = getattr(importlib.import_module(module), attribute)
+            self._objects[name] = self._load(name)
         return self._objects[name]
 
     def names(self) -> list[str]:
@@ -58,6 +57,22 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
+
+    def _load(self, name: str) -> T:
+        """Import what `name` stands for. Errors: UserError where a package registers what it does not have."""
+        module, _, attribute = self._lazy[name].partition(":")
+        try:
+            loaded = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise UserError(
+                f"{self.kind}={name}: stands for {self._lazy[name]}, and there is no {error.name}"
+            ) from None
+        if not hasattr(loaded, attribute):
+            raise UserError(f"{self.kind}={name}: stands for {self._lazy[name]}, and {module} has no {attribute}")
+        found: T = getattr(loaded, attribute)
+        return found
 
     def _read_plugins(self) -> None:
         if self._plugins_read:

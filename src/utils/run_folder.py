@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,6 +86,19 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def episode_log(self, rank: int) -> Path:
+        """Return where a rank notes the episodes of its training, a JSON object each."""
+        return self.path / "episodes" / f"rank_{rank}.jsonl"
+
+    def episode_logs(self) -> list[Path]:
+        """Return the notes of all ranks that are there."""
+        return sorted((self.path / "episodes").glob("rank_*.jsonl"))
+
+    @property
     def models(self) -> Path:
         """Folder of the weights."""
         return self.path / "models"
@@ -107,6 +121,10 @@ class RunFolder:
     def step(self, t_env: int) -> Path:
         """Return the folder of the stage-3 weights at `t_env`."""
         return self.models / str(int(t_env))
+
+    def remove_step(self, t_env: int) -> None:
+        """Remove the stage-3 weights at `t_env`."""
+        shutil.rmtree(self.step(t_env), ignore_errors=True)
 
     def pretrained(self, stage: str, best: bool = False) -> Path:
         """Return the folder of the weights of `stage1` or `stage2`."""
@@ -139,6 +157,18 @@ class RunFolder:
         if self.plots.is_dir():
             found.update({f"plots/{p.stem}": p for p in sorted(self.plots.glob("*.png"))})
         return {name: str(path) for name, path in found.items()}
+
+
+MACHINE = re.compile(
+    r"^(time|memory|gpu)/|_per_second(_rank\d+)?$"
+    r"|^(wall_seconds|restarts|worker_restarts|communicate_ms_per_sync|reconstruct_(ms|frames)_per_tick)$"
+)
+"""Values that tell how the machine did, and differ between two runs that learn the same."""
+
+
+def reproducible(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of `metrics.jsonl` without what only tells how the machine did."""
+    return {name: value for name, value in record.items() if not MACHINE.search(name)}
 
 
 def write_json(path: str | Path, value: Any) -> Path:

@@ -14,6 +14,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE_SECONDS = 2.0
 """One Ctrl-C may arrive twice, from the terminal and from the parent; a later one is a person who will not wait."""
 
+BOUNDARY_SECONDS = 10.0
+"""How long a SIGTERM waits for the end of an iteration where state can be saved."""
+
+SAVING_SECONDS = 20.0
+"""How long the save may take that a SIGTERM has asked for."""
+
 
 class Stopped(KeyboardInterrupt):
     """This process was asked to end.
@@ -30,21 +36,43 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass
 class _Received:
-    """What this process was told, and whether it may be told now."""
+    """What this process was told, and whether it may be told now.
+
+    Attributes:
+        number, at: the first signal and its moment. held: within `unhurried`. seconds: given by `deferred`, 0 outside.
+        late: the time that was given has passed while signals were held.
+    """
 
     number: int | None = None
     at: float = 0.0
     held: bool = False
+    seconds: float = 0.0
+    late: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the signal that was received may wait for the end of an iteration."""
+        return self.seconds > 0 and self.number == signal.SIGTERM
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.number is None:
             self.number, self.at = number, now
+            if self.waits:
+                signal.setitimer(signal.ITIMER_REAL, self.seconds)
+                return
             if self.held:
                 return
         elif now - self.at < PATIENCE_SECONDS:
             return
         raise Stopped(number)
+
+    def too_late(self, number: int, frame: FrameType | None) -> None:
+        """End the time that `deferred` gave."""
+        if self.held:
+            self.late = True
+        else:
+            raise Stopped(self.number or signal.SIGTERM)
 
 
 _received = _Received()
@@ -79,5 +107,54 @@ def unhurried() -> Iterator[None]:
         yield
     finally:
         _received.held = False
-    if stop_requested() and not already:
+    if _received.late or (stop_requested() and not already and not _received.waits):
         raise Stopped(_received.number or signal.SIGINT)
+
+
+@contextmanager
+def deferred(seconds: float = BOUNDARY_SECONDS) -> Iterator[None]:
+    """Within, a first SIGTERM is only noted, for `stop_wanted`; SIGINT raises at once as ever.
+
+    Who asks `stop_wanted` at the end of an iteration saves and calls `stop_now`. If nobody has asked within `seconds`,
+    `Stopped` is raised; so it is at the end of the block if a stop is still pending. A second signal seconds later
+    raises at once. Outside `stoppable` and outside the main thread nothing changes.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) != _received.handle:
+        yield
+        return
+    alarm = signal.signal(signal.SIGALRM, _received.too_late)
+    _received.seconds, _received.late = seconds, False
+    try:
+        yield
+        if _received.waits:
+            stop_now()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, alarm)
+        _received.seconds, _received.late = 0.0, False
+
+
+def stop_wanted() -> bool:
+    """Return whether a SIGTERM waits. For the end of an iteration: from then on it waits for the save."""
+    if _received.waits:
+        saving()
+    return _received.waits
+
+
+def saving(seconds: float = SAVING_SECONDS) -> None:
+    """Within `deferred`, give the save that comes now `seconds`, whether the SIGTERM is here already or still comes.
+
+    All ranks call it once one of them wants to stop; a signal that arrives at another one later cannot cut it short.
+    """
+    _received.seconds = seconds if _received.seconds > 0 else 0.0
+    if _received.waits:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def stop_now() -> None:
+    """Raise `Stopped` for the noted signal, or, where another rank was told, for SIGTERM."""
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if _received.number is None:
+        _received.number, _received.at = signal.SIGTERM, time.monotonic()
+    raise Stopped(_received.number)

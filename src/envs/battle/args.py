@@ -27,7 +27,7 @@ class BattleArgs(BaseModel):
         reward_shield_fix: enemy shields that regenerate give no reward; off, they give a positive one as in SMAC.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     map_name: str = "3m"
     continuing_episode: bool = False

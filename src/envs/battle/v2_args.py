@@ -17,7 +17,7 @@ FIELD = "32x32_flat"  # the game's file of all these maps
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TeamArgs(_Part):

@@ -10,7 +10,6 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
-from omagd.envs.adapters import BatchedAsSingle
 from omagd.envs.battle.args import SmacArgs
 from omagd.envs.battle.features import entity_layout, state_component, state_dim, state_unit_dims
 from omagd.envs.battle.maps import MapSpec, get_map
@@ -21,6 +20,7 @@ from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.installed import build_of, game_folder
 from omagd.envs.sc2.maps import require_map
+from omagd.envs.single import BatchedAsSingle
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class SC2Battle(BatchedEnv):
 
     args_model: ClassVar[type[BaseModel]] = SmacArgs
     name: ClassVar[str] = "sc2"
+    deterministic: ClassVar[bool] = False  # a game that is started anew plays other battles
 
     def __init__(self, args: SmacArgs, n_slots: int = 1) -> None:
         if n_slots != 1:

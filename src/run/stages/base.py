@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.controllers.types import Policy
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.agreement import require_agreement
 from omagd.run.memory import told
 from omagd.run.session import Session
-from omagd.utils.clock import Clock
-from omagd.utils.packing import PackedBatch
+from omagd.utils.clock import Clock, Due
+from omagd.utils.metrics import Metrics
+from omagd.utils.seeding import generator, seed_everything
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,12 @@ class Products:
     tokenizer: Tokenizer | None = None
     predictor: MaskPredictor | None = None
     train_episodes: EpisodeBuffer | None = None
-    held_out: PackedBatch | None = None
+    held_out: EpisodeBuffer | None = None
+
+    def buffers(self) -> dict[str, EpisodeBuffer]:
+        """Return the episodes that are there, by the name that checkpoints have for them."""
+        found = {"pretrain": self.train_episodes, "held_out": self.held_out}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,17 @@ class Stage(ABC):
         self.products = products
         self.clock = Clock()
         self.tasks = []
+        self.dues: dict[str, Due] = {}
+        self.generators: dict[str, np.random.Generator] = {}
+        self._generation: tuple[int, ...] = ()
+        self.metrics: dict[str, Metrics] = {}
+
+    def chance(self, purpose: str) -> np.random.Generator:
+        """Return this rank's generator for `purpose`, which checkpoints hold."""
+        if purpose not in self.generators:
+            place = (self.session.dist.rank, *self._generation)
+            self.generators[purpose] = generator(self.session.config.seed, purpose, *place)
+        return self.generators[purpose]
 
     def begin(self) -> None:
         """Start to measure this stage."""
@@ -94,7 +114,10 @@ class Stage(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Collect or load what must be there before the first iteration."""
+        """Do what must be done before anything is loaded, in the same way at each start of a run."""
+
+    def start(self) -> None:  # noqa: B027 most stages begin as they were made
+        """Begin at the beginning; called unless a checkpoint is loaded."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -120,7 +143,80 @@ class Stage(ABC):
     def finish(self) -> StageResult:
         """Save what was trained, add it to the products, and say how it went."""
 
+    def buffers(self) -> dict[str, EpisodeBuffer]:
+        """Return the episodes that the stage learns from, by name, which checkpoints hold."""
+        return self.products.buffers()
+
+    def policies(self) -> dict[str, Policy]:
+        """Return who plays the battles that may be in flight between two iterations, by the runner's purpose."""
+        return {}
+
+    def urgent(self) -> bool:
+        """Whether this iteration has reached something that a checkpoint should hold. The same on all ranks."""
+        return False
+
+    def score(self) -> float | None:
+        """Return how good the stage is by now, higher is better; None where it cannot be told."""
+        return None
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return all that is the same on all ranks; subclasses add their own."""
+        return {
+            "clock": self.clock.state_dict(),
+            "dues": {name: due.state_dict() for name, due in self.dues.items()},
+            "modules": {name: module.state_dict() for name, module in self.learner.modules().items()},
+            "learner": self.learner.state_dict(),
+        }
+
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Continue from a `shared_state`. Errors: KeyError, RuntimeError, ValueError for one that does not fit."""
+        self.clock.load_state_dict(state["clock"])
+        for name, due in self.dues.items():
+            due.load_state_dict(state["dues"][name])
+        for name, module in self.learner.modules().items():
+            module.load_state_dict(state["modules"][name])
+        self.learner.load_state_dict(state["learner"])
+        self.session.measures.go_on_from(self.clock.updates)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this rank alone has: its generators, and what it has measured since the last log."""
+        return {
+            "generation": list(self._generation),
+            "generators": {name: rng.bit_generator.state for name, rng in self.generators.items()},
+            "metrics": {name: metrics.state_dict() for name, metrics in self.metrics.items()},
+        }
+
+    def load_own(self, state: dict[str, Any]) -> None:
+        """Continue from an `own_state`."""
+        self._generation = tuple(state["generation"])
+        for name, saved in state["generators"].items():
+            self.chance(name).bit_generator.state = saved
+        for name, metrics in self.metrics.items():
+            metrics.load_state_dict(state["metrics"][name])
+
+    def renew(self, everyone: list[dict[str, Any]], generation: int) -> None:
+        """Continue among another number of ranks: with new streams of chance, and nothing that was measured lost.
+
+        Args:
+            everyone: `own_state` of all ranks there were, none at a stage's beginning. generation: tells the new
+                streams from the old ones.
+        """
+        config, rank = self.session.config, self.session.dist.rank
+        self._generation = (generation,)
+        before, self.generators = self.generators, {}
+        for name, rng in before.items():  # who holds one keeps it
+            rng.bit_generator.state = self.chance(name).bit_generator.state
+            self.generators[name] = rng
+        seed_everything(config.seed, f"{self.name} dropout", rank, generation)
+        if self.session.dist.is_main:
+            for state in everyone:
+                for name, metrics in self.metrics.items():
+                    metrics.add(state["metrics"][name])
+
+    def now(self) -> int:
+        """Return the time of the stage's clock."""
+        return self.clock.epoch if self.clock_name == "epoch" else self.clock.t_env
+
     def log(self, values: dict[str, float]) -> None:
         """Write one record at the stage's clock."""
-        now = self.clock.epoch if self.clock_name == "epoch" else self.clock.t_env
-        self.session.logger.log(values, stage=self.name, clock=self.clock_name, t=now)
+        self.session.logger.log(values, stage=self.name, clock=self.clock_name, t=self.now())

@@ -37,12 +37,18 @@ class PretrainStage(Stage):
         config = session.config
         self.learner = self.make_learner()
         seed_everything(config.seed, f"{self.name} dropout", session.dist.rank)
-        self.metrics = Metrics()
+        self.trained_on = Metrics()
+        self.metrics = {"trained_on": self.trained_on}
         self.best: tuple[float, int, dict[str, Any]] = (math.nan, 0, {})
         self.last: dict[str, float] = {}
-        self._replay = generator(config.seed, f"{self.name} sampling", session.dist.rank)
         evaluation = Due(config.graph_pretrain_eval_interval)
+        self.dues = {"test": evaluation}
         self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self.done(), self.evaluate)]
+        self._missing: dict[str, int] = {}
+        self._make_room()
+        self._policies: dict[str, Any] = {}
+        self._learned = False
+        self._rehearsed = False
         self._bar: Progress | None = None
 
     @abstractmethod
@@ -58,44 +64,83 @@ class PretrainStage(Stage):
         """Return the facts that are stored beside the weights."""
 
     def prepare(self) -> None:
-        """Get the episodes: those of the stage before, a file's, or freshly played ones."""
-        config = self.session.config
-        if self.products.train_episodes is None:
-            self._fill()
-        if not config.evaluation_only:
-            self._rehearse()
-            self._bar = Progress(config.graph_pretrain_epochs, "epoch", self.name, enabled=self.session.dist.is_main)
+        """Fix the order of sums."""
+        if not self.session.config.evaluation_only:
+            self.learner.warm_up()
+
+    def start(self) -> None:
+        """Begin with the episodes of the stage before; without them, by playing some."""
+        self._missing = {} if any(len(buffer) for buffer in self.buffers().values()) else self._wanted()
 
     def done(self) -> bool:
         """Whether all epochs have been run."""
-        return self.session.config.evaluation_only or self.clock.epoch >= self.session.config.graph_pretrain_epochs
+        config = self.session.config
+        return not self._missing and (config.evaluation_only or self.clock.epoch >= config.graph_pretrain_epochs)
 
     def collect(self) -> None:
-        """Nothing: the episodes are fixed."""
+        """Play a round of the episodes that are still missing: first those to learn from, then those to measure on."""
+        if not self._missing:
+            return
+        config, purpose = self.session.config, next(iter(self._missing))
+        buffer = self.buffers()[purpose]
+        if purpose == "pretrain" and config.pretrain_buffer_path:
+            path = Path(config.pretrain_buffer_path).expanduser() / _buffer_file(self.session.dist.rank)
+            buffer.load(path, self._facts(), "pretrain_buffer_path")
+            played = self._missing[purpose]
+        else:
+            played = self._play(purpose, buffer)
+        self._missing[purpose] -= played
+        if self._missing[purpose] <= 0:
+            del self._missing[purpose]
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+            if purpose == "pretrain" and config.save_pretrain_buffer:
+                buffer.save(
+                    self.session.folder.path / "pretrain_buffer" / _buffer_file(self.session.dist.rank), self._facts()
+                )
 
     def ready(self) -> bool:
-        """Whether there is a batch: always, the set is filled first."""
-        return True
+        """Whether there is a batch to learn from: once all episodes are there."""
+        self._learned = not self._missing and not self.done()
+        return self._learned
 
     def update(self) -> None:
         """One epoch: one sampled batch on each rank, one update."""
+        if not self._rehearsed:
+            self._rehearse()
         size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
         with self.session.measures.phases("sample"):
-            batch = self._episodes.sample(size, self._replay).to(self.session.dist.device)
-        self.metrics.add(self.learner.update(batch), prefix="train/")
+            batch = self._episodes.sample(size, self.chance(f"{self.name} sampling")).to(self.session.dist.device)
+        self.trained_on.add(self.learner.update(batch), prefix="train/")
 
     def advance(self) -> None:
-        """Count the epoch."""
+        """Count the epoch, if there was one."""
+        if not self._learned:
+            return
         self.clock.epoch += 1
         self.clock.updates += 1
         if self._bar is not None:
             self._bar.update(1)
 
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all ranks share: the best model too, and which episodes are missing."""
+        more = {"best": list(self.best), "last": dict(self.last), "missing": dict(self._missing)}
+        return {**super().shared_state(), **more}
+
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Continue from a `shared_state`."""
+        super().load_shared(state)
+        reached, epoch, weights = state["best"]
+        self.best, self.last = (float(reached), int(epoch), dict(weights)), dict(state["last"])
+        self._missing = {name: int(count) for name, count in state["missing"].items()}
+
     def evaluate(self) -> None:
         """Measure on the held-out episodes, keep the best model, write one record."""
         assert self.products.held_out is not None
-        held_out = Metrics()
-        held_out.add(self.learner.evaluate(self.products.held_out.to(self.session.dist.device)))
+        held_out, buffer = Metrics(), self.products.held_out
+        batch = buffer.batch(range(len(buffer)))
+        held_out.add(self.learner.evaluate(batch.to(self.session.dist.device)))
         values = summarise(held_out.reduce(self.session.dist))
         self.last = values
         reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
@@ -103,14 +148,12 @@ class PretrainStage(Stage):
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
         record = {f"eval/{name}": value for name, value in values.items()}
         measured = self.session.measures.record(self.clock.updates)
-        self.log({**self.metrics.reduce(self.session.dist), **record, **measured, **self.session.mishaps()})
+        self.log({**self.trained_on.reduce(self.session.dist), **record, **measured, **self.session.mishaps()})
 
     def finish(self) -> StageResult:
         """Save the last and the best model, and hand the best one on."""
         if self._bar is not None:
             self._bar.close()
-        if self.session.config.evaluation_only:
-            self.evaluate()
         module, folder = self.trained(), self.session.folder
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])
@@ -132,53 +175,60 @@ class PretrainStage(Stage):
         return self.products.train_episodes
 
     def _rehearse(self) -> None:
-        """Run the learner's discarded first pass on a few episodes, and say from it how long the stage will take."""
-        config = self.session.config
+        """Pass a few episodes through the learner without learning, and say from it how long the stage will take."""
+        config, self._rehearsed = self.session.config, True
         size = min(config.graph_pretrain_batch_size, len(self._episodes))
         few = self._episodes.sample(min(REHEARSAL_EPISODES, size), generator(config.seed, "rehearsal"))
         started = time.monotonic()
         passes = self.learner.warm_up(few.to(self.session.dist.device))
         seconds = (time.monotonic() - started) / passes * size / few.packing.n_episodes
+        left = config.graph_pretrain_epochs - self.clock.epoch
         self.session.logger.info(
-            f"{self.name}: {config.graph_pretrain_epochs} epochs, each of {size} of {len(self._episodes)} episodes on"
-            f" every rank; about {duration(seconds * config.graph_pretrain_epochs)}"
+            f"{self.name}: {left} epochs, each of {size} of {len(self._episodes)} episodes on every rank; about"
+            f" {duration(seconds * left)}"
+        )
+        self._bar = Progress(
+            config.graph_pretrain_epochs,
+            "epoch",
+            self.name,
+            enabled=self.session.dist.is_main,
+            initial=self.clock.epoch,
         )
 
-    def _fill(self) -> None:
-        """Play (or load) this rank's share of the training and the held-out episodes."""
-        session, config = self.session, self.session.config
-        facts = {"shape_key": session.info.shape_key()}
-        buffer = EpisodeBuffer(self._whole_rounds(config.graph_pretrain_episodes))
-        if config.pretrain_buffer_path:
-            path = Path(config.pretrain_buffer_path).expanduser() / _buffer_file(session.dist.rank)
-            buffer.load(path, facts, "pretrain_buffer_path")
-        elif not config.evaluation_only:
-            with session.measures.phases("collect"):
-                self._play("pretrain", buffer)
+    def _wanted(self) -> dict[str, int]:
+        """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""
+        config = self.session.config
         judged = config.eval_report_episodes if config.evaluation_only else 0
-        held_out = EpisodeBuffer(self._whole_rounds(judged or config.graph_pretrain_eval_episodes))
-        with session.measures.phases("collect"):
-            self._play("held_out", held_out)
-        self.products.train_episodes = buffer
-        self.products.held_out = held_out.batch(range(len(held_out)))
-        if config.save_pretrain_buffer and len(buffer):
-            buffer.save(session.folder.path / "pretrain_buffer" / _buffer_file(session.dist.rank), facts)
+        wanted = {} if config.evaluation_only else {"pretrain": config.graph_pretrain_episodes}
+        wanted["held_out"] = judged or config.graph_pretrain_eval_episodes
+        return wanted
 
-    def _whole_rounds(self, episodes: int) -> int:
-        """Return each rank's share of `episodes`, in whole rounds of all slots."""
-        return self.session.rounds(episodes) * self.session.env.n_slots
+    def _make_room(self) -> None:
+        """Have buffers for the episodes that are missing."""
+        products, slots = self.products, self.session.env.n_slots
+        room = {name: self.session.rounds(count) * slots for name, count in self._wanted().items()}
+        if products.train_episodes is None or products.held_out is None:
+            products.train_episodes = EpisodeBuffer(room.get("pretrain", 1))
+            products.held_out = EpisodeBuffer(room["held_out"])
 
-    def _play(self, purpose: str, into: EpisodeBuffer) -> None:
+    def _play(self, purpose: str, into: EpisodeBuffer) -> int:
+        """Play one round of all slots; return how many episodes that are over all ranks."""
         session = self.session
-        policy = pretrain_policy(session, purpose)
-        bar = Progress(into.capacity, "episode", f"{self.name}: playing", enabled=session.dist.is_main)
-        while len(into) < into.capacity:
-            rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
-            with self.phase("replay"):
-                into.add([{name: episode[name] for name in FIELDS} for episode in rollout.episodes])
-            session.say_first_episodes()
-            bar.update(rollout.n_episodes)
-        bar.close()
+        if self._bar is None:
+            text = f"{self.name}: playing"
+            self._bar = Progress(into.capacity, "episode", text, enabled=session.dist.is_main, initial=len(into))
+        if purpose not in self._policies:
+            self._policies[purpose] = pretrain_policy(session, self.chance(f"{purpose} policy"))
+        policy = self._policies[purpose]
+        rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
+        with self.phase("replay"):
+            into.add([{name: episode[name] for name in FIELDS} for episode in rollout.episodes])
+        session.say_first_episodes()
+        self._bar.update(rollout.n_episodes)
+        return session.env.n_slots * session.dist.world_size
+
+    def _facts(self) -> dict[str, str]:
+        return {"shape_key": self.session.info.shape_key()}
 
 
 def _buffer_file(rank: int) -> str:

@@ -43,6 +43,7 @@ class Stage2(PretrainStage):
         self.products.predictor = self.trained()
         if self.session.dist.is_main:
             assert self.products.held_out is not None
-            path = picture(self.session, self.products, self.products.held_out, "beliefs_stage2")
+            held_out = self.products.held_out
+            path = picture(self.session, self.products, held_out.batch(range(len(held_out))), "beliefs_stage2")
             result.files["picture"] = str(path)
         return result

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.sampler import Sampler
 from omagd.components.schedules import LinearSchedule
-from omagd.controllers.types import Exploration
+from omagd.controllers.types import Exploration, Policy
 from omagd.run.beliefs import judge_beliefs
 from omagd.run.build import build_learner
 from omagd.run.files import load_training_state, save_training_state
@@ -22,7 +23,6 @@ from omagd.utils.dist_utils import Pending
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
-from omagd.utils.seeding import generator
 
 BEST_OF = ("test_battle_won_mean", "test_return_mean")
 
@@ -41,13 +41,12 @@ class Stage3(Stage):
         self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
         self.schedule = LinearSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_anneal_time)
         self.played, self.learned = Metrics(), Metrics()
+        self.metrics = {"played": self.played, "learned": self.learned}
         self.last_test: tuple[int, dict[str, float]] = (-1, {})
         self.best: dict[str, float] = {}
-        self._explore = generator(config.seed, "explore", session.dist.rank)
-        self._replay = generator(config.seed, "replay", session.dist.rank)
-        self._sampler = Sampler(
-            self.buffer, config.batch_size, self._replay, session.dist.device, workers=config.num_workers
-        )
+        self._best_now = False
+        replay, workers = self.chance("replay"), config.num_workers
+        self._sampler = Sampler(self.buffer, config.batch_size, replay, session.dist.device, workers=workers)
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready = False
         self._bar: Progress | None = None
@@ -59,7 +58,7 @@ class Stage3(Stage):
             "played": Due(config.runner_log_interval),
             "learned": Due(config.learner_log_interval),
         }
-        self._dues = [save, *self._log_due.values()]
+        self.dues = {"test": test, "save": save, **{f"log {name}": due for name, due in self._log_due.items()}}
         self._parts_due: set[str] = set()
         self.tasks = [
             Task("test", lambda: test.due(self.clock.t_env) or self.done(), self.test),
@@ -68,19 +67,62 @@ class Stage3(Stage):
         ]
 
     def prepare(self) -> None:
-        """Fix the order of sums, then load a checkpoint if one is given."""
-        session = self.session
+        """Fix the order of sums."""
         self.learner.warm_up()
-        if session.config.checkpoint_path:
+
+    def start(self) -> None:
+        """Begin with the weights of `checkpoint_path`, if it is given: its replay starts empty, and tests at once."""
+        if self.session.config.checkpoint_path:
             load_training_state(self)
-            for due in self._dues:
-                due.last = self.clock.t_env
-            session.measures.go_on_from(self.clock.updates)
-        self._started = time.monotonic()
-        self._since = (self._started, self.clock.t_env)
-        self._bar = Progress(
-            session.config.t_max, "step", self.name, enabled=session.dist.is_main, initial=self.clock.t_env
-        )
+            for name, due in self.dues.items():
+                due.last = None if name == "test" else self.clock.t_env
+            self.session.measures.go_on_from(self.clock.updates)
+        self._go()
+
+    def _go(self) -> None:
+        """Start to measure speed, and to show how far it is."""
+        session, now = self.session, self.clock.t_env
+        self._since = (time.monotonic(), now)
+        self._bar = Progress(session.config.t_max, "step", self.name, enabled=session.dist.is_main, initial=now)
+
+    def buffers(self) -> dict[str, EpisodeBuffer]:
+        """Return the replay buffer."""
+        return {"replay": self.buffer}
+
+    def policies(self) -> dict[str, Policy]:
+        """Return the controller, which plays the training battles."""
+        return {"train": self.mac}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all ranks share, tests included."""
+        tests = {"last_test": list(self.last_test), "best": dict(self.best), "ready": self._ready}
+        return {**super().shared_state(), **tests, "seconds": self._seconds()}
+
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Continue from a `shared_state`."""
+        super().load_shared(state)
+        when, values = state["last_test"]
+        self.last_test, self.best = (int(when), dict(values)), dict(state["best"])
+        self._ready = bool(state["ready"])
+        self._started = time.monotonic() - float(state["seconds"])
+        self._go()
+
+    def renew(self, everyone: list[dict[str, Any]], generation: int) -> None:
+        """Continue among another number of ranks, whose buffers may not give a batch yet."""
+        super().renew(everyone, generation)
+        self._ready = False
+
+    def urgent(self) -> bool:
+        """Whether a test of this iteration was the best one so far."""
+        return self._best_now
+
+    def score(self) -> float | None:
+        """Return the last test's share of battles won, or its return."""
+        return next((self.last_test[1][name] for name in BEST_OF if name in self.last_test[1]), None)
+
+    def _seconds(self) -> float:
+        """Return how long the stage has taken, starts that were killed included."""
+        return time.monotonic() - self._started
 
     def done(self) -> bool:
         """Whether `t_max` environment steps have been played, over all ranks."""
@@ -88,19 +130,20 @@ class Stage3(Stage):
 
     def collect(self) -> None:
         """Play as many episodes as there are battle slots and keep them."""
-        explore = self._exploration()
+        explore, self._best_now = self._exploration(), False
         full_obs = self.mac.wants_full_obs
         self._keep(self.session.runners["train"].collect(self.mac, explore=explore, full_obs=full_obs))
         self.session.say_first_episodes()
         self.played.add({"epsilon": (explore.epsilon, 1.0)})
 
     def _exploration(self) -> Exploration:
-        return Exploration(self.schedule.value(self.clock.t_env), self._explore)
+        return Exploration(self.schedule.value(self.clock.t_env), self.chance("explore"))
 
     def _keep(self, rollout: Rollout) -> None:
         """Keep what was played, and begin to count it over all ranks."""
         with self.phase("replay"):
             self.buffer.add(rollout.episodes)
+            self.session.episode_log.write(rollout.log, t_env=self.clock.t_env)
         self.played.add(means(rollout.stats))
         counts = rollout.steps, rollout.n_episodes, self.buffer.can_sample(self.session.config.batch_size)
         self._counts = self.session.dist.sum_later(torch.tensor(counts, dtype=torch.int64))
@@ -146,7 +189,9 @@ class Stage3(Stage):
         """Play this rank's share of the test episodes greedily."""
         self._drain()
         values = greedy_episodes(self.session, self.mac, self.session.config.test_nepisode)
+        before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
         self.last_test = (self.clock.t_env, values)
+        self._best_now = (self.score() or -math.inf) > before
         for name in BEST_OF:
             if name in values:
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
@@ -162,7 +207,7 @@ class Stage3(Stage):
         values.update(self.session.mishaps())
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
-        values["wall_seconds"] = now - self._started
+        values["wall_seconds"] = self._seconds()
         values["episode"] = float(self.clock.episodes)
         values["updates"] = float(self.clock.updates)
         if self._tested():
@@ -170,9 +215,7 @@ class Stage3(Stage):
         self.log(values)
         if self.clock.updates and not self.done():  # before the first update the speed says little
             left = (self.session.config.t_max - self.clock.t_env) / values["steps_per_second"]
-            self.session.logger.info(
-                f"{self.name}: {duration(now - self._started)} passed, about {duration(left)} left"
-            )
+            self.session.logger.info(f"{self.name}: {duration(self._seconds())} passed, about {duration(left)} left")
         if not math.isfinite(values.get("loss_td", 0.0)):
             raise UserError(
                 f"lr={self.session.config.lr}: the loss is no longer a number at t_env {self.clock.t_env};"

@@ -19,6 +19,7 @@ class RunFacts:
         config: the resolved configuration as plain values.
         totals: where each clock ends, by its name ("t_env", "epoch").
         card: what the run's result depends on, see `omagd.run.card`.
+        saved: what the sinks said of themselves, by name, in the checkpoint that this run goes on from.
         wandb_project: empty for the published name. wandb_entity: empty for the user's own.
     """
 
@@ -31,6 +32,7 @@ class RunFacts:
     config: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
+    saved: dict[str, Any] = field(default_factory=dict)
     wandb_project: str = ""
     wandb_entity: str = ""
 
@@ -73,6 +75,10 @@ class Sink(ABC):
     def log(self, record: Record) -> None:
         """Take one record."""
         self._guard(self._log, record)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the same sink of a run that goes on from here must know, as plain values."""
+        return {}
 
     def close(self, exit_state: str) -> None:
         """Write out what is left; `exit_state` is "completed", "interrupted" or "failed". May be called twice."""

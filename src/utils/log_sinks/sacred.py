@@ -32,9 +32,15 @@ class SacredSink(Sink):
     def __init__(self, target: Any) -> None:
         super().__init__()
         self._target = target
+        self._before: list[str] = []
 
     def _open(self, facts: RunFacts) -> None:
-        pass
+        self._before = list(facts.saved.get(self.name, {}).get("ids", []))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ids of Sacred's records of this run, one for each start."""
+        own = getattr(self._target, "_id", None)
+        return {"ids": [*self._before, *([] if own is None else [str(own)])]}
 
     def _log(self, record: Record) -> None:
         for key, value in record.values.items():
@@ -49,6 +55,29 @@ class SacredSink(Sink):
 
     def _close(self, exit_state: str) -> None:
         pass
+
+
+class Sender:
+    """A worker's end of a `SacredRelay`.
+
+    Args:
+        connection: to the parent. run_id: of Sacred's run there.
+    """
+
+    def __init__(self, connection: Any, run_id: Any) -> None:
+        self._connection, self._id = connection, run_id
+
+    def send(self, message: tuple[str, float, int]) -> None:
+        """Send one value."""
+        self._connection.send(message)
+
+    def fileno(self) -> int:
+        """Return the number of the pipe's handle."""
+        return int(self._connection.fileno())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
 
 
 class SacredRelay:
@@ -66,7 +95,8 @@ class SacredRelay:
 
     def __init__(self, run: HasLogScalar) -> None:
         self._run = run
-        self._receiver, self.sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        self._receiver, sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        self.sender = Sender(sender, getattr(run, "_id", None))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._drain, name="sacred-relay", daemon=True)
         self._thread.start()

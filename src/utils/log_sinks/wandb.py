@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import netrc
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,17 @@ class WandbSink(Sink):
         self._facts: RunFacts | None = None
         self._run: Any = None
         self._stage = ""
+        self._ids: dict[str, str] = {}
 
     def _open(self, facts: RunFacts) -> None:
         import wandb  # noqa: F401  (say now that it is missing, not at the first log)
 
         self._facts = facts
+        self._ids = dict(facts.saved.get(self.name, {}).get("ids", {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return W&B's id of each stage's run, so that who goes on from here goes on there too."""
+        return {"ids": dict(self._ids)}
 
     def _log(self, record: Record) -> None:
         if self._run is None or record.stage != self._stage:
@@ -49,6 +56,7 @@ class WandbSink(Sink):
             place = self._facts.folder / "wandb"
             log.info("W&B: no key found, recording offline under %s (`wandb sync` uploads it)", place)
         self._stage = stage
+        self._ids.setdefault(stage, secrets.token_hex(4))
         try:
             self._run = self._init(mode)
         except Exception as error:
@@ -63,6 +71,8 @@ class WandbSink(Sink):
         facts = self._facts
         assert facts is not None
         return wandb.init(
+            id=self._ids[self._stage],
+            resume="allow",
             project=project_name(facts, self._stage),
             entity=facts.wandb_entity or None,
             group=facts.token,

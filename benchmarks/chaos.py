@@ -1,0 +1,177 @@
+"""A hundred kills over the three stages: whether runs that were killed end with the bits of those that were left alone.
+
+    python benchmarks/chaos.py [--kills 100] [--seed 1] [--only rounds workers] [--rows benchmarks/results/chaos.jsonl]
+
+Small runs of the whole method on skirmish with two or three ranks, as users type them, with `auto_resume=True`. Each
+is killed several times by SIGKILL, a random rank, a random environment worker, the launcher or all of it at once, at
+random moments, some while a checkpoint is being written, and started again until it ends. Then all weights,
+`metrics.jsonl` (without what measures the machine), the episodes of every rank and the results are compared with those
+of a run of the same configuration that was left alone, and what is left on the machine is looked for: processes (and
+with them ports), shared memory, temporary and half-written files. Of each kill is told how many iterations the newest
+checkpoint did not have, and how old it was. Exit code 1 where anything differs, is left, or more was repeated than one
+interval and the time that writing a checkpoint takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from chaos_harness import KINDS, MOMENTS, Kill, Trial, differences  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One configuration. `interval`: seconds between checkpoints."""
+
+    words: tuple[str, ...]
+    interval: float = 0.0
+
+    @property
+    def kinds(self) -> list[str]:
+        """Return what can be killed."""
+        workers = "env_processes=True" in self.words
+        return [kind for kind in KINDS if workers or kind != "worker"]
+
+
+VARIANTS = {
+    "rounds": Variant(("world_size=2", "runner=parallel")),
+    "stream": Variant(("world_size=2", "runner=stream")),
+    "workers": Variant(("world_size=2", "runner=parallel", "env_processes=True"), interval=0.5),
+    "stream of workers": Variant(("world_size=2", "runner=stream", "env_processes=True")),
+    "three ranks": Variant(("world_size=3", "runner=parallel", "env_processes=True"), interval=1.0),
+}
+
+
+@dataclass
+class Seen:
+    """What one variant came to."""
+
+    kills: list[Kill] = field(default_factory=list)
+    runs: int = 0
+    starts: int = 0
+    wrong: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
+    sys.stdout.flush()
+
+
+def plan_of(variant: Variant, kills: int, chance: random.Random) -> list[tuple[str, str]]:
+    """Return what is to be killed, and when: every kind and every moment as often as any other, in random order."""
+    kinds = [variant.kinds[number % len(variant.kinds)] for number in range(kills)]
+    moments = [MOMENTS[number % len(MOMENTS)] for number in range(kills)]
+    chance.shuffle(kinds)
+    chance.shuffle(moments)
+    return list(zip(kinds, moments, strict=True))
+
+
+def try_variant(name: str, kills: int, asked: argparse.Namespace, place: Path) -> Seen:
+    """Make `kills` kills in runs of one variant."""
+    variant, seen, begun = VARIANTS[name], Seen(), time.monotonic()
+    words = (*variant.words, f"t_max={asked.t_max}", f"checkpoint_interval={variant.interval}")
+    alone = Trial(place / "alone", words)
+    alone.undisturbed()
+    seen.left += alone.left()
+    say(f"{name}: left alone in {time.monotonic() - begun:.1f} s")
+    chance = random.Random(f"{asked.seed} {name}")
+    plan = plan_of(variant, kills, chance)
+    while len(seen.kills) < kills:
+        trial = Trial(place / f"killed_{seen.runs}", words)
+        ahead = plan[len(seen.kills) : len(seen.kills) + asked.per_run]
+
+        def told(kill: Kill) -> None:
+            seen.kills.append(kill)
+            while_saving = ", while a checkpoint was written" if kill.saving else ""
+            say(
+                f"{name}: kill {len(seen.kills)} of {kills}: {kill.kind} after iteration {kill.iteration} "
+                f"({kill.stage or 'no checkpoint'}){while_saving}; the newest is {kill.seconds:.2f} s old"
+            )
+
+        try:
+            folder = trial.disturbed(chance, ahead, told)
+            wrong = differences(alone.folder, folder)
+        except (AssertionError, OSError, ValueError) as error:
+            wrong = [f"{type(error).__name__}: {str(error)[-1500:]}"]
+        seen.runs, seen.starts = seen.runs + 1, seen.starts + trial.starts
+        left = trial.left()
+        verdict = f"{wrong or 'the same bits'}; left: {left or 'nothing'}"
+        say(f"{name}: run {seen.runs} after {trial.starts} starts: {verdict}")
+        seen.wrong += wrong
+        seen.left += left
+        if wrong and not trial.kills:
+            break
+    seen.seconds = time.monotonic() - begun
+    return seen
+
+
+def row(name: str, seen: Seen, asked: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a variant."""
+    kills, interval = seen.kills, VARIANTS[name].interval
+    seconds = [kill.seconds for kill in kills]
+    repeated = [kill.repeated for kill in kills if kill.repeated >= 0]
+    return {
+        "variant": name,
+        "checkpoint_interval": interval,
+        "runs": seen.runs,
+        "starts": seen.starts,
+        "kills": len(kills),
+        **{f"kills_{kind}": sum(kill.kind == kind for kill in kills) for kind in KINDS},
+        "kills_while_saving": sum(kill.saving for kill in kills),
+        "kills_by_stage": {s: sum(kill.stage == s for kill in kills) for s in ("", "stage1", "stage2", "stage3")},
+        "lost_seconds_median": round(statistics.median(seconds), 3) if seconds else 0.0,
+        "lost_seconds_most": max(seconds, default=0.0),
+        "repeated_iterations_most": max(repeated, default=0),
+        "different": seen.wrong,
+        "left": seen.left,
+        "seconds": round(seen.seconds),
+        "fine": not seen.wrong and not seen.left and max(seconds, default=0.0) <= interval + asked.slack,
+    }
+
+
+def main() -> None:
+    """Kill, compare, print a table; end with 1 where something is not as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="in all")
+    parser.add_argument("--per-run", type=int, default=5, help="kills of one run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--t-max", type=int, default=2000, help="steps of stage 3")
+    parser.add_argument("--slack", type=float, default=3.0, help="seconds that an iteration and a checkpoint may take")
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
+    parser.add_argument("--rows", type=Path, help="write a JSON object for each variant, and one for each kill, here")
+    asked = parser.parse_args()
+    found: dict[str, Seen] = {}
+    with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
+        for number, name in enumerate(asked.only):
+            share = asked.kills * (number + 1) // len(asked.only) - asked.kills * number // len(asked.only)
+            found[name] = try_variant(name, share, asked, (asked.keep or Path(folder)) / name.replace(" ", "_"))
+    rows = [row(name, seen, asked) for name, seen in found.items()]
+    total = sum(line["kills"] for line in rows)
+    for line in rows:
+        sys.stdout.write(json.dumps(line) + "\n")
+    fine = total >= asked.kills and all(line["fine"] for line in rows)
+    sys.stdout.write(f"{total} kills, {total if fine else 'not all'} recoveries\n")
+    if asked.rows:
+        kills = [{"variant": name, **asdict(kill)} for name, seen in found.items() for kill in seen.kills]
+        asked.rows.write_text("".join(json.dumps(line) + "\n" for line in [*rows, *kills]))
+    sys.exit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Run a command, show what it says as if nothing stood between, and append that to a log: with_log.py LOG COMMAND ...
+
+Where this process writes to a terminal the command is given a terminal too, so bars and colours stay as they are; the
+log gets of each line what stood there last, without colours. SIGINT, SIGTERM and SIGHUP are handed on once and turned
+into the exit code that shells have for them (130, 143, 129), whatever the command makes of them. `{scratch}` in the
+command is a folder that is removed in the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import pty
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import termios
+from pathlib import Path
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+SCRATCH = "{scratch}"
+END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+class Stream:
+    """One of the command's two outputs: where it comes from, where it goes, and the line that is not yet whole."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.terminal = os.isatty(target)
+        self.source, self.inner = pty.openpty() if self.terminal else os.pipe()
+        self.rest = b""
+        if self.terminal:
+            settings = termios.tcgetattr(self.inner)
+            settings[1] &= ~termios.OPOST  # the real terminal makes its own line ends
+            termios.tcsetattr(self.inner, termios.TCSANOW, settings)
+        self.resize()
+
+    def resize(self) -> None:
+        """Tell the command how large the terminal is."""
+        if self.terminal:
+            fcntl.ioctl(self.source, termios.TIOCSWINSZ, fcntl.ioctl(self.target, termios.TIOCGWINSZ, bytes(8)))
+
+    def pass_on(self) -> list[bytes] | None:
+        """Show what has come; return whole lines for the log, None at the end."""
+        try:
+            piece = os.read(self.source, 65536)
+        except OSError:  # what Linux says when the last holder of a terminal has closed it
+            piece = b""
+        if not piece:
+            return None
+        show(self.target, piece)
+        *lines, self.rest = (self.rest + piece).split(b"\n")
+        self.rest = self.rest[self.rest.rfind(b"\r", 0, -1) + 1 :]
+        return [plain(line) for line in lines]
+
+
+def show(target: int, piece: bytes) -> None:
+    """Write to a descriptor whose reader may have gone: the log is written all the same."""
+    try:
+        while piece:
+            piece = piece[os.write(target, piece) :]
+    except OSError:
+        pass
+
+
+def plain(line: bytes) -> bytes:
+    """Return what of a line is seen in the end."""
+    return COLOURS.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
+
+
+def end_with_parent() -> None:
+    """Let the command be told to end when this process is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGTERM)
+
+
+def main(log: str, *command: str) -> int:
+    """Run `command`; return its exit code, or 128 + the signal that ended it or that asked for the end."""
+    if not any(SCRATCH in word for word in command):
+        return run(log, *command)
+    with tempfile.TemporaryDirectory(prefix="omagd_launch_") as scratch:
+        return run(log, *(word.replace(SCRATCH, scratch) for word in command))
+
+
+def run(log: str, *command: str) -> int:
+    """Do what `main` does, but for the scratch folder."""
+    path = Path(log)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    streams = [Stream(1), Stream(2)]
+    asked: list[int] = []
+    child: list[subprocess.Popen] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        if child and child[0].poll() is None:
+            child[0].send_signal(number)
+
+    for number in SIGNALS:
+        signal.signal(number, hand_on)
+    signal.signal(signal.SIGWINCH, lambda *_: [stream.resize() for stream in streams])
+    # A session of its own: Ctrl-C of a terminal comes through here, once.
+    child.append(
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=streams[0].inner, stderr=streams[1].inner,
+            start_new_session=True, preexec_fn=end_with_parent,
+        )
+    )  # fmt: skip
+    if asked:
+        child[0].send_signal(asked[0])
+    for stream in streams:
+        os.close(stream.inner)
+    with path.open("ab", buffering=0) as file:
+        copy(streams, file, child[0])
+    code = child[0].wait()
+    if asked and code != 0:
+        return 128 + asked[0]
+    return code if code >= 0 else 128 - code
+
+
+def copy(streams: list[Stream], file: object, child: subprocess.Popen) -> None:
+    """Pass on both outputs until they have ended, or the command has and nothing more is there."""
+    with selectors.DefaultSelector() as selector:
+        for stream in streams:
+            selector.register(stream.source, selectors.EVENT_READ, stream)
+        while selector.get_map():
+            ready = selector.select(0.5)
+            if not ready and child.poll() is not None:
+                break
+            for key, _ in ready:
+                lines = key.data.pass_on()
+                if lines is None:
+                    selector.unregister(key.fd)
+                    lines = [plain(key.data.rest)] if key.data.rest else []
+                for line in lines:
+                    file.write(line + b"\n")  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,37 @@
+# shellcheck shell=bash
+# What the batch scripts share; sourced, never run.
+
+ranks_per_node() { # how many ranks a host gets: NUM_GPUS, else the GPUs that SLURM gives, else nothing (launch.sh looks)
+    printf '%s\n' "${NUM_GPUS:-${SLURM_GPUS_ON_NODE:-}}"
+}
+
+first_host() { # the host of rank 0
+    local hosts
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    printf '%s\n' "${hosts%%$'\n'*}"
+}
+
+rendezvous_port() { # a port of this job: other jobs on the same hosts get another one
+    printf '%s\n' "$((10000 + SLURM_JOB_ID % 20000))"
+}
+
+run_and_requeue() { # command: runs it; near the time limit (SIGUSR1) ends it in order, and queues the job again
+    local child near_limit='' code
+    "$@" &
+    child=$!
+    # srun hands SIGTERM on to its tasks: they save a checkpoint and end with 143.
+    trap 'near_limit=1; kill -TERM "$child" 2>/dev/null || true' USR1
+    trap 'kill -TERM "$child" 2>/dev/null || true' TERM
+    while true; do
+        code=0
+        wait "$child" || code=$?
+        kill -0 "$child" 2>/dev/null || break # `wait` also returns when a signal has been handled
+    done
+    wait "$child" 2>/dev/null || code=$? # what the command itself has ended with
+    # `scancel` also ends in 143: only what the time limit has stopped goes on.
+    if [ -n "$near_limit" ] && [ "$code" -eq 143 ]; then
+        printf 'stopped before the time limit; queueing job %s again\n' "$SLURM_JOB_ID"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    exit "$code"
+}

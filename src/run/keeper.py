@@ -1,0 +1,366 @@
+"""Keeping the state of a run while it goes on, and putting it back.
+
+At the end of an iteration each rank copies its state and goes on; a thread writes the copy, and rank 0's completes the
+checkpoint when all ranks have written theirs. Whether to save or to stop is summed over the ranks in each iteration, so
+that all save the same one. Episodes are written once, into files that successive checkpoints share.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.config.schema import Config
+from omagd.run.recovery import Recovered, unusable
+from omagd.utils.checkpoint import checksum
+from omagd.utils.checkpoint_store import CheckpointStore, Damaged, Draft, read_part, write_part
+from omagd.utils.dist_utils import Dist, Pending
+from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.seeding import random_state, set_random_state
+from omagd.utils.signals import deferred, saving, stop_now, stop_wanted
+from omagd.utils.state_tree import frozen
+
+if TYPE_CHECKING:
+    from omagd.run.session import Session
+    from omagd.run.stages.base import Products, Stage, StageResult
+
+
+@dataclass
+class _Written:
+    """The files that hold one rank's episodes under one name, oldest first; `next` is the first one in none of them."""
+
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    next: int = 0
+
+
+@dataclass
+class _Save:
+    """One rank's copy of everything, on its way to the disk."""
+
+    draft: Draft
+    own: dict[str, Any]
+    common: dict[str, Any] | None
+    modules: dict[str, dict[str, Any]]
+    episodes: dict[str, tuple[EpisodeBuffer, Any, dict[str, Any]]]
+    facts: dict[str, Any]
+    flushed: list[Path]
+
+
+class Keeper:
+    """Saves and restores one run on this rank.
+
+    Args:
+        config: the run. dist: the ranks. folder: of the run.
+
+    Attributes:
+        found: what this start goes on from, until it has been put back. results: of the stages that are finished.
+        iteration: iterations of the run, over all its stages and starts.
+    """
+
+    def __init__(self, config: Config, dist: Dist, folder: RunFolder) -> None:
+        self.config, self.dist, self.folder = config, dist, folder
+        self.enabled = config.enable_checkpointing and not config.evaluate
+        self.found: Recovered | None = None
+        self.results: list[StageResult] = []
+        self.iteration = 0
+        self._began = time.monotonic()
+        self._earlier = 0.0
+        attempt = dist.broadcast(secrets.token_hex(4)) if self.enabled else ""
+        keep = config.max_checkpoints_to_keep
+        self._store = CheckpointStore(folder.checkpoints, dist.rank, dist.world_size, attempt, keep)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
+        self._saved_at = time.monotonic()
+        self._flags: Pending | None = None
+        self._written: dict[str, _Written] = {}
+        self._modules: dict[str, dict[str, Any]] = {}  # trained modules that are in a file of their own
+
+    def until_boundary(self) -> AbstractContextManager[None]:
+        """Return the context in which SIGTERM waits a little for the end of an iteration."""
+        return deferred() if self.enabled else nullcontext()
+
+    def ask(self) -> None:
+        """Begin to ask all ranks whether this iteration shall be saved, or be the last one."""
+        if not self.enabled:
+            return
+        due = self.dist.is_main and time.monotonic() - self._saved_at >= self.config.checkpoint_interval
+        flags = stop_wanted(), due, self._busy
+        self._flags = self.dist.sum_later(torch.tensor(flags, dtype=torch.int64))
+
+    def boundary(self, stage: Stage) -> None:
+        """End an iteration: save if that is due; stop if a rank was asked to. Errors: Stopped."""
+        self.iteration += 1
+        if not self.enabled:
+            return
+        assert self._flags is not None
+        stop, due, busy = self._flags.wait().tolist()
+        if stop or stage.done():
+            with saving() if stop else nullcontext():
+                self.finish()
+                self._begin(stage, stage.buffers())
+                self.finish()
+        elif (due or stage.urgent()) and not busy:
+            self._begin(stage, stage.buffers())
+        if stop:
+            stage.session.logger.info(f"asked to stop: iteration {self.iteration} is saved")
+            stop_now()
+
+    def stage_finished(self, stage: Stage, result: StageResult, more: bool) -> None:
+        """Keep a stage's result and, where `more` stages follow, what it trained."""
+        self.results.append(result)
+        if self.enabled and more:
+            self.finish()
+            self._begin(stage, stage.products.buffers(), over=True)
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until what is being saved is saved."""
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+
+    def close(self) -> None:
+        """Wait for the thread and end it."""
+        self._thread.shutdown(wait=True)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds that the run has taken, starts that were killed included as far as they were saved."""
+        return self._earlier + time.monotonic() - self._began
+
+    @property
+    def _busy(self) -> bool:
+        return self._saving is not None and not self._saving.done()
+
+    def _begin(self, stage: Stage, buffers: dict[str, EpisodeBuffer], over: bool = False) -> None:
+        """Copy everything and let the thread write it."""
+        session = stage.session
+        own = {
+            "stage": {} if over else stage.own_state(),
+            "random": random_state(),
+            "runners": {name: runner.snapshot() for name, runner in session.runners.items()},
+            "past": session.told_mishaps,
+            "episode_bytes": session.episode_log.size(),
+        }
+        save = _Save(
+            draft=self._store.draft(self.iteration),
+            own=frozen(own),
+            common=frozen(self._common(stage, over)) if self.dist.is_main else None,
+            modules=self._new_modules(stage.products) if self.dist.is_main else {},
+            episodes={name: self._new_episodes(name, buffer) for name, buffer in buffers.items()},
+            facts={
+                "iteration": self.iteration,
+                "stage": stage.name,
+                "t_env": stage.clock.t_env,
+                "clock": stage.clock.state_dict(),
+                "score": None if over else stage.score(),
+                "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+            },
+            flushed=[self.folder.metrics_jsonl, self.folder.episode_log(self.dist.rank)],
+        )
+        self._saved_at = time.monotonic()
+        self._saving = self._thread.submit(self._write, save, session)
+
+    def _common(self, stage: Stage, over: bool) -> dict[str, Any]:
+        """Return what all ranks share; rank 0 writes it."""
+        logger = stage.session.logger
+        return {
+            "stage": None if over else stage.name,
+            "shared": {} if over else stage.shared_state(),
+            "finished": [asdict(result) for result in self.results],
+            "products": _checksums(stage.products),
+            "run": {
+                "wall_seconds": self.wall_seconds,
+                "metrics_bytes": _size(self.folder.metrics_jsonl),
+                "sinks": logger.state_dict(),
+            },
+        }
+
+    def _new_modules(self, products: Products) -> dict[str, dict[str, Any]]:
+        """Return copies of the weights of modules that this run has trained and no file holds."""
+        trained = {"stage1": products.tokenizer, "stage2": products.predictor}
+        names = {result.name for result in self.results} - self._modules.keys()
+        return {name: frozen(module.state_dict()) for name, module in trained.items() if name in names and module}
+
+    def _new_episodes(self, name: str, buffer: EpisodeBuffer) -> tuple[EpisodeBuffer, Any, dict[str, Any]]:
+        """Return a buffer's episodes that are in no file, and what is said of all of it."""
+        written = self._written.setdefault(name, _Written())
+        oldest = buffer.added - len(buffer)
+        written.parts = [part for part in written.parts if part["first"] + part["count"] > oldest]
+        return buffer, buffer.since(written.next), {"added": buffer.added, "kept": len(buffer)}
+
+    def _write(self, save: _Save, session: Session) -> None:
+        """Write a copy to the disk, in the thread. What goes wrong is said; the run goes on."""
+        draft = save.draft
+        try:
+            for path in save.flushed:
+                _sync(path)
+            logs = {name: self._write_episodes(name, each, draft) for name, each in save.episodes.items()}
+            modules = {name: self._write_module(name, state, draft) for name, state in save.modules.items()}
+            draft.refer({entry["file"]: entry["entry"] for entry in self._modules.values()})
+            if save.common is not None:
+                known = {name: entry["file"] for name, entry in {**self._modules, **modules}.items()}
+                draft.put("common", {**save.common, "modules": known})
+            draft.put(f"rank_{self.dist.rank}", save.own)
+            draft.report({name: said for name, (said, _) in logs.items()})
+            if self.dist.is_main:
+                draft.commit(save.facts, 60.0 * self.config.dist_timeout_minutes)
+                self._store.prune()
+            self._written = {name: written for name, (_, written) in logs.items()}
+            self._modules.update(modules)
+        except OSError as problem:
+            reason = " ".join(str(problem.strerror or problem.args[-1]).split())
+            draft.give_up(reason)
+            if self.dist.is_main:
+                draft.discard()
+            session.logger.warning(
+                f"iteration {save.facts['iteration']} could not be saved ({reason}): the run goes on, and the"
+                " checkpoint before it stands"
+            )
+
+    def _write_episodes(
+        self, name: str, found: tuple[EpisodeBuffer, Any, dict[str, Any]], draft: Draft
+    ) -> tuple[dict[str, Any], _Written]:
+        """Write the episodes that are in no file; return what the manifest says of them, and what is written now."""
+        _, stretch, said = found
+        before = self._written[name]
+        parts = list(before.parts)
+        draft.refer({part["file"]: part["entry"] for part in parts})
+        if stretch.records:
+            file = f"{name}_rank{self.dist.rank}_{stretch.first:09d}_{self._store.attempt}.episodes"
+            path = draft.keep(file, stretch.save)
+            parts.append({**stretch.describe(), "file": path, "entry": draft.files[path]})
+        return {**said, "parts": parts}, _Written(parts, stretch.first + len(stretch.records))
+
+    def _write_module(self, name: str, state: dict[str, Any], draft: Draft) -> dict[str, Any]:
+        file = draft.keep(f"{name}_{self._store.attempt}.th", lambda path: _discard(write_part(path, state)))
+        return {"file": file, "entry": draft.files[file]}
+
+    def take_up(self, found: Recovered | None, damaged: Iterable[Path] = ()) -> None:
+        """Go on from `found`: what does not belong to a stage. `damaged` checkpoints stay where they are."""
+        self.found = found
+        self._store.spared |= set(damaged)
+        if found is None:
+            return
+        from omagd.run.stages.base import StageResult
+
+        self.iteration = found.iteration
+        self._earlier = float(found.common["run"]["wall_seconds"])
+        self.results = [StageResult(**result) for result in found.common["finished"]]
+        files = found.checkpoint.manifest["files"]
+        kept = found.common["modules"]
+        self._modules = {name: {"file": file, "entry": files[file]} for name, file in kept.items() if file in files}
+        if found.own is not None:
+            for name, said in found.checkpoint.manifest["logs"][self.dist.rank].items():
+                self._written[name] = _Written(list(said["parts"]), said["added"])
+
+    def trained(self, stage: str) -> dict[str, Any] | None:
+        """Return the weights that a finished stage has left, None where there are none. Errors: UserError."""
+        entry = self._modules.get(stage)
+        if self.found is None or entry is None:
+            return None
+        try:
+            return read_part(self.found.checkpoint.shared(entry["file"]))
+        except Damaged as problem:
+            raise unusable(self.found.checkpoint.path, problem) from problem
+
+    def restore(self, stage: Stage) -> None:
+        """Put back what was saved, into the first stage that is run; any other starts at its beginning."""
+        found, self.found = self.found, None
+        if found is None:
+            stage.start()
+            return
+        session = stage.session
+        here = _checksums(stage.products)
+        if any(here.get(name) != there for name, there in found.common["products"].items()):
+            raise UserError(
+                "pretrained_tokenizer_path or pretrained_mask_predictor_path: not the modules that this run has begun"
+                " with; give the same ones, or auto_resume=False"
+            )
+        inside = found.common["stage"] == stage.name
+        if found.common["stage"] is not None and not inside:
+            raise UserError(
+                f"checkpoint {found.checkpoint.path} is of {found.common['stage']}, which this configuration does not"
+                f" run; use the configuration that wrote it"
+            )
+        try:
+            for name, buffer in stage.buffers().items():
+                found.refill(name, buffer, self.dist)
+            if inside:
+                stage.load_shared(found.common["shared"])
+            else:
+                stage.start()
+            self._restore_own(stage, found, inside)
+        except (KeyError, ValueError, TypeError, RuntimeError, AttributeError, IndexError) as problem:
+            raise unusable(found.checkpoint.path, problem) from problem
+        session.logger.info(self._how(stage, found, inside))
+
+    def _restore_own(self, stage: Stage, found: Recovered, inside: bool) -> None:
+        """Put this rank's part back; among another number of ranks, begin new reproducible streams instead."""
+        session = stage.session
+        if found.own is None:
+            for runner in session.runners.values():
+                runner.renew(found.iteration)
+            everyone = [part["stage"] for part in found.everyone]
+            stage.renew(everyone if inside else [], found.iteration)
+            if self.dist.is_main:
+                session.past_mishaps = _added([part["past"] for part in found.everyone])
+            return
+        for name, runner in session.runners.items():
+            runner.restore(found.own["runners"][name], stage.policies().get(name))
+        session.past_mishaps = dict(found.own["past"])
+        if inside:
+            stage.load_own(found.own["stage"])
+            set_random_state(found.own["random"])
+
+    def _how(self, stage: Stage, found: Recovered, inside: bool) -> str:
+        where = f"{stage.name}, {stage.clock_name} {stage.now():,}" if inside else f"the beginning of {stage.name}"
+        text = f"continuing from {found.checkpoint.path}: iteration {found.iteration}, {where}"
+        if found.own is not None:
+            return text
+        batch = stage.session.config.batch_size * self.dist.world_size
+        return (
+            f"{text}; it was written by {found.world_size} rank(s), now there are {self.dist.world_size}: the episodes"
+            f" are dealt anew, generators begin new streams, the effective batch is {batch} episodes"
+        )
+
+
+def _checksums(products: Products) -> dict[str, str]:
+    """Return checksums of the trained modules that there are."""
+    modules = {"tokenizer": products.tokenizer, "predictor": products.predictor}
+    return {name: checksum(module.state_dict()) for name, module in modules.items() if module is not None}
+
+
+def _added(parts: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for part in parts for name in part}
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _discard(_: object) -> None:
+    return None
+
+
+def _sync(path: Path) -> None:
+    """Have what was written to a file on the disk."""
+    if not path.exists():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,241 @@
+"""Which folder a run lives in: a new one, or that of an unfinished run like it; one owner at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omagd.config.schema import Config
+from omagd.utils.checkpoint_store import Checkpoint, Damaged, folders, read_checkpoint
+from omagd.utils.errors import UserError
+from omagd.utils.logging import setup_logging
+from omagd.utils.run_folder import RunFolder, write_json
+
+ELSEWHERE = frozenset(
+    {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
+    | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "use_tensorboard"}
+    | {"log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage"}
+    | {"distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "auto_resume"}
+    | {"max_restarts", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
+)
+"""Keys that do not make a run another one: where it runs, on how much, and what it tells."""
+
+READ = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path", "checkpoint_path")
+"""Keys with paths: what lies there makes a run another one, not where it lies."""
+
+OLD_RANKS_SECONDS = 60.0
+"""How long to wait for the ranks of a launcher that was killed."""
+
+CONTINUED = "continued_from.json"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run's folder that is this process's alone. `config` is what to run there."""
+
+    path: str
+    config: Config
+
+
+@contextmanager
+def claimed_folder(config: Config, token: str) -> Iterator[Claim]:
+    """Have the folder that a run lives in, under a lock that ends with the context or the process.
+
+    Args:
+        config: of the run. token: name of a new folder.
+    Errors: UserError where nothing can be written, or `checkpoint_path` holds no complete checkpoint.
+    """
+    console = setup_logging(None)
+    identity = identity_of(config)
+    claimed = _unfinished(config, identity, console) if config.auto_resume and not config.evaluate else None
+    if claimed is None:
+        folder = _new_folder(config, token)
+        lock = _try_lock(folder)
+        assert lock is not None, "a folder that was made a moment ago is nobody else's"
+        source = whole_state(config)
+        if source is not None:
+            _adopt(source, folder)
+            console.info(f"continuing from {source.path} in a new folder: {folder.path}")
+        write_json(folder.config_json, config.model_dump(mode="json"))
+        write_json(folder.path / "run.json", {"identity": identity})
+    else:
+        folder, lock = claimed
+        console.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
+    try:
+        for left in folder.checkpoints.glob(".*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        adopted = (folder.path / CONTINUED).exists()
+        yield Claim(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
+    finally:
+        os.close(lock)
+
+
+def identity_of(config: Config) -> str:
+    """Return a hash of all that makes two runs the same: their keys, without where they run and what they tell."""
+    values: dict[str, Any] = config.model_dump(mode="json")
+    kept = {key: value for key, value in values.items() if key not in ELSEWHERE}
+    for key in READ:
+        kept[key] = _content(Path(kept[key]).expanduser()) if kept[key] else ""
+    policy = Path(config.graph_pretrain_policy).expanduser()
+    kept["graph_pretrain_policy"] = _content(policy) if policy.exists() else config.graph_pretrain_policy
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _content(path: Path) -> str:
+    """Return a hash of a file or of a folder's weights and episodes; the name of a folder that holds neither."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    weights = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in path.glob("*.th")}
+    episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
+    found = sorted({**weights, **episodes}.items())
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else path.name
+
+
+def whole_state(config: Config) -> Checkpoint | None:
+    """Return the newest sound checkpoint that `checkpoint_path` means; None where it means weights alone.
+
+    A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights.
+    Errors: UserError where there are checkpoints and none of them is sound.
+    """
+    if not config.checkpoint_path or config.evaluate or config.load_step:
+        return None
+    given = Path(config.checkpoint_path).expanduser().absolute()
+    if (given / "manifest.json").exists():
+        candidates = [given]
+    else:
+        candidates = folders(given / "checkpoints") or (folders(given) if given.name == "checkpoints" else [])
+    problems = []
+    for path in candidates:
+        try:
+            found = read_checkpoint(path)
+            found.check()
+            return found
+        except Damaged as problem:
+            problems.append(f"{path.name}: {problem}")
+    if problems:
+        raise UserError(
+            f"checkpoint_path={config.checkpoint_path}: no checkpoint there is sound ({problems[0]}); give models/ to"
+            " go on from saved weights"
+        )
+    return None
+
+
+def _unfinished(config: Config, identity: str, console: Any) -> tuple[RunFolder, int] | None:
+    """Return the newest unfinished run of this configuration and its lock; None where there is none to be had."""
+    root = Path(config.local_results_path).expanduser()
+    found = [path.parent for path in root.glob("*/run.json")]
+    finished = None
+    for path in sorted(found, key=_begun, reverse=True):
+        if _json(path / "run.json").get("identity") != identity:
+            continue
+        folder = RunFolder(path)
+        if _json(folder.summary_json).get("exit_state") == "completed":
+            finished = finished or folder
+            continue
+        lock = _try_lock(folder)
+        if lock is None:
+            console.info(f"auto_resume=True: {path} is unfinished, but another process works on it")
+            continue
+        return folder, lock
+    if finished is not None:
+        console.info(f"auto_resume=True: {finished.path} is finished already; a new run begins")
+    return None
+
+
+def _begun(path: Path) -> float:
+    return (path / "run.json").stat().st_mtime
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _try_lock(folder: RunFolder) -> int | None:
+    """Return the handle of a run's lock, None where another launcher has it; its killed one's ranks are waited for."""
+    handle = os.open(folder.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    if not _ranks_have_ended(folder):
+        os.close(handle)
+        return None
+    return handle
+
+
+def _ranks_have_ended(folder: RunFolder) -> bool:
+    """Wait until no rank of an earlier start holds the folder any more; return whether that came to be."""
+    until = time.monotonic() + OLD_RANKS_SECONDS
+    handle = os.open(folder.path / "lock.ranks", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.05)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def rank_at_work(folder: RunFolder) -> Iterator[None]:
+    """Say, as long as the context or this process lasts, that a rank works in a folder."""
+    handle = os.open(folder.path / "lock.ranks", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _new_folder(config: Config, token: str) -> RunFolder:
+    """Make a run's folder. Errors: UserError where nothing can be written."""
+    try:
+        return RunFolder.create(config.local_results_path, token)
+    except OSError as problem:
+        reason = f"({problem.strerror}); give a folder that can be written"
+        raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
+
+
+def _adopt(source: Checkpoint, folder: RunFolder) -> None:
+    """Have a run's checkpoint, and what it had told until then, in another run's folder."""
+    old = RunFolder(source.path.parents[1])
+    for name in source.manifest["files"]:
+        _link(source.path.parent / name, folder.checkpoints / name)
+    _link(source.path / "manifest.json", folder.checkpoints / source.path.name / "manifest.json")
+    for path in (old.metrics_jsonl, *old.episode_logs()):
+        if path.exists():
+            target = folder.path / path.relative_to(old.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    for stage in ("stage1", "stage2"):
+        for best in (False, True):
+            if old.pretrained(stage, best).is_dir():
+                shutil.copytree(old.pretrained(stage, best), folder.pretrained(stage, best))
+    write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
+
+
+def _link(source: Path, target: Path) -> None:
+    """Have a file that is never changed at another place too, without a copy where the disk can do that."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,129 @@
+"""What the ranks wrote down before they ended, and what follows from it: whose fault it was, and whether to try again.
+
+Each attempt of a run has a folder of notes inside the run's folder, for as long as it lasts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omagd.utils.errors import RankFailed, UserError
+from omagd.utils.signals import Stopped
+
+ENDED = "all ranks have been ended"
+# How a rank may end that another one's end has torn along.
+CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
+
+
+@contextmanager
+def notes_of(path: str, attempt: int) -> Iterator[Path]:
+    """Make the folder of an attempt's notes; it goes with the block, as do those of killed attempts."""
+    for stale in Path(path).glob(".attempt_*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    folder = notes_folder(path, attempt)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def notes_folder(path: str, attempt: int) -> Path:
+    """Return the folder in the run's folder `path` where the ranks of an attempt leave their notes."""
+    return Path(path) / f".attempt_{attempt}"
+
+
+def note(folder: Path, name: str, content: Any) -> None:
+    """Write something down, whole or not at all."""
+    temporary = folder / f".{name}"
+    temporary.write_text(json.dumps(content))
+    temporary.rename(folder / f"{name}.json")
+
+
+def note_error(rank: int, folder: Path, error: BaseException) -> None:
+    """Write down what went wrong on a rank; the first error counts."""
+    if isinstance(error, UserError):
+        _note_first(rank, folder, {"user": [error.message, *error.help_lines]})
+    else:
+        _note_first(rank, folder, {"trace": "".join(traceback.format_exception(error))})
+
+
+def note_hung(rank: int, folder: Path, line: str) -> None:
+    """Write down what a rank says of another one that holds it up."""
+    _note_first(rank, folder, {"line": line})
+
+
+def summary_in(folder: Path) -> dict[str, Any]:
+    """Return the summary that rank 0 has noted."""
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def hang_noted(folder: Path) -> bool:
+    """Return whether a rank has said that another one hangs."""
+    return any("line" in found for found in _notes(folder))
+
+
+def _note_first(rank: int, folder: Path, content: dict[str, Any]) -> None:
+    name = f"rank_{rank}"
+    if not (folder / f"{name}.json").exists():
+        note(folder, name, {"time": time.time(), "rank": rank, **content})
+
+
+def _notes(folder: Path) -> list[dict[str, Any]]:
+    return sorted((json.loads(path.read_text()) for path in folder.glob("rank_*.json")), key=lambda note: note["time"])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why an attempt ended.
+
+    Attributes:
+        error: to be raised. killed: "rank 1 was killed by SIGKILL" where a signal was the cause, so that trying again
+            may help; else empty.
+    """
+
+    error: BaseException
+    killed: str = ""
+
+
+def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict:
+    """Return what came first: a rank killed from outside, one that ended without a word, the earliest note.
+
+    Args:
+        failed: exit code by rank, the first first. folder: the ranks' notes. world_size: number of ranks.
+    """
+    if len(failed) == world_size > 1 and set(failed.values()) == {128 + signal.SIGTERM}:
+        return Verdict(Stopped(signal.SIGTERM))  # one was told, and they have stopped together
+    found = _notes(folder)
+    if found and "line" in found[0]:
+        return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}"))
+    # Without a note, a rank that another one's end has torn along is not the cause. SIGTERM comes from outside: no rank
+    # has been told to end before this is asked.
+    silent = {rank: code for rank, code in failed.items() if rank not in {note["rank"] for note in found}}
+    causes = {rank: code for rank, code in silent.items() if code not in CONSEQUENCES} or ({} if found else silent)
+    for rank, code in causes.items():
+        if code == 128 + signal.SIGINT:
+            return Verdict(Stopped(signal.SIGINT))
+        number = -code if code < 0 else code - 128 if code == 128 + signal.SIGTERM else 0
+        if not number:
+            return Verdict(RankFailed(f"rank {rank} ended with exit code {code} and said nothing; {ENDED}"))
+        killed = f"rank {rank} was killed by {signal.Signals(number).name}"
+        return Verdict(RankFailed(f"{killed}{_hint(number)}; {ENDED}"), killed)
+    if "user" in found[0]:
+        return Verdict(UserError(*found[0]["user"]))
+    return Verdict(RankFailed(f"rank {found[0]['rank']} failed; {ENDED}\n{found[0]['trace']}"))
+
+
+def _hint(number: int) -> str:
+    if number != signal.SIGKILL:
+        return ""
+    return " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"

@@ -1,0 +1,319 @@
+"""`checkpoints/` of a run: whole states, each complete or not there, found again and checked before use.
+
+    checkpoints/00000120/manifest.json          what belongs to it, with sizes and SHA-256; written last
+    checkpoints/00000120/common.th rank_0.th …  tensors and plain values
+    checkpoints/kept/…                          files that several checkpoints share: replayed episodes, trained modules
+
+A save is a folder `.<name>.<attempt>.partial` into which every rank writes its part and then `report_<rank>.json`; rank
+0 waits for all reports, writes the manifest and renames the folder. What a kill leaves of it is removed by the next
+attempt. Several machines share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omagd.utils.run_folder import plain, write_json
+from omagd.utils.state_tree import thawed
+
+FORMAT = 2
+"""Of the manifest and the parts. 1 was `models/<t_env>/opt.th`, which `checkpoint_path` still reads."""
+
+MANIFEST = "manifest.json"
+POLL_SECONDS = 0.02
+
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""What makes a manifest of the next format out of one of an earlier format."""
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used; the text says why."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        path: its folder. manifest: what it says of itself; `files`: name below `checkpoints/` -> bytes and SHA-256.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    def check(self, part: int = 0, parts: int = 1) -> None:
+        """Compare every file with the manifest, or a share of them. Errors: Damaged."""
+        for name in sorted(self.manifest["files"])[part::parts]:
+            said, path = self.manifest["files"][name], self.path.parent / name
+            try:
+                size = path.stat().st_size if path.is_file() else -1  # a pipe would keep its reader waiting
+                found = _digest(path) if size == said["bytes"] else ""
+            except OSError as problem:
+                raise Damaged(f"{name}: {problem.strerror}") from problem
+            if found != said["sha256"]:
+                how = f"{size} bytes instead of {said['bytes']}" if size != said["bytes"] else "its content has changed"
+                raise Damaged(f"{name}: {how}")
+
+    def part(self, name: str) -> dict[str, Any]:
+        """Return what was put under `name`. Errors: Damaged."""
+        return read_part(self.path / f"{name}.th")
+
+    def shared(self, name: str) -> Path:
+        """Return the path of a file that the manifest names below `checkpoints/`. Errors: Damaged."""
+        if name not in self.manifest["files"]:
+            raise Damaged(f"{name} does not belong to it")
+        return self.path.parent / name
+
+
+def read_part(path: Path) -> dict[str, Any]:
+    """Return the state in a file, running nothing that is in it. Errors: Damaged."""
+    try:
+        with warnings.catch_warnings():  # torch wonders aloud about files that are none
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as problem:  # torch raises many kinds for a file that is not its own
+        raise Damaged(f"{path.name}: {str(problem).splitlines()[0][:120]}") from problem
+    if not isinstance(content, dict):
+        raise Damaged(f"{path.name}: no state of this program")
+    return dict(thawed(content))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder, its files unchecked. Errors: Damaged."""
+    if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():
+        raise Damaged(f"{MANIFEST}: no file")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise Damaged(f"{MANIFEST}: {problem.strerror}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise Damaged(f"{MANIFEST}: no JSON ({problem})") from problem
+    return Checkpoint(path, _checked(_upgraded(manifest)))
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with a checksum of what it says, as `seal`."""
+    said = {key: value for key, value in manifest.items() if key != "seal"}
+    return {**said, "seal": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()}
+
+
+def _upgraded(manifest: Any) -> dict[str, Any]:
+    if not isinstance(manifest, dict) or sealed(manifest)["seal"] != manifest.get("seal"):
+        raise Damaged(f"{MANIFEST}: its content has changed")
+    found = manifest.get("format")
+    while isinstance(found, int) and found in UPGRADES:
+        manifest = UPGRADES[found](manifest)
+        found = manifest["format"]
+    if found != FORMAT:
+        raise Damaged(f"{MANIFEST}: format {found}, which this version does not read (it reads up to {FORMAT})")
+    return dict(manifest)
+
+
+def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest that says what it must, and names no file outside `checkpoints/`. Errors: Damaged."""
+    sound = isinstance(manifest.get("world_size"), int) and isinstance(manifest.get("iteration"), int)
+    files = manifest.get("files")
+    if not sound or not isinstance(files, dict) or not isinstance(manifest.get("logs"), list):
+        raise Damaged(f"{MANIFEST}: something is missing")
+    for name, said in files.items():
+        parts = Path(name).parts
+        plain = not any(part.startswith((".", "/")) or "\0" in part for part in parts)
+        inside = len(parts) == 2 and plain
+        if not inside or not isinstance(said, dict) or not {"bytes", "sha256"} <= said.keys():
+            raise Damaged(f"{MANIFEST}: {name[:80]} is no file of a checkpoint")
+    return manifest
+
+
+class CheckpointStore:
+    """The checkpoints of one run, as one rank sees them.
+
+    Args:
+        path: `checkpoints/` of the run. rank, world_size: of this process. attempt: text that no other start of this
+            run has used; the same on all ranks. keep: how many of the newest stay; that with the best score does too.
+
+    Attributes:
+        spared: folders of damaged checkpoints, which stay where they are for who wants to look.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int, attempt: str, keep: int) -> None:
+        self.path, self.rank, self.world_size = path, rank, world_size
+        self.attempt, self.keep = attempt, keep
+        self.spared: set[Path] = set()
+
+    def clean(self) -> None:
+        """Remove what killed attempts have left half written. Called by one process that holds the run's lock."""
+        for left in self.path.glob(".*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        if self.path.is_dir():
+            self._drop_unused()
+
+    def folders(self) -> list[Path]:
+        """Return the folders of checkpoints, newest first."""
+        return folders(self.path)
+
+    def draft(self, iteration: int) -> Draft:
+        """Begin to save."""
+        return Draft(self, f"{iteration:08d}")
+
+    def prune(self) -> None:
+        """Remove checkpoints that are neither among the newest nor the best, then files that none needs."""
+        known = []
+        for path in self.folders():
+            try:
+                known += [] if path in self.spared else [read_checkpoint(path)]
+            except Damaged:
+                continue
+        scored = [found for found in known if found.manifest.get("score") is not None]
+        best = max(scored, key=lambda found: found.manifest["score"], default=None)
+        for old in known[self.keep :]:
+            if best is None or old.path != best.path:
+                doomed = old.path.with_name(f".{old.path.name}.{self.attempt}.partial")
+                old.path.rename(doomed)  # gone at once, whatever happens while it is removed
+                shutil.rmtree(doomed, ignore_errors=True)
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        needed: set[str] = set()
+        for path in self.folders():
+            try:
+                needed |= set(read_checkpoint(path).manifest["files"])
+            except Damaged:
+                continue
+        kept = self.path / "kept"
+        for path in () if kept.is_symlink() else kept.glob("*"):  # what a link leads to is not ours to remove
+            if f"kept/{path.name}" not in needed:
+                path.unlink(missing_ok=True)
+
+
+class Draft:
+    """One rank's part of a checkpoint that is being written, in any thread.
+
+    Attributes:
+        files: what this rank has written, as in the manifest.
+    """
+
+    def __init__(self, store: CheckpointStore, name: str) -> None:
+        self.store, self.name = store, name
+        self.path = store.path / f".{name}.{store.attempt}.partial"
+        self.files: dict[str, dict[str, Any]] = {}
+        self.final = self._free_name()
+
+    def _free_name(self) -> Path:
+        """Return where the checkpoint will stand: beside a damaged one of the same iteration, not over it."""
+        number, found = 1, self.store.path / self.name
+        while found.exists():
+            number += 1
+            found = self.store.path / f"{self.name}_{number}"
+        return found
+
+    def put(self, name: str, state: Mapping[str, Any]) -> None:
+        """Write a `frozen` state as `<name>.th`. Errors: OSError."""
+        entry = write_part(self.path / f"{name}.th", state)
+        self.files[f"{self.final.name}/{name}.th"] = entry
+
+    def keep(self, name: str, write: Callable[[Path], None] | None = None) -> str:
+        """Have `kept/<name>` in this checkpoint, written by `write` if it is new; return its name in the manifest."""
+        path = self.store.path / "kept" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if write is not None:
+            write(path)
+        self.files[f"kept/{name}"] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        return f"kept/{name}"
+
+    def refer(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have files in this checkpoint that an earlier one has already."""
+        self.files.update({name: dict(said) for name, said in files.items()})
+
+    def report(self, facts: Mapping[str, Any]) -> None:
+        """Say that this rank's part is complete."""
+        write_json(self.path / f"report_{self.store.rank}.json", {"files": self.files, "facts": facts})
+
+    def give_up(self, reason: str) -> None:
+        """Say, if that is possible, that this rank could not write its part."""
+        try:
+            write_json(self.path / f"report_{self.store.rank}.json", {"failed": reason})
+        except OSError:
+            pass  # the disk is full: rank 0 will not wait for ever
+
+    def commit(self, facts: Mapping[str, Any], patience: float) -> Path:
+        """Wait for all reports, then make the checkpoint appear; rank 0 alone. Return its folder.
+
+        Args:
+            facts: of the manifest. patience: seconds to wait for the other ranks.
+        Errors: OSError where something could not be written or a rank did not report.
+        """
+        reports = [self._report_of(rank, time.monotonic() + patience) for rank in range(self.store.world_size)]
+        files = {name: said for report in reports for name, said in report["files"].items()}
+        logs = [report["facts"] for report in reports]
+        said = plain({**facts, "world_size": self.store.world_size, "logs": logs, "files": files})
+        write_json(self.path / MANIFEST, sealed({"format": FORMAT, **said}))
+        for rank in range(self.store.world_size):
+            (self.path / f"report_{rank}.json").unlink()
+        _sync_folder(self.path)
+        self.path.rename(self.final)
+        _sync_folder(self.store.path)
+        return self.final
+
+    def discard(self) -> None:
+        """Remove what was written; files kept for later are removed with the next checkpoint that is complete."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _report_of(self, rank: int, deadline: float) -> dict[str, Any]:
+        path = self.path / f"report_{rank}.json"
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise OSError(None, f"rank {rank} has not written its part")
+            time.sleep(POLL_SECONDS)
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if "failed" in report:
+            raise OSError(None, f"rank {rank}: {report['failed']}")
+        return dict(report)
+
+
+def folders(path: Path) -> list[Path]:
+    """Return the folders of checkpoints below `checkpoints/`, newest first."""
+    found = [p for p in path.glob("[0-9]*") if p.is_dir() and p.name.replace("_", "").isdigit()]
+    return sorted(found, key=_age, reverse=True)
+
+
+def _age(path: Path) -> tuple[int, ...]:
+    return tuple(int(part) for part in path.name.split("_") if part)
+
+
+def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a `frozen` state and return its size and SHA-256."""
+    stream = io.BytesIO()
+    torch.save(dict(state), stream)
+    content = stream.getbuffer()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk too."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

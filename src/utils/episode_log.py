@@ -1,0 +1,43 @@
+"""One line for each episode that training has played: `episodes/rank_<r>.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from omagd.utils.run_folder import plain
+
+
+class EpisodeLog:
+    """Appends to a rank's notes; a run that goes on from a checkpoint cuts them back first.
+
+    Args:
+        path: the file; made with the first episode.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def write(self, episodes: Iterable[Mapping[str, Any]], **common: Any) -> None:
+        """Note episodes, each with what they have in `common` in front."""
+        lines = [json.dumps(plain({**common, **episode}), allow_nan=False) for episode in episodes]
+        if not lines:
+            return
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write("\n".join(lines) + "\n")
+        self._file.flush()
+
+    def size(self) -> int:
+        """Return the bytes that are written."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,286 @@
+"""Runs that are killed and started again until they end, beside one that was left alone: what differs, what is left.
+
+benchmarks/chaos.py kills a hundred times, tests/test_chaos.py a few times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES, left_behind, run_folders, summary_of
+from run_equality import differences as bits_of_difference
+
+from omagd.utils.run_folder import reproducible
+
+# All three stages in about ten seconds; an iteration takes some hundredths of a second, so that a kill hits all of it.
+TINY = (
+    "run=ddp", "use_cuda=False", "env_args.map_name=3m", "batch_size_run=2", "batch_size=4", "buffer_size=24",
+    "updates_per_iteration=2", "test_nepisode=4", "test_interval=500", "log_interval=200", "runner_log_interval=200",
+    "learner_log_interval=200", "save_model_interval=800", "graph_pretrain_epochs=6", "graph_pretrain_episodes=8",
+    "graph_pretrain_batch_size=4", "graph_pretrain_eval_episodes=4", "graph_pretrain_eval_interval=2",
+    "epsilon_anneal_time=1000", "rnn_hidden_dim=16", "mixing_embed_dim=8", "hypernet_embed=8",
+    "tokenizer_config.n_codes=16", "tokenizer_config.hidden_dim=16", "tokenizer_config.code_dim=8",
+    "tokenizer_config.dropout=0.1", "mask_predictor_config.d_model=16", "mask_predictor_config.n_layers=1",
+    "mask_predictor_config.n_heads=2", "mask_predictor_config.feedforward_dim=16", "mask_predictor_config.dropout=0.1",
+    "dist_timeout_minutes=1", "auto_resume=True",
+)  # fmt: skip
+KINDS = ("rank", "worker", "launcher", "group")
+MOMENTS = ("start", "save", "any")
+PATIENCE = 90.0
+
+
+@dataclass
+class Kill:
+    """One kill: what was hit, when it was meant to hit, and what was lost by it.
+
+    Attributes:
+        stage, iteration: of the newest checkpoint at that moment. saving: whether one was being written.
+        repeated: iterations that were played again, told from the episodes that rank 0 had noted; -1 where unknown.
+        seconds: since the newest checkpoint, or since the ranks went on from it where that is later; 0 if they had not.
+    """
+
+    kind: str
+    moment: str
+    stage: str = ""
+    iteration: int = -1
+    saving: bool = False
+    repeated: int = -1
+    seconds: float = 0.0
+
+
+def family(leader: int) -> dict[int, str]:
+    """Return the living processes of a session by id, with their roles: launcher, forkserver, rank, worker, …"""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            line = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if fields[3] == str(leader) and fields[0] not in "ZX":
+                found[int(stat.parent.name)] = (line, int(fields[1]))
+    return {pid: _role(pid, leader, found) for pid in found}
+
+
+def _role(pid: int, leader: int, found: dict[int, tuple[str, int]]) -> str:
+    line, parent = found[pid]
+    if pid == leader:
+        return "launcher"
+    for mark in ("resource_tracker", "forkserver"):
+        # What a forkserver forks has its command line too.
+        if mark in line and mark not in found.get(parent, ("", 0))[0]:
+            return mark
+    above = _role(parent, leader, found) if parent in found else "none"
+    return "worker" if above in {"rank", "worker"} else "rank"
+
+
+@dataclass
+class Trial:
+    """One configuration, in a folder of its own: started, killed, started again.
+
+    Args:
+        place: an empty folder. words: of the configuration, after TINY. variables: of the environment.
+    """
+
+    place: Path
+    words: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+    starts: int = 0
+    codes: list[int] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.temporary = self.place / "tmp"
+        self.temporary.mkdir(parents=True)
+        self.shared = set(os.listdir("/dev/shm"))
+        self.groups: list[int] = []
+        self.since = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the command, leader of a session of its own."""
+        kept = {key: value for key, value in os.environ.items() if key not in TORCHRUN_VARIABLES}
+        more = {
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.place / "torch"),
+        }
+        with (self.place / f"said_{self.starts}").open("wb") as said:
+            command = [PYTHON, MAIN, "-u", "with", *TINY, *self.words]
+            self.process = subprocess.Popen(
+                command, cwd=self.place, env={**kept, **more, **self.variables}, stdin=subprocess.DEVNULL,
+                stdout=said, stderr=said, start_new_session=True,
+            )  # fmt: skip
+        self.starts, self.since = self.starts + 1, time.time()
+        self.groups.append(self.process.pid)
+        return self.process
+
+    def undisturbed(self) -> Path:
+        """Run to the end; return the run's folder."""
+        process = self.start()
+        code = process.wait(PATIENCE)
+        assert code == 0, f"exit code {code}\n{self.said()}"
+        return self.folder
+
+    @property
+    def folder(self) -> Path:
+        """The only run's folder."""
+        (folder,) = run_folders(self.place)
+        return folder
+
+    def said(self) -> str:
+        """Return the end of what the last start said."""
+        return (self.place / f"said_{self.starts - 1}").read_text(errors="replace")[-3000:]
+
+    def disturbed(
+        self, chance: random.Random, plan: list[tuple[str, str]], told: Callable[[Kill], None] = lambda kill: None
+    ) -> Path:
+        """Run to the end, with a kill for each (kind, moment) of the plan that it lives to see; return the folder."""
+        plan = list(plan)
+        process = self.start()
+        try:
+            while True:
+                if plan and (kill := self._strike(process, *plan[0], chance)):
+                    plan.pop(0)
+                    self.kills.append(kill)
+                    told(kill)
+                    if kill.kind in {"rank", "worker"}:
+                        continue
+                code = process.wait(PATIENCE)
+                self.codes.append(code)
+                if code == 0:
+                    return self.folder
+                assert code in {-signal.SIGKILL, 1}, f"exit code {code}\n{self.said()}"
+                ranks = sum(kill.kind == "rank" for kill in self.kills)
+                assert code != 1 or ranks > 3, f"it gave up\n{self.said()}"
+                if chance.random() < 0.5:  # the other half meets ranks that have not ended yet
+                    left_behind(process.pid, 20)
+                process = self.start()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _strike(self, process: subprocess.Popen[bytes], kind: str, moment: str, chance: random.Random) -> Kill | None:
+        """Kill what `kind` says at a moment; return None where the run came to its end before."""
+        known = self.newest()[0]
+        if moment == "start":
+            self._sleep(process, chance.uniform(0.0, 4.0))
+        else:
+            enough = max(known, 0) + chance.randint(1, 8)
+            self._wait(process, lambda: self.newest()[0] >= enough)
+            self._sleep(process, chance.uniform(0.0, 0.3))
+        if moment == "save":
+            self._wait(process, lambda: bool(self._partials()))
+            time.sleep(chance.uniform(0.0, 0.03))
+        if process.poll() is not None:
+            return None
+        victims = [process.pid]
+        if kind in {"rank", "worker"}:
+            self._wait(process, lambda: kind in family(process.pid).values(), 20)
+            victims = [pid for pid, role in sorted(family(process.pid).items()) if role == kind]
+        if not victims or process.poll() is not None:
+            return None
+        iteration, stage, written = self.newest()
+        kill = Kill(kind, moment, stage, iteration, bool(self._partials()))
+        went_on = self._went_on()
+        kill.seconds = round(time.time() - max(written, went_on), 3) if went_on else 0.0
+        kill.repeated = self._to_repeat() if kind == "rank" else -1
+        if kind == "group":
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            try:
+                os.kill(chance.choice(victims), signal.SIGKILL)
+            except ProcessLookupError:
+                return None
+        if kind in {"group", "launcher"}:
+            process.wait(PATIENCE)
+            left_behind(process.pid, 20)
+            kill.repeated = self._to_repeat()
+        elif kind == "rank":
+            self.since = time.time()
+        return kill
+
+    def newest(self) -> tuple[int, str, float]:
+        """Return iteration, stage and time of the newest checkpoint; -1 before there is one."""
+        for folder in sorted(self.place.glob("results/*/checkpoints/[0-9]*"), reverse=True):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                manifest = json.loads((folder / "manifest.json").read_text())
+                return manifest["iteration"], manifest["stage"], (folder / "manifest.json").stat().st_mtime
+        return -1, "", 0.0
+
+    def _partials(self) -> list[Path]:
+        return list(self.place.glob("results/*/checkpoints/.*.partial"))
+
+    def _to_repeat(self) -> int:
+        """Return how many iterations of stage 3 the newest checkpoint does not have, by the episodes of rank 0."""
+        for folder in sorted(self.place.glob("results/*/checkpoints/[0-9]*"), reverse=True):
+            log = folder.parents[1] / "episodes" / "rank_0.jsonl"
+            try:
+                size = torch.load(folder / "rank_0.th", weights_only=True)["episode_bytes"]
+                return log.read_bytes()[int(size) :].count(b"\n") // 2 if log.exists() else 0
+            except (OSError, KeyError, RuntimeError, EOFError, ValueError):
+                continue
+        return -1
+
+    def _went_on(self) -> float:
+        """Return when the ranks of this start began to play or went on; 0 where they have not yet."""
+        for log in self.place.glob("results/*/logs/rank_0.log"):
+            said = [line for line in log.read_text().splitlines() if "continuing from" in line or "results: " in line]
+            if said:
+                when = time.mktime(time.strptime(said[-1][:19], "%Y-%m-%d %H:%M:%S"))
+                resumes = "continuing from" in said[-1] or self.newest()[0] < 0
+                return when if resumes and when >= self.since - 1.0 else 0.0
+        return 0.0
+
+    @staticmethod
+    def _sleep(process: subprocess.Popen[bytes], seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+    @staticmethod
+    def _wait(process: subprocess.Popen[bytes], true: Callable[[], bool], patience: float = PATIENCE) -> None:
+        until = time.monotonic() + patience
+        while not true() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+
+    def left(self) -> list[str]:
+        """Return what this trial has left: processes, shared memory, temporary and half-written files."""
+        found = [f"process {line}" for group in self.groups for line in left_behind(group, 10)]
+        found += [f"process {pid}" for pid in _with_variable("TMPDIR", str(self.temporary))]
+        found += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared)]
+        found += [str(path) for path in self.temporary.rglob("*")]
+        half = [path for path in (self.place / "results").rglob(".*") if path.name not in {".", ".."}]
+        return found + [str(path) for path in half]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what happened, for a table."""
+        return {"starts": self.starts, "codes": self.codes, "kills": [asdict(kill) for kill in self.kills]}
+
+
+def _with_variable(name: str, value: str) -> list[int]:
+    """Return living processes that were started with a variable."""
+    found, wanted = [], f"{name}={value}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Return in what two runs differ that must not: weights, metrics, episodes, results. Empty: the same bits."""
+    results = [
+        {name: (stage["clock"], reproducible(stage["values"])) for name, stage in summary_of(run)["stages"].items()}
+        for run in (one, other)
+    ]
+    nothing = [] if any((one / "episodes").glob("*.jsonl")) else [f"{one}: no episodes to compare"]
+    return bits_of_difference(one, other) + nothing + [f"summary: {results}"] * (results[0] != results[1])

@@ -1,0 +1,51 @@
+"""Which addresses of this host processes listen on, as the kernel tells it."""
+
+from __future__ import annotations
+
+import os
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+LISTEN = "0A"
+
+
+def listening(pids: list[int]) -> dict[int, set[IPv4Address | IPv6Address]]:
+    """Return the addresses of the TCP sockets that each process listens on; one that it has only inherited counts."""
+    known = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN:
+                known[f"socket:[{fields[9]}]"] = _address(fields[1].partition(":")[0])
+    return {pid: {known[name] for name in _descriptors(pid) if name in known} for pid in pids}
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all that descend from it."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
+
+
+def _descriptors(pid: int) -> set[str]:
+    names = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            names.add(os.readlink(entry))
+        except OSError:
+            continue
+    return names
+
+
+def _address(text: str) -> IPv4Address | IPv6Address:
+    """Read the kernel's way to write an address: words of 32 bits, each with its bytes reversed."""
+    raw = bytes.fromhex(text)
+    words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
+    return ip_address(b"".join(words))

@@ -1,0 +1,238 @@
+"""Checkpoints on disk: complete or not there, damage found and named, nothing run of what is in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from omagd.utils.checkpoint_store import (
+    FORMAT,
+    UPGRADES,
+    CheckpointStore,
+    Damaged,
+    folders,
+    read_checkpoint,
+    sealed,
+)
+from omagd.utils.state_tree import frozen, thawed
+
+STATE = {
+    "weights": {"a": torch.randn(3, 4), "b": torch.arange(5)},
+    "rng": np.random.default_rng(7).bit_generator.state,
+    "array": np.arange(6.0).reshape(2, 3),
+    "flags": np.array([True, False]),
+    "plain": [1, 2.5, "text", None, (True, b"x")],
+}
+
+
+def save(store: CheckpointStore, iteration: int, others: tuple[CheckpointStore, ...] = (), **facts: object) -> Path:
+    """Save a state as all ranks of `store` would."""
+    draft = store.draft(iteration)
+    for other in others:
+        theirs = other.draft(iteration)
+        theirs.put(f"rank_{other.rank}", frozen({"number": other.rank}))
+        theirs.report({})
+    name = f"replay_{iteration}.bin"
+    draft.keep(name, lambda path: path.write_bytes(os.urandom(100)) and None)
+    draft.put("common", frozen(STATE))
+    draft.put("rank_0", frozen({"number": iteration}))
+    draft.report({"replay": {"added": iteration}})
+    path = draft.commit({"iteration": iteration, "score": None, **facts}, 5.0)
+    store.prune()
+    return path
+
+
+def store_in(tmp_path: Path, attempt: str = "aa", rank: int = 0, world_size: int = 1, keep: int = 2) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", rank, world_size, attempt, keep)
+
+
+def files_of(path: Path) -> set[str]:
+    return {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+
+
+def test_what_is_saved_comes_back_with_every_bit(tmp_path):
+    path = save(store_in(tmp_path), 3)
+    found = read_checkpoint(path)
+    found.check()
+    state = found.part("common")
+    assert torch.equal(state["weights"]["a"], STATE["weights"]["a"])
+    assert state["rng"] == STATE["rng"], "a generator's state is wider than 64 bits"
+    assert state["array"].tobytes() == STATE["array"].tobytes()
+    assert state["flags"].dtype == bool
+    assert state["plain"] == STATE["plain"]
+    assert found.part("rank_0") == {"number": 3}
+
+
+def test_a_copy_does_not_change_with_what_it_was_made_from():
+    weights, array = torch.ones(2), np.ones(2)
+    kept = frozen({"w": weights, "a": array})
+    weights.add_(1)
+    array += 1
+    assert kept["w"].tolist() == [1.0, 1.0]
+    assert thawed(kept)["a"].tolist() == [1.0, 1.0]
+    with pytest.raises(TypeError, match="set has no place in a checkpoint"):
+        frozen({"x": {1, 2}})
+
+
+def test_the_newest_and_the_best_stay_with_the_files_that_they_need(tmp_path):
+    store = store_in(tmp_path, keep=2)
+    for iteration, score in ((1, 0.1), (2, 0.9), (3, 0.2), (10, None), (11, 0.3)):
+        save(store, iteration, score=score)
+    names = [path.name for path in folders(store.path)]
+    assert names == ["00000011", "00000010", "00000002"], "two newest, and the best"
+    kept = {name for name in files_of(store.path) if name.startswith("kept/")}
+    assert kept == {"kept/replay_11.bin", "kept/replay_10.bin", "kept/replay_2.bin"}
+    for path in folders(store.path):
+        read_checkpoint(path).check()
+
+
+def test_what_a_kill_leaves_half_written_is_no_checkpoint_and_goes(tmp_path):
+    store = store_in(tmp_path)
+    whole = save(store, 1)
+    draft = store.draft(2)
+    draft.put("common", frozen(STATE))
+    draft.keep("replay_2.bin", lambda path: path.write_bytes(b"x") and None)
+    assert [path.name for path in folders(store.path)] == ["00000001"]
+    again = store_in(tmp_path, attempt="bb")
+    again.clean()
+    assert files_of(store.path) == {f"00000001/{p.name}" for p in whole.iterdir()} | {"kept/replay_1.bin"}
+
+
+def test_a_damaged_one_is_not_written_over(tmp_path):
+    store = store_in(tmp_path)
+    first = save(store, 5)
+    (first / "common.th").write_bytes(b"torn")
+    store.spared.add(first)
+    second = save(store, 5)
+    assert second.name == "00000005_2"
+    assert (first / "common.th").read_bytes() == b"torn"
+    assert [path.name for path in folders(store.path)] == ["00000005_2", "00000005"]
+    for later in (6, 7, 8):
+        save(store, later)
+    assert [path.name for path in folders(store.path)] == ["00000008", "00000007", "00000005"], "left where it is"
+
+
+def test_every_file_truncated_flipped_or_deleted_is_found_and_named(tmp_path):
+    path = save(store_in(tmp_path), 4)
+    names = [*read_checkpoint(path).manifest["files"], f"{path.name}/manifest.json"]
+    assert len(names) == 4
+    for name in names:
+        target = path.parent / name
+        whole = target.read_bytes()
+        middle = len(whole) // 2
+        for harm in (whole[:-2], whole[:middle] + bytes([whole[middle] ^ 64]) + whole[middle + 1 :], b"", None):
+            target.unlink()
+            if harm is not None:
+                target.write_bytes(harm)
+            with pytest.raises(Damaged, match=Path(name).name.replace(".", r"\.")):
+                read_checkpoint(path).check()
+            target.write_bytes(whole)
+    read_checkpoint(path).check()
+
+
+def test_several_ranks_share_the_work_of_checking(tmp_path):
+    path = save(
+        store_in(tmp_path, world_size=3),
+        4,
+        (store_in(tmp_path, rank=1, world_size=3), store_in(tmp_path, rank=2, world_size=3)),
+    )
+    found = read_checkpoint(path)
+    assert [found.part(f"rank_{rank}")["number"] for rank in range(3)] == [4, 1, 2]
+    (path / "rank_2.th").write_bytes(b"")
+    complaints = []
+    for rank in range(3):
+        try:
+            found.check(rank, 3)
+        except Damaged as damage:
+            complaints.append(str(damage))
+    assert complaints == [
+        f"00000004/rank_2.th: 0 bytes instead of {found.manifest['files']['00000004/rank_2.th']['bytes']}"
+    ]
+
+
+def test_without_a_ranks_part_there_is_no_checkpoint(tmp_path):
+    store, other = store_in(tmp_path, world_size=2), store_in(tmp_path, rank=1, world_size=2)
+    draft = store.draft(1)
+    draft.report({})
+    with pytest.raises(OSError, match="rank 1 has not written its part"):
+        draft.commit({"iteration": 1}, 0.1)
+    other.draft(1).give_up("No space left on device")
+    with pytest.raises(OSError, match="rank 1: No space left on device"):
+        draft.commit({"iteration": 1}, 0.1)
+    draft.discard()
+    assert folders(store.path) == []
+    assert files_of(store.path) == set()
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.path}",))
+
+
+def test_nothing_in_a_checkpoint_is_run(tmp_path):
+    path, proof = save(store_in(tmp_path), 4), tmp_path / "it_ran"
+    for content in (pickle.dumps({"a": Hostile(proof)}), None):
+        if content is None:
+            torch.save({"a": Hostile(proof)}, path / "common.th")
+        else:
+            (path / "common.th").write_bytes(content)
+        with pytest.raises(Damaged, match=r"common\.th"):
+            read_checkpoint(path).part("common")
+    assert not proof.exists()
+    torch.save([1, 2], path / "common.th")
+    with pytest.raises(Damaged, match="no state of this program"):
+        read_checkpoint(path).part("common")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}},
+        {"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}},
+        {"files": {"kept/../x": {"bytes": 1, "sha256": ""}}},
+        {"files": {"kept/.x": {"bytes": 1, "sha256": ""}}},
+        {"files": {"kept/x": 3}},
+        {"files": []},
+        {"logs": None},
+        {"iteration": "12"},
+        {"world_size": None},
+        {"format": FORMAT + 1},
+        {"format": None},
+    ],
+)
+def test_a_manifest_that_says_something_else_is_refused(change, tmp_path):
+    path = save(store_in(tmp_path), 4)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(sealed({**manifest, **change})))
+    with pytest.raises(Damaged, match=r"manifest\.json"):
+        read_checkpoint(path)
+    for text in ("[]", "{", "3", '{"format": []}', json.dumps(sealed({"format": []}))):
+        (path / "manifest.json").write_text(text)
+        with pytest.raises(Damaged, match=r"manifest\.json"):
+            read_checkpoint(path)
+
+
+def test_a_manifest_of_an_earlier_format_is_brought_up_to_date(tmp_path, monkeypatch):
+    path = save(store_in(tmp_path), 4)
+    manifest = json.loads((path / "manifest.json").read_text())
+    old = {
+        **{key: value for key, value in manifest.items() if key != "logs"},
+        "format": 1,
+        "episodes": manifest["logs"],
+    }
+    (path / "manifest.json").write_text(json.dumps(sealed(old)))
+    with pytest.raises(Damaged, match=f"format 1, which this version does not read .it reads up to {FORMAT}"):
+        read_checkpoint(path)
+    monkeypatch.setitem(UPGRADES, 1, lambda m: {**m, "format": FORMAT, "logs": m["episodes"]})
+    found = read_checkpoint(path)
+    found.check()
+    assert found.manifest["logs"] == manifest["logs"]

@@ -1,0 +1,172 @@
+"""Ranks that are killed are started again, ranks that hang are named, and nothing is left of either."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_budgets import BUDGETS
+from command_harness import MAIN, PYTHON, Started, children, left_behind, run_folders, summary_of
+from sockets import listening, tree
+from trap_world import exit_state, make_plugin, start, wait_for_training
+
+from omagd.run.verdict import note, note_hung, notes_of, verdict
+from omagd.utils.errors import RankFailed
+from omagd.utils.signals import Stopped
+
+SAVING = ("checkpoint_interval=0", "t_max=1000000000")
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory) -> str:
+    return make_plugin(tmp_path_factory.mktemp("plugin"))
+
+
+def places(tmp_path: Path) -> tuple[Path, Path, set[str]]:
+    """Return where to run, a folder for temporary files, and what shared memory there is by now."""
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    return here, temporary, set(os.listdir("/dev/shm"))
+
+
+def nothing_left(group: int, cwd: Path, temporary: Path, shared: set[str]) -> None:
+    assert left_behind(group, patience=20) == []
+    assert temporary_files(temporary) == []
+    assert [path for folder in run_folders(cwd) for path in folder.glob(".attempt_*")] == []
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def temporary_files(folder: Path) -> list[str]:
+    """Return what lies there but for the cache of compiled kernels that torch itself keeps for each user."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def new_ranks(started: Started, before: list[int]) -> list[int]:
+    """Wait until other processes than `before` are the ranks, and train."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = children(started.process.pid)
+        if len(found) == len(before) and not set(found) & set(before) and all(listening([pid])[pid] for pid in found):
+            time.sleep(1.0)
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"no new ranks came\n{started.wait(1).text}")
+
+
+@pytest.mark.processes
+def test_killed_ranks_start_again_and_a_preempted_run_is_saved(plugin, tmp_path):
+    """One run's life: its sockets, a kill, the restart, then the SIGTERM that a batch system sends to all at once."""
+    here, temporary, shared = places(tmp_path)
+    started = start(plugin, here, "slow", *SAVING, TMPDIR=str(temporary))
+    ranks = wait_for_training(started, here)
+    for attempt in range(2):
+        heard = listening(tree(started.process.pid))
+        assert sum(len(addresses) > 0 for addresses in heard.values()) >= 3  # the store, and each rank
+        assert {str(address) for addresses in heard.values() for address in addresses} == {"127.0.0.1"}
+        assert temporary_files(temporary) == []
+        if attempt == 0:
+            os.kill(ranks[1], signal.SIGKILL)
+            ranks = new_ranks(started, ranks)
+    asked = time.monotonic()
+    for pid in (*ranks, started.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    ended = started.wait(60)
+    assert ended.code == 143, ended.text
+    assert time.monotonic() - asked < 25  # before they would be killed
+    assert "rank 1 was killed by SIGKILL: restarting all ranks from the newest checkpoint (1 of 3)" in ended.text
+    assert "is saved" in ended.text
+    assert "Traceback" not in ended.text
+    (folder,) = run_folders(here)
+    assert (summary_of(folder)["exit_state"], summary_of(folder)["restarts"]) == ("interrupted", 1)
+    nothing_left(ended.group, here, temporary, shared)
+
+
+@pytest.mark.processes
+def test_after_the_last_restart_the_run_fails(plugin, tmp_path):
+    here, temporary, shared = places(tmp_path)
+    options = ("max_restarts=1", "env_args.step=1", "checkpoint_interval=1000", "t_max=1000000")
+    ended = start(plugin, here, "kill", *options, TMPDIR=str(temporary)).wait(60)
+    assert ended.code == 1, ended.text
+    assert len(re.findall(r"restarting all ranks .* \(1 of 1\)", ended.text)) == 1
+    assert "error: rank 1 was killed by SIGKILL (the system does that when memory runs out" in ended.err
+    assert exit_state(here) == "failed"
+    nothing_left(ended.group, here, temporary, shared)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("how", "says"), [("stop", "no sign of life for"), ("endless", "in stage3 (collect) for")])
+def test_a_rank_that_hangs_is_named_and_ends_the_run(plugin, tmp_path, how, says):
+    here, temporary, shared = places(tmp_path)
+    ended = start(plugin, here, how, "dist_timeout_minutes=0.1", TMPDIR=str(temporary)).wait(60)
+    assert ended.code == 1, ended.text
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert re.match(rf"error: rank 1 \(host \S+, process \d+\) hangs: {re.escape(says)} \d+ s", line), line
+    assert "Traceback" not in ended.err and "restarting" not in ended.text
+    assert exit_state(here) == "failed"
+    nothing_left(ended.group, here, temporary, shared)
+
+
+@pytest.mark.processes
+def test_torchrun_starts_all_ranks_again(plugin, tmp_path):
+    here, temporary, shared = places(tmp_path)
+    torchrun = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2")
+    options = ("--config=qmix", "--env-config=trap", "with", "run=ddp", *BUDGETS, "t_max=400", "checkpoint_interval=0")
+    trap = ("env_args.how=once", "env_args.step=80", f"env_args.once={tmp_path / 'sprung'}")
+    path = os.pathsep.join(part for part in (plugin, os.environ.get("PYTHONPATH", "")) if part)
+    started = Started([*torchrun, MAIN, *options, *trap], here, PYTHONPATH=path)
+    ended = started.wait(120)
+    assert ended.code == 0, ended.text
+    assert (tmp_path / "sprung").exists()
+    (folder,) = run_folders(here)
+    assert (summary_of(folder)["exit_state"], summary_of(folder)["restarts"]) == ("completed", 1)
+    nothing_left(ended.group, here, temporary, shared)
+
+
+# --- the parts of it, without processes
+
+
+@pytest.mark.parametrize(
+    ("failed", "notes", "killed"),
+    [
+        ({1: -9, 0: 1}, {0: "connection closed"}, "rank 1 was killed by SIGKILL"),
+        ({0: 1, 1: -9}, {0: "connection closed"}, "rank 1 was killed by SIGKILL"),
+        ({1: -11, 0: -6}, {}, "rank 1 was killed by SIGSEGV"),
+        ({1: 143, 0: 1}, {0: "connection closed"}, "rank 1 was killed by SIGTERM"),
+        ({1: 7, 0: 1}, {0: "connection closed"}, ""),
+        ({0: 1, 1: 1}, {0: "connection closed", 1: "my own mistake"}, ""),
+        ({1: 1, 0: -6}, {1: "my own mistake"}, ""),
+        ({0: 143, 1: 143}, {}, ""),
+        ({0: 130, 1: 130}, {}, ""),
+    ],
+)
+def test_only_a_signal_is_worth_another_try(tmp_path, failed, notes, killed):
+    for rank, trace in notes.items():
+        note(tmp_path, f"rank_{rank}", {"time": 1.0, "rank": rank, "trace": trace})
+    assert verdict(failed, tmp_path, 2).killed == killed
+
+
+def test_ranks_that_have_all_stopped_when_told_are_no_failure(tmp_path):
+    error = verdict({1: 143, 0: 143}, tmp_path, 2).error
+    assert isinstance(error, Stopped) and error.exit_code == 143
+
+
+def test_a_hang_is_the_verdict_whatever_else_broke(tmp_path):
+    note_hung(0, tmp_path, "rank 1 hangs")
+    note(tmp_path, "rank_2", {"time": time.time() + 1, "rank": 2, "trace": "connection closed"})
+    found = verdict({0: 1, 2: 1, 1: -9}, tmp_path, 3)
+    assert isinstance(found.error, RankFailed) and found.killed == ""
+    assert str(found.error) == "rank 1 hangs; all ranks have been ended"
+
+
+def test_notes_of_killed_attempts_are_cleared_away(tmp_path):
+    stale = tmp_path / ".attempt_2"
+    stale.mkdir()
+    (stale / "rank_0.json").write_text("{}")
+    with notes_of(str(tmp_path), 0) as notes:
+        assert notes.is_dir() and not stale.exists()
+    assert list(tmp_path.iterdir()) == []

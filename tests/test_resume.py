@@ -1,0 +1,293 @@
+"""A run that is cut off ends as if it never had been; whose folder it finds; what it says where something is wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from command_budgets import BUDGETS
+from command_harness import summary_of
+from run_equality import differences, told
+
+from omagd.config.schema import Config
+from omagd.run import keeper as keeper_module
+from omagd.run.command_line import config_from, main
+from omagd.run.launch import launch
+from omagd.run.resuming import claimed_folder, identity_of, rank_at_work
+from omagd.utils import checkpoint_store
+from omagd.utils.checkpoint_store import folders, read_checkpoint
+from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder, reproducible
+
+QMIX = ("--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m", *BUDGETS, "checkpoint_interval=0")
+GRAPH = ("--config=omagd", "--env-config=skirmish", "with", "env_args.map_name=3m", *BUDGETS, "checkpoint_interval=0")
+SIZES = ("t_max=400", "buffer_size=12", "log_interval=40", "runner_log_interval=40", "learner_log_interval=40")
+
+
+def config(results: Path, base: tuple[str, ...] = QMIX, *more: str) -> Config:
+    return config_from([*base, *SIZES, f"local_results_path={results}", "auto_resume=True", *more])
+
+
+class Cut(Exception):
+    """What ends a run in these tests at a moment of their choice."""
+
+
+def cut_at(monkeypatch: pytest.MonkeyPatch, iteration: int, during: str = "advance") -> None:
+    """Let the run end in the middle of its `iteration`, counted over its stages, and its last save be complete."""
+    inner = keeper_module.Keeper.ask
+
+    def ask(self) -> None:
+        self.finish()
+        if self.iteration == iteration:
+            raise Cut
+        inner(self)
+
+    monkeypatch.setattr(keeper_module.Keeper, "ask", ask)
+
+
+def cut_run(given: Config, iteration: int) -> RunFolder:
+    """Run until `iteration` and return the folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        cut_at(patch, iteration)
+        with pytest.raises(Cut):
+            launch(given, "run")
+    (folder,) = [path.parent for path in Path(given.local_results_path).glob("*/run.json")]
+    return RunFolder(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Return the folder of a run that nobody has cut off."""
+    torch.set_num_threads(1)
+    return Path(launch(config(tmp_path_factory.mktemp("whole")), "whole")["folder"])
+
+
+@pytest.mark.parametrize(("runner", "cuts"), [("parallel", (0, 1, 2, 5, 7)), ("stream", (1, 4))])
+def test_a_run_that_is_cut_off_again_and_again_ends_with_the_same_bits(runner, cuts, whole, tmp_path):
+    if runner != "parallel":
+        whole = Path(launch(config(tmp_path / "whole", QMIX, f"runner={runner}"), "whole")["folder"])
+    given = config(tmp_path / "cut", QMIX, f"runner={runner}")
+    for cut in cuts:
+        folder = cut_run(given, cut)
+        if cut:
+            assert read_checkpoint(folders(folder.checkpoints)[0]).manifest["iteration"] == cut
+    summary = launch(given, "another")
+    assert Path(summary["folder"]) == folder.path
+    assert differences(whole, folder.path) == []
+    assert summary["exit_state"] == "completed"
+    assert summary["stages"]["stage3"]["clock"] == summary_of(whole)["stages"]["stage3"]["clock"]
+    assert len(told(whole)) >= 4
+    assert (
+        sum(1 for line in (folder.path / "episodes" / "rank_0.jsonl").open())
+        == summary["stages"]["stage3"]["clock"]["episodes"]
+    )
+
+
+def test_three_stages_are_cut_off_in_each_of_them(tmp_path):
+    torch.set_num_threads(1)
+    whole = Path(launch(config(tmp_path / "whole", GRAPH), "whole")["folder"])
+    given = config(tmp_path / "cut", GRAPH)
+    last = read_checkpoint(folders(whole / "checkpoints")[0]).manifest["iteration"]
+    stages = []
+    for cut in (1, 8, last - 2):
+        folder = cut_run(given, cut)
+        stages.append(read_checkpoint(folders(folder.checkpoints)[0]).manifest["stage"])
+    assert stages[0] == "stage1", "while it was playing the episodes to learn from"
+    assert set(stages) == {"stage1", "stage2", "stage3"}
+    summary = launch(given, "another")
+    assert differences(whole, folder.path) == []
+    assert summary["stages"].keys() == {"stage1", "stage2", "stage3"}
+    assert summary["stages"]["stage2"]["values"] == summary_of(whole)["stages"]["stage2"]["values"]
+    log = (folder.logs / "rank_0.log").read_text()
+    assert log.count("stage1: 2 epochs") <= 2, "a finished stage is not run twice"
+
+
+def test_what_a_checkpoint_copies_does_not_grow_with_the_replay(tmp_path):
+    """Every episode is written once: the files of a save hold those since the last one, and no file is changed."""
+    torch.set_num_threads(1)
+    seen: dict[str, tuple[int, int]] = {}
+    numbers: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        inner = checkpoint_store.CheckpointStore.prune
+
+        def prune(self) -> None:
+            found = read_checkpoint(self.folders()[0])
+            (log,) = [said["replay"] for said in found.manifest["logs"]]
+            parts = log["parts"]
+            assert sum(part["count"] for part in parts) >= log["kept"]
+            for part in parts:
+                path = self.path / part["file"]
+                facts = (path.stat().st_ino, path.stat().st_mtime_ns)
+                assert seen.setdefault(part["file"], facts) == facts
+            numbers.append((parts[-1]["first"], parts[-1]["count"]))
+            assert all(a["first"] + a["count"] == b["first"] for a, b in zip(parts, parts[1:], strict=False))
+            inner(self)
+
+        patch.setattr(checkpoint_store.CheckpointStore, "prune", prune)
+        summary = launch(config(tmp_path), "run")
+    folder = RunFolder(summary["folder"])
+    assert max(count for _, count in numbers) < 12, "fewer than the buffer holds"
+    kept = list((folder.checkpoints / "kept").iterdir())
+    assert len(kept) < len(seen), "files that no checkpoint needs go"
+
+
+def test_a_full_disk_is_said_and_the_checkpoint_before_stands(whole, tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    inner, full = checkpoint_store.write_part, []
+
+    def write_part(path, state):
+        if 2 <= len(folders(path.parents[1])) or full:
+            if len(full) < 3:
+                full.append(path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(b"half")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return inner(path, state)
+
+    monkeypatch.setattr(checkpoint_store, "write_part", write_part)
+    run = Path(launch(config(tmp_path), "run")["folder"])
+    assert len(full) == 3
+    log = (run / "logs" / "rank_0.log").read_text()
+    assert "could not be saved (No space left on device): the run goes on, and the checkpoint before it stands" in log
+    for path in folders(run / "checkpoints"):
+        read_checkpoint(path).check()
+    assert not list((run / "checkpoints").glob(".*"))
+    assert differences(whole, run) == [], "nothing of it shows in what is learned"
+
+
+def test_a_damaged_checkpoint_is_named_left_and_the_one_before_is_used(whole, tmp_path):
+    given = config(tmp_path / "cut")
+    folder = cut_run(given, 5)
+    newest, before = folders(folder.checkpoints)[:2]
+    (newest / "rank_0.th").write_bytes(b"nonsense")
+    launch(given, "run")
+    log = (folder.logs / "rank_0.log").read_text()
+    assert f"{newest} is damaged ({newest.name}/rank_0.th: 8 bytes instead of " in log
+    assert f"continuing from {before}: iteration 4" in log
+    assert (newest / "rank_0.th").read_bytes() == b"nonsense"
+    assert differences(whole, folder.path) == []
+
+
+def test_a_run_without_any_sound_checkpoint_begins_anew(whole, tmp_path):
+    given = config(tmp_path / "cut")
+    folder = cut_run(given, 5)
+    for path in folders(folder.checkpoints):
+        (path / "manifest.json").write_text("{}")
+    launch(given, "run")
+    assert differences(whole, folder.path) == []
+    with pytest.raises(UserError, match="no checkpoint there is sound"):
+        (folder.path / "checkpoints" / "00000001").mkdir(exist_ok=True)
+        for path in folders(folder.checkpoints):
+            (path / "manifest.json").write_text("{}")
+        launch(config(tmp_path / "other", QMIX, f"checkpoint_path={folder.path}"), "other")
+
+
+def test_a_longer_run_goes_on_from_a_finished_one_with_all_it_had(whole, tmp_path):
+    """`checkpoint_path=<run folder>`: a new folder, the same past; the old run is left as it is."""
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file() and "lock" not in p.name}
+    given = config(tmp_path, QMIX, f"checkpoint_path={whole}", "t_max=700", "auto_resume=False")
+    summary = launch(given, "longer")
+    folder = Path(summary["folder"])
+    clock, earlier = summary["stages"]["stage3"]["clock"], summary_of(whole)["stages"]["stage3"]["clock"]
+    assert clock["t_env"] >= 700 > earlier["t_env"]
+    assert clock["updates"] > earlier["updates"]
+    assert told(folder)[: len(told(whole))] == told(whole)
+    episodes = (folder / "episodes" / "rank_0.jsonl").read_text()
+    assert episodes.startswith((whole / "episodes" / "rank_0.jsonl").read_text())
+    assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file() and "lock" not in p.name}
+    log = (folder / "logs" / "rank_0.log").read_text()
+    assert f"stage3, t_env {earlier['t_env']:,}" in log
+
+
+def test_a_finished_run_starts_a_new_folder_and_says_so(tmp_path, capfd):
+    torch.set_num_threads(1)
+    given = config(tmp_path, QMIX, "t_max=60")
+    first = launch(given, "run")["folder"]
+    second = launch(given, "run")["folder"]
+    assert first != second
+    assert f"{first} is finished already; a new run begins" in "".join(capfd.readouterr())
+
+
+def test_only_an_unfinished_run_of_the_same_kind_is_continued_and_only_by_one(tmp_path, capfd):
+    given = config(tmp_path)
+    with claimed_folder(given, "run") as mine:
+        with claimed_folder(given, "run") as other:
+            assert other.path != mine.path, "somebody works on the first one"
+        assert "another process works on it" in "".join(capfd.readouterr())
+    with claimed_folder(given, "run") as again:
+        assert again.path == other.path, "the newest one"
+    with claimed_folder(config(tmp_path, QMIX, "lr=0.01"), "run") as another:
+        assert another.path not in (mine.path, other.path)
+    with claimed_folder(config(tmp_path, QMIX, "auto_resume=False"), "run") as fresh:
+        assert fresh.path not in (mine.path, other.path, another.path)
+
+
+def test_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch):
+    given = config(tmp_path)
+    with claimed_folder(given, "run") as mine:
+        pass
+    monkeypatch.setattr("omagd.run.resuming.OLD_RANKS_SECONDS", 0.2)
+    with rank_at_work(RunFolder(mine.path)), claimed_folder(given, "run") as other:
+        assert other.path != mine.path
+    Path(other.path, "run.json").unlink()
+    with claimed_folder(given, "run") as again:
+        assert again.path == mine.path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "same"),
+    [
+        ("world_size", 2, True),
+        ("run", "ddp", True),
+        ("ddp_port", 23456, True),
+        ("log_interval", 7, True),
+        ("use_wandb", True, True),
+        ("checkpoint_interval", 9.0, True),
+        ("unique_token", "x", True),
+        ("seed", 2, False),
+        ("lr", 0.1, False),
+        ("t_max", 7, False),
+        ("runner", "stream", False),
+        ("env_args", {"map_name": "8m"}, False),
+    ],
+)
+def test_what_makes_a_run_another_one(key, value, same, tmp_path):
+    given = config(tmp_path)
+    assert (identity_of(given) == identity_of(given.model_copy(update={key: value}))) is same
+
+
+def test_a_module_that_has_moved_is_the_same_and_another_one_is_not(tmp_path):
+    def of(path: Path, content: bytes) -> str:
+        path.mkdir()
+        (path / "tokenizer.th").write_bytes(content)
+        return identity_of(config(tmp_path).model_copy(update={"pretrained_tokenizer_path": str(path)}))
+
+    first = of(tmp_path / "a", b"weights")
+    assert first == of(tmp_path / "b", b"weights")
+    assert first != of(tmp_path / "c", b"WEIGHTS")
+
+
+def test_a_checkpoint_of_another_configuration_is_refused_in_one_line(tmp_path, capsys):
+    torch.set_num_threads(1)
+    folder = cut_run(config(tmp_path / "cut"), 3)
+    for change in ("rnn_hidden_dim=32", "mixer=vdn"):
+        updates = [*SIZES, f"local_results_path={tmp_path / 'other'}", f"checkpoint_path={folder.path}", change]
+        assert main([*QMIX, *updates]) == 2
+        err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert len(err) == 1
+        assert "does not fit this run" in err[0]
+
+
+def test_values_of_the_machine_are_told_from_what_is_learned():
+    learned = {"loss_td": 1.0, "t_env": 3, "test_return_mean": 2.0, "updates": 4.0, "lost_episodes": 1.0}
+    machine = {
+        "time/update": 0.5,
+        "steps_per_second": 9.0,
+        "wall_seconds": 3.0,
+        "worker_restarts": 1.0,
+        "memory/rss_mb": 3,
+    }
+    assert reproducible({**machine, **learned}) == learned

@@ -1,0 +1,382 @@
+"""Files from others run nothing, whatever stands in them; secrets stay where the user has put them."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import os
+import pickle
+import signal
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_budgets import BUDGETS
+from command_harness import MAIN, PYTHON, ROOT, Started, records, run_folders, summary_of
+
+from omagd.components.episode_file import MARK, read_episodes
+from omagd.run.command_line import main
+from omagd.utils.checkpoint import load_file
+from omagd.utils.checkpoint_store import CheckpointStore, Damaged, read_checkpoint, read_part, sealed
+from omagd.utils.errors import UserError
+from omagd.utils.state_tree import frozen
+
+SOURCES = [path for folder in ("src", "scripts", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+# Here pickled objects come through a pipe from a process that this program has started, never from a file.
+BETWEEN_OWN_PROCESSES = {"shared_env_worker.py", "process_envs.py", "worker_processes.py"}
+OWN_RESULTS = "ranks.py"  # of the benchmarks: what its own processes have measured
+SECRETS = {
+    "WANDB_API_KEY": "5ec2e7000000000000000000000000000000cafe",
+    "NETRC": "5ec2e7111111111111111111111111111111cafe",
+    "SACRED_MONGO_URL": "mongodb://me:5ec2e7222222@db.example.org/runs",
+    "GITHUB_TOKEN": "ghp_5ec2e7333333333333333333333333",
+}
+
+
+class Hostile:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def hostile_files(marker: Path) -> dict[str, bytes]:
+    """Return files that would run code where they are unpickled: plain, as torch writes them, within a good one."""
+    plain = pickle.dumps({"weights": Hostile(marker)}, protocol=2)
+    stream = io.BytesIO()
+    torch.save({"weights": torch.ones(3), "hidden": Hostile(marker)}, stream)
+    legacy = io.BytesIO()
+    torch.save({"hidden": Hostile(marker)}, legacy, _use_new_zipfile_serialization=False)
+    return {"plain": plain, "torch": stream.getvalue(), "legacy": legacy.getvalue()}
+
+
+def called(node: ast.AST) -> str:
+    """Return the dotted name of what a call calls, empty for everything else."""
+    parts, inner = [], node.func if isinstance(node, ast.Call) else None
+    while isinstance(inner, ast.Attribute):
+        parts, inner = [inner.attr, *parts], inner.value
+    return ".".join([inner.id, *parts]) if isinstance(inner, ast.Name) else ""
+
+
+def reads_what_could_run(path: Path, node: ast.AST) -> bool:
+    """Return whether a call would run what stands in a file, or could."""
+    name = called(node)
+    module, _, what = name.rpartition(".")
+    if what not in {
+        "load",
+        "loads",
+        "open",
+        "load_all",
+        "eval",
+        "exec",
+        "unsafe_load",
+        "full_load",
+        "add_safe_globals",
+    }:
+        return False
+    words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+    if name == "torch.load":
+        return words.get("weights_only") != "True" and path.name != OWN_RESULTS
+    if name in {"yaml.load", "yaml.load_all"}:
+        return words.get("Loader") not in {"SAFE_LOADER", "ConfigLoader"}
+    if module in {"np", "numpy"}:
+        return words.get("allow_pickle", "False") != "False"
+    if module in {"pickle", "marshal", "shelve", "dill", "joblib", "torch.jit"}:
+        return path.name not in BETWEEN_OWN_PROCESSES
+    return name in {"eval", "exec"} or what in {"unsafe_load", "full_load", "add_safe_globals"}
+
+
+def test_no_file_is_unpickled_and_nothing_in_one_is_evaluated():
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {called(node)}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if reads_what_could_run(path, node)
+    ]
+    assert len(SOURCES) > 100
+    assert found == []
+    assert reads_what_could_run(Path("x.py"), ast.parse("torch.load(a, weights_only=False)", mode="eval").body)
+
+
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch marker']", "t_max: !!python/name:os.system"])
+def test_a_hostile_configuration_runs_nothing(tmp_path, monkeypatch, capsys, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(text)
+    assert main(["--config=a.yaml", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
+
+
+def test_the_hostile_files_of_this_test_are_hostile(tmp_path):
+    pickle.loads(hostile_files(tmp_path / "marker")["plain"])
+    assert (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("kind", ["plain", "torch", "legacy"])
+def test_a_weights_file_runs_nothing(tmp_path, kind):
+    file = tmp_path / "agent.th"
+    file.write_bytes(hostile_files(tmp_path / "marker")[kind])
+    with pytest.raises(UserError, match="checkpoint_path=.*cannot be read"):
+        load_file(file, "checkpoint_path")
+    with pytest.raises(Damaged, match=r"agent\.th"):
+        read_part(file)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "more"),
+    [
+        ("checkpoint_path", "models/100/agent.th", ["--config=qmix", "with", "evaluate=True"]),
+        ("checkpoint_path", "models/100/opt.th", ["--config=qmix", "with"]),
+        ("pretrained_tokenizer_path", "tokenizer.th", ["with", "recontructer_stage=stage2"]),
+        ("pretrained_mask_predictor_path", "stage2_model.th", ["with", "recontructer_stage=stage3"]),
+    ],
+)
+def test_a_hostile_file_on_the_command_line_is_one_line(tmp_path, monkeypatch, capsys, key, name, more):
+    monkeypatch.chdir(tmp_path)
+    files = [name, "models/100/agent.th", "models/100/mixer.th"] if name.endswith("opt.th") else [name]
+    for each in files:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).write_bytes(hostile_files(tmp_path / "marker")["torch"])
+    given = [f"{key}={tmp_path / name}"] if key.startswith("pretrained") else [f"{key}={tmp_path}"]
+    if key == "pretrained_mask_predictor_path":
+        given += [f"pretrained_tokenizer_path={tmp_path / name}"]
+    code = main([*more, *BUDGETS, *given])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
+    assert code == 2
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    assert not (tmp_path / "marker").exists()
+
+
+def episode_file(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return MARK + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text + data
+
+
+GOOD = {"version": 1, "facts": {}, "rows": [2], "fields": []}
+FIELD = {"name": "x", "dtype": "float32", "shape": [2], "sha256": hashlib.sha256(bytes(16)).hexdigest()}
+
+
+def test_an_episode_file_as_it_should_be(tmp_path):
+    (tmp_path / "a").write_bytes(episode_file({**GOOD, "fields": [FIELD]}, bytes(16)))
+    (episode,) = read_episodes(tmp_path / "a", {}, "pretrain_buffer_path", 9)
+    assert episode["x"].tolist() == np.zeros((2, 2)).tolist()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps({"a": 1}),
+        MARK,
+        MARK + (1 << 62).to_bytes(8, "little") + bytes(40),
+        episode_file(b"no JSON"),
+        episode_file(b"\xff\xfe"),
+        episode_file(b"[" * 100_000),
+        episode_file([1, 2]),
+        episode_file({**GOOD, "facts": None}),
+        episode_file({**GOOD, "rows": None}),
+        episode_file({**GOOD, "rows": [10**18], "fields": [FIELD]}, bytes(16)),
+        episode_file({**GOOD, "rows": [2.0], "fields": [FIELD]}, bytes(16)),
+        episode_file({**GOOD, "rows": [True, 1], "fields": [FIELD]}, bytes(16)),
+        episode_file({**GOOD, "fields": [7]}, bytes(16)),
+        episode_file({**GOOD, "fields": [{**FIELD, "shape": [-1, -2]}]}, bytes(16)),
+        episode_file({**GOOD, "fields": [{**FIELD, "shape": [2.0]}]}, bytes(16)),
+        episode_file({**GOOD, "fields": [{**FIELD, "shape": [0, 10**30]}]}),
+        episode_file({**GOOD, "fields": [{**FIELD, "shape": "ab"}]}, bytes(16)),
+        episode_file({**GOOD, "fields": [{**FIELD, "dtype": "object"}]}, bytes(16)),
+        episode_file({**GOOD, "fields": [{**FIELD, "dtype": ["f4", "O"]}]}, bytes(16)),
+        episode_file({**GOOD, "fields": [{**FIELD, "name": ["x"]}]}, bytes(16)),
+        episode_file({**GOOD, "fields": [{**FIELD, "sha256": None}]}, bytes(16)),
+        episode_file({**GOOD, "fields": [{key: FIELD[key] for key in ("name", "dtype", "shape")}]}, bytes(16)),
+        episode_file({**GOOD, "fields": [FIELD]}, b"7" * 16),
+    ],
+)
+def test_an_episode_file_that_lies_is_one_line(tmp_path, content):
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(UserError, match="pretrain_buffer_path="):
+        read_episodes(tmp_path / "a", {}, "pretrain_buffer_path", 10**20)
+
+
+@pytest.fixture
+def store(tmp_path) -> CheckpointStore:
+    """Return the checkpoints of a run, with one in it: iteration 3."""
+    path = tmp_path / "run" / "checkpoints"
+    made = CheckpointStore(path, 0, 1, "a", 2)
+    draft = made.draft(3)
+    draft.put("common", frozen({"x": torch.ones(2)}))
+    draft.put("rank_0", frozen({"y": 1}))
+    draft.report({})
+    draft.commit({"iteration": 3}, 5.0)
+    return made
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    """Change a manifest."""
+    file = path / "manifest.json"
+    file.write_text(json.dumps(sealed({**json.loads(file.read_text()), **changes})))
+
+
+@pytest.mark.parametrize("part", ["common", "rank_0"])
+def test_a_part_of_a_checkpoint_runs_nothing_though_its_checksum_is_right(store, tmp_path, part):
+    (path,) = store.folders()
+    content = hostile_files(tmp_path / "marker")["torch"]
+    (path / f"{part}.th").write_bytes(content)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    files[f"{path.name}/{part}.th"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    rewrite(path, files=files)
+    found = read_checkpoint(path)
+    found.check()
+    with pytest.raises(Damaged):
+        found.part(part)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../../secret", "/etc/passwd", "00000003/../../secret", "..", "", "kept/../x/y", "00000003/.hidden", "a/b\0"],
+)
+def test_a_manifest_names_nothing_outside(store, name):
+    (path,) = store.folders()
+    rewrite(path, files={name: {"bytes": 1, "sha256": "0" * 64}})
+    with pytest.raises(Damaged):
+        read_checkpoint(path).check()
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff", b"[]", b"null", b"[" * 100_000, b'{"format": 2}', b'{"format": [1]}', b'{"format": "x"}']
+)
+def test_a_manifest_that_is_none_is_damaged(store, text):
+    (path,) = store.folders()
+    (path / "manifest.json").write_bytes(text)
+    with pytest.raises(Damaged):
+        read_checkpoint(path).check()
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(store):
+    (path,) = store.folders()
+    (path / "common.th").unlink()
+    os.mkfifo(path / "common.th")
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    files[f"{path.name}/common.th"] = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    rewrite(path, files=files)
+    with pytest.raises(Damaged):
+        read_checkpoint(path).check()
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+    with pytest.raises(Damaged):
+        read_checkpoint(path)
+
+
+def test_what_is_removed_stands_within_the_run(store, tmp_path):
+    """A link in the place of `kept/` or of a checkpoint leads nowhere when old files are removed."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("years")
+    (store.path / "kept").symlink_to(precious)
+    (store.path / ".00000009.b.partial").symlink_to(precious)
+    (store.path / "00000001").symlink_to(precious)
+    store.clean()
+    store.prune()
+    assert (precious / "thesis.tex").read_text() == "years"
+
+
+def test_a_zip_that_promises_more_than_it_holds(tmp_path):
+    """A small file must not make memory for what it merely names."""
+    stream = io.BytesIO()
+    torch.save({"x": torch.zeros(4)}, stream)
+    source, out = zipfile.ZipFile(stream), io.BytesIO()
+    with zipfile.ZipFile(out, "w") as target:
+        for entry in source.infolist():
+            content = source.read(entry)
+            if entry.filename.endswith("data.pkl"):
+                content = content.replace(b"K\x04", b"J\x00\x00\x00\x40")  # 4 numbers become 2^30
+            target.writestr(entry.filename, content)
+    (tmp_path / "a.th").write_bytes(out.getvalue())
+    with pytest.raises(Damaged):
+        read_part(tmp_path / "a.th")
+
+
+@pytest.mark.parametrize("words", [["-m", SECRETS["SACRED_MONGO_URL"]], [f"--mongo_db={SECRETS['SACRED_MONGO_URL']}"]])
+def test_an_address_with_a_password_is_refused_and_not_repeated(capsys, words):
+    assert main([*words, "with", "t_max=100"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert "5ec2e7" not in said
+
+
+@pytest.mark.processes
+def test_secrets_reach_no_file_and_no_command_line(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".netrc").write_text(f"machine api.wandb.ai login user password {SECRETS['NETRC']}\n")
+    (home / ".netrc").chmod(0o600)
+    work = tmp_path / "work"
+    work.mkdir()
+    variables = {**SECRETS, "NETRC": str(home / ".netrc"), "HOME": str(home)}
+    command = [PYTHON, MAIN, "--config=qmix", "--env-config=skirmish", "with", "run=ddp", "world_size=2", *BUDGETS]
+    started = Started(
+        [*command, "use_wandb=True", "use_tensorboard=True", "checkpoint_interval=0", "env_processes=True"],
+        work, **variables,
+    )  # fmt: skip
+    seen: set[bytes] = set()
+    until = time.monotonic() + 120
+    while started.process.poll() is None and time.monotonic() < until:
+        seen |= command_lines()
+        time.sleep(0.05)
+    ended = started.wait(5)
+    assert ended.code == 0, ended.text
+    assert any(b"wandb" in line for line in seen) and any(b"main.py" in line for line in seen)
+    (folder,) = run_folders(work)
+    assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    texts = {str(path): path.read_bytes() for path in work.rglob("*") if path.is_file()}
+    texts |= {"output": ended.text.encode(), "command lines": b"\n".join(seen)}
+    marks = [b"5ec2e7"]
+    assert [(name, mark) for name, text in texts.items() for mark in marks if mark in text] == []
+
+
+def command_lines() -> set[bytes]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.add(path.read_bytes())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.processes
+def test_a_run_with_a_hostile_checkpoint_goes_on_without_it(tmp_path):
+    command = [PYTHON, MAIN, "--config=qmix", "--env-config=skirmish", "with", *BUDGETS, "env_args.map_name=3m"]
+    command += ["t_max=1200", "checkpoint_interval=0", "auto_resume=True"]
+    started = Started(command, tmp_path)
+    until = time.monotonic() + 90
+    while len(manifests(tmp_path)) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    os.killpg(started.group, signal.SIGKILL)
+    started.wait(10)
+    newest = max(manifests(tmp_path))
+    content = hostile_files(tmp_path / "marker")["torch"]
+    files = json.loads(newest.read_text())["files"]
+    for part in newest.parent.glob("*.th"):
+        part.write_bytes(content)
+        name = f"{newest.parent.name}/{part.name}"
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    rewrite(newest.parent, files=files)
+    ended = Started(command, tmp_path).wait(120)
+    assert ended.code == 0, ended.text
+    (folder,) = run_folders(tmp_path)
+    assert newest.parent.name in ended.text
+    assert summary_of(folder)["exit_state"] == "completed" and records(folder)
+    assert not (tmp_path / "marker").exists()
+
+
+def manifests(cwd: Path) -> list[Path]:
+    return sorted(cwd.glob("results/*/checkpoints/[0-9]*/manifest.json"))
