@@ -151,7 +151,7 @@ def presets() -> str:
     default = _flat(read_yaml(ROOT / "src" / "config" / "default.yaml"))
     for name in config_names("algs"):
         values = _flat(read_yaml(find_yaml("algs", name)))
-        changed = [f"`{key}={value}`" for key, value in values.items() if key != "name" and default[key] != value]
+        changed = [f"`{key}={value}`" for key, value in values.items() if key != "name" and default.get(key) != value]
         lines.append(f"| `{name}` | {' '.join(changed) or 'nothing'} |")
     return "\n".join(lines) + "\n"
 

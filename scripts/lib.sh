@@ -62,6 +62,18 @@ count_gpus() { # python: GPUs that this process may use (CUDA_VISIBLE_DEVICES co
     "$1" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null || printf '0\n'
 }
 
+choose_gpus() { # python, list of GPUs or nothing: lets the run see these alone; refuses those that are not there
+    local given=${2:-} listed found
+    [ -n "$given" ] || return 0
+    case $given in
+        *[!0-9,]* | ,* | *, | *,,*) fail "--gpus $given: must be numbers of GPUs with commas in between, as in 0,2" ;;
+    esac
+    listed=$(printf '%s\n' "$given" | tr ',' '\n' | sort -u | wc -l)
+    found=$(CUDA_VISIBLE_DEVICES=$given count_gpus "$1")
+    [ "$((found))" -eq "$((listed))" ] || fail "--gpus $given: only $((found)) of these $((listed)) GPUs are on this machine"
+    export CUDA_VISIBLE_DEVICES=$given
+}
+
 choose_workers() { # python: sets NUM_GPUS where it is not given: the GPUs that are there, else two CPU workers
     [ -z "${NUM_GPUS:-}" ] || return 0
     NUM_GPUS=$(count_gpus "$1")

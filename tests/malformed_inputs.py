@@ -263,7 +263,7 @@ def unknown_names(chance: random.Random) -> Iterator[Malformed]:
     while True:
         key = chance.choice(sorted(NAMES))
         name = chance.choice(
-            ["", "none", "None", "3", "..", "os:system", "a.b:c", "é", "x" * 400, misspelt(chance, key)]
+            ["", "nobody", "None", "3", "..", "os:system", "a.b:c", "é", "x" * 400, misspelt(chance, key)]
         )
         yield Malformed((*chance.choice([GRAPHS, PLAIN]), f"{key}={name}"))
 

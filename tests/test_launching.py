@@ -18,7 +18,7 @@ from command_harness import ROOT
 from omagd.run.command_line import config_from
 
 WITH_LOG = str(ROOT / "scripts" / "with_log.py")
-BATCH = ("slurm/one_node.sbatch", "slurm/many_nodes.sbatch")
+BATCH = ("slurm/one_node.sbatch", "slurm/many_nodes.sbatch", "slurm/snakes.sbatch")
 SCRIPTS = ("launch.sh", "slurm/lib.sh", "scripts/quick_distributed_test.sh", *BATCH)
 NODE = "--nodes 2 --node-rank 1 --master-addr 10.9.8.7"
 
@@ -239,6 +239,7 @@ def slurm(tmp_path):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         program(tmp_path / "bin" / name, text)
     program(tmp_path / "repository" / "launch.sh", LAUNCH)
+    program(tmp_path / "repository" / "train_ddp.sh", LAUNCH.replace("launch.sh", "train_ddp.sh $NUM_GPUS"))
     (tmp_path / "repository" / "slurm").mkdir()
     (tmp_path / "repository" / "slurm" / "lib.sh").write_text((ROOT / "slurm" / "lib.sh").read_text())
 
@@ -274,6 +275,13 @@ def test_slurm_on_one_host(slurm):
     started.communicate(timeout=20)
     assert started.returncode == 0
     assert [line for line in slurm.called() if line.startswith("launch.sh")] == ["launch.sh --gpus 4 t_max=9"]
+
+
+def test_slurm_plays_snakes_on_the_gpus_of_its_job(slurm):
+    started = slurm("slurm/snakes.sbatch", "--max_episodes", "9")
+    started.communicate(timeout=20)
+    assert started.returncode == 0
+    assert [line for line in slurm.called() if line.startswith("train_ddp.sh")] == ["train_ddp.sh 4 --max_episodes 9"]
 
 
 @pytest.mark.parametrize("code", [1, 2, 143])

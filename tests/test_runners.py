@@ -239,7 +239,7 @@ def test_an_endless_episode_is_an_error():
 
 
 def test_the_episode_runner_plays_one_slot():
-    assert REGISTRY.names() == ["episode", "parallel", "stream"]
+    assert REGISTRY.names() == ["episode", "parallel", "stream", "ticks"]
     with pytest.raises(UserError, match="runner=parallel"):
         runner_of(FakeEnv(2), name="episode")
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
     "run_pretrain_ddp.sh",
     "run_gnn_stage3_ddp.sh",
+    "train_ddp.sh",
     "quickstart.sh",
     "run_tests.sh",
     "install_sc2.sh",
@@ -61,7 +62,7 @@ def test_scripts_are_bash_that_parses_and_can_be_executed(script):
     assert script == "scripts/lib.sh" or os.access(ROOT / script, os.X_OK)
 
 
-@pytest.mark.parametrize("script", ["run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh", "quickstart.sh"])
+@pytest.mark.parametrize("script", ["run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh", "train_ddp.sh", "quickstart.sh"])
 def test_launchers_never_change_directory(script):
     assert not [line for line in (ROOT / script).read_text().splitlines() if line.strip().startswith("cd ")]
 
@@ -120,6 +121,54 @@ def test_what_is_typed_counts_more_than_going_on(call, script):
     """The last value of a key is the one that counts."""
     _, _, args = call(script, "auto_resume=False", TOKENIZER_PATH="t", MASK_PREDICTOR_PATH="m")
     assert [arg for arg in args if arg.startswith("auto_resume=")] == ["auto_resume=True", "auto_resume=False"]
+
+
+def test_snakes_take_the_published_flags(call):
+    flags = "--max_episodes 50000 --batch_size=128 --epsilon 0.4 --epsilon_speed 0.9999 --a_lr 0.01 --c_lr=0.02"
+    flags += " --save_interval 1000 --opponent_difficulty_strategy curriculum --enable_opponent_evasion"
+    done, folder, args = call("train_ddp.sh", *flags.split(), "seed=3", "--opponent_evasion_start_episode", "7")
+    assert (done.returncode, folder) == (0, str(call.folder))
+    assert args[:4] == [str(ROOT / "src" / "main.py"), "--config=snakes_ddpg", "--env-config=snakes", "with"]
+    assert {"run=ddp", "learner=ddpg_learner_ddp", "world_size=2", "auto_resume=True"} <= set(args)
+    expected = "t_max=10000000 batch_size=128 epsilon_start=0.4 epsilon_speed=0.9999 lr=0.01 critic_lr=0.02"
+    expected += " save_model_interval=200000 opponent_difficulty_strategy=curriculum enable_opponent_evasion=True"
+    assert args[-11:] == [*expected.split(), "seed=3", "opponent_evasion_start_episode=7"]
+
+
+def test_snakes_go_on_from_a_run_and_an_episode(call):
+    run = call.folder / "results" / "mine"
+    run.mkdir(parents=True)
+    _, _, args = call("train_ddp.sh", "--load_model", "--load_model_run", "mine", "--load_model_run_episode", "2000")
+    assert args[-2:] == ["checkpoint_path=results/mine", "load_step=400000"]
+    _, _, args = call("train_ddp.sh", "--load_model", f"--load_model_run={run}")
+    assert args[-1] == f"checkpoint_path={run}"
+
+
+def test_snakes_take_some_of_the_gpus(call):
+    _, _, args = call("train_ddp.sh", "--gpus", "0,2", FAKE_GPUS="2")
+    assert "world_size=2" in args
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--gpus", "0,7"], "--gpus 0,7: only 1 of these 2 GPUs are on this machine"),
+        (["--gpus", "0,,1"], "--gpus 0,,1: must be numbers of GPUs"),
+        (["--gpus", "all"], "--gpus all: must be numbers of GPUs"),
+        (["--max_episodes", "many"], "--max_episodes many: must be a whole number"),
+        (["--gamma"], "--gamma needs a value"),
+        (["--alpha", "1"], "--alpha: not understood"),
+        (["--load_model"], "--load_model needs --load_model_run"),
+        (["--load_model", "--load_model_run", "nobody"], "--load_model_run nobody: no such run in results"),
+        (["--load_model_run_episode", "3"], "say what --load_model shall go on from"),
+    ],
+)
+def test_what_snakes_cannot_do_is_said_in_one_line(call, args, words):
+    done, _, called = call("train_ddp.sh", *args, FAKE_GPUS="1")
+    assert (done.returncode, called) == (2, [])
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
 
 
 def test_a_second_quickstart_begins_anew():

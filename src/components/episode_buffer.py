@@ -15,6 +15,9 @@ from omagd.components.episode_file import Facts, read_episodes, write_episodes
 from omagd.components.episode_stretch import Stretch
 from omagd.utils.packing import Episode, PackedBatch, time_order
 
+SHORT, TOGETHER = 8, 256
+"""Rows up to which episodes are encoded together, and how many of them."""
+
 
 class EpisodeBuffer:
     """At most `capacity` episodes; a new one replaces the oldest. What is taken out has the bits that were put in.
@@ -57,13 +60,29 @@ class EpisodeBuffer:
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes (tensors [L + 1, ...]), oldest first. Errors: ValueError unless all have the same fields."""
+        waiting: list[Episode] = []  # short ones of one length, which are encoded together: single steps, mostly
         for episode in episodes:
+            rows = _rows(episode)
+            if waiting and (rows != _rows(waiting[0]) or rows > SHORT or len(waiting) == TOGETHER):
+                self._put_together(waiting)
+                waiting = []
             spec = spec_of(episode)
             if self._codec is None:
                 self._codec = Codec(spec)
             if spec != self._codec.spec:
+                self._put_together(waiting)
                 raise ValueError(f"an episode differs from the others of this buffer in {_odd(spec, self._codec.spec)}")
-            self._put(self._encode(episode))
+            waiting.append(episode)
+        self._put_together(waiting)
+
+    def _put_together(self, episodes: list[Episode]) -> None:
+        """Put episodes of one length and spec."""
+        if len(episodes) == 1:
+            self._put(self._encode(episodes[0]))
+        elif episodes:
+            joined = {name: torch.cat([episode[name] for episode in episodes]) for name in episodes[0]}
+            for records in self._encode(joined).split(_rows(episodes[0])):
+                self._put(records.clone())  # alone in its memory, which is free when it is replaced
 
     def _encode(self, episode: Episode) -> Tensor:
         """Return an episode's records; where it breaks a rule, store that field plain from now on, in all episodes."""
@@ -158,6 +177,10 @@ class EpisodeBuffer:
         episodes = deque(read_episodes(path, facts or {}, key, self.capacity))
         self.clear()
         self.add(_handed_over(episodes))
+
+
+def _rows(episode: Episode) -> int:
+    return len(next(iter(episode.values())))
 
 
 def _handed_over(episodes: deque[Episode]) -> Iterator[Episode]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from omagd.config.schema import Config
+
 
 @dataclass(frozen=True)
 class LinearSchedule:
@@ -21,3 +23,27 @@ class LinearSchedule:
         """Return the value at clock `t` ≥ 0."""
         passed = min(t / self.duration, 1.0)
         return self.start + (self.finish - self.start) * passed
+
+
+@dataclass(frozen=True)
+class FactorSchedule:
+    """From `start`, times `speed` at each step, and never below `finish`.
+
+    Args:
+        start, finish: values at its ends. speed: factor for one environment step over all ranks, in (0, 1].
+    """
+
+    start: float
+    finish: float
+    speed: float
+
+    def value(self, t: int) -> float:
+        """Return the value at clock `t` ≥ 0."""
+        return max(self.finish, self.start * self.speed**t)
+
+
+def epsilon_schedule(config: Config) -> LinearSchedule | FactorSchedule:
+    """Return how epsilon falls: in a straight line, or by `epsilon_speed` where that is given."""
+    if config.epsilon_speed is not None:
+        return FactorSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_speed)
+    return LinearSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_anneal_time)

@@ -58,6 +58,9 @@ class EntityLayout:
         return (self.move_dim, (self.n_enemies, self.enemy_dim), (self.n_allies, self.ally_dim), self.own_dim)
 
 
+_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards"}
+
+
 @dataclass(frozen=True)
 class EnvInfo:
     """Facts of one environment, asked once; `layout` is None where graphs are not supported.
@@ -71,6 +74,7 @@ class EnvInfo:
         layout: entity layout of `obs`, if there is one.
         scripted_policies: names that the environment's `scripted_actions` understands.
         has_win: whether `battle_won` means something here.
+        agent_rewards: whether each agent's own reward is told (`StepResult.agent_reward`).
     """
 
     name: str
@@ -84,10 +88,11 @@ class EnvInfo:
     layout: EntityLayout | None = None
     scripted_policies: tuple[str, ...] = ()
     has_win: bool = True
+    agent_rewards: bool = False
 
     def shape_key(self) -> str:
         """Return a short hash of what pre-trained graph modules depend on: environment, map, sizes."""
-        facts = {k: v for k, v in asdict(self).items() if k not in {"scripted_policies", "has_win"}}
+        facts = {k: v for k, v in asdict(self).items() if k not in _NOT_SHAPES}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, object]:

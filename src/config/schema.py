@@ -77,10 +77,10 @@ class Config(Frozen):
     env: str  # environment by name
     env_args: dict[str, Any]  # arguments of the environment, see below
     learner: str  # learner by name; the *_ddp names are the same learners
-    mac: str  # controller by name
+    mac: str  # controller by name; ddpg_mac draws actions, for the ddpg learners
     agent: str  # network of the agents by name
     mixer: str  # network that joins the agents' values by name
-    runner: str  # parallel: batch_size_run battles in rounds | stream: each begins its next at once | episode: one
+    runner: str  # parallel: rounds of battles | stream: each begins its next at once | ticks: some steps | episode: one
     action_selector: str  # epsilon_greedy | greedy (explores never)
     name: str  # of the configuration; begins the run folder's name
     seed: Whole  # every random number of a run follows from it
@@ -109,24 +109,36 @@ class Config(Frozen):
     batch_size_run: Count  # battles per rank
     env_processes: bool  # each battle in a process of its own; without, batched environments play in this one
     act_in_halves: bool  # with environments in processes: decide for one half while the other half steps
-    buffer_size: Count  # episodes kept for replay; a new one replaces the oldest
+    ticks_per_iteration: Count  # runner=ticks: steps of every battle between updates
+    buffer_size: Count  # episodes kept for replay (runner=ticks: steps); a new one replaces the oldest
     t_max: Count  # environment steps over all ranks at which stage 3 ends
     epsilon_start: Unit  # share of random actions at step 0
     epsilon_finish: Unit  # share of random actions after epsilon_anneal_time
     epsilon_anneal_time: Count  # environment steps over all ranks, in a straight line
+    epsilon_speed: Annotated[float, Field(gt=0.0, le=1.0)] | None  # epsilon times this at each step; given, no line
 
-    batch_size: Count  # episodes of one update
-    updates_per_iteration: Count  # updates after as many episodes as there are battle slots
+    opponent_difficulty_strategy: str  # none (as env_args say) | linear | exponential | curriculum | self_play
+    opponent_order: str  # from weak to strong: measured | published
+    enable_opponent_evasion: bool  # play evasion too, as often as each of the others
+    opponent_evasion_start_episode: Whole  # episodes over all ranks before evasion comes in
+    opponent_pool_size: Count  # self_play: selves that are kept, the newest ones
+    opponent_pool_interval: Count  # self_play: updates between two of them
+
+    batch_size: Count  # episodes of one update (runner=ticks: steps)
+    updates_per_iteration: Count  # updates after as many episodes as there are battle slots, or after the ticks
     gamma: Unit  # discount for one environment step
     td_lambda: Unit  # 0: one-step targets, 1: whole returns
     double_q: bool  # the trained agent chooses the action that the target network values
     lr: Positive  # step size of Adam in stage 3
+    critic_lr: Positive | None  # ddpg: that of the critic; None: lr
+    tau: Annotated[float, Field(gt=0.0, le=1.0)]  # ddpg: share by which targets follow at each update
+    gumbel_softmax: bool  # ddpg: one-hot actions, straight-through by Gumbel noise, instead of the softmax itself
     grad_norm_clip: Positive  # norm to which the gradient over all ranks is cut, in every stage
     target_update_interval: Count  # episodes over all ranks between copies of the target networks
     target_update_updates: Count | None  # updates between copies; given, it replaces target_update_interval
     use_per: bool  # prioritised replay: refused, not built
 
-    rnn_hidden_dim: Width  # size of the agents' memory (H)
+    rnn_hidden_dim: Width  # size of the agents' memory (H); ddpg, bicnet: width of the hidden layers
     use_layer_norm: bool  # n_rnn only: normalise the memory before the values are read
     use_orthogonal: bool  # n_rnn only: orthogonal initial weights
     obs_agent_id: bool  # agents read which of the team they are

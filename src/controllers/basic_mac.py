@@ -96,10 +96,16 @@ class BasicMAC:
         part = None if tick.active.all() else np.flatnonzero(tick.active)
         with torch.inference_mode():
             q = self._values(inputs, part)
-        epsilon, rng = (explore.epsilon, explore.rng) if explore else (0.0, None)
-        actions = self.selector.select(q, seen.avail_actions, epsilon, rng)
+        actions, chosen = self._choose(q, seen.avail_actions, explore)
         self._remember(actions, part)
-        return Decision(actions, extras)
+        return Decision(actions, {**extras, **chosen})
+
+    def _choose(
+        self, q: np.ndarray, available: np.ndarray, explore: Exploration | None
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return actions [B, n] from values and `available` [B, n, A] each, and what is stored of the choice."""
+        epsilon, rng = (explore.epsilon, explore.rng) if explore else (0.0, None)
+        return self.selector.select(q, available, epsilon, rng), {}
 
     def _values(self, inputs: AgentInputs, part: np.ndarray | None) -> np.ndarray:
         """Return the values [B, n, A] of one tick and keep the memory; of the slot numbers `part` alone if given."""

@@ -6,8 +6,9 @@ Shapes: B battle slots, n agents, A actions. Arrays are NumPy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel
@@ -125,6 +126,27 @@ class BatchedEnv(ABC):
 
     def close(self) -> None:  # noqa: B027 most environments have nothing to release
         """Release processes and memory. May be called twice."""
+
+
+@runtime_checkable
+class ChangingOpponents(Protocol):
+    """A batched environment with a team that is played inside, by whom can be said from outside.
+
+    Attributes:
+        ladders: orders of opponents by name, each from weak to strong.
+    """
+
+    ladders: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    @property
+    def opponents(self) -> list[str]:
+        """Names of the opponents of the slots' present episodes."""
+
+    def set_opponents(self, opponents: Sequence[Any], weights: Sequence[float] | None = None) -> None:
+        """Draw the opponents of episodes that begin from now on from these names and objects, by their `weights`."""
+
+    def frozen_opponent(self, name: str, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
+        """Return an opponent that plays what these layers say: weight [out, in], bias [out], ReLU in between."""
 
 
 class MultiAgentEnv(ABC):

@@ -46,6 +46,13 @@ class NQLearner:
         self.updates = 0
         self._copied_at = (0, 0)  # episodes, updates: the key that counts may change when a training is continued
 
+    @staticmethod
+    def how_targets_move(config: Config, environments: int) -> str:
+        """Return, in words, how often targets are copied with so many `environments` of all ranks."""
+        until_copied = math.ceil(config.target_update_interval / environments)
+        every = config.target_update_updates or until_copied * config.updates_per_iteration
+        return f"targets copied every {every} updates"
+
     def warm_up(self) -> None:
         """Run a discarded forward and backward on a made-up batch; once, before anything is loaded."""
         packing = Packing((3, 2))

@@ -201,6 +201,7 @@ def _effort(config: Config, world_size: int, environments: int) -> dict[str, Any
     return reads | {
         "environments": environments,
         "updates_per_round": config.updates_per_iteration,
+        **({"ticks_per_round": config.ticks_per_iteration} if config.runner == "ticks" else {}),
         "effective_batch": config.batch_size * world_size,
         "t_max": config.t_max,
         **_tests(config.test_nepisode, environments),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from omagd import learners
 from omagd.config.schema import Config
 from omagd.run.build import build_session, load_products, n_slots, require_same_weights, restore_products
 from omagd.run.card import Card, make_card, settled, start_lines
@@ -18,7 +19,7 @@ from omagd.run.memory import memory_warnings, told
 from omagd.run.plan import ranks_here
 from omagd.run.recovery import Recovered, cut_back, recover
 from omagd.run.resuming import rank_at_work
-from omagd.run.session import Session, rounds
+from omagd.run.session import Session
 from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
 from omagd.utils.allocator import keep_freed_memory
@@ -177,16 +178,17 @@ def first_summary(
 def _say_start(session: Session, card: Card) -> None:
     config, dist, info = session.config, session.dist, session.info
     environments = session.env.n_slots * dist.world_size
-    until_copied = rounds(config.target_update_interval, environments)
-    every = config.target_update_updates or until_copied * config.updates_per_iteration
+    learner = learners.REGISTRY.get(config.learner)
+    targets = f", {learner.how_targets_move(config, environments)}" if hasattr(learner, "how_targets_move") else ""
     sizes = (
         f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}, at most"
         f" {info.episode_limit} steps"
     )
+    runner = session.runners["train"]
     batch = (
         f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments, effective batch"
-        f" {config.batch_size * dist.world_size} episodes, {config.updates_per_iteration} update(s) per {environments}"
-        f" episodes, targets copied every {every} updates"
+        f" {config.batch_size * dist.world_size} {runner.unit}, {config.updates_per_iteration} update(s) per"
+        f" {runner.per_iteration(config, environments)}{targets}"
     )
     for line in start_lines(card, sizes, batch):
         session.logger.info(line)

@@ -106,10 +106,11 @@ class Keeper:
         assert self._flags is not None
         stop, due, busy = self._flags.wait().tolist()
         if stop or stage.done():
-            with saving() if stop else nullcontext():
-                self.finish()
-                self._begin(stage, stage.buffers())
-                self.finish()
+            if stop:
+                saving()
+            self.finish()
+            self._begin(stage, stage.buffers())
+            self.finish()
         elif (due or stage.urgent()) and not busy:
             self._begin(stage, stage.buffers())
         if stop:
@@ -329,10 +330,10 @@ class Keeper:
         text = f"continuing from {found.checkpoint.path}: iteration {found.iteration}, {where}"
         if found.own is not None:
             return text
-        batch = stage.session.config.batch_size * self.dist.world_size
+        batch, unit = self.config.batch_size * self.dist.world_size, stage.session.runners["train"].unit
         return (
             f"{text}; it was written by {found.world_size} rank(s), now there are {self.dist.world_size}: the episodes"
-            f" are dealt anew, generators begin new streams, the effective batch is {batch} episodes"
+            f" are dealt anew, generators begin new streams, the effective batch is {batch} {unit}"
         )
 
 

@@ -6,6 +6,7 @@ import textwrap
 
 import yaml
 
+from omagd import runners
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
 from omagd.run.build import n_slots
@@ -37,12 +38,12 @@ def facts(config: Config, outlook: Outlook) -> dict[str, object]:
     start = "torchrun" if plan.joins else "spawn" if plan.spawns else "this process"
     device = "cuda" if plan.cuda else "cpu"
     card = make_card(config, plan.world_size, plan.device(0))
-    slots = n_slots(config)
+    slots, unit = n_slots(config), runners.REGISTRY.get(config.runner).unit
     sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
     return {
         "stages": ", ".join(outlook.stages),
         "world size": f"{plan.world_size} ({start}, {device})",
-        "effective batch": f"{config.batch_size * plan.world_size} episodes per update",
+        "effective batch": f"{config.batch_size * plan.world_size} {unit} per update",
         "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
         "environment": f"{sizes}, episodes of at most {info.episode_limit} steps",
         "card": f"{card['id']} (docs/card.md)",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from omagd import runners
 from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -84,8 +85,9 @@ def _mend(config: Config, stage: str, phase: str) -> str:
 
 
 def replay_bytes(config: Config, info: EnvInfo) -> int:
-    """Return the bytes of a full replay buffer of stage 3 if every episode reached `episode_limit`."""
-    return Codec(replay_spec(config, info)).width * (info.episode_limit + 1) * config.buffer_size
+    """Return the bytes of a full replay buffer of stage 3 if every entry is as long as can be."""
+    rows = int(runners.REGISTRY.get(config.runner).rows(info))
+    return Codec(replay_spec(config, info)).width * rows * config.buffer_size
 
 
 def replay_spec(config: Config, info: EnvInfo) -> Spec:
@@ -99,8 +101,12 @@ def replay_spec(config: Config, info: EnvInfo) -> Spec:
         "reward": (torch.float32, ()),
         "terminated": (torch.uint8, ()),
     }
+    if info.agent_rewards:
+        spec["agent_reward"] = (torch.float32, (n,))
     if config.use_full_obs:
         spec["full_obs"] = spec["obs"]
+    if config.mac == "ddpg_mac":
+        spec["action_probs"] = (torch.float32, (n, info.n_actions))
     if config.use_graph_reconstruction and info.layout is not None:
         mean = config.mask_predictor_config.decode == "mean"
         one = (torch.float16, (n, info.obs_dim)) if mean else (torch.int16, (n, info.layout.n_nodes))

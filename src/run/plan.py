@@ -47,6 +47,8 @@ def make_plan(config: Config) -> Plan:
 
     cuda = config.use_cuda and torch.cuda.is_available()
     cards = torch.cuda.device_count() if cuda else 0
+    if config.use_cuda:
+        _check_subset(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     if joins:
         world_size = int(os.environ["WORLD_SIZE"])
         local = ranks_here(world_size)
@@ -83,6 +85,25 @@ def _check_torchrun(config: Config) -> None:
     if "RANK" in os.environ and len(config.seeds) > 1:
         seeds = ",".join(map(str, config.seeds))
         raise UserError(f"seeds={seeds}: torchrun's group runs one seed. Start torchrun once for each, with seed=…")
+
+
+def _check_subset(cards: int) -> None:
+    """Refuse GPUs that are named and not there, which CUDA leaves out with all behind them. Errors: UserError.
+
+    cards: that CUDA shows. On a machine without GPUs the variable says nothing.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    wanted = {name.strip() for name in named.split(",")} - {"", "-1", "NoDevFiles"}
+    if cards < len(wanted) and has_gpus():
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={named}: only {cards} of these {len(wanted)} GPUs can be used on this machine."
+            " Name others, or give use_cuda=False"
+        )
+
+
+def has_gpus(folder: str = "/dev") -> bool:
+    """Return whether the system knows of GPUs of the kind that CUDA_VISIBLE_DEVICES speaks of."""
+    return any(name.removeprefix("nvidia").isdigit() for name in os.listdir(folder) if name.startswith("nvidia"))
 
 
 def _check_group() -> None:

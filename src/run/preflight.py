@@ -26,6 +26,7 @@ NAMED = {
     "runner": "omagd.runners",
     "mac": "omagd.controllers",
     "action_selector": "omagd.components.action_selectors",
+    "opponent_difficulty_strategy": "omagd.components.opponent_schedules",
     "agent": "omagd.modules.agents",
     "mixer": "omagd.modules.mixers",
 }
@@ -56,9 +57,11 @@ def preflight(config: Config) -> Outlook:
         _known(key, getattr(config, key), registry_of(package))
     plan = make_plan(config)  # torch is imported from here on; a mistyped name is told without it
     from omagd.run.machine import check_machine
+    from omagd.run.opponents import check_opponents
 
     info = describe_env(config)
     check_machine(config, plan, info)
+    check_opponents(config, info)
     if config.use_graph_reconstruction and info.layout is None:
         raise UserError(
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"

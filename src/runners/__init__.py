@@ -16,5 +16,6 @@ REGISTRY: Registry[type[Runner]] = Registry(
         "episode": "omagd.runners.episode_runner:EpisodeRunner",
         "parallel": "omagd.runners.parallel_runner:ParallelRunner",
         "stream": "omagd.runners.stream_runner:StreamRunner",
+        "ticks": "omagd.runners.tick_runner:TickRunner",
     },
 )

@@ -208,6 +208,7 @@ class Play:
             if lasting:  # what was seen can be copied while the slots step
                 recorder.saw(slots, steps, seen)
             recorder.chose(slots, steps, actions, decision.extras)
+            self._wrote(recorder, slots, steps)
         if closing.any():
             self._close(closing, again)
             clock.seed = seeds
@@ -223,8 +224,7 @@ class Play:
         clock.stepping &= ~stepped
         reward = result.reward[slots]
         if self.recorder is not None:
-            terminal = result.terminated[slots] & ~result.truncated[slots]
-            self.recorder.got(slots, clock.step[slots], reward, terminal)
+            self.recorder.got(slots, clock.step[slots], result)
         clock.reward[slots] += reward
         clock.step[slots] += 1
         ended = result.terminated & stepped
@@ -261,7 +261,7 @@ class Play:
             length = int(clock.step[slot])
             rollout.end(slot, int(clock.seed[slot]), length, float(clock.reward[slot]), self._results.pop(slot))
             if self.recorder is not None:
-                rollout.episodes.append(self.recorder.take(slot, length))
+                self._ended(self.recorder, slot, length)
         clock.closing &= ~closing
         if again.any():
             self.policy.reset(again)
@@ -269,3 +269,10 @@ class Play:
             clock.reward[again] = 0.0
             clock.left[again] -= 1
             clock.playing |= again
+
+    def _wrote(self, recorder: Recorder, slots: np.ndarray, steps: np.ndarray) -> None:
+        """Do what is to be done once the rows `steps` of `slots` are complete but for what their steps bring."""
+
+    def _ended(self, recorder: Recorder, slot: int, length: int) -> None:
+        """Take what an episode has left."""
+        self.rollout.episodes.append(recorder.take(slot, length))

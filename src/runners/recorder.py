@@ -6,8 +6,11 @@ import numpy as np
 import torch
 
 from omagd.config.env_info import EnvInfo
-from omagd.envs.protocol import Observation
+from omagd.envs.protocol import Observation, StepResult
 from omagd.utils.packing import Episode
+
+FOLLOWED = ("actions", "reward", "terminated", "agent_reward")
+"""Fields of what was done in a row and came of it: zero in closing rows."""
 
 
 class Recorder:
@@ -29,9 +32,13 @@ class Recorder:
             "reward": self._empty((), np.float32),
             "terminated": self._empty((), np.uint8),
         }
+        self._agent_rewards = info.agent_rewards
+        if info.agent_rewards:
+            self._fields["agent_reward"] = self._empty((n,), np.float32)
         if full_obs:
             self._fields["full_obs"] = self._empty((n, info.obs_dim), np.float32)
         self._own = tuple(self._fields)
+        self._followed = tuple(name for name in FOLLOWED if name in self._fields)
         self._begun = False
         self._flat: dict[str, np.ndarray] = {}
         self._flatten()
@@ -86,17 +93,29 @@ class Recorder:
         self._flatten()
         self._begun = True
 
-    def got(self, slots: np.ndarray, steps: np.ndarray, reward: np.ndarray, terminal: np.ndarray) -> None:
-        """Write what the step of `slots` at their `steps` brought: `reward`, and whether nothing comes after."""
+    def got(self, slots: np.ndarray, steps: np.ndarray, result: StepResult) -> None:
+        """Write what the step of `slots` at their `steps` brought: rewards, and whether nothing comes after."""
         rows = slots * self._rows[1] + steps
-        self._flat["reward"][rows] = reward
-        self._flat["terminated"][rows] = terminal
+        self._flat["reward"][rows] = result.reward[slots]
+        self._flat["terminated"][rows] = result.terminated[slots] & ~result.truncated[slots]
+        if self._agent_rewards:
+            if result.agent_reward is None:
+                raise ValueError("the environment told no agent_reward though its facts say so")
+            self._flat["agent_reward"][rows] = result.agent_reward[slots]
 
     def take(self, slot: int, length: int) -> Episode:
         """Return a copy of the episode of `length` steps in `slot`: tensors [length + 1, ...] by name."""
-        for name in ("actions", "reward", "terminated"):
+        for name in self._followed:
             self._fields[name][slot, length] = 0
         return {name: torch.from_numpy(field[slot, : length + 1].copy()) for name, field in self._fields.items()}
+
+    def latest(self, slots: np.ndarray, steps: np.ndarray) -> list[Episode]:
+        """Return the steps that have led to the rows `steps` (> 0) of `slots`: episodes of two rows, one for each."""
+        rows = slots * self._rows[1] + steps
+        pairs = {name: torch.from_numpy(flat[np.stack([rows - 1, rows], 1)]) for name, flat in self._flat.items()}
+        for name in self._followed:
+            pairs[name][:, 1] = 0
+        return [{name: both[i] for name, both in pairs.items()} for i in range(len(slots))]
 
     def snapshot(self, n_steps: int) -> dict[str, np.ndarray]:
         """Return the first `n_steps` rows of every slot, name -> [B, n_steps, ...]."""

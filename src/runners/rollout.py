@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,7 +29,10 @@ class Runner:
     Attributes:
         halves: whether to decide for half of the slots while the others step, where environment and policy can.
         lost: episodes that were void, and replaced, since this was made.
+        prepare: called before episodes begin or go on: who plays in the environment has it to itself from here on.
     """
+
+    unit: ClassVar[str] = "episodes"  # what replay and batches count
 
     def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
         self.env = env
@@ -37,12 +41,23 @@ class Runner:
         self.stream = stream
         self.halves = config.act_in_halves
         self.lost = 0
+        self.prepare: Callable[[], None] = _nothing
         self._recorders: dict[bool, Recorder] = {}
 
     @staticmethod
     def slots(config: Config) -> int:
         """Return how many battle slots the environment shall be built with."""
         return config.batch_size_run
+
+    @staticmethod
+    def rows(info: EnvInfo) -> int:
+        """Return the most rows of one entry of the replay."""
+        return info.episode_limit + 1
+
+    @staticmethod
+    def per_iteration(config: Config, environments: int) -> str:
+        """Return, in words, what `environments` of all ranks play between updates."""
+        return f"{environments} episodes"
 
     def run(
         self,
@@ -65,6 +80,7 @@ class Runner:
         """
         if self.in_flight:
             raise RuntimeError("battles are in flight: drain them before others are played")
+        self.prepare()
         play = self._play(policy, full_obs, keep)
         play.begin(episodes_per_slot)
         while not play.over:
@@ -102,11 +118,11 @@ class Runner:
             raise RuntimeError("battles are in flight: drain them before their seeds are renewed")
         self.stream.renew(generation)
 
-    def _play(self, policy: Policy, full_obs: bool, keep: bool) -> Play:
+    def _play(self, policy: Policy, full_obs: bool, keep: bool, kind: type[Play] = Play) -> Play:
         """Return battles that have not begun."""
         recorder = self._recorder(full_obs) if keep else None
         see_all = full_obs or policy.wants_full_obs
-        return Play(self.env, self.info, policy, recorder, see_all, self.stream, self._parts(policy))
+        return kind(self.env, self.info, policy, recorder, see_all, self.stream, self._parts(policy))
 
     def _take(self, play: Play) -> Rollout:
         rollout = play.take()
@@ -126,3 +142,7 @@ class Runner:
             self._recorders[full_obs] = Recorder(self.info, self.env.n_slots, full_obs)
         self._recorders[full_obs].begin()
         return self._recorders[full_obs]
+
+
+def _nothing() -> None:
+    """Prepare nothing."""

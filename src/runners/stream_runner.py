@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -23,6 +23,8 @@ class StreamRunner(Runner):
     of the ticks, whichever environment answers first, so that a run is a function of its seed.
     """
 
+    play_kind: ClassVar[type[Play]] = Play
+
     def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
         super().__init__(env, config, info, stream)
         self._flying: Play | None = None
@@ -34,16 +36,22 @@ class StreamRunner(Runner):
         `steps` counts those of the episodes that are returned, wherever they began. Errors: RuntimeError when battles
         of another policy are in flight.
         """
+        self.prepare()
+        play = self._under_way(policy, full_obs)
+        while play.rollout.n_episodes < self.env.n_slots:
+            play.tick(explore)
+        return self._take(play)
+
+    def _under_way(self, policy: Policy, full_obs: bool) -> Play:
+        """Return the battles in flight, with what `policy` has learned meanwhile; new ones where there are none."""
         if self._flying is None:
-            self._flying = self._play(policy, full_obs, keep=True)
+            self._flying = self._play(policy, full_obs, keep=True, kind=self.play_kind)
             self._full_obs = full_obs
             self._flying.begin(ENDLESS)
         else:
             self._require_same(policy, full_obs)
             policy.refresh()
-        while self._flying.rollout.n_episodes < self.env.n_slots:
-            self._flying.tick(explore)
-        return self._take(self._flying)
+        return self._flying
 
     def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
         """Play the battles in flight to their end, start no others but for those that are lost, and return them."""
@@ -73,12 +81,16 @@ class StreamRunner(Runner):
         play.settle()
         state = super().snapshot()  # what was lost in steps under way has drawn other seeds
         try:
-            env = self.env.snapshot()
+            return {**state, "flying": self._saved(play), "dropped": 0}
         except NotImplementedError:
             return {**state, "flying": None, "dropped": play.n_unfinished + play.rollout.lost}
+
+    def _saved(self, play: Play) -> dict[str, Any]:
+        """Return all that battles consist of. Errors: NotImplementedError where the environment cannot be saved."""
+        play.settle()
+        env = self.env.snapshot()
         memory = play.policy.snapshot()
-        flying = {"env": env, "play": play.snapshot(), "policy": memory, "full_obs": self._full_obs}
-        return {**state, "flying": flying, "dropped": 0}
+        return {"env": env, "play": play.snapshot(), "policy": memory, "full_obs": self._full_obs}
 
     def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
         """Continue from a `snapshot`, with a policy of the same weights; battles that are not in it are `lost`.
@@ -93,8 +105,12 @@ class StreamRunner(Runner):
             return
         if policy is None:
             raise ValueError("battles are in flight: who plays them must be given")
+        self._take_up(flying, policy)
+
+    def _take_up(self, flying: dict[str, Any], policy: Policy) -> None:
+        """Have battles in flight again that were `_saved`."""
         self._full_obs = bool(flying["full_obs"])
-        self._flying = self._play(policy, self._full_obs, keep=True)
+        self._flying = self._play(policy, self._full_obs, keep=True, kind=self.play_kind)
         policy.begin(self.env.n_slots)
         policy.load_snapshot(flying["policy"])
         self.env.restore(flying["env"])

@@ -34,6 +34,18 @@ class NetworkOpponent:
         if sizes[-1] != N_ACTIONS or shapes != list(zip(sizes[1:], sizes[:-1], strict=True)):
             raise ValueError(f"opponent {name}: layers {shapes} do not lead from {sizes[0]} features to {N_ACTIONS}")
 
+    def __eq__(self, other: object) -> bool:
+        """Whether two opponents play alike under one name: one is the other after it was saved and restored."""
+        if not isinstance(other, NetworkOpponent):
+            return NotImplemented
+        facts = (self.name, self.observer, self.sample) == (other.name, other.observer, other.sample)
+        pairs = zip(self.layers, other.layers, strict=False)
+        alike = all(np.array_equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+        return facts and len(self.layers) == len(other.layers) and alike
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def act(self, board: Board, team: np.ndarray) -> np.ndarray:
         """Return actions [B, 3]."""
         hidden, _ = self.observer.look(board, team)

@@ -122,6 +122,12 @@ SCRIPTS: dict[str, Script] = {
     )
 }
 
+LADDERS = {
+    "measured": ("random", "l1", "l3", "l4", "greedy"),
+    "published": ("random", "l1", "greedy", "l3", "l4"),
+}
+"""Opponents by level: in order of their measured strength, and as published. Evasion comes in by a key of its own."""
+
 
 def opponent(which: str | Opponent) -> Opponent:
     """Return the script of that name, or `which` itself if it is an opponent. Errors: UserError for other names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -16,8 +16,9 @@ from omagd.envs.snakes.args import SnakesArgs
 from omagd.envs.snakes.board import EPISODE_LIMIT, N_ACTIONS, N_TEAM
 from omagd.envs.snakes.engine import Engine, Outcome
 from omagd.envs.snakes.features import STATE_DIM, state_features
+from omagd.envs.snakes.network_opponent import NetworkOpponent
 from omagd.envs.snakes.observer import Observer
-from omagd.envs.snakes.opponents import SCRIPTS, Opponent
+from omagd.envs.snakes.opponents import LADDERS, SCRIPTS, Opponent
 from omagd.envs.snakes.pool import OpponentPool
 from omagd.envs.snakes.replay import Tape
 from omagd.envs.snakes.rewards import baseline_rewards, potential, score_rewards
@@ -45,6 +46,7 @@ class Snakes3v3(BatchedEnv):
     """
 
     args_model: ClassVar[type[BaseModel]] = SnakesArgs
+    ladders: ClassVar[Mapping[str, tuple[str, ...]]] = LADDERS
 
     def __init__(self, args: SnakesArgs, n_slots: int) -> None:
         self.n_slots, self._args = n_slots, args
@@ -67,6 +69,7 @@ class Snakes3v3(BatchedEnv):
             n_normal_actions=N_ACTIONS,
             layout=self._observer.layout,
             scripted_policies=tuple(SCRIPTS),
+            agent_rewards=True,
         )
 
     def set_opponents(self, opponents: Sequence[str | Opponent], weights: Sequence[float] | None = None) -> None:
@@ -78,6 +81,10 @@ class Snakes3v3(BatchedEnv):
         Errors: UserError for unknown names and weights that are no shares.
         """
         self._pool.set(opponents, weights)
+
+    def frozen_opponent(self, name: str, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> Opponent:
+        """Return an opponent that sees what the agents see and draws from the softmax of these layers' outputs."""
+        return NetworkOpponent(name, layers, self._observer, sample=True)
 
     @property
     def opponents(self) -> list[str]:

@@ -58,18 +58,21 @@ class InputLinear(nn.Linear):
             info.n_agents if config.obs_agent_id else 0,
         ]
         super().__init__(sum(self.widths), out_features)
+        self.looks_up = sum(self.widths) > n_features
         self.n_agents = info.n_agents
         self.bf16 = config.precision == "bf16"
         self._kept: tuple[tuple[int, int, int], Tensor, Tensor] | None = None
 
     def forward(self, features: Tensor, last_action: Tensor) -> Tensor:  # type: ignore[override]
         """Return [S, n, out] from features [S, n, d] and last_action [S, n] int64 (-1: none, a one-hot of zeros)."""
+        if not self.looks_up:
+            return F.linear(features, self.weight, self.bias)
         of_features, table, index = self._looked_up(last_action)
         return F.linear(features, of_features) + F.embedding(index, table)
 
     def relu(self, features: Tensor, last_action: Tensor) -> Tensor:
         """Return the ReLU of the same; on a CPU in one pass over the rows."""
-        if features.is_cuda:
+        if features.is_cuda or not self.looks_up:
             return F.relu(self(features, last_action))
         of_features, table, index = self._looked_up(last_action)
         low = self.bf16 and features.dtype == torch.float32

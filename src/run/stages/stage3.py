@@ -10,11 +10,12 @@ import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.sampler import Sampler
-from omagd.components.schedules import LinearSchedule
+from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import Exploration, Policy
 from omagd.run.beliefs import judge_beliefs
 from omagd.run.build import build_learner
 from omagd.run.files import load_training_state, save_training_state
+from omagd.run.opponents import Opponents
 from omagd.run.session import Session
 from omagd.run.stages.base import Products, Stage, StageResult, Task
 from omagd.runners.rollout import Rollout
@@ -39,7 +40,8 @@ class Stage3(Stage):
         self.mac, self.learner = build_learner(session, products)
         session.measures.watch_acting(self.mac)
         self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
-        self.schedule = LinearSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_anneal_time)
+        self.schedule = epsilon_schedule(config)
+        self.opponents = Opponents(session, self.mac, self.clock)
         self.played, self.learned = Metrics(), Metrics()
         self.metrics = {"played": self.played, "learned": self.learned}
         self.last_test: tuple[int, dict[str, float]] = (-1, {})
@@ -61,6 +63,7 @@ class Stage3(Stage):
         self.dues = {"test": test, "save": save, **{f"log {name}": due for name, due in self._log_due.items()}}
         self._parts_due: set[str] = set()
         self.tasks = [
+            Task("opponents", self.opponents.due, self.opponents.run),
             Task("test", lambda: test.due(self.clock.t_env) or self.done(), self.test),
             Task("log", self._something_to_log, self.write_log),
             Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
@@ -77,6 +80,7 @@ class Stage3(Stage):
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
             self.session.measures.go_on_from(self.clock.updates)
+            self.opponents.settle()
         self._go()
 
     def _go(self) -> None:
@@ -96,7 +100,8 @@ class Stage3(Stage):
     def shared_state(self) -> dict[str, Any]:
         """Return what all ranks share, tests included."""
         tests = {"last_test": list(self.last_test), "best": dict(self.best), "ready": self._ready}
-        return {**super().shared_state(), **tests, "seconds": self._seconds()}
+        others = {"opponents": self.opponents.state_dict(), "seconds": self._seconds()}
+        return {**super().shared_state(), **tests, **others}
 
     def load_shared(self, state: dict[str, Any]) -> None:
         """Continue from a `shared_state`."""
@@ -104,6 +109,7 @@ class Stage3(Stage):
         when, values = state["last_test"]
         self.last_test, self.best = (int(when), dict(values)), dict(state["best"])
         self._ready = bool(state["ready"])
+        self.opponents.load_state_dict(state.get("opponents", {}))  # earlier versions had none
         self._started = time.monotonic() - float(state["seconds"])
         self._go()
 
@@ -129,12 +135,12 @@ class Stage3(Stage):
         return self.clock.t_env >= self.session.config.t_max
 
     def collect(self) -> None:
-        """Play as many episodes as there are battle slots and keep them."""
+        """Play what the runner plays in an iteration and keep it."""
         explore, self._best_now = self._exploration(), False
         full_obs = self.mac.wants_full_obs
         self._keep(self.session.runners["train"].collect(self.mac, explore=explore, full_obs=full_obs))
         self.session.say_first_episodes()
-        self.played.add({"epsilon": (explore.epsilon, 1.0)})
+        self.played.add({"epsilon": (explore.epsilon, 1.0), **self.opponents.stats()})
 
     def _exploration(self) -> Exploration:
         return Exploration(self.schedule.value(self.clock.t_env), self.chance("explore"))
@@ -213,8 +219,9 @@ class Stage3(Stage):
         if self._tested():
             values.update(self.last_test[1])
         self.log(values)
-        if self.clock.updates and not self.done():  # before the first update the speed says little
-            left = (self.session.config.t_max - self.clock.t_env) / values["steps_per_second"]
+        speed = values["steps_per_second"]
+        if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed says little
+            left = (self.session.config.t_max - self.clock.t_env) / speed
             self.session.logger.info(f"{self.name}: {duration(self._seconds())} passed, about {duration(left)} left")
         if not math.isfinite(values.get("loss_td", 0.0)):
             raise UserError(

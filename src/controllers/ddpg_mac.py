@@ -1,0 +1,72 @@
+"""The controller of DDPG: a vector over the actions is what is learned from, a draw from it is what is played."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.basic_mac import BasicMAC
+from omagd.controllers.types import Exploration
+from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+
+TAKEN = "action_probs"
+"""The field with the vectors [S, n, A] that actions were drawn from."""
+
+
+class DDPGMAC(BasicMAC):
+    """Acts by drawing from the softmax of the agent's logits, and stores the softmax (`action_probs`).
+
+    With probability epsilon, in one draw for a slot, the vectors of all its agents are uniform on [0, 1] instead, as
+    published; actions are drawn in proportion to them. `gumbel_softmax`: what is stored is the action taken as a
+    one-hot vector, and exploring takes any action. Without `explore` the likeliest action is taken. Unavailable actions
+    are never drawn. `action_selector` is not asked.
+    """
+
+    def __init__(
+        self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None
+    ) -> None:
+        if config.obs_last_action:
+            raise UserError("obs_last_action=True: mac=ddpg_mac learns from single steps; use obs_last_action=False")
+        self._one_hot = config.gumbel_softmax
+        super().__init__(config, info, device, reconstructor)
+
+    def _choose(
+        self, q: np.ndarray, available: np.ndarray, explore: Exploration | None
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return actions [B, n] and the vectors that are stored; `q` are logits [B, n, A].
+
+        Every call with `explore` draws as many numbers: the stream depends on the number of calls alone.
+        """
+        vectors = softmax(q)
+        if explore is None:
+            actions = np.where(available, q, -np.inf).argmax(axis=-1)
+        else:
+            anew = explore.rng.random(len(q)) < explore.epsilon
+            drawn = explore.rng.random(q.shape).astype(np.float32)
+            vectors = np.where(anew[:, None, None], 1.0 if self._one_hot else drawn, vectors).astype(np.float32)
+            actions = draw(vectors * available, explore.rng.random(q.shape[:2]))
+        if self._one_hot:
+            vectors = np.eye(q.shape[-1], dtype=np.float32)[actions]
+        return actions, {TAKEN: vectors}
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Return the softmax over the last axis, float32."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def draw(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Return [B, n] places drawn in proportion to `weights` [B, n, A] ≥ 0 by `uniform` [B, n] in [0, 1).
+
+    A place of weight 0 is never drawn unless all are.
+    """
+    upto = weights.astype(np.float64).cumsum(axis=-1)
+    return (upto > uniform[..., None] * upto[..., -1:]).argmax(axis=-1)

@@ -1,0 +1,182 @@
+"""DDPG with a value for each agent: a critic's step, an actor's step, and targets that follow (Lillicrap et al. 2016).
+
+Actions are vectors over the discrete actions, of which the environment gets a draw (`ddpg_mac`). The target of a step
+is y = r + gamma (1 - terminated) Q'(s', pi'(s')), with r the agent's own reward where the environment tells it, else
+the team's.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
+from omagd.learners.ddpg_objectives import ActorObjective, CriticObjective, one_hot
+from omagd.learners.nq_learner import lr_scale
+from omagd.learners.predictor_learner import uniform
+from omagd.learners.synced_step import Stats, SyncedStep
+from omagd.modules.agents.ddpg_agent import DDPGAgent
+from omagd.modules.agents.inputs import AgentInputs
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch
+from omagd.utils.seeding import stream_seed
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a batch that happened, S of them.
+
+    Attributes:
+        before, after: what agents read. taken: [S, n, A] vectors over the actions. reward: [S, n]. ended: [S], 1 where
+            nothing comes after. noise: [S, n, A] for the actor's step; None where there is none.
+    """
+
+    before: AgentInputs
+    after: AgentInputs
+    taken: Tensor
+    reward: Tensor
+    ended: Tensor
+    noise: Tensor | None
+
+
+class DDPGLearner:
+    """Trains a controller's agent and a critic; whether it synchronises depends on `dist` alone.
+
+    Args:
+        mac: whose agent is trained, a `DDPGMAC` with a `DDPGAgent`. config, info: the run and its environment.
+        dist: the ranks.
+
+    Errors: UserError for another controller or agent.
+    """
+
+    def __init__(self, mac: DDPGMAC, config: Config, info: EnvInfo, dist: Dist) -> None:
+        if not isinstance(mac, DDPGMAC):
+            raise UserError(f"learner={config.learner} needs mac=ddpg_mac, not mac={config.mac}")
+        if not isinstance(mac.agent, DDPGAgent):
+            raise UserError(f"learner={config.learner} needs agent=ddpg or agent=bicnet, not agent={config.agent}")
+        self.mac, self.config, self.info, self.dist = mac, config, info, dist
+        self.device = dist.device
+        self.critic = mac.agent.new_critic(config, info).to(self.device, mac.dtype)
+        bf16, scale = config.precision == "bf16", lr_scale(config, dist.world_size)
+        actor, critic = ActorObjective(mac.agent, bf16), CriticObjective(self.critic, bf16)
+        self.optimizer = torch.optim.Adam(actor.parameters(), lr=config.lr * scale, fused=True)
+        critic_lr = config.lr if config.critic_lr is None else config.critic_lr
+        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=critic_lr * scale, fused=True)
+        limits = config.grad_norm_clip, config.bucket_cap_mb
+        self._actor_step = SyncedStep(actor, self.optimizer, dist, *limits)
+        self._critic_step = SyncedStep(critic, self.critic_optimizer, dist, *limits)
+        # Copied after wrapping, which made the ranks' weights equal.
+        self.target_agent = copy.deepcopy(mac.agent).requires_grad_(False)
+        self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self._judge = _frozen_twin(self.critic)
+        pairs = ((self.target_agent, mac.agent), (self.target_critic, self.critic))
+        self._followed = [p for old, new in pairs for p in zip(old.parameters(), new.parameters(), strict=True)]
+        self.updates = 0
+
+    @staticmethod
+    def how_targets_move(config: Config, environments: int) -> str:
+        """Return, in words, how targets follow."""
+        return f"targets follow by {config.tau:g} at every update"
+
+    def warm_up(self) -> None:
+        """Run discarded forwards and backwards on a made-up batch; once, before anything is loaded."""
+        inputs = AgentInputs.blank(2, self.info, next(self.mac.agent.parameters()))
+        values = inputs.features.new_zeros(2, self.info.n_agents)
+        actions = values.unsqueeze(-1).expand(-1, -1, self.info.n_actions)
+        self._critic_step.warm_up(inputs, actions, values)
+        self._actor_step.warm_up(inputs, self._judge, None)
+
+    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
+        """Take a critic's and an actor's step on this rank's batch, then let the targets follow.
+
+        episodes: played so far by all ranks; not asked here. Returns sums and counts of this rank; norms of gradients
+        are the global ones: `grad_norm` of the critic, `grad_norm_actor`.
+        """
+        parts = [self._steps(part.to(self.device), batch) for part in batch.split(self.config.accumulate)]
+        count = torch.tensor(self.info.n_agents * (len(batch.packing.step) - batch.packing.n_episodes))
+        critic = self._critic_step(count, *((part.before, part.taken, self._targets(part)) for part in parts))
+        actor = self._actor_step(count, *((part.before, self._judge, part.noise) for part in parts))
+        self.updates += 1
+        if critic.stepped:
+            self._follow()
+        one = torch.ones_like(critic.grad_norm)
+        norms = {"grad_norm": (critic.grad_norm, one), "grad_norm_actor": (actor.grad_norm, one)}
+        return {**critic.stats, **actor.stats, **norms}
+
+    def _steps(self, batch: PackedBatch, whole: PackedBatch) -> Steps:
+        """Return the steps of (a part of) the batch `whole`."""
+        packing = batch.packing
+        row = torch.nonzero(~packing.closing).flatten()
+        following = row + torch.tensor(packing.batch_sizes)[packing.step[row]]
+        now, later = row.to(self.device), following.to(self.device)
+        inputs, dtype = self.mac.inputs(batch), self.mac.dtype
+        reward = batch["agent_reward"] if "agent_reward" in batch else batch["reward"].unsqueeze(-1)
+        return Steps(
+            before=inputs.rows(now),
+            after=inputs.rows(later),
+            taken=batch[TAKEN][now].to(dtype),
+            reward=reward[now].to(dtype).expand(-1, self.info.n_agents),
+            ended=batch["terminated"][now].to(dtype),
+            noise=self._noise(batch, row, whole.packing.n_episodes) if self.config.gumbel_softmax else None,
+        )
+
+    @torch.no_grad()
+    def _targets(self, steps: Steps) -> Tensor:
+        """Return y [S, n]."""
+        logits = self.target_agent(steps.after)
+        actions = one_hot(logits).to(logits.dtype) if self.config.gumbel_softmax else logits.softmax(-1)
+        value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
+        return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
+
+    def _noise(self, batch: PackedBatch, row: Tensor, n_drawn: int) -> Tensor:
+        """Return Gumbel noise [S, n, A] of the steps at `row` [S], by (seed, update, place of each in the union).
+
+        n_drawn: episodes that each rank drew for this update.
+        """
+        packing, n, actions = batch.packing, self.info.n_agents, self.info.n_actions
+        place = torch.tensor(batch.sample_index)[packing.episode[row]] + self.dist.rank * n_drawn
+        place = place * (self.info.episode_limit + 1) + packing.step[row]
+        number = place[:, None] * (n * actions) + torch.arange(n * actions)
+        drawn = uniform(number, stream_seed(self.config.seed, "gumbel", self.updates)).clamp(1e-12)
+        return -(-drawn.log()).log().view(-1, n, actions).to(self.device, self.mac.dtype)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Move both targets by the share `tau` of the way to what is trained."""
+        for old, new in self._followed:
+            old.lerp_(new, self.config.tau)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return what is trained, by the names of its weight files."""
+        return {"agent": self.mac.agent, "critic": self.critic}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continuing needs beside `modules()`: optimizers, targets, counter."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "critic_optimizer": self.critic_optimizer.state_dict(),
+            "target_agent": self.target_agent.state_dict(),
+            "target_critic": self.target_critic.state_dict(),
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`; the weights of `modules()` are loaded by the caller."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.critic_optimizer.load_state_dict(state["critic_optimizer"])
+        self.target_agent.load_state_dict(state["target_agent"])
+        self.target_critic.load_state_dict(state["target_critic"])
+        self.updates = int(state["updates"])
+
+
+def _frozen_twin(module: nn.Module) -> nn.Module:
+    """Return the same module once more on the very same weights, which have no gradients there."""
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
+    return copy.deepcopy(module, shared)

@@ -1,0 +1,339 @@
+"""DDPG: its update recomputed without our classes, its exploration, its refusals, and two ranks that equal one."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from ddp_harness import run_ranks
+from torch.nn import functional as F
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.loading import resolve
+from omagd.controllers import REGISTRY as MACS
+from omagd.controllers.ddpg_mac import draw, softmax
+from omagd.controllers.types import Exploration, Tick
+from omagd.envs.protocol import Observation
+from omagd.envs.snakes.board import Board
+from omagd.envs.snakes.engine import Engine
+from omagd.envs.snakes.network_opponent import NetworkOpponent
+from omagd.envs.snakes.observer import Observer
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.learners.ddpg_objectives import straight_through
+from omagd.run import plan
+from omagd.run.agreement import held_in_common
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
+
+torch.set_num_threads(1)
+INFO = EnvInfo("snakes_3v3", "", 3, 4, 26, 66, 200, 4, agent_rewards=True)
+KINDS = {"ddpg": {}, "bicnet": {"agent": "bicnet"}, "gumbel": {"gumbel_softmax": True}, "parts": {"accumulate": 3}}
+UPDATES = 8
+
+
+def config_of(**updates):
+    small = {"rnn_hidden_dim": 8, "tau": 0.1, "lr": 0.01, "critic_lr": 0.02, "learner": "ddpg_learner_ddp"}
+    return resolve("snakes_ddpg", "snakes", {**small, **updates})
+
+
+def make_learner(dist=None, dtype=torch.float64, seed=0, **updates):
+    torch.manual_seed(seed)
+    config = config_of(**updates)
+    mac = MACS.get(config.mac)(config, INFO, torch.device("cpu"), None)
+    mac.agent.to(dtype)
+    learner = LEARNERS.get(config.learner)(mac, config, INFO, dist or Dist())
+    learner.warm_up()
+    return learner
+
+
+def random_steps(seed, count, length=1, team=False):
+    """Return episodes of `length` steps of chance; every third one ends there."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(count):
+        rows = length + 1
+        ended = np.zeros(rows, np.uint8)
+        ended[:-1][-1:] = i % 3 == 0
+        arrays = {
+            "obs": rng.normal(size=(rows, 3, 26)).astype(np.float32),
+            "actions": rng.integers(4, size=(rows, 3)).astype(np.uint8),
+            "reward": rng.normal(size=rows).astype(np.float32),
+            "agent_reward": rng.normal(size=(rows, 3)).astype(np.float32),
+            "terminated": ended,
+            "action_probs": rng.random((rows, 3, 4)).astype(np.float32),
+        }
+        out.append({name: torch.from_numpy(value) for name, value in arrays.items() if not (team and "agent" in name)})
+    return out
+
+
+def weights_of(learner):
+    return {name: value.detach().clone() for name, value in held_in_common(learner).items()}
+
+
+def mlp(weights, prefix, x):
+    """Return what three layers by these names make of x."""
+    for name in ("fc1", "fc2"):
+        x = F.relu(F.linear(x, weights[f"{prefix}.trunk.{name}.weight"], weights[f"{prefix}.trunk.{name}.bias"]))
+    return F.linear(x, weights[f"{prefix}.trunk.fc3.weight"], weights[f"{prefix}.trunk.fc3.bias"])
+
+
+def adam(weights, prefix, loss, lr, clip):
+    """Return the weights under `prefix` after Adam's first step on `loss`, its gradient's norm cut to `clip`."""
+    names = [name for name in weights if name.startswith(prefix)]
+    grads = torch.autograd.grad(loss, [weights[name] for name in names])
+    norm = torch.sqrt(sum((g * g).sum() for g in grads))
+    scale = min(1.0, clip / (norm.item() + 1e-6))
+    stepped = {n: weights[n] - lr * (g * scale) / ((g * scale).abs() + 1e-8) for n, g in zip(names, grads, strict=True)}
+    return {name: value.detach().requires_grad_() for name, value in stepped.items()}, norm
+
+
+@pytest.mark.parametrize("case", ["one step each", "long episodes", "team reward", "clipped"])
+def test_an_update_is_what_the_published_formulas_say(case):
+    clip = 0.05 if case == "clipped" else 1e9
+    learner = make_learner(grad_norm_clip=clip, gamma=0.9)
+    length = 4 if case == "long episodes" else 1
+    episodes = random_steps(1, 8, length, team=case == "team reward")
+    for target in (learner.target_agent, learner.target_critic):  # targets that differ from what they follow
+        for parameter in target.parameters():
+            parameter.data += 0.05
+    w = {name: value.requires_grad_() for name, value in weights_of(learner).items()}
+    stats = learner.update(pack_episodes(episodes), episodes=0)
+
+    def joined(name, shift):
+        return torch.cat([e[name][shift : len(e[name]) - 1 + shift] for e in episodes]).double()
+
+    before, after, taken = joined("obs", 0), joined("obs", 1), joined("action_probs", 0)
+    reward = joined("reward", 0)[:, None].expand(-1, 3) if case == "team reward" else joined("agent_reward", 0)
+    with torch.no_grad():
+        later = torch.cat([after, mlp(w, "target_agent", after).softmax(-1)], -1)
+        y = reward + 0.9 * (1 - joined("terminated", 0)[:, None]) * mlp(w, "target_critic", later)[..., 0]
+    q = mlp(w, "critic", torch.cat([before, taken], -1))[..., 0]
+    loss = F.mse_loss(q, y)
+    critic, norm = adam(w, "critic.", loss, 0.02, clip)
+    assert float(stats["grad_norm"][0]) == pytest.approx(norm.item())
+    assert float(stats["loss_td"][0] / stats["loss_td"][1]) == pytest.approx(loss.item())
+    mine = torch.cat([before, mlp(w, "agent", before).softmax(-1)], -1)
+    value = mlp(critic, "critic", mine).mean()  # of the critic that has made its step
+    actor, norm = adam(w, "agent.", -value, 0.01, clip)
+    assert float(stats["grad_norm_actor"][0]) == pytest.approx(norm.item())
+    assert float(stats["loss_actor"][0] / stats["loss_actor"][1]) == pytest.approx(-value.item())
+    got = weights_of(learner)
+    expected = {**critic, **actor}
+    expected |= {f"target_{n}": 0.9 * w[f"target_{n}"] + 0.1 * value for n, value in expected.items()}
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value.detach(), atol=1e-7, rtol=0, msg=name)
+
+
+def test_the_actors_step_leaves_no_gradient_in_the_critic_and_targets_have_none():
+    learner = make_learner()
+    learner.update(pack_episodes(random_steps(1, 8)), episodes=0)
+    batch = pack_episodes(random_steps(1, 8))
+    loss, _ = learner._actor_step.objective(learner.mac.inputs(batch), learner._judge, None)
+    loss.backward()
+    assert all(p.grad is None for p in learner.critic.parameters())
+    assert all(p.grad is not None for p in learner.mac.agent.parameters())
+    targets = [*learner.target_agent.parameters(), *learner.target_critic.parameters()]
+    assert not any(p.requires_grad for p in targets)
+
+
+def acted(config, epsilon, calls=400, slots=5, logits=None):
+    """Return actions and stored vectors of many calls on the same observation."""
+    torch.manual_seed(0)
+    mac = MACS.get("ddpg_mac")(config, INFO, torch.device("cpu"), None)
+    mac.begin(slots)
+    rng = np.random.default_rng(1)
+    obs = np.tile(np.linspace(0, 1, 3 * 26, dtype=np.float32).reshape(3, 26), (slots, 1, 1))
+    seen = Observation(obs, np.zeros((slots, 66), np.float32), np.ones((slots, 3, 4), bool))
+    tick = Tick(seen, np.zeros(slots, np.int64), np.ones(slots, bool))
+    explore = None if epsilon is None else Exploration(epsilon, rng)
+    made = [mac.act(tick, explore) for _ in range(calls)]
+    policy = mac.agent(mac._look(obs, tick.step)[0]).softmax(-1)[0].detach().numpy()
+    return np.stack([d.actions for d in made]), np.stack([d.extras["action_probs"] for d in made]), policy
+
+
+def test_actions_are_drawn_from_the_softmax_and_that_is_stored():
+    actions, vectors, policy = acted(config_of(), 0.0)
+    np.testing.assert_allclose(vectors, np.broadcast_to(policy, vectors.shape), rtol=1e-5)
+    shares = np.stack([(actions == a).mean((0, 1)) for a in range(4)], -1)
+    np.testing.assert_allclose(shares, policy, atol=5 * 0.5 / np.sqrt(2000))
+
+
+def test_exploring_makes_all_vectors_of_a_board_uniform_and_draws_in_proportion():
+    actions, vectors, policy = acted(config_of(), 0.25)
+    anew = (np.abs(vectors - policy) > 1e-5).any(-1)
+    assert (anew.all(-1) | ~anew.any(-1)).all(), "all three snakes of a board, or none"
+    assert anew[..., 0].mean() == pytest.approx(0.25, abs=0.05)
+    drawn = vectors[anew]
+    assert 0 <= drawn.min() < 0.01 < 0.99 < drawn.max() <= 1
+    assert drawn.mean() == pytest.approx(0.5, abs=0.03)
+    taken = np.take_along_axis(drawn, actions[anew][:, None], 1)[:, 0]
+    assert taken.mean() == pytest.approx(((drawn**2).sum(1) / drawn.sum(1)).mean(), abs=0.03)
+
+
+def test_without_exploration_the_likeliest_action_is_taken():
+    actions, _, policy = acted(config_of(), None, calls=1)
+    assert (actions == policy.argmax(-1)).all()
+
+
+def test_gumbel_actions_are_one_hot_draws_of_the_same_policy():
+    actions, vectors, policy = acted(config_of(gumbel_softmax=True), 0.0)
+    np.testing.assert_array_equal(vectors, np.eye(4)[actions])
+    np.testing.assert_allclose(vectors.mean((0, 1)), policy, atol=5 * 0.5 / np.sqrt(2000))
+    anything, _, _ = acted(config_of(gumbel_softmax=True), 1.0)
+    np.testing.assert_allclose([(anything == a).mean() for a in range(4)], 0.25, atol=0.03)
+
+
+def test_straight_through_is_one_hot_with_the_gradient_of_the_softmax():
+    logits = torch.randn(5, 3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 3, 4, dtype=torch.float64)
+    out = straight_through(logits)
+    torch.testing.assert_close(out.detach(), F.one_hot(logits.argmax(-1), 4).double())
+    one = torch.autograd.grad((out * weight).sum(), logits)[0]
+    torch.testing.assert_close(one, torch.autograd.grad((logits.softmax(-1) * weight).sum(), logits)[0])
+
+
+def test_gumbel_noise_has_its_distribution_and_changes_with_every_update():
+    learner = make_learner(gumbel_softmax=True)
+    batch = pack_episodes(random_steps(1, 400))
+    first = learner._steps(batch, batch).noise
+    assert float(first.mean()) == pytest.approx(0.5772, abs=0.06)
+    assert float(first.std()) == pytest.approx(np.pi / np.sqrt(6), abs=0.06)
+    learner.update(batch, episodes=0)
+    assert not torch.equal(first, learner._steps(batch, batch).noise)
+
+
+def test_draws_never_take_what_has_no_weight():
+    weights = np.array([[[0.0, 2.0, 0.0, 1.0]]]).repeat(1000, 0)
+    drawn = draw(weights, np.linspace(0, 1, 1000, endpoint=False)[:, None])[:, 0]
+    assert set(drawn) == {1, 3}
+    assert (drawn == 1).mean() == pytest.approx(2 / 3, abs=0.01)
+    np.testing.assert_allclose(softmax(np.array([[1000.0, 1000.0]])), 0.5)
+
+
+def test_layers_play_as_the_agent_does():
+    torch.manual_seed(0)
+    config = config_of()
+    agent = MACS.get("ddpg_mac")(config, INFO, torch.device("cpu"), None).agent
+    engine = Engine(6)
+    engine.reset(np.arange(6), np.arange(6))
+    board: Board = engine.board
+    observer, team = Observer("26"), np.arange(6) % 2
+    frozen = NetworkOpponent("self", agent.layers(), observer)
+    logits = agent.trunk(torch.from_numpy(observer.look(board, team)[0]), torch.full((6, 3), -1))
+    np.testing.assert_array_equal(frozen.act(board, team), logits.argmax(-1).numpy())
+    again = NetworkOpponent.from_snapshot(frozen.snapshot())
+    assert again == frozen
+    again.layers[0][0][0, 0] += 1
+    assert again != frozen
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        ({"mac": "n_mac"}, "learner=ddpg_learner_ddp needs mac=ddpg_mac, not mac=n_mac"),
+        ({"agent": "n_rnn"}, "learner=ddpg_learner_ddp needs agent=ddpg or agent=bicnet, not agent=n_rnn"),
+        ({"obs_last_action": True}, "obs_last_action=True: mac=ddpg_mac learns from single steps"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(updates, words):
+    with pytest.raises(UserError, match=words):
+        make_learner(dtype=torch.float32, **updates)
+
+
+def episodes_of(kind, rank, update):
+    """Return this rank's steps: other numbers on each rank, but for noise that is told apart by them."""
+    count = 6 if kind == "gumbel" or rank == 0 else 2
+    return random_steps(1000 * update + rank, count)
+
+
+def train(learner, batches):
+    """Update on each batch; return the weights after each."""
+    out = []
+    for episodes in batches:
+        learner.update(pack_episodes(episodes), episodes=0)
+        out.append(weights_of(learner))
+    return out
+
+
+def resumed(kind, batches, dist=None, dtype=torch.float64):
+    """Return the last weights where another learner goes on half way."""
+    learner, other = (make_learner(dist, dtype, seed, **KINDS[kind]) for seed in (0, 7))
+    half = len(batches) // 2
+    train(learner, batches[:half])
+    for name, module in learner.modules().items():
+        other.modules()[name].load_state_dict(copy.deepcopy(module.state_dict()))
+    other.load_state_dict(copy.deepcopy(learner.state_dict()))
+    return train(other, batches[half:])[-1]
+
+
+def two_ranks(rank, dist, payload):
+    out = {}
+    for kind, updates in KINDS.items():
+        batches = [episodes_of(kind, rank, i) for i in range(UPDATES)]
+        out[kind] = train(make_learner(dist, seed=rank, **updates), batches)
+        out[kind, "resumed"] = resumed(kind, batches, dist) if kind == "ddpg" else out[kind][-1]
+    idle = make_learner(dist, seed=0)
+    out["idle"] = train(idle, [random_steps(1, 3 if rank == 0 else 1, 1 - rank), random_steps(2, 1, 0)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(two_ranks)
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_equal_one_with_the_union_and_each_other_bit_for_bit(ranks, kind):
+    union = [[*episodes_of(kind, 0, i), *episodes_of(kind, 1, i)] for i in range(UPDATES)]
+    alone = train(make_learner(**{**KINDS[kind], "accumulate": 1}), union)
+    for mine, theirs in zip(ranks[0][kind], ranks[1][kind], strict=True):
+        assert equal(mine, theirs)
+    for name, value in alone[-1].items():
+        torch.testing.assert_close(ranks[0][kind][-1][name], value, atol=1e-10, rtol=0, msg=name)
+    assert equal(ranks[0][kind, "resumed"], ranks[0][kind][-1])
+
+
+@pytest.mark.processes
+def test_a_rank_without_a_step_takes_part_and_without_any_nobody_moves(ranks):
+    first, second = ranks[0]["idle"], ranks[1]["idle"]
+    assert equal(first[0], second[0])
+    assert equal(first[1], second[1])
+    assert equal(first[0], first[1])
+    assert not equal(first[0], weights_of(make_learner()))
+
+
+@pytest.mark.parametrize(
+    ("named", "cards", "on_this_machine", "refused"),
+    [
+        ("0,9", 1, True, True),
+        ("9", 0, True, True),
+        ("0,2", 2, True, False),
+        ("", 0, True, False),
+        ("0,9", 0, False, False),
+    ],
+)
+def test_gpus_that_are_named_and_not_there_are_refused(monkeypatch, named, cards, on_this_machine, refused):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr(plan, "has_gpus", lambda: on_this_machine)
+    if refused:
+        with pytest.raises(UserError, match=f"CUDA_VISIBLE_DEVICES={named}: only {cards} of these"):
+            plan._check_subset(cards)
+    else:
+        plan._check_subset(cards)
+
+
+def test_gpus_of_a_machine_are_found_by_their_devices(tmp_path):
+    for name in ("null", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert not plan.has_gpus(str(tmp_path))
+    (tmp_path / "nvidia0").touch()
+    assert plan.has_gpus(str(tmp_path))

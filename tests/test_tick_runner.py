@@ -1,0 +1,164 @@
+"""Single steps, tick by tick: the very rows of whole episodes, none lost, through tests and saves in mid-game."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from runner_toys import FakeEnv, Probe, identity, length_of, runner_of
+
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.schedules import FactorSchedule, epsilon_schedule
+from omagd.config.loading import resolve
+from omagd.controllers import REGISTRY as MACS
+from omagd.controllers.types import Exploration
+from omagd.envs.factory import make_env
+from omagd.run.memory import replay_bytes, replay_spec
+from omagd.runners import REGISTRY
+from omagd.runners.rollout import EpisodeSeeds, Rollout
+from omagd.utils.packing import Episode
+from omagd.utils.seeding import seed_everything
+
+torch.set_num_threads(1)
+SLOTS = 3
+
+
+def same(one: Episode, other: Episode) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def ticked(env: FakeEnv, calls: int) -> list[Rollout]:
+    runner, probe = runner_of(env, name="ticks"), Probe()
+    rollouts = [runner.collect(probe, explore=None) for _ in range(calls)]
+    return [*rollouts, runner.drain(probe, explore=None)]  # this environment cannot be saved: it is played to the end
+
+
+def test_steps_are_the_rows_of_the_episodes_that_rounds_play():
+    rounds = runner_of(FakeEnv(4)).run(Probe(), explore=None, episodes_per_slot=12).episodes
+    expected: dict[tuple[int, float], list[Episode]] = {}
+    for episode in rounds:
+        for t in range(len(episode["reward"]) - 1):
+            step = {name: value[t : t + 2].clone() for name, value in episode.items()}
+            for name in ("actions", "reward", "terminated"):
+                step[name][1] = 0
+            expected.setdefault((identity(step), float(step["state"][0, 1])), []).append(step)
+    steps = [step for rollout in ticked(FakeEnv(4), 25) for step in rollout.episodes]
+    assert len(steps) > 60
+    for step in steps:
+        assert any(same(step, other) for other in expected[identity(step), float(step["state"][0, 1])])
+
+
+def test_every_step_is_counted_once_and_episodes_where_they_end():
+    env = FakeEnv(5)
+    rollouts = ticked(env, 30)
+    assert all(rollout.steps == len(rollout.episodes) <= 5 for rollout in rollouts[:-1])
+    assert sum(rollout.steps for rollout in rollouts) == len(env.log) == sum(length_of(seed) for _, seed in env.begun)
+    logged = [entry["seed"] for rollout in rollouts for entry in rollout.log]
+    assert sorted(logged) == sorted(seed for _, seed in env.begun)
+    assert sum(rollout.n_episodes for rollout in rollouts) == len(logged)
+    assert sum(rollout.stats["ep_length"][0] for rollout in rollouts if rollout.stats) == len(env.log)
+
+
+def test_other_purposes_play_whole_episodes():
+    rollout = runner_of(FakeEnv(3), "beliefs", "ticks").run(Probe(), explore=None, episodes_per_slot=2)
+    assert rollout.n_episodes == len(rollout.episodes) == 6
+    assert rollout.steps == sum(len(episode["reward"]) - 1 for episode in rollout.episodes)
+
+
+class Snakes:
+    """A game of DDPG's untrained agent in some slots."""
+
+    def __init__(self, ticks: int = 3) -> None:
+        updates = {"rnn_hidden_dim": 8, "ticks_per_iteration": ticks, "batch_size_run": SLOTS}
+        self.config = resolve("snakes_ddpg", "snakes", updates)
+        self.env = make_env("snakes_3v3", dict(self.config.env_args), SLOTS, processes=False)
+        seed_everything(1, "agent")
+        self.mac = MACS.get("ddpg_mac")(self.config, self.env.info, torch.device("cpu"), None)
+        made = REGISTRY.get("ticks")
+        self.runner, self.test = (
+            made(self.env, self.config, self.env.info, EpisodeSeeds(1, purpose)) for purpose in ("train", "test")
+        )
+        self.explore = Exploration(0.5, np.random.default_rng(3))
+
+    def collect(self, calls: int) -> list[Episode]:
+        """Return the steps of so many iterations."""
+        return [step for _ in range(calls) for step in self.runner.collect(self.mac, explore=self.explore).episodes]
+
+    def interrupt(self) -> None:
+        """Play a test in the same environment."""
+        rest = self.runner.drain(self.mac, explore=self.explore)
+        assert not rest.episodes
+        assert not self.runner.in_flight
+        self.test.run(self.mac, explore=None, keep=False)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Episode]:
+    return Snakes().collect(75)
+
+
+def test_battles_are_put_aside_for_tests_and_go_on_bit_for_bit(undisturbed):
+    game = Snakes()
+    steps = game.collect(20)
+    game.interrupt()
+    assert len(undisturbed) == 75 * 3 * SLOTS - 3 - 3  # the first look at each game brings no step: two games each
+    assert all(same(*pair) for pair in zip(undisturbed, steps + game.collect(55), strict=True))
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_snapshot_goes_on_in_another_process_bit_for_bit(undisturbed, aside):
+    game = Snakes()
+    steps = game.collect(20)
+    if aside:
+        game.interrupt()
+    saved, chance = game.runner.snapshot(), game.explore.rng.bit_generator.state
+    steps += game.collect(1)  # what is saved is not touched by what comes after
+    other = Snakes()
+    other.runner.restore(saved, None)
+    other.explore.rng.bit_generator.state = chance
+    assert all(same(*pair) for pair in zip(undisturbed[len(steps) - 9 :], other.collect(55), strict=True))
+
+
+def test_what_each_agent_earned_is_stored_where_the_environment_tells(undisturbed):
+    reward = torch.stack([step["reward"][0] for step in undisturbed])
+    each = torch.stack([step["agent_reward"][0] for step in undisturbed])
+    torch.testing.assert_close(each.sum(1), reward)
+    assert (each[:, 0] != each[:, 1]).any()
+    assert all((step["agent_reward"][1] == 0).all() for step in undisturbed)
+    plain = runner_of(FakeEnv(2)).run(Probe(), explore=None).episodes
+    assert all("agent_reward" not in episode for episode in plain)
+
+
+def test_the_replay_is_as_large_as_is_said_before(undisturbed):
+    game = Snakes()
+    spec = {name: (value.dtype, tuple(value.shape[1:])) for name, value in undisturbed[0].items()}
+    assert spec == replay_spec(game.config, game.env.info)
+    rounds = game.config.model_copy(update={"runner": "parallel"})
+    assert replay_bytes(rounds, game.env.info) == 201 / 2 * replay_bytes(game.config, game.env.info)
+
+
+def test_epsilon_falls_by_a_factor_for_each_step_where_one_is_given():
+    epsilon = 0.5
+    schedule = FactorSchedule(0.5, 0.01, 0.99)
+    for t in range(1000):
+        assert schedule.value(t) == pytest.approx(max(epsilon, 0.01))
+        epsilon *= 0.99
+    config = resolve("snakes_ddpg", "snakes")
+    assert epsilon_schedule(config).value(34657) == pytest.approx(0.25, rel=1e-4)
+    line = epsilon_schedule(config.model_copy(update={"epsilon_speed": None, "epsilon_anneal_time": 100}))
+    assert line.value(50) == 0.25
+
+
+def test_steps_that_are_encoded_together_are_stored_as_single_ones_are(undisturbed):
+    steps = [dict(step) for step in undisturbed[:20]]
+    steps[7]["avail_actions"] = steps[7]["avail_actions"] + 1  # no mask: the field is stored as it is from here on
+    together, apart = EpisodeBuffer(15), EpisodeBuffer(15)
+    together.add(iter(steps))
+    for step in steps:
+        apart.add([step])
+    assert together.added == apart.added == 20
+    assert together.nbytes == apart.nbytes
+    for stored, step in zip(together.episodes, steps[5:], strict=True):
+        assert same(stored, step)
+    assert len({records.data_ptr() for records in together.since(0).records}) == 15
+    assert all(records.untyped_storage().nbytes() == records.nbytes for records in together.since(0).records)
