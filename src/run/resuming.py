@@ -71,8 +71,6 @@ def claimed_folder(config: Config, token: str) -> Iterator[Claim]:
         folder, lock = claimed
         console.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
     try:
-        for left in folder.checkpoints.glob(".*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
         adopted = (folder.path / CONTINUED).exists()
         yield Claim(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
     finally:
