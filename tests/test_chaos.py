@@ -39,13 +39,13 @@ def test_a_run_that_is_killed_four_ways_ends_with_the_same_bits(tmp_path):
 # --- damaged
 
 WORDS = (
-    "run=default", "use_cuda=False", "batch_size_run=2", "batch_size=4", "buffer_size=8", "t_max=60",
+    "run=default", "use_cuda=False", "batch_size_run=2", "batch_size=4", "buffer_size=6", "t_max=40",
     "updates_per_iteration=1", "rnn_hidden_dim=8", "mixing_embed_dim=4", "hypernet_embed=4", "test_nepisode=2",
     "test_interval=20", "log_interval=4", "runner_log_interval=4", "learner_log_interval=4", "save_model_interval=20",
     "checkpoint_interval=0", "auto_resume=True",
 )  # fmt: skip
 COMMAND = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *WORDS)
-KILLED_AT = 17
+KILLED_AT = 11
 
 
 class KilledError(BaseException):

@@ -21,7 +21,7 @@ TINY = {
     "test_interval": 20, "log_interval": 10, "runner_log_interval": 10, "learner_log_interval": 10,
     "save_model_interval": 100, "checkpoint_interval": 0.0,
 }  # fmt: skip
-EVERY, SAMPLES = 50, 8
+EVERY, SAMPLES = 40, 8
 
 
 class EnoughError(Exception):
