@@ -175,6 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=Path, help="append the figures to this file")
     asked, words = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
     if asked.measure:
         sys.stdout.write(json.dumps(of_a_day(30.0)) + "\n")
         return

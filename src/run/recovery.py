@@ -117,6 +117,8 @@ def cut_back(folder: RunFolder, dist: Dist, found: Recovered | None) -> None:
     parts = [] if found is None else [found.own] if found.own is not None else list(found.everyone)
     if dist.is_main:
         clean(folder.checkpoints)
+        for half in folder.path.rglob(".*.tmp"):
+            half.unlink(missing_ok=True)
         run = {} if found is None else found.common["run"]
         _truncate(folder.metrics_jsonl, int(run.get("metrics_bytes", 0)))
         folder.summary_json.unlink(missing_ok=True)
