@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
     parser.add_argument("--rows", type=Path, help="write a JSON object for each variant, and one for each kill, here")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
     found: dict[str, Seen] = {}
     with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
         for number, name in enumerate(asked.only):

@@ -165,7 +165,7 @@ def main() -> None:
     """Print a line for each process; end with 1 where one grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1e9, help="end then, whatever has been done")
-    parser.add_argument("--iterations", type=int, default=250_000, help="those of 24 hours, see --measure")
+    parser.add_argument("--iterations", type=int, default=160_000, help="those of 24 hours, see --measure")
     parser.add_argument("--env", default="matrix_game", choices=["matrix_game", "memory_game", "skirmish"])
     parser.add_argument("--workers", action="store_true", help="environments in processes")
     parser.add_argument("--every", type=float, default=1.0, help="seconds between samples")
@@ -175,6 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=Path, help="append the figures to this file")
     asked, words = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
     if asked.measure:
         sys.stdout.write(json.dumps(of_a_day(30.0)) + "\n")
         return

@@ -89,11 +89,13 @@ class Trial:
 
     Args:
         place: an empty folder. words: of the configuration, after TINY. variables: of the environment.
+        stride: iterations between two kills, at most.
     """
 
     place: Path
     words: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
+    stride: int = 8
     starts: int = 0
     codes: list[int] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
@@ -175,7 +177,7 @@ class Trial:
         if moment == "start":
             self._sleep(process, chance.uniform(0.0, 4.0))
         else:
-            enough = max(known, 0) + chance.randint(1, 8)
+            enough = max(known, 0) + chance.randint(1, self.stride)
             self._wait(process, lambda: self.newest()[0] >= enough)
             self._sleep(process, chance.uniform(0.0, 0.3))
         if moment == "save":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,15 +38,15 @@ def _forget_text_log() -> None:
 @pytest.fixture(scope="session")
 def qmix_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of QMIX without graphs, in one process."""
-    return train(
-        tmp_path_factory.mktemp("qmix"), "--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m"
+    return _made_once(
+        tmp_path_factory, "qmix", "--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m"
     )
 
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of all stages with all defaults: skirmish 3m, one rank on a machine without GPUs."""
-    return train(tmp_path_factory.mktemp("small"), "with", "run=ddp", "learner=nq_graph_learner_ddp")
+    return _made_once(tmp_path_factory, "small", "with", "run=ddp", "learner=nq_graph_learner_ddp")
 
 
 @pytest.fixture(scope="session")
@@ -51,4 +54,18 @@ def published_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the published command's run: all stages on 5m_vs_6m with two ranks."""
     options = ("--config=omagd", "--env-config=skirmish", "with", "env_args.map_name=5m_vs_6m", "run=ddp")
     updates = ("learner=nq_graph_learner_ddp", "use_ddp=True", "world_size=2", "ddp_port=12355")
-    return train(tmp_path_factory.mktemp("published"), *options, *updates)
+    return _made_once(tmp_path_factory, "published", *options, *updates)
+
+
+def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *arguments: str) -> Path:
+    """Return the folder of a run that one of pytest's processes makes for all of them."""
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    root = tmp_path_factory.getbasetemp().parent if several else tmp_path_factory.getbasetemp()
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        place, made = root / name, root / f"{name}.made"
+        if not made.exists():
+            shutil.rmtree(place, ignore_errors=True)  # of a test that has failed here
+            place.mkdir()
+            made.write_text(str(train(place, *arguments)))
+    return Path(made.read_text())

@@ -157,6 +157,8 @@ def unknown_keys(chance: random.Random) -> Iterator[Malformed]:
         parts[place] = misspelt(chance, parts[place])
         if key == "env_args" or chance.random() < 0.2:
             parts = [*key.split("."), misspelt(chance, "map_name"), *(["x"] * chance.randrange(3))]
+        if ".".join(parts) in KINDS:
+            continue
         yield Malformed((*chance.choice([GRAPHS, PLAIN]), f"{'.'.join(parts)}={chance.choice(['1', 'x', '', 'None'])}"))
 
 

@@ -26,7 +26,7 @@ def test_a_run_that_is_killed_four_ways_ends_with_the_same_bits(tmp_path):
     words = ("world_size=2", "t_max=1000", "graph_pretrain_epochs=4", "checkpoint_interval=0", "env_processes=True")
     alone = Trial(tmp_path / "alone", words)
     alone.undisturbed()
-    killed = Trial(tmp_path / "killed", words)
+    killed = Trial(tmp_path / "killed", words, stride=3)
     plan = [("rank", "any"), ("launcher", "save"), ("worker", "any"), ("group", "any")]
     killed.disturbed(random.Random(3), plan)
     assert [kill.kind for kill in killed.kills] == [kind for kind, _ in plan]
@@ -39,13 +39,13 @@ def test_a_run_that_is_killed_four_ways_ends_with_the_same_bits(tmp_path):
 # --- damaged
 
 WORDS = (
-    "run=default", "use_cuda=False", "batch_size_run=2", "batch_size=4", "buffer_size=8", "t_max=60",
+    "run=default", "use_cuda=False", "batch_size_run=2", "batch_size=4", "buffer_size=6", "t_max=40",
     "updates_per_iteration=1", "rnn_hidden_dim=8", "mixing_embed_dim=4", "hypernet_embed=4", "test_nepisode=2",
     "test_interval=20", "log_interval=4", "runner_log_interval=4", "learner_log_interval=4", "save_model_interval=20",
     "checkpoint_interval=0", "auto_resume=True",
 )  # fmt: skip
 COMMAND = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *WORDS)
-KILLED_AT = 17
+KILLED_AT = 11
 
 
 class KilledError(BaseException):
@@ -121,7 +121,7 @@ def test_every_damaged_file_is_named_and_the_checkpoint_before_is_used(
         assert differences(alone, run) == []
 
 
-def test_a_hopeless_folder_of_checkpoints_begins_again_and_ends_the_same(unfinished, tmp_path, monkeypatch):
+def test_where_nothing_is_sound_it_begins_again_ends_the_same_and_tidies_up(unfinished, tmp_path, monkeypatch):
     alone, torn = unfinished
     monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
     run = tmp_path / "results" / torn.name
@@ -129,8 +129,14 @@ def test_a_hopeless_folder_of_checkpoints_begins_again_and_ends_the_same(unfinis
     for path in (run / "checkpoints").rglob("*"):
         if path.is_file():
             truncate(path)
+    half = [run / "models" / "20" / ".agent.th.123.tmp", run / ".summary.json.123.tmp"]
+    half += [run / "checkpoints" / ".00000011.abc.partial" / "rank_0.th"]
+    for path in half:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
     assert main([*COMMAND, f"local_results_path={run.parent}"]) == 0
     assert (run / "logs" / "rank_0.log").read_text().count("is damaged") == len(newest_first(torn))
+    assert [path for path in half if path.exists()] == []
     assert differences(alone, run) == []
 
 

@@ -21,7 +21,7 @@ TINY = {
     "test_interval": 20, "log_interval": 10, "runner_log_interval": 10, "learner_log_interval": 10,
     "save_model_interval": 100, "checkpoint_interval": 0.0,
 }  # fmt: skip
-EVERY, SAMPLES = 50, 8
+EVERY, SAMPLES = 40, 8
 
 
 class EnoughError(Exception):
@@ -58,7 +58,7 @@ def test_nothing_grows_with_the_iterations(tmp_path, monkeypatch):
     with pytest.raises(EnoughError):
         launch(config, "endurance")
     middle, iterations = SAMPLES // 2, EVERY * SAMPLES / 2
-    assert max(sampler.objects[middle:]) - sampler.objects[middle - 1] < 0.1 * iterations
+    assert max(sampler.objects[middle:]) - sampler.objects[middle - 1] < 0.25 * iterations
     assert max(sampler.blocks[middle:]) - sampler.blocks[middle - 1] < iterations
     assert sampler.resident[-1] < 1.02 * sampler.resident[middle - 1]
     assert len(set(sampler.files[1:])) == len(set(sampler.threads[1:])) == 1

@@ -226,7 +226,9 @@ def test_a_command_on_a_terminal_has_a_terminal(tmp_path):
     os.system(f"stty rows 31 cols 97 < {os.ttyname(inner)}")
     started = with_log(tmp_path, script, stdout=inner, stderr=subprocess.DEVNULL)
     os.close(inner)
-    shown = os.read(outer, 1000).decode()
+    shown = ""
+    while not shown.endswith("\n"):
+        shown += os.read(outer, 1000).decode()
     assert started.wait(20) == 0
     os.close(outer)
     assert shown == "True False 97 31\r\n"

@@ -324,6 +324,42 @@ def test_tensorboard_files_hold_values_and_steps_by_stage(tmp_path, text_log):
     assert read == {"stage1": [(20, 0.25)], "stage3": [(1000, 0.0), (2000, 0.5)]}
 
 
+def test_tensorboard_shows_once_what_a_killed_run_had_written_after_its_checkpoint(tmp_path, text_log):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def write(saved, values):
+        logger = make_logger(RunFacts(tmp_path, saved=saved), ["tensorboard"], text_log[0])
+        states = []
+        for t, loss in values:
+            logger.log({"loss": loss}, stage="stage3", clock="t_env", t=t)
+            states.append(logger.state_dict())
+        logger.close()
+        return states
+
+    states = write({}, [(100, 1.0), (200, 0.5), (300, 7.0)])
+    time.sleep(1.1)  # files are told apart by whole seconds
+    write(states[1], [(300, 0.25), (400, 0.125)])
+    events = EventAccumulator(str(tmp_path / "tb" / "stage3"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (100, 1.0), (200, 0.5), (300, 0.25), (400, 0.125)
+    ]  # fmt: skip
+
+
+def test_sacreds_records_of_all_starts_of_a_run_are_known(tmp_path, text_log):
+    saved = {}
+    for number in (3, 8):
+        run = FakeRun()
+        run._id = number
+        relay = SacredRelay(run)
+        logger = make_logger(RunFacts(tmp_path, saved=saved), ["sacred"], text_log[0], sacred=relay.sender)
+        saved = logger.state_dict()
+        logger.close()
+        relay.stop()
+    assert list(saved.values()) == [{"ids": ["3", "8"]}]
+
+
 def test_a_sink_of_ones_own_gets_every_record(tmp_path, text_log):
     class Own(Sink):
         def _open(self, facts):

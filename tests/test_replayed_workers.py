@@ -270,3 +270,27 @@ def _continue_in_halves(env: ProcessEnvs) -> None:
     assert_same(found, expected)
     undisturbed, mac, explore = cast(env, "stream", halves=True)
     assert_same([undisturbed.collect(mac, explore=explore) for _ in range(3)][1:], expected)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("moment", ["facts", "share"])
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(moment, monkeypatch):
+    """Before it has said what it plays, and before it has the shared arrays."""
+    inner, killed = getattr(worker_processes.Workers, moment), []
+
+    def kill_first(self, *given):
+        if not killed:
+            killed.append(self.processes[1].pid)
+            os.kill(killed[0], signal.SIGKILL)
+            self.processes[1].join()
+        return inner(self, *given)
+
+    monkeypatch.setattr(worker_processes.Workers, moment, kill_first)
+    env = make_env("matrix_game", {}, 2, processes=True)
+    try:
+        env.reset(np.ones(2, bool), np.arange(2))
+        assert env.observe().obs.shape[0] == 2
+        assert env.get_stats()["worker_restarts"] == 1
+        assert killed[0] not in [process.pid for process in env._workers.processes]
+    finally:
+        env.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from omagd.config.schema import Config
 from omagd.run import keeper as keeper_module
 from omagd.run.command_line import config_from, main
 from omagd.run.launch import launch
-from omagd.run.resuming import claimed_folder, identity_of, rank_at_work
+from omagd.run.resuming import Claim, claimed_folder, identity_of, rank_at_work
 from omagd.utils import checkpoint_store
 from omagd.utils.checkpoint_store import folders, read_checkpoint
 from omagd.utils.errors import UserError
@@ -211,29 +213,50 @@ def test_a_finished_run_starts_a_new_folder_and_says_so(tmp_path, capfd):
     assert f"{first} is finished already; a new run begins" in "".join(capfd.readouterr())
 
 
+def test_who_is_killed_after_the_last_iteration_finishes_the_same_run(tmp_path, monkeypatch):
+    """What is left to do is done again: closing pictures and summary, no second run."""
+    given = config(tmp_path, QMIX, "t_max=60")
+    with monkeypatch.context() as patch:
+        patch.setattr("omagd.run.report.write_summary", lambda folder, summary: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            launch(given, "run")
+    summary = launch(given, "again")
+    assert Path(summary["folder"]).name == "run"
+    assert summary["exit_state"] == "completed"
+    assert launch(given, "another")["folder"] != summary["folder"]
+
+
+@contextmanager
+def claim_cut_off(given: Config, token: str) -> Iterator[Claim]:
+    """Have a folder and leave it unfinished."""
+    with suppress(Cut), claimed_folder(given, token) as claim:
+        yield claim
+        raise Cut
+
+
 def test_only_an_unfinished_run_of_the_same_kind_is_continued_and_only_by_one(tmp_path, capfd):
     given = config(tmp_path)
-    with claimed_folder(given, "run") as mine:
-        with claimed_folder(given, "run") as other:
+    with claim_cut_off(given, "run") as mine:
+        with claim_cut_off(given, "run") as other:
             assert other.path != mine.path, "somebody works on the first one"
         assert "another process works on it" in "".join(capfd.readouterr())
-    with claimed_folder(given, "run") as again:
+    with claim_cut_off(given, "run") as again:
         assert again.path == other.path, "the newest one"
-    with claimed_folder(config(tmp_path, QMIX, "lr=0.01"), "run") as another:
+    with claim_cut_off(config(tmp_path, QMIX, "lr=0.01"), "run") as another:
         assert another.path not in (mine.path, other.path)
-    with claimed_folder(config(tmp_path, QMIX, "auto_resume=False"), "run") as fresh:
+    with claim_cut_off(config(tmp_path, QMIX, "auto_resume=False"), "run") as fresh:
         assert fresh.path not in (mine.path, other.path, another.path)
 
 
 def test_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch):
     given = config(tmp_path)
-    with claimed_folder(given, "run") as mine:
+    with claim_cut_off(given, "run") as mine:
         pass
     monkeypatch.setattr("omagd.run.resuming.OLD_RANKS_SECONDS", 0.2)
-    with rank_at_work(RunFolder(mine.path)), claimed_folder(given, "run") as other:
+    with rank_at_work(RunFolder(mine.path)), claim_cut_off(given, "run") as other:
         assert other.path != mine.path
     Path(other.path, "run.json").unlink()
-    with claimed_folder(given, "run") as again:
+    with claim_cut_off(given, "run") as again:
         assert again.path == mine.path
 
 

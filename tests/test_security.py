@@ -22,7 +22,7 @@ from command_harness import MAIN, PYTHON, ROOT, Started, records, run_folders, s
 from omagd.components.episode_file import MARK, read_episodes
 from omagd.run.command_line import main
 from omagd.utils.checkpoint import load_file
-from omagd.utils.checkpoint_store import CheckpointStore, Damaged, read_checkpoint, read_part, sealed
+from omagd.utils.checkpoint_store import CheckpointStore, Damaged, clean, read_checkpoint, read_part, sealed
 from omagd.utils.errors import UserError
 from omagd.utils.state_tree import frozen
 
@@ -283,7 +283,7 @@ def test_what_is_removed_stands_within_the_run(store, tmp_path):
     (store.path / "kept").symlink_to(precious)
     (store.path / ".00000009.b.partial").symlink_to(precious)
     (store.path / "00000001").symlink_to(precious)
-    store.clean()
+    clean(store.path)
     store.prune()
     assert (precious / "thesis.tex").read_text() == "years"
 

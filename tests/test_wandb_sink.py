@@ -102,6 +102,26 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path):
     assert (stage3["_step"], stage3["test_battle_won_mean"], stage3["loss_td"]) == (10240, 0.5, 0.01)
 
 
+def test_a_run_that_goes_on_after_a_kill_is_the_same_run_there(tmp_path):
+    before = make_logger(RunFacts(tmp_path / "a", "token"), ["wandb"], logging.getLogger("test"))
+    (tmp_path / "a").mkdir()
+    before.log({"loss": 1.0}, stage="stage1", clock="epoch", t=10)
+    before.log({"loss": 0.5}, stage="stage3", clock="t_env", t=100)
+    saved = before.state_dict()
+    before.close("failed")
+    (tmp_path / "b").mkdir()
+    after = make_logger(RunFacts(tmp_path / "b", "token", saved=saved), ["wandb"], logging.getLogger("test"))
+    after.log({"loss": 0.25}, stage="stage3", clock="t_env", t=200)
+    assert after.state_dict() == saved
+    after.close()
+    ids = {}
+    for path in tmp_path.glob("*/wandb/offline-run-*/run-*.wandb"):
+        found = finished_records(path)
+        (run,) = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+        ids.setdefault(run.run_id, []).extend((row["_step"], row["loss"]) for row in history(found))
+    assert sorted(sorted(rows) for rows in ids.values()) == [[(10, 1.0)], [(100, 0.5), (200, 0.25)]]
+
+
 def test_a_key_in_the_environment_reaches_no_file(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -60,8 +60,7 @@ class ProcessEnvs(ManyEnvs):
         self._finalizer = weakref.finalize(self, self._workers.release)
         try:
             self._workers.start(pickle.dumps(partial(single_env, env_cls, args)), self._hosted)
-            facts = [pickle.loads(self._workers.first_message(number)) for number in range(len(self._hosted))][0]
-            self._begin(env_cls, args, facts, name)
+            self._begin(env_cls, args, pickle.loads(self._workers.facts()), name)
             self._workers.share(worker.array_specs(self.info, n_slots))
         except BaseException:
             self.close()

@@ -92,16 +92,52 @@ class Workers:
         their_wake.close()
         return process, conn, wake
 
+    def facts(self) -> bytes:
+        """Return what the first worker says of the environment, once all have said it. Errors: as `message`."""
+        return [self._first_message(number) for number in range(len(self.conns))][0]
+
     def share(self, specs: worker.Specs) -> None:
-        """Let all workers map the arrays of `specs`."""
+        """Let all workers map the arrays of `specs`. Errors: as `message`."""
         self.memory.resize(worker.total_size(specs))
-        self._specs = specs
-        for conn in self.conns:
-            with contextlib.suppress(BrokenPipeError):  # its answer tells why
-                conn.send_bytes(pickle.dumps(specs))
         for number in range(len(self.conns)):
-            self.first_message(number)
+            self._send(number, specs)
+        for number in range(len(self.conns)):
+            while self.message(number) is None:
+                self._start_again(number)
+                self._first_message(number)
+                self._send(number, specs)
+        self._specs = specs
         self.arrays.update(worker.array_views(self.memory.map(), specs))
+
+    def _send(self, number: int, value: object) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died: it will be found so
+            self.conns[number].send_bytes(pickle.dumps(value))
+
+    def _first_message(self, number: int) -> bytes:
+        """Return what a worker says first; one that is killed before it does is started again."""
+        while (message := self.message(number)) is None:
+            self._start_again(number)
+        return message[1]
+
+    def _start_again(self, number: int) -> None:
+        """Start a worker again that was killed while it started. Errors: EnvWorkerError where it ended by itself."""
+        how = self._how_it_ended(number)
+        self.deaths[number] += 1
+        if (self.processes[number].exitcode or 0) >= 0 or self.deaths[number] >= DEATHS_IN_A_ROW:
+            raise EnvWorkerError(f"environment worker {number} died ({how})")
+        LOG.warning("environment worker %d died (%s) while it started: another one is started", number, how)
+        self._put_another(number)
+
+    def _put_another(self, number: int) -> None:
+        """Have a new process in the place of one that has died."""
+        old = self.processes[number], self.conns[number], self.wakes[number]
+        self._poll.unregister(old[1].fileno())
+        self.owed[number] = 0
+        with _environment(_SINGLE_THREAD):
+            self.processes[number], self.conns[number], self.wakes[number] = self._spawn(number)
+        for part in old:
+            part.close()
+        self.replaced += 1
 
     def wake(self, number: int) -> None:
         """Have a worker look at its orders; it owes one note more."""
@@ -138,13 +174,6 @@ class Workers:
             raise user_error or EnvWorkerError(f"environment worker {number} failed:\n{text}")
         return mark, body
 
-    def first_message(self, number: int) -> bytes:
-        """Return what a worker says while all are being started. Errors: as `message`; EnvWorkerError if it died."""
-        message = self.message(number)
-        if message is None:
-            raise EnvWorkerError(f"environment worker {number} died ({self._how_it_ended(number)})")
-        return message[1]
-
     def replace(self, number: int, pasts: dict[int, worker.Past]) -> None:
         """Start another worker for the slots of one that died; it owes nothing, and first plays their `pasts`.
 
@@ -159,16 +188,8 @@ class Workers:
             raise EnvWorkerError(f"environment worker {number} died {times}, last: {how}")
         fate = "is played again by another one" if pasts else "is dropped; another one is started"
         LOG.warning("environment worker %d died (%s): what it played %s", number, how, fate)
-        old = self.processes[number], self.conns[number], self.wakes[number]
-        self._poll.unregister(old[1].fileno())
-        self.owed[number] = 0
-        with _environment(_SINGLE_THREAD):
-            self.processes[number], self.conns[number], self.wakes[number] = self._spawn(number)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died already: it will be found so
-            self.conns[number].send_bytes(pickle.dumps(pasts))
-        for part in old:
-            part.close()
-        self.replaced += 1
+        self._put_another(number)
+        self._send(number, pasts)
 
     def _how_it_ended(self, number: int) -> str:
         process = self.processes[number]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.episode_stretch import Stretch
 from omagd.config.schema import Config
 from omagd.run.recovery import Recovered, unusable
 from omagd.utils.checkpoint import checksum
@@ -46,13 +47,13 @@ class _Written:
 
 @dataclass
 class _Save:
-    """One rank's copy of everything, on its way to the disk."""
+    """One rank's copy of everything, on its way to the disk; `episodes`: those that are new, and facts of all."""
 
     draft: Draft
     own: dict[str, Any]
     common: dict[str, Any] | None
     modules: dict[str, dict[str, Any]]
-    episodes: dict[str, tuple[EpisodeBuffer, Any, dict[str, Any]]]
+    episodes: dict[str, tuple[Stretch, dict[str, Any]]]
     facts: dict[str, Any]
     flushed: list[Path]
 
@@ -84,6 +85,7 @@ class Keeper:
         self._saved_at = time.monotonic()
         self._flags: Pending | None = None
         self._written: dict[str, _Written] = {}
+        self._sums: dict[str, str] = {}
         self._modules: dict[str, dict[str, Any]] = {}  # trained modules that are in a file of their own
 
     def until_boundary(self) -> AbstractContextManager[None]:
@@ -105,9 +107,11 @@ class Keeper:
             return
         assert self._flags is not None
         stop, due, busy = self._flags.wait().tolist()
+        if not self._busy:
+            self.finish()  # what has gone wrong there is told here
         if stop or stage.done():
             if stop:
-                saving()
+                saving()  # from here on a signal that comes late does not cut the save short
             self.finish()
             self._begin(stage, stage.buffers())
             self.finish()
@@ -180,7 +184,7 @@ class Keeper:
             "stage": None if over else stage.name,
             "shared": {} if over else stage.shared_state(),
             "finished": [asdict(result) for result in self.results],
-            "products": _checksums(stage.products),
+            "products": self._checksums(stage.products),
             "run": {
                 "wall_seconds": self.wall_seconds,
                 "metrics_bytes": _size(self.folder.metrics_jsonl),
@@ -188,18 +192,26 @@ class Keeper:
             },
         }
 
+    def _checksums(self, products: Products) -> dict[str, str]:
+        """Return checksums of the trained modules that there are; nothing changes them any more."""
+        modules = {"tokenizer": products.tokenizer, "predictor": products.predictor}
+        for name, module in modules.items():
+            if module is not None and name not in self._sums:
+                self._sums[name] = checksum(module.state_dict())
+        return dict(self._sums)
+
     def _new_modules(self, products: Products) -> dict[str, dict[str, Any]]:
         """Return copies of the weights of modules that this run has trained and no file holds."""
         trained = {"stage1": products.tokenizer, "stage2": products.predictor}
         names = {result.name for result in self.results} - self._modules.keys()
         return {name: frozen(module.state_dict()) for name, module in trained.items() if name in names and module}
 
-    def _new_episodes(self, name: str, buffer: EpisodeBuffer) -> tuple[EpisodeBuffer, Any, dict[str, Any]]:
+    def _new_episodes(self, name: str, buffer: EpisodeBuffer) -> tuple[Stretch, dict[str, Any]]:
         """Return a buffer's episodes that are in no file, and what is said of all of it."""
         written = self._written.setdefault(name, _Written())
         oldest = buffer.added - len(buffer)
         written.parts = [part for part in written.parts if part["first"] + part["count"] > oldest]
-        return buffer, buffer.since(written.next), {"added": buffer.added, "kept": len(buffer)}
+        return buffer.since(written.next), {"added": buffer.added, "kept": len(buffer)}
 
     def _write(self, save: _Save, session: Session) -> None:
         """Write a copy to the disk, in the thread. What goes wrong is said; the run goes on."""
@@ -207,7 +219,7 @@ class Keeper:
         try:
             for path in save.flushed:
                 _sync(path)
-            logs = {name: self._write_episodes(name, each, draft) for name, each in save.episodes.items()}
+            logs = {name: self._write_episodes(name, *each, draft) for name, each in save.episodes.items()}
             modules = {name: self._write_module(name, state, draft) for name, state in save.modules.items()}
             draft.refer({entry["file"]: entry["entry"] for entry in self._modules.values()})
             if save.common is not None:
@@ -220,8 +232,8 @@ class Keeper:
                 self._store.prune()
             self._written = {name: written for name, (_, written) in logs.items()}
             self._modules.update(modules)
-        except OSError as problem:
-            reason = " ".join(str(problem.strerror or problem.args[-1]).split())
+        except (OSError, MemoryError) as problem:
+            reason = " ".join(str(getattr(problem, "strerror", None) or problem).split()) or "out of memory"
             draft.give_up(reason)
             if self.dist.is_main:
                 draft.discard()
@@ -231,12 +243,10 @@ class Keeper:
             )
 
     def _write_episodes(
-        self, name: str, found: tuple[EpisodeBuffer, Any, dict[str, Any]], draft: Draft
+        self, name: str, stretch: Stretch, said: dict[str, Any], draft: Draft
     ) -> tuple[dict[str, Any], _Written]:
         """Write the episodes that are in no file; return what the manifest says of them, and what is written now."""
-        _, stretch, said = found
-        before = self._written[name]
-        parts = list(before.parts)
+        parts = list(self._written[name].parts)
         draft.refer({part["file"]: part["entry"] for part in parts})
         if stretch.records:
             file = f"{name}_rank{self.dist.rank}_{stretch.first:09d}_{self._store.attempt}.episodes"
@@ -245,7 +255,7 @@ class Keeper:
         return {**said, "parts": parts}, _Written(parts, stretch.first + len(stretch.records))
 
     def _write_module(self, name: str, state: dict[str, Any], draft: Draft) -> dict[str, Any]:
-        file = draft.keep(f"{name}_{self._store.attempt}.th", lambda path: _discard(write_part(path, state)))
+        file = draft.keep(f"{name}_{self._store.attempt}.th", lambda path: write_part(path, state))
         return {"file": file, "entry": draft.files[file]}
 
     def take_up(self, found: Recovered | None, damaged: Iterable[Path] = ()) -> None:
@@ -283,7 +293,7 @@ class Keeper:
             stage.start()
             return
         session = stage.session
-        here = _checksums(stage.products)
+        here = self._checksums(stage.products)
         if any(here.get(name) != there for name, there in found.common["products"].items()):
             raise UserError(
                 "pretrained_tokenizer_path or pretrained_mask_predictor_path: not the modules that this run has begun"
@@ -337,12 +347,6 @@ class Keeper:
         )
 
 
-def _checksums(products: Products) -> dict[str, str]:
-    """Return checksums of the trained modules that there are."""
-    modules = {"tokenizer": products.tokenizer, "predictor": products.predictor}
-    return {name: checksum(module.state_dict()) for name, module in modules.items() if module is not None}
-
-
 def _added(parts: list[dict[str, float]]) -> dict[str, float]:
     names = {name for part in parts for name in part}
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
@@ -350,10 +354,6 @@ def _added(parts: list[dict[str, float]]) -> dict[str, float]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _discard(_: object) -> None:
-    return None
 
 
 def _sync(path: Path) -> None:

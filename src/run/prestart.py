@@ -31,8 +31,11 @@ def begin(config: Config) -> None:
     from multiprocessing import forkserver
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(MODULES))
-    with _nameless():
-        forkserver.ensure_running()
+    try:
+        with _nameless():
+            forkserver.ensure_running()
+    except OSError:  # a temporary folder with too long a name for a socket: ranks are started each from nothing
+        return
     _begun = True
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_stretch import Stretch, load_stretch
-from omagd.utils.checkpoint_store import Checkpoint, Damaged, folders, read_checkpoint
+from omagd.utils.checkpoint_store import Checkpoint, Damaged, clean, folders, read_checkpoint
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -110,9 +110,15 @@ def _read(path: Path, dist: Dist) -> Recovered:
 
 
 def cut_back(folder: RunFolder, dist: Dist, found: Recovered | None) -> None:
-    """Take back what was written after the checkpoint, or all of it: lines of metrics and episodes, later weights."""
+    """Take back what was written after the checkpoint, or all of it: lines of metrics and episodes, later weights.
+
+    What killed starts have left half written goes too. Called on every rank, while no rank of another start is alive.
+    """
     parts = [] if found is None else [found.own] if found.own is not None else list(found.everyone)
     if dist.is_main:
+        clean(folder.checkpoints)
+        for half in folder.path.rglob(".*.tmp"):
+            half.unlink(missing_ok=True)
         run = {} if found is None else found.common["run"]
         _truncate(folder.metrics_jsonl, int(run.get("metrics_bytes", 0)))
         folder.summary_json.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ READ = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain
 OLD_RANKS_SECONDS = 60.0
 """How long to wait for the ranks of a launcher that was killed."""
 
-CONTINUED = "continued_from.json"
+CONTINUED, RUN_FILE = "continued_from.json", "run.json"
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ def claimed_folder(config: Config, token: str) -> Iterator[Claim]:
             _adopt(source, folder)
             console.info(f"continuing from {source.path} in a new folder: {folder.path}")
         write_json(folder.config_json, config.model_dump(mode="json"))
-        write_json(folder.path / "run.json", {"identity": identity})
+        write_json(folder.path / RUN_FILE, {"identity": identity})
     else:
         folder, lock = claimed
         console.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
     try:
-        for left in folder.checkpoints.glob(".*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
         adopted = (folder.path / CONTINUED).exists()
         yield Claim(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
+        # Not before: who is killed while the last files are written goes on with them.
+        write_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
     finally:
         os.close(lock)
 
@@ -132,13 +132,13 @@ def whole_state(config: Config) -> Checkpoint | None:
 def _unfinished(config: Config, identity: str, console: Any) -> tuple[RunFolder, int] | None:
     """Return the newest unfinished run of this configuration and its lock; None where there is none to be had."""
     root = Path(config.local_results_path).expanduser()
-    found = [path.parent for path in root.glob("*/run.json")]
+    found = [path.parent for path in root.glob(f"*/{RUN_FILE}")]
     finished = None
     for path in sorted(found, key=_begun, reverse=True):
-        if _json(path / "run.json").get("identity") != identity:
+        if _json(path / RUN_FILE).get("identity") != identity:
             continue
         folder = RunFolder(path)
-        if _json(folder.summary_json).get("exit_state") == "completed":
+        if _json(path / RUN_FILE).get("finished"):
             finished = finished or folder
             continue
         lock = _try_lock(folder)
@@ -152,7 +152,7 @@ def _unfinished(config: Config, identity: str, console: Any) -> tuple[RunFolder,
 
 
 def _begun(path: Path) -> float:
-    return (path / "run.json").stat().st_mtime
+    return (path / RUN_FILE).stat().st_mtime
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -38,9 +38,9 @@ def run_recorded(
     experiment = _experiment()
     experiment.add_config(to_plain(config))
     if where is not None:
-        from sacred.observers import FileStorageObserver
+        from omagd.run.sacred_observer import BoundedObserver
 
-        experiment.observers.append(FileStorageObserver(str(where)))
+        experiment.observers.append(BoundedObserver(str(where)))
     returned: list[Any] = []
 
     def main(_run: Any, _log: logging.Logger) -> None:

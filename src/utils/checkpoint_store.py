@@ -152,13 +152,6 @@ class CheckpointStore:
         self.attempt, self.keep = attempt, keep
         self.spared: set[Path] = set()
 
-    def clean(self) -> None:
-        """Remove what killed attempts have left half written. Called by one process that holds the run's lock."""
-        for left in self.path.glob(".*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
-        if self.path.is_dir():
-            self._drop_unused()
-
     def folders(self) -> list[Path]:
         """Return the folders of checkpoints, newest first."""
         return folders(self.path)
@@ -182,19 +175,7 @@ class CheckpointStore:
                 doomed = old.path.with_name(f".{old.path.name}.{self.attempt}.partial")
                 old.path.rename(doomed)  # gone at once, whatever happens while it is removed
                 shutil.rmtree(doomed, ignore_errors=True)
-        self._drop_unused()
-
-    def _drop_unused(self) -> None:
-        needed: set[str] = set()
-        for path in self.folders():
-            try:
-                needed |= set(read_checkpoint(path).manifest["files"])
-            except Damaged:
-                continue
-        kept = self.path / "kept"
-        for path in () if kept.is_symlink() else kept.glob("*"):  # what a link leads to is not ours to remove
-            if f"kept/{path.name}" not in needed:
-                path.unlink(missing_ok=True)
+        _drop_unused(self.path)
 
 
 class Draft:
@@ -223,12 +204,11 @@ class Draft:
         entry = write_part(self.path / f"{name}.th", state)
         self.files[f"{self.final.name}/{name}.th"] = entry
 
-    def keep(self, name: str, write: Callable[[Path], None] | None = None) -> str:
-        """Have `kept/<name>` in this checkpoint, written by `write` if it is new; return its name in the manifest."""
+    def keep(self, name: str, write: Callable[[Path], object]) -> str:
+        """Have `kept/<name>` in this checkpoint, which `write` writes; return its name in the manifest."""
         path = self.store.path / "kept" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if write is not None:
-            write(path)
+        write(path)
         self.files[f"kept/{name}"] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
         return f"kept/{name}"
 
@@ -280,6 +260,26 @@ class Draft:
         if "failed" in report:
             raise OSError(None, f"rank {rank}: {report['failed']}")
         return dict(report)
+
+
+def clean(path: Path) -> None:
+    """Remove what killed starts have left half written below `checkpoints/`. Called while nobody else writes there."""
+    for left in path.glob(".*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    _drop_unused(path)
+
+
+def _drop_unused(path: Path) -> None:
+    needed: set[str] = set()
+    for each in folders(path):
+        try:
+            needed |= set(read_checkpoint(each).manifest["files"])
+        except Damaged:
+            continue
+    kept = path / "kept"
+    for file in () if kept.is_symlink() else kept.glob("*"):  # what a link leads to is not ours to remove
+        if f"kept/{file.name}" not in needed:
+            file.unlink(missing_ok=True)
 
 
 def folders(path: Path) -> list[Path]:

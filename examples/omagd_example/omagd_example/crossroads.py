@@ -31,6 +31,7 @@ class Crossroads(MultiAgentEnv):
     """
 
     args_model = CrossroadsArgs
+    deterministic = True  # an episode follows from its seed and the actions: it can be replayed after a kill
 
     def __init__(self, args: CrossroadsArgs) -> None:
         self.args = args
