@@ -58,6 +58,18 @@ def new_ranks(started: Started, before: list[int]) -> list[int]:
     raise AssertionError(f"no new ranks came\n{started.wait(1).text}")
 
 
+def wait_until_it_goes_on(here: Path) -> None:
+    """Wait until the run has taken up its checkpoint, and is in its loop again."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        (log,) = here.glob("results/*/logs/rank_0.log")
+        if "continuing from" in log.read_text():
+            time.sleep(1.0)
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not go on")
+
+
 @pytest.mark.processes
 def test_killed_ranks_start_again_and_a_preempted_run_is_saved(plugin, tmp_path):
     """One run's life: its sockets, a kill, the restart, then the SIGTERM that a batch system sends to all at once."""
@@ -72,6 +84,7 @@ def test_killed_ranks_start_again_and_a_preempted_run_is_saved(plugin, tmp_path)
         if attempt == 0:
             os.kill(ranks[1], signal.SIGKILL)
             ranks = new_ranks(started, ranks)
+            wait_until_it_goes_on(here)
     asked = time.monotonic()
     for pid in (*ranks, started.process.pid):
         os.kill(pid, signal.SIGTERM)

@@ -126,7 +126,7 @@ def test_killed_games_and_workers_cost_their_episodes_and_the_run_goes_on(game, 
 
 def start(cwd: Path, ranks: int, slots: int, *more: str, env: str = "sc2", **variables: str) -> Started:
     how = [f"world_size={ranks}", "run=ddp"] if ranks > 1 else ["run=default"]
-    length = ["t_max=1000000", "save_model=False", f"batch_size_run={slots}"]
+    length = ["t_max=1000000", "save_model=False", f"batch_size_run={slots}", "max_restarts=0"]
     words = ["env_args.map_name=3m", *how, *BUDGETS, *length, *more]
     return Started([PYTHON, MAIN, "--config=qmix", f"--env-config={env}", "with", *words], cwd, **variables)
 
