@@ -8,4 +8,4 @@ set -euo pipefail
 
 setup_venv "dev,smax"
 cd "$root"
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$venv_python" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$venv_python" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -133,7 +133,11 @@ def start(cwd: Path, ranks: int, slots: int, *more: str, env: str = "sc2", **var
 
 def wait_for_games(started: Started, folder: Path, n: int) -> list[int]:
     """Return the pids of games as soon as `n` play."""
-    assert wait_until(lambda: len(sc2_stand_in.running(folder)) == n or started.process.poll() is not None, 60)
+    found = wait_until(lambda: len(sc2_stand_in.running(folder)) >= n or started.process.poll() is not None, 60)
+    if not found:
+        playing = sc2_stand_in.running(folder)
+        os.killpg(started.group, signal.SIGKILL)
+        raise AssertionError(f"{len(playing)} games play, not {n}\n{started.wait(5).text}")
     assert started.process.poll() is None, started.wait(1).text
     return sc2_stand_in.running(folder)
 
