@@ -237,7 +237,7 @@ class Keeper:
             draft.give_up(reason)
             if self.dist.is_main:
                 draft.discard()
-            session.logger.warning(
+            session.logger.error(
                 f"iteration {save.facts['iteration']} could not be saved ({reason}): the run goes on, and the"
                 " checkpoint before it stands"
             )

@@ -40,6 +40,10 @@ class Logger:
         """Say one line that the user should not miss."""
         self.console_logger.warning(message)
 
+    def error(self, message: str) -> None:
+        """Say one line about what has gone wrong though the run goes on; other ranks say it on the console too."""
+        self.console_logger.error(message)
+
     def add_sink(self, sink: Sink) -> None:
         """Open a sink and send it every log from now on."""
         if not self.minimal:
