@@ -7,7 +7,6 @@ that all save the same one. Episodes are written once, into files that successiv
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Iterable
@@ -24,9 +23,10 @@ from omagd.components.episode_stretch import Stretch
 from omagd.config.schema import Config
 from omagd.run.recovery import Recovered, unusable
 from omagd.utils.checkpoint import checksum
-from omagd.utils.checkpoint_store import CheckpointStore, Damaged, Draft, read_part, write_part
+from omagd.utils.checkpoint_store import CheckpointStore, Damaged, Draft, read_part, sync, write_part
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError
+from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import random_state, set_random_state
 from omagd.utils.signals import deferred, saving, stop_now, stop_wanted
@@ -218,7 +218,8 @@ class Keeper:
         draft = save.draft
         try:
             for path in save.flushed:
-                _sync(path)
+                if path.exists():
+                    sync(path)
             logs = {name: self._write_episodes(name, *each, draft) for name, each in save.episodes.items()}
             modules = {name: self._write_module(name, state, draft) for name, state in save.modules.items()}
             draft.refer({entry["file"]: entry["entry"] for entry in self._modules.values()})
@@ -326,11 +327,11 @@ class Keeper:
             everyone = [part["stage"] for part in found.everyone]
             stage.renew(everyone if inside else [], found.iteration)
             if self.dist.is_main:
-                session.past_mishaps = _added([part["past"] for part in found.everyone])
+                session.go_on_counting(added([part["past"] for part in found.everyone]))
             return
         for name, runner in session.runners.items():
             runner.restore(found.own["runners"][name], stage.policies().get(name))
-        session.past_mishaps = dict(found.own["past"])
+        session.go_on_counting(found.own["past"])
         if inside:
             stage.load_own(found.own["stage"])
             set_random_state(found.own["random"])
@@ -347,21 +348,5 @@ class Keeper:
         )
 
 
-def _added(parts: list[dict[str, float]]) -> dict[str, float]:
-    names = {name for part in parts for name in part}
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _sync(path: Path) -> None:
-    """Have what was written to a file on the disk."""
-    if not path.exists():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

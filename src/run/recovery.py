@@ -114,7 +114,6 @@ def cut_back(folder: RunFolder, dist: Dist, found: Recovered | None) -> None:
 
     What killed starts have left half written goes too. Called on every rank, while no rank of another start is alive.
     """
-    parts = [] if found is None else [found.own] if found.own is not None else list(found.everyone)
     if dist.is_main:
         clean(folder.checkpoints)
         for half in folder.path.rglob(".*.tmp"):
@@ -133,7 +132,7 @@ def cut_back(folder: RunFolder, dist: Dist, found: Recovered | None) -> None:
     if found is not None and found.own is not None:
         _truncate(folder.episode_log(dist.rank), int(found.own["episode_bytes"]))
     elif found is not None and dist.is_main:
-        for rank, part in enumerate(parts):
+        for rank, part in enumerate(found.everyone):
             _truncate(folder.episode_log(rank), int(part["episode_bytes"]))
     dist.gather(None)  # nobody writes before all is cut
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from omagd.config.env_info import EnvInfo
@@ -15,6 +16,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
+from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder
 
 RESTARTS = ("restarts", "worker_restarts")
@@ -73,11 +75,11 @@ class Session:
         counted = {name: float(stats.get(name, 0.0)) + self.past_mishaps.get(name, 0.0) for name in RESTARTS}
         self.told_mishaps = dict(counted)
         counted["lost_episodes"] = float(sum(runner.lost for runner in self.runners.values()))
-        total: dict[str, float] = {}
-        for part in self.dist.gather(counted):
-            for name, value in part.items():
-                total[name] = total.get(name, 0.0) + value
-        return {name: value for name, value in total.items() if value > 0}
+        return {name: value for name, value in added(self.dist.gather(counted)).items() if value > 0}
+
+    def go_on_counting(self, past: Mapping[str, float]) -> None:
+        """Count restarts on from those of earlier starts of this run, which a checkpoint holds."""
+        self.past_mishaps, self.told_mishaps = dict(past), dict(past)
 
     def close(self) -> None:
         """Release the environment and the files, once what is being saved is saved."""

@@ -241,9 +241,9 @@ class Draft:
         write_json(self.path / MANIFEST, sealed({"format": FORMAT, **said}))
         for rank in range(self.store.world_size):
             (self.path / f"report_{rank}.json").unlink()
-        _sync_folder(self.path)
+        sync(self.path)
         self.path.rename(self.final)
-        _sync_folder(self.store.path)
+        sync(self.store.path)
         return self.final
 
     def discard(self) -> None:
@@ -310,8 +310,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk too."""
+def sync(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -56,6 +56,15 @@ class Metrics:
         """Continue from `state_dict()`."""
         self.clear()
         self.add(state)
+
+
+def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums of numbers by name; a name need not be in all parts."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def _plus(total: Number | None, value: Number) -> Number:
