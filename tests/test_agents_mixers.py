@@ -226,7 +226,7 @@ def test_joint_value_never_falls_when_an_agents_value_rises(name):
     mixer = MIXERS.get(name)(toy_config(mixer=name), INFO).double()
     qs = torch.randn(50, INFO.n_agents, dtype=torch.float64, requires_grad=True)
     joint = mixer(qs, torch.randn(50, INFO.state_dim, dtype=torch.float64))
-    assert joint.shape == (50,)
+    assert joint.shape == ((50, INFO.n_agents) if name == "none" else (50,))
     slopes = torch.autograd.grad(joint.sum(), qs, retain_graph=True)[0]
     assert (slopes >= 0).all()
     assert (slopes > 0).any()

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 PLAIN = {"learner": "nq_learner_ddp", "target_update_updates": 7}
 KINDS = {
     "qmix": PLAIN,
+    "alone": {**PLAIN, "mixer": "none", "agent": "ff"},
     "parts": {**PLAIN, "accumulate": 3},  # the second rank has two episodes, so two parts
     "graph": {**PLAIN, **GRAPH, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_readout": "entity"},
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},

@@ -36,6 +36,8 @@ def group(timeout: float, world_size: int = 3) -> tuple[Board, list[Dist], list[
     pulses = [Pulse(dist, board, timeout, heard.append) for dist, heard in zip(ranks, said, strict=True)]
     for pulse in pulses:
         pulse.start()
+    for rank in ranks:
+        board.get(str(rank.rank))  # each has said something, so that whoever falls silent has been heard before
     return board, ranks, pulses, said
 
 

@@ -183,6 +183,35 @@ def test_update_equals_a_padded_reference(double_q):
         torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_without_a_mixer_each_agent_learns_alone(own):
+    episodes = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate([3, 6, 1, 6, 4])]
+    if own:
+        episodes = [{**e, "agent_reward": torch.randn(len(e["reward"]), INFO.n_agents)} for e in episodes]
+    learner = make_learner(toy_config(mixer="none", grad_norm_clip=1e9), dtype=torch.float64)
+    other = make_learner(toy_config(mixer="none"), dtype=torch.float64, seed=5)
+    learner.target_agent.load_state_dict(other.mac.agent.state_dict())
+    data = padded(episodes)
+    q = reference_values(learner.mac.agent, data)
+    taken = q.gather(-1, data["actions"].long().unsqueeze(-1)).squeeze(-1)
+    with torch.no_grad():
+        best = q.masked_fill(data["avail_actions"] == 0, -1e9).argmax(-1, keepdim=True)
+        values = reference_values(learner.target_agent, data).gather(-1, best).squeeze(-1)
+    errors = []
+    for i, rows in enumerate(data["rows"].tolist()):
+        for agent in range(INFO.n_agents):
+            reward = episodes[i]["agent_reward"][:, agent] if own else episodes[i]["reward"]
+            ended = data["terminated"][i].tolist()[: rows - 1]
+            wanted = scalar_returns(reward.tolist()[:-1], ended, values[i, :, agent].tolist(), 0.99, 0.6)
+            errors += [taken[i, t, agent] - g for t, g in enumerate(wanted)]
+    loss = torch.stack(errors).square().mean()
+    wanted = torch.autograd.grad(loss, list(learner.mac.agent.parameters()))
+    grads, stats = gradients_of(learner, episodes)
+    assert float(stats["loss_td"][0] / stats["loss_td"][1]) == pytest.approx(loss.item(), rel=1e-6)
+    for got, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-7, rtol=1e-6)
+
+
 @pytest.mark.parametrize("parts", [2, 5, 99])
 def test_parts_of_a_batch_add_up_to_the_whole(parts):
     episodes = [random_episode(i, length) for i, length in enumerate([5, 9, 0, 3, 3, 1, 12])]

@@ -62,7 +62,7 @@ class NQLearner:
         actions = torch.zeros(rows, self.info.n_agents, dtype=torch.int64, device=self.device)
         state = like.new_zeros(rows, self.info.state_dim)
         played = Played(actions, state, ~packing.closing.to(self.device), packing)
-        self._step.warm_up(inputs, played, lambda q: q.new_zeros(rows))
+        self._step.warm_up(inputs, played, lambda q: torch.zeros_like(self.mixer(q[..., 0], state)))
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take one step on this rank's batch, then copy the targets if that is due.
@@ -96,6 +96,9 @@ class NQLearner:
         best = (choosing + barred).max(dim=-1, keepdim=True).indices
         values = self.target_mixer(target_q.gather(-1, best).squeeze(-1), state)
         reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
+        if values.dim() > 1:  # no mixer: values of single agents
+            terminated = terminated.unsqueeze(-1)
+            reward = batch["agent_reward"].to(values.dtype) if "agent_reward" in batch else reward.unsqueeze(-1)
         return td_lambda_targets(reward, terminated, values, batch.packing, self.config.gamma, self.config.td_lambda)
 
     def modules(self) -> dict[str, nn.Module]:

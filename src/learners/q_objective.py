@@ -48,7 +48,7 @@ class QObjective(Objective):
         """Return the sum of squared errors, and stats over the steps that happened.
 
         targets: called once, without gradients, with the values [S, n, A] of this forward (double Q-learning chooses
-            actions by them); returns [S] targets. Target networks live behind it, outside this module.
+            actions by them); returns targets, [S] or [S, n] as the mixer does. Target networks live behind it, outside this module.
         Stats: loss_td and td_error_abs per step; q_taken_mean and target_mean per step and agent, as in PyMARL.
         """
         with lowered(played.state.device, self.bf16):
@@ -57,15 +57,16 @@ class QObjective(Objective):
                 target = targets(q.detach()).to(played.state.dtype)
             taken = q.gather(-1, played.actions.unsqueeze(-1)).squeeze(-1)
             joint = self.mixer(taken, played.state).to(played.state.dtype)
-        happened = played.happened.to(joint.dtype)
+        happened = played.happened.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))
         error = (joint - target) * happened
-        loss = error.square().sum()
+        values = joint.shape[1:].numel()  # of a row: 1, or one of each agent, over which is averaged
+        loss = error.square().sum() / values
         with torch.no_grad():
             count = happened.sum()
             shares = count * taken.shape[1]
             stats = {
                 "loss_td": (loss.detach(), count),
-                "td_error_abs": (error.abs().sum(), count),
+                "td_error_abs": (error.abs().sum() / values, count),
                 "q_taken_mean": ((joint * happened).sum(), shares),
                 "target_mean": ((target * happened).sum(), shares),
             }

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-ObsName = Literal["26", "26_raw", "30", "35", "planes", "entities"]
+ObsName = Literal["26", "26_raw", "30", "35", "near", "planes", "entities"]
 
 
 class SnakesArgs(BaseModel):

@@ -11,6 +11,7 @@ from omagd.envs.snakes.args import ObsName
 from omagd.envs.snakes.board import Board
 from omagd.envs.snakes.entities import entity_features, entity_layout
 from omagd.envs.snakes.features import SCALES, flat_features
+from omagd.envs.snakes.near import NEAR_DIM, near_features
 from omagd.envs.snakes.planes import PLANES_DIM, plane_features
 
 
@@ -33,7 +34,8 @@ class Observer:
         """Features of one snake's observation."""
         if self.layout is not None:
             return self.layout.obs_dim
-        return PLANES_DIM if self.obs == "planes" else len(SCALES[self.obs.removesuffix("_raw")])
+        whole = {"planes": PLANES_DIM, "near": NEAR_DIM}
+        return whole[self.obs] if self.obs in whole else len(SCALES[self.obs.removesuffix("_raw")])
 
     def look(self, board: Board, team: np.ndarray, full: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
         """Return what `team` [B] sees, [B, 3, obs_dim] float32, and if `full` the same without a limit, else None."""
@@ -41,6 +43,8 @@ class Observer:
             return entity_features(self.sight, board, team, full)
         if self.obs == "planes":
             seen = plane_features(self.centred, board, team)
+        elif self.obs == "near":
+            seen = near_features(board, team)
         else:
             name = self.obs.removesuffix("_raw")
             seen = flat_features(name, self.normalise and name == self.obs, board, team)

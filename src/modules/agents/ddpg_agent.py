@@ -1,45 +1,16 @@
-"""Actors and critics without memory: two layers, alone or in talk with the team."""
+"""Actors and critics of DDPG: without memory, alone or in talk with the team."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import Agent
-from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
-from omagd.modules.linear import FastLinear
-from omagd.utils.packing import Packing
-
-
-class Trunk(nn.Module):
-    """Linear, ReLU, linear, ReLU, linear, weights shared by the agents.
-
-    Args:
-        n_features, n_out: per agent. config: `rnn_hidden_dim` is the width (H); also the one-hots of `InputLinear`.
-        info: sizes. talks: a bidirectional LSTM over the agents in their order (H to 2 H) in place of the second layer.
-    """
-
-    def __init__(self, n_features: int, n_out: int, config: Config, info: EnvInfo, talks: bool) -> None:
-        super().__init__()
-        hidden, bf16 = config.rnn_hidden_dim, config.precision == "bf16"
-        self.fc1 = InputLinear(n_features, hidden, config, info)
-        self.talk = nn.LSTM(hidden, hidden, batch_first=True, bidirectional=True) if talks else None
-        self.fc2 = None if talks else FastLinear(hidden, hidden, bf16=bf16)
-        self.fc3 = FastLinear(2 * hidden if talks else hidden, n_out, bf16=bf16)
-
-    def forward(self, features: Tensor, last_action: Tensor) -> Tensor:
-        """Return [S, n, n_out] from features [S, n, n_features] and last_action [S, n]."""
-        hidden = self.fc1.relu(features, last_action)
-        if self.talk is not None:
-            hidden = self.talk(hidden)[0]
-        elif self.fc2 is not None:
-            hidden = self.fc2(hidden).relu()
-        return self.fc3(hidden)
+from omagd.modules.agents.ff_agent import FFAgent, Trunk
+from omagd.modules.agents.inputs import AgentInputs
 
 
 class DDPGCritic(nn.Module):
@@ -55,52 +26,21 @@ class DDPGCritic(nn.Module):
         return self.trunk(features, inputs.last_action).squeeze(-1)
 
 
-class DDPGAgent(Agent):
+class DDPGAgent(FFAgent):
     """Logits of all actions from one agent's observation alone."""
 
     talks: ClassVar[bool] = False
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
-        super().__init__()
-        self.n_agents = info.n_agents
-        self.mark_guesses = config.mark_guesses
-        self.n_nodes = info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
-        self.trunk = Trunk(info.obs_dim + self.n_nodes, info.n_actions, config, info, self.talks)
+        super().__init__(config, info, self.talks)
 
     @classmethod
     def new_critic(cls, config: Config, info: EnvInfo) -> DDPGCritic:
         """Return the critic that goes with this agent."""
         return DDPGCritic(config, info, cls.talks)
 
-    def init_hidden(self, n_slots: int) -> Tensor:
-        """Return no memory, [B, n, 0]."""
-        return self.trunk.fc3.weight.new_zeros(n_slots, self.n_agents, 0)
-
-    def forward(self, inputs: AgentInputs, packing: Packing | None = None) -> Tensor:
-        """Return the logits [S, n, A] of all rows; their order says nothing to an agent without memory."""
-        return self.trunk(flat_features(inputs, self.mark_guesses, self.n_nodes), inputs.last_action)
-
-    def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [B, n, A] of one tick and no memory."""
-        return self(inputs), hidden
-
-    def layers(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return copies of weight [out, in] and bias [out] of each layer, with ReLU between them.
-
-        Errors: ValueError where agents read more than their observation, or talk.
-        """
-        trunk = self.trunk
-        if trunk.fc2 is None or trunk.fc1.looks_up:
-            raise ValueError("this agent is more than layers over an observation")
-        parts = (trunk.fc1, trunk.fc2, trunk.fc3)
-        return [(_array(part.weight), _array(part.bias)) for part in parts]
-
 
 class BiCNetAgent(DDPGAgent):
     """Logits of all actions from what the team sees: the agents talk by a bidirectional LSTM over their order."""
 
     talks: ClassVar[bool] = True
-
-
-def _array(parameter: Tensor) -> np.ndarray:
-    return parameter.detach().cpu().float().numpy().copy()

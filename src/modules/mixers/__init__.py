@@ -7,5 +7,9 @@ from omagd.utils.registry import Registry
 REGISTRY: Registry[type] = Registry(
     "mixer",
     "omagd.mixers",
-    lazy={"qmix": "omagd.modules.mixers.qmix:QMixer", "vdn": "omagd.modules.mixers.vdn:VDNMixer"},
+    lazy={
+        "qmix": "omagd.modules.mixers.qmix:QMixer",
+        "vdn": "omagd.modules.mixers.vdn:VDNMixer",
+        "none": "omagd.modules.mixers.independent:NoMixer",
+    },
 )

@@ -1,0 +1,19 @@
+"""No mixer: independent Q-learning (Tan 1993), each agent's value stands alone."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+
+
+class NoMixer(nn.Module):
+    """Leaves the values as they are. Each learns from its agent's own reward where the environment tells, else the team's."""
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+
+    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
+        """Return [S, n] from agent_qs [S, n]; the state [S, state_dim] is not read."""
+        return agent_qs
