@@ -1,0 +1,159 @@
+"""Every learner of the snakes against the scripts: trained by its preset, then played on both sides of the board.
+
+    python benchmarks/snakes_learners.py                                  # all rows, seeds 1 2 3, two runs side by side
+    python benchmarks/snakes_learners.py --rows vdn iql --seeds 1
+    python benchmarks/snakes_learners.py --show                           # the table and the curves of what was run
+
+Each run is one process with one thread. A line for each row and seed is added to results/snakes_learners.jsonl here
+as soon as it is there: shares of --games games won and drawn on each side against `greedy` and against `random`, by the
+agent at the end of training, acting greedily, on episodes that no training has; its tests while it trained; steps,
+updates and seconds. What stands there already is not run again. The curves go to snakes_learners.png beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from runs import play, summary, tests
+
+RESULTS = Path(__file__).resolve().parent / "results"
+AGAINST, SIDES = ("greedy", "random"), ("a", "b")
+PUBLISHED = ["t_max=400000", "test_interval=50000", "test_nepisode=128"]  # 2,000 of the published 50,000 games
+ROWS: dict[str, tuple[str, list[str]]] = {
+    "vdn": ("snakes_vdn", []),
+    "qmix": ("snakes_qmix", []),
+    "iql": ("snakes_iql", []),
+    "ddpg": ("snakes_ddpg_near", ["gumbel_softmax=False"]),
+    "ddpg gumbel": ("snakes_ddpg_near", []),
+    "bicnet": ("snakes_ddpg_near", ["agent=bicnet", "gumbel_softmax=False"]),
+    "bicnet gumbel": ("snakes_ddpg_near", ["agent=bicnet"]),
+    "ddpg, published": ("snakes_ddpg", PUBLISHED),
+    "ddpg, published, plan b": ("snakes_ddpg_planb", PUBLISHED),
+}
+
+
+def measure(row: str, seed: int, games: int, results: str) -> dict[str, Any]:
+    """Train one row with one seed and play its games; return the line for the results."""
+    config, words = ROWS[row]
+    token = f"{row.replace(', ', '_').replace(' ', '_')}_seed{seed}"
+    folder = play(token, results, config, "snakes", [f"seed={seed}", *words])
+    found = summary(folder)
+    against = {
+        name: {side: _games(token, results, config, words, folder, name, side, games) for side in SIDES}
+        for name in AGAINST
+    }
+    return {
+        "row": row,
+        "seed": seed,
+        "command": f"--config={config} --env-config=snakes with seed={seed} {' '.join(words)}".strip(),
+        "steps": found["stages"]["stage3"]["clock"]["t_env"],
+        "updates": found["updates"],
+        "seconds": round(found["wall_seconds"]),
+        "games": games,
+        "against": against,
+        "tests": [[t_env, round(seconds), round(won, 4)] for t_env, seconds, won in tests(folder)],
+    }
+
+
+def _games(
+    token: str, results: str, config: str, words: list[str], folder: Path, opponent: str, side: str, games: int
+) -> dict[str, float]:
+    """Return how the trained team does on one side against one script."""
+    asked = ["evaluate=True", f"checkpoint_path={folder}", f"eval_report_episodes={games}", "batch_size_run=100"]
+    asked += [f"env_args.opponent={opponent}", f"env_args.side={side}"]
+    kept = [word for word in words if not word.startswith(("t_max", "test_"))]
+    played = play(f"{token}_against_{opponent}_{side}", results, config, "snakes", [*kept, *asked])
+    values = summary(played)["stages"]["stage3"]["values"]
+    names = {"won": "battle_won", "drawn": "draw", "score_own": "score_own", "score_opponent": "score_opponent"}
+    return {short: round(values[f"test_{name}_mean"], 4) for short, name in names.items()}
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table: shares won over both sides, each seed, and the median of steps and seconds."""
+    out = ["| learner | won against greedy, seeds | side a | side b | against random | steps | updates | minutes |"]
+    out.append("|---|---|---|---|---|---|---|---|")
+    for row in ROWS:
+        runs = sorted((line for line in lines if line["row"] == row), key=lambda line: int(line["seed"]))
+        if not runs:
+            continue
+        both = [100 * _won(run, "greedy", SIDES) for run in runs]
+        sides = [100 * sum(_won(run, "greedy", side) for run in runs) / len(runs) for side in SIDES]
+        other = 100 * sum(_won(run, "random", SIDES) for run in runs) / len(runs)
+        error = max(_standard_error(won / 100, 2 * runs[0]["games"]) for won in both)
+        shares = ", ".join(f"{won:.1f}" for won in both)
+        cells = [row, f"{shares} (± {100 * error:.1f})", *(f"{won:.1f}" for won in (*sides, other))]
+        cells += [f"{median(run[name] for run in runs):,.0f}" for name in ("steps", "updates")]
+        out.append("| " + " | ".join([*cells, f"{median(run['seconds'] for run in runs) / 60:.0f}"]) + " |")
+    return "\n".join(out)
+
+
+def _won(run: dict[str, Any], opponent: str, sides: str | tuple[str, ...]) -> float:
+    return sum(run["against"][opponent][side]["won"] for side in sides) / len(sides)
+
+
+def _standard_error(share: float, games: int) -> float:
+    return math.sqrt(share * (1 - share) / games)
+
+
+def curves(lines: list[dict[str, Any]], path: Path) -> None:
+    """Draw the tests against `greedy` over the steps, a colour for each row, a line for each seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 5.0), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for number, row in enumerate(ROWS):
+        label: str | None = row
+        for line in (line for line in lines if line["row"] == row):
+            steps, _, won = zip(*line["tests"], strict=True)
+            axis.plot(steps, won, color=f"C{number}", linewidth=1.4, alpha=0.8, label=label)
+            label = None
+    axis.axhline(0.5, color="grey", linewidth=0.8, linestyle="--")
+    axis.set(xlabel="steps (all boards)", ylabel="share of test games won", ylim=(0, 1))
+    axis.set_xscale("symlog", linthresh=20_000)
+    axis.set_xlim(left=0)
+    axis.set_title("snakes_3v3 against greedy, one line for each seed")
+    axis.legend(loc="lower right", fontsize=8, ncols=2)
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Run what is missing, then print the table and draw the curves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--games", type=int, default=500, help="on each side, against each opponent")
+    parser.add_argument("--side-by-side", type=int, default=2, help="runs at a time")
+    parser.add_argument("--results", default="results/benchmarks/snakes", help="where the runs' folders go")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    arguments = parser.parse_args()
+    path = arguments.out / "snakes_learners.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    there = {(line["row"], line["seed"]) for line in lines}
+    missing = [(row, seed) for row in arguments.rows for seed in arguments.seeds if (row, seed) not in there]
+
+    def one(task: tuple[str, int]) -> None:
+        line = measure(*task, arguments.games, arguments.results)
+        lines.append(line)
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{task[0]}, seed {task[1]}: {100 * _won(line, 'greedy', SIDES):.1f} % against greedy", flush=True)
+
+    if not arguments.show:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(arguments.side_by_side) as pool:
+            list(pool.map(one, missing))
+    print(table(lines))
+    curves(lines, arguments.out / "snakes_learners.png")
+
+
+if __name__ == "__main__":
+    main()
