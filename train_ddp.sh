@@ -90,7 +90,7 @@ elif [ -n "$load_run$load_episode" ]; then
 fi
 python=$(find_python)
 choose_gpus "$python" "$gpus"
-choose_workers "$python"
+choose_workers "$python" ''
 
 exec "$python" "$root/src/main.py" --config="$CONFIG" --env-config="$ENV_CONFIG" ${DRY_RUN:+--dry-run} with \
     run=ddp \

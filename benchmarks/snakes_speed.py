@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = {"engine, random actions": engine_steps(args.boards, None)}
     cases |= {f"engine, both teams {name}": engine_steps(args.boards, name) for name in SCRIPTS}
-    for obs in ("26", "30", "35", "entities", "planes"):
+    for obs in ("26", "30", "35", "near", "entities", "planes"):
         cases[f"environment, obs={obs}, greedy opponent"] = env_steps(args.boards, obs=obs, opponent="greedy")
     for name, step in cases.items():
         print(f"{name:45} {per_second(step, args.boards, args.seconds):10,.0f} board steps/s", flush=True)

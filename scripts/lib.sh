@@ -74,12 +74,12 @@ choose_gpus() { # python, list of GPUs or nothing: lets the run see these alone;
     export CUDA_VISIBLE_DEVICES=$given
 }
 
-choose_workers() { # python: sets NUM_GPUS where it is not given: the GPUs that are there, else two CPU workers
+choose_workers() { # python, hint: sets NUM_GPUS where it is not given: the GPUs that are there, else two CPU workers
     [ -z "${NUM_GPUS:-}" ] || return 0
     NUM_GPUS=$(count_gpus "$1")
     if [ "$NUM_GPUS" -eq 0 ]; then
         NUM_GPUS=2
-        printf 'no GPU here: 2 CPU workers (CONFIG=omagd_small has the sizes for that)\n' >&2
+        printf 'no GPU here: 2 CPU workers%s\n' "${2- (CONFIG=omagd_small has the sizes for that)}" >&2
     fi
 }
 

@@ -84,7 +84,7 @@ def run_folders(cwd: Path) -> set[Path]:
     return {path.parent for path in cwd.glob("results/*/logs") if path.is_dir()}
 
 
-def left_behind(group: int, patience: float = 5.0) -> list[str]:
+def left_behind(group: int, patience: float = 30.0) -> list[str]:
     """Return the command lines of living processes of a group, after giving them some seconds to end."""
     until = time.monotonic() + patience
     while (found := _living(group)) and time.monotonic() < until:

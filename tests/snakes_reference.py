@@ -166,6 +166,54 @@ def entities(slow: Slow, team: int, agent: int, sight: float | None, slots: list
     return [*free, *foes, *(x for bean in beans for x in bean), *mates, *own]
 
 
+def steps_between(a, b):
+    return sum(abs(d) for d in difference(a, b))
+
+
+def near(slow: Slow, team: int, agent: int) -> list[float]:
+    """Return the features of "near"."""
+    order = order_of(team)
+    me, mates, foes = order[agent], [i for i in order[:3] if i != order[agent]], order[3:]
+    head = slow.bodies[me][0]
+
+    def head_of(i):
+        return slow.bodies[i][0]
+
+    def way(place):
+        down, right = difference(head, place)
+        return [right / 10, -down / 10, (abs(down) + abs(right)) / 10]
+
+    def sign(x):
+        return (x > 0) - (x < 0)
+
+    def snake(i):
+        own_bean = min(steps_between(head_of(i), bean) for bean in slow.beans)
+        return [*way(head_of(i)), len(slow.bodies[i]) / 20, *one_hot(slow.directions[i]), own_bean / 10]
+
+    out = [float(slow.code(cell) < 2) for cell in slow.around(head)]
+    reach = [[i for i in order if i != me and head_of(i) in slow.around(cell)] for cell in slow.around(head)]
+    out += [float(any(i in mates for i in those)) for those in reach]
+    out += [max((len(slow.bodies[i]) / 20 for i in those if i in foes), default=0.0) for those in reach]
+    for bean in sorted(slow.beans, key=lambda b: steps_between(head, b)):
+        down, right = difference(head, bean)
+        farther = [
+            min(steps_between(head_of(i), bean) for i in those) - steps_between(head, bean) for those in (mates, foes)
+        ]
+        out += [float(down < 0), float(down > 0), float(right < 0), float(right > 0), *way(bean)]
+        out += [x for gap in farther for x in (gap / 10, sign(gap))] + [min(farther) / 10]
+    for those in (mates, foes):
+        for i in sorted(those, key=lambda i: steps_between(head, head_of(i))):
+            out += snake(i)
+    lead = sum(len(slow.bodies[i]) for i in order[:3]) - sum(len(slow.bodies[i]) for i in foes)
+    out += [len(slow.bodies[me]) / 20, *one_hot(slow.directions[me]), *way(slow.bodies[me][-1])[:2]]
+    out += [lead / 20, slow.steps / 200]
+    for r in range(-3, 4):
+        for c in range(-3, 4):
+            if r or c:
+                out.append(float(slow.code(((head[0] + r) % HEIGHT, (head[1] + c) % WIDTH)) > 1))
+    return out
+
+
 def planes(slow: Slow, team: int, agent: int, centred: bool) -> dict[tuple[int, int, int], float]:
     """Return the cells (plane, row, col) of "planes" that are not zero; plane 4 left out."""
     order, out = order_of(team), {}

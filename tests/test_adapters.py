@@ -20,6 +20,8 @@ from omagd.envs.adapters import BatchedAsSingle, SerialEnvs, env_info_from_dict
 from omagd.envs.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
+from omagd.envs.snakes.args import SnakesArgs
+from omagd.envs.snakes.snakes_env import Snakes3v3
 from omagd.utils.errors import UserError
 
 N, A = 2, 3
@@ -31,6 +33,7 @@ class WalkArgs(BaseModel):
 
     limit: int = 4
     broken: str = ""
+    shares: bool = False
 
 
 class Walk(MultiAgentEnv):
@@ -62,6 +65,8 @@ class Walk(MultiAgentEnv):
         info: dict[str, Any] = {"battle_won": ended, "steps": self.t, "comment": "not a number"}
         if limit and not ended:
             info["episode_limit"] = True
+        if self.args.shares:
+            info["agent_reward"] = self.place[: N - (self.args.broken == "shares")]
         return float(self.place.sum()), ended or limit, info
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
@@ -89,6 +94,7 @@ class Walk(MultiAgentEnv):
             "state_shape": N,
             "episode_limit": self.args.limit,
             "has_win": True,
+            "agent_rewards": self.args.shares,
         }
 
     def get_stats(self) -> dict[str, float]:
@@ -113,6 +119,7 @@ def _record(env: BatchedEnv, rounds: int) -> list[dict[str, np.ndarray]]:
         record = {"reward": result.reward, "terminated": result.terminated, "truncated": result.truncated}
         record |= {"obs": seen.obs, "state": seen.state, "avail": seen.avail_actions}
         record |= {"full_obs": seen.full_obs} if seen.full_obs is not None else {}
+        record |= {"agent_reward": result.agent_reward} if result.agent_reward is not None else {}
         told.append(record | {f"info {name}": values for name, values in result.info.items()})
         if result.terminated.any():
             env.reset(result.terminated, rng.integers(2**60, size=env.n_slots))
@@ -139,6 +146,32 @@ def test_serial_envs_carry_everything_that_the_single_environment_tells():
     assert env.get_stats() == {"episodes": 2.0, "win_rate": 0.5}
     with pytest.raises(NotImplementedError):
         env.save_replay("somewhere")
+
+
+def test_serial_envs_tell_each_agents_reward_where_the_environment_does():
+    env, silent = SerialEnvs(Walk, WalkArgs(shares=True), 3), SerialEnvs(Walk, WalkArgs(), 3)
+    assert env.info.agent_rewards and not silent.info.agent_rewards
+    for one, other in zip(_record(env, 30), _record(silent, 30), strict=True):
+        each = one.pop("agent_reward")
+        assert each.shape == (3, N) and each.dtype == np.float32
+        np.testing.assert_allclose(each.sum(1), one["reward"], rtol=1e-6)
+        assert one.keys() == other.keys()  # and no result in the info is named like it
+    wrong = SerialEnvs(Walk, WalkArgs(shares=True, broken="shares"), 1)
+    wrong.reset(_all(wrong), np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match=r"info\['agent_reward'\] has shape \(1,\), not \(2,\)"):
+        wrong.step(np.zeros((1, N), int), _all(wrong))
+
+
+def test_a_single_view_of_a_batched_environment_tells_each_agents_reward():
+    facts = BatchedAsSingle(Snakes3v3(SnakesArgs(), 1)).get_env_info()
+    assert env_info_from_dict("snakes_3v3", "", facts).agent_rewards
+    single, batched = BatchedAsSingle(Snakes3v3(SnakesArgs(), 1)), Snakes3v3(SnakesArgs(), 1)
+    single.reset(seed=3)
+    batched.reset(_all(batched), np.array([3]))
+    for _ in range(40):
+        actions = batched.scripted_actions("l1", np.random.default_rng(0))
+        result = batched.step(actions, _all(batched))
+        np.testing.assert_array_equal(single.step(actions[0])[2]["agent_reward"], result.agent_reward[0])
 
 
 def test_a_single_environment_that_is_a_batched_one_inside_plays_the_same():
@@ -227,6 +260,30 @@ def test_workers_tell_exactly_what_this_process_would_and_leave_nothing():
     for call in (lambda: env.reset(_all(env), np.arange(3)), env.observe, env.get_stats):
         with pytest.raises(EnvWorkerError, match="closed"):
             call()
+
+
+@pytest.mark.processes
+def test_workers_tell_each_agents_reward_as_this_process_would_whoever_dies():
+    args = SnakesArgs(opponent="l1", reward="potential")
+    here, env = Snakes3v3(args, 3), ProcessEnvs(Snakes3v3, args, 3, name="snakes_3v3", per_process=2)
+    try:
+        assert env.info == here.info and env.info.agent_rewards
+        rng, active = np.random.default_rng(0), _all(env)
+        for each in (here, env):
+            each.reset(_all(env), np.arange(3) + 10)
+        for t in range(200):
+            actions = here.scripted_actions("greedy", rng)
+            if t == 60:
+                os.kill(_pids(env)[0], signal.SIGKILL)
+            active = rng.random(3) < 0.95
+            one, other = env.step(actions, active), here.step(actions, active)
+            for name in ("agent_reward", "reward", "terminated"):
+                assert getattr(one, name).dtype == getattr(other, name).dtype
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=f"{name}, step {t}")
+            assert (one.agent_reward[~active] == 0).all() and (one.agent_reward[active] != 0).any(1).mean() > 0.2
+        np.testing.assert_array_equal(env.observe().obs, here.observe().obs)
+    finally:
+        env.close()
 
 
 @pytest.mark.processes

@@ -29,6 +29,7 @@ RUN_ELSEWHERE = {
         " learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355",
         "python src/main.py --config=qmix --env-config=skirmish with env_args.map_name=3m",
         "torchrun --nproc_per_node=2 src/main.py --config=qmix --env-config=skirmish with run=ddp",
+        "torchrun --nproc_per_node=2 src/main.py --config=qmix --env-config=skirmish with run=ddp auto_resume=True",
         "python src/main.py --config=qmix with evaluate=True checkpoint_path=x",
         "python src/main.py --config=omagd --env-config=smax with run=ddp learner=nq_graph_learner_ddp world_size=2",
         "STAGE=stage1 NUM_GPUS=2 ./run_pretrain_ddp.sh",
@@ -113,7 +114,7 @@ def test_qmix_in_one_process(qmix_run):
 def test_a_group_that_torchrun_made(tmp_path):
     command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=localhost:0", MAIN, "--config=qmix", "--env-config=skirmish", "with", "run=ddp"]
-    ended = run_command([*command, *BUDGETS], tmp_path)
+    ended = run_command([*command, "auto_resume=True", *BUDGETS], tmp_path)
     (folder,) = run_folders(tmp_path)
     check_run_folder(folder, 2, ("stage3",))
     assert "loss_td" in sacred_scalars(folder)
@@ -227,6 +228,37 @@ def installed(tmp_path_factory):
     return bin_folder.parent
 
 
+# Stands in for Python: writes down with what arguments a script calls main.py.
+RECORDER = f"""#!/usr/bin/env bash
+case "$*" in
+    *"-m pip"*) ;;
+    *torch.cuda*) echo 0 ;;
+    *main.py*) printf '%s\\0' "${{@:2}}" >"$CALLED" ;;
+    *) exec "{PYTHON}" "$@" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def called_by(tmp_path_factory):
+    """Return a function that types a script with variables and arguments, and returns what it calls main.py with."""
+    venv, called = tmp_path_factory.mktemp("recorder"), tmp_path_factory.mktemp("called") / "arguments"
+    (venv / "bin").mkdir()
+    python = venv / "bin" / "python"
+    python.write_text(RECORDER)
+    python.chmod(0o755)
+
+    def call(script: str, words: list[str], cwd: Path, variables: dict[str, str]) -> list[str]:
+        place = {"PYTHON": str(python), "VENV": str(venv), "CALLED": str(called)}
+        run_command([str(ROOT / script), *words], cwd, **variables, **place)
+        *arguments, end = called.read_text().split("\0")
+        called.unlink()
+        assert end == ""
+        return arguments
+
+    return call
+
+
 def test_commands_are_found_in_the_texts():
     assert {"main", "run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh"} <= {command.program for command in COMMANDS}
     line = "STAGE=stage2 TOKENIZER_PATH=results/<run>/models ./run_pretrain_ddp.sh t_max=3   # a comment"
@@ -238,7 +270,7 @@ def test_commands_are_found_in_the_texts():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", distinct(COMMANDS), ids=shown)
-def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, monkeypatch, capsys, installed):
+def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, monkeypatch, capsys, called_by):
     if reason := why_not(command):
         pytest.skip(reason)
     names = {"qmix": "qmix_run", "omagd_small": "small_run", "omagd": "published_run"}
@@ -248,17 +280,19 @@ def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, m
     words = [*words, *BUDGETS] if command.paths else words
     monkeypatch.chdir(tmp_path)
     if command.program.endswith(".sh"):
-        variables |= {"DRY_RUN": "1", "ENV_CONFIG": "skirmish", "VENV": str(installed)}
-        out = run_command([str(ROOT / command.program), *words], tmp_path, **variables).out
+        variables |= {"DRY_RUN": "1", "ENV_CONFIG": "skirmish"}
+        arguments = called_by(command.program, words, tmp_path, variables)
+        assert "--dry-run" in arguments
     else:
+        arguments = ["--dry-run", *words]
         if command.program == "torchrun":
             monkeypatch.setenv("RANK", "0")
             monkeypatch.setenv("WORLD_SIZE", str(command.ranks))
             monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
             monkeypatch.setenv("MASTER_PORT", "29500")
-        code = main(["--dry-run", *words])
-        out, err = capsys.readouterr()
-        assert code == 0, err
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert code == 0, err
     assert "# stages: " in out
     assert list(tmp_path.iterdir()) == []
 

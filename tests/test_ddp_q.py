@@ -8,7 +8,11 @@ import pytest
 import torch
 from ddp_harness import run_ranks
 from q_toys import GRAPH, gradients_of, make_learner, random_episode, toy_config, weights_of
+from test_ddpg import config_of as ddpg_config
 
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.modules.agents import REGISTRY as AGENTS
+from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
@@ -21,6 +25,9 @@ KINDS = {
     "graph": {**PLAIN, **GRAPH, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_readout": "entity"},
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},
 }
+for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # whatever is registered and not among these
+    compared = {toy_config(**updates).model_dump()[part] for updates in KINDS.values()}
+    KINDS |= {name: {**PLAIN, part: name} for name in registry.names() if name not in compared}
 # Different numbers of episodes and very different numbers of steps on each rank.
 LENGTHS = [[9, 4, 4, 1, 7], [1, 2], [3], [6, 1, 2]]
 UPDATES = 20
@@ -144,6 +151,11 @@ def test_a_rank_without_a_step_takes_part_and_without_any_step_nobody_moves(rank
     assert first == second
     # Targets are not due (7 does not divide 21 + 1), so the second update changes nothing at all.
     assert first[1] == first[0] != ranks[0][kind]["digests"][-1]
+
+
+def test_every_registered_learner_is_compared_with_one_process():
+    compared = {config_of(kind).learner for kind in KINDS} | {ddpg_config().learner}
+    assert {name.removesuffix("_ddp") for name in compared} == {name.removesuffix("_ddp") for name in LEARNERS.names()}
 
 
 def test_the_comparison_catches_a_forward_through_the_bare_module(ranks):

@@ -22,6 +22,7 @@ from omagd.envs.snakes.network_opponent import NetworkOpponent
 from omagd.envs.snakes.observer import Observer
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.ddpg_objectives import straight_through
+from omagd.modules.agents.team_lstm import TeamLSTM
 from omagd.run import plan
 from omagd.run.agreement import held_in_common
 from omagd.utils.dist_utils import Dist
@@ -126,6 +127,57 @@ def test_an_update_is_what_the_published_formulas_say(case):
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value.detach(), atol=1e-7, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 8), (4, 1, 6), (0, 2, 4)])
+def test_talk_is_torchs_lstm_in_both_directions(shape):
+    torch.manual_seed(0)
+    talk = TeamLSTM(shape[-1]).double()
+    theirs = torch.nn.LSTM(shape[-1], shape[-1], batch_first=True, bidirectional=True).double()
+    theirs.load_state_dict(talk.state_dict())
+    inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    inputs[1].data.copy_(inputs[0].data)
+    weight = torch.randn(*shape[:2], 2 * shape[-1], dtype=torch.float64)
+    frozen = copy.deepcopy(talk).requires_grad_(False)
+    if not len(weight):  # a rank without a step, of which torch's own knows nothing
+        grads = torch.autograd.grad((talk(inputs[0]) * weight).sum(), [inputs[0], *talk.parameters()])
+        assert [g.shape for g in grads] == [p.shape for p in [inputs[0], *talk.parameters()]]
+        assert not any(g.any() for g in grads)
+        return
+    outs = talk(inputs[0]), theirs(inputs[1])[0]
+    torch.testing.assert_close(*outs, atol=1e-12, rtol=0)
+    mine, other = (
+        torch.autograd.grad((out * weight).sum(), [x, *module.parameters()])
+        for out, x, module in zip(outs, inputs, (talk, theirs), strict=True)
+    )
+    torch.testing.assert_close(mine, other, atol=1e-12, rtol=0)
+    judged = torch.autograd.grad((frozen(inputs[0]) * weight).sum(), inputs[0])[0]
+    torch.testing.assert_close(judged, other[0], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        {"agent": "bicnet", "obs_agent_id": True},
+        {"obs_agent_id": True, "accumulate": 2},
+        {"gumbel_softmax": True, "accumulate": 3},
+        {"precision": "bf16", "rnn_hidden_dim": 64},
+        {"precision": "bf16", "agent": "bicnet", "gumbel_softmax": True, "obs_agent_id": True},
+    ],
+)
+def test_options_go_together_and_parts_add_up(updates):
+    """Each learns, and in one piece or in many it learns the same."""
+    learner, whole = (make_learner(dtype=torch.float32, **{**updates, **more}) for more in ({}, {"accumulate": 1}))
+    before = weights_of(learner)
+    for update in range(3):
+        batch = pack_episodes(random_steps(update, 100))
+        stats, theirs = learner.update(batch, episodes=0), whole.update(batch, episodes=0)
+        assert all(torch.isfinite(total) for total, _ in stats.values())
+        assert float(stats["loss_td"][0]) == pytest.approx(float(theirs["loss_td"][0]), rel=1e-3)
+    after, other = weights_of(learner), weights_of(whole)
+    assert all(not torch.equal(before[name], after[name]) for name in before if "weight" in name)
+    for name in after:  # steps of 0.01 and 0.02: their signs are what could differ
+        torch.testing.assert_close(after[name], other[name], atol=2e-3, rtol=0, msg=name)
 
 
 def test_the_actors_step_leaves_no_gradient_in_the_critic_and_targets_have_none():

@@ -48,7 +48,7 @@ echo "scontrol $*" >>"$CALLED"
 """
 LAUNCH = """#!/usr/bin/env bash
 echo "launch.sh $*" >>"$CALLED"
-[ -z "${WAITING:-}" ] || { trap 'exit 143' TERM; : >"$WAITING"; while true; do sleep 0.05; done; }
+[ -z "${WAITING:-}" ] || { trap 'exit 143' TERM; echo "$$" >>"$WAITING"; while true; do sleep 0.05; done; }
 exit "${LAUNCH_CODE:-0}"
 """
 
@@ -202,7 +202,7 @@ def test_a_scratch_folder_goes_with_the_command(tmp_path):
 @pytest.mark.processes
 def test_the_log_holds_what_is_shown_and_keeps_the_outputs_apart(tmp_path):
     script = "import sys; print('one'); print('bar 1%\\rbar 9%', file=sys.stderr); print('\\033[1mtwo\\033[0m', end='')"
-    out, err = with_log(tmp_path, script, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=20)
+    out, err = with_log(tmp_path, script, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=60)
     assert (out, err) == (b"one\n\033[1mtwo\033[0m", b"bar 1%\rbar 9%\n")
     assert sorted((tmp_path / "logs" / "a.log").read_text().splitlines()) == ["bar 9%", "one", "two"]
 
@@ -264,7 +264,7 @@ def slurm(tmp_path):
 
 def test_slurm_starts_one_launcher_on_each_host(slurm):
     started = slurm("slurm/many_nodes.sbatch", "--config", "qmix", "name=a b")
-    assert started.communicate(timeout=20)[1] == ""
+    assert started.communicate(timeout=60)[1] == ""
     assert started.returncode == 0
     launches = sorted(line for line in slurm.called() if line.startswith("launch.sh"))
     rest = "--nodes 2 --master-addr gpu17 --master-port 14711 --gpus 4 --config qmix name=a b"
@@ -274,14 +274,14 @@ def test_slurm_starts_one_launcher_on_each_host(slurm):
 
 def test_slurm_on_one_host(slurm):
     started = slurm("slurm/one_node.sbatch", "t_max=9")
-    started.communicate(timeout=20)
+    started.communicate(timeout=60)
     assert started.returncode == 0
     assert [line for line in slurm.called() if line.startswith("launch.sh")] == ["launch.sh --gpus 4 t_max=9"]
 
 
 def test_slurm_plays_snakes_on_the_gpus_of_its_job(slurm):
     started = slurm("slurm/snakes.sbatch", "--max_episodes", "9")
-    started.communicate(timeout=20)
+    started.communicate(timeout=60)
     assert started.returncode == 0
     assert [line for line in slurm.called() if line.startswith("train_ddp.sh")] == ["train_ddp.sh 4 --max_episodes 9"]
 
@@ -289,7 +289,7 @@ def test_slurm_plays_snakes_on_the_gpus_of_its_job(slurm):
 @pytest.mark.parametrize("code", [1, 2, 143])
 def test_a_job_that_ends_by_itself_is_not_queued_again(slurm, code):
     started = slurm("slurm/one_node.sbatch", LAUNCH_CODE=str(code))
-    started.communicate(timeout=20)
+    started.communicate(timeout=60)
     assert started.returncode == code
     assert not [line for line in slurm.called() if "requeue" in line]
 
@@ -298,17 +298,18 @@ def test_a_job_that_ends_by_itself_is_not_queued_again(slurm, code):
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_what_the_time_limit_stops_is_queued_again_and_what_is_cancelled_is_not(slurm, script, number, again):
     started = slurm(script, WAITING=str(slurm.waiting))
-    until = time.monotonic() + 20
-    while not slurm.waiting.exists() and time.monotonic() < until:
+    hosts, until = 2 if "many" in script else 1, time.monotonic() + 60
+    while time.monotonic() < until:
+        if slurm.waiting.exists() and slurm.waiting.read_text().count("\n") == hosts:
+            break
         time.sleep(0.02)
-    time.sleep(0.3)  # both hosts
     started.send_signal(number)
-    started.communicate(timeout=20)
+    started.communicate(timeout=60)
     assert started.returncode == 143
     assert ("scontrol requeue 4711" in slurm.called()) == again
 
 
 def test_a_batch_script_elsewhere_says_where_the_repository_is_missing(slurm, tmp_path):
     started = slurm("slurm/one_node.sbatch", OMAGD_ROOT=str(tmp_path))
-    assert started.communicate(timeout=20)[1].startswith("error: no slurm/lib.sh in")
+    assert started.communicate(timeout=60)[1].startswith("error: no slurm/lib.sh in")
     assert started.returncode == 2

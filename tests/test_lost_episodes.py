@@ -137,7 +137,7 @@ def test_a_killed_worker_costs_the_episodes_of_its_slots_and_nothing_else(per_pr
 @pytest.mark.processes
 def test_whenever_a_worker_dies_it_is_replaced(tmp_path):
     """One of the two dies once in every call. In a reset that costs no episode: the new worker starts it instead."""
-    env = ProcessEnvs(Fragile, FragileArgs(die_on=list(PLACES), once=str(tmp_path)), 2)
+    env = ProcessEnvs(Fragile, FragileArgs(die_on=list(PLACES), once=str(tmp_path), shares=True), 2)
     mirror = SerialEnvs(Walk, WalkArgs(), 2)
     everyone, still, seeds = _all(env), np.zeros((2, N), int), np.array([3, 4])
     calls = {
@@ -156,6 +156,7 @@ def test_whenever_a_worker_dies_it_is_replaced(tmp_path):
             if where != "reset":
                 result = env.step(still, everyone)
                 assert result.lost.sum() == 1 and (result.terminated == result.lost).all(), where
+                assert ((result.agent_reward != 0) == ~result.lost[:, None]).all(), where
                 env.reset(everyone, seeds)
         assert not env.step(still, everyone).lost.any()
         assert env.get_stats()["worker_restarts"] == len(PLACES)

@@ -175,20 +175,45 @@ def rank_log(folder: Path, rank: int = 0) -> str:
 
 
 @pytest.mark.processes
-def test_two_hosts_train_as_one_does_with_two_ranks(hosts, tmp_path):
-    """The same updates as by two spawned ranks: the same weights, and so the same numbers in the log."""
+def test_two_hosts_train_as_one_does_with_two_ranks_though_one_is_cut_off_and_both_are_stopped(hosts, tmp_path):
+    """Ranks that hear nothing end and start again by themselves; a job that was stopped goes on where it was.
+
+    The updates are those of two spawned ranks that are left alone: the same weights, so the same numbers in the log.
+    """
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir(), here.mkdir()
-    both = ends(hosts.launch(there, 29611, "distributed_debug=True"))
+    length = ("t_max=2500", "epsilon_anneal_time=1000")
+    words = (*length, "--max-restarts", "2", "dist_timeout_minutes=0.05", "checkpoint_interval=0")
+    words += ("distributed_debug=True",)
+    started = hosts.launch(there, 29613, *words)
+    wait_for(lambda: checkpoints(there), 120, started)
+    (folder,) = run_folders(there)
+    hosts.cable("down")
+    try:
+        time.sleep(5)
+        reached = newest(folder)
+    finally:
+        hosts.cable("up")
+    wait_for(lambda: newest(folder) > reached, 120, started)
+    for one in started:
+        os.kill(one.process.pid, signal.SIGTERM)
+    assert [ended.code for ended in ends(started)] == [143, 143]
+    stopped = newest(folder)
+    assert stopped > reached > 0
+    both = ends(hosts.launch(there, 29615, *words))
     assert [ended.code for ended in both] == [0, 0], "\n".join(ended.text[-2000:] for ended in both)
-    run_command([str(ROOT / "launch.sh"), "--debug", "--gpus", "2", *RUN[2:]], here)
-    (apart,), (together,) = run_folders(there), run_folders(here)
-    assert (summary_of(apart)["exit_state"], summary_of(apart)["world_size"]) == ("completed", 2)
-    assert learned(apart) == learned(together)
-    assert sorted(path.name for path in (apart / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
-    logs = sorted(path.name for path in (there / "results" / "logs").iterdir())
-    assert [re.sub(r"\d{8}_\d{6}", "DATE", name) for name in logs] == [f"launch_DATE_node{r}.log" for r in (0, 1)]
-    assert "results:" in (there / "results" / "logs" / logs[0]).read_text()
+    assert run_folders(there) == {folder}
+    assert (summary_of(folder)["exit_state"], summary_of(folder)["world_size"]) == ("completed", 2)
+    clock = [line["t_env"] for line in records(folder)]
+    assert clock == sorted(set(clock)) and clock[-1] >= 2500
+    run_command([str(ROOT / "launch.sh"), "--debug", "--gpus", "2", *RUN[2:], *length], here)
+    (together,) = run_folders(here)
+    assert learned(folder) == learned(together)
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    logs = sorted((there / "results" / "logs").iterdir())
+    names = sorted(re.sub(r"\d{8}_\d{6}", "DATE", log.name) for log in logs)
+    assert names == [f"launch_DATE_node{rank}.log" for rank in (0, 0, 1, 1)]
+    assert "results:" in "".join(log.read_text() for log in logs if log.name.endswith("node0.log"))
 
 
 def learned(folder: Path) -> list[dict]:
@@ -197,34 +222,6 @@ def learned(folder: Path) -> list[dict]:
     found = [{name: line.get(name) for name in names} for line in records(folder)]
     assert any(line["loss_td"] is not None for line in found)
     return found
-
-
-@pytest.mark.processes
-def test_a_host_that_is_cut_off_and_comes_back(hosts, tmp_path):
-    """Ranks that hear nothing end and start again by themselves; a job that was stopped goes on where it was."""
-    words = ("--max-restarts", "2", "t_max=2500", "epsilon_anneal_time=1000", "dist_timeout_minutes=0.05")
-    words += ("checkpoint_interval=0",)
-    started = hosts.launch(tmp_path, 29613, *words)
-    wait_for(lambda: checkpoints(tmp_path), 40, started)
-    (folder,) = run_folders(tmp_path)
-    hosts.cable("down")
-    try:
-        time.sleep(5)
-        reached = newest(folder)
-    finally:
-        hosts.cable("up")
-    wait_for(lambda: newest(folder) > reached, 40, started)
-    for one in started:
-        os.kill(one.process.pid, signal.SIGTERM)
-    assert [ended.code for ended in ends(started)] == [143, 143]
-    stopped = newest(folder)
-    assert stopped > reached > 0
-    both = ends(hosts.launch(tmp_path, 29615, *words))
-    assert [ended.code for ended in both] == [0, 0], "\n".join(ended.text[-2000:] for ended in both)
-    assert run_folders(tmp_path) == {folder}
-    assert summary_of(folder)["exit_state"] == "completed"
-    clock = [line["t_env"] for line in records(folder)]
-    assert clock == sorted(set(clock)) and clock[-1] >= 2500
 
 
 def checkpoints(cwd: Path) -> list[Path]:

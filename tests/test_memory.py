@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from omagd import controllers
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
+from omagd.controllers.n_mac import NMAC
 from omagd.envs.protocol import Observation
 from omagd.run import memory
 from omagd.run.memory import (
@@ -56,6 +58,18 @@ def test_the_estimate_is_what_a_recorded_episode_takes(name, updates, extras):
     recorder.chose(one, first, np.zeros((1, 5), np.int64), extras)
     assert dict(sorted(replay_spec(made, INFO).items())) == dict(sorted(spec_of(recorder.take(0, 1)).items()))
     assert replay_bytes(made, INFO) == Codec(spec_of(recorder.take(0, 1))).width * 71 * made.buffer_size
+
+
+def test_what_a_controller_of_ones_own_keeps_is_counted(monkeypatch):
+    class Moody(NMAC):
+        @classmethod
+        def kept(cls, config, info):
+            return {"mood": (torch.float32, (info.n_agents, 7))}
+
+    made = config()
+    plain = replay_bytes(made, INFO)
+    monkeypatch.setattr(controllers.REGISTRY, "get", lambda name: Moody)
+    assert replay_bytes(made, INFO) == plain + 4 * 5 * 7 * 71 * made.buffer_size
 
 
 def test_episodes_that_may_outgrow_the_machine_are_told_with_a_number_that_fits():

@@ -88,7 +88,7 @@ class Policy:
         from omagd.controllers import REGISTRY as MACS
 
         seed_everything(1, "agent")
-        self.agent = MACS.get("ddpg_mac")(session.config, session.info, torch.device("cpu"), None).agent
+        self.agent = MACS.get(session.config.mac)(session.config, session.info, torch.device("cpu"), None).agent
 
 
 def followed(session, clock, moments):
@@ -147,6 +147,28 @@ def test_the_pool_holds_the_newest_selves_and_comes_back_from_its_state():
     assert opponents.due()
 
 
+@pytest.mark.parametrize("kind", ["ddpg", "ff"])
+def test_a_frozen_self_plays_as_its_kind_of_agent_does(kind):
+    """An actor's copy draws, one that tells values takes the best."""
+    updates = {"opponent_difficulty_strategy": "self_play", "opponent_pool_interval": 10, "agent": kind}
+    session = FakeSession(**updates, **({} if kind == "ddpg" else {"mac": "n_mac", "learner": "nq_learner"}))
+    clock = Clock(updates=10)
+    policy = Policy(session)
+    opponents = Opponents(session, policy, clock)
+    assert opponents.due()
+    opponents.run()
+    session.begun("train")
+    board, team = session.env._engine.board, np.ones(4, np.int64)
+    (frozen,) = opponents._made.values()
+    agreed = []
+    for _ in range(30):
+        look = torch.from_numpy(session.env._observer.look(board, team)[0])
+        best = policy.agent.trunk(look, torch.full((4, 3), -1)).argmax(-1).numpy()
+        agreed.append((frozen.act(board, team) == best).mean())
+        session.env.step(np.zeros((4, 3), np.int64), np.ones(4, bool))
+    assert np.mean(agreed) < 0.9 if kind == "ddpg" else np.mean(agreed) == 1.0
+
+
 def test_nothing_is_asked_of_an_environment_whose_opponents_stay():
     session = FakeSession()
     before = session.runners["train"].prepare
@@ -166,11 +188,29 @@ def test_nothing_is_asked_of_an_environment_whose_opponents_stay():
             ["enable_opponent_evasion=True", "opponent_evasion_start_episode=5", "t_max=1000"],
             "opponent_evasion_start_episode=5: is beyond the run's end, t_max=1000 are 5 episodes of 200 steps",
         ),
-        (["opponent_difficulty_strategy=self_play", "agent=bicnet"], "needs agent=ddpg with obs_agent_id=False"),
+        (["opponent_difficulty_strategy=self_play", "agent=bicnet"], "only with an agent that does not talk"),
+        (
+            ["opponent_difficulty_strategy=self_play", "obs_agent_id=True", "use_full_obs=True"],
+            "agent=ddpg can be frozen as an opponent only with obs_agent_id=False, use_full_obs=False",
+        ),
         (
             ["opponent_difficulty_strategy=self_play", "learner=nq_learner", "agent=n_rnn"],
-            "agent=n_rnn cannot be frozen",
+            "agent=n_rnn cannot be frozen as an opponent. Use an agent without memory: agent=ddpg for DDPG, agent=ff",
         ),
+        (["use_graph_reconstruction=True", "env_args.obs=entities"], "needs learner=nq_graph_learner"),
+        (
+            ["use_graph_reconstruction=True", "env_args.obs=entities", "learner=nq_graph_learner"],
+            "mac=ddpg_mac: reads no reconstruction",
+        ),
+        (
+            ["opponent_difficulty_strategy=self_play", "mark_guesses=True", "env_args.obs=entities"],
+            "agent=ddpg can be frozen as an opponent only with mark_guesses=False",
+        ),
+        (["opponent_order=mesured"], "opponent_order=mesured is not known"),
+        (["mac=n_mac"], "learner=ddpg_learner needs mac=ddpg_mac, not mac=n_mac"),
+        (["agent=n_rnn"], "learner=ddpg_learner needs agent=ddpg or agent=bicnet, not agent=n_rnn"),
+        (["agent=ff"], "learner=ddpg_learner needs agent=ddpg or agent=bicnet, not agent=ff"),
+        (["learner=nq_learner", "mac=n_mac", "agent=gnn_rnn"], "agent=gnn_rnn needs an environment with an entity"),
         (["opponent_difficulty_strategy=linear", "env_processes=True"], "needs env_processes=False"),
     ],
 )
@@ -196,12 +236,18 @@ def config(results, *more):
     return config_from([*RUN, *LONG, *LOGS, "auto_resume=True", f"local_results_path={results}", *more])
 
 
-@pytest.mark.parametrize(("strategy", "cuts"), [("curriculum", (0, 15)), ("self_play", (12,))])
-def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(strategy, cuts, tmp_path):
+ALONE = ("learner=nq_learner", "mac=n_mac", "agent=ff", "mixer=none", "epsilon_speed=None")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "learns", "cuts"),
+    [("curriculum", (), (0, 15)), ("self_play", (), (12,)), ("self_play", ALONE, (12,))],
+)
+def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(strategy, learns, cuts, tmp_path):
     """Games, tests and opponents in flight: cut off in the first games, before and after tests, ends the same."""
-    chosen = f"opponent_difficulty_strategy={strategy}"
-    whole = Path(launch(config(tmp_path / "whole", chosen, "opponent_pool_size=2"), "whole")["folder"])
-    given = config(tmp_path / "cut", chosen, "opponent_pool_size=2")
+    chosen = (f"opponent_difficulty_strategy={strategy}", "opponent_pool_size=2", *learns)
+    whole = Path(launch(config(tmp_path / "whole", *chosen), "whole")["folder"])
+    given = config(tmp_path / "cut", *chosen)
     for cut in cuts:
         folder = cut_run(given, cut)
     launch(given, "another")
@@ -210,6 +256,12 @@ def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(strategy, cuts, tm
     values = [record[key] for record in told(whole) if key in record]
     assert values[0] < 1
     assert values[-1] == 2 if strategy == "self_play" else values[-1] > 3
+    for purpose in ("", "test_"):
+        each = [record for record in told(whole) if f"{purpose}return_agent_0_mean" in record]
+        assert each, "each snake's return stands beside the team's"
+        for record in each:
+            total = sum(record[f"{purpose}return_agent_{i}_mean"] for i in range(3))
+            assert total == pytest.approx(record[f"{purpose}return_mean"], rel=1e-4)
     clock = summary_of(whole)["stages"]["stage3"]["clock"]
     assert clock["episodes"] == 4
     assert 820 <= clock["t_env"] < 860
@@ -218,9 +270,11 @@ def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(strategy, cuts, tm
 def test_another_observation_than_the_checkpoints_is_refused_in_one_line(tmp_path, capsys):
     short = ("t_max=60", "ticks_per_iteration=20", "test_interval=900", "save_model_interval=1000")
     folder = launch(config_from([*RUN, *short, f"local_results_path={tmp_path / 'a'}"]), "run")["folder"]
-    for where in (folder, f"{folder}/models"):
-        update = [f"checkpoint_path={where}", "env_args.obs=30", f"local_results_path={tmp_path / 'b'}"]
-        assert main([*RUN, *short, "t_max=120", *update]) == 2
+    models = f"{folder}/models"
+    cases = ((folder, "30", False), (models, "35", False), (folder, "near", True), (models, "near", True))
+    for where, obs, evaluate in cases:
+        update = [f"checkpoint_path={where}", f"env_args.obs={obs}", f"evaluate={evaluate}"]
+        assert main([*RUN, *short, "t_max=120", *update, f"local_results_path={tmp_path / 'b'}"]) == 2
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert len(errors) == 1
         assert "does not fit" in errors[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from omagd.envs.adapters import SerialEnvs
 from omagd.envs.factory import make_env
 from omagd.envs.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.protocol import BatchedEnv
+from omagd.envs.shared_env_worker import NOTE
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds, Rollout, Runner
 from omagd.utils.errors import UserError
@@ -294,3 +296,29 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(moment, monkey
         assert killed[0] not in [process.pid for process in env._workers.processes]
     finally:
         env.close()
+
+
+def test_what_a_worker_noted_in_its_last_moment_is_read_before_it_is_found_dead():
+    """Else its note would be counted as one of the worker that takes its place."""
+
+    class Looks:
+        """Looks at the notes first, then at a worker that notes something and dies in between."""
+
+        def __init__(self, workers: worker_processes.Workers) -> None:
+            self.workers, self.before = workers, False
+
+        def poll(self, timeout: int | None = None) -> list[tuple[int, int]]:
+            noted = [(self.workers._done.fileno(), select.POLLIN)] * self.before
+            if not self.before:
+                os.write(self.workers._note.fileno(), NOTE.pack(0, 2))
+            self.before = True
+            return [*noted, (-7, select.POLLHUP)]
+
+    workers = worker_processes.Workers()
+    workers.owed, workers._number = [1], {-7: 0}
+    workers._poll = Looks(workers)
+    try:
+        assert workers.notes() == ([(0, 2)], [])
+        assert workers.owed == [0]
+    finally:
+        workers.release()

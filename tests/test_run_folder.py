@@ -78,11 +78,13 @@ def test_artifacts_are_what_is_there(tmp_path):
     folder.pretrained("stage1", best=True).mkdir()
     (folder.plots / "curves.png").touch()
     folder.metrics_jsonl.touch()
+    folder.replays.mkdir()
     assert {name: str(Path(path).relative_to(folder.path)) for name, path in folder.artifacts().items()} == {
         "metrics": "metrics.jsonl",
         "pretrain_stage1_best": "models/pretrain_stage1_best",
         "model": "models/10240",
         "plots/curves": "plots/curves.png",
+        "replays": "replays",
     }
 
 

@@ -12,7 +12,7 @@ from omagd.envs import REGISTRY
 from omagd.envs.battle import scripted
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.envs.sc2.installed import game_installed
+from omagd.envs.sc2.installed import builds
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 
@@ -189,7 +189,7 @@ def test_yaml_files_hold_every_key_with_its_default():
 
 def test_sc2_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("SC2PATH", str(tmp_path))
-    assert not game_installed()
+    assert builds() == []
     with pytest.raises(UserError) as caught:
         SC2Env(SmacArgs())
     text = caught.value.render()
@@ -197,6 +197,6 @@ def test_sc2_says_what_is_missing(monkeypatch, tmp_path):
     assert len(text.splitlines()) <= 3
     (tmp_path / "Versions" / "Base75689").mkdir(parents=True)
     (tmp_path / "Versions" / "Base75689" / "SC2_x64").touch()
-    assert game_installed()
+    assert builds() == [75689]
     with pytest.raises(UserError, match="--maps-only"):
         SC2Env(SmacArgs())

@@ -14,7 +14,7 @@ from omagd.envs.factory import make_env, validate_env_args
 from omagd.envs.snakes.network_opponent import NetworkOpponent
 from omagd.envs.snakes.observer import Observer
 from omagd.envs.snakes.opponents import SCRIPTS, Opponent
-from omagd.envs.snakes.replay import Game
+from omagd.envs.snakes.replay import Game, write_gif
 from omagd.envs.snakes.snakes_env import Snakes3v3
 from omagd.utils.errors import UserError
 
@@ -140,6 +140,25 @@ def test_entities_are_those_of_plain_python_and_full_obs_has_no_limit(sight):
         assert (units[..., 0] == 1).all()
         hidden += (units[..., 0] > seen.obs[..., 4:100].reshape(SLOTS, 3, 8, 12)[..., 0]).sum()
     assert hidden > 0 or sight is None
+
+
+def test_near_is_that_of_plain_python_on_both_sides():
+    env = _env(obs="near", opponent="evasion")
+    assert env.info.obs_dim == 174 and env.info.layout is None
+    told = []
+    for step, _ in enumerate(_play(env, 199)):
+        if step % 8:
+            continue
+        obs = env.observe().obs
+        for row in range(SLOTS):
+            board = slow.of_engine(env._engine, row)
+            expected = [slow.near(board, row % 2, agent) for agent in range(3)]  # even seeds are side a
+            np.testing.assert_allclose(obs[row], expected, rtol=1e-6, atol=1e-7)
+        told.append(obs)
+    told = np.stack(told)
+    assert (told != told[0, 0, 0]).reshape(-1, 174).any(0).all()  # no column is the same all the time
+    full = env.observe(full=True)
+    np.testing.assert_array_equal(full.obs, full.full_obs)
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -379,9 +398,12 @@ def test_a_snapshot_with_an_opponent_of_ones_own_needs_it_there():
     ("env_args", "words"),
     [
         ({"obs": "27"}, "env_args.obs=27: must be '26'"),
+        ({"obs": "nearr"}, "env_args.obs=nearr: must be .*'near'.*Did you mean 'near'"),
         ({"opponent": "greed"}, "Did you mean 'greedy'"),
         ({"side": "c"}, "env_args.side=c: must be 'a', 'b' or 'both'"),
         ({"sight": 5}, "env_args.sight=5 needs obs=entities"),
+        ({"obs": "near", "sight": 5}, "env_args.sight=5 needs obs=entities, but obs=near"),
+        ({"potential_scale": -0.1}, "env_args.potential_scale=-0.1: must be greater than or equal to 0"),
         ({"obs": "entities", "sight": -1}, "env_args.sight=-1: must be greater than 0"),
         ({"reward": "baseline", "reward_win": 1}, "env_args.reward_win=1 is not for reward=baseline"),
         ({"opponents": "greedy"}, "env_args.opponents is not an argument.*Did you mean 'opponent'"),
@@ -416,11 +438,14 @@ def test_a_replay_is_the_last_game_of_the_first_slot(tmp_path):
     info = _finish(env)
     scores = (int(info["score_own"][0]), int(info["score_opponent"][0]))
     env.save_replay(str(tmp_path / "replays"))
+    assert {path.name for path in (tmp_path / "replays").iterdir()} == {"snakes.gif", "snakes.html"}
     page = (tmp_path / "replays" / "snakes.html").read_text()
     data = json.loads(page.split("const game = ")[1].split(", [rows, cols]")[0])
     frames = [{"bodies": bodies, "beans": beans, "died": died} for bodies, beans, died in data["frames"]]
     assert len(frames) == 201 and (data["team"], data["opponent"]) == (1, "l4")
     assert Game(1, "l4").scores(frames[-1]) == scores
+    expected = "a draw" if scores[0] == scores[1] else "agents won" if scores[0] > scores[1] else "agents lost"
+    assert data["result"] == expected
     assert sum(i >= 3 for frame in frames for i in frame["died"]) == info["deaths"][0]
     assert "http" not in page
     with Image.open(tmp_path / "replays" / "snakes.gif") as gif:
@@ -429,3 +454,25 @@ def test_a_replay_is_the_last_game_of_the_first_slot(tmp_path):
         head = frames[-1]["bodies"][0][0]
         pixel = gif.convert("RGB").getpixel((head % 20 * 26 + 13, head // 20 * 26 + 44 + 22))
         assert np.abs(np.array(pixel) - (0x4C, 0xC9, 0xC0)).max() < 30
+
+
+@pytest.mark.parametrize(("team", "result"), [(0, "agents lost"), (1, "agents won")])
+def test_a_snake_without_room_to_return_counts_nothing_in_a_replay(team, result):
+    bodies = [[], [42, 41, 40], [62, 61, 60], [5, 4, 3, 2], [102, 101, 100], [122, 121, 120]]
+    game = Game(team, "l1", [{"bodies": bodies, "beans": [], "died": [0]}])
+    assert game.scores(game.frames[0]) == ((0, 1) if team == 0 else (1, 0)) and game.result == result
+
+
+def test_a_snake_that_crosses_the_edge_is_drawn_up_to_it(tmp_path):
+    from PIL import Image
+
+    bodies = [[20, 39, 38], [5, 185, 165], [103, 102, 101], [110, 109, 108], [123, 122, 121], [130, 129, 128]]
+    write_gif(Game(0, "l1", [{"bodies": bodies, "beans": [], "died": []}]), tmp_path / "edge.gif")
+    with Image.open(tmp_path / "edge.gif") as gif:
+        picture = gif.convert("RGB")
+    first, second = ((0x4C, 0xC9, 0xC0), (0x37, 0xA8, 0xCE))
+    row = 44 + 26 + 13
+    for x, y, colour in ((519, row, first), (0, row, first), (5 * 26 + 13, 303, second), (5 * 26 + 13, 44, second)):
+        assert picture.getpixel((x, y)) == colour
+    assert picture.getpixel((260, row)) != first  # not across the board
+    assert (np.asarray(picture)[40:44] == (0x10, 0x16, 0x1F)).all()  # nor into the header

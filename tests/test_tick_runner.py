@@ -125,8 +125,35 @@ def test_what_each_agent_earned_is_stored_where_the_environment_tells(undisturbe
     torch.testing.assert_close(each.sum(1), reward)
     assert (each[:, 0] != each[:, 1]).any()
     assert all((step["agent_reward"][1] == 0).all() for step in undisturbed)
-    plain = runner_of(FakeEnv(2)).run(Probe(), explore=None).episodes
-    assert all("agent_reward" not in episode for episode in plain)
+    plain = runner_of(FakeEnv(2)).run(Probe(), explore=None)
+    assert all("agent_reward" not in episode for episode in plain.episodes)
+    assert not any("return_agent" in name for name in plain.stats)
+
+
+def test_returns_of_single_agents_are_told_beside_the_teams():
+    game = Snakes()
+    played = game.test.run(game.mac, explore=game.explore, episodes_per_slot=2)
+    earned = torch.stack([episode["agent_reward"].double().sum(0) for episode in played.episodes])
+    assert len(earned) == 2 * SLOTS
+    for i in range(3):
+        total, count = played.stats[f"return_agent_{i}"]
+        assert count == len(earned)
+        assert total == pytest.approx(float(earned[:, i].sum()), rel=1e-6)
+        logged = [entry[f"return_agent_{i}"] for entry in played.log]
+        assert sorted(logged) == pytest.approx(sorted(earned[:, i].tolist()), rel=1e-6)
+
+
+def test_games_saved_before_single_returns_were_kept_go_on_without_them():
+    game = Snakes(ticks=190)
+    game.collect(1)
+    saved = game.runner.snapshot()
+    del saved["flying"]["play"]["clock"]["agent_reward"]
+    game.runner.restore(saved, None)
+    rest = game.runner.collect(game.mac, explore=game.explore)
+    assert rest.n_episodes == SLOTS
+    assert "return" in rest.stats
+    assert "return_agent_0" not in rest.stats
+    assert "return_agent_0" in game.runner.collect(game.mac, explore=game.explore).stats
 
 
 def test_the_replay_is_as_large_as_is_said_before(undisturbed):

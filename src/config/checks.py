@@ -8,8 +8,8 @@ from omagd.config.schema import Config
 from omagd.utils.errors import UserError
 
 # Built-in names that cannot do reconstruction; names of plugins are taken on trust.
-PLAIN_LEARNERS = {"nq_learner", "nq_learner_ddp"}
-PLAIN_MACS = {"basic_mac", "n_mac"}
+PLAIN_LEARNERS = {"nq_learner", "nq_learner_ddp", "ddpg_learner", "ddpg_learner_ddp"}
+PLAIN_MACS = {"basic_mac", "n_mac", "ddpg_mac"}
 PATHS = (
     "local_results_path",
     "checkpoint_path",
@@ -117,7 +117,7 @@ def _reconstruction(config: Config) -> None:
     if config.use_full_obs:
         raise UserError("use_full_obs=True: nothing is left to reconstruct. Add use_graph_reconstruction=False")
     if config.learner in PLAIN_LEARNERS:
-        graph = config.learner.replace("nq_", "nq_graph_")
+        graph = "nq_graph_learner_ddp" if config.learner.endswith("_ddp") else "nq_graph_learner"
         raise UserError(f"learner={config.learner}: use_graph_reconstruction=True needs learner={graph}")
     if config.mac in PLAIN_MACS:
         raise UserError(

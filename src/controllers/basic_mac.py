@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from omagd.components import action_selectors
+from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
@@ -53,6 +54,11 @@ class BasicMAC:
         self._actor.eval()
         self.selector = action_selectors.REGISTRY.get(config.action_selector)()
         self.begin(0)
+
+    @classmethod
+    def kept(cls, config: Config, info: EnvInfo) -> Spec:
+        """Return the fields that decisions add to the rows of episodes, as `Decision.extras` holds them."""
+        return {}
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Exploration
+from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch
 
 if TYPE_CHECKING:
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
@@ -36,6 +39,16 @@ class DDPGMAC(BasicMAC):
             raise UserError("obs_last_action=True: mac=ddpg_mac learns from single steps; use obs_last_action=False")
         self._one_hot = config.gumbel_softmax
         super().__init__(config, info, device, reconstructor)
+
+    @classmethod
+    def kept(cls, config: Config, info: EnvInfo) -> Spec:
+        """Return the field of the vectors."""
+        return {TAKEN: (torch.float32, (info.n_agents, info.n_actions))}
+
+    def inputs(self, batch: PackedBatch) -> AgentInputs:
+        """Return the inputs of all rows of a batch; agents here are told no last actions."""
+        features, guessed = self._recall(batch)
+        return AgentInputs(features.to(self.dtype), torch.full_like(batch["actions"], -1, dtype=torch.int64), guessed)
 
     def _choose(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
@@ -39,6 +40,15 @@ class NGraphMAC(BasicMAC):
         self.reconstructor = reconstructor
         self._active = np.ones(0, bool)
         super().__init__(config, info, device, reconstructor)
+
+    @classmethod
+    def kept(cls, config: Config, info: EnvInfo) -> Spec:
+        """Return the field of the guesses, where they are made."""
+        if not config.use_graph_reconstruction or info.layout is None:
+            return {}
+        if config.mask_predictor_config.decode == "mean":
+            return {"recon": (torch.float16, (info.n_agents, info.obs_dim))}
+        return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes))}
 
     def begin(self, n_slots: int) -> None:
         """Make room for the memory of B slots, the reconstructor's history included."""

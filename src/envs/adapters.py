@@ -52,6 +52,7 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
         layout=layout,
         scripted_policies=tuple(dict.fromkeys((worker.RANDOM, *facts.get("scripted_policies", ())))),
         has_win=bool(facts.get("has_win", True)),
+        agent_rewards=bool(facts.get("agent_rewards", False)),
     )
 
 
@@ -124,8 +125,10 @@ class ManyEnvs(BatchedEnv):
         active = np.asarray(active, bool)
         self._settle(np.flatnonzero(active))
         terminated = self._arrays["terminated"] & active
+        each = np.where(active[:, None], self._arrays["agent_reward"], np.float32(0.0))
         return StepResult(
             reward=np.where(active, self._arrays["reward"], np.float32(0.0)),
+            agent_reward=each if self.info.agent_rewards else None,
             terminated=terminated,
             truncated=self._arrays["truncated"] & active,
             lost=self._arrays["lost"] & active,

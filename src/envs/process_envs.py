@@ -49,7 +49,6 @@ class ProcessEnvs(ManyEnvs):
     ) -> None:
         self.n_slots = n_slots
         self._host = [slot // per_process for slot in range(n_slots)]
-        self._hosted = [range(first, min(first + per_process, n_slots)) for first in range(0, n_slots, per_process)]
         self._names: list[list[str]] = [[] for _ in range(n_slots)]
         self._pending = np.zeros(n_slots, np.uint8)  # what each slot was ordered and may not have done yet
         self._void = np.zeros(n_slots, bool)  # what these slots played has died with their worker
@@ -58,8 +57,9 @@ class ProcessEnvs(ManyEnvs):
         self._workers = Workers()
         self._arrays = self._workers.arrays
         self._finalizer = weakref.finalize(self, self._workers.release)
+        hosts = [range(first, min(first + per_process, n_slots)) for first in range(0, n_slots, per_process)]
         try:
-            self._workers.start(pickle.dumps(partial(single_env, env_cls, args)), self._hosted)
+            self._workers.start(pickle.dumps(partial(single_env, env_cls, args)), hosts)
             self._begin(env_cls, args, pickle.loads(self._workers.facts()), name)
             self._workers.share(worker.array_specs(self.info, n_slots))
         except BaseException:
@@ -131,7 +131,7 @@ class ProcessEnvs(ManyEnvs):
 
     def _replace(self, number: int) -> None:
         """Have another worker for one that died; its slots do again what they had done and were doing, or are void."""
-        slots = np.array(self._hosted[number])
+        slots = np.array(self._workers.hosts[number])
         pasts = {slot: self._past_of(slot) for slot in slots.tolist()} if self.deterministic else {}
         self._workers.replace(number, pasts)
         for slot in slots.tolist():
@@ -156,8 +156,10 @@ class ProcessEnvs(ManyEnvs):
     def _drop(self, slots: np.ndarray) -> None:
         """The episodes of `slots` are void, but for those that have yet to begin."""
         arrays = self._arrays
-        for name, value in (("reward", 0), ("truncated", False), ("terminated", True), ("lost", True), ("info", 0)):
-            arrays[name][slots] = value
+        for name in ("reward", "agent_reward", "truncated", "info"):
+            arrays[name][slots] = 0
+        for name in ("terminated", "lost"):
+            arrays[name][slots] = True
         for slot in slots.tolist():
             self._names[slot] = []
         begin = self._pending[slots] == worker.RESET

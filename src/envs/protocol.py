@@ -18,6 +18,9 @@ from omagd.config.env_info import EnvInfo
 TRUNCATED = "omagd: truncated"
 """The entry of a single environment's info that means truncated whatever `episode_limit` says there."""
 
+AGENT_REWARD = "agent_reward"
+"""The entry of a single environment's info that holds [n] who earned what, if its facts say `agent_rewards`."""
+
 
 @dataclass
 class Observation:
@@ -145,8 +148,11 @@ class ChangingOpponents(Protocol):
     def set_opponents(self, opponents: Sequence[Any], weights: Sequence[float] | None = None) -> None:
         """Draw the opponents of episodes that begin from now on from these names and objects, by their `weights`."""
 
-    def frozen_opponent(self, name: str, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
-        """Return an opponent that plays what these layers say: weight [out, in], bias [out], ReLU in between."""
+    def frozen_opponent(self, name: str, layers: Sequence[tuple[np.ndarray, np.ndarray]], sample: bool) -> Any:
+        """Return an opponent that plays what these layers say: weight [out, in], bias [out], ReLU in between.
+
+        sample: it draws from the softmax of their outputs; else it takes the largest.
+        """
 
 
 class MultiAgentEnv(ABC):
@@ -169,6 +175,7 @@ class MultiAgentEnv(ABC):
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play [n] actions; return reward, terminated, info (`battle_won`, `episode_limit`, ...).
 
+        If the facts say `agent_rewards`, each info holds `agent_reward`, [n], whose sum is the reward.
         An episode that cannot go on because the world itself has died is terminated with `lost` = 1 in the info.
         """
 
@@ -190,7 +197,10 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def get_env_info(self) -> dict[str, Any]:
-        """Return the field's dictionary: n_agents, n_actions, obs_shape, state_shape, episode_limit, ..."""
+        """Return the field's dictionary: n_agents, n_actions, obs_shape, state_shape, episode_limit, ...
+
+        `agent_rewards` in it says that each step tells each agent's own reward.
+        """
 
     def get_stats(self) -> dict[str, float]:
         """Return counters."""

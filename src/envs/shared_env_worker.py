@@ -25,7 +25,7 @@ import numpy as np
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.nameless_memory import NamelessMemory
-from omagd.envs.protocol import TRUNCATED, MultiAgentEnv
+from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.utils.errors import UserError
 from omagd.utils.seeding import generator
 
@@ -67,6 +67,7 @@ def array_specs(info: EnvInfo, n_slots: int) -> Specs:
         "state": ((b, info.state_dim), "float32"),
         "avail": ((b, n, info.n_actions), "bool"),
         "reward": ((b,), "float32"),
+        "agent_reward": ((b, n if info.agent_rewards else 0), "float32"),
         "terminated": ((b,), "bool"),
         "truncated": ((b,), "bool"),
         "lost": ((b,), "bool"),
@@ -116,6 +117,7 @@ class SlotPlayer:
         self.told: list[bytes] = []
         self._seed = self._steps = 0
         self._counted_before: dict[str, float] = {}
+        self._agent_reward = arrays["agent_reward"][slot]
         rows = (arrays[name][slot] for name in ("obs", "full_obs", "state", "avail", "actions", "info", "scripted"))
         self._obs, self._full_obs, self._state, self._avail, self._actions, self._info, self._scripted = rows
 
@@ -141,7 +143,7 @@ class SlotPlayer:
     def let_go(self) -> None:
         """Hold no view of the arrays any longer, so that their memory can be released."""
         self.arrays = {}
-        nothing = np.empty(0)
+        nothing = self._agent_reward = np.empty(0)
         self._obs = self._full_obs = self._state = self._avail = self._actions = self._info = self._scripted = nothing
 
     def catch_up(self, past: Past) -> None:
@@ -173,6 +175,8 @@ class SlotPlayer:
         reward, terminated, info = self.env.step(self._actions.copy())
         self._steps += 1
         arrays["reward"][slot] = reward
+        if self._agent_reward.size:
+            self._write_agent_reward(info)
         arrays["terminated"][slot] = terminated
         arrays["truncated"][slot] = bool(terminated) and bool(info.get(TRUNCATED, info.get("episode_limit", False)))
         arrays["lost"][slot] = bool(terminated) and bool(info.get("lost", False))
@@ -181,6 +185,12 @@ class SlotPlayer:
         elif self.info_names:
             self._info[:] = 0.0
         self._show()
+
+    def _write_agent_reward(self, info: dict[str, Any]) -> None:
+        told = np.shape(info.get(AGENT_REWARD))
+        if told != self._agent_reward.shape:
+            raise ValueError(f"info[{AGENT_REWARD!r}] has shape {told}, not {self._agent_reward.shape} as promised")
+        self._agent_reward[:] = info[AGENT_REWARD]
 
     def choose(self) -> None:
         """Write what each of the environment's scripts would do now."""
@@ -204,7 +214,7 @@ class SlotPlayer:
         known = len(self.info_names)
         self._info[:] = 0.0
         for name, value in info.items():
-            if name in ("lost", TRUNCATED) or not isinstance(value, (numbers.Number, np.generic)):
+            if name in ("lost", TRUNCATED, AGENT_REWARD) or not isinstance(value, (numbers.Number, np.generic)):
                 continue
             if name not in self.info_names:
                 if len(self.info_names) == MAX_INFO:

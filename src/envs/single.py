@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.envs.protocol import TRUNCATED, BatchedEnv, MultiAgentEnv, Observation, StepResult
+from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, BatchedEnv, MultiAgentEnv, Observation, StepResult
 
 
 class BatchedAsSingle(MultiAgentEnv):
@@ -47,7 +47,11 @@ class BatchedAsSingle(MultiAgentEnv):
         info["episode_limit"] = result.truncated.item(0)
         if result.lost.item(0):
             info["lost"] = 1
-        return info
+        return {**info, **self._rewards_of(result)}
+
+    def _rewards_of(self, result: StepResult) -> dict[str, np.ndarray]:
+        """Return the entry that tells each agent's reward, where the environment does."""
+        return {AGENT_REWARD: result.agent_reward[0].copy()} if result.agent_reward is not None else {}
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32."""
@@ -92,6 +96,8 @@ class BatchedAsSingle(MultiAgentEnv):
             facts["n_enemies"] = info.layout.n_enemies
             facts["n_allies"] = info.layout.n_allies
             facts["n_normal_actions"] = info.n_normal_actions
+        if info.agent_rewards:
+            facts["agent_rewards"] = True
         return {**facts, **self._more_info}
 
     def get_stats(self) -> dict[str, float]:
@@ -114,10 +120,11 @@ class OneSlot(BatchedAsSingle):
         super().__init__(env, {"env_info": env.info})
 
     def _info_of(self, result: StepResult) -> dict[str, Any]:
+        rewards = self._rewards_of(result)
         if not result.terminated.item(0):
-            return {}
+            return rewards
         info = {name: values.item(0) for name, values in result.info.items()}
-        return {**info, TRUNCATED: result.truncated.item(0), "lost": result.lost.item(0)}
+        return {**info, **rewards, TRUNCATED: result.truncated.item(0), "lost": result.lost.item(0)}
 
 
 def single_env(env_cls: type, args: BaseModel) -> MultiAgentEnv:

@@ -44,12 +44,14 @@ class Workers:
     """Processes and what connects them to this one.
 
     Attributes:
+        hosts: slots of each worker.
         processes, conns, wakes: one of each for each worker; a byte in its `wakes` has a worker look at its orders.
         owed: notes that each worker still owes. deaths: how often each has died since an episode of it has ended.
         replaced: workers that have died and were replaced.
     """
 
     def __init__(self) -> None:
+        self.hosts: list[range] = []
         self.processes: list[BaseProcess] = []
         self.conns: list[Connection] = []
         self.wakes: list[Connection] = []
@@ -62,13 +64,12 @@ class Workers:
         self._poll = select.poll()
         self._poll.register(self._done.fileno(), select.POLLIN)
         self._number: dict[int, int] = {}
-        self._hosts: list[range] = []
         self._payload = b""
         self._specs: worker.Specs | None = None
 
     def start(self, payload: bytes, hosts: list[range]) -> None:
         """Start a worker for the slots of each of `hosts`. payload: what makes an environment, pickled."""
-        self._payload, self._hosts = payload, hosts
+        self._payload, self.hosts = payload, hosts
         with _environment(_SINGLE_THREAD):
             for number in range(len(hosts)):
                 process, conn, wake = self._spawn(number)
@@ -83,7 +84,7 @@ class Workers:
         conn, their_conn = context.Pipe()
         their_wake, wake = context.Pipe(duplex=False)
         links = worker.Links(their_conn, their_wake, self._note, self.memory)
-        args = (links, number, self._hosts[number], os.getpid(), self._payload, self._specs)
+        args = (links, number, self.hosts[number], os.getpid(), self._payload, self._specs)
         process = context.Process(target=worker.work, args=args, daemon=True, name=f"env-{number}")
         self._number[conn.fileno()] = number
         self._poll.register(conn.fileno(), 0)  # tells when the other end is gone
@@ -150,7 +151,10 @@ class Workers:
         here = self._done.fileno()
         found: list[tuple[int, int]] = []
         dead: list[int] = []
-        for place, _ in self._poll.poll():
+        events = self._poll.poll()
+        if here not in dict(events):
+            events = self._poll.poll(0)  # a worker may have noted something after that was looked at, and then died
+        for place, _ in events:
             if place == here:
                 found += [(n, said) for n, said in worker.NOTE.iter_unpack(os.read(here, _MOST_NOTES))]
             else:

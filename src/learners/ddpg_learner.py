@@ -25,7 +25,7 @@ from omagd.modules.agents.ddpg_agent import DDPGAgent
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch
+from omagd.utils.packing import PackedBatch, Packing
 from omagd.utils.seeding import stream_seed
 
 
@@ -77,7 +77,8 @@ class DDPGLearner:
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
         self._judge = _frozen_twin(self.critic)
         pairs = ((self.target_agent, mac.agent), (self.target_critic, self.critic))
-        self._followed = [p for old, new in pairs for p in zip(old.parameters(), new.parameters(), strict=True)]
+        self._followers = [p for old, _ in pairs for p in old.parameters()]
+        self._followed = [p for _, new in pairs for p in new.parameters()]
         self.updates = 0
 
     @staticmethod
@@ -100,7 +101,7 @@ class DDPGLearner:
         are the global ones: `grad_norm` of the critic, `grad_norm_actor`.
         """
         parts = [self._steps(part.to(self.device), batch) for part in batch.split(self.config.accumulate)]
-        count = torch.tensor(self.info.n_agents * (len(batch.packing.step) - batch.packing.n_episodes))
+        count = torch.tensor(self.info.n_agents * (sum(batch.packing.lengths) - batch.packing.n_episodes))
         critic = self._critic_step(count, *((part.before, part.taken, self._targets(part)) for part in parts))
         actor = self._actor_step(count, *((part.before, self._judge, part.noise) for part in parts))
         self.updates += 1
@@ -112,10 +113,8 @@ class DDPGLearner:
 
     def _steps(self, batch: PackedBatch, whole: PackedBatch) -> Steps:
         """Return the steps of (a part of) the batch `whole`."""
-        packing = batch.packing
-        row = torch.nonzero(~packing.closing).flatten()
-        following = row + torch.tensor(packing.batch_sizes)[packing.step[row]]
-        now, later = row.to(self.device), following.to(self.device)
+        places = _places(batch.packing)
+        now, later = (p if isinstance(p, slice) else p.to(self.device) for p in places)
         inputs, dtype = self.mac.inputs(batch), self.mac.dtype
         reward = batch["agent_reward"] if "agent_reward" in batch else batch["reward"].unsqueeze(-1)
         return Steps(
@@ -124,7 +123,7 @@ class DDPGLearner:
             taken=batch[TAKEN][now].to(dtype),
             reward=reward[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=self._noise(batch, row, whole.packing.n_episodes) if self.config.gumbel_softmax else None,
+            noise=self._noise(batch, places[0], whole.packing.n_episodes) if self.config.gumbel_softmax else None,
         )
 
     @torch.no_grad()
@@ -135,8 +134,8 @@ class DDPGLearner:
         value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
-    def _noise(self, batch: PackedBatch, row: Tensor, n_drawn: int) -> Tensor:
-        """Return Gumbel noise [S, n, A] of the steps at `row` [S], by (seed, update, place of each in the union).
+    def _noise(self, batch: PackedBatch, row: Tensor | slice, n_drawn: int) -> Tensor:
+        """Return Gumbel noise [S, n, A] of the steps at the rows `row`, by (seed, update, place of each in the union).
 
         n_drawn: episodes that each rank drew for this update.
         """
@@ -150,8 +149,7 @@ class DDPGLearner:
     @torch.no_grad()
     def _follow(self) -> None:
         """Move both targets by the share `tau` of the way to what is trained."""
-        for old, new in self._followed:
-            old.lerp_(new, self.config.tau)
+        torch._foreach_lerp_(self._followers, self._followed, self.config.tau)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return what is trained, by the names of its weight files."""
@@ -174,6 +172,18 @@ class DDPGLearner:
         self.target_agent.load_state_dict(state["target_agent"])
         self.target_critic.load_state_dict(state["target_critic"])
         self.updates = int(state["updates"])
+
+
+def _places(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:
+    """Return the rows from which a step was taken, and for each the row after it (CPU).
+
+    They are views where all episodes are of one length, as single steps are.
+    """
+    sizes = packing.batch_sizes
+    if sizes[0] == sizes[-1]:
+        return slice(0, sum(sizes[1:])), slice(sizes[0], sum(sizes))
+    row = torch.nonzero(~packing.closing).flatten()
+    return row, row + torch.tensor(sizes)[packing.step[row]]
 
 
 def _frozen_twin(module: nn.Module) -> nn.Module:

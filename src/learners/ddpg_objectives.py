@@ -68,12 +68,12 @@ class ActorObjective(Objective):
         """
         with lowered(inputs.features.device, self.bf16):
             logits = self.actor(inputs)
-            actions = logits.softmax(-1) if noise is None else straight_through(logits + noise)
+            policy = logits.softmax(-1)
+            actions = policy if noise is None else straight_through(logits + noise)
             value = judge(inputs, actions).to(inputs.features.dtype).sum()
         with torch.no_grad():
             count = torch.tensor(float(logits[..., 0].numel()))
-            log_p = logits.log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum()
+            entropy = torch.special.entr(policy).sum()
         return -value, {"loss_actor": (-value.detach(), count), "entropy": (entropy, count)}
 
 

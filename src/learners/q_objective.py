@@ -48,7 +48,8 @@ class QObjective(Objective):
         """Return the sum of squared errors, and stats over the steps that happened.
 
         targets: called once, without gradients, with the values [S, n, A] of this forward (double Q-learning chooses
-            actions by them); returns targets, [S] or [S, n] as the mixer does. Target networks live behind it, outside this module.
+            actions by them); returns targets, [S] or [S, n] as the mixer does. Target networks live behind it, outside
+            this module.
         Stats: loss_td and td_error_abs per step; q_taken_mean and target_mean per step and agent, as in PyMARL.
         """
         with lowered(played.state.device, self.bf16):

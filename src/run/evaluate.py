@@ -26,5 +26,5 @@ def evaluate(session: Session) -> StageResult:
     values.update(session.mishaps())
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
     if config.save_replay:
-        session.env.save_replay(str(session.folder.path / "replays"))
+        session.env.save_replay(str(session.folder.replays))
     return StageResult("stage3", {"t_env": t_env}, values, {"agent": str(folder)})

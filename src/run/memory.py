@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from omagd import runners
+from omagd import controllers, runners
 from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -105,13 +105,7 @@ def replay_spec(config: Config, info: EnvInfo) -> Spec:
         spec["agent_reward"] = (torch.float32, (n,))
     if config.use_full_obs:
         spec["full_obs"] = spec["obs"]
-    if config.mac == "ddpg_mac":
-        spec["action_probs"] = (torch.float32, (n, info.n_actions))
-    if config.use_graph_reconstruction and info.layout is not None:
-        mean = config.mask_predictor_config.decode == "mean"
-        one = (torch.float16, (n, info.obs_dim)) if mean else (torch.int16, (n, info.layout.n_nodes))
-        spec["recon" if mean else "tokens"] = one
-    return spec
+    return {**spec, **controllers.REGISTRY.get(config.mac).kept(config, info)}
 
 
 def pretraining_bytes(config: Config, info: EnvInfo) -> int:

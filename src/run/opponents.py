@@ -29,27 +29,29 @@ def change(config: Config) -> bool:
 
 def check_opponents(config: Config, info: EnvInfo) -> None:
     """Refuse changing opponents that cannot be. Errors: UserError, one line."""
+    env = envs.REGISTRY.get(config.env)
+    ladders = getattr(env, "ladders", {config.opponent_order: ()})
+    if config.opponent_order not in ladders:
+        hint = nearest(config.opponent_order, list(ladders))
+        raise UserError(f"opponent_order={config.opponent_order} is not known.{hint}", f"known: {', '.join(ladders)}")
     if not change(config):
         return
     given = f"opponent_difficulty_strategy={config.opponent_difficulty_strategy}"
     if config.opponent_difficulty_strategy == "none":
         given = "enable_opponent_evasion=True"
-    env = envs.REGISTRY.get(config.env)
     if not hasattr(env, "set_opponents"):
         raise UserError(f"{given}: env={config.env} has no team that others play. Use another --env-config")
     if config.env_processes:
         raise UserError(f"{given}: needs env_processes=False")
-    ladders = env.ladders  # type: ignore[attr-defined]
-    if config.opponent_order not in ladders:
-        hint = nearest(config.opponent_order, list(ladders))
-        raise UserError(f"opponent_order={config.opponent_order} is not known.{hint}", f"known: {', '.join(ladders)}")
     if config.enable_opponent_evasion:
         _check_evasion(config, info)
     if REGISTRY.get(config.opponent_difficulty_strategy).selves:
-        if not hasattr(agents.REGISTRY.get(config.agent), "layers"):
-            raise UserError(f"{given}: agent={config.agent} cannot be frozen as an opponent. Use agent=ddpg")
-        if config.obs_agent_id or config.use_full_obs or config.agent == "bicnet":
-            raise UserError(f"{given}: needs agent=ddpg with obs_agent_id=False and use_full_obs=False")
+        kind = agents.REGISTRY.get(config.agent)
+        if not hasattr(kind, "frozen_needs"):
+            mend = "Use an agent without memory: agent=ddpg for DDPG, agent=ff for Q-learning"
+            raise UserError(f"{given}: agent={config.agent} cannot be frozen as an opponent. {mend}")
+        if needs := kind.frozen_needs(config):
+            raise UserError(f"{given}: agent={config.agent} can be frozen as an opponent only with {', '.join(needs)}")
 
 
 def _check_evasion(config: Config, info: EnvInfo) -> None:
@@ -127,7 +129,8 @@ class Opponents:
         """Have the opponents of this moment, whatever was before."""
         if not self._change:
             return
-        self._made = {name: self._env.frozen_opponent(name, layers) for name, layers in self._pool}
+        kind: Any = type(self._policy.agent)
+        self._made = {name: self._env.frozen_opponent(name, layers, kind.samples) for name, layers in self._pool}
         self._playing = self._wanted()
 
     def stats(self) -> dict[str, tuple[float, float]]:

@@ -215,7 +215,7 @@ def _files(summary: Summary) -> Iterable[tuple[str, str]]:
     for name in ("model", "pretrain_stage2_best", "pretrain_stage1_best"):
         if name in artifacts:
             yield "weights", artifacts[name]
-    for name in ("metrics", "summary"):
+    for name in ("replays", "metrics", "summary"):
         if name in artifacts:
             yield name, artifacts[name]
 

@@ -27,7 +27,8 @@ class Rollout:
         episodes: in order of their last tick, then of their slot; empty unless they were kept.
         n_episodes: how many came to their end. steps: environment steps of these.
         lost: episodes that are void, because what played them has died. Nothing else here counts them or their steps.
-        stats: name -> (sum, count) over episodes: return, ep_length and the results that the environment reports.
+        stats: name -> (sum, count) over episodes: return, ep_length, the results that the environment reports, and
+            return_agent_0 ... where it tells who earned what.
         log: what each episode was, in order: slot, reset seed, length, return, results; plain numbers, all finite.
     """
 
@@ -64,6 +65,8 @@ class Rollout:
 class Clock:
     """Where each slot stands. All [B]: reset seed, step, return so far, episodes yet to begin, three states.
 
+    `agent_reward` is each agent's return so far, [B, n] where the environment tells it, else [B, 0].
+
     `playing` slots act and step; `stepping` ones are between their action and what came of it; `closing` ones have
     ended and show their last moment once more, for the closing row.
     """
@@ -75,14 +78,16 @@ class Clock:
     playing: np.ndarray
     closing: np.ndarray
     stepping: np.ndarray
+    agent_reward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
 
     @classmethod
-    def at_start(cls, seeds: np.ndarray, episodes_per_slot: int) -> Clock:
-        """Return the clock of slots whose first episode begins, from `seeds` [B]."""
+    def at_start(cls, seeds: np.ndarray, episodes_per_slot: int, n_told: int) -> Clock:
+        """Return the clock of slots whose first episode begins, from `seeds` [B]; `n_told` agents' rewards are told."""
         n_slots = len(seeds)
         no, yes = np.zeros(n_slots, bool), np.ones(n_slots, bool)
         left = np.full(n_slots, episodes_per_slot - 1)
-        return cls(seeds, np.zeros(n_slots, np.int64), np.zeros(n_slots), left, yes, no, no.copy())
+        told = np.zeros((n_slots, n_told))
+        return cls(seeds, np.zeros(n_slots, np.int64), np.zeros(n_slots), left, yes, no, no.copy(), told)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return copies of all fields."""
@@ -122,7 +127,8 @@ class Play:
         self.seeds = seeds
         self.parts = parts
         self.rollout = Rollout()
-        self.clock = Clock.at_start(np.zeros(env.n_slots, np.int64), 0)
+        self._n_told = info.n_agents if info.agent_rewards else 0
+        self.clock = Clock.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_told)
         self._results: dict[int, dict[str, float]] = {}
 
     def begin(self, episodes_per_slot: int) -> None:
@@ -133,7 +139,7 @@ class Play:
         self.env.reset(everyone, seeds)
         self.policy.begin(n)
         self.policy.reset(everyone)
-        self.clock = Clock.at_start(seeds, episodes_per_slot)
+        self.clock = Clock.at_start(seeds, episodes_per_slot, self._n_told)
 
     @property
     def over(self) -> bool:
@@ -176,6 +182,8 @@ class Play:
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from a `snapshot`, with policy and environment as they were then."""
         self.clock = Clock(**{name: values.copy() for name, values in snapshot["clock"].items()})
+        if not len(self.clock.agent_reward):  # saved before these were kept: what is not known is not counted
+            self.clock.agent_reward = np.full((self.env.n_slots, self._n_told), np.nan)
         self._results = dict(snapshot["results"])
         self.rollout = Rollout(**copy.deepcopy(snapshot["counted"]))
         if self.recorder is not None:
@@ -226,6 +234,8 @@ class Play:
         if self.recorder is not None:
             self.recorder.got(slots, clock.step[slots], result)
         clock.reward[slots] += reward
+        if result.agent_reward is not None and self._n_told:
+            clock.agent_reward[slots] += result.agent_reward[slots]
         clock.step[slots] += 1
         ended = result.terminated & stepped
         if (stepped & ~ended & (clock.step >= self.info.episode_limit)).any():
@@ -248,6 +258,7 @@ class Play:
         self.policy.reset(lost)
         self.clock.step[lost] = 0
         self.clock.reward[lost] = 0.0
+        self.clock.agent_reward[lost] = 0.0
 
     def _keep_results(self, ended: np.ndarray, result: StepResult) -> None:
         """Keep what the environment reports of the episodes of the slots `ended` until they are counted."""
@@ -259,7 +270,9 @@ class Play:
         clock, rollout = self.clock, self.rollout
         for slot in np.flatnonzero(closing).tolist():
             length = int(clock.step[slot])
-            rollout.end(slot, int(clock.seed[slot]), length, float(clock.reward[slot]), self._results.pop(slot))
+            each = {f"return_agent_{i}": value for i, value in enumerate(clock.agent_reward[slot].tolist())}
+            results = {**self._results.pop(slot), **each}
+            rollout.end(slot, int(clock.seed[slot]), length, float(clock.reward[slot]), results)
             if self.recorder is not None:
                 self._ended(self.recorder, slot, length)
         clock.closing &= ~closing
@@ -267,6 +280,7 @@ class Play:
             self.policy.reset(again)
             clock.step[again] = 0
             clock.reward[again] = 0.0
+            clock.agent_reward[again] = 0.0
             clock.left[again] -= 1
             clock.playing |= again
 

@@ -118,6 +118,11 @@ class RunFolder:
         """Folder of the profiler's traces."""
         return self.path / "profile"
 
+    @property
+    def replays(self) -> Path:
+        """Folder of games to look at."""
+        return self.path / "replays"
+
     def step(self, t_env: int) -> Path:
         """Return the folder of the stage-3 weights at `t_env`."""
         return self.models / str(int(t_env))
@@ -156,6 +161,8 @@ class RunFolder:
             found.update({f"profile/{p.stem}": p for p in sorted(self.profile.glob("*.json"))})
         if self.plots.is_dir():
             found.update({f"plots/{p.stem}": p for p in sorted(self.plots.glob("*.png"))})
+        if self.replays.is_dir():
+            found["replays"] = self.replays
         return {name: str(path) for name, path in found.items()}
 
 

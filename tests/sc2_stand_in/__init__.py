@@ -33,7 +33,7 @@ Faults, by environment variable (all are read when the process starts; n counts 
 - SC2_STAND_IN_DELAY=seconds   listens only after that time
 - SC2_STAND_IN_LATE_UNITS=n    the enemies of a battle appear only after n step requests
 - SC2_STAND_IN_STAY=1          lives on when its client is gone (until WAIT is over), and takes the next one
-- SC2_STAND_IN_ONCE=path       the faults above happen only in the process that manages to create this file
+- SC2_STAND_IN_ONCE=path       the faults above happen only in the process that creates this file, and writes its pid
 
 Files, by environment variable:
 - SC2_STAND_IN_RECORD=path     writes the battles of the game as a tape (`tape.py`) when the process ends

@@ -41,8 +41,10 @@ class Faults:
 
 
 def _create(path: str) -> bool:
+    """Return whether this process is the one that makes the file, which then holds its id."""
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        with open(path, "x") as file:
+            file.write(str(os.getpid()))
     except FileExistsError:
         return False
     return True

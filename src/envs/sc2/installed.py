@@ -23,11 +23,6 @@ def builds() -> list[int]:
     return sorted(int(path.parent.name[4:]) for path in programs if path.parent.name[4:].isdigit())
 
 
-def game_installed() -> bool:
-    """Return whether a Linux build of StarCraft II lies in `game_folder()`."""
-    return bool(builds())
-
-
 def build_of(game_version: str | None) -> int:
     """Return the build that is played: that of `game_version` ("4.10" is 4.10.0), or the newest installed.
 

@@ -13,8 +13,8 @@ class SnakesArgs(BaseModel):
     """Arguments of `snakes_3v3`.
 
     Attributes:
-        obs: what one snake sees; the columns stand in `features`, `planes` and `entities`. "26_raw" is "26" without
-            `normalise`.
+        obs: what one snake sees; the columns stand in `features` ("26", "30", "35"), `near`, `planes` and `entities`.
+            "26_raw" is "26" without `normalise`.
         normalise: whether "26", "30" and "35" are divided by the size of the board, codes by 7.
         centred: whether "planes" are turned around the torus so that one's own head stands in row 5, column 10.
         sight: up to which distance (cells, on the torus) "entities" shows others; None for all of them.

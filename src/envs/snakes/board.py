@@ -87,7 +87,8 @@ class Board:
 
     def own_first(self, values: np.ndarray, team: np.ndarray) -> np.ndarray:
         """Return [B, 6] the `values` [B, 6] of the snakes of `team` [B], then those of the other three."""
-        return np.where(team[:, None] == 0, values, np.roll(values, N_TEAM, axis=1))
+        swapped = values.reshape(-1, 2, N_TEAM)[:, ::-1].reshape(values.shape)
+        return np.where(team[:, None] == 0, values, swapped)
 
     def codes_at(self, cells: np.ndarray) -> np.ndarray:
         """Return the codes of `cells` [B, ...], uint8."""

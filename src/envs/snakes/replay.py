@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from omagd.envs.snakes.board import HEIGHT, N_TEAM, WIDTH
+from omagd.envs.snakes.board import DOWN, HEIGHT, N_TEAM, RIGHT, START_LENGTH, WIDTH
 from omagd.envs.snakes.engine import Engine
 from omagd.envs.snakes.replay_page import PAGE
 from omagd.utils.errors import UserError
@@ -30,9 +31,15 @@ class Game:
 
     def scores(self, frame: dict[str, Any]) -> tuple[int, int]:
         """Return the scores of the agents' team and of the other one."""
-        each = [len(body) - 3 for body in frame["bodies"]]
+        each = [max(len(body), START_LENGTH) - START_LENGTH for body in frame["bodies"]]
         a, b = sum(each[:N_TEAM]), sum(each[N_TEAM:])
         return (a, b) if self.team == 0 else (b, a)
+
+    @property
+    def result(self) -> str:
+        """How the game has ended, in words."""
+        own, other = self.scores(self.frames[-1])
+        return "a draw" if own == other else f"agents {'won' if own > other else 'lost'}"
 
 
 class Tape:
@@ -62,13 +69,18 @@ class Tape:
             self.last, self._now = self._now, None
 
     def save(self, folder: str) -> None:
-        """Write snakes.gif and snakes.html. Errors: UserError before the first game has ended."""
+        """Write snakes.gif and snakes.html; of several that write there at once, one's stay whole.
+
+        Errors: UserError before the first game has ended.
+        """
         if self.last is None:
             raise UserError("save_replay=True: no game of snakes_3v3 has ended yet")
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        write_gif(self.last, path / "snakes.gif")
-        write_html(self.last, path / "snakes.html")
+        for name, write in (("snakes.gif", write_gif), ("snakes.html", write_html)):
+            beside = path / f".{os.getpid()}.{name}"
+            write(self.last, beside)
+            beside.replace(path / name)
 
     def _take(self, engine: Engine, hit: np.ndarray) -> None:
         row = np.zeros(1, np.int64)
@@ -86,6 +98,7 @@ def write_html(game: Game, path: Path) -> None:
     data = {
         "team": game.team,
         "opponent": game.opponent,
+        "result": game.result,
         "frames": [[frame["bodies"], frame["beans"], frame["died"]] for frame in game.frames],
         "colours": [*TEAMS[0], *TEAMS[1]],
         "size": [HEIGHT, WIDTH],
@@ -134,18 +147,23 @@ def _header(draw: Any, game: Game, frame: dict[str, Any], step: int) -> None:
 
     own, other = game.scores(frame)
     font = ImageFont.load_default(size=16)
-    ours, theirs = _COLOURS[TEAMS[game.team][0]], _COLOURS[TEAMS[1 - game.team][0]]
-    draw.text((10, 12), f"agents  {own}", fill=ours, font=font)
-    draw.text((WIDTH * _CELL - 10, 12), f"{other}  {game.opponent}", fill=theirs, font=font, anchor="ra")
-    draw.text((WIDTH * _CELL // 2, 12), f"step {step}", fill=_COLOURS[MUTED], font=font, anchor="ma")
+    names = ((game.team, f"agents: {own}", "la"), (1 - game.team, f"{game.opponent}: {other}", "ra"))
+    for team, text, anchor in names:
+        start, way = (10, 1) if anchor == "la" else (WIDTH * _CELL - 10, -1)
+        draw.text((start, 12), text, fill=_COLOURS[TEAMS[team][0]], font=font, anchor=anchor)
+        for i, colour in enumerate(TEAMS[team]):
+            x = start + way * (int(draw.textlength(text, font)) + 14 + 14 * i)
+            draw.ellipse((x - 5, 16, x + 5, 26), fill=_COLOURS[colour])
+    over = step == len(game.frames) - 1
+    text, colour = (f"step {step}: {game.result}", TEXT) if over else (f"step {step}", MUTED)
+    draw.text((WIDTH * _CELL // 2, 12), text, fill=_COLOURS[colour], font=font, anchor="ma")
 
 
 def _snake(draw: Any, body: list[int], colour: int, new: bool) -> None:
     """Draw the body as joined cells and the head with eyes; one that has just returned has a rim."""
     for one, other in zip(body[1:], body, strict=False):
-        (x0, y0, x1, y1), (u0, v0, u1, v1) = _box(one, 4), _box(other, 4)
-        if abs(x0 - u0) + abs(y0 - v0) == _CELL:
-            draw.rectangle((min(x0, u0), min(y0, v0), max(x1, u1), max(y1, v1)), fill=colour)
+        _reach(draw, one, other, colour)
+        _reach(draw, other, one, colour)
     for cell in body[1:]:
         draw.rounded_rectangle(_box(cell, 4), 4, fill=colour)
     for head in body[:1]:
@@ -154,6 +172,13 @@ def _snake(draw: Any, body: list[int], colour: int, new: bool) -> None:
         for x in (x0 + 7, x1 - 7):
             draw.ellipse((x - 3, y0 + 7, x + 3, y0 + 13), fill=_COLOURS[TEXT])
             draw.ellipse((x - 1, y0 + 9, x + 1, y0 + 11), fill=_COLOURS[GROUND])
+
+
+def _reach(draw: Any, cell: int, neighbour: int, colour: int) -> None:
+    """Draw from `cell` to its neighbour, or to the edge behind which that one lies."""
+    (x0, y0, x1, y1), dx, dy = _box(cell, 4), int(RIGHT[cell, neighbour]) * _CELL, int(DOWN[cell, neighbour]) * _CELL
+    top = max(min(y0, y0 + dy), _HEADER)
+    draw.rectangle((min(x0, x0 + dx), top, max(x1, x1 + dx), max(y1, y1 + dy)), fill=colour)
 
 
 def _box(cell: int, margin: int) -> tuple[int, int, int, int]:

@@ -30,19 +30,22 @@ const game = __GAME__, [rows, cols] = game.size, unit = 48;
 const $ = id => document.getElementById(id), board = $("board"), chart = $("chart");
 board.width = cols * unit; board.height = rows * unit; chart.width = 1920; chart.height = 180;
 const paint = board.getContext("2d"), line = chart.getContext("2d"), last = game.frames.length - 1;
-const total = bodies => bodies.reduce((sum, body) => sum + body.length - 3, 0);
+const total = bodies => bodies.reduce((sum, body) => sum + Math.max(body.length, 3) - 3, 0);
 const scores = game.frames.map(([bodies]) => [total(bodies.slice(0, 3)), total(bodies.slice(3))]);
 const mine = game.team, theirs = 1 - game.team, colour = t => game.colours[3 * t];
 $("at").max = last; $("own").style.color = colour(mine); $("other").style.color = colour(theirs);
 let at = 0, running = true, timer = 0;
 const middle = cell => [(cell % cols + .5) * unit, (Math.floor(cell / cols) + .5) * unit];
+const shorter = (gap, size) => Math.abs(gap) > size / 2 ? gap - Math.sign(gap) * size : gap;
+// From a cell to its neighbour, or out over the edge behind which that one lies.
+function reach(cell, neighbour) {
+  const [x, y] = middle(cell), [u, v] = middle(neighbour);
+  paint.beginPath(); paint.moveTo(x, y);
+  paint.lineTo(x + shorter(u - x, cols * unit), y + shorter(v - y, rows * unit) + .01); paint.stroke();
+}
 function snake(body, fill, died) {
   paint.strokeStyle = paint.fillStyle = fill; paint.lineWidth = unit * .66; paint.lineCap = "round";
-  body.forEach((cell, i) => {
-    const [x, y] = middle(cell), [u, v] = middle(body[Math.max(i - 1, 0)]);
-    const near = Math.abs(x - u) + Math.abs(y - v) <= unit * 1.01;
-    paint.beginPath(); paint.moveTo(x, y); paint.lineTo(near ? u : x, near ? v + .01 : y + .01); paint.stroke();
-  });
+  for (let i = 1; i < body.length; i++) { reach(body[i], body[i - 1]); reach(body[i - 1], body[i]); }
   if (!body.length) return;
   const [x, y] = middle(body[0]);
   paint.beginPath(); paint.arc(x, y, unit * .46, 0, 7); paint.fill();
@@ -70,25 +73,29 @@ function show() {
   paint.fillStyle = "#ffd166";
   for (const bean of beans) { paint.beginPath(); paint.arc(...middle(bean), unit * .27, 0, 7); paint.fill(); }
   bodies.forEach((body, i) => snake(body, game.colours[i], died.includes(i)));
-  $("own").textContent = "agents " + scores[at][mine];
-  $("other").textContent = scores[at][theirs] + " " + game.opponent;
-  $("step").textContent = "step " + at + " of " + last; $("at").value = at; curves();
+  $("own").textContent = "agents: " + scores[at][mine];
+  $("other").textContent = game.opponent + ": " + scores[at][theirs];
+  $("step").textContent = "step " + at + " of " + last + (at == last ? ": " + game.result : "");
+  $("at").value = at; curves();
 }
 function go(to) { at = Math.min(Math.max(to, 0), last); show(); }
 function tick() {
   clearTimeout(timer);
   if (running && at < last) { go(at + 1); timer = setTimeout(tick, +$("speed").value); }
+  else run(false);
 }
+function run(on) { running = on; $("play").textContent = on ? "Pause" : "Play"; }
 function toggle() {
-  running = !running; if (running && at == last) go(0);
-  $("play").textContent = running ? "Pause" : "Play"; tick();
+  run(!running); if (running && at == last) go(0);
+  tick();
 }
-$("play").onclick = toggle; $("at").oninput = event => { go(+event.target.value); };
+function jump(to) { run(false); go(to); }
+$("play").onclick = toggle; $("at").oninput = event => { jump(+event.target.value); };
 $("speed").onchange = tick;
 document.onkeydown = event => {
   if (event.key == " ") { event.preventDefault(); toggle(); }
-  if (event.key == "ArrowRight") go(at + 1);
-  if (event.key == "ArrowLeft") go(at - 1);
+  if (event.key == "ArrowRight") { event.preventDefault(); jump(at + 1); }
+  if (event.key == "ArrowLeft") { event.preventDefault(); jump(at - 1); }
 };
 show(); timer = setTimeout(tick, 400);
 </script></body></html>

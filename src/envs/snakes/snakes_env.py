@@ -82,9 +82,9 @@ class Snakes3v3(BatchedEnv):
         """
         self._pool.set(opponents, weights)
 
-    def frozen_opponent(self, name: str, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> Opponent:
-        """Return an opponent that sees what the agents see and draws from the softmax of these layers' outputs."""
-        return NetworkOpponent(name, layers, self._observer, sample=True)
+    def frozen_opponent(self, name: str, layers: Sequence[tuple[np.ndarray, np.ndarray]], sample: bool) -> Opponent:
+        """Return an opponent that sees what the agents see and plays by the softmax, or the largest, of its outputs."""
+        return NetworkOpponent(name, layers, self._observer, sample)
 
     @property
     def opponents(self) -> list[str]:

@@ -29,10 +29,7 @@ class DDPGCritic(nn.Module):
 class DDPGAgent(FFAgent):
     """Logits of all actions from one agent's observation alone."""
 
-    talks: ClassVar[bool] = False
-
-    def __init__(self, config: Config, info: EnvInfo) -> None:
-        super().__init__(config, info, self.talks)
+    samples: ClassVar[bool] = True
 
     @classmethod
     def new_critic(cls, config: Config, info: EnvInfo) -> DDPGCritic:

@@ -37,7 +37,7 @@ class AgentInputs:
         features = like.new_zeros(n_rows, info.n_agents, info.obs_dim)
         return cls(features, torch.full((n_rows, info.n_agents), -1, device=like.device))
 
-    def rows(self, chosen: Tensor) -> AgentInputs:
+    def rows(self, chosen: Tensor | slice) -> AgentInputs:
         """Return the inputs of the `chosen` row numbers."""
         guessed = None if self.guessed is None else self.guessed[chosen]
         return AgentInputs(self.features[chosen], self.last_action[chosen], guessed)

@@ -9,7 +9,7 @@ from omagd.config.schema import Config
 
 
 class NoMixer(nn.Module):
-    """Leaves the values as they are. Each learns from its agent's own reward where the environment tells, else the team's."""
+    """Leaves the values as they are; each learns from its agent's own reward where that is told, else the team's."""
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
