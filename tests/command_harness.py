@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,6 +49,7 @@ class Started:
             command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
+        _running.add(self)
 
     @property
     def group(self) -> int:
@@ -60,7 +62,21 @@ class Started:
             os.killpg(self.group, signal.SIGKILL)
             out, err = self.process.communicate()
             raise AssertionError(f"still running after {timeout} s\n{out}\n{err}") from None
+        finally:
+            _running.discard(self)
         return Ended(self.process.returncode, out, err, self.group)
+
+
+_running: set[Started] = set()
+
+
+def end_what_goes_on() -> None:
+    """Kill the groups of commands that nobody has waited for, as those of a test that has failed."""
+    while _running:
+        started = _running.pop()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.group, signal.SIGKILL)
+        started.process.communicate()
 
 
 def run_command(command: list[str], cwd: Path, **variables: str) -> Ended:

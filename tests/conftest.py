@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_harness import train
+from command_harness import end_what_goes_on, train
 
 # A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -24,6 +24,13 @@ def text_log_as_it_was() -> Iterator[None]:
     _forget_text_log()
     yield
     _forget_text_log()
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """Leave no command of a failed test running beside the tests that follow."""
+    yield
+    end_what_goes_on()
 
 
 def _forget_text_log() -> None:
