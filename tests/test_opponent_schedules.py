@@ -279,5 +279,6 @@ def test_another_observation_than_the_checkpoints_is_refused_in_one_line(tmp_pat
         assert len(errors) == 1
         assert "does not fit" in errors[0]
         assert "26" in errors[0]
+    assert not (tmp_path / "b").exists()
     # With the same observation it goes on, though its first tick only looks and a log is due then.
     assert main([*RUN, *short, "t_max=120", f"checkpoint_path={folder}/models", f"local_results_path={tmp_path}"]) == 0

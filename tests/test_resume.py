@@ -301,7 +301,9 @@ def test_a_checkpoint_of_another_configuration_is_refused_in_one_line(tmp_path, 
         assert main([*QMIX, *updates]) == 2
         err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert len(err) == 1
-        assert "does not fit this run" in err[0]
+        assert f"checkpoint_path={folder.path}" in err[0]
+        assert "does not fit" in err[0]
+        assert not (tmp_path / "other").exists()
 
 
 def test_values_of_the_machine_are_told_from_what_is_learned():

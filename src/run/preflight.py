@@ -18,6 +18,8 @@ from omagd.utils.registry import Registry
 if TYPE_CHECKING:
     import torch
 
+    from omagd.utils.checkpoint_store import Checkpoint
+
 # Configuration keys that name something, and the package whose REGISTRY knows the names.
 NAMED = {
     "run": "omagd.run",
@@ -123,9 +125,22 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
     if "stage3" in stages:
         learner = _build_learner(config, info, cpu)
-        if config.checkpoint_path and whole is None:
+        if whole is not None:
+            _require_weights_fit(learner, whole)
+        elif config.checkpoint_path:
             load_learner(learner, folder)
     return stages
+
+
+def _require_weights_fit(learner: Any, whole: Checkpoint) -> None:
+    """Refuse a whole state of stage 3 whose networks are not those of this configuration."""
+    from omagd.utils.checkpoint import load_into
+
+    common = whole.part("common")
+    if common.get("stage") != "stage3":
+        return
+    for name, module in learner.modules().items():
+        load_into(module, common["shared"]["modules"].get(name, {}), whole.path, "checkpoint_path")
 
 
 @contextmanager
