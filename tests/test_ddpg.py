@@ -22,7 +22,6 @@ from omagd.envs.snakes.network_opponent import NetworkOpponent
 from omagd.envs.snakes.observer import Observer
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.ddpg_objectives import straight_through
-from omagd.modules.agents.team_lstm import TeamLSTM
 from omagd.run import plan
 from omagd.run.agreement import held_in_common
 from omagd.utils.dist_utils import Dist
@@ -127,32 +126,6 @@ def test_an_update_is_what_the_published_formulas_say(case):
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value.detach(), atol=1e-7, rtol=0, msg=name)
-
-
-@pytest.mark.parametrize("shape", [(5, 3, 8), (4, 1, 6), (0, 2, 4)])
-def test_talk_is_torchs_lstm_in_both_directions(shape):
-    torch.manual_seed(0)
-    talk = TeamLSTM(shape[-1]).double()
-    theirs = torch.nn.LSTM(shape[-1], shape[-1], batch_first=True, bidirectional=True).double()
-    theirs.load_state_dict(talk.state_dict())
-    inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for _ in range(2)]
-    inputs[1].data.copy_(inputs[0].data)
-    weight = torch.randn(*shape[:2], 2 * shape[-1], dtype=torch.float64)
-    frozen = copy.deepcopy(talk).requires_grad_(False)
-    if not len(weight):  # a rank without a step, of which torch's own knows nothing
-        grads = torch.autograd.grad((talk(inputs[0]) * weight).sum(), [inputs[0], *talk.parameters()])
-        assert [g.shape for g in grads] == [p.shape for p in [inputs[0], *talk.parameters()]]
-        assert not any(g.any() for g in grads)
-        return
-    outs = talk(inputs[0]), theirs(inputs[1])[0]
-    torch.testing.assert_close(*outs, atol=1e-12, rtol=0)
-    mine, other = (
-        torch.autograd.grad((out * weight).sum(), [x, *module.parameters()])
-        for out, x, module in zip(outs, inputs, (talk, theirs), strict=True)
-    )
-    torch.testing.assert_close(mine, other, atol=1e-12, rtol=0)
-    judged = torch.autograd.grad((frozen(inputs[0]) * weight).sum(), inputs[0])[0]
-    torch.testing.assert_close(judged, other[0], atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
-from omagd.modules.agents.team_lstm import TeamLSTM
 from omagd.modules.linear import SMALL, FastLinear
 from omagd.utils.packing import Packing
 
@@ -30,7 +29,7 @@ class Trunk(nn.Module):
         super().__init__()
         hidden, bf16 = config.rnn_hidden_dim, config.precision == "bf16"
         self.fc1 = InputLinear(n_features, hidden, config, info)
-        self.talk = TeamLSTM(hidden) if talks else None
+        self.talk = nn.LSTM(hidden, hidden, batch_first=True, bidirectional=True) if talks else None
         self.fc2 = None if talks else FastLinear(hidden, hidden, bf16=bf16)
         self.fc3 = FastLinear(2 * hidden if talks else hidden, n_out, bf16=bf16)
 
@@ -43,7 +42,7 @@ class Trunk(nn.Module):
             return flat.view(*features.shape[:-1], flat.shape[-1])  # type: ignore[no-any-return]
         hidden = self.fc1.relu(features, last_action)
         if self.talk is not None:
-            hidden = self.talk(hidden)
+            hidden = self.talk(hidden)[0]
         elif self.fc2 is not None:
             hidden = self.fc2(hidden).relu()
         return self.fc3(hidden)
