@@ -282,3 +282,11 @@ def test_another_observation_than_the_checkpoints_is_refused_in_one_line(tmp_pat
     assert not (tmp_path / "b").exists()
     # With the same observation it goes on, though its first tick only looks and a log is due then.
     assert main([*RUN, *short, "t_max=120", f"checkpoint_path={folder}/models", f"local_results_path={tmp_path}"]) == 0
+
+
+def test_a_test_is_told_once_where_a_tick_brings_no_step(tmp_path):
+    """After 200 ticks both games have ended, and the next tick only looks: the clock stands still."""
+    short = ("t_max=420", "ticks_per_iteration=1", "test_interval=400", "log_interval=1000", "runner_log_interval=1000")
+    folder = launch(config_from([*RUN, *short, "learner_log_interval=1000", f"local_results_path={tmp_path}"]), "run")
+    times = [record["t_env"] for record in told(Path(folder["folder"])) if "test_return_mean" in record]
+    assert times == [0, 400, 420]

@@ -46,7 +46,7 @@ class Stage3(Stage):
         self.metrics = {"played": self.played, "learned": self.learned}
         self.last_test: tuple[int, dict[str, float]] = (-1, {})
         self.best: dict[str, float] = {}
-        self._best_now = False
+        self._tested_now = self._best_now = False  # in this iteration
         replay, workers = self.chance("replay"), config.num_workers
         self._sampler = Sampler(self.buffer, config.batch_size, replay, session.dist.device, workers=workers)
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
@@ -136,7 +136,8 @@ class Stage3(Stage):
 
     def collect(self) -> None:
         """Play what the runner plays in an iteration and keep it."""
-        explore, self._best_now = self._exploration(), False
+        explore = self._exploration()
+        self._tested_now = self._best_now = False
         full_obs = self.mac.wants_full_obs
         self._keep(self.session.runners["train"].collect(self.mac, explore=explore, full_obs=full_obs))
         self.session.say_first_episodes()
@@ -197,6 +198,7 @@ class Stage3(Stage):
         values = greedy_episodes(self.session, self.mac, self.session.config.test_nepisode)
         before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
         self.last_test = (self.clock.t_env, values)
+        self._tested_now = True
         self._best_now = (self.score() or -math.inf) > before
         for name in BEST_OF:
             if name in values:
@@ -216,7 +218,7 @@ class Stage3(Stage):
         values["wall_seconds"] = self._seconds()
         values["episode"] = float(self.clock.episodes)
         values["updates"] = float(self.clock.updates)
-        if self._tested():
+        if self._tested_now:
             values.update(self.last_test[1])
         self.log(values)
         speed = values["steps_per_second"]
@@ -251,10 +253,7 @@ class Stage3(Stage):
         self._parts_due = {name for name, due in self._log_due.items() if due.due(self.clock.t_env)}
         if self.done():
             self._parts_due = set(self._log_due)
-        return bool(self._parts_due) or self._tested()
-
-    def _tested(self) -> bool:
-        return self.last_test[0] == self.clock.t_env
+        return bool(self._parts_due) or self._tested_now
 
 
 def greedy_episodes(session: Session, mac: object, wanted: int) -> dict[str, float]:
