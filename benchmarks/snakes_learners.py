@@ -115,11 +115,11 @@ def curves(lines: list[dict[str, Any]], path: Path) -> None:
             axis.plot(steps, won, color=f"C{number}", linewidth=1.4, alpha=0.8, label=label)
             label = None
     axis.axhline(0.5, color="grey", linewidth=0.8, linestyle="--")
-    axis.set(xlabel="steps (all boards)", ylabel="share of test games won", ylim=(0, 1))
+    axis.set(xlabel="environment steps", ylabel="share of test games won", ylim=(0, 1))
     axis.set_xscale("symlog", linthresh=20_000)
     axis.set_xlim(left=0)
     axis.set_title("snakes_3v3 against greedy, one line for each seed")
-    axis.legend(loc="lower right", fontsize=8, ncols=2)
+    axis.legend(loc="upper left", fontsize=8)
     figure.savefig(path)
 
 

@@ -393,6 +393,7 @@ def play(env, mac, explore, seeds):
     ("env", "mixer", "wanted", "updates"),
     [
         (MatrixGame(MatrixGameArgs(payoff="monotonic"), 32), "vdn", 8.0, 80),
+        (MatrixGame(MatrixGameArgs(payoff="monotonic"), 32), "none", 8.0, 80),
         (MemoryGame(MemoryGameArgs(), 32), "qmix", 1.0, 150),
     ],
 )
