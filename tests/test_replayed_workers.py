@@ -182,6 +182,7 @@ def test_nobody_can_tell_that_workers_were_killed(per_process):
     expected = story(SerialEnvs(SteadyWalk, SteadyArgs(), SLOTS), 40, peace)
     env, dice, over = ProcessEnvs(SteadyWalk, SteadyArgs(), SLOTS, per_process=per_process), random.Random(3), []
     kills: list[str] = []
+    killed: set[int] = set()
 
     def kill(number: int) -> None:
         try:
@@ -198,6 +199,7 @@ def test_nobody_can_tell_that_workers_were_killed(per_process):
         if kills.count(where) < 1 and dice.random() < 0.2:
             kills.append(where)
             pid = _pids(env)[0]
+            killed.add(pid)  # once, where one that has just died has not been replaced yet
             kill(0)
             assert where != "idle" or _gone([pid])
 
@@ -210,7 +212,7 @@ def test_nobody_can_tell_that_workers_were_killed(per_process):
         ghost.join()
         assert same_story(told, expected)
         assert set(kills) == {"idle", "choose", "step", "reset"}
-        assert env.get_stats()["worker_restarts"] >= 4
+        assert env.get_stats()["worker_restarts"] >= len(killed)
     finally:
         stop.set()
         ghost.join()
