@@ -10,7 +10,7 @@ import torch
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.run import machine
-from omagd.run.machine import check_machine, limit_memory, processor_features
+from omagd.run.machine import check_machine, deterministic_algorithms, limit_memory, processor_features
 from omagd.run.plan import Plan
 from omagd.utils.errors import UserError
 
@@ -102,6 +102,20 @@ def test_the_memory_cap_must_be_there_for_each_rank_of_a_card(card):
     limit_memory(torch.device("cuda", 0), None)
     limit_memory(torch.device("cpu"), 2.0)
     assert card.fraction is None
+
+
+def test_deterministic_algorithms_are_asked_for_while_a_run_lasts(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with deterministic_algorithms(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(ZeroDivisionError), deterministic_algorithms(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert machine.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.backends.cudnn.benchmark
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark
 
 
 def test_replay_on_the_gpu_must_fit(card):

@@ -14,7 +14,7 @@ from omagd.run.build import build_session, load_products, n_slots, require_same_
 from omagd.run.card import Card, make_card, settled, start_lines
 from omagd.run.evaluate import evaluate
 from omagd.run.loop import fit
-from omagd.run.machine import limit_memory, use_deterministic_algorithms
+from omagd.run.machine import deterministic_algorithms, limit_memory
 from omagd.run.memory import memory_warnings, told
 from omagd.run.plan import ranks_here
 from omagd.run.recovery import Recovered, cut_back, recover
@@ -41,9 +41,8 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
-    use_deterministic_algorithms(config.deterministic)
     folder = RunFolder(path)
-    with rank_at_work(folder):
+    with deterministic_algorithms(config.deterministic), rank_at_work(folder):
         return _run(config, dist, folder, channel, attempt, started)
 
 

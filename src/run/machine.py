@@ -6,6 +6,8 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,12 +37,23 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
     _check_gpu_memory(config, plan, info)
 
 
-def use_deterministic_algorithms(wanted: bool) -> None:
-    """Let torch use only algorithms that give the same bits each time, as `deterministic=True` asks for."""
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Let torch use only algorithms that give the same bits each time (`deterministic=True`) until the block ends."""
+    import torch
+
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 def limit_memory(device: torch.device, gigabytes: float | None) -> None:
