@@ -37,7 +37,8 @@ prints the result without running. An unknown key, a wrong type, a value out of 
 in one line, with exit code 2.
 
 *Steps* are environment steps over all ranks. Sizes are those of one rank where nothing else is said.
-Numbers of the form `1e-3` may be typed after `with`; in a YAML file write `0.001`, since YAML reads `1e-3` as text.
+Numbers may be typed as `1e-3` or `1e6`, on the command line and in a YAML file; `t_max=1e6` is a whole number. A
+game version is text: `env_args.game_version=4.10` needs no quotes.
 """
 
 

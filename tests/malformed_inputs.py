@@ -186,7 +186,7 @@ def wrong_values_in_files(chance: random.Random) -> Iterator[Malformed]:
     for number, (key, kind) in enumerate(_rounds(chance)):
         section, _, name = key.rpartition(".")
         values: list[object] = [[1, [2]], {"inner": {"deep": 1}}, float("inf"), b"\x00", {1: 2}]
-        values += ["1e-3"] if str not in kind.bases else [3, 0.5, True, ["omagd"]]
+        values += ["1e-3x"] if str not in kind.bases else [3, 0.5, True, ["omagd"]]
         if dict in kind.bases:
             values = [[1], 3, "3m", {"map_name": ["3m"]}, {"nothing": 1}]
         value: object = {name: chance.choice(values)}
@@ -203,7 +203,7 @@ def broken_files(chance: random.Random) -> Iterator[Malformed]:
         "1: 2", "null: 3", "lr: 0.1\nlr: 0.2", "%YAML 9", "--- 1\n--- 2", "lr: 2020-13-45", "<<: 3", "<<: [1]",
         "env_args: {map_name: 3m, map_name: 8m}", "env_args: &a {me: *a}", "tokenizer_config: [n_codes, 3]",
         "tokenizer_config: {n_codes: 3, n_codes: 4}", "seed: 1:70:99x", "lr: 1" + "0" * 5000, "lr: " + "[" * 3000,
-        "lr: \x00", "lr: \x1b[31m", "seed: -1", "Lr: 3", "lr : 1e-3", "@lr: 1", "`", "env_args: 5", "env_args: [a]",
+        "lr: \x00", "lr: \x1b[31m", "seed: -1", "Lr: 3", "lr : 1e-3x", "@lr: 1", "`", "env_args: 5", "env_args: [a]",
         "omagd_small", "tokenizer_config:\n  n_code: 3", "mask_predictor_config: nothing", "lr: 0.1\nlr: soon",
         "lr: !!float soon", "seeds: [1, 1]", "seeds: {a: 1}", "seeds: 1, 2", "world_size: 0", "t_max: !!int x",
     ]  # fmt: skip
@@ -283,11 +283,13 @@ def wrong_env_args(chance: random.Random) -> Iterator[Malformed]:
             "payoff=climbing", "n_cues=2", "step_mul=8", "jax_platform=cpu", "conic_fov=False", "map=3m", "maps=3m",
             "map_name.x=3", "seed=None", "game_version=4.10", "walls_cause_death=True", "capability_config.n_units=5",
         ],
+        "sc2": ["game_version=4.1.0.0.0", "game_version=3", "game_version=", "game_version=1e6",
+            "game_version={'a': 1}"],
         "matrix_game": ["payoff=x", "payoff=3", "penalty=1", "penalty=nan", "penalty=-inf", "penalty=x"],
         "memory_game": ["n_cues=0", "n_cues=1.5", "n_cues=x", "n_cues=-3", "n_agents=0", "n_agents=None"],
     }  # fmt: skip
     while True:
-        env = chance.choice(["skirmish", "skirmish", "matrix_game", "memory_game"])
+        env = chance.choice(["skirmish", "skirmish", "sc2", "matrix_game", "memory_game"])
         yield Malformed(("--config=qmix", f"--env-config={env}", "with", f"env_args.{chance.choice(own[env])}"))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from omagd.config import loading
 from omagd.config.loading import apply_updates, base_values, known_keys, parse_value, resolve, to_plain, validate
 from omagd.config.schema import Config
+from omagd.run.command_line import config_from
 from omagd.utils.errors import UserError
 
 PUBLISHED_KEYS = """
@@ -120,6 +121,23 @@ def test_whole_numbers_are_taken_for_real_ones_and_lists_for_seeds():
     assert resolve(updates={"seeds": 3}).seeds == (3,)
 
 
+def test_numbers_may_have_an_exponent_and_versions_a_last_zero(tmp_path):
+    """The same on the command line and in a file: 1e6 is a whole number, 1e-3 a number, and 4.10 is not 4.1."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "t_max: 1e6\nseeds: 2e1\ntarget_update_updates: 2.0\nlr: 1e-3\nenv_args: {game_version: 4.10, other: 4.10}\n"
+    )
+    typed = (
+        "t_max=1e6 seeds=2e1 target_update_updates=2.0 lr=1e-3 env_args.game_version=4.10 env_args.other=4.10".split()
+    )
+    for config in (config_from([f"--config={file}"]), config_from(["--config=omagd_small", "with", *typed])):
+        whole = (config.t_max, config.seeds, config.target_update_updates)
+        assert whole == (1000000, (20,), 2)
+        assert [type(value) for value in (config.t_max, config.seeds[0], config.target_update_updates)] == [int] * 3
+        assert (config.lr, config.env_args["game_version"], config.env_args["other"]) == (0.001, "4.10", 4.1)
+    assert config_from(["with", "env_args.game_version=None"]).env_args["game_version"] is None
+
+
 @pytest.mark.parametrize(
     ("updates", "words"),
     [
@@ -128,9 +146,10 @@ def test_whole_numbers_are_taken_for_real_ones_and_lists_for_seeds():
         ({"n_codes": 3}, ["with n_codes=3", "Did you mean 'tokenizer_config.n_codes'?"]),
         ({"lr.scale": 3}, ["with lr.scale=3", "unknown key 'lr.scale'"]),
         ({"lr": "abc"}, ["lr=abc", "must be a number"]),
-        ({"lr": "1e-3"}, ["lr=1e-3", "YAML reads 1e-3 as text", "write 1.0e-3"]),
-        ({"t_max": "2e6"}, ["t_max=2e6", "write 2000000"]),
-        ({"t_max": 2e6}, ["t_max=2000000.0", "whole number", "write 2000000"]),
+        ({"lr": "1e-3"}, ["lr=1e-3", "must be a number", "write 1e-3 without quotes"]),
+        ({"t_max": "2e6"}, ["t_max=2e6", "write 2e6 without quotes"]),
+        ({"t_max": 2.5}, ["t_max=2.5", "whole number"]),
+        ({"t_max": 1e-6}, ["t_max=1e-06", "whole number"]),
         ({"lr": 0}, ["lr=0", "more than 0"]),
         ({"lr": float("inf")}, ["lr=inf", "finite number"]),
         ({"gamma": 1.5}, ["gamma=1.5", "at most 1"]),

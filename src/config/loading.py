@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from importlib.metadata import EntryPoint, entry_points
@@ -29,22 +30,29 @@ SECTIONS: dict[str, type[BaseModel]] = {
 # libyaml's loader where PyYAML was built with it: the same values, ten times as fast.
 SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MERGE = "tag:yaml.org,2002:merge"
+FLOAT = "tag:yaml.org,2002:float"
+VERSIONS = frozenset({"game_version"})
+"""Keys whose value is text that looks like a number: version 4.10 is not the number 4.1."""
 
 
 class ConfigLoader(SAFE_LOADER):  # type: ignore[misc]
-    """Reads plain values, and refuses a key that stands twice in one mapping: one of the two would be lost."""
+    """Reads plain values, with 1e-3 as a number and versions as text; rejects a key that stands twice in a mapping."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping of a YAML node. Errors: ConstructorError, a YAMLError, where a key stands twice."""
         seen: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands twice", key.start_mark)
                 seen.add(key.value)
+                if key.value in VERSIONS and value.tag == FLOAT:
+                    value.tag = "tag:yaml.org,2002:str"
         return dict(super().construct_mapping(node, deep))
 
 
+# YAML 1.1, which PyYAML follows, wants 1.0e-3; YAML 1.2 and everybody who writes a learning rate do not.
+ConfigLoader.add_implicit_resolver(FLOAT, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -100,14 +108,15 @@ def to_plain(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def parse_value(text: str, current: Any = None) -> Any:
+def parse_value(text: str, current: Any = None, key: str = "") -> Any:
     """Return the value that `text` of `key=text` means: a Python literal, else text.
 
     Args:
         text: what stands behind the equals sign.
         current: the key's present value; where that is text, `text` stays text ("3" for a name).
+        key: dotted name of the key; a version stays text too ("4.10").
     """
-    if isinstance(current, str):
+    if isinstance(current, str) or (key.rpartition(".")[2] in VERSIONS and text.lower() not in WORDS):
         return _unquoted(text)
     if text.lower() in WORDS:
         return WORDS[text.lower()]

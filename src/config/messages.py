@@ -17,7 +17,7 @@ EXPECTED = {
     "dict_type": "a mapping of keys to values",
     "model_type": "a mapping of keys to values",
 }
-NUMBER_AS_TEXT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
 def validation_message(error: ValidationError, prefix: str = "") -> tuple[str, ...]:
@@ -60,18 +60,10 @@ def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
 
 
 def _mend(first: ErrorDetails) -> str:
-    """Return what to write instead, where that can be told."""
+    """Return what to write instead, where that can be said."""
     value: Any = first["input"]
-    if isinstance(value, str) and NUMBER_AS_TEXT.fullmatch(value) and first["type"] in {"int_type", "float_type"}:
-        number = float(value)
-        if first["type"] == "int_type" and number.is_integer():
-            return f". YAML reads {value} as text: write {int(number)}"
-        mantissa, _, exponent = value.lower().partition("e")
-        point = mantissa if "." in mantissa else f"{mantissa}.0"
-        sign = "" if exponent[0] in "+-" else "+"
-        return f". YAML reads {value} as text: write {point}e{sign}{exponent}"
-    if isinstance(value, float) and value.is_integer() and first["type"] == "int_type":
-        return f": write {int(value)}"
+    if isinstance(value, str) and NUMBER.fullmatch(value) and first["type"] in {"int_type", "float_type"}:
+        return f". This is text: write {value} without quotes"
     return ""
 
 

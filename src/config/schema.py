@@ -10,22 +10,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1, le=10**12)]
-Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Width = Annotated[int, Field(ge=1, le=2**16)]
-Layers = Annotated[int, Field(ge=1, le=1000)]
-Unit = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-Stage = Literal["stage1", "stage2", "stage3", "all"]
+
+def _as_whole(value: object) -> object:
+    """Return a whole number that was written as a real one, 1e6 or 2.0, as an int; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _as_tuple(value: object) -> object:
     """Return a YAML list, or one whole number, as the tuple that `seeds` holds."""
     if isinstance(value, list):
         return tuple(value)
+    value = _as_whole(value)
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+Int = Annotated[int, BeforeValidator(_as_whole)]
+Count = Annotated[Int, Field(ge=1, le=10**12)]
+Whole = Annotated[Int, Field(ge=0, le=2**63 - 1)]
+Width = Annotated[Int, Field(ge=1, le=2**16)]
+Layers = Annotated[Int, Field(ge=1, le=1000)]
+Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Stage = Literal["stage1", "stage2", "stage3", "all"]
 Seeds = Annotated[tuple[Whole, ...], BeforeValidator(_as_tuple)]
 
 
@@ -38,7 +44,7 @@ class Frozen(BaseModel):
 class TokenizerConfig(Frozen):
     """Stage 1, the VQ-VAE over nodes."""
 
-    n_codes: Annotated[int, Field(ge=2, le=32000)]  # codes in the codebook (K)
+    n_codes: Annotated[Int, Field(ge=2, le=32000)]  # codes in the codebook (K)
     code_dim: Width  # features of a code
     hidden_dim: Width  # width of encoder and decoder
     n_layers: Layers  # layers of encoder and of decoder
@@ -89,7 +95,7 @@ class Config(Frozen):
     use_cuda: bool  # compute on GPUs if there are any
     use_ddp: bool  # False: run=ddp trains in this process; a group that torchrun started is joined all the same
     world_size: Count | None  # number of ranks; None: the visible GPUs, else 1
-    ddp_port: Annotated[int, Field(ge=1024, le=65535)]  # TCP port where spawned ranks meet; taken: another one
+    ddp_port: Annotated[Int, Field(ge=1024, le=65535)]  # TCP port where spawned ranks meet; taken: another one
     dist_backend: Literal["nccl", "gloo"] | None  # None: nccl on GPUs, gloo on CPUs
     dist_timeout_minutes: Positive  # minutes a rank waits for the others in one exchange
     lr_scaling: Literal["none", "sqrt", "linear"]  # lr and graph_lr times 1, the root of the ranks, or the ranks
@@ -103,7 +109,7 @@ class Config(Frozen):
     accumulate: Count  # parts of a batch that stage 3 learns one after another, with one step for all: saves memory
     enable_gradient_checkpointing: bool  # compute activations again in backward: saves memory, costs time
     bucket_cap_mb: Positive  # megabytes of gradients that ranks exchange at once
-    num_workers: Annotated[int, Field(ge=0, le=1)]  # 1: a thread packs the next batch while this one is learned from
+    num_workers: Annotated[Int, Field(ge=0, le=1)]  # 1: a thread packs the next batch while this one is learned from
     max_memory_per_gpu_gb: Positive | None  # gigabytes of a GPU that a rank may take; None: all
 
     batch_size_run: Count  # battles per rank
@@ -180,7 +186,7 @@ class Config(Frozen):
     save_model_interval: Count  # environment steps over all ranks between saved weights; the end is saved too
     enable_checkpointing: bool  # keep in checkpoints/ all that a killed run needs to go on as if nothing had been
     checkpoint_interval: Annotated[float, Field(ge=0.0)]  # seconds between checkpoints; 0: one after every iteration
-    max_checkpoints_to_keep: Annotated[int, Field(ge=2, le=10**6)]  # the newest ones; the best one stays beside them
+    max_checkpoints_to_keep: Annotated[Int, Field(ge=2, le=10**6)]  # the newest ones; the best one stays beside them
     auto_resume: bool  # go on with the newest unfinished run of this configuration, if there is one
     max_restarts: Whole  # run=ddp: how often all ranks start again from the newest checkpoint when one was killed
     local_results_path: str  # folder of all run folders

@@ -46,6 +46,8 @@ def _as_user_error(name: str, error: ValidationError) -> UserError:
     if first["type"] == "literal_error":
         options = [part.strip(" '") for part in first["ctx"]["expected"].replace(" or ", ", ").split(",")]
         hint = nearest(str(first["input"]), options)
+    if first["type"] == "string_type" and isinstance(first["input"], int | float):
+        mend, hint = "must be text", " Write it in quotes"
     if not first["loc"]:
         return UserError(f"{mend}.")  # about several keys, which it names
     return UserError(f"{key}={first['input']}: {mend}.{hint}")

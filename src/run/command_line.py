@@ -186,7 +186,8 @@ def _resolve(options: argparse.Namespace, texts: Mapping[str, str]) -> Config:
     from omagd.config.loading import apply_updates, base_values, parse_value, validate
 
     values = base_values(options.config, options.env_config)
-    return validate(apply_updates(values, {key: parse_value(text, _at(values, key)) for key, text in texts.items()}))
+    given = {key: parse_value(text, _at(values, key), key) for key, text in texts.items()}
+    return validate(apply_updates(values, given))
 
 
 def _updates(words: Sequence[str]) -> dict[str, str]:
