@@ -145,7 +145,7 @@ def reference_mix(mixer, qs, state):
 
 
 def reference_loss(learner, episodes, double_q):
-    """Mean squared error of the joint values over the steps that happened, from padded episodes."""
+    """PyMARL's loss: half the mean squared error of the joint values over the steps that happened, padded episodes."""
     data = padded(episodes)
     state, available = data["state"].double(), data["avail_actions"].bool()
     q = reference_values(learner.mac.agent, data)
@@ -162,25 +162,29 @@ def reference_loss(learner, episodes, double_q):
         reward, terminated = data["reward"][i].double().tolist(), data["terminated"][i].tolist()
         wanted = scalar_returns(reward[: rows - 1], terminated[: rows - 1], values[i].tolist(), 0.99, 0.6)
         errors += [joint[i, t] - g for t, g in enumerate(wanted)]
-    return torch.stack(errors).square().mean()
+    return 0.5 * torch.stack(errors).square().mean()
 
 
-@pytest.mark.parametrize("double_q", [True, False])
-def test_update_equals_a_padded_reference(double_q):
+@pytest.mark.parametrize(("double_q", "clip"), [(True, 1e9), (False, 1e9), (True, 0.5)])
+def test_update_equals_a_padded_reference(double_q, clip):
     episodes = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate([3, 6, 1, 6, 4])]
-    learner = make_learner(toy_config(double_q=double_q, grad_norm_clip=1e9), dtype=torch.float64)
+    learner = make_learner(toy_config(double_q=double_q, grad_norm_clip=clip), dtype=torch.float64)
     other = make_learner(toy_config(), dtype=torch.float64, seed=5)
     learner.target_agent.load_state_dict(other.mac.agent.state_dict())
     learner.target_mixer.load_state_dict(other.mixer.state_dict())
     parameters = [*learner.mac.agent.parameters(), *learner.mixer.parameters()]
     loss = reference_loss(learner, episodes, double_q)
     wanted = torch.autograd.grad(loss, parameters)
+    norm = torch.cat([gradient.flatten() for gradient in wanted]).norm().item()
+    assert norm > 0.5  # so that the last case is clipped
     grads, stats = gradients_of(learner, episodes)
-    total, count = stats["loss_td"]
-    assert count == 20
-    assert float(total / count) == pytest.approx(loss.item(), rel=1e-10)
+    for name in ("loss_td", "td_error_abs"):
+        total, count = stats[name]
+        assert count == 20
+        assert float(total / count) == pytest.approx(loss.item(), rel=1e-10)
+    assert float(stats["grad_norm"][0]) == pytest.approx(norm, rel=1e-10)
     for got, want in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
+        torch.testing.assert_close(got, want * min(1.0, clip / norm), atol=1e-10, rtol=1e-5 if clip < norm else 1e-8)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -204,7 +208,7 @@ def test_without_a_mixer_each_agent_learns_alone(own):
             ended = data["terminated"][i].tolist()[: rows - 1]
             wanted = scalar_returns(reward.tolist()[:-1], ended, values[i, :, agent].tolist(), 0.99, 0.6)
             errors += [taken[i, t, agent] - g for t, g in enumerate(wanted)]
-    loss = torch.stack(errors).square().mean()
+    loss = 0.5 * torch.stack(errors).square().mean()
     wanted = torch.autograd.grad(loss, list(learner.mac.agent.parameters()))
     grads, stats = gradients_of(learner, episodes)
     assert float(stats["loss_td"][0] / stats["loss_td"][1]) == pytest.approx(loss.item(), rel=1e-6)

@@ -31,7 +31,9 @@ class Played:
 
 
 class QObjective(Objective):
-    """Squared error of the joint value of the actions taken, summed over the steps that happened.
+    """Half the squared error of the joint value of the actions taken, summed over the steps that happened.
+
+    The half is PyMARL2's and PyMARL3's, so that `grad_norm_clip` cuts the same gradient here as there.
 
     Args:
         agent, mixer: what is trained; every parameter takes part in every forward.
@@ -45,12 +47,13 @@ class QObjective(Objective):
         self.mixer = mixer
 
     def forward(self, inputs: AgentInputs, played: Played, targets: MakeTargets) -> tuple[Tensor, Stats]:
-        """Return the sum of squared errors, and stats over the steps that happened.
+        """Return half the sum of squared errors, and stats over the steps that happened.
 
         targets: called once, without gradients, with the values [S, n, A] of this forward (double Q-learning chooses
             actions by them); returns targets, [S] or [S, n] as the mixer does. Target networks live behind it, outside
             this module.
-        Stats: loss_td and td_error_abs per step; q_taken_mean and target_mean per step and agent, as in PyMARL.
+        Stats as PyMARL3 logs them: loss_td per step; td_error_abs, which is the same number there too; q_taken_mean
+            and target_mean per step and agent.
         """
         with lowered(played.state.device, self.bf16):
             q = self.agent(inputs, played.packing)
@@ -61,13 +64,13 @@ class QObjective(Objective):
         happened = played.happened.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))
         error = (joint - target) * happened
         values = joint.shape[1:].numel()  # of a row: 1, or one of each agent, over which is averaged
-        loss = error.square().sum() / values
+        loss = 0.5 * error.square().sum() / values
         with torch.no_grad():
             count = happened.sum()
             shares = count * taken.shape[1]
             stats = {
                 "loss_td": (loss.detach(), count),
-                "td_error_abs": (error.abs().sum() / values, count),
+                "td_error_abs": (loss.detach(), count),
                 "q_taken_mean": ((joint * happened).sum(), shares),
                 "target_mean": ((target * happened).sum(), shares),
             }

@@ -80,7 +80,7 @@ PANELS = (
         top=1.0,
     ),
     Panel("stage3", "Return", "reward per episode", (("test_return_mean", "greedy test"), ("return_mean", "training"))),
-    Panel("stage3", "TD loss", "mean squared TD error", (("loss_td", "loss"),), log=True),
+    Panel("stage3", "TD loss", "loss, reward²", (("loss_td", "loss"),), log=True),
     Panel("stage3", "Exploration", "probability", (("epsilon", "epsilon"),), top=1.0),
     Panel("stage3", "Q values", "discounted reward", (("q_taken_mean", "taken"), ("target_mean", "target"))),
     Panel(

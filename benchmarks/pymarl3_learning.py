@@ -1,0 +1,103 @@
+"""Whether QMIX learns as fast here as in PyMARL3: both at PyMARL3's sizes, on the same skirmish battles, same seeds.
+
+    OMP_NUM_THREADS=1 python benchmarks/pymarl3_learning.py --peer PYMARL3 --map 3m --t-max 200000 --seeds 1 2 3 4 5
+    python benchmarks/pymarl3_learning.py --show                     # table and curves of what has been run
+
+Without --peer only our side runs. 8 battles, one update of 128 episodes a round, targets copied every 200 episodes,
+epsilon over 100,000 steps, Adam with 0.001; greedy tests on 256 battles that no training has. Each line of
+results/pymarl3_learning.jsonl is one run; what stands there already is not run again. The table gives the area under
+the test win rate over environment steps (0 to 1), and the 95 % interval (Welch) of the difference of the means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pymarl3_peer
+from runs import play, summary, tests
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SIZES = ["batch_size_run=8", "batch_size=128", "updates_per_iteration=1", "epsilon_anneal_time=100000"]
+SIZES += ["grad_norm_clip=10", "target_update_interval=200", "lr=0.001", "td_lambda=0.6", "buffer_size=5000"]
+SIDES = ("omagd", "pymarl3")
+
+
+def ours(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train a run of ours."""
+    words = [*SIZES, f"env_args.map_name={arguments.map}", f"seed={seed}", f"t_max={arguments.t_max}"]
+    words += [f"test_nepisode={arguments.test_episodes}", "save_model=False", "enable_checkpointing=False"]
+    intervals = ("test_interval", "log_interval", "runner_log_interval", "learner_log_interval")
+    words += [f"{name}={arguments.test_interval}" for name in intervals]
+    token = f"pymarl3_{arguments.map}_seed{seed}_{time.time_ns()}"
+    folder = play(token, arguments.results, "qmix", "skirmish", [*words, *arguments.words])
+    found = summary(folder)
+    played = [[t_env, round(seconds), round(won, 4)] for t_env, seconds, won in tests(folder)]
+    clock = found["stages"]["stage3"]["clock"]
+    counts = {"updates": found["updates"], "episodes": clock["episodes"], "seconds": round(found["wall_seconds"])}
+    return {"tests": played, **counts}
+
+
+def theirs(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train PyMARL3's learner."""
+    wanted = (arguments.map, seed, arguments.t_max, arguments.test_interval, arguments.test_episodes)
+    return pymarl3_peer.train(arguments.peer, *wanted)
+
+
+def area(run: dict[str, Any]) -> float:
+    """Return the area under the win rate over environment steps, divided by the steps: 0 to 1."""
+    t_env, _, won = np.array(run["tests"], float).T
+    grid = np.linspace(0, run["t_max"], 201)
+    return float(np.trapezoid(np.interp(grid, t_env, won), grid) / run["t_max"])
+
+
+def welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
+    """Return the difference of the means of a and b, and the ends of its 95 % interval (Welch's t)."""
+    from scipy.stats import t as student
+
+    of_a, of_b = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
+    freedom = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
+    half = float(student.ppf(0.975, freedom)) * float(np.sqrt(of_a + of_b))
+    middle = float(a.mean() - b.mean())
+    return middle, middle - half, middle + half
+
+
+def main() -> None:
+    """Run what is missing, then print the table and draw the curves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, help="a checkout of PyMARL3")
+    parser.add_argument("--map", default="3m")
+    parser.add_argument("--t-max", type=int, default=200_000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--test-interval", type=int, default=20_000)
+    parser.add_argument("--test-episodes", type=int, default=256)
+    parser.add_argument("--results", default="results/benchmarks/pymarl3", help="where our runs' folders go")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("words", nargs="*", help="further key=value for our runs")
+    arguments = parser.parse_args()
+    path = arguments.out / "pymarl3_learning.jsonl"
+    done = {(r["side"], r["map"], r["seed"], r["t_max"]) for r in read(path)}
+    for seed in arguments.seeds:
+        for side in arguments.sides:
+            key = (side, arguments.map, seed, arguments.t_max)
+            if key in done or (side == "pymarl3" and arguments.peer is None):
+                continue
+            run = ours(arguments, seed) if side == "omagd" else theirs(arguments, seed)
+            line = dict(zip(("side", "map", "seed", "t_max"), key, strict=True)) | run
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{side}, {arguments.map}, seed {seed}: area {area(line):.3f}, {line['seconds']} s", flush=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the runs that stand in a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+if __name__ == "__main__":
+    main()
