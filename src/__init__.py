@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> object:
     """Load the Python interface on first use, so that `import omagd` needs no torch."""
-    if name in {"run", "load_policy"}:
+    if name in {"run", "load_policy", "make", "play"}:
         from omagd.run import api
 
         return getattr(api, name)

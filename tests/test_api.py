@@ -1,24 +1,37 @@
-"""From Python: `omagd.run`, `omagd.load_policy`, and several seeds from one command."""
+"""From Python: `omagd.run`, `load_policy`, `make` and `play`, their page, and several seeds from one command."""
 
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sc2_stand_in
 import torch
 from command_budgets import BUDGETS
 
 import omagd
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import validate
+from omagd.config.loading import parse_value, resolve, validate
+from omagd.config.schema import Config
 from omagd.controllers.types import Tick
+from omagd.envs import REGISTRY as ENVS
+from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
+from omagd.envs.parallel import ParallelBattle
+from omagd.envs.protocol import BatchedEnv
 from omagd.run.build import build_mac, load_products, of_checkpoint
 from omagd.run.command_line import config_from, main
 from omagd.utils.checkpoint import find_step_folder
 from omagd.utils.errors import UserError
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "python_api.md"
+# Every environment of this repository, by a name that has its arguments; installed packages may add others.
+OWN_ENVS = sorted(name for name, where in ENVS._lazy.items() if where.startswith("omagd."))
+WITH_ARGS = {"sc2_v2": "sc2_v2_terran"}
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +39,176 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def test_run_returns_what_the_summary_says(tmp_path):
-    config = config_from(["--config=vdn", "with", *BUDGETS, f"local_results_path={tmp_path}", "seed=5"])
-    result = omagd.run(config)
-    stored = json.loads((Path(result["folder"]) / "summary.json").read_text())
-    assert stored == json.loads(json.dumps(result))
-    assert (result["exit_state"], result["seed"], result["name"]) == ("completed", 5, "vdn")
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> dict:
+    """Run the Python blocks of docs/python_api.md in their order, with small budgets; return what they define."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    folder = tmp_path_factory.mktemp("page")
+    small = dict(budget.split("=") for budget in BUDGETS)
+    small = {key: parse_value(text) for key, text in small.items()} | {"local_results_path": str(folder)}
+
+    def budgeted(config: str, env_config: str, updates: dict) -> Config:
+        return resolve(config, env_config, {**updates, **small})
+
+    names: dict = {"__name__": "__main__"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("omagd.config.loading.resolve", budgeted)
+        for block in blocks:
+            exec(compile(block, PAGE.name, "exec"), names)
+    return names
+
+
+def test_the_page_runs_and_run_returns_what_the_summary_says(page):
+    result = page["summary"]
+    folder = Path(result["folder"])
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(result))
+    assert (result["exit_state"], result["seed"], result["name"]) == ("completed", 1, "qmix")
     assert result["stages"]["stage3"]["clock"]["t_env"] >= 150
-    assert not (tmp_path / "sacred").exists()
+    assert not (folder.parent / "sacred").exists()
+    assert len(page["results"]["returns"]) == 8 and page["results"]["totals"]["episodes"] == 8
+
+
+def test_play_gives_what_evaluation_of_the_run_gives(page):
+    """The same seeds in one battle slot, counted by the runner there and by `play` here."""
+    folder = page["summary"]["folder"]
+    updates = {"evaluate": True, "checkpoint_path": folder, "batch_size_run": 1, "eval_report_episodes": 3}
+    config = page["config"].model_copy(update={**updates, "local_results_path": str(Path(folder).parent)})
+    values = omagd.run(config)["stages"]["stage3"]["values"]
+    env = omagd.make("skirmish", map_name="3m")
+    results = omagd.play(omagd.load_policy(folder), env, episodes=3)
+    totals = results["totals"]
+    assert {name: totals[name.removeprefix("test_")] for name in values} == pytest.approx(values)
+    assert totals["steps"] == sum(results["lengths"]) and totals["return_mean"] == np.mean(results["returns"])
+    assert results["battle_won"] == [False] * 3 or totals["battle_won_mean"] > 0
+
+
+def test_acting_uses_the_runs_threads_and_leaves_the_callers(page, monkeypatch):
+    policy = omagd.load_policy(page["summary"]["folder"])
+    used, act = [], policy._mac.act
+    monkeypatch.setattr(policy._mac, "act", lambda *given: used.append(torch.get_num_threads()) or act(*given))
+    mask = np.ones((policy.info.n_agents, policy.info.n_actions), bool)
+    try:
+        torch.set_num_threads(3)
+        policy.act(np.zeros((policy.info.n_agents, policy.info.obs_dim)), mask)
+        omagd.load_policy(page["summary"]["folder"])
+        assert (used, torch.get_num_threads()) == ([1], 3)
+        monkeypatch.setattr(policy._mac, "act", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            policy.act(np.zeros((policy.info.n_agents, policy.info.obs_dim)), mask)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_policy_plays_no_other_map(page):
+    env = omagd.make("skirmish", map_name="8m")
+    with pytest.raises(UserError, match="trained on skirmish 3m, not on skirmish 8m"):
+        omagd.play(omagd.load_policy(page["summary"]["folder"]), env, episodes=1)
+
+
+class Random:
+    """Plays what the mask allows, by chance."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def reset(self) -> None:
+        """Remember nothing."""
+
+    def act(self, obs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return random_actions(mask, self.rng)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", OWN_ENVS)
+def test_every_environment_plays_by_the_parallel_interface(name, tmp_path, monkeypatch):
+    """What PettingZoo's own test asks for, and the same numbers as the batched environment, step by step."""
+    monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "StarCraftII")))
+    given = WITH_ARGS.get(name, name)
+    env = omagd.make(given)
+    other = env if env._env.deterministic else omagd.make(given)  # a game goes on to other battles
+    assert env.info.name == name
+    try:
+        _same_as_batched(env, other._env)
+        totals = omagd.play(Random(), env, episodes=1)["totals"]
+        assert totals["episodes"] == 1 and 1 <= totals["steps"] <= env.info.episode_limit + 1
+    finally:
+        env.close()
+        other.close()
+    assert env.agents == []
+
+
+def _same_as_batched(env: ParallelBattle, batched: BatchedEnv) -> None:
+    """Play an episode with the batched environment, then the same one by the interface."""
+    one, policy = np.ones(1, bool), Random()
+    batched.reset(one, np.array([7]))
+    shown, played, done = [], [], False
+    while not done:
+        seen = batched.observe()
+        shown.append((seen.obs[0].copy(), seen.avail_actions[0].copy(), seen.state[0].copy()))
+        actions = policy.act(*shown[-1][:2])
+        result = batched.step(actions[None], one)
+        done = result.terminated.item(0)
+        played.append((actions, result.reward.item(0), done, result.truncated.item(0)))
+    observations, infos = env.reset(seed=7)
+    agents = list(env.agents)
+    assert agents == env.possible_agents == list(observations) == list(infos)
+    for (obs, mask, state), (actions, reward, done, truncated) in zip(shown, played, strict=True):
+        for i, agent in enumerate(agents):
+            assert env.observation_space(agent).contains(observations[agent])
+            assert env.observation_space(agent) is env.observation_space(agent)
+            assert np.array_equal(observations[agent]["observation"], obs[i])
+            assert np.array_equal(observations[agent]["action_mask"], mask[i])
+            assert env.action_space(agent).contains(actions[i])
+        assert np.array_equal(env.state(), state) and env.state_space.contains(env.state())
+        observations, *parts = env.step(dict(zip(agents, actions.tolist(), strict=True)))
+        assert all(list(part) == agents for part in (observations, *parts))
+        values = [set(part.values()) for part in parts[:3]]
+        assert values == [{reward}, {done and not truncated}, {truncated}]
+        assert env.agents == ([] if done else agents)
+    for name, final in result.info.items():
+        assert {info[name] for info in parts[3].values()} == {final.item(0)}
+
+
+def test_the_parallel_interface_refuses_what_it_cannot_play():
+    env = omagd.make("skirmish", map_name="3m")
+    with pytest.raises(RuntimeError, match="call reset"):
+        env.step({})
+    env.reset(seed=1)
+    with pytest.raises(ValueError, match="give one to each"):
+        env.step({"agent_0": 1})
+    with pytest.raises(ValueError, match=r"agent_1: action 0 is not available now; available: \[1, "):
+        env.step({"agent_0": 1, "agent_1": 0, "agent_2": 1})
+    with pytest.raises(UserError, match=r"env=skirmsh is not known. Did you mean 'skirmish'?"):
+        omagd.make("skirmsh")
+    with pytest.raises(UserError, match=r"env_args.map_nam is not an argument"):
+        omagd.make("skirmish", map_nam="3m")
+    with pytest.raises(UserError, match="episodes=0"):
+        omagd.play(Random(), env, episodes=0)
+
+
+def test_seeds_of_the_parallel_interface():
+    """The same seed, the same stream of episodes; a reset without one goes on to another episode."""
+    env, again = (omagd.make("skirmish", map_name="2s3z") for _ in range(2))
+    streams = []
+    for each in (env, again):
+        starts = [each.reset(seed=5)] + [each.reset() for _ in range(2)]
+        streams.append([np.concatenate([seen[a]["observation"] for a in each.agents]) for seen, _ in starts])
+    assert all(np.array_equal(one, other) for one, other in zip(*streams, strict=True))
+    assert not np.array_equal(streams[0][0], streams[0][1])
+
+
+def test_pettingzoo_takes_it():
+    pettingzoo = pytest.importorskip("pettingzoo")
+    from pettingzoo.test import parallel_api_test
+
+    for name in ("skirmish", "snakes", "memory_game"):
+        env = omagd.make(name)
+        assert isinstance(env, pettingzoo.ParallelEnv)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallel_api_test(env, num_cycles=60)
 
 
 def test_run_refuses_what_the_command_line_refuses(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -80,6 +81,21 @@ def base_values(config: str | None = None, env_config: str | None = None) -> dic
         path = find_yaml(kind, name)
         values = _merge(values, read_yaml(path), source=path.name)
     return values
+
+
+def read_saved(path: Path, source: str) -> dict[str, Any]:
+    """Return the values of a run's `config.json`, over today's defaults for keys that it does not have.
+
+    source: what named the run, for messages. Errors: UserError where it cannot be read or has unknown keys.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is damaged"
+        raise UserError(f"{source}: {path} cannot be read ({reason}): give the folder of a run") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{source}: {path} must hold a mapping of keys to values: give the folder of a run")
+    return _merge(read_yaml(HERE / "default.yaml"), values, source=str(path))
 
 
 def apply_updates(values: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,39 @@
-"""The Python interface: `omagd.run(config)` and `omagd.load_policy(path)`."""
+"""The Python interface: `omagd.run`, `omagd.load_policy`, `omagd.make`, `omagd.play` (docs/python_api.md)."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import validate
+from omagd.config.loading import config_names, find_yaml, read_saved, read_yaml, validate
 from omagd.config.schema import Config
 from omagd.controllers.types import Tick
-from omagd.envs.protocol import Observation
-from omagd.run.build import build_mac, load_agent, load_products, of_checkpoint
+from omagd.envs import REGISTRY as ENVS
+from omagd.envs.factory import make_env
+from omagd.envs.parallel import ParallelBattle
+from omagd.envs.protocol import AGENT_REWARD, Observation
+from omagd.run.build import build_mac, load_agent, load_products, of_checkpoint, read_env_info, require_same_map
 from omagd.run.run import run_seeds
+from omagd.runners.seeds import EpisodeSeeds
 from omagd.utils.checkpoint import find_step_folder, run_folder_of
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, nearest
+from omagd.utils.run_folder import RunFolder
+
+
+class Team(Protocol):
+    """Who can be given to `play`."""
+
+    def reset(self) -> None:
+        """Forget the episode."""
+
+    def act(self, obs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Return actions [n] for `obs` [n, obs_dim] and available actions `mask` [n, A] bool."""
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -34,11 +50,91 @@ def run(config: Config) -> dict[str, Any]:
     return run_seeds(None, config)
 
 
+def make(env: str, **env_args: Any) -> ParallelBattle:
+    """Return one battle of an environment, with PettingZoo's parallel interface. Close it after use.
+
+    Args:
+        env: what `--env-config` takes ("skirmish", "sc2_v2_terran"), with its arguments as defaults, or the plain name
+            of an environment. env_args: arguments of the environment (`map_name="3m"`).
+    Errors: UserError for unknown names and arguments, or where the environment cannot be built here.
+    """
+    name, values = env, dict(env_args)
+    if env in config_names("envs"):
+        file = read_yaml(find_yaml("envs", env))
+        name, values = file["env"], {**(file.get("env_args") or {}), **env_args}
+    elif env not in ENVS:
+        known = sorted({*config_names("envs"), *ENVS.names()})
+        raise UserError(f"env={env} is not known.{nearest(env, known)}", f"known: {', '.join(known)}")
+    return ParallelBattle(make_env(name, values, 1, processes=False))
+
+
+def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dict[str, Any]:
+    """Play whole episodes and return what they brought.
+
+    Args:
+        policy: from `load_policy`, or any object with its `reset()` and `act(obs, mask)`. env: from `make`; it is left
+            open. episodes: at least 1. seed: of the episodes; a run's test episodes in its first slot, if it is the
+            run's seed.
+    Returns: `returns`, `lengths` and, where battles can be won, `battle_won`: a list with an entry per episode each;
+        `totals`: `episodes`, `steps`, `lost_episodes` (void and played again) and the means of what the environment
+        reports at an episode's end (`return_mean`, `ep_length_mean`, `battle_won_mean`, ...).
+    Errors: UserError for a policy of another map.
+    """
+    if episodes < 1:
+        raise UserError(f"episodes={episodes}: must be at least 1")
+    sees_all = False
+    if isinstance(policy, LoadedPolicy):
+        require_same_map(policy.info, env.info, "policy")
+        sees_all = policy.wants_full_obs
+    seeds, lost, played = EpisodeSeeds(seed, "test"), 0, list[dict[str, Any]]()
+    while len(played) < episodes:
+        result = _play_one(policy, env, int(seeds.draw(np.ones(1, bool))[0]), sees_all)
+        if result.pop("lost", False):
+            lost += 1
+        else:
+            played.append(result)
+    names = list(dict.fromkeys(name for result in played for name in result))
+    each = {name: [result.get(name, 0.0) for result in played] for name in names}
+    means = {f"{name}_mean": float(np.mean(values)) for name, values in each.items()}
+    steps = sum(each["ep_length"])
+    found = {"returns": each["return"], "lengths": each["ep_length"]}
+    if env.info.has_win:
+        found["battle_won"] = [bool(won) for won in each["battle_won"]]
+    return {**found, "totals": {"episodes": episodes, "steps": steps, "lost_episodes": lost, **means}}
+
+
+def _play_one(policy: Team, env: ParallelBattle, seed: int, sees_all: bool) -> dict[str, Any]:
+    """Play the episode of `seed`; return its return, its length and what the environment reports at its end."""
+    seen, _ = env.reset(seed=seed)
+    policy.reset()
+    total, length, info = 0.0, 0, dict[str, Any]()
+    while env.agents:
+        own = np.stack([seen[agent]["observation"] for agent in env.agents])
+        mask = np.stack([seen[agent]["action_mask"] for agent in env.agents]).astype(bool)
+        actions = np.asarray(policy.act(env.full_observations() if sees_all else own, mask))
+        agents = list(env.agents)
+        seen, rewards, _, _, infos = env.step(dict(zip(agents, actions.tolist(), strict=True)))
+        total, length, info = total + rewards[agents[0]], length + 1, infos[agents[0]]
+    info.pop(AGENT_REWARD, None)
+    return {"return": total, "ep_length": length, **info}
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch compute with `count` threads, and with as many as before when the context ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class LoadedPolicy:
     """A trained team that acts greedily; it remembers the episode, so call `reset` when one starts.
 
     Attributes:
-        config: of the run that trained it. info: facts of its environment.
+        config: of the run that trained it; acting uses its `torch_threads`. info: facts of its environment.
     """
 
     def __init__(self, config: Config, info: EnvInfo, mac: Any) -> None:
@@ -46,6 +142,11 @@ class LoadedPolicy:
         self.info = info
         self._mac = mac
         self.reset()
+
+    @property
+    def wants_full_obs(self) -> bool:
+        """Whether it acts on observations without range limit (`use_full_obs`)."""
+        return bool(self._mac.wants_full_obs)
 
     def reset(self) -> None:
         """Forget the episode."""
@@ -65,7 +166,9 @@ class LoadedPolicy:
         no_state = np.zeros((1, self.info.state_dim), np.float32)
         full = obs[None] if self._mac.wants_full_obs else None
         seen = Observation(obs[None], no_state, mask[None], full)
-        decision = self._mac.act(Tick(seen, np.array([self._step]), np.ones(1, bool)), None)
+        # A caller's torch has all cores by default, and for sizes as small as these they are far slower than one.
+        with _threads(self.config.torch_threads):
+            decision = self._mac.act(Tick(seen, np.array([self._step]), np.ones(1, bool)), None)
         self._step += 1
         return np.asarray(decision.actions[0])
 
@@ -78,16 +181,12 @@ def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:
     Errors: UserError for a missing or damaged file.
     """
     folder = find_step_folder(str(path), load_step, key="path")
-    run_folder = run_folder_of(folder)
-    facts = []
-    for name in ("config.json", "env_info.json"):
-        try:
-            facts.append(json.loads((run_folder / name).read_text()))
-        except (OSError, ValueError) as problem:
-            raise UserError(f"path={path}: {run_folder / name} cannot be read ({problem})") from problem
-    config, info = validate(facts[0]), EnvInfo.from_dict(facts[1])
-    device = torch.device("cpu")
-    products = load_products(of_checkpoint(config, folder), info, device)
-    mac = build_mac(config, info, device, products)
-    load_agent(mac, folder, "path")
-    return LoadedPolicy(config, info, mac)
+    run_folder = RunFolder(run_folder_of(folder))
+    config = validate(read_saved(run_folder.config_json, f"path={path}"))
+    info = read_env_info(run_folder.env_info_json, f"path={path}")
+    with _threads(config.torch_threads):
+        device = torch.device("cpu")
+        products = load_products(of_checkpoint(config, folder), info, device)
+        mac = build_mac(config, info, device, products)
+        load_agent(mac, folder, "path")
+        return LoadedPolicy(config, info, mac)

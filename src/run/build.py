@@ -166,9 +166,38 @@ def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> Any:
     return build_mac(config.model_copy(update={"use_graph_reconstruction": False}), info, device, Products())
 
 
+def read_env_info(path: Path, source: str) -> EnvInfo:
+    """Return the facts in a run's `env_info.json`. source: what named the run. Errors: UserError."""
+    try:
+        return EnvInfo.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as problem:
+        raise UserError(f"{source}: {path} cannot be read ({problem.strerror}): give the folder of a run") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{source}: {path} is damaged: put back a copy of it") from None
+
+
+def require_same_map(trained: EnvInfo, info: EnvInfo, source: str) -> None:
+    """Refuse what was trained on another map than that of `info`, or in another environment with other sizes.
+
+    A policy of another environment with the same map and sizes may play: `skirmish` and `sc2` differ in nothing else.
+    source: what named the policy. Errors: UserError.
+    """
+    same = (trained.n_agents, trained.n_actions, trained.obs_dim) == (info.n_agents, info.n_actions, info.obs_dim)
+    if trained.map_name == info.map_name and (same or trained.name == info.name):
+        return
+    there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
+    raise UserError(f"{source} was trained on {there}, not on {here}: give one of {here}, or play {there}")
+
+
 def load_agent(mac: Any, step_folder: Path, key: str) -> None:
-    """Load the agent's weights of a step's folder. key: the configuration key that named it. Errors: UserError."""
+    """Load the agent's weights of a step's folder. key: the configuration key that named it.
+
+    Errors: UserError for weights of another map, which the run's `env_info.json` names, or of other sizes.
+    """
     path = step_folder / AGENT_FILE
+    facts = RunFolder(run_folder_of(step_folder)).env_info_json
+    if facts.is_file():
+        require_same_map(read_env_info(facts, key), mac.info, f"{key}={path}")
     load_into(mac.agent, load_file(path, key), path, key)
 
 

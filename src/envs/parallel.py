@@ -1,0 +1,191 @@
+"""One battle behind PettingZoo's parallel interface, for programs that are not runs of this package."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from gymnasium import spaces
+
+try:
+    from pettingzoo import ParallelEnv as _Base
+except ModuleNotFoundError:  # the interface works without the package; only its wrappers ask for the class
+    _Base = object
+
+Observations = dict[str, dict[str, np.ndarray]]
+INSTALL = "pip install -e .[pettingzoo]"
+
+
+class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
+    """A battle of n agents in PettingZoo's parallel interface.
+
+    Each observation is `{"observation": [obs_dim] float32, "action_mask": [A] int8}`. All agents get the team's reward,
+    stay in `agents` until the episode ends (a dead unit can only take its no-op) and end together. At the end each
+    agent's info holds the results of the episode (`battle_won`, ...); where the environment gives each agent's own
+    reward, every info holds it as `agent_reward`. A `lost` episode is void, because its game has died: reset.
+
+    Args:
+        env: the environment, with one battle slot, which this object owns.
+    """
+
+    render_mode = None
+
+    def __init__(self, env: BatchedEnv) -> None:
+        if env.n_slots != 1:
+            raise ValueError(f"a ParallelBattle has one slot, not {env.n_slots}")
+        self.info = env.info
+        self.possible_agents = [f"agent_{i}" for i in range(env.info.n_agents)]
+        self.agents: list[str] = []
+        label = f"{env.info.name}_{env.info.map_name}".rstrip("_")
+        self.metadata = {"name": label, "render_modes": [], "is_parallelizable": True}
+        self._env = env
+        self._slot = np.ones(1, bool)
+        self._rng = np.random.default_rng()
+        self._masks = np.zeros((env.info.n_agents, env.info.n_actions), np.int8)
+        self._state = np.zeros(env.info.state_dim, np.float32)
+        self._spaces: dict[str, tuple[spaces.Space, spaces.Space]] = {}
+
+    @property
+    def unwrapped(self) -> ParallelBattle:
+        """This object: it wraps no other one of the interface."""
+        return self
+
+    @property
+    def num_agents(self) -> int:
+        """How many agents play now: none between an episode's end and the next reset."""
+        return len(self.agents)
+
+    @property
+    def max_num_agents(self) -> int:
+        """How many agents there are, n."""
+        return len(self.possible_agents)
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observations, dict[str, dict[str, Any]]]:
+        """Start an episode; return observations and infos.
+
+        Args:
+            seed: the episode's seed; later resets without one draw theirs from a generator that starts from it.
+            options: not used, as the interface allows.
+        """
+        if seed is not None:
+            self._rng = np.random.default_rng(seed)
+        chosen = int(self._rng.integers(2**62)) if seed is None else int(seed)
+        self._env.reset(self._slot, np.array([chosen], np.int64))
+        self.agents = list(self.possible_agents)
+        return self._observations(self._env.observe()), {agent: {} for agent in self.agents}
+
+    def step(
+        self, actions: dict[str, int]
+    ) -> tuple[Observations, dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
+        """Play one action of each agent; return observations, rewards, terminations, truncations, infos.
+
+        Errors: RuntimeError before `reset`; ValueError for a missing agent or an action that is not available.
+        """
+        if not self.agents:
+            raise RuntimeError("the episode has ended or not begun: call reset")
+        result = self._env.step(self._chosen(actions)[None], self._slot)
+        ended, truncated = result.terminated.item(0), result.truncated.item(0) or result.lost.item(0)
+        playing, reward, infos = self.agents, result.reward.item(0), self._infos(result)
+        seen = self._observations(self._env.observe())
+        if ended:
+            self.agents = []
+        return (
+            seen,
+            dict.fromkeys(playing, reward),
+            dict.fromkeys(playing, ended and not truncated),
+            dict.fromkeys(playing, ended and truncated),
+            infos,
+        )
+
+    def state(self) -> np.ndarray:
+        """Return the global state [state_dim] float32."""
+        return self._state.copy()
+
+    def full_observations(self) -> np.ndarray:
+        """Return what all agents would see without range limit, [n, obs_dim] float32."""
+        full = self._env.observe(full=True).full_obs
+        assert full is not None, "asked for"
+        return full[0].copy()
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        """Return the space of an agent's observations. Errors: UserError without gymnasium."""
+        return self._spaces_of(agent)[0]
+
+    def action_space(self, agent: str) -> spaces.Space:
+        """Return the space of an agent's actions, A of them. Errors: UserError without gymnasium."""
+        return self._spaces_of(agent)[1]
+
+    @property
+    def state_space(self) -> spaces.Space:
+        """The space of the global state. Errors: UserError without gymnasium."""
+        return _gymnasium().Box(-np.inf, np.inf, (self.info.state_dim,), np.float32)
+
+    def render(self) -> None:
+        """Draw nothing. Errors: NotImplementedError."""
+        raise NotImplementedError(f"{self.metadata['name']} has no render mode")
+
+    def close(self) -> None:
+        """Release the environment. May be called twice."""
+        self.agents = []
+        self._env.close()
+
+    def __str__(self) -> str:
+        return str(self.metadata["name"])
+
+    def _chosen(self, actions: dict[str, int]) -> np.ndarray:
+        """Return [n] int64 actions. Errors: ValueError."""
+        if set(actions) != set(self.agents):
+            raise ValueError(f"actions are for {sorted(actions)}: give one to each of {self.agents}")
+        for agent, mask in zip(self.agents, self._masks, strict=True):
+            if not (0 <= actions[agent] < len(mask) and mask[actions[agent]]):
+                allowed = np.flatnonzero(mask).tolist()
+                raise ValueError(f"{agent}: action {actions[agent]} is not available now; available: {allowed}")
+        return np.array([actions[agent] for agent in self.agents], np.int64)
+
+    def _observations(self, seen: Observation) -> Observations:
+        """Return each agent's observation and mask, and keep masks and state; all copied, the arrays are the env's."""
+        obs = seen.obs[0].astype(np.float32)
+        self._masks, self._state = seen.avail_actions[0].astype(np.int8), seen.state[0].astype(np.float32)
+        return {
+            agent: {"observation": obs[i], "action_mask": self._masks[i].copy()}
+            for i, agent in enumerate(self.possible_agents)
+        }
+
+    def _infos(self, result: StepResult) -> dict[str, dict[str, Any]]:
+        shared: dict[str, Any] = {}
+        if result.terminated.item(0):
+            shared = {name: values.item(0) for name, values in result.info.items()}
+            shared |= {"lost": True} if result.lost.item(0) else {}
+        infos = {agent: dict(shared) for agent in self.possible_agents}
+        if result.agent_reward is not None:
+            for i, agent in enumerate(self.possible_agents):
+                infos[agent]["agent_reward"] = result.agent_reward[0, i].item()
+        return infos
+
+    def _spaces_of(self, agent: str) -> tuple[spaces.Space, spaces.Space]:
+        """Return an agent's two spaces, the same objects at each call, as the interface demands."""
+        if agent not in self.possible_agents:
+            raise KeyError(f"{agent} is not one of {self.possible_agents}")
+        if agent not in self._spaces:
+            make = _gymnasium()
+            seen = make.Box(-np.inf, np.inf, (self.info.obs_dim,), np.float32)
+            mask = make.Box(0, 1, (self.info.n_actions,), np.int8)
+            actions = make.Discrete(self.info.n_actions)
+            self._spaces[agent] = make.Dict({"observation": seen, "action_mask": mask}), actions
+        return self._spaces[agent]
+
+
+def _gymnasium() -> Any:
+    """Return gymnasium's spaces. Errors: UserError where it is not installed."""
+    try:
+        from gymnasium import spaces
+    except ModuleNotFoundError:
+        raise UserError(f"spaces of PettingZoo's interface need gymnasium: {INSTALL}") from None
+    return spaces
