@@ -21,10 +21,6 @@ maps_url=${SC2_MAPS_URL:-https://raw.githubusercontent.com}
 sc2=${SC2PATH:-$HOME/StarCraftII}
 version=4.10 maps_only='' password='' wanted='' keep=''
 
-usage() { # prints the head of this file
-    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-}
-
 read_options() { # arguments of the script
     while [ $# -gt 0 ]; do
         case $1 in

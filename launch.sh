@@ -33,7 +33,7 @@ while [ $# -gt 0 ]; do
         --debug) debug=1 flag='' taken=1 ;;
         --dry-run) dry_run=1 flag='' taken=1 ;;
         -h | --help)
-            sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+            usage
             exit 0
             ;;
         with) flag='' taken=1 ;;
@@ -56,15 +56,12 @@ done
 if [ "$nodes" -gt 1 ]; then
     [ -n "$node_rank" ] || fail "--nodes $nodes needs --node-rank: 0 on the host of --master-addr, 1, 2, … on the others"
     [ -n "$master_addr" ] || fail "--nodes $nodes needs --master-addr: the address of host 0 in the network of these hosts"
-    case $master_addr in
-        *[!A-Za-z0-9.:_-]*) fail "--master-addr $master_addr: must be the name or the address of a host" ;;
-    esac
+    check_host --master-addr "$master_addr"
 fi
 node_rank=${node_rank:-0}
 [ "$node_rank" -lt "$nodes" ] || fail "--node-rank $node_rank: must be below --nodes $nodes (the first host is 0)"
 python=$(find_python)
 choose_workers "$python"
-NUM_GPUS=$(whole NUM_GPUS "$NUM_GPUS" 1 1024)
 choose_env "$python"
 
 if [ -n "$debug" ]; then

@@ -4,7 +4,7 @@
 #   TOKENIZER_PATH=results/<run>/models/pretrain_stage1_best \
 #   MASK_PREDICTOR_PATH=results/<run>/models/pretrain_stage2_best ./run_gnn_stage3_ddp.sh
 #
-# Further arguments are passed on: ./run_gnn_stage3_ddp.sh t_max=500000
+# Further arguments are --config C, --env-config E, --dry-run and key=value: ./run_gnn_stage3_ddp.sh t_max=500000
 # A run that was stopped or killed goes on from its newest checkpoint when the same is typed again (auto_resume=False: anew).
 # Variables: TOKENIZER_PATH MASK_PREDICTOR_PATH NUM_GPUS CONFIG ENV_CONFIG MAP_NAME DDP_PORT RESULTS_PATH PYTHON VENV DRY_RUN
 set -euo pipefail
@@ -14,6 +14,7 @@ set -euo pipefail
 CONFIG=${CONFIG:-omagd}
 DDP_PORT=${DDP_PORT:-12355}
 RESULTS_PATH=${RESULTS_PATH:-results}
+read_arguments "$@"
 [ -n "${TOKENIZER_PATH:-}" ] || fail 'TOKENIZER_PATH=… is needed (a tokenizer.th of stage1, or its folder): see run_pretrain_ddp.sh'
 [ -n "${MASK_PREDICTOR_PATH:-}" ] || fail 'MASK_PREDICTOR_PATH=… is needed (a stage2_model.th of stage2, or its folder): see run_pretrain_ddp.sh'
 python=$(find_python)
@@ -34,4 +35,4 @@ exec "$python" "$root/src/main.py" --config="$CONFIG" --env-config="$ENV_CONFIG"
     pretrained_tokenizer_path="$TOKENIZER_PATH" \
     pretrained_mask_predictor_path="$MASK_PREDICTOR_PATH" \
     ${MAP_NAME:+"env_args.map_name=$MAP_NAME"} \
-    "$@"
+    ${updates[@]+"${updates[@]}"}

@@ -4,7 +4,7 @@
 #   STAGE=stage1 NUM_GPUS=2 ./run_pretrain_ddp.sh
 #   STAGE=stage2 TOKENIZER_PATH=results/<run>/models/pretrain_stage1_best ./run_pretrain_ddp.sh
 #
-# Further arguments are passed on: ./run_pretrain_ddp.sh graph_pretrain_epochs=50
+# Further arguments are --config C, --env-config E, --dry-run and key=value: ./run_pretrain_ddp.sh graph_pretrain_epochs=50
 # A run that was stopped or killed goes on from its newest checkpoint when the same is typed again (auto_resume=False: anew).
 # Variables: STAGE NUM_GPUS TOKENIZER_PATH CONFIG ENV_CONFIG MAP_NAME DDP_PORT RESULTS_PATH PYTHON VENV DRY_RUN
 set -euo pipefail
@@ -15,6 +15,7 @@ STAGE=${STAGE:-stage1}
 CONFIG=${CONFIG:-omagd_origin}
 DDP_PORT=${DDP_PORT:-12355}
 RESULTS_PATH=${RESULTS_PATH:-results}
+read_arguments "$@"
 tokenizer=()
 case $STAGE in
     stage1) ;;
@@ -39,4 +40,4 @@ exec "$python" "$root/src/main.py" --config="$CONFIG" --env-config="$ENV_CONFIG"
     local_results_path="$RESULTS_PATH" \
     ${MAP_NAME:+"env_args.map_name=$MAP_NAME"} \
     ${tokenizer[@]+"${tokenizer[@]}"} \
-    "$@"
+    ${updates[@]+"${updates[@]}"}

@@ -6,6 +6,12 @@ set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/scripts/lib.sh"
 
+case ${1:-} in
+    -h | --help)
+        usage
+        exit 0
+        ;;
+esac
 setup_venv "dev,smax"
 cd "$root"
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$venv_python" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"

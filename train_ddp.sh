@@ -57,7 +57,7 @@ while [ $# -gt 0 ]; do
         --enable_opponent_evasion=*) updates+=("${1#--}") taken=1 ;;
         --dry-run) DRY_RUN=1 taken=1 ;;
         -h | --help)
-            sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+            usage
             exit 0
             ;;
         --gpus=* | --config=* | --max_episodes=* | --batch_size=* | --epsilon=* | --epsilon_speed=* | --a_lr=* | --c_lr=* | \

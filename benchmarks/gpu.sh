@@ -7,7 +7,8 @@
 # Variables: DEVICE (cuda or cpu), PYTHON, OUT (folder of the output), SMALL=1 (small batches and few repetitions).
 # A step that fails is noted, and the next one begins; the exit code is the number of failed steps.
 set -u
-cd "$(dirname "$0")/.."
+case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
+cd "$(dirname "$0")/.." || exit
 
 DEVICE=${DEVICE:-cuda}
 PYTHON=${PYTHON:-python}

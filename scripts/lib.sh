@@ -3,8 +3,8 @@
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
-fail() { # message, exit code (2): to stderr
-    printf 'error: %s\n' "$1" >&2
+fail() { # message, exit code (2): to stderr; what was given may hold control characters, which a terminal would obey
+    printf 'error: %s\n' "${1//[[:cntrl:]]/?}" >&2
     exit "${2:-2}"
 }
 
@@ -12,10 +12,50 @@ venv_dir() { # where the virtual environment is: $VENV, else .venv in the reposi
     printf '%s\n' "${VENV:-$root/.venv}"
 }
 
+usage() { # prints the head of the script that runs
+    sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"
+}
+
+# shellcheck disable=SC2034 # the scripts use what is set here
+read_arguments() { # a script's arguments: sets updates, and CONFIG, ENV_CONFIG and DRY_RUN where they are given
+    updates=()
+    while [ $# -gt 0 ]; do
+        case $1 in
+            -h | --help)
+                usage
+                exit 0
+                ;;
+            --dry-run) export DRY_RUN=1 ;;
+            --config | --env-config)
+                [ $# -ge 2 ] || fail "$1 needs a value; see $0 --help"
+                set -- "$1=$2" "${@:3}"
+                continue
+                ;;
+            --config=*) CONFIG=${1#*=} ;;
+            --env-config=*) ENV_CONFIG=${1#*=} ;;
+            with) ;;
+            [A-Za-z_]*=*) updates+=("$1") ;;
+            *) fail "$1: not understood; give key=value, or see $0 --help" ;;
+        esac
+        shift
+    done
+}
+
+suits() { # python: whether it is there and a version that we support
+    command -v "$1" >/dev/null 2>&1 &&
+        "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1
+}
+
+check_python() { # fails where PYTHON is given and cannot be used
+    [ -z "${PYTHON:-}" ] || suits "$PYTHON" ||
+        fail "PYTHON=$PYTHON: does not start as Python 3.11 to 3.13; name another one, or leave PYTHON out"
+}
+
 find_python() { # the Python to run with: $PYTHON, else the virtual environment's, else python3
     local venv
     venv=$(venv_dir)
     if [ -n "${PYTHON:-}" ]; then
+        check_python
         printf '%s\n' "$PYTHON"
     elif [ -x "$venv/bin/python" ]; then
         printf '%s\n' "$venv/bin/python"
@@ -24,14 +64,13 @@ find_python() { # the Python to run with: $PYTHON, else the virtual environment'
     fi
 }
 
-suits() { # python: whether it is there and a version that we support
-    command -v "$1" >/dev/null 2>&1 &&
-        "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
-}
-
 base_python() { # the Python that a new virtual environment is made from
     local name
-    for name in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
+    if [ -n "${PYTHON:-}" ]; then
+        printf '%s\n' "$PYTHON"
+        return
+    fi
+    for name in python3.11 python3.12 python3.13 python3; do
         if suits "$name"; then
             printf '%s\n' "$name"
             return
@@ -42,6 +81,7 @@ base_python() { # the Python that a new virtual environment is made from
 
 setup_venv() { # extras ("" or "dev,smax"): makes the virtual environment and installs, once; sets venv_python
     local extras=$1 venv base wanted stamp
+    check_python
     venv=$(venv_dir)
     venv_python=$venv/bin/python
     if ! suits "$venv_python"; then
@@ -59,7 +99,12 @@ setup_venv() { # extras ("" or "dev,smax"): makes the virtual environment and in
 }
 
 count_gpus() { # python: GPUs that this process may use (CUDA_VISIBLE_DEVICES counts), 0 without
-    "$1" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null || printf '0\n'
+    local found
+    found=$("$1" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null) || found=0
+    case $found in
+        '' | *[!0-9]* | ?????*) found=0 ;;
+    esac
+    printf '%s\n' "$found"
 }
 
 choose_gpus() { # python, list of GPUs or nothing: lets the run see these alone; refuses those that are not there
@@ -70,12 +115,15 @@ choose_gpus() { # python, list of GPUs or nothing: lets the run see these alone;
     esac
     listed=$(printf '%s\n' "$given" | tr ',' '\n' | sort -u | wc -l)
     found=$(CUDA_VISIBLE_DEVICES=$given count_gpus "$1")
-    [ "$((found))" -eq "$((listed))" ] || fail "--gpus $given: only $((found)) of these $((listed)) GPUs are on this machine"
+    [ "$found" -eq "$listed" ] || fail "--gpus $given: only $found of these $((listed)) GPUs are on this machine"
     export CUDA_VISIBLE_DEVICES=$given
 }
 
 choose_workers() { # python, hint: sets NUM_GPUS where it is not given: the GPUs that are there, else two CPU workers
-    [ -z "${NUM_GPUS:-}" ] || return 0
+    if [ -n "${NUM_GPUS:-}" ]; then
+        NUM_GPUS=$(whole NUM_GPUS "$NUM_GPUS" 1 1024)
+        return
+    fi
     NUM_GPUS=$(count_gpus "$1")
     if [ "$NUM_GPUS" -eq 0 ]; then
         NUM_GPUS=2
@@ -95,11 +143,18 @@ choose_env() { # python: sets ENV_CONFIG where it is not given: sc2 where the ga
 }
 
 whole() { # what, text, least, most: prints the text if it is a whole number within bounds
+    # Digits alone reach the arithmetic: it would execute a command in the brackets of `a[$(command)]`.
     case $2 in
         '' | *[!0-9]* | ??????????*) fail "$1 $2: must be a whole number from $3 to $4" ;;
     esac
     [ "$((10#$2))" -ge "$3" ] && [ "$((10#$2))" -le "$4" ] || fail "$1 $2: must be a whole number from $3 to $4"
     printf '%s\n' "$((10#$2))"
+}
+
+check_host() { # flag, text: fails unless the text can be the name or the address of a host
+    case $2 in
+        '' | -* | *[!A-Za-z0-9.:_-]*) fail "$1 $2: must be the name or the address of a host" ;;
+    esac
 }
 
 choose_interface() { # address of host 0, number of this host: sets GLOO_SOCKET_IFNAME where it is not given

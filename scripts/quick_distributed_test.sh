@@ -13,11 +13,12 @@ set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-nodes=1 node_rank=0 master_addr=127.0.0.1 port=29510 results='' temporary='' ranks=${NUM_GPUS:-}
+nodes=1 node_rank=0 master_addr=127.0.0.1 port=29510 results='' temporary='' ranks=''
+if [ -n "${NUM_GPUS:-}" ]; then ranks=$(whole NUM_GPUS "$NUM_GPUS" 1 1024); fi
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help)
-            sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+            usage
             exit 0
             ;;
         --nodes | --node-rank | --master-addr | --master-port | --gpus | --results)
@@ -37,6 +38,7 @@ while [ $# -gt 0 ]; do
 done
 [ "$node_rank" -lt "$nodes" ] || fail "--node-rank $node_rank: must be below --nodes $nodes"
 [ "$nodes" -eq 1 ] || [ "$master_addr" != 127.0.0.1 ] || fail "--nodes $nodes needs --master-addr: the address of host 0"
+check_host --master-addr "$master_addr"
 python=$(find_python)
 if [ -z "$ranks" ]; then ranks=$((nodes == 1 ? 2 : 1)); fi
 world=$((nodes * ranks))

@@ -11,12 +11,23 @@ first_host() { # the host of rank 0
     printf '%s\n' "${hosts%%$'\n'*}"
 }
 
-rendezvous_port() { # a port of this job: other jobs on the same hosts get another one
-    printf '%s\n' "$((10000 + SLURM_JOB_ID % 20000))"
+job_number() { # the job's number; fails where SLURM_JOB_ID is none: arithmetic would execute what stands in brackets
+    case ${SLURM_JOB_ID:-} in
+        '' | *[!0-9]* | ????????????????*)
+            printf 'error: SLURM_JOB_ID=%q: must be the number of a job\n' "${SLURM_JOB_ID:-}" >&2
+            exit 2
+            ;;
+    esac
+    printf '%s\n' "$((10#$SLURM_JOB_ID))"
+}
+
+rendezvous_port() { # number of the job: its port; other jobs on the same hosts get another one
+    printf '%s\n' "$((10000 + $1 % 20000))"
 }
 
 run_and_requeue() { # command: runs it; near the time limit (SIGUSR1) ends it in order, and queues the job again
-    local child near_limit='' code
+    local child near_limit='' code job
+    job=$(job_number)
     "$@" &
     child=$!
     # srun hands SIGTERM on to its tasks: they save a checkpoint and end with 143.
@@ -30,8 +41,8 @@ run_and_requeue() { # command: runs it; near the time limit (SIGUSR1) ends it in
     wait "$child" 2>/dev/null || code=$? # what the command itself has ended with
     # `scancel` also ends in 143: only what the time limit has stopped goes on.
     if [ -n "$near_limit" ] && [ "$code" -eq 143 ]; then
-        printf 'stopped before the time limit; queueing job %s again\n' "$SLURM_JOB_ID"
-        scontrol requeue "$SLURM_JOB_ID"
+        printf 'stopped before the time limit; queueing job %s again\n' "$job"
+        scontrol requeue "$job"
     fi
     exit "$code"
 }

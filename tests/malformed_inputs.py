@@ -379,6 +379,40 @@ def wrong_groups(chance: random.Random) -> Iterator[Malformed]:
         yield Malformed((*PLAIN, *" ".join(words).split()), variables)
 
 
+# What shell text does where a script hands it to arithmetic or to a test of numbers.
+INJECTED = "PATH[$(touch HIT)`touch HIT`]"
+# Scripts, what is typed behind them, their variables, and a word of the line in which they reject that.
+SHELL_MISTAKES: tuple[tuple[str, str, dict[str, str], str], ...] = (
+    ("launch.sh", "--node 2", {}, "--node: not understood"),
+    ("launch.sh", "", {"NUM_GPUS": INJECTED}, "NUM_GPUS PATH[$("),
+    ("launch.sh", "--nodes 1e3", {}, "--nodes 1e3: must be a whole number"),
+    ("launch.sh", "--nodes 2 --node-rank 0 --master-addr -x", {}, "--master-addr -x"),
+    ("train_ddp.sh", "--epochs 3", {}, "--epochs: not understood"),
+    ("train_ddp.sh", "", {"NUM_GPUS": "two"}, "NUM_GPUS two"),
+    ("run_pretrain_ddp.sh", "--epochs=3", {}, "--epochs=3: not understood"),
+    ("run_pretrain_ddp.sh", "stray", {}, "stray: not understood"),
+    ("run_pretrain_ddp.sh", "--config", {}, "--config needs a value"),
+    ("run_gnn_stage3_ddp.sh", "-x", {}, "-x: not understood"),
+    ("run_gnn_stage3_ddp.sh", "", {"NUM_GPUS": "-1", "TOKENIZER_PATH": "t", "MASK_PREDICTOR_PATH": "m"}, "NUM_GPUS -1"),
+    ("quickstart.sh", "--instal", {}, "--instal: not understood"),
+    ("quickstart.sh", "\x1b[31mred", {}, "?[31mred: not understood"),
+    ("scripts/quick_distributed_test.sh", "--node 2", {}, "--node: not understood"),
+    ("scripts/quick_distributed_test.sh", "", {"NUM_GPUS": INJECTED}, "NUM_GPUS PATH[$("),
+    ("scripts/quick_distributed_test.sh", "--nodes 2 --master-addr a;b", {}, "--master-addr a;b"),
+    ("install_sc2.sh", "--verison 4.10", {}, "--verison"),
+    ("slurm/one_node.sbatch", "", {"SLURM_JOB_ID": INJECTED}, "SLURM_JOB_ID="),
+    ("slurm/many_nodes.sbatch", "", {"SLURM_JOB_ID": INJECTED}, "SLURM_JOB_ID="),
+    ("slurm/many_nodes.sbatch", "", {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID="),
+    *(
+        (script, "", {"PYTHON": python, "TOKENIZER_PATH": "t", "MASK_PREDICTOR_PATH": "m"}, f"PYTHON={python}: does not")
+        for script in ("launch.sh", "train_ddp.sh", "run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh")
+        for python in ("/nowhere/python", "/bin/false")
+    ),
+    ("quickstart.sh", "", {"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python: does not start"),
+    ("run_tests.sh", "", {"PYTHON": "/bin/false"}, "PYTHON=/bin/false: does not start"),
+)  # fmt: skip
+
+
 FAMILIES: dict[str, tuple[Callable[[random.Random], Iterator[Malformed]], int]] = {
     "unknown keys": (unknown_keys, 50),
     "wrong types": (wrong_types, len([kind for kind in KINDS.values() if wrong_texts(kind)])),
