@@ -4,11 +4,13 @@
 #   ./install_sc2.sh --password PASSWORD      the game (4.10) and the maps
 #   ./install_sc2.sh --version 4.6.2 ...      another version: SC2PATH must name a folder of its own
 #   ./install_sc2.sh --maps-only              the maps alone
-#   --sha256 SUM    refuse a game whose archive has another sum     --keep   leave the archive there
+#   --sha256 SUM    the only sum that the game's archive may have   --keep   leave the archive there
 #
 # Blizzard protects the archive with the password 'iagreetotheeula': by typing it in you agree to the AI and Machine
 # Learning License, https://blzdistsc2-a.akamaihd.net/AI_AND_MACHINE_LEARNING_LICENSE.html. Without --password you are
 # asked for it. What is there already is not fetched again; a download that broke off goes on where it ended.
+# The archive's sha256 is compared with --sha256, else with scripts/sc2_archives.txt, else with what the first
+# installation has recorded in SC2PATH/omagd_sha256.txt; there the game's program is recorded too, and checked each time.
 # Variables: SC2PATH (where to, ~/StarCraftII), SC2_GAME_URL and SC2_MAPS_URL (mirrors), https_proxy (as curl reads it)
 # Exit codes: 0 done, 2 a mistake in the call or something missing here, 3 the network says no, 4 a wrong checksum
 set -euo pipefail
@@ -113,11 +115,57 @@ unpack() { # archive file: puts the game it holds into $sc2
     rm -rf -- "$fresh"
 }
 
+listed_sum() { # list of "sum name" lines, name: prints the sum, nothing where there is none
+    [ ! -f "$1" ] || awk -v name="$2" '$1 !~ /^#/ && $2 == name { print $1; exit }' "$1"
+}
+
+record_sums() { # sum and name, again and again: replaces what omagd_sha256.txt says of these names
+    local list=$sc2/omagd_sha256.txt lines=''
+    [ -w "$sc2" ] || return 0 # an installation of another user
+    while [ $# -gt 0 ]; do
+        [ ! -f "$list" ] || lines=$(awk -v name="$2" '$2 != name' "$list")
+        printf '%s%s  %s\n' "${lines:+$lines
+}" "$1" "$2" >"$said"
+        install -m 644 -- "$said" "$list"
+        shift 2
+    done
+}
+
+check_archive() { # file: sets sum and note; fails where the file is not the archive that it should be
+    local expected=$wanted source=--sha256
+    sum=$(sum_of "$1")
+    if [ -z "$expected" ]; then
+        expected=$(listed_sum "$root/scripts/sc2_archives.txt" "$archive") source=scripts/sc2_archives.txt
+    fi
+    if [ -z "$expected" ]; then
+        expected=$(listed_sum "$sc2/omagd_sha256.txt" "$archive") source="$sc2/omagd_sha256.txt, recorded when it was first installed"
+    fi
+    note=", equal to $source"
+    if [ -z "$expected" ]; then
+        note=', recorded: there is no published one to compare it with'
+    elif [ "$sum" != "$expected" ]; then
+        fail "$1 has sha256 $sum, not $expected ($source): remove it and run this again, or give --sha256 $sum if you trust it" "$CHECKSUM"
+    fi
+}
+
+check_program() { # fails where the installed program is not the one that was recorded; records one that was not
+    local program=Versions/Base$build/SC2_x64 recorded sum
+    recorded=$(listed_sum "$sc2/omagd_sha256.txt" "$program")
+    sum=$(sum_of "$sc2/$program")
+    if [ -z "$recorded" ]; then
+        record_sums "$sum" "$program"
+    elif [ "$sum" != "$recorded" ]; then
+        fail "$sc2/$program has sha256 $sum, not $recorded as recorded when it was installed: remove $sc2/Versions/Base$build and run this again" "$CHECKSUM"
+    fi
+    printf 'game:  %s is there (%s), %s sha256 %s\n' "$version" "$sc2" "$program" "$sum"
+}
+
 install_game() {
-    local other file sum
+    local other file sum note program
     choose_build
-    if [ -x "$sc2/Versions/Base$build/SC2_x64" ]; then
-        printf 'game:  %s is there (%s)\n' "$version" "$sc2"
+    program=Versions/Base$build/SC2_x64
+    if [ -x "$sc2/$program" ]; then
+        check_program
         return
     fi
     [ "$(uname -s)" = Linux ] || fail "Blizzard's package is for Linux; elsewhere install the game from Battle.net and use --maps-only"
@@ -131,13 +179,11 @@ install_game() {
         printf 'fetching %s/%s (about 4 GB) ...\n' "$game_url" "$archive" >&2
         download "$game_url/$archive" "$file"
     fi
-    sum=$(sum_of "$file")
-    if [ -n "$wanted" ] && [ "$sum" != "$wanted" ]; then
-        fail "$file has sha256 $sum, not $wanted; remove it and run this again" "$CHECKSUM"
-    fi
+    check_archive "$file"
     unpack "$file"
+    record_sums "$sum" "$archive" "$(sum_of "$sc2/$program")" "$program"
     [ -n "$keep" ] || rm -f -- "$file"
-    printf 'game:  %s in %s (archive sha256 %s)\n' "$version" "$sc2" "$sum"
+    printf 'game:  %s in %s (archive sha256 %s%s)\n' "$version" "$sc2" "$sum" "$note"
 }
 
 install_maps() {

@@ -404,7 +404,7 @@ SHELL_MISTAKES: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("slurm/many_nodes.sbatch", "", {"SLURM_JOB_ID": INJECTED}, "SLURM_JOB_ID="),
     ("slurm/many_nodes.sbatch", "", {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID="),
     *(
-        (script, "", {"PYTHON": python, "TOKENIZER_PATH": "t", "MASK_PREDICTOR_PATH": "m"}, f"PYTHON={python}: does not")
+        (script, "", {"PYTHON": python, "TOKENIZER_PATH": "t", "MASK_PREDICTOR_PATH": "m"}, f"PYTHON={python}: does")
         for script in ("launch.sh", "train_ddp.sh", "run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh")
         for python in ("/nowhere/python", "/bin/false")
     ),

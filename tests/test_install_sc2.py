@@ -66,6 +66,7 @@ def repository(tmp_path):
     maps = {f"/oxwhirl/smac/x/{name}.SC2Map": name.encode() * 100 for name in ("3m", "8m")}
     lines = [f"{hashlib.sha256(body).hexdigest()} {len(body)} {path[1:]}" for path, body in maps.items()]
     (tmp_path / "repo" / "scripts" / "sc2_maps.txt").write_text("\n".join(["# maps", *lines]) + "\n")
+    (tmp_path / "repo" / "scripts" / "sc2_archives.txt").write_text(f"# of another game\n{'0' * 64} SC2.zip\n")
     return tmp_path / "repo", maps
 
 
@@ -147,6 +148,57 @@ def test_wrong_files_are_refused(server, repository, tmp_path):
     done = install(repo, server.url, tmp_path, "--maps-only")
     assert done.returncode == 4 and "published" in done.stderr
     assert not list((tmp_path / "StarCraftII").rglob("*.SC2Map"))
+
+
+def test_the_archive_must_be_the_published_one(server, repository, tmp_path):
+    repo, maps = repository
+    body = archive(tmp_path)
+    server.files = {**maps, "/SC2.4.10.zip": body}
+    total, listed = hashlib.sha256(body).hexdigest(), repo / "scripts" / "sc2_archives.txt"
+    listed.write_text(f"# somebody\n{'1' * 64} SC2.4.10.zip\n")
+    done = install(repo, server.url, tmp_path, "--password", PASSWORD)
+    assert done.returncode == 4 and len(done.stderr.splitlines()) == 2
+    assert f"not {'1' * 64} (scripts/sc2_archives.txt)" in done.stderr and f"--sha256 {total}" in done.stderr
+    assert not (tmp_path / "StarCraftII").exists()
+    listed.write_text(f"{total} SC2.4.10.zip\n")
+    done = install(repo, server.url, tmp_path, "--password", PASSWORD)
+    assert done.returncode == 0 and f"{total}, equal to scripts/sc2_archives.txt" in done.stdout
+
+
+def test_what_was_installed_first_is_recorded_and_checked_afterwards(server, repository, tmp_path):
+    """The archive when it is fetched again, the program at every call; --sha256 accepts another archive."""
+    repo, maps = repository
+    body = archive(tmp_path)
+    server.files = {**maps, "/SC2.4.10.zip": body}
+    game, total = tmp_path / "StarCraftII", hashlib.sha256(body).hexdigest()
+    program = game / "Versions" / "Base75689" / "SC2_x64"
+    done = install(repo, server.url, tmp_path, "--password", PASSWORD)
+    assert f"archive sha256 {total}, recorded" in done.stdout
+    own = hashlib.sha256(program.read_bytes()).hexdigest()
+    wanted = [f"{total}  SC2.4.10.zip", f"{own}  Versions/Base75689/SC2_x64"]
+    assert (game / "omagd_sha256.txt").read_text().splitlines() == wanted
+    program.write_text("#!/bin/sh\necho another\n")
+    done = install(repo, server.url, tmp_path)
+    assert done.returncode == 4 and f"not {own}" in done.stderr and len(done.stderr.splitlines()) == 1
+    shutil.rmtree(game / "Versions")
+    other = server.files["/SC2.4.10.zip"] = body + b"\0"
+    done = install(repo, server.url, tmp_path, "--password", PASSWORD)
+    assert done.returncode == 4 and f"not {total} ({game}/omagd_sha256.txt, recorded" in done.stderr
+    assert not program.exists()
+    sum_of_other = hashlib.sha256(other).hexdigest()
+    done = install(repo, server.url, tmp_path, "--password", PASSWORD, "--sha256", sum_of_other)
+    assert done.returncode == 0, done.stderr
+    assert f"{sum_of_other}  SC2.4.10.zip" in (game / "omagd_sha256.txt").read_text()
+    assert install(repo, server.url, tmp_path).returncode == 0
+
+
+def test_the_shipped_list_names_its_sources():
+    lines = (ROOT / "scripts" / "sc2_archives.txt").read_text().splitlines()
+    for before, line in zip(lines, lines[1:], strict=False):
+        if not line.startswith("#"):
+            total, name = line.split()
+            assert len(bytes.fromhex(total)) == 32 and name in {"SC2.4.10.zip", "SC2.4.6.2.69232.zip"}
+            assert before.startswith("# https://")
 
 
 @pytest.mark.parametrize(
