@@ -10,12 +10,15 @@ command is a folder that is removed in the end.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import io
 import os
 import pty
 import re
 import selectors
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -92,8 +95,7 @@ def main(log: str, *command: str) -> int:
 
 def run(log: str, *command: str) -> int:
     """Do what `main` does, but for the scratch folder."""
-    path = Path(log)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open_log(Path(log))
     streams = [Stream(1), Stream(2)]
     asked: list[int] = []
     child: list[subprocess.Popen] = []
@@ -117,12 +119,28 @@ def run(log: str, *command: str) -> int:
         child[0].send_signal(asked[0])
     for stream in streams:
         os.close(stream.inner)
-    with path.open("ab", buffering=0) as file:
+    with file:
         copy(streams, file, child[0])
     code = child[0].wait()
     if asked and code != 0:
         return 128 + asked[0]
     return code if code >= 0 else 128 - code
+
+
+def open_log(path: Path) -> io.FileIO:
+    """Open the log for appending. Neither it nor its folder may be a link, which others could have planted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(path.name, flags, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        os.close(handle)
+        raise OSError(errno.ELOOP, "it is no file of its own")
+    return io.FileIO(handle, "ab")
 
 
 def copy(streams: list[Stream], file: object, child: subprocess.Popen) -> None:
@@ -144,4 +162,9 @@ def copy(streams: list[Stream], file: object, child: subprocess.Popen) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    try:
+        sys.exit(main(*sys.argv[1:]))
+    except OSError as problem:
+        reason = f"{ascii(problem.filename)[1:-1]}: {problem.strerror}" if problem.filename else problem.strerror
+        sys.stderr.write(f"error: the log {ascii(sys.argv[1])[1:-1]} cannot be written ({reason})\n")
+        sys.exit(2)

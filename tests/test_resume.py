@@ -18,7 +18,7 @@ from omagd.config.schema import Config
 from omagd.run import keeper as keeper_module
 from omagd.run.command_line import config_from, main
 from omagd.run.launch import launch
-from omagd.run.resuming import Claim, claimed_folder, identity_of, rank_at_work
+from omagd.run.resuming import Claim, claimed_folder, identity_of
 from omagd.utils import checkpoint_store
 from omagd.utils.checkpoint_store import folders, read_checkpoint
 from omagd.utils.errors import UserError
@@ -234,30 +234,19 @@ def claim_cut_off(given: Config, token: str) -> Iterator[Claim]:
         raise Cut
 
 
-def test_only_an_unfinished_run_of_the_same_kind_is_continued_and_only_by_one(tmp_path, capfd):
+def test_only_an_unfinished_run_of_the_same_kind_is_continued_and_only_by_one(tmp_path):
     given = config(tmp_path)
     with claim_cut_off(given, "run") as mine:
-        with claim_cut_off(given, "run") as other:
-            assert other.path != mine.path, "somebody works on the first one"
-        assert "another process works on it" in "".join(capfd.readouterr())
-    with claim_cut_off(given, "run") as again:
-        assert again.path == other.path, "the newest one"
-    with claim_cut_off(config(tmp_path, QMIX, "lr=0.01"), "run") as another:
-        assert another.path not in (mine.path, other.path)
-    with claim_cut_off(config(tmp_path, QMIX, "auto_resume=False"), "run") as fresh:
-        assert fresh.path not in (mine.path, other.path, another.path)
-
-
-def test_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch):
-    given = config(tmp_path)
-    with claim_cut_off(given, "run") as mine:
-        pass
-    monkeypatch.setattr("omagd.run.resuming.OLD_RANKS_SECONDS", 0.2)
-    with rank_at_work(RunFolder(mine.path)), claim_cut_off(given, "run") as other:
-        assert other.path != mine.path
-    Path(other.path, "run.json").unlink()
+        with pytest.raises(UserError, match="is in use by process"), claimed_folder(given, "run"):
+            pass
     with claim_cut_off(given, "run") as again:
         assert again.path == mine.path
+    with claim_cut_off(config(tmp_path, QMIX, "lr=0.01"), "run") as another:
+        assert another.path != mine.path
+    with claim_cut_off(config(tmp_path, QMIX, "auto_resume=False"), "run") as fresh:
+        assert fresh.path not in (mine.path, another.path)
+    with claim_cut_off(given, "run") as newest:
+        assert newest.path == fresh.path
 
 
 @pytest.mark.parametrize(
@@ -270,6 +259,7 @@ def test_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch):
         ("use_wandb", True, True),
         ("checkpoint_interval", 9.0, True),
         ("unique_token", "x", True),
+        ("auto_resume_wait", 5.0, True),
         ("seed", 2, False),
         ("lr", 0.1, False),
         ("t_max", 7, False),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from omagd.run import REGISTRY
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, visible
 from omagd.utils.signals import Stopped
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(error.render() + "\n")
         return USER_ERROR_EXIT_CODE
     except RankFailed as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(visible(f"error: {error}\n", kept="\n"))
         return 1
     except Stopped as stop:
         sys.stderr.write(f"stopped by {stop}\n")
@@ -175,7 +175,7 @@ def _run(options: argparse.Namespace, texts: Mapping[str, str]) -> None:
 def _say(text: str) -> None:
     """Write `text` to standard output; who reads it may stop early (`| head`)."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text, kept="\n"))
         sys.stdout.flush()
     except BrokenPipeError:
         # Python would complain once more when it flushes at exit.

@@ -9,7 +9,7 @@ from typing import Any
 
 from omagd.run.card import read_card
 from omagd.run.report import runs_table
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RunFolder
 
 
@@ -27,4 +27,13 @@ def _summary(folder: str) -> dict[str, Any]:
     except (OSError, ValueError, TypeError):
         raise UserError(f"compare {folder}: holds no summary.json that can be read. Give a run's folder") from None
     known = {key: value for key, value in summary.items() if value is not None}
-    return {"card": read_card(path.parent), **known, "folder": str(path.parent)}
+    return _one_line({"card": read_card(path.parent), **known, "folder": str(path.parent)})
+
+
+def _one_line(value: Any) -> Any:
+    """Return what a file says with all text as single lines that a terminal shows as they are."""
+    if isinstance(value, str):
+        return readable(value)
+    if isinstance(value, dict):
+        return {readable(str(name)): _one_line(item) for name, item in value.items()}
+    return [_one_line(item) for item in value] if isinstance(value, list) else value

@@ -18,7 +18,7 @@ from omagd.config.schema import Config
 from omagd.run.plan import Plan, make_plan
 from omagd.run.prestart import end_with_parent
 from omagd.run.ranks import Ranks
-from omagd.run.resuming import claimed_folder
+from omagd.run.resuming import Claim, claimed_folder
 from omagd.run.shared_folder import require_shared_folder
 from omagd.run.verdict import (
     Verdict,
@@ -67,11 +67,26 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
     if attempt > 0 and config.enable_checkpointing:  # the run that torchrun has started again is the one to continue
         config = config.model_copy(update={"auto_resume": True})
     with _group(rank, plan, local_rank, port, config, attempt, _leave_hung) as dist, ExitStack() as held:
-        claim = held.enter_context(claimed_folder(config, token)) if dist.is_main else None
-        claim = dist.broadcast(claim)
-        assert claim is not None, "rank 0 has one"
+        claim = _claim_together(config, token, dist, held)
         require_shared_folder(dist, claim.path)
         return run_experiment(claim.config, dist, claim.path, channel if rank == 0 else None, attempt=attempt)
+
+
+def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> Claim:
+    """Return the folder that rank 0 has claimed, on every rank; while it waits for one, all do. Errors: UserError."""
+    claim: Claim | UserError | None
+    if dist.is_main:
+        try:
+            claim = held.enter_context(claimed_folder(config, token, waits=lambda: dist.broadcast(None)))
+        except UserError as error:
+            claim = error
+        dist.broadcast(claim)
+    else:
+        while (claim := dist.broadcast(None)) is None:
+            pass
+    if isinstance(claim, UserError):
+        raise claim
+    return claim
 
 
 def _leave_hung(line: str) -> NoReturn:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
+import logging
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omagd.config.schema import Config
 from omagd.utils.checkpoint_store import Checkpoint, Damaged, folders, read_checkpoint
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import setup_logging
+from omagd.utils.owned_folder import Untrusted, read_entry, require_own
 from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.run_lock import Busy, Lock, busy_rank, mark_rank, take
 
 ELSEWHERE = frozenset(
     {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
     | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "use_tensorboard"}
     | {"log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage"}
-    | {"distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "auto_resume"}
-    | {"max_restarts", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
+    | {"distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "max_restarts"}
+    | {"auto_resume", "auto_resume_wait", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
 )
 """Keys that do not make a run another one: where it runs, on how much, and what it tells."""
 
@@ -34,6 +37,9 @@ READ = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain
 
 OLD_RANKS_SECONDS = 60.0
 """How long to wait for the ranks of a launcher that was killed."""
+
+WAITING_SECONDS = 60.0
+"""How often a process that waits for another one says so."""
 
 CONTINUED, RUN_FILE = "continued_from.json", "run.json"
 
@@ -47,26 +53,20 @@ class Claim:
 
 
 @contextmanager
-def claimed_folder(config: Config, token: str) -> Iterator[Claim]:
+def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lambda: None) -> Iterator[Claim]:
     """Have the folder that a run lives in, under a lock that ends with the context or the process.
 
     Args:
-        config: of the run. token: name of a new folder.
-    Errors: UserError where nothing can be written, or `checkpoint_path` holds no complete checkpoint.
+        config: of the run. token: name of a new folder. waits: called every second while another process has the run.
+    Errors: UserError where nothing can be written, another process uses the run, or `checkpoint_path` holds no
+        complete checkpoint.
     """
     console = setup_logging(None)
     identity = identity_of(config)
-    claimed = _unfinished(config, identity, console) if config.auto_resume and not config.evaluate else None
+    wanted = config.auto_resume and not config.evaluate
+    claimed = _unfinished(config, identity, console, waits) if wanted else None
     if claimed is None:
-        folder = _new_folder(config, token)
-        lock = _try_lock(folder)
-        assert lock is not None, "a folder that was made a moment ago is nobody else's"
-        source = whole_state(config)
-        if source is not None:
-            _adopt(source, folder)
-            console.info(f"continuing from {source.path} in a new folder: {folder.path}")
-        write_json(folder.config_json, config.model_dump(mode="json"))
-        write_json(folder.path / RUN_FILE, {"identity": identity})
+        folder, lock = _new_run(config, token, identity, console)
     else:
         folder, lock = claimed
         console.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
@@ -76,7 +76,27 @@ def claimed_folder(config: Config, token: str) -> Iterator[Claim]:
         # Not before: who is killed while the last files are written goes on with them.
         write_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
     finally:
-        os.close(lock)
+        lock.release()
+
+
+def _new_run(config: Config, token: str, identity: str, console: logging.Logger) -> tuple[RunFolder, Lock]:
+    """Make the folder of a new run and lock it; one that cannot be completed is removed. Errors: UserError."""
+    source = whole_state(config)
+    folder: RunFolder | None = None
+    try:
+        folder = RunFolder.create(config.local_results_path, token)
+        lock = take(folder.path)
+        if source is not None:
+            _adopt(source, folder)
+            console.info(f"continuing from {source.path} in a new folder: {folder.path}")
+        write_json(folder.config_json, config.model_dump(mode="json"))
+        write_json(folder.path / RUN_FILE, {"identity": identity})
+    except OSError as problem:
+        if folder is not None:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        reason = f"({problem.strerror}); give a folder that can be written"
+        raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
+    return folder, lock
 
 
 def identity_of(config: Config) -> str:
@@ -129,89 +149,88 @@ def whole_state(config: Config) -> Checkpoint | None:
     return None
 
 
-def _unfinished(config: Config, identity: str, console: Any) -> tuple[RunFolder, int] | None:
-    """Return the newest unfinished run of this configuration and its lock; None where there is none to be had."""
-    root = Path(config.local_results_path).expanduser()
-    found = [path.parent for path in root.glob(f"*/{RUN_FILE}")]
+def _unfinished(
+    config: Config, identity: str, console: logging.Logger, waits: Callable[[], object]
+) -> tuple[RunFolder, Lock] | None:
+    """Return the newest unfinished run of this configuration and its lock; None where there is none.
+
+    Errors: UserError where another process uses it.
+    """
     finished = None
-    for path in sorted(found, key=_begun, reverse=True):
-        if _json(path / RUN_FILE).get("identity") != identity:
+    for path in _same_runs(Path(config.local_results_path).expanduser(), identity):
+        if read_entry(path / RUN_FILE).get("finished"):
+            finished = finished or path
             continue
-        folder = RunFolder(path)
-        if _json(path / RUN_FILE).get("finished"):
-            finished = finished or folder
+        try:
+            require_own(path)
+        except (Untrusted, OSError) as problem:
+            reason = problem.strerror if isinstance(problem, OSError) else problem
+            console.warning(f"auto_resume=True: {readable(str(path))} is neither continued nor changed: {reason}")
             continue
-        lock = _try_lock(folder)
-        if lock is None:
-            console.info(f"auto_resume=True: {path} is unfinished, but another process works on it")
-            continue
-        return folder, lock
+        return RunFolder(path), _locked(RunFolder(path), config.auto_resume_wait, console, waits)
     if finished is not None:
-        console.info(f"auto_resume=True: {finished.path} is finished already; a new run begins")
+        console.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
     return None
 
 
-def _begun(path: Path) -> float:
-    return (path / RUN_FILE).stat().st_mtime
+def _same_runs(root: Path, identity: str) -> list[Path]:
+    """Return the folders that hold a run of this identity, newest first."""
+    found: list[tuple[float, Path]] = []
+    for name in os.listdir(root) if root.is_dir() else ():
+        path = root / name
+        if read_entry(path / RUN_FILE).get("identity") == identity:
+            with suppress(OSError):
+                found.append(((path / RUN_FILE).stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _locked(folder: RunFolder, minutes: float, console: logging.Logger, waits: Callable[[], object]) -> Lock:
+    """Return the lock of an unfinished run, waiting for it as long as the user allows. Errors: UserError."""
+    until, shown = time.monotonic() + 60 * minutes, -math.inf
+    while True:
+        try:
+            lock = _try_lock(folder)
+            break
+        except Busy as busy:
+            now = time.monotonic()
+            if now >= until:
+                mend = "wait with auto_resume_wait=<minutes>, or start another run (auto_resume=False or another seed)"
+                raise UserError(f"auto_resume=True: {folder.path} is in use by {busy}; {mend}") from None
+            if now - shown >= WAITING_SECONDS:
+                shown = now
+                console.info(f"waiting {math.ceil((until - now) / 60)} min at most: {folder.path} is in use by {busy}")
+        waits()
+        time.sleep(min(1.0, max(0.0, until - now)))
+    if read_entry(folder.path / RUN_FILE).get("finished"):
+        lock.release()
+        mend = "nothing is left to do; auto_resume=False starts a new run"
+        raise UserError(f"auto_resume=True: {folder.path} was just finished by another process: {mend}")
+    return lock
 
 
-def _try_lock(folder: RunFolder) -> int | None:
-    """Return the handle of a run's lock, None where another launcher has it; its killed one's ranks are waited for."""
-    handle = os.open(folder.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    if not _ranks_have_ended(folder):
-        os.close(handle)
-        return None
-    return handle
-
-
-def _ranks_have_ended(folder: RunFolder) -> bool:
-    """Wait until no rank of an earlier start holds the folder any more; return whether that came to be."""
+def _try_lock(folder: RunFolder) -> Lock:
+    """Return a run's lock once the ranks of an earlier start have ended, which are waited for. Errors: Busy."""
+    lock = take(folder.path)
     until = time.monotonic() + OLD_RANKS_SECONDS
-    handle = os.open(folder.path / "lock.ranks", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except OSError:
-                if time.monotonic() > until:
-                    return False
-                time.sleep(0.05)
-    finally:
-        os.close(handle)
+        while (busy := busy_rank(folder.path)) is not None:
+            if time.monotonic() > until:
+                raise busy
+            time.sleep(0.05)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
 
 
 @contextmanager
 def rank_at_work(folder: RunFolder) -> Iterator[None]:
     """Say, as long as the context or this process lasts, that a rank works in a folder."""
-    handle = os.open(folder.path / "lock.ranks", os.O_RDWR | os.O_CREAT, 0o644)
+    mark = mark_rank(folder.path)
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH)
         yield
     finally:
-        os.close(handle)
-
-
-def _new_folder(config: Config, token: str) -> RunFolder:
-    """Make a run's folder. Errors: UserError where nothing can be written."""
-    try:
-        return RunFolder.create(config.local_results_path, token)
-    except OSError as problem:
-        reason = f"({problem.strerror}); give a folder that can be written"
-        raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
+        mark.release()
 
 
 def _adopt(source: Checkpoint, folder: RunFolder) -> None:

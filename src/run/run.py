@@ -12,6 +12,7 @@ from omagd.config.schema import Config
 from omagd.run.launch import launch
 from omagd.run.plan import make_plan, speaks
 from omagd.run.report import render_summary, seeds_table
+from omagd.utils.errors import visible
 from omagd.utils.log_sinks.sacred import SacredRelay
 from omagd.utils.run_folder import make_token
 
@@ -60,5 +61,5 @@ def _run_one(_run: Any, config: Config) -> dict[str, Any]:
 def _show(text: str) -> None:
     if not speaks():
         return
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(visible(text + "\n", kept="\n"))
     sys.stdout.flush()

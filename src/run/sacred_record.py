@@ -57,6 +57,9 @@ def _records(config: Config, folder: str | None) -> Path:
     """Return the folder of the records, made where it was missing. Errors: UserError where it cannot be."""
     results = Path(config.local_results_path).expanduser()
     where = results / "sacred" if folder is None else Path(folder).expanduser()
+    if folder is None and where.is_symlink():
+        mend = "Remove it, or name the folder that it leads to by --file_storage"
+        raise UserError(f"local_results_path={config.local_results_path}: its sacred/ is a link. {mend}")
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as problem:

@@ -19,8 +19,8 @@ class UserError(Exception):
 
     def __init__(self, message: str, *help_lines: str) -> None:
         super().__init__(message)
-        self.message = _readable(message)
-        self.help_lines = tuple(_readable(line) for line in help_lines[:2])
+        self.message = readable(message)
+        self.help_lines = tuple(readable(line) for line in help_lines[:2])
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the help lines, so that a worker's error arrives whole in the parent."""
@@ -31,12 +31,20 @@ class UserError(Exception):
         return "\n".join([f"error: {self.message}", *(f"  {line}" for line in self.help_lines)])
 
 
-def _readable(text: str) -> str:
-    """Return `text` as one line that a terminal shows as it is: of a very long one the beginning and the end."""
-    line = " ".join(text.split())
-    if not line.isprintable():
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+def readable(text: str) -> str:
+    """Return `text` as one line that a terminal shows as it is: of a very long one the beginning and the end.
+
+    For every name that was found on disk and all that stands in a file: it may hold control characters.
+    """
+    line = visible(" ".join(text.split()))
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 255]} … {line[-250:]}"
+
+
+def visible(text: str, kept: str = "") -> str:
+    """Return `text` with characters that a terminal does not print escaped, but for those in `kept`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 class RankFailed(RuntimeError):

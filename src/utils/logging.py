@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from omagd.utils.errors import visible
 from omagd.utils.log_sinks import REGISTRY
 from omagd.utils.log_sinks.base import Record, RunFacts, Sink
 from omagd.utils.progress import BarSafeHandler
@@ -135,7 +136,7 @@ def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = loggi
         path = Path(log_file)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        file.setFormatter(_FileFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         logger.addHandler(file)
     return logger
 
@@ -150,4 +151,11 @@ class _ConsoleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         text = f"[{self.formatTime(record, self.datefmt)}] {self._prefix}{level}{record.getMessage()}"
-        return text + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+        return visible(text + ("\n" + self.formatException(record.exc_info) if record.exc_info else ""), kept="\n")
+
+
+class _FileFormatter(logging.Formatter):
+    """The lines of a log file: no text that a terminal would take for a command."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), kept="\n")

@@ -46,7 +46,7 @@ class RunFolder:
         while True:
             path = root / (unique_token if number == 1 else f"{unique_token}_{number}")
             try:
-                path.mkdir()
+                path.mkdir(mode=0o755)  # with any umask: who else could write here could plant links
                 break
             except FileExistsError:
                 number += 1

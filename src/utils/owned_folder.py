@@ -1,0 +1,140 @@
+"""Whether a folder found on disk can be trusted with writing: it is the user's own, and nothing in it leads outside.
+
+Everything is looked at through descriptors of the folders, without following links. A folder that everybody may write
+is first closed to others, so that what has been checked stays as it is. The group is trusted: it is the user who lets
+it write (umask, or a folder shared with colleagues).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+from omagd.utils.errors import readable
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+WRITTEN_ONCE = frozenset({"checkpoints", "models"})
+"""Folders whose files are replaced as a whole, never changed: another name of such a file elsewhere is safe."""
+
+HAS_LINKS = "wandb"
+"""W&B keeps links there from one of its own files to another."""
+
+LONGEST_ENTRY = 1 << 20
+
+
+class Untrusted(Exception):
+    """A folder that must not be written; the text says why."""
+
+
+def require_own(folder: Path) -> None:
+    """Check a run's folder; make a file that has another name outside a copy of its own. Errors: Untrusted, OSError."""
+    if not folder.name.isprintable():
+        raise Untrusted("its name holds control characters")
+    root = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(root).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise Untrusted("everybody may replace it: the folder around it is writable by all, without a sticky bit")
+        try:
+            handle = os.open(folder.name, FOLDER, dir_fd=root)
+        except OSError:
+            raise Untrusted("it is a link, not a folder") from None
+        try:
+            _check(handle, (), _own_ids(handle, root))
+        finally:
+            os.close(handle)
+    finally:
+        os.close(root)
+
+
+def read_entry(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file; empty where it is anything else: a pipe, a device, huge, missing."""
+    try:
+        handle = os.open(path, FILE & ~os.O_NOFOLLOW)
+    except OSError:
+        return {}
+    try:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > LONGEST_ENTRY:
+            return {}
+        found = json.loads(os.read(handle, LONGEST_ENTRY))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    finally:
+        os.close(handle)
+    return found if isinstance(found, dict) else {}
+
+
+def _own_ids(handle: int, root: int) -> frozenset[int]:
+    """Return the user ids of this process's files: some file systems show files of root as those of another user."""
+    own = {os.geteuid()}
+    if os.fstat(handle).st_uid in own:
+        return frozenset(own)
+    name = f".owner_{secrets.token_hex(8)}.tmp"
+    with contextlib.suppress(OSError):
+        probe = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=root)
+        own.add(os.fstat(probe).st_uid)
+        os.close(probe)
+        os.unlink(name, dir_fd=root)
+    return frozenset(own)
+
+
+def _check(handle: int, place: tuple[str, ...], own: frozenset[int]) -> None:
+    """Check an open folder and what is in it, depth first. Errors: Untrusted, OSError."""
+    about = os.fstat(handle)
+    if about.st_uid not in own:
+        raise Untrusted(f"{_named(place)} belongs to another user")
+    if about.st_mode & stat.S_IWOTH:
+        os.fchmod(handle, stat.S_IMODE(about.st_mode) & ~stat.S_IWOTH)
+    for name in os.listdir(handle):
+        here = (*place, name)
+        found = os.stat(name, dir_fd=handle, follow_symlinks=False)
+        if stat.S_ISLNK(found.st_mode):
+            if not _stays_in_wandb(handle, here):
+                raise Untrusted(f"it contains a link, {_named(here)}")
+        elif found.st_uid not in own:
+            raise Untrusted(f"{_named(here)} belongs to another user")
+        elif stat.S_ISDIR(found.st_mode):
+            inner = os.open(name, FOLDER, dir_fd=handle)
+            try:
+                _check(inner, here, own)
+            finally:
+                os.close(inner)
+        elif not stat.S_ISREG(found.st_mode):
+            raise Untrusted(f"it contains something that is neither a file nor a folder, {_named(here)}")
+        elif found.st_nlink > 1 and here[0] not in WRITTEN_ONCE:
+            _copy_in_place(handle, name)
+
+
+def _stays_in_wandb(handle: int, place: tuple[str, ...]) -> bool:
+    target = os.readlink(place[-1], dir_fd=handle)
+    return place[0] == HAS_LINKS and len(place) > 1 and not target.startswith("/") and ".." not in target.split("/")
+
+
+def _copy_in_place(handle: int, name: str) -> None:
+    """Let a file with several names be a file of its own: what is written to it must change no other."""
+    beside = f".{secrets.token_hex(8)}.tmp"
+    source = os.open(name, FILE, dir_fd=handle)
+    try:
+        mode = stat.S_IMODE(os.fstat(source).st_mode)
+        target = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=handle)
+        with open(target, "wb") as copy:
+            while piece := os.read(source, 1 << 20):
+                copy.write(piece)
+        os.replace(beside, name, src_dir_fd=handle, dst_dir_fd=handle)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside, dir_fd=handle)
+        raise
+    finally:
+        os.close(source)
+
+
+def _named(place: tuple[str, ...]) -> str:
+    return readable("/".join(place))[:120] if place else "it"

@@ -1,0 +1,233 @@
+"""A run folder that somebody else has prepared: nothing is written through its links, and nothing it says is obeyed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from command_budgets import BUDGETS
+from command_harness import ROOT, records, summary_of
+
+from omagd.run.command_line import config_from, main
+from omagd.run.resuming import claimed_folder
+from omagd.utils import owned_folder
+from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+
+COMMAND = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "t_max=20", "auto_resume=True")
+INJECTED = "echo injected >>"
+
+
+def unfinished(results: Path) -> Path:
+    """Leave an unfinished run of `COMMAND`, with nothing in it yet."""
+    given = config_from([*COMMAND, f"local_results_path={results}"])
+    with suppress(ZeroDivisionError), claimed_folder(given, "template") as claim:
+        raise ZeroDivisionError
+    return Path(claim.path)
+
+
+def outside(place: Path) -> dict[str, bytes]:
+    """Return all files in a folder with their content and mode."""
+    return {
+        str(path.relative_to(place)): path.read_bytes() + bytes([path.stat().st_mode & 0x7F])
+        for path in place.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def home(tmp_path) -> Path:
+    """Return a folder of things that a run must not touch."""
+    place = tmp_path / "home"
+    (place / "thesis" / "100").mkdir(parents=True)
+    (place / "bashrc").write_text("PATH=/bin\n")
+    (place / "thesis" / "100" / "agent.th").write_text("years")
+    (place / "metrics.jsonl").write_text('{"years": 3}\n' * 100)
+    return place
+
+
+def link(where: str, to: str) -> Callable[[Path, Path], None]:
+    def plant(run: Path, home: Path) -> None:
+        place = run / where
+        if place.is_dir():
+            shutil.rmtree(place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(home / to)
+
+    return plant
+
+
+def pipe(run: Path, home: Path) -> None:
+    os.mkfifo(run / "metrics.jsonl")
+
+
+def moved(run: Path, home: Path) -> None:
+    run.rename(home / "moved")
+    run.symlink_to(home / "moved")
+
+
+PLANTED: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
+    "log": ("a", link("logs/rank_0.log", "bashrc"), "a link, logs/rank_0.log"),
+    "log folder": ("b", link("logs", "thesis"), "a link, logs"),
+    "models": ("c", link("models", "thesis"), "a link, models"),
+    "step": ("d", link("models/100", "thesis/100"), "a link, models/100"),
+    "metrics": ("e", link("metrics.jsonl", "metrics.jsonl"), "a link, metrics.jsonl"),
+    "episodes": ("f", link("episodes/rank_0.jsonl", "metrics.jsonl"), "a link, episodes/rank_0.jsonl"),
+    "checkpoints": ("g", link("checkpoints", "thesis"), "a link, checkpoints"),
+    "entry": (
+        "h",
+        lambda run, home: (run / "run.json").rename(home / "e") and link("run.json", "e")(run, home),
+        "link",
+    ),
+    "lock": ("i", link("lock.ranks", "bashrc"), "a link, lock.ranks"),
+    "wandb": ("j", link("wandb", "thesis"), "a link, wandb"),
+    "wandb inside": ("k", link("wandb/latest-run", "thesis"), "a link, wandb/latest-run"),
+    "dangling": ("l", link("card.json", "nothing"), "a link, card.json"),
+    "pipe": ("m", pipe, "neither a file nor a folder, metrics.jsonl"),
+    "moved": ("n", moved, "it is a link"),
+    "name": (f"o\n{INJECTED} bashrc\x1b[2J\x07", lambda run, home: None, "its name holds control characters"),
+}
+
+
+@pytest.mark.processes
+def test_a_planted_run_is_neither_continued_nor_changed_and_stops_nothing(tmp_path, home, capfd, monkeypatch):
+    """All of them at once beside an own unfinished run, the oldest, which is continued."""
+    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    results = tmp_path / "results"
+    own = unfinished(results)
+    for name, plant, _ in PLANTED.values():
+        run = results / name
+        shutil.copytree(own, run)
+        plant(run, home)
+    os.utime(own / "run.json", (1, 1))
+    before, planted = outside(home), {name: outside(results / name) for name, _, _ in PLANTED.values()}
+    assert main([*COMMAND, f"local_results_path={results}"]) == 0
+    said = capfd.readouterr()
+    assert summary_of(own)["exit_state"] == "completed" and records(own)
+    assert outside(home) == before
+    assert {name: outside(results / name) for name in planted} == planted
+    text = said.out + said.err + (own / "logs" / "rank_0.log").read_text()
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert not any(line.startswith(INJECTED) for line in text.splitlines())
+    for name, _, reason in PLANTED.values():
+        shown = name.split("\n")[0]
+        (line,) = [line for line in text.splitlines() if f"{results / shown}" in line]
+        assert "is neither continued nor changed: " in line and reason in line, line
+    assert sorted(path.name for path in results.iterdir()) == sorted([own.name, *planted])
+
+
+def test_a_folder_of_another_user_is_not_own(tmp_path, monkeypatch):
+    run = unfinished(tmp_path)
+    real = os.stat
+
+    def foreign(path, **more):
+        found = real(path, **more)
+        return os.stat_result((*found[:4], 4321, *found[5:])) if path == "run.json" and "dir_fd" in more else found
+
+    monkeypatch.setattr(os, "stat", foreign)
+    with pytest.raises(Untrusted, match=r"run\.json belongs to another user"):
+        require_own(run)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    monkeypatch.setattr(owned_folder, "_own_ids", lambda *_: frozenset({4321}))
+    with pytest.raises(Untrusted, match="it belongs to another user"):
+        require_own(run)
+
+
+def test_where_all_files_of_root_belong_to_nobody_the_own_ones_are_known(tmp_path, monkeypatch):
+    run = unfinished(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    require_own(run)
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_others_cannot_change_what_has_been_checked(tmp_path):
+    run = unfinished(tmp_path)
+    for path in (run, run / "logs"):
+        path.chmod(0o777)
+    require_own(run)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (run, run / "logs")] == [0o775, 0o775]
+    tmp_path.chmod(0o777)
+    with pytest.raises(Untrusted, match="everybody may replace it"):
+        require_own(run)
+    tmp_path.chmod(0o1777)
+    require_own(run)
+    tmp_path.chmod(0o755)
+
+
+def test_a_file_with_a_second_name_gets_a_content_of_its_own(tmp_path, home):
+    """Hard links: checkpoints share files so, and nobody writes into those."""
+    run = unfinished(tmp_path / "results")
+    (run / "checkpoints" / "kept").mkdir(parents=True)
+    os.link(home / "metrics.jsonl", run / "metrics.jsonl")
+    os.link(home / "thesis" / "100" / "agent.th", run / "checkpoints" / "kept" / "a")
+    require_own(run)
+    assert (run / "metrics.jsonl").read_bytes() == (home / "metrics.jsonl").read_bytes()
+    assert (run / "metrics.jsonl").stat().st_nlink == (home / "metrics.jsonl").stat().st_nlink == 1
+    assert (run / "checkpoints" / "kept" / "a").stat().st_nlink == 2
+    assert list(run.rglob(".*")) == []
+
+
+def test_the_links_that_wandb_makes_are_no_obstacle(tmp_path):
+    run = unfinished(tmp_path)
+    (run / "wandb" / "offline-run-1" / "logs").mkdir(parents=True)
+    (run / "wandb" / "latest-run").symlink_to("offline-run-1")
+    (run / "wandb" / "debug.log").symlink_to("offline-run-1/logs/debug.log")
+    require_own(run)
+    (run / "wandb" / "up").symlink_to("offline-run-1/../../logs")
+    with pytest.raises(Untrusted, match="wandb/up"):
+        require_own(run)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"a": 1}' + b" " * (1 << 20)])
+def test_an_entry_that_is_none_is_empty(tmp_path, content):
+    (tmp_path / "run.json").write_bytes(content)
+    assert read_entry(tmp_path / "run.json") == {}
+    assert read_entry(tmp_path / "missing") == read_entry(tmp_path) == {}
+    os.mkfifo(tmp_path / "pipe")
+    assert read_entry(tmp_path / "pipe") == {}
+
+
+def test_what_a_run_folder_says_is_shown_as_text(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    hostile = f"qmix\n{INJECTED} x\x1b]0;owned\x07"
+    (run / "summary.json").write_text(json.dumps({"name": hostile, "exit_state": hostile, "stages": {}, "seed": 1}))
+    assert main(["compare", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert all(letter.isprintable() or letter == "\n" for letter in out)
+    assert INJECTED in out and not any(line.startswith(INJECTED) for line in out.splitlines())
+
+
+def test_a_planted_folder_of_records_is_rejected(tmp_path, home, capsys):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "sacred").symlink_to(home)
+    before = outside(home)
+    assert main([*COMMAND[1:], f"local_results_path={tmp_path / 'results'}"]) == 2
+    assert "its sacred/ is a link" in capsys.readouterr().err
+    assert outside(home) == before
+
+
+@pytest.mark.parametrize("planted", ["folder", "file", "name"])
+def test_a_planted_log_of_the_launcher_is_not_written(tmp_path, home, planted):
+    log = tmp_path / "results" / "logs" / "launch.log"
+    log.parent.parent.mkdir()
+    if planted == "folder":
+        log.parent.symlink_to(home)
+        (home / "launch.log").write_text("")
+    else:
+        log.parent.mkdir()
+        (log.symlink_to if planted == "file" else lambda to: os.link(to, log))(home / "bashrc")
+    before = outside(home)
+    command = [sys.executable, ROOT / "scripts" / "with_log.py", log, "echo", INJECTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: the log {log} cannot be written (") and done.stderr.count("\n") == 1
+    assert outside(home) == before
