@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from ddp_harness import run_ranks
 from graph_toys import INFO, toy_config, toy_episodes, toy_modules
 
 from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.synced_step import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
@@ -77,7 +79,23 @@ def train(case: str, dist: Dist, world_size: int, updates: int) -> dict[str, Any
 
 def both_stages(rank: int, dist: Dist, payload: tuple[int, list[str]]) -> dict[str, Any]:
     updates, cases = payload
-    return {case: train(case, dist, dist.world_size, updates) for case in cases}
+    trained = {case: train(case, dist, dist.world_size, updates) for case in cases}
+    return {**trained, "skips": {case: skip(case, dist) for case in ("stage 1, single", "stage 2, single")}}
+
+
+def skip(case: str, dist: Dist) -> tuple[float, bool]:
+    """Overflow on the last rank alone; return whether this rank skipped the update, and kept every weight."""
+    learner, module = make(case, dist)
+    batch = pack_episodes(toy_episodes(2, seed=dist.rank))
+    learner.update(batch)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    weight = next(module.parameters())
+    if dist.rank == dist.world_size - 1:
+        weight.data.fill_(math.nan)
+    stats = learner.update(batch)
+    weight.data.copy_(before[next(name for name, _ in module.named_parameters())])
+    kept = all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    return float(stats[SKIPPED][0]), kept
 
 
 def assert_equal_bits(ranks: list[dict[str, Any]]) -> None:
@@ -117,6 +135,12 @@ def test_two_ranks_take_the_update_of_their_union(case: str, two_ranks: list[dic
         total, count = (sum(rank["stats"][update].get(name, (0, 0))[i] for rank in ranks) for i in (0, 1))
         assert count == pytest.approx(alone["stats"][update][name][1])
         assert total == pytest.approx(alone["stats"][update][name][0], rel=1e-9 if tight else 1e-4)
+
+
+def test_all_ranks_skip_what_overflows_on_one_of_them(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        for case, (skipped, kept) in rank["skips"].items():
+            assert skipped == 1 and kept, case
 
 
 def test_codes_were_revived_on_the_way(two_ranks: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from omagd.run.stages.base import Products
 from omagd.run.stages.pretrain import PretrainStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.episode_log import EpisodeLog
+from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 
 SLOTS = 8
@@ -25,7 +27,12 @@ class Measured(PretrainStage):
 
     def make_learner(self):
         self.module = torch.nn.Linear(1, 1, bias=False)
-        return SimpleNamespace(best_metric="error", evaluate=lambda batch: {"error": (batch.error, 1.0)})
+        return SimpleNamespace(
+            best_metric="error",
+            evaluate=lambda batch: {"error": (batch.error, 1.0)},
+            modules=lambda: {"toy": self.module},
+            state_dict=dict,
+        )
 
     def trained(self):
         return self.module
@@ -36,7 +43,8 @@ class Measured(PretrainStage):
 
 def stage_of(tmp_path, dist=None, episodes=8):
     config = SimpleNamespace(
-        seed=1, graph_pretrain_eval_interval=1, evaluation_only=False, save_model=False,
+        graph_lr=0.1, grad_norm_clip=1.0, precision="float32", seed=1,
+        graph_pretrain_eval_interval=1, evaluation_only=False, save_model=False,
         graph_pretrain_episodes=episodes, graph_pretrain_eval_episodes=episodes,
     )  # fmt: skip
     logger = SimpleNamespace(log=lambda values, **when: None)
@@ -62,19 +70,31 @@ class HeldOut:
         return self
 
 
-@pytest.mark.parametrize(
-    ("errors", "best"), [([3.0, 1.0, 2.0], 2), ([2.0, float("nan")], 1), ([float("nan"), 2.0], 2), ([float("nan")], 1)]
-)
-def test_the_model_of_the_least_error_is_handed_on_even_where_training_diverges(errors, best, tmp_path):
-    stage = stage_of(tmp_path)
+def measure(stage, errors):
     for number, error in enumerate(errors, start=1):
         stage.module.weight.data.fill_(number)
         stage.clock.epoch = number
         stage.products.held_out = HeldOut(error)
         stage.evaluate()
+
+
+@pytest.mark.parametrize(("errors", "best"), [([3.0, 1.0, 2.0], 2), ([2.0, 3.0], 1)])
+def test_the_model_of_the_least_error_is_handed_on(errors, best, tmp_path):
+    stage = stage_of(tmp_path)
+    measure(stage, errors)
     result = stage.finish()
     assert stage.module.weight.item() == best
     assert result.values["best_epoch"] == best
+
+
+def test_what_is_not_finite_ends_the_stage_and_is_not_saved(tmp_path):
+    with pytest.raises(UserError, match=r"^stage1, epoch 2: eval/error=nan is not finite; graph_lr=0\.1, "):
+        measure(stage_of(tmp_path), [2.0, math.nan])
+    stage = stage_of(tmp_path)
+    measure(stage, [2.0])
+    stage.module.weight.data.fill_(math.inf)
+    with pytest.raises(UserError, match=r"toy\.weight holds values that are not finite, so nothing is saved"):
+        stage.finish()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -20,7 +20,7 @@ from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
 from omagd.learners.ddpg_objectives import ActorObjective, CriticObjective, one_hot
 from omagd.learners.nq_learner import lr_scale
 from omagd.learners.predictor_learner import uniform
-from omagd.learners.synced_step import Stats, SyncedStep
+from omagd.learners.synced_step import SKIPPED, Stats, SyncedStep, all_finite, copy_where
 from omagd.modules.agents.ddpg_agent import DDPGAgent
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.dist_utils import Dist
@@ -103,13 +103,13 @@ class DDPGLearner:
         parts = [self._steps(part.to(self.device), batch) for part in batch.split(self.config.accumulate)]
         count = torch.tensor(self.info.n_agents * (sum(batch.packing.lengths) - batch.packing.n_episodes))
         critic = self._critic_step(count, *((part.before, part.taken, self._targets(part)) for part in parts))
-        actor = self._actor_step(count, *((part.before, self._judge, part.noise) for part in parts))
+        of_actor = ((part.before, self._judge, part.noise) for part in parts)
+        actor = self._actor_step(count, *of_actor, where=critic.finite)
         self.updates += 1
         if critic.stepped:
-            self._follow()
-        one = torch.ones_like(critic.grad_norm)
-        norms = {"grad_norm": (critic.grad_norm, one), "grad_norm_actor": (actor.grad_norm, one)}
-        return {**critic.stats, **actor.stats, **norms}
+            self._follow(actor.finite)
+        norms = {"grad_norm": critic.norm, "grad_norm_actor": actor.norm}
+        return {**critic.stats, **actor.stats, **norms, SKIPPED: actor.skipped}
 
     def _steps(self, batch: PackedBatch, whole: PackedBatch) -> Steps:
         """Return the steps of (a part of) the batch `whole`."""
@@ -147,9 +147,10 @@ class DDPGLearner:
         return -(-drawn.log()).log().view(-1, n, actions).to(self.device, self.mac.dtype)
 
     @torch.no_grad()
-    def _follow(self) -> None:
-        """Move both targets by the share `tau` of the way to what is trained."""
-        torch._foreach_lerp_(self._followers, self._followed, self.config.tau)
+    def _follow(self, finite: Tensor) -> None:
+        """Move both targets by the share `tau` of the way to what is trained, where `finite` (scalar bool) holds."""
+        moved = torch._foreach_lerp(self._followers, self._followed, self.config.tau)
+        copy_where(finite & all_finite(moved), self._followers, moved)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return what is trained, by the names of its weight files."""

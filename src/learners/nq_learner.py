@@ -14,7 +14,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.q_objective import MakeTargets, Played, QObjective
-from omagd.learners.synced_step import Stats, SyncedStep
+from omagd.learners.synced_step import SKIPPED, Stats, SyncedStep, all_finite, copy_where
 from omagd.modules import mixers
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.modules.compiling import maybe_compile
@@ -74,7 +74,7 @@ class NQLearner:
         result = self._step(count, *(self._part(part.to(self.device)) for part in batch.split(self.config.accumulate)))
         self.updates += 1
         self._copy_targets_if_due(episodes)
-        return {**result.stats, "grad_norm": (result.grad_norm, torch.ones_like(result.grad_norm))}
+        return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
     def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Played, MakeTargets]:
         """Return the objective's arguments for some episodes."""
@@ -131,8 +131,10 @@ class NQLearner:
         else:
             due = self.updates - self._copied_at[1] >= by_updates
         if due:
-            self.target_agent.load_state_dict(self.mac.agent.state_dict())
-            self.target_mixer.load_state_dict(self.mixer.state_dict())
+            pairs = ((self.target_agent, self.mac.agent), (self.target_mixer, self.mixer))
+            old = [tensor for target, _ in pairs for tensor in target.state_dict().values()]
+            new = [tensor for _, trained in pairs for tensor in trained.state_dict().values()]
+            copy_where(all_finite(new), old, new)  # weights that have overflowed do not reach the targets
             self._copied_at = (episodes, self.updates)
 
 

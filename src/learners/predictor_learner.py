@@ -17,7 +17,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_step import Objective, Stats, SyncedStep, merge
+from omagd.learners.synced_step import SKIPPED, Objective, Stats, SyncedStep, merge
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
 from omagd.modules.graph_reconstructers.matching import match_types
@@ -150,11 +150,11 @@ class PredictorLearner:
         graphs = self.graphs(batch)
         sample = self.sample(batch, graphs, hide=True)
         self._objective.train()
-        self._count_slots(graphs)
         parts = sample.parts(self.config.graph_frames_at_once)
         result = self._step(self._count(sample), *((part,) for part in parts))
+        self._count_slots(graphs, result.finite)
         self.updates += 1
-        return {**result.stats, "grad_norm": (result.grad_norm, torch.ones_like(result.grad_norm))}
+        return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
     @torch.no_grad()
     def evaluate(self, batch: PackedBatch) -> Stats:
@@ -237,12 +237,13 @@ class PredictorLearner:
         return Sample(blank[:0], masked, none, none.float(), none, none)
 
     @torch.no_grad()
-    def _count_slots(self, graphs: Graphs) -> None:
-        """Add this batch's unseen nodes (all ranks') to the mean of each slot."""
+    def _count_slots(self, graphs: Graphs, finite: Tensor) -> None:
+        """Add this batch's unseen nodes (all ranks') to the mean of each slot, where the update was `finite`."""
         missing = graphs.missing.flatten(0, 1)
         total = torch.einsum("rn,rnd->nd", missing.double(), graphs.full_nodes.flatten(0, 1).double())
         both = torch.cat([total, missing.sum(0)[:, None].double()], dim=1)
         both = self.dist.sum(both)
+        both = torch.where(finite & both.isfinite().all(), both, 0.0)
         self.predictor.slot_sum += both[:, :-1]
         self.predictor.slot_count += both[:, -1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,6 +13,9 @@ from omagd.utils.dist_utils import Dist
 
 Stats = Mapping[str, tuple[Tensor, Tensor]]
 """Named sums with their counts: (sum, count), both scalars."""
+
+SKIPPED = "skipped_updates"
+"""The entry of a learner's stats that says, as (1 or 0, 1), whether its update was skipped; the same on all ranks."""
 
 WARM_UP_PASSES = 2
 
@@ -35,16 +38,49 @@ class Objective(nn.Module):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: `stepped` is False when no rank had a sample; `grad_norm` is the global one before clipping."""
+    """What a step did.
+
+    Attributes:
+        stepped: False when no rank had a sample. loss: this rank's sum. grad_norm: the global one before clipping.
+        finite: scalar bool on the device: whether `grad_norm` is finite (and `where` held); else nothing has changed.
+        stats: of the objective; sums and counts are 0 where `finite` is False, so that means leave the update out.
+    """
 
     stepped: bool
     loss: Tensor
     grad_norm: Tensor
+    finite: Tensor
     stats: Stats
+
+    @property
+    def norm(self) -> tuple[Tensor, Tensor]:
+        """Return the gradient norm as (sum, count), (0, 0) where it is not finite."""
+        return torch.where(self.finite, self.grad_norm, 0.0), self.finite.to(self.grad_norm.dtype)
+
+    @property
+    def skipped(self) -> tuple[Tensor, Tensor]:
+        """Return the pair for `SKIPPED`."""
+        return (~self.finite).to(self.grad_norm.dtype), torch.ones_like(self.grad_norm)
+
+
+def copy_where(condition: Tensor, old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
+    """Copy each tensor of `new` over its partner in `old` where `condition` holds (scalar bool on the same device)."""
+    for before, after in zip(old, new, strict=True):
+        before.copy_(torch.where(condition, after, before))
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return whether all floating-point tensors (at least one, on one device) are finite: a scalar bool there."""
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return torch.stack(torch._foreach_norm(numbers, ord=torch.inf)).isfinite().all()
 
 
 class SyncedStep:
     """Forward, backward, clip and step with sums and counts over all ranks.
+
+    A step whose global gradient norm is not finite changes neither weights nor the optimizer's state. Gradients are
+    summed over the ranks before the norm is taken, so all ranks decide alike. With a fused optimizer the decision is
+    made on the device (its `found_inf`, the mechanism of gradient scalers); with any other the host waits for it.
 
     Args:
         objective: bare objective; its trainable parameters are exactly the optimizer's.
@@ -82,15 +118,14 @@ class SyncedStep:
         self.optimizer.zero_grad(set_to_none=True)
         return WARM_UP_PASSES
 
-    def __call__(
-        self, count: Tensor, *parts: tuple[object, ...], before_step: Callable[[], None] | None = None
-    ) -> StepResult:
+    def __call__(self, count: Tensor, *parts: tuple[object, ...], where: Tensor | None = None) -> StepResult:
         """Take one step on this rank's samples, which pass forward and backward part after part.
 
         count: scalar, this rank's number (or weight) of samples that the losses of all parts sum over; int64 where
             whole, and best on the CPU, where nothing waits for a device.
         parts: arguments of the objective, at least one; ranks may have different numbers of them. The losses are sums
             and divided by one count, so that parts add up to the whole; only the last one exchanges gradients.
+        where: scalar bool on the device; where it is False, this step is skipped as well.
         """
         total = self.dist.sum_later(count)
         loss, stats, scale, some = torch.zeros(()), {}, None, torch.zeros(())
@@ -103,13 +138,27 @@ class SyncedStep:
                     scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0).to(loss_sum.device)
                 self.dist.backward(loss_sum * scale, self._wrapped)
             loss, stats = loss_sum.detach() + loss.to(loss_sum.device), merge(stats, of_part)
-        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.max_norm)
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.max_norm).detach()
+        finite = grad_norm.isfinite() if where is None else grad_norm.isfinite() & where
         stepped = bool(some > 0)
         if stepped:
-            if before_step is not None:
-                before_step()
-            self.optimizer.step()
+            self._step_where(finite)
             # torch's fused optimizers write without saying so; what is kept while acting is renewed by these counters.
             torch.autograd.graph.increment_version(self._parameters)
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(stepped, loss, grad_norm.detach(), stats)
+        return StepResult(stepped, loss, grad_norm, finite, _nothing_unless(finite, stats))
+
+    def _step_where(self, finite: Tensor) -> None:
+        """Let the optimizer step where `finite` holds."""
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif bool(finite):
+            self.optimizer.step()
+
+
+def _nothing_unless(finite: Tensor, stats: Stats) -> Stats:
+    """Return `stats` where `finite` holds, else sums and counts of 0. The loss of a skipped update may be a NaN."""
+    return {
+        name: (torch.where(finite, total, 0), torch.where(finite, count, 0)) for name, (total, count) in stats.items()
+    }

@@ -13,7 +13,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import node_stats, perplexity_stats
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_step import Objective, Stats, SyncedStep, merge
+from omagd.learners.synced_step import SKIPPED, Objective, Stats, SyncedStep, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
 from omagd.modules.linear import lowered
@@ -137,10 +137,11 @@ class TokenizerLearner:
         total, count = stats.pop(CODE_SUMS)
         sums = CodeSums(self.dist.sum(count), self.dist.sum(total))
         if result.stepped:
-            self.tokenizer.move(sums)
-            self._revive_if_due(nodes)
-        one = torch.ones_like(result.grad_norm)
-        return {**stats, **perplexity_stats(sums.counts), "grad_norm": (result.grad_norm, one)}
+            self.tokenizer.move(sums, result.finite)
+            self._revive_if_due(nodes, result.finite)
+        uses = perplexity_stats(sums.counts)
+        uses = {name: (total * result.finite, count * result.finite) for name, (total, count) in uses.items()}
+        return {**stats, **uses, "grad_norm": result.norm, SKIPPED: result.skipped}
 
     @torch.no_grad()
     def evaluate(self, batch: PackedBatch) -> Stats:
@@ -201,7 +202,8 @@ class TokenizerLearner:
             self.tokenizer.place(codes, drawn, 1.0)
             self.tokenizer.ready.fill_(True)
 
-    def _revive_if_due(self, nodes: Nodes) -> None:
+    def _revive_if_due(self, nodes: Nodes, finite: Tensor) -> None:
+        """Put codes that nothing uses at encodings of this batch, where the update was `finite`."""
         interval = self.tokenizer.config.revive_interval
         if not interval or self.updates % interval or self.updates > (1 - QUIET_SHARE) * self.total_updates:
             return
@@ -209,7 +211,7 @@ class TokenizerLearner:
         if len(dead):
             drawn = self._draw(nodes, len(dead), "revive")
             if drawn is not None:
-                self.tokenizer.place(dead, drawn, self.tokenizer.cluster_size.mean())
+                self.tokenizer.place(dead, drawn, self.tokenizer.cluster_size.mean(), finite)
 
     @torch.no_grad()
     def _draw(self, nodes: Nodes, wanted: int, purpose: str) -> Tensor | None:

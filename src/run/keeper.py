@@ -149,7 +149,8 @@ class Keeper:
         return self._saving is not None and not self._saving.done()
 
     def _begin(self, stage: Stage, buffers: dict[str, EpisodeBuffer], over: bool = False) -> None:
-        """Copy everything and let the thread write it."""
+        """Copy everything and let the thread write it. Errors: UserError where something is not finite."""
+        stage.require_sound()
         session = stage.session
         own = {
             "stage": {} if over else stage.own_state(),

@@ -113,14 +113,16 @@ class Tokenizer(nn.Module):
         return CodeSums(counts, torch.zeros_like(self.codebook).index_add_(0, ids, encoded.detach()))
 
     @torch.no_grad()
-    def move(self, sums: CodeSums) -> None:
-        """Move the codebook by the sums of all ranks' batches."""
+    def move(self, sums: CodeSums, finite: Tensor | None = None) -> None:
+        """Move the codebook by the sums of all ranks' batches. finite: scalar bool; where False, nothing changes."""
         decay = self.config.ema_decay
-        self.cluster_size.mul_(decay).add_(sums.counts.to(self.cluster_size.dtype), alpha=1 - decay)
-        self.embed_avg.mul_(decay).add_(sums.totals, alpha=1 - decay)
-        total = self.cluster_size.sum()
-        size = (self.cluster_size + SMOOTHING) / (total + self.n_codes * SMOOTHING) * total
-        self.codebook.copy_(self._unit(self.embed_avg / size[:, None]))
+        sizes = (self.cluster_size * decay).add_(sums.counts.to(self.cluster_size.dtype), alpha=1 - decay)
+        means = (self.embed_avg * decay).add_(sums.totals, alpha=1 - decay)
+        total = sizes.sum()
+        size = (sizes + SMOOTHING) / (total + self.n_codes * SMOOTHING) * total
+        moved = (sizes, means, self._unit(means / size[:, None]))
+        for old, new in zip((self.cluster_size, self.embed_avg, self.codebook), moved, strict=True):
+            old.copy_(new if finite is None else torch.where(finite, new, old))
 
     def dead(self) -> Tensor:
         """Return the ids [R] int64 of codes whose EMA count is below the threshold times the mean count."""
@@ -128,11 +130,17 @@ class Tokenizer(nn.Module):
         return torch.nonzero(self.cluster_size < limit).flatten()
 
     @torch.no_grad()
-    def place(self, codes: Tensor, encoded: Tensor, size: Tensor | float) -> None:
-        """Put `codes` [R] at encodings [R, E], as if `size` nodes had been assigned to each."""
-        self.codebook[codes] = self._unit(encoded)
-        self.cluster_size[codes] = torch.as_tensor(size, dtype=self.cluster_size.dtype, device=codes.device)
-        self.embed_avg[codes] = self.codebook[codes] * size
+    def place(self, codes: Tensor, encoded: Tensor, size: Tensor | float, finite: Tensor | None = None) -> None:
+        """Put `codes` [R] at encodings [R, E], as if `size` nodes had been assigned to each.
+
+        finite: scalar bool; where it is False, nothing changes. An encoding that is not finite moves no code.
+        """
+        good = encoded.isfinite().all(-1) if finite is None else encoded.isfinite().all(-1) & finite
+        placed = torch.where(good[:, None], self._unit(encoded), self.codebook[codes])
+        sizes = torch.as_tensor(size, dtype=self.cluster_size.dtype, device=codes.device)
+        self.codebook[codes] = placed
+        self.embed_avg[codes] = torch.where(good[:, None], placed * size, self.embed_avg[codes])
+        self.cluster_size[codes] = torch.where(good, sizes, self.cluster_size[codes])
 
     @property
     def _chunk(self) -> int:

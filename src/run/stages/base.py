@@ -17,6 +17,7 @@ from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.agreement import require_agreement
 from omagd.run.memory import told
 from omagd.run.session import Session
+from omagd.run.stages.health import Health, first_not_finite
 from omagd.utils.clock import Clock, Due
 from omagd.utils.metrics import Metrics
 from omagd.utils.seeding import generator, seed_everything
@@ -66,6 +67,7 @@ class Stage(ABC):
 
     name: str
     clock_name: str
+    lr_key: str
     tasks: list[Task]
     learner: Any
 
@@ -78,6 +80,7 @@ class Stage(ABC):
         self.generators: dict[str, np.random.Generator] = {}
         self._generation: tuple[int, ...] = ()
         self.metrics: dict[str, Metrics] = {}
+        self.health = Health(session.config, self.lr_key)
 
     def chance(self, purpose: str) -> np.random.Generator:
         """Return this rank's generator for `purpose`, which checkpoints hold."""
@@ -111,6 +114,21 @@ class Stage(ABC):
             with session.measures.phases("debug"):
                 when = f"in iteration {self.clock.epoch} of {self.name}, after update {self.clock.updates}"
                 require_agreement(session.dist, self.learner, when)
+
+    def require_sound(self) -> None:
+        """Refuse to save what is not finite, and end a training that only skips updates; called before each save.
+
+        The same on all ranks, as weights and counts are. Errors: UserError.
+        """
+        self.health.require_progress(self.when)
+        state = {name: module.state_dict() for name, module in self.learner.modules().items()}
+        if broken := first_not_finite({**state, "learner": self.learner.state_dict()}):
+            raise self.health.diverged(self.when, f"{broken} holds values that are not finite, so nothing is saved")
+
+    @property
+    def when(self) -> str:
+        """Return the stage and its time, for messages."""
+        return f"{self.name}, {self.clock_name} {self.now():,}"
 
     @abstractmethod
     def prepare(self) -> None:
@@ -166,6 +184,7 @@ class Stage(ABC):
             "dues": {name: due.state_dict() for name, due in self.dues.items()},
             "modules": {name: module.state_dict() for name, module in self.learner.modules().items()},
             "learner": self.learner.state_dict(),
+            "health": self.health.state_dict(),
         }
 
     def load_shared(self, state: dict[str, Any]) -> None:
@@ -176,6 +195,7 @@ class Stage(ABC):
         for name, module in self.learner.modules().items():
             module.load_state_dict(state["modules"][name])
         self.learner.load_state_dict(state["learner"])
+        self.health.load_state_dict(state.get("health", [0.0, 0.0, 0.0]))  # earlier versions had none
         self.session.measures.go_on_from(self.clock.updates)
 
     def own_state(self) -> dict[str, Any]:

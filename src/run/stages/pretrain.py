@@ -30,6 +30,7 @@ class PretrainStage(Stage):
     """Base of stages 1 and 2. A subclass says which learner and which file; the learner, what "best" means."""
 
     clock_name = "epoch"
+    lr_key = "graph_lr"
     weights_name: str
 
     def __init__(self, session: Session, products: Products) -> None:
@@ -112,7 +113,7 @@ class PretrainStage(Stage):
         size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
         with self.session.measures.phases("sample"):
             batch = self._episodes.sample(size, self.chance(f"{self.name} sampling")).to(self.session.dist.device)
-        self.trained_on.add(self.learner.update(batch), prefix="train/")
+        self.trained_on.add(self.health.note(self.learner.update(batch)), prefix="train/")
 
     def advance(self) -> None:
         """Count the epoch, if there was one."""
@@ -136,24 +137,31 @@ class PretrainStage(Stage):
         self._missing = {name: int(count) for name, count in state["missing"].items()}
 
     def evaluate(self) -> None:
-        """Measure on the held-out episodes, keep the best model, write one record."""
+        """Measure on the held-out episodes, keep the best model, write one record.
+
+        Errors: UserError where training has diverged.
+        """
         assert self.products.held_out is not None
         held_out, buffer = Metrics(), self.products.held_out
         batch = buffer.batch(range(len(buffer)))
         held_out.add(self.learner.evaluate(batch.to(self.session.dist.device)))
         values = summarise(held_out.reduce(self.session.dist))
         self.last = values
-        reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
-        if reached < self.best[0] or math.isnan(self.best[0]):  # also where training has diverged from the start
-            self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
         record = {f"eval/{name}": value for name, value in values.items()}
-        measured = self.session.measures.record(self.clock.updates)
-        self.log({**self.trained_on.reduce(self.session.dist), **record, **measured, **self.session.mishaps()})
+        measured = {**self.session.measures.record(self.clock.updates), **self.health.record()}
+        record = {**self.trained_on.reduce(self.session.dist), **record, **measured, **self.session.mishaps()}
+        self.log(record)
+        self.health.require_finite(record, self.when, also=f"eval/{self.learner.best_metric}")
+        self.require_sound()
+        reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
+        if reached < self.best[0] or math.isnan(self.best[0]):
+            self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
 
     def finish(self) -> StageResult:
         """Save the last and the best model, and hand the best one on."""
         if self._bar is not None:
             self._bar.close()
+        self.require_sound()
         module, folder = self.trained(), self.session.folder
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])

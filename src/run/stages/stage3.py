@@ -21,7 +21,6 @@ from omagd.run.stages.base import Products, Stage, StageResult, Task
 from omagd.runners.rollout import Rollout
 from omagd.utils.clock import Due
 from omagd.utils.dist_utils import Pending
-from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
 
@@ -33,6 +32,7 @@ class Stage3(Stage):
 
     name = "stage3"
     clock_name = "t_env"
+    lr_key = "lr"
 
     def __init__(self, session: Session, products: Products) -> None:
         super().__init__(session, products)
@@ -169,7 +169,7 @@ class Stage3(Stage):
         for _ in range(config.updates_per_iteration):
             with self.session.measures.phases("sample"):
                 batch = next(batches)
-            self.learned.add(self.learner.update(batch, episodes=self.clock.episodes))
+            self.learned.add(self.health.note(self.learner.update(batch, episodes=self.clock.episodes)))
             self.clock.updates += 1
 
     def advance(self) -> None:
@@ -205,14 +205,17 @@ class Stage3(Stage):
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
 
     def write_log(self) -> None:
-        """Write what is due, gathered since its last time, as one record."""
+        """Write what is due, gathered since its last time, as one record.
+
+        Errors: UserError where training has diverged.
+        """
         values: dict[str, float] = {}
         for name, metrics in (("played", self.played), ("learned", self.learned)):
             if name in self._parts_due:
                 values.update(metrics.reduce(self.session.dist))
         now = time.monotonic()
         values.update(self.session.measures.record(self.clock.updates))
-        values.update(self.session.mishaps())
+        values.update({**self.session.mishaps(), **self.health.record()})
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
         values["wall_seconds"] = self._seconds()
@@ -225,15 +228,13 @@ class Stage3(Stage):
         if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed says little
             left = (self.session.config.t_max - self.clock.t_env) / speed
             self.session.logger.info(f"{self.name}: {duration(self._seconds())} passed, about {duration(left)} left")
-        if not math.isfinite(values.get("loss_td", 0.0)):
-            raise UserError(
-                f"lr={self.session.config.lr}: the loss is no longer a number at t_env {self.clock.t_env};"
-                " start again with a smaller lr or grad_norm_clip"
-            )
+        self.health.require_finite(values, self.when)
+        self.health.require_progress(self.when)
 
     def save(self) -> None:
-        """Write the weights and what continuing needs."""
+        """Write the weights and what continuing needs. Errors: UserError for values that are not finite."""
         if self.session.config.save_model:
+            self.require_sound()
             save_training_state(self)
 
     def finish(self) -> StageResult:

@@ -1,0 +1,101 @@
+"""Whether a training still computes with finite numbers, and the error that ends it where it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omagd.config.schema import Config
+from omagd.learners.synced_step import SKIPPED, Stats
+from omagd.utils.errors import UserError
+
+MOST_SKIPPED = 10
+"""Skipped updates in a row that end a run. A rare batch overflows now and then, and the next one is learned from; a
+training that has diverged never recovers, as no skipped update changes a weight. Ten tell the two apart."""
+
+
+class Health:
+    """Counts the updates that were skipped because their gradient was not finite; the same on all ranks.
+
+    The counts stay on the device until they are read.
+
+    Args:
+        config: the run. key: of the learning rate.
+    """
+
+    def __init__(self, config: Config, key: str) -> None:
+        self.config, self.key = config, key
+        self._counts: Tensor | None = None  # float64: skipped in all, in a row by now, most in a row
+        self._loaded = [0.0, 0.0, 0.0]
+        self._losses: dict[str, float] = {}  # as last logged
+
+    def note(self, stats: Stats) -> Stats:
+        """Count one update; return its `stats` without the entry that says whether it was skipped."""
+        if SKIPPED not in stats:
+            return stats
+        skipped = stats[SKIPPED][0].to(torch.float64)
+        if self._counts is None:
+            self._counts = torch.tensor(self._loaded, dtype=torch.float64, device=skipped.device)
+        total, row, most = self._counts.unbind()
+        row = (row + 1.0) * skipped
+        self._counts = torch.stack([total + skipped, row, torch.maximum(most, row)])
+        return {name: pair for name, pair in stats.items() if name != SKIPPED}
+
+    def record(self) -> dict[str, float]:
+        """Return what the log says: `skipped_updates` in all, if there were any. Waits for the device."""
+        total = self.state_dict()[0]
+        return {SKIPPED: total} if total else {}
+
+    def require_progress(self, when: str) -> None:
+        """End a run that skips one update after another. when: stage and time. Errors: UserError."""
+        most = int(self.state_dict()[2])
+        if most >= MOST_SKIPPED:
+            losses = ", ".join(f"{name}={value:.4g}" for name, value in self._losses.items()) or "none"
+            reason = f"the gradient was not finite in {most} updates in a row, which changed no weight"
+            raise self.diverged(when, f"{reason} (losses last logged: {losses})")
+
+    def require_finite(self, values: Mapping[str, float], when: str, also: str = "") -> None:
+        """End a run whose logged `values` hold a loss that is not finite, or the value named `also`. Errors: UserError.
+
+        when: stage and time.
+        """
+        self._losses = {name: value for name, value in values.items() if "loss" in name.rpartition("/")[2]}
+        for name, value in values.items():
+            if (name in self._losses or name == also) and not math.isfinite(value):
+                raise self.diverged(when, f"{name}={value} is not finite")
+
+    def diverged(self, when: str, reason: str) -> UserError:
+        """Return the error of a training that has left the finite numbers."""
+        config, key = self.config, self.key
+        keys = f"{key}={getattr(config, key):g}, grad_norm_clip={config.grad_norm_clip:g}, precision={config.precision}"
+        other = "" if config.precision == "float32" else ", or with precision=float32"
+        return UserError(f"{when}: {reason}; {keys}. Start again with a smaller {key}{other}")
+
+    def state_dict(self) -> list[float]:
+        """Return the counts; waits for the device."""
+        return list(self._loaded) if self._counts is None else self._counts.tolist()
+
+    def load_state_dict(self, state: list[float]) -> None:
+        """Continue from `state_dict()`."""
+        self._loaded, self._counts = [float(value) for value in state], None
+
+
+def first_not_finite(tree: Any) -> str | None:
+    """Return where in nested dicts and lists the first tensor stands that holds a NaN or an infinity, None if none."""
+    for path, tensor in _tensors(tree):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return path
+    return None
+
+
+def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, (Mapping, list, tuple)):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            yield from _tensors(value, f"{path}.{key}" if path else str(key))

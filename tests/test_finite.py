@@ -1,0 +1,170 @@
+"""Numbers that are not finite change no weight, are counted, end the run in one line, and reach no file."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import graph_toys
+import pytest
+import q_toys
+import test_ddpg
+import torch
+from command_budgets import BUDGETS
+
+import omagd
+from omagd.learners.nq_learner import NQLearner
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.synced_step import SKIPPED
+from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.run.agreement import held_in_common
+from omagd.run.command_line import config_from
+from omagd.run.stages.health import MOST_SKIPPED, Health, first_not_finite
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch, pack_episodes
+
+torch.set_num_threads(1)
+
+
+class Case:
+    """A learner, batches by number, and how to spoil one; `update` returns the stats."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        if name in {"qmix", "iql"}:
+            updates = {"mixer": "none"} if name == "iql" else {}
+            self.learner: Any = q_toys.make_learner(q_toys.toy_config(target_update_updates=1, **updates))
+        elif name == "ddpg":
+            self.learner = test_ddpg.make_learner(dtype=torch.float32)
+        else:
+            config = graph_toys.toy_config(tokenizer_config__revive_interval=1)
+            tokenizer, predictor = graph_toys.toy_modules(config)
+            both = (tokenizer,) if name == "tokenizer" else (predictor, tokenizer)
+            kind = TokenizerLearner if name == "tokenizer" else PredictorLearner
+            self.learner = kind(*both, config, graph_toys.INFO, Dist())
+
+    def batch(self, number: int, value: float | None = None) -> PackedBatch:
+        """Return a batch; with a `value`, one place of it holds that."""
+        if self.name in {"qmix", "iql"}:
+            episodes, field = [q_toys.random_episode(10 * number + i, 5) for i in range(4)], "reward"
+        elif self.name == "ddpg":
+            episodes, field = test_ddpg.random_steps(number, 6), "agent_reward"
+        else:
+            episodes, field = graph_toys.toy_episodes(4, seed=number), "full_obs"
+        if value is not None:
+            episodes[0][field].view(-1)[0] = value
+        return pack_episodes(episodes)
+
+    def update(self, number: int, value: float | None = None) -> dict[str, Any]:
+        batch = self.batch(number, value)
+        return self.learner.update(batch, **({} if hasattr(self.learner, "best_metric") else {"episodes": 0}))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return copies of everything that the learner has learned, targets and optimizer state included."""
+        state = {name: value.clone() for name, value in held_in_common(self.learner).items()}
+        for key, optimizer in vars(self.learner).items():
+            if isinstance(optimizer, torch.optim.Optimizer):
+                for place, values in enumerate(optimizer.state.values()):
+                    state.update({f"{key} {place} {name}": value.clone() for name, value in values.items()})
+        return state
+
+
+def spoilt(case: Case, value: float) -> dict[str, Any]:
+    """Take an update whose gradient is not finite; the predictor reads tokens alone, so its own weight is spoilt."""
+    if case.name != "predictor":
+        return case.update(3, value)
+    weight = next(case.learner.predictor.parameters())
+    kept = weight.detach().clone()
+    weight.data.fill_(value)
+    stats = case.update(3)
+    weight.data.copy_(kept)
+    return stats
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["qmix", "iql", "ddpg", "tokenizer", "predictor"])
+def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_learns(name: str, value: float) -> None:
+    case = Case(name)
+    assert float(case.update(1)[SKIPPED][0]) == 0
+    before = case.state()
+    stats = spoilt(case, value)
+    assert float(stats.pop(SKIPPED)[0]) == 1
+    assert all(float(total) == float(count) == 0 for total, count in stats.values()), stats
+    after = case.state()
+    for tag, wanted in before.items():
+        assert torch.equal(after[tag], wanted), tag
+    assert first_not_finite(after) is None
+    learned = case.update(4)
+    assert float(learned[SKIPPED][0]) == 0 and all(math.isfinite(float(total)) for total, _ in learned.values())
+    assert any(not torch.equal(value, after[tag]) for tag, value in case.state().items())
+
+
+def test_few_skipped_updates_are_counted_and_many_in_a_row_end_the_run() -> None:
+    config = graph_toys.toy_config()
+    bad, good = ({SKIPPED: (torch.tensor(value), torch.tensor(1.0))} for value in (1.0, 0.0))
+    health = Health(config, "lr")
+    for _ in range(3):
+        for stats in [bad] * (MOST_SKIPPED - 1) + [good]:
+            assert health.note({**stats, "loss_td": (torch.tensor(2.0), torch.tensor(1.0))}).keys() == {"loss_td"}
+        health.require_progress("stage3, t_env 5")
+    assert health.record() == {SKIPPED: 3.0 * (MOST_SKIPPED - 1)}
+    for _ in range(MOST_SKIPPED // 2):
+        health.note(bad)
+    resumed = Health(config, "lr")  # in the middle of a row, as a checkpoint has it
+    resumed.load_state_dict(health.state_dict())
+    resumed.require_finite({"loss_td": 2.5, "epsilon": 1.0}, "stage3, t_env 6")
+    for _ in range(MOST_SKIPPED - MOST_SKIPPED // 2):
+        resumed.note(bad)
+    resumed.note(good)  # too late: whether a run ends does not depend on when the counts are read
+    with pytest.raises(UserError, match=r"^stage3, t_env 7: .* in 10 updates in a row.*loss_td=2\.5.*lr=0.*precision="):
+        resumed.require_progress("stage3, t_env 7")
+    for name in ("loss_td", "train/graph_loss", "loss_actor", "eval/error"):
+        with pytest.raises(UserError, match=f"{name}=nan is not finite"):
+            Health(config, "lr").require_finite({name: math.nan, "return_mean": math.nan}, "stage2", also="eval/error")
+    Health(config, "lr").require_finite({"return_mean": math.nan}, "stage2")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("--config=omagd_small", "with", *BUDGETS, "graph_lr=1e30"),
+            r"^stage1, epoch \d+: .*graph_lr=1e\+30, .*smaller graph_lr$",
+        ),
+        (
+            ("--config=qmix", "with", *BUDGETS, "lr=1e38", "checkpoint_interval=0"),
+            r"^stage3, t_env \d+: .* lr=1e\+38, .*smaller lr$",
+        ),
+    ],
+)
+def test_a_training_that_diverges_ends_in_one_line_and_leaves_finite_files(words, told, tmp_path) -> None:
+    with pytest.raises(UserError, match=told):
+        omagd.run(config_from([*words, f"local_results_path={tmp_path}"]))
+    (folder,) = tmp_path.glob("*")
+    assert "completed" not in (folder / "summary.json").read_text()
+    for path in folder.rglob("*.th"):
+        assert first_not_finite(torch.load(path, weights_only=True)) is None, path
+    assert not list(folder.glob("models/pretrain*"))
+
+
+def test_a_checkpoint_never_holds_what_is_not_finite(tmp_path, monkeypatch) -> None:
+    """Weights that overflow between two logs reach no checkpoint, though nothing else looks at them."""
+    update = NQLearner.update
+
+    def overflow(self: NQLearner, batch: PackedBatch, *, episodes: int) -> Any:
+        stats = update(self, batch, episodes=episodes)
+        if self.updates == 3:
+            next(self.mac.agent.parameters()).data[0] = math.inf
+        return stats
+
+    monkeypatch.setattr(NQLearner, "update", overflow)
+    quiet = "log_interval=1000 runner_log_interval=1000 learner_log_interval=1000 save_model=False".split()
+    words = ["--config=qmix", "with", *BUDGETS, *quiet, "checkpoint_interval=0", f"local_results_path={tmp_path}"]
+    with pytest.raises(UserError, match=r"agent\.\S+ holds values that are not finite, so nothing is saved"):
+        omagd.run(config_from(words))
+    saved = list(tmp_path.glob("*/checkpoints/*/common*"))
+    assert saved
+    for path in saved:
+        assert first_not_finite(torch.load(path, weights_only=True)) is None, path
