@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from omagd.learners.synced_step import SKIPPED
 from omagd.run.session import Session
 from omagd.run.stages.base import Products
+from omagd.run.stages.health import MOST_SKIPPED
 from omagd.run.stages.pretrain import PretrainStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.episode_log import EpisodeLog
@@ -32,6 +34,7 @@ class Measured(PretrainStage):
             evaluate=lambda batch: {"error": (batch.error, 1.0)},
             modules=lambda: {"toy": self.module},
             state_dict=dict,
+            load_state_dict=lambda state: None,
         )
 
     def trained(self):
@@ -95,6 +98,18 @@ def test_what_is_not_finite_ends_the_stage_and_is_not_saved(tmp_path):
     stage.module.weight.data.fill_(math.inf)
     with pytest.raises(UserError, match=r"toy\.weight holds values that are not finite, so nothing is saved"):
         stage.finish()
+
+
+def test_skipped_updates_are_counted_on_after_a_restart(tmp_path):
+    skipped = {SKIPPED: (torch.tensor(1.0), torch.tensor(1.0))}
+    stage, resumed = stage_of(tmp_path), stage_of(tmp_path)
+    for _ in range(MOST_SKIPPED - 1):
+        stage.health.note(skipped)
+    resumed.load_shared(stage.shared_state())
+    resumed.require_sound()
+    resumed.health.note(skipped)
+    with pytest.raises(UserError, match="in 10 updates in a row"):
+        resumed.require_sound()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
