@@ -11,13 +11,13 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -173,7 +173,6 @@ def parse(stage: str, batch: int, updates: int) -> argparse.Namespace:
     parser.add_argument("--frames-at-once", type=int, help="graph_frames_at_once; default: the configuration's")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
     parser.add_argument("--checkpointing", action="store_true", help="enable_gradient_checkpointing")
-    parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -183,18 +182,16 @@ def run(stage: str, options: argparse.Namespace, stored: float) -> dict[str, Any
     stored: seconds of the original over ours where both ran together, printed where no peer is given.
     """
     sides = ["ours", "peer"] if options.peer else ["ours"]
-    if options.side:
-        serve(stage, options)
-        return {}
     times: dict[str, list[float]] = {name: [] for name in sides}
     memory: dict[str, float] = {}
-    workers = {name: _start(name) for name in sides}
+    workers = {name: _start(stage, options, name) for name in sides}
     for number in range(options.updates + 1):  # the first one is not counted
         for name, worker in workers.items():
-            seconds, memory[name] = _ask(worker, number)
+            worker.send(number)
+            seconds, memory[name] = worker.recv()
             times[name].append(seconds)
     for worker in workers.values():
-        worker.communicate()
+        worker.send(None)
     result: dict[str, Any] = {"work": f"{stage}_update 5m_vs_6m", "batch": options.batch, "config": options.config}
     result |= {"precision": options.precision, **facts(make_episodes(options.batch, np.random.default_rng(1)))}
     for name in sides:
@@ -208,27 +205,19 @@ def run(stage: str, options: argparse.Namespace, stored: float) -> dict[str, Any
     return result
 
 
-def serve(stage: str, options: argparse.Namespace) -> None:
-    """Do one update for every number that is read, on the batch that follows from it; print seconds and memory."""
+def serve(pipe: Connection, stage: str, options: argparse.Namespace, side: str) -> None:
+    """Do one update for every number that comes, on the batch that follows from it; answer with seconds and memory."""
     torch.set_num_threads(1)
-    update = _ours(stage, options) if options.side == "ours" else _peers(stage, options.peer)
-    for line in sys.stdin:
-        number = int(line) if options.batch < 16 else 1
-        episodes = make_episodes(options.batch, np.random.default_rng(number))
+    update = _ours(stage, options) if side == "ours" else _peers(stage, options.peer)
+    while (number := pipe.recv()) is not None:
+        episodes = make_episodes(options.batch, np.random.default_rng(number if options.batch < 16 else 1))
         work = update(episodes)
-        sys.stdout.write(json.dumps([cpu_seconds(work), peak_memory()]) + "\n")
-        sys.stdout.flush()
+        pipe.send((cpu_seconds(work), peak_memory()))
 
 
-def _start(side: str) -> subprocess.Popen[str]:
-    command = [sys.executable, *sys.argv, "--side", side]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _ask(worker: subprocess.Popen[str], number: int) -> tuple[float, float]:
-    """Let a worker do one update and return its seconds and memory."""
-    assert worker.stdin is not None and worker.stdout is not None
-    worker.stdin.write(f"{number}\n")
-    worker.stdin.flush()
-    seconds, memory = json.loads(worker.stdout.readline())
-    return seconds, memory
+def _start(stage: str, options: argparse.Namespace, side: str) -> Connection:
+    """Start the process of one side, which imports afresh; return the pipe to it."""
+    spawn = multiprocessing.get_context("spawn")
+    near, far = spawn.Pipe()
+    spawn.Process(target=serve, args=(far, stage, options, side), daemon=True).start()
+    return near

@@ -4,7 +4,7 @@
 
 Both play the same battles with the same random actions, episode by episode in turn. A step is what a runner asks for:
 `step`, `get_obs`, `get_state`, `get_avail_actions`. Measured is the processor time of this process; the game's own
-process, and waiting for it, do not count. Needs no StarCraft II.
+process, and waiting for it, do not count. Needs no StarCraft II. Without --smac only our side is measured.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def play(env, rng: np.random.Generator, spent: list[float], steps: int) -> None:
 
 
 def measure(smac_class, map_name: str, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of each step of both."""
-    envs = {"smac": smac_class(map_name=map_name, seed=1), "omagd": SC2Env(SmacArgs(map_name=map_name, seed=1))}
+    """Return the seconds of each step of both; of ours alone if `smac_class` is None."""
+    envs = {"omagd": SC2Env(SmacArgs(map_name=map_name, seed=1))}
+    if smac_class is not None:
+        envs["smac"] = smac_class(map_name=map_name, seed=1)
     spent: dict[str, list[float]] = {name: [] for name in envs}
     streams = {name: np.random.default_rng(0) for name in envs}
     try:
@@ -63,23 +65,23 @@ def measure(smac_class, map_name: str, steps: int) -> dict[str, list[float]]:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smac", required=True, help="checkout of oxwhirl/smac")
+    parser.add_argument("--smac", help="checkout of oxwhirl/smac")
     parser.add_argument("--maps", nargs="+", default=list(BOUNDS))
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
-    sys.path.insert(0, options.smac)
-    from smac.env import StarCraft2Env
+    smac_class = None
+    if options.smac:
+        sys.path.insert(0, options.smac)
+        from smac.env import StarCraft2Env as smac_class
 
     print("| map | SMAC, us a step | omagd, us a step | share | wanted |\n| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SC2PATH"] = str(sc2_stand_in.install(Path(folder) / "StarCraftII"))
         for name in options.maps:
-            median = {
-                who: 1e6 * float(np.median(spent)) for who, spent in measure(StarCraft2Env, name, options.steps).items()
-            }
-            share = median["omagd"] / median["smac"]
+            spent = measure(smac_class, name, options.steps)
+            ours, smac = (1e6 * float(np.median(spent.get(who, np.nan))) for who in ("omagd", "smac"))
             wanted = f"<= {BOUNDS[name]:.2f}" if name in BOUNDS else ""
-            print(f"| {name} | {median['smac']:.0f} | {median['omagd']:.0f} | {share:.2f} | {wanted} |", flush=True)
+            print(f"| {name} | {smac:.0f} | {ours:.0f} | {ours / smac:.2f} | {wanted} |", flush=True)
 
 
 if __name__ == "__main__":

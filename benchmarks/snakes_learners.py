@@ -7,7 +7,8 @@
 Each run is one process with one thread. A line for each row and seed is added to results/snakes_learners.jsonl here
 as soon as it is there: shares of --games games won and drawn on each side against `greedy` and against `random`, by the
 agent at the end of training, acting greedily, on episodes that no training has; its tests while it trained; steps,
-updates and seconds. What stands there already is not run again. The curves go to snakes_learners.png beside it.
+updates and seconds. What stands there already is not run again. The curves go to snakes_learners.png beside it. Further
+words `key=value` go to every training.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ ROWS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def measure(row: str, seed: int, games: int, results: str) -> dict[str, Any]:
+def measure(row: str, seed: int, games: int, results: str, extra: list[str]) -> dict[str, Any]:
     """Train one row with one seed and play its games; return the line for the results."""
-    config, words = ROWS[row]
+    config, words = ROWS[row][0], [*ROWS[row][1], *extra]
     token = f"{row.replace(', ', '_').replace(' ', '_')}_seed{seed}"
     folder = play(token, results, config, "snakes", [f"seed={seed}", *words])
     found = summary(folder)
@@ -133,14 +134,14 @@ def main() -> None:
     parser.add_argument("--results", default="results/benchmarks/snakes", help="where the runs' folders go")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--show", action="store_true", help="run nothing")
-    arguments = parser.parse_args()
+    arguments, extra = parser.parse_known_args()
     path = arguments.out / "snakes_learners.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     there = {(line["row"], line["seed"]) for line in lines}
     missing = [(row, seed) for row in arguments.rows for seed in arguments.seeds if (row, seed) not in there]
 
     def one(task: tuple[str, int]) -> None:
-        line = measure(*task, arguments.games, arguments.results)
+        line = measure(*task, arguments.games, arguments.results, extra)
         lines.append(line)
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,0 +1,135 @@
+"""Every command of benchmarks/README.md runs in a small form: a benchmark that its code has left behind fails here.
+
+The commands are read from the page, so that a new one must be given a small form below. They run in this process:
+processes that a benchmark would start by importing everything once more are forked from it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from omagd.run.command_line import main
+from omagd.utils import plots
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+PEERS = ("--peer", "--smac")  # options whose value is a checkout of other code, which is left out
+# What comes behind a command's own words; OUT is a folder of the test.
+SMALL: dict[str, str] = {
+    "acting.py": "--rounds 1 --slots 2 --sizes small",
+    "checkpoint_stall.py": "--map 3m --stored 40 --saves 1",
+    "ddpg_speed.py": "--batch 4 --updates 1 --hidden 16",
+    "env_speed.py": "--slots 4 --ticks 5 --rounds 1",
+    "growth.py": "--only ranks --calls 1",
+    "learning.py": "--seeds 1 --t-max 100 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
+    "pymarl3_learning.py": "--seeds 1 --t-max 100 --test-episodes 8 --out OUT --results OUT",
+    "qmix_update.py": "--map 3m --batch 4 --updates 1",
+    "reconstruction.py": "--t-max 100 --results OUT --env skirmish",
+    "replay_memory.py": "--episodes 64 --overwrites 1",
+    "rollout_processes.py": "--processes 2 --milliseconds 0 --steps 100 --rounds 1",
+    "sc2_overhead.py": "--maps 3m --steps 5",
+    "scaling_model.py": "--map 3m --batch 4 --iterations 2",
+    "scripted_table.py": "--maps 3m --episodes 2",
+    "snakes_learners.py": "--rows vdn --seeds 1 --games 2 --side-by-side 1 --results OUT --out OUT t_max=400",
+    "snakes_speed.py": "--boards 4 --seconds 0.01",
+    "snakes_table.py": "--games 1 --out OUT",
+    "stage1_update.py": "--batch 2 --updates 1 --config omagd_small",
+    "stage2_update.py": "--batch 2 --updates 1 --config omagd_small",
+    "stage3_update.py": "--batch 2 --updates 1 --config omagd_small",
+    "startup.py": "--runs 1 --ranks 1",
+    "three_way.py": "--seeds 1 --t-max 100 --results OUT --map 3m",
+    "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
+    "whole_loop.py": "--map 3m --t-max 100",
+}
+# Why a command does not run here; its imports and its options are still tried.
+NOT_RUN: dict[str, str] = {
+    "chaos.py": "tests/test_chaos.py is its short form",
+    "endurance.py": "tests/test_endurance.py is its short form",
+    "pymarl3_gradients.py": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",
+    "sc2_kills.py": "tests/test_sc2_kills.py is its short form",
+    "scripted_smaclite.py": "needs SMAClite, which is no dependency",
+    "smax_race.py": "SMAX compiles for longer than all that runs here",
+}
+TINY = [
+    "use_cuda=False", "run=default", "batch_size_run=2", "batch_size=4", "buffer_size=24", "updates_per_iteration=1",
+    "test_nepisode=4", "graph_pretrain_epochs=2", "graph_pretrain_episodes=8", "graph_pretrain_batch_size=4",
+    "graph_pretrain_eval_episodes=4", "graph_pretrain_eval_interval=2", "rnn_hidden_dim=16", "mixing_embed_dim=8",
+    "hypernet_embed=8", "tokenizer_config.n_codes=16", "mask_predictor_config.d_model=16",
+    "mask_predictor_config.feedforward_dim=16",
+]  # fmt: skip
+
+
+def commands() -> list[str]:
+    """Return the words behind `python` of every command of the page."""
+    return [line for line in re.findall(r"^(?:\w+=\S+ )*python (benchmarks/.+)$", PAGE, re.MULTILINE)]
+
+
+def without_peers(words: list[str]) -> list[str]:
+    """Return the words without the options that name other code."""
+    at = {i + k for i, word in enumerate(words) if word in PEERS for k in (0, 1)}
+    return [word for i, word in enumerate(words) if i not in at]
+
+
+def play(token: str, results: str, config: str, env: str, words: list[str]) -> Path:
+    """Play a tiny run in this process, where benchmarks start one of their own."""
+    given = [f"local_results_path={results}", f"unique_token={token}", *words, *TINY]
+    assert main([f"--config={config}", f"--env-config={env}", "-u", "with", *given]) == 0
+    return Path(results) / token
+
+
+@pytest.fixture(autouse=True)
+def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fork instead of spawning, run in this process, draw nothing; leave threads, cores and the path as they were."""
+    context, cores, threads = multiprocessing.get_context, os.sched_getaffinity(0), torch.get_num_threads()
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda method=None: context("fork" if method == "spawn" else method)
+    )
+    monkeypatch.setattr(
+        torch.multiprocessing, "spawn", partial(torch.multiprocessing.start_processes, start_method="fork")
+    )
+    monkeypatch.setattr(plots, "curves", lambda *_, **__: None)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(importlib.import_module("runs"), "play", play)
+    yield
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+
+
+def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """Run a benchmark and return its exit code."""
+    monkeypatch.setattr(sys, "argv", words)
+    try:
+        runpy.run_path(str(BENCHMARKS.parent / words[0]), run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", commands(), ids=lambda command: Path(command.split()[0]).stem)
+def test_a_command_of_the_page_runs(command, monkeypatch, tmp_path):
+    script, *words = shlex.split(command, comments=True)
+    name = Path(script).name
+    if name in NOT_RUN:
+        assert run([script, *words, "--help"], monkeypatch) == 0
+        return
+    assert name in SMALL, f"{name} is new: give it a small form in SMALL, or say in NOT_RUN why it has none"
+    monkeypatch.chdir(tmp_path)
+    small = [word.replace("OUT", str(tmp_path)) for word in SMALL[name].split()]
+    assert not run([script, *without_peers(words), *small], monkeypatch)
+
+
+def test_no_small_form_is_of_a_script_that_is_gone():
+    assert {name for name in (*SMALL, *NOT_RUN) if not (BENCHMARKS / name).is_file()} == set()
