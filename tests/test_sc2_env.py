@@ -104,9 +104,9 @@ def play(env, rng, steps=1000):
     return result, steps, total
 
 
-@pytest.mark.parametrize("fault", ["DIE_AFTER", "HANG_AFTER", "ERROR_AFTER"])
+@pytest.mark.parametrize("fault", ["DIE_AFTER", "HANG_AFTER", "ERROR_AFTER", "GARBLE_AFTER"])
 def test_a_game_that_is_lost_voids_the_episode_and_the_next_one_is_played(game, monkeypatch, tmp_path, fault, caplog):
-    monkeypatch.setenv(f"SC2_STAND_IN_{fault}", "5")
+    monkeypatch.setenv(f"SC2_STAND_IN_{fault}", "5")  # of the second of the three requests that a step is
     monkeypatch.setenv("SC2_STAND_IN_ONCE", str(tmp_path / "once"))
     env = make_env("sc2", {"map_name": "3m", "game_timeout": 1.5}, 1, processes=False)
     rng, one = np.random.default_rng(0), np.ones(1, bool)
@@ -270,7 +270,7 @@ def test_a_worker_that_is_killed_takes_its_game_along_and_is_replaced(game, monk
 
 
 def test_the_script_plays_instead_of_the_agents(game):
-    env = SC2Env(SmacArgs(map_name="8m", heuristic_ai=True, heuristic_rest=True))
+    env = SC2Env(SmacArgs(map_name="8m", game_version="latest", heuristic_ai=True, heuristic_rest=True))
     env.reset(seed=3)
     rng, over, steps = np.random.default_rng(0), False, 0
     while not over:

@@ -103,6 +103,48 @@ def test_fragments_pings_silence_and_the_end():
             wire.receive()
 
 
+class Says:
+    """A wire that answers with messages given beforehand."""
+
+    def __init__(self, *messages):
+        self._left = list(messages)
+
+    def send(self, frames):
+        pass
+
+    def receive(self):
+        return self._left.pop(0)
+
+
+@pytest.mark.parametrize("garbled", [0, 1, 2])
+def test_each_answer_of_a_step_is_decoded(garbled):
+    """Action, step, observation: one that is no message is a fault, though only the last is read."""
+    from omagd.envs.sc2.game import Game, GameLost
+
+    messages = [sc_pb.Response(status=sc_pb.in_game, observation=sc_pb.ResponseObservation()).SerializeToString()] * 3
+    game = object.__new__(Game)
+    game._wire = Says(*messages)
+    assert game.exchange(b"", 3).HasField("observation") and game.in_game
+    messages[garbled] = b"\x0a\xff\xff\xff\xff\x0f"
+    game._wire = Says(*messages)
+    with pytest.raises(GameLost, match="cannot be decoded"):
+        game.exchange(b"", 3)
+
+
+def test_an_answer_without_what_was_asked_for_is_a_fault():
+    from omagd.envs.sc2.backend import GameBackend
+    from omagd.envs.sc2.game import Game, GameLost
+
+    game, empty = object.__new__(Game), sc_pb.Response(status=sc_pb.in_game)
+    game._wire = Says(*[empty.SerializeToString()] * 2)
+    with pytest.raises(GameLost, match="game_info is empty"):
+        game.ask(game_info=sc_pb.RequestGameInfo())
+    backend = GameBackend(MAPS["3m"], SmacArgs())
+    backend.game = game
+    with pytest.raises(GameLost, match="no observation"):
+        backend._listed(game.exchange(b"", 1))
+
+
 def test_ports_that_are_held_at_the_same_time_differ():
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(claimed_port()) for _ in range(200)]
@@ -154,7 +196,7 @@ def test_terrain_is_indexed_by_x_and_y(bits):
 def test_versions_are_found_or_told(monkeypatch, tmp_path):
     monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "SC2")))
     sc2_stand_in.install(tmp_path / "SC2", "4.6.2")
-    assert build_of(None) == build_of("4.10") == 75689 and build_of("4.6.2") == 69232
+    assert build_of(None) == build_of("latest") == build_of("4.10") == 75689 and build_of("4.6.2") == 69232
     with pytest.raises(UserError, match="no version"):
         build_of("4.10.99")
     with pytest.raises(UserError, match="Base70154.*there: Base69232 Base75689"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,12 @@ from test_smac_parity import V2_PLAIN, Semantics, battles, stored, v2_facts
 from omagd.config.loading import config_names
 from omagd.envs.actions import random_actions
 from omagd.envs.battle.args import SmacArgs
+from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.features import entity_layout
 from omagd.envs.battle.lookout import Lookout
+from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_args import CapabilityArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
+from omagd.envs.battle.v2_semantics import V2Semantics
 from omagd.envs.battle.vision import Vision
 from omagd.envs.factory import validate_env_args
 from omagd.envs.sc2.sc2_env import SC2Env
@@ -125,7 +129,7 @@ def test_full_observations_know_neither_range_nor_sector_nor_order(name):
         plain.reset()
         fixed.reset()
         for row in actions:
-            (obs, _, _, full), (clear, _, _, clear_full) = plain.look(), fixed.look()
+            (obs, *_, full), (clear, *_, clear_full) = plain.look(), fixed.look()
             np.testing.assert_array_equal(full, clear_full)
             np.testing.assert_array_equal(full[obs != 0], obs[obs != 0])
             np.testing.assert_array_equal(clear[obs != 0], obs[obs != 0])
@@ -143,6 +147,36 @@ def test_full_observations_know_neither_range_nor_sector_nor_order(name):
             plain.step(row)
             fixed.step(row)
     assert hidden or typed.fully_observable
+
+
+RANGES = [  # flags, sight, reach, whether a unit exactly at the limit of sight is seen
+    ({}, 9.0, 6.0, False),
+    ({"use_unit_ranges": True}, 9.0, 5.0, False),  # of a marine
+    ({"use_unit_ranges": True, "min_attack_range": 5.5}, 9.0, 5.5, False),
+    ({"conic_fov": True}, 9.0, 6.0, True),
+]
+
+
+@pytest.mark.parametrize(("flags", "sight", "reach", "at_sight"), RANGES)
+def test_who_stands_exactly_at_the_limit_is_in_reach_but_not_seen(flags, sight, reach, at_sight):
+    """SMACv2: attack at `<=` the reach; sight is `<`, but `<=` in a sector (`is_position_in_cone`)."""
+    team = TeamArgs(unit_types=("marine",), weights=(1.0,))
+    config = CapabilityArgs(n_units=1, n_enemies=4, team_gen=team)
+    args = SmacV2Args(capability_config=config, obs_order_fix=True, **flags)  # enemies hide nobody
+    beyond, within = np.nextafter(np.float32([reach, sight]), np.float32([10, 0]))
+    away = [reach, beyond, sight, within]
+    x, y = np.array([[0.0, *away]], np.float32), np.zeros((1, 5), np.float32)
+    full, kinds = np.full_like(x, 45.0), np.full(x.shape, UNIT_ID["marine"], np.int16)
+    units = Units(x, y, full, full, y, y, y, y, kinds, np.ones(x.shape, bool))
+    field = Terrain(32, 32, (0, 0, 32, 32), np.ones((32, 32), bool), np.zeros((32, 32), np.float32))
+    backend = SimpleNamespace(n_slots=1, terrain=field, units=units)
+    semantics = V2Semantics(v2_map(args), args, backend, [unit.name for unit in UNITS])
+    semantics.begin(ON, np.zeros(1, np.int64))
+    seen, first = semantics.observe(), semantics.layout.move_dim
+    assert seen.avail_actions[0, 0, -4:].tolist() == [True, False, False, False]
+    blocks = seen.obs[0, 0, first : first + 4 * semantics.layout.enemy_dim].reshape(4, -1)
+    assert blocks[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0]  # may be attacked
+    assert blocks.any(axis=1).tolist() == [True, True, at_sight, True]
 
 
 def test_moves_turn_the_view_where_that_is_wanted():

@@ -10,9 +10,9 @@ import json
 import numpy as np
 import pytest
 import sc2_stand_in
-from sc2_stand_in.tape import DYNAMIC, Tape
+from sc2_stand_in.tape import DYNAMIC, REQUESTS, Tape
 from sc2_stand_in.world import V2_TYPE_IDS
-from smac_parity import DATA, GROUPS, INFO, V2_GROUPS, Log, moments_to_keep
+from smac_parity import DATA, GROUPS, INFO, SEED, V2_GROUPS, Log, interface_facts, moments_to_keep
 
 from omagd.envs import REGISTRY
 from omagd.envs.battle.args import BattleArgs
@@ -57,8 +57,8 @@ class Semantics:
     def __init__(self, name, args):
         names = [unit.name for unit in UNITS]
         if name in GROUPS:
-            spec = get_map(GROUPS[name].map_name)
-            self._tape = Tape(DATA / f"{name}.npz", spec.n_agents, spec.unit_ids())
+            spec, lingers = get_map(GROUPS[name].map_name), GROUPS[name].lingers
+            self._tape = Tape(DATA / f"{name}.npz", spec.n_agents, spec.unit_ids(), lingers)
             self._semantics = BattleSemantics(spec, BattleArgs(map_name=spec.name, **args), self._tape, names)
         else:
             spec = v2_map(SmacV2Args(**args))
@@ -72,7 +72,7 @@ class Semantics:
 
     def look(self):
         seen = self._semantics.observe(full=True)
-        return seen.obs[0], seen.state[0], seen.avail_actions[0], seen.full_obs[0]
+        return seen.obs[0], seen.state[0], seen.avail_actions[0], self._semantics.visibility()[0], seen.full_obs[0]
 
     def step(self, actions):
         order, target, dest = self._semantics.orders(actions[None].astype(np.int64), ON)
@@ -98,7 +98,7 @@ def replay(env, arrays, first_case):
             keep = moment in moments_to_keep(len(actions), first_case)
             if "order" in arrays:  # of SMACv2
                 keep = len(log.digests) % 10 == 0
-            log.see(*env.look()[:3], keep)
+            log.see(*env.look()[:4], keep)
             if moment < len(actions):
                 log.note(*env.step(actions[moment]))
     return log
@@ -111,7 +111,7 @@ def compare(log, arrays, number, continuing):
         assert moment == arrays[f"moments_{number}"][at]
         np.testing.assert_array_equal(obs, arrays[f"obs_{number}"][at], err_msg=f"observations, moment {moment}")
         np.testing.assert_array_equal(state, arrays[f"states_{number}"][at], err_msg=f"state, moment {moment}")
-    for column, what in enumerate(("observations", "state", "mask")):
+    for column, what in enumerate(("observations", "state", "mask", "visibility")):
         wrong = np.flatnonzero(np.array(log.digests, np.uint32)[:, column] != arrays["digests"][number][:, column])
         assert not wrong.size, f"{what} differ at the moments {wrong.tolist()}"
     np.testing.assert_array_equal(np.array(log.rewards, np.float32), arrays["rewards"][number])
@@ -224,7 +224,7 @@ def test_full_observation_is_the_observation_of_what_is_in_sight(name):
     for actions in battles(arrays):
         env.reset()
         for row in actions:
-            obs, _, _, full = env.look()
+            obs, _, _, _, full = env.look()
             np.testing.assert_array_equal(full[obs != 0], obs[obs != 0])
             everyone = in_sight_of_all(env.units, len(obs))
             np.testing.assert_array_equal(full[everyone], obs[everyone])
@@ -253,6 +253,30 @@ def test_battles_cover_every_way_to_end():
     assert idle["outcomes"][1][-1, 1 + INFO.index("episode_limit")] == 1
 
 
+READS = ("game_info", "observation", "data")  # requests that change nothing in the game
+
+
+def compare_requests(path, arrays, left_out, args):
+    """Demand that a tape of ours holds SMAC's requests outside of battles, but those named, and none for the dead.
+
+    SMAC's own script (`heuristic_ai`) gives orders to dead units, which the game ignores; ours leaves them out.
+    """
+    with np.load(path) as tape:
+        ours, dead = tape["requests"], tape["dead_orders"]
+    places = [REQUESTS.index(name) for name in left_out]
+    kept = [rows[~np.isin(rows[:, 1], places)].tolist() for rows in (ours, arrays["requests"])]
+    assert kept[0] == kept[1]
+    assert not dead.any()
+    assert arrays["dead_orders"].any() == bool(args.get("heuristic_ai"))
+
+
+def compare_facts(ours, theirs):
+    """Demand what SMAC says of itself, but of the observation's length where that is not its own (docs/sc2.md)."""
+    for part in ("info", "sizes", "state_dict"):
+        assert {key: ours[part][key] for key in theirs[part]} == theirs[part], part
+    assert {key: ours["stats"][key] for key in theirs["stats"]} == pytest.approx(theirs["stats"])
+
+
 class Played:
     """The environment `sc2` or `sc2_v2` on the stand-in, which plays a tape."""
 
@@ -265,13 +289,14 @@ class Played:
 
     def look(self):
         env = self._env
-        return env.get_obs(), env.get_state(), env.get_avail_actions(), env.get_obs(no_range_limit=True)
+        full = env.get_obs(no_range_limit=True)
+        return env.get_obs(), env.get_state(), env.get_avail_actions(), env.get_visibility_matrix(), full
 
     def step(self, actions):
         return self._env.step(actions.astype(np.int64))
 
-    def stats(self):
-        return self._env.get_stats()
+    def facts(self):
+        return interface_facts(self._env)
 
     def close(self):
         self._env.close()
@@ -279,21 +304,24 @@ class Played:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", GROUPS)
-def test_the_game_environment_equals_smac(name, game, monkeypatch):
+def test_the_game_environment_equals_smac(name, game, tmp_path, monkeypatch):
     """The whole way: our commands reach the game's units, and its answers our observations, as SMAC's do."""
-    group, arrays = GROUPS[name], stored(name)
+    group, arrays, ours = GROUPS[name], stored(name), tmp_path / "ours.npz"
     monkeypatch.setenv("SC2_STAND_IN_TAPE", str(DATA / f"{name}.npz"))
+    monkeypatch.setenv("SC2_STAND_IN_RECORD", str(ours))
+    if group.lingers:
+        monkeypatch.setenv("SC2_STAND_IN_LINGER", "1")
     number = len(group.cases) - 1 if len(group.cases) == 2 else 0
     args = {**group.args, **group.cases[number]}
-    env = Played("sc2", {"map_name": group.map_name, **args})
+    env = Played("sc2", {"map_name": group.map_name, "seed": SEED, **args})
     try:
         log = replay(env, arrays, number == 0)
-        stats = env.stats()
+        facts = env.facts()
     finally:
         env.close()
     compare(log, arrays, number, args.get("continuing_episode", False))
-    theirs = json.loads(str(arrays["facts"][number]))["stats"]
-    assert {key: stats[key] for key in theirs} == pytest.approx(theirs)
+    compare_facts(facts, json.loads(str(arrays["facts"][number])))
+    compare_requests(ours, arrays, READS[:1], group.args)
     assert sc2_stand_in.running(game) == []
 
 
@@ -301,12 +329,12 @@ def test_the_game_environment_equals_smac(name, game, monkeypatch):
 @pytest.mark.parametrize("name", ["corridor-rough-move-1"])
 def test_an_older_game_sends_another_image_of_the_ground(name, tmp_path, monkeypatch):
     monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "StarCraftII", version="4.6.2")))
-    test_the_game_environment_equals_smac(name, tmp_path / "StarCraftII", monkeypatch)
+    test_the_game_environment_equals_smac(name, tmp_path / "StarCraftII", tmp_path, monkeypatch)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", V2_GROUPS)
-def test_the_game_environment_equals_smacv2(name, game, recorded_orders, monkeypatch):
+def test_the_game_environment_equals_smacv2(name, game, recorded_orders, tmp_path, monkeypatch):
     """Line-ups, too, are those recorded: units are created where they say, and appear as the tape has them."""
     from omagd.envs.sc2 import v2_backend
     from omagd.envs.sc2.teams import Lineup
@@ -323,13 +351,14 @@ def test_the_game_environment_equals_smacv2(name, game, recorded_orders, monkeyp
     recorded_orders(name)
     monkeypatch.setattr(v2_backend, "draw_lineup", recorded_lineup)
     monkeypatch.setenv("SC2_STAND_IN_TAPE", str(DATA / f"{name}.npz"))
+    monkeypatch.setenv("SC2_STAND_IN_RECORD", str(tmp_path / "ours.npz"))
     arrays, env = stored(name), Played("sc2_v2", args)
     try:
         log = replay(env, arrays, True)
-        stats = env.stats()
+        facts = env.facts()
     finally:
         env.close()
     compare(log, arrays, 0, False)
-    theirs = json.loads(str(arrays["facts"][0]))["stats"]
-    assert {key: stats[key] for key in theirs} == pytest.approx(theirs)
+    compare_facts(facts, json.loads(str(arrays["facts"][0])))
+    compare_requests(tmp_path / "ours.npz", arrays, READS, V2_GROUPS[name].args)
     assert sc2_stand_in.running(game) == []

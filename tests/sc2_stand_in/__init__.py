@@ -20,6 +20,7 @@ What it plays
   `N_UNIT_TYPES` types in the answer to `data`; the last nine are those of SMACv2's allies.
 - One call of the simulator is 8 game loops; steps of other lengths are summed up until there are 8.
 - The pathing grid has 1 bit per pixel, in version 4.6.2 (as in SMAC's other branch) 8 bits; heights have 8 bits.
+- With SC2_STAND_IN_LINGER=1 a unit that dies in battle is listed for one more step, with health 0.
 - With SC2_STAND_IN_ROUGH=1 the images show a ground full of holes and of any height; units walk as they do without.
 
 How it ends: with its client, on `quit`, on SIGTERM, or when nobody has connected for `SC2_STAND_IN_WAIT` seconds (60).
@@ -28,6 +29,7 @@ Faults, by environment variable (all are read when the process starts; n counts 
 - SC2_STAND_IN_DIE_AFTER=n     ends without an answer at the n-th step request (exit status 1)
 - SC2_STAND_IN_HANG_AFTER=n    never answers the n-th step request, nor anything later
 - SC2_STAND_IN_ERROR_AFTER=n   answers the n-th step request by an error
+- SC2_STAND_IN_GARBLE_AFTER=n  answers the n-th step request by bytes that are no message
 - SC2_STAND_IN_DIE_ON=name     ends at the first request of that name (create_game, join_game, game_info, debug, ...)
 - SC2_STAND_IN_REFUSE=1        lives, but never listens; =exit ends at once with a line on stderr (exit status 3)
 - SC2_STAND_IN_DELAY=seconds   listens only after that time

@@ -15,10 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from sc2_stand_in import BUILDS, N_UNIT_TYPES, battle_seed
+from sc2_stand_in.tape import REQUESTS
 from sc2_stand_in.wire import Connection, Gone
 
 LAUNCHED, IN_GAME = 1, 3
 DIFFICULTIES = "0123456789A"
+GARBAGE = b"\x0a\xff\xff\xff\xff\x0f"  # a field that is longer than the message: no protobuf message
 VERSION = {build: version for version, build in BUILDS.items()}
 
 
@@ -31,8 +33,8 @@ class Faults:
 
         once = os.environ.get("SC2_STAND_IN_ONCE")
         mine = once is None or _create(once)
-        self.die_after, self.hang_after, self.error_after = (
-            int(number(name)) * mine for name in ("DIE_AFTER", "HANG_AFTER", "ERROR_AFTER")
+        self.die_after, self.hang_after, self.error_after, self.garble_after = (
+            int(number(name)) * mine for name in ("DIE_AFTER", "HANG_AFTER", "ERROR_AFTER", "GARBLE_AFTER")
         )
         self.die_on = os.environ.get("SC2_STAND_IN_DIE_ON") if mine else None
         self.refuse = os.environ.get("SC2_STAND_IN_REFUSE") if mine else None
@@ -64,7 +66,7 @@ class Game:
         self._build, self._faults = build, faults
         self._status, self._world, self._steps = LAUNCHED, None, 0
         self._requests: Counter[str] = Counter()
-        self._busy = 0.0
+        self._busy, self._in_battle = 0.0, False
 
     def timed_answer(self, data: bytes) -> bytes | None:
         """Return `answer(data)`; the time that it takes counts as time of the game."""
@@ -89,9 +91,22 @@ class Game:
         elif self._world is None and name in ("observation", "step", "action", "debug", "data", "game_info"):
             response.error.append(f"{name}: no game runs")
         else:
+            self._note(name, getattr(request, name))
             handler(getattr(request, name), getattr(response, name), response)
+            if name == "create_game":
+                self._note(name, request.create_game)
         response.status = self._status
-        return response.SerializeToString()
+        garbled = name == "step" and self._steps == self._faults.garble_after
+        return GARBAGE if garbled else response.SerializeToString()
+
+    def _note(self, name: str, content: Any) -> None:
+        """Record a request unless it belongs to an agent step (action, step, observation) or only draws lines."""
+        writer = self._world.writer if self._world is not None else None
+        self._in_battle |= name == "action"
+        draws = name == "debug" and all(command.HasField("draw") for command in content.debug)
+        if writer is not None and name in REQUESTS and not self._in_battle and not draws:
+            writer.asked(name, content)
+        self._in_battle &= name != "observation"
 
     def _do_ping(self, request: Any, reply: Any, response: Any) -> None:
         reply.game_version = f"{VERSION[self._build]}.{self._build}"
@@ -104,6 +119,7 @@ class Game:
         self._world = self._new_world(
             self._map, request.random_seed, DIFFICULTIES[computer.difficulty], self._messages,
             Path(tape) if tape else None, "SC2_STAND_IN_RECORD" in os.environ, "SC2_STAND_IN_ROUGH" in os.environ,
+            "SC2_STAND_IN_LINGER" in os.environ,
         )  # fmt: skip
         self._seed, self._status = request.random_seed, 2
 

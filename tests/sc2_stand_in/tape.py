@@ -2,8 +2,10 @@
 
 A tape file (.npz) holds K battles of U units, n of them allies, with F = sum of (steps + 1) frames and S = sum of
 steps: `steps` [K]; `frames` [F, 6, U] float32 (`DYNAMIC` features); `orders` [S] uint32, `order_digest` of what the
-allies were told; `maxima` [K, 2, U] float32, largest health and shield; `pathing` [map_x, map_y] bool; `height`
-likewise, in 255ths; `playable` [4].
+allies were told; `dead_orders` [S] uint32, the digest of the commands for dead allies, 0 where there are none;
+`requests` [R, 3] uint32, all requests outside of battles in their order: battles begun before, place of the name in
+`REQUESTS`, digest of the content (SMACv2 also draws where its agents look, which is left out); `maxima` [K, 2, U]
+float32, largest health and shield; `pathing` [map_x, map_y] bool; `height` likewise, in 255ths; `playable` [4].
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 
 from omagd.envs.battle.backend import Order, Terrain, Units
 
+REQUESTS = ("create_game", "join_game", "game_info", "data", "observation", "step", "debug")
 DYNAMIC = ("x", "y", "health", "shield", "energy", "cooldown")
 
 
@@ -28,6 +31,11 @@ def order_digest(order: np.ndarray, target: np.ndarray, dest: np.ndarray, alive:
     return zlib.crc32(
         order.astype(np.int8).tobytes() + target.astype(np.int16).tobytes() + dest.astype(np.float32).tobytes()
     )
+
+
+def request_digest(name: str, content: Any) -> int:
+    """Return a number that stands for the content of a request; of an observation pysc2 spells defaults out."""
+    return 0 if name == "observation" else zlib.crc32(content.SerializeToString(deterministic=True))
 
 
 def frame_of(units: Units) -> np.ndarray:
@@ -44,6 +52,7 @@ class TapeWriter:
 
     def __init__(self, terrain: Terrain) -> None:
         self._terrain, self._steps, self._frames, self._orders, self._maxima = terrain, [], [], [], []
+        self._dead_orders, self._requests = [], []
 
     def begin(self, units: Units) -> None:
         """Note the start of a battle."""
@@ -51,10 +60,15 @@ class TapeWriter:
         self._frames.append(frame_of(units))
         self._maxima.append(np.stack([units.health_max[0], units.shield_max[0]]))
 
-    def played(self, digest: int, units: Units) -> None:
-        """Note what the orders with that digest led to."""
+    def asked(self, name: str, content: Any) -> None:
+        """Note a request outside of battles."""
+        self._requests.append((len(self._steps), REQUESTS.index(name), request_digest(name, content)))
+
+    def played(self, digest: int, dead_digest: int, units: Units) -> None:
+        """Note what the orders with that digest led to, and the digest of commands for dead allies."""
         self._steps[-1] += 1
         self._orders.append(digest)
+        self._dead_orders.append(dead_digest)
         self._frames.append(frame_of(units))
 
     def save(self, path: Path) -> None:
@@ -62,7 +76,8 @@ class TapeWriter:
         terrain = self._terrain
         np.savez(
             path, steps=np.array(self._steps, np.int32), frames=np.stack(self._frames), maxima=np.stack(self._maxima),
-            orders=np.array(self._orders, np.uint32), pathing=terrain.pathing, playable=np.array(terrain.playable),
+            orders=np.array(self._orders, np.uint32), dead_orders=np.array(self._dead_orders, np.uint32),
+            requests=np.array(self._requests, np.uint32), pathing=terrain.pathing, playable=np.array(terrain.playable),
             height=np.rint(terrain.height.astype(np.float64) * 255).astype(np.uint8),
         )  # fmt: skip
 
@@ -72,11 +87,12 @@ class Tape:
 
     Args:
         path: the file. n_agents: n. type_ids: [U] indices into `units.UNITS`; to be written into `units` later if None.
+        lingers: whether a unit that has died is listed for one more step.
     """
 
     n_slots = 1
 
-    def __init__(self, path: Path, n_agents: int, type_ids: Sequence[int] | None = None) -> None:
+    def __init__(self, path: Path, n_agents: int, type_ids: Sequence[int] | None = None, lingers: bool = False) -> None:
         with np.load(path) as data:
             steps, self._frames, self._orders = data["steps"], data["frames"], data["orders"]
             self._maxima, pathing = data["maxima"], data["pathing"]
@@ -91,13 +107,18 @@ class Tape:
             alive=np.zeros((1, self._maxima.shape[2]), bool),
             type_id=np.full((1, self._maxima.shape[2]), -1, np.int16),
         )  # fmt: skip
+        if lingers:
+            self.units.listed = self.units.alive.copy()
         if type_ids is not None:
             self.units.type_id[0] = type_ids
 
     def _show(self) -> None:
         for name, values in zip(DYNAMIC, self._frames[self._at], strict=True):
             getattr(self.units, name)[0] = values
+        before = self.units.alive.copy()
         np.greater(self.units.health, 0, out=self.units.alive)
+        if self.units.listed is not self.units.alive:
+            np.logical_or(self.units.alive, before, out=self.units.listed)
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start the next battle. Errors: ValueError after the last one."""
@@ -106,6 +127,7 @@ class Tape:
             raise ValueError(f"the tape has {self._battle} battles only")
         self._at = self._starts[self._battle]
         self.units.health_max[0], self.units.shield_max[0] = self._maxima[self._battle]
+        self.units.alive[0] = False
         self._show()
 
     def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:

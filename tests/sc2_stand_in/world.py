@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,12 +45,13 @@ class World:
         map_name: name of the map file. seed: random seed of the game. difficulty: SMAC's scale.
         messages: the protocol's message classes. tape: file to play instead of the simulator.
         record: whether to keep a tape of what is played, for `self.writer.save`. rough: show a ground full of holes and
-            of any height; units walk as they do without.
+            of any height; units walk as they do without. lingers: list a unit that died in battle, with health 0, for
+            one more step.
     """
 
     def __init__(
         self, map_name: str, seed: int, difficulty: str, messages: SimpleNamespace,
-        tape: Path | None = None, record: bool = False, rough: bool = False,
+        tape: Path | None = None, record: bool = False, rough: bool = False, lingers: bool = False,
     ) -> None:  # fmt: skip
         self._spec = MAPS.get(map_name)
         self._seed, self._difficulty, self._unit = seed, difficulty, messages.Unit
@@ -59,7 +61,8 @@ class World:
         self._simulator: Simulator | Tape | None = None
         self._tape = tape
         self._column: dict[int, int] = {}
-        self._turned = 0
+        self._turned, self._lingers = 0, lingers
+        self._dead_commands = 0
         if self._spec is not None:
             self.terrain = self._simulate(self._spec).terrain
         else:
@@ -114,6 +117,7 @@ class World:
         self._listing = [c for pair in zip(enemies, allies, strict=False) for c in pair]
         self._listing += enemies[len(allies) :] + allies[len(enemies) :]
         self.battles += 1
+        self._listed = units.alive[0].copy()
         self._owed = self._turned = self.steps_of_battle = 0
         if self.writer is not None:
             self.writer.begin(units)
@@ -128,6 +132,8 @@ class World:
             column = self._column.get(tag)
             if column is None or column >= self._n or aim is None:
                 return CANT_FIND_UNIT
+            if not self._simulator.units.alive[0, column]:
+                self._dead_commands = zlib.crc32(command.SerializeToString(deterministic=True), self._dead_commands)
             self._order[0, column], self._target[0, column] = kind, aim
             if kind == Order.MOVE:
                 point = command.target_world_space_pos
@@ -162,26 +168,32 @@ class World:
         self._owed += loops
         while self._owed >= LOOPS_PER_STEP:
             self._owed -= LOOPS_PER_STEP
-            alive = self._simulator.units.alive[0, : self._n].copy()
+            alive = self._simulator.units.alive[0].copy()
             self._simulator.advance(self._order, self._target, self._dest, self._active)
+            self._listed = self._simulator.units.alive[0] | (alive & self._lingers)
             if self.writer is not None:
-                digest = order_digest(self._order[0], self._target[0], self._dest[0], alive)
-                self.writer.played(digest, self._simulator.units)
+                digest = order_digest(self._order[0], self._target[0], self._dest[0], alive[: self._n])
+                self.writer.played(digest, self._dead_commands, self._simulator.units)
             self._order[:] = Order.NONE
+            self._dead_commands = 0
             self._turned += 1
 
     def _anybody(self) -> bool:
-        return self._simulator is not None and bool(self._simulator.units.alive.any())
+        return self._simulator is not None and bool(self._listed.any())
 
     def _execute_kills(self) -> None:
-        if self._kill and isinstance(self._simulator, Tape):
-            self._simulator.kill(sorted(self._kill))
-        elif self._kill:
-            state, columns = self._simulator.snapshot(), sorted(self._kill)
+        if not self._kill:
+            return
+        columns = sorted(self._kill)
+        if isinstance(self._simulator, Tape):
+            self._simulator.kill(columns)
+        else:
+            state = self._simulator.snapshot()
             state["floats"][FLOATS.index("health"), columns] = 0
             state["ints"][INTS.index("alive"), columns] = 0
             self._simulator.restore(state)
         self._kill.clear()
+        self._listed = self._simulator.units.alive[0].copy()  # who is killed by a command does not linger
 
     def _found(self) -> None:
         """Start the battle of all created units; allies in the order of their types, as the map table has them."""
@@ -211,18 +223,18 @@ class World:
         return np.stack([x, y])
 
     def show(self, listed: Any, hide_enemies: bool = False) -> None:
-        """Append all living units to the repeated field `listed`."""
+        """Append all living units, and the dead that linger, to the repeated field `listed`."""
         if self._simulator is None:
             return
         units = self._simulator.units
-        alive, x, y = units.alive[0].tolist(), units.x[0].tolist(), units.y[0].tolist()
+        there, x, y = self._listed.tolist(), units.x[0].tolist(), units.y[0].tolist()
         health, shield = units.health[0].tolist(), units.shield[0].tolist()
         energy, cooldown = units.energy[0].tolist(), units.cooldown[0].tolist()
         turn = self._turned % len(self._listing)
         for column in self._listing[turn:] + self._listing[:turn]:
-            if alive[column] and not (hide_enemies and column >= self._n):
+            if there[column] and not (hide_enemies and column >= self._n):
                 card, pos = self._cards[column]
                 pos.x, pos.y = x[column], y[column]
-                card.health, card.shield = health[column], shield[column]
+                card.health, card.shield = max(health[column], 0.0), shield[column]
                 card.energy, card.weapon_cooldown = energy[column], cooldown[column]
                 listed.append(card)

@@ -1,8 +1,9 @@
 """What SMAC itself made of recorded battles, for comparison with ours, and the command that records it.
 
 `data/<group>.npz` holds a tape (`sc2_stand_in.tape`: what the units did), the actions that led to it, and what SMAC
-returned in each case (a set of `env_args`): digests of observations, state and mask at every moment, rewards and ends
-of every step, and whole observations and states at a few moments, to look at when a digest differs.
+returned in each case (a set of `env_args`): digests of observations, state, mask and visibility matrix at every moment,
+rewards and ends of every step, and whole observations and states at a few moments, to look at when a digest differs;
+`facts` are what SMAC says of itself: `get_env_info`, `get_stats`, all getters of sizes, the shapes of `get_state_dict`.
 
     python tests/smac_parity/record.py --smac PATH       # PATH: a checkout of github.com/oxwhirl/smac
 
@@ -28,7 +29,13 @@ import numpy as np
 
 from omagd.envs.battle.maps import MAPS
 
+SEED = 11  # of the game and of the choices
 DATA = Path(__file__).with_name("data")
+GETTERS = (
+    "get_obs_size", "get_state_size", "get_total_actions", "get_obs_move_feats_size", "get_obs_enemy_feats_size",
+    "get_obs_ally_feats_size", "get_obs_own_feats_size", "get_ally_num_attributes", "get_enemy_num_attributes", "seed",
+)  # fmt: skip
+V2_GETTERS = ("get_cap_size", "get_capabilities")
 INFO = ("battle_won", "dead_allies", "dead_enemies", "episode_limit")  # `outcome` columns after `terminated`
 
 FLAGS: tuple[dict[str, Any], ...] = (
@@ -65,7 +72,7 @@ class Group:
     Attributes:
         name: of the file. map_name: the map. battles: how the agents play, battle by battle: (policy, most steps).
         args: what decides the orders too. cases: sets of further `env_args`.
-        rough: whether the ground is full of holes.
+        rough: whether the ground is full of holes. lingers: whether units that died are listed for one more step.
     """
 
     name: str
@@ -74,6 +81,7 @@ class Group:
     args: dict[str, Any] = field(default_factory=dict)
     cases: tuple[dict[str, Any], ...] = ({},)
     rough: bool = False
+    lingers: bool = False
 
 
 def _groups() -> Iterator[Group]:
@@ -92,6 +100,8 @@ def _groups() -> Iterator[Group]:
     yield Group("MMM-rough-move-3", "MMM", walks, {"move_amount": 3}, ({}, around), rough=True)
     yield Group("corridor-rough-move-1", "corridor", walks, {"move_amount": 1}, ({}, around), rough=True)
     yield Group("8m-move-1.3", "8m", walks, {"move_amount": 1.3})
+    for name in ("3m", "2s3z", "MMM"):
+        yield Group(f"{name}-lingering", name, walks, lingers=True)
     for name in ("MMM", "2s3z"):
         yield Group(f"{name}-heuristic", name, (("idle", 1000),), {"heuristic_ai": True})
         yield Group(f"{name}-heuristic-rest", name, (("idle", 1000),), {"heuristic_ai": True, "heuristic_rest": True})
@@ -137,26 +147,35 @@ class Log:
     """What an environment returned over the battles of a group, F moments and S steps in all.
 
     Attributes:
-        digests: F x (observations, state, mask). rewards: S. outcomes: S x (terminated, *INFO), -1 for what is absent.
+        digests: F x (observations, state, mask, visibility). rewards: S.
+        outcomes: S x (terminated, *INFO), -1 for what is absent.
         kept: (moment, observations, state) of a few moments. facts: sizes and statistics.
     """
 
-    digests: list[tuple[int, int, int]] = field(default_factory=list)
+    digests: list[tuple[int, ...]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     outcomes: list[list[int]] = field(default_factory=list)
     kept: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def see(self, obs: np.ndarray, state: np.ndarray, avail: np.ndarray, keep: bool) -> None:
+    def see(self, obs: np.ndarray, state: np.ndarray, avail: np.ndarray, visible: np.ndarray, keep: bool) -> None:
         """Note what a moment shows."""
         if keep:
             self.kept.append((len(self.digests), np.array(obs, np.float32), np.array(state, np.float32)))
-        self.digests.append((digest(obs), digest(state), digest(avail)))
+        self.digests.append((digest(obs), digest(state), digest(avail), digest(visible)))
 
     def note(self, reward: float, terminated: bool, info: dict[str, Any]) -> None:
         """Note what a step brought."""
         self.rewards.append(reward)
         self.outcomes.append([int(terminated), *(int(info.get(name, -1)) for name in INFO)])
+
+
+def interface_facts(env: Any) -> dict[str, Any]:
+    """Return what an environment with SMAC's methods says of itself; call it after a `reset`."""
+    getters = [*GETTERS, *(V2_GETTERS if "cap_shape" in env.get_env_info() else ())]
+    shapes = {name: list(np.shape(values)) for name, values in env.get_state_dict().items()}
+    sizes = {name: np.ravel(getattr(env, name)()).tolist() for name in getters}
+    return {"info": env.get_env_info(), "stats": env.get_stats(), "sizes": sizes, "state_dict": shapes}
 
 
 def pack(logs: list[Log]) -> dict[str, np.ndarray]:

@@ -22,9 +22,7 @@ import sc2_stand_in
 import yaml
 
 import omagd.envs.sc2.protocol  # noqa: F401  enters s2clientprotocol's modules, which SMAC then finds
-from smac_parity import DATA, GROUPS, V2_GROUPS, Group, Log, moments_to_keep, pack
-
-SEED = 11
+from smac_parity import DATA, GROUPS, SEED, V2_GROUPS, Group, Log, interface_facts, moments_to_keep, pack
 
 
 class Clock:
@@ -115,7 +113,8 @@ def listen(group: Group, case: dict[str, Any], battles: list[np.ndarray], first_
 
     def see(moment: int, steps: int) -> None:
         keep = moment in moments_to_keep(steps, first_case)
-        log.see(np.array(env.get_obs()), env.get_state(), np.array(env.get_avail_actions()), keep)
+        log.see(np.array(env.get_obs()), env.get_state(), np.array(env.get_avail_actions()),
+                env.get_visibility_matrix(), keep)  # fmt: skip
 
     for actions in battles:
         env.reset()
@@ -123,9 +122,7 @@ def listen(group: Group, case: dict[str, Any], battles: list[np.ndarray], first_
         for step, row in enumerate(actions.tolist()):
             log.note(*env.step(row))
             see(step + 1, len(actions))
-    log.facts = {"info": env.get_env_info(), "stats": env.get_stats()}
-    for name in ("agent_features", "enemy_features"):
-        log.facts["info"].pop(name)
+    log.facts = interface_facts(env)
     env.close()
     return log
 
@@ -136,6 +133,8 @@ def record(group: Group, folder: Path) -> dict[str, np.ndarray]:
     os.environ["SC2_STAND_IN_RECORD"] = str(tape)
     if group.rough:
         os.environ["SC2_STAND_IN_ROUGH"] = "1"
+    if group.lingers:
+        os.environ["SC2_STAND_IN_LINGER"] = "1"
     battles = perform(group)
     del os.environ["SC2_STAND_IN_RECORD"]
     os.environ.pop("SC2_STAND_IN_ROUGH", None)
@@ -146,6 +145,7 @@ def record(group: Group, folder: Path) -> dict[str, np.ndarray]:
     os.environ["SC2_STAND_IN_TAPE"] = str(tape)
     logs = [listen(group, case, battles, number == 0) for number, case in enumerate(group.cases)]
     del os.environ["SC2_STAND_IN_TAPE"]
+    os.environ.pop("SC2_STAND_IN_LINGER", None)
     return arrays | pack(logs)
 
 
@@ -197,7 +197,8 @@ def play_v2(group: Group, args: dict[str, Any], resets: list[dict[str, Any]], ba
     def see() -> None:
         obs = np.array(env.get_obs())
         orders[1].append(order.last)
-        log.see(obs, env.get_state(), np.array(env.get_avail_actions()), len(log.digests) % 10 == 0)
+        log.see(obs, env.get_state(), np.array(env.get_avail_actions()), env.get_visibility_matrix(),
+                len(log.digests) % 10 == 0)  # fmt: skip
 
     for number, (policy, most) in enumerate(group.battles):
         env.reset(resets[number])  # looks once itself, before `see` does
@@ -210,9 +211,7 @@ def play_v2(group: Group, args: dict[str, Any], resets: list[dict[str, Any]], ba
             log.note(reward, over, info)
             see()
         played.append(np.array(chosen, np.uint8))
-    info = env.get_env_info()
-    log.facts = {"info": {key: info[key] for key in ("n_actions", "obs_shape", "state_shape", "episode_limit")},
-                 "stats": env.get_stats()}  # fmt: skip
+    log.facts = interface_facts(env)
     env.close()
     return played, log, orders
 

@@ -67,7 +67,7 @@ class SmacArgs(BattleArgs):
 
     Attributes:
         difficulty: the game's built-in opponent, SMAC's scale.
-        game_version: StarCraft II version, None for the newest installed.
+        game_version: StarCraft II version; None or "latest" for the newest installed.
         step_mul: game loops for one agent step.
         seed: seed of the game; None lets the run's seed decide.
         heuristic_ai: SMAC's script plays instead of the agents; it orders attacks from any distance.

@@ -6,7 +6,7 @@ episode, then enemies in game order. Positions and distances are in map cells, e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -32,6 +32,8 @@ class Units:
         cooldown: game loops until the weapon is ready again (float32).
         type_id: index into the back-end's list of unit types, int16; -1 in unused columns.
         alive: health > 0.
+        listed: the back-end still lists the unit. By default this is `alive` itself; the game may list a unit with
+            health 0 for a while. SMAC counts listed units when it decides whether a battle has ended.
     """
 
     x: np.ndarray
@@ -44,6 +46,12 @@ class Units:
     cooldown: np.ndarray
     type_id: np.ndarray
     alive: np.ndarray
+    listed: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+
+    def __post_init__(self) -> None:
+        """Let `listed` be `alive` where it was left out."""
+        if self.listed.size == 0:
+            self.listed = self.alive
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,10 @@ class FeatureWriter:
             np.bitwise_and(actions, shown[..., : self._n, None], out=self._pool.part["seen_action"].view(np.int32))
         self._pool.row.take(self._obs_at, axis=1, out=out.reshape(len(out), -1), mode="clip")
 
+    def state(self) -> np.ndarray:
+        """Return [B, :] float32, what `write_state` writes."""
+        return self._pool.row.take(self._state_at, axis=1)
+
     def write_state(self, out: np.ndarray) -> None:
         """Write the state into `out` [B, state_dim] float32: allies, enemies, last actions, elapsed time."""
         self._pool.row.take(self._state_at, axis=1, out=out, mode="clip")

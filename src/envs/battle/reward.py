@@ -113,13 +113,15 @@ def judge(
 
     `medivac` [B, U] on maps where they heal, else None: there a side left with medivacs only has lost; for the enemy
     this holds, as published, for exactly one medivac in SMAC, in SMACv2 (`any_medivacs`) for any number of them.
-    `at_limit`: [B] bool, the step limit is reached.
+    Elsewhere a side has lost when none of its units is listed any more (SMAC's `update_units`): a unit listed with
+    health 0 is dead for `left` and for the medivac rule, but the battle goes on. `at_limit`: [B] bool, the step limit.
     """
-    left = np.add.reduceat(units.alive, (0, n_agents), axis=1, dtype=np.int64)
-    if medivac is None and np.count_nonzero(left) == left.size:  # as after most steps, both sides live everywhere
+    left = _count_sides(units.alive, n_agents)
+    listed = left if units.listed is units.alive else _count_sides(units.listed, n_agents)
+    if medivac is None and np.count_nonzero(listed) == listed.size:  # as after most steps, no side is gone anywhere
         nobody = np.zeros(len(left), bool)
         return Ending(nobody, nobody, nobody, at_limit, at_limit.copy(), left)
-    allies, enemies = (left > 0).T
+    allies, enemies = (listed > 0).T
     lost, won, draw = np.greater(enemies, allies), np.greater(allies, enemies), ~(allies | enemies)
     if medivac is not None:
         ally, enemy = units.alive[:, :n_agents], units.alive[:, n_agents:]
@@ -134,6 +136,11 @@ def judge(
     over |= draw
     limit = np.greater(at_limit, over)
     return Ending(won, lost, draw, limit, over | limit, left)
+
+
+def _count_sides(flags: np.ndarray, n_agents: int) -> np.ndarray:
+    """Return [B, 2] how many allies and enemies have their flag of [B, U] set."""
+    return np.add.reduceat(flags, (0, n_agents), axis=1, dtype=np.int64)
 
 
 def _points(units: Units) -> np.ndarray:

@@ -7,6 +7,7 @@ default, and regenerating enemy shields pay. Shapes: B slots, n agents, m enemie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from omagd.envs.actions import require_available
 from omagd.envs.battle.actions import ActionRules
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import BattleBackend
-from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, entity_layout, state_dim
+from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, entity_layout, state_dim, state_unit_dims
 from omagd.envs.battle.geometry import Geometry
 from omagd.envs.battle.maps import HEALING, MapSpec
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
@@ -49,7 +50,7 @@ class BattleSemantics:
     ) -> None:
         n_slots, n = backend.n_slots, spec.n_agents
         self._args, self._backend, self._n, self._limit = args, backend, n, spec.limit
-        self._sizes = np.array([n, spec.n_enemies])
+        self._sizes, self._spec, self._variant = np.array([n, spec.n_enemies]), spec, variant
         self._heals = spec.map_type in HEALING
         self._no_medivac = np.zeros((n_slots, n + spec.n_enemies), bool)
         self._tables = UnitTables.build(unit_names, spec)
@@ -169,6 +170,39 @@ class BattleSemantics:
         """Return distances and directions of this moment."""
         self._refresh()
         return self._geometry
+
+    def visibility(self) -> np.ndarray:
+        """Return SMAC's visibility matrix [B, n, U] bool: who lives and is nearer than the agent's sight.
+
+        Of two allies the first one's sight decides for both, and no agent sees itself, as published.
+        """
+        self._refresh()
+        near, n = self._geometry.pair & (self._geometry.place[0] < self._sight), self._n
+        ahead = np.triu(near[..., :n], 1)
+        near[..., :n] = ahead | ahead.swapaxes(1, 2)
+        return near
+
+    def state_parts(self) -> dict[str, np.ndarray]:
+        """Return the state in SMAC's parts, copies: `allies` [B, n, :], `enemies` [B, m, :], and as far as the flags
+        ask for them `last_action` [B, n, A] and `timestep` [B].
+        """
+        self.observe()
+        flat, spec, variant = self._writer.state(), self._spec, self._variant
+        ally, enemy = state_unit_dims(spec, variant)
+        shapes: dict[str, tuple[int, ...]] = {"allies": (self._n, ally), "enemies": (spec.n_enemies, enemy)}
+        if self._args.state_last_action:
+            shapes["last_action"] = (self._n, self.n_actions)
+        if self._args.state_timestep_number:
+            shapes["timestep"] = ()
+        ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+        parts = np.split(flat, ends[:-1], axis=1)
+        return {
+            name: part.reshape(len(part), *shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)
+        }
+
+    def type_bits(self) -> np.ndarray:
+        """Return [B, n, unit_type_bits] float32, the agents' types."""
+        return self._tables.ally_onehot.take(self._backend.units.type_id[:, : self._n], axis=0)
 
     def stats(self) -> dict[str, float]:
         """Return SMAC's counters; `battles_draw` are, as there, the battles that ran into the step limit."""

@@ -15,10 +15,12 @@ from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNITS
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.battle.variant import SMAC
+from omagd.envs.protocol import Observation, StepResult
+from omagd.envs.smac import BattleEnv
 
 
-class SkirmishEnv(BatchedEnv):
+class SkirmishEnv(BattleEnv):
     """Battles on SMAC's maps without the game: same sizes, same features, other physics (docs/skirmish.md).
 
     Args:
@@ -29,7 +31,8 @@ class SkirmishEnv(BatchedEnv):
 
     def __init__(self, args: SkirmishArgs, n_slots: int) -> None:
         spec = get_map(args.map_name)
-        self.n_slots = n_slots
+        self.n_slots, self.spec, self.args, self.variant = n_slots, spec, args, SMAC
+        self._seed: int | None = None
         self._simulator = Simulator(spec, n_slots, difficulty=args.difficulty)
         self._semantics = BattleSemantics(spec, args, self._simulator, [unit.name for unit in UNITS])
         self.info = EnvInfo(
@@ -49,6 +52,16 @@ class SkirmishEnv(BatchedEnv):
         """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]`."""
         self._simulator.reset(which, seeds)
         self._semantics.begin(which)
+        if which[0]:
+            self._seed = int(seeds[0])
+
+    def rules(self) -> BattleSemantics:
+        """Return the semantics of the battles."""
+        return self._semantics
+
+    def seed(self) -> int | None:
+        """Return the seed of the battle in the first slot, None before the first `reset`."""
+        return self._seed
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` [B, n] in the `active` slots. Errors: ValueError for an action that is not available."""

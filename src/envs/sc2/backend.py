@@ -1,8 +1,9 @@
 """The real game behind the door of all battle back-ends: one game process, one battle at a time.
 
 As SMAC drives it: allies are the first player's units sorted by (type, x, y), enemies the second player's in the
-game's order; a unit that the game no longer lists is dead and keeps what it last had but its health; a new battle
-begins when a trigger of the map brings all units back after they have been killed.
+game's order; a unit that the game no longer lists is dead and keeps what it last had but its health (one listed with
+health 0 is dead too, but its side is not gone yet); a new battle begins when a trigger of the map brings all units back
+after they have been killed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _NONE, _STOP, _MOVE = int(Order.NONE), int(Order.STOP), int(Order.MOVE)
 # What is read after every step: fields of `Units`, and the game's for each of them.
 _FLOATS = ("x", "y", "health", "shield", "energy", "cooldown")
 _WIDTH, _HEALTH = len(_FLOATS), _FLOATS.index("health")
+_UNLISTED = -1.0  # health of a unit that the game does not list, until `alive` and `listed` are known
 
 # How a place is written: x and y, each behind the number of its field.
 _PLACE = struct.Struct("<BfBf")
@@ -54,7 +56,7 @@ class GameBackend:
 
     Attributes:
         terrain: from the first `reset` on. restarts: how often a lost game was started anew.
-        build: number of the game's build, as the game says; 0 before the first start.
+        build: number of the game's build, as the game says; 0 before the first start. seed: what the game was told.
         lost: what `advance` and `save_replay` raise when the game is gone.
     """
 
@@ -66,9 +68,10 @@ class GameBackend:
         self._spec, self._args, self._n, self._total = spec, args, spec.n_agents, spec.n_agents + spec.n_enemies
         self.game: Game | None = None
         self.restarts = self._starts = self.build = 0
+        self.seed: int | None = None
         self._flat = np.zeros(self._total * _WIDTH, np.float32)
         self._pack = struct.Struct(f"={self._flat.size}f").pack_into
-        self._numbers, self._nobody = [0.0] * self._flat.size, [0.0] * self._total
+        self._numbers, self._unlisted = [0.0] * self._flat.size, [_UNLISTED] * self._total
         self._max = np.zeros((2, 1, self._total), np.float32)
         self._place: dict[int, int] = {}
         self._tags: list[int] = []
@@ -80,6 +83,7 @@ class GameBackend:
             shield_max=self._max[1],
             type_id=np.full((1, self._total), -1, np.int16),
             alive=np.zeros((1, self._total), bool),
+            listed=np.zeros((1, self._total), bool),
         )
         step = sc_pb.Request(step=sc_pb.RequestStep(count=args.step_mul))
         look = sc_pb.Request(observation=sc_pb.RequestObservation())
@@ -116,12 +120,16 @@ class GameBackend:
         own = self._args.seed
         chosen = seed if own is None or self._starts else own
         spec, args = self._spec, self._args
-        match = Match(spec.game_file, spec.a_race, spec.b_race, args.difficulty, chosen & 0x7FFFFFFF)
+        self.seed = chosen & 0x7FFFFFFF
+        match = Match(spec.game_file, spec.a_race, spec.b_race, args.difficulty, self.seed)
         self.game = Game(match, args.game_version, args.game_timeout)
-        self.build = int(self.game.version.rpartition(".")[2])
         self.restarts += self._starts > 0
         self._starts += 1
-        self.terrain = read_terrain(self.game.facts)
+        try:
+            self.build = int(self.game.version.rpartition(".")[2])
+            self.terrain = read_terrain(self.game.facts)
+        except ValueError as error:
+            raise GameLost(f"what it says of itself makes no sense: {error}") from None
 
     def _respawn(self) -> None:
         """Kill everyone; the map's trigger then brings all units back."""
@@ -206,12 +214,14 @@ class GameBackend:
         """Return the units that a Response to an observation lists. Errors: GameLost when the match is over."""
         if not self._game.in_game:
             raise GameLost("the game has ended the match")
+        if not response.HasField("observation"):
+            raise GameLost("its answer holds no observation")
         return response.observation.observation.raw_data.units
 
     def _read(self, listed: Any) -> None:
         """Take over what the game says of each unit."""
         place_of, numbers = self._place.get, self._numbers
-        numbers[_HEALTH::_WIDTH] = self._nobody
+        numbers[_HEALTH::_WIDTH] = self._unlisted
         for unit in listed:
             place = place_of(unit.tag)
             if place is not None:
@@ -220,7 +230,10 @@ class GameBackend:
                     at.x, at.y, unit.health, unit.shield, unit.energy, unit.weapon_cooldown
                 )  # fmt: skip
         self._pack(self._flat, 0, *numbers)
-        np.greater(self.units.health, 0.0, out=self.units.alive)
+        health = self.units.health
+        np.greater_equal(health, 0.0, out=self.units.listed)
+        np.maximum(health, 0.0, out=health)
+        np.greater(health, 0.0, out=self.units.alive)
 
     @property
     def _game(self) -> Game:

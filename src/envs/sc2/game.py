@@ -32,7 +32,7 @@ ATTEMPTS = 5
 QUIT_SECONDS = 2.0
 _QUIT = frame(sc_pb.Request(quit=sc_pb.RequestQuit()).SerializeToString())
 _parse = sc_pb.Response.FromString
-_ERROR = sc_pb.Response(error=[""]).SerializeToString()[:-1]  # how a message with the field `error` holds it
+_NEEDED = ("ping", "game_info", "data", "save_replay")  # requests whose answers are read
 LOG = logging.getLogger("omagd.sc2")
 
 # Runs in a Python of its own that becomes the game: asks the kernel to end it with the thread that started it, then
@@ -196,22 +196,28 @@ class Game:
     def ask(self, **request: Message) -> Any:
         """Send one request by its name (`ping=RequestPing()`) and return its response. Errors: GameLost."""
         (name,) = request
-        return getattr(self.exchange(frame(sc_pb.Request(**request).SerializeToString()), 1), name)
+        response = self.exchange(frame(sc_pb.Request(**request).SerializeToString()), 1)
+        if name in _NEEDED and not response.HasField(name):
+            raise GameLost(f"its answer to {name} is empty")
+        return getattr(response, name)
 
     def exchange(self, frames: bytes, count: int) -> Any:
-        """Send `count` requests as frames, one after another, and return the Response to the last. Errors: GameLost."""
+        """Send `count` requests as frames, one after another, and return the Response to the last.
+
+        Every answer is decoded: bytes that are no message would otherwise pass for a step that was played.
+        Errors: GameLost.
+        """
         if self._wire is None:
             raise GameLost("the game is closed")
         try:
             self._wire.send(frames)
-            for left in reversed(range(count)):
-                message = self._wire.receive()
-                if left and _ERROR not in message:
-                    continue  # done, and there is nothing else to know
-                response = _parse(message)
+            for _ in range(count):
+                response = _parse(self._wire.receive())
                 if response.error:
                     raise GameLost("it answered: " + " ".join("; ".join(response.error).split()))
-        except (Disconnected, DecodeError) as error:
+        except DecodeError as error:
+            raise GameLost(f"its answer cannot be decoded: {error}") from None
+        except Disconnected as error:
             raise GameLost(str(error)) from None
         self._status = response.status
         return response

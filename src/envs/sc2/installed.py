@@ -10,6 +10,7 @@ from omagd.utils.errors import UserError
 
 RUNS_TODAY = "what runs without the game: --env-config=skirmish (same maps, same observations)"
 INSTALL = "./install_sc2.sh"
+LATEST = "latest"  # as pysc2 and SMAC name the newest version that is installed
 
 
 def game_folder() -> Path:
@@ -24,7 +25,7 @@ def builds() -> list[int]:
 
 
 def build_of(game_version: str | None) -> int:
-    """Return the build that is played: that of `game_version` ("4.10" is 4.10.0), or the newest installed.
+    """Return the build that is played: that of `game_version` ("4.10" is 4.10.0); the newest for None or "latest".
 
     Errors: UserError when there is no game, when the version is unknown, or when its build is not installed.
     """
@@ -34,12 +35,14 @@ def build_of(game_version: str | None) -> int:
             f"env=sc2 needs StarCraft II: no Versions/Base*/SC2_x64 in {where}; {INSTALL} gets it, SC2PATH says where",
             RUNS_TODAY,
         )
-    if game_version is None:
+    if game_version is None or game_version == LATEST:
         return found[-1]
     known = known_versions()
     version = game_version + ".0" * (game_version.count(".") == 1)
     if version not in known:
-        raise UserError(f"env_args.game_version={game_version} is no version that pysc2 knows; 4.10 is the usual one")
+        raise UserError(
+            f"env_args.game_version={game_version} is no version that pysc2 knows; use 4.10, or latest for the newest"
+        )
     if known[version] not in found:
         there = " ".join(f"Base{build}" for build in found)
         short = version.removesuffix(".0")

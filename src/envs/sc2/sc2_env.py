@@ -11,16 +11,16 @@ from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.battle.args import SmacArgs
-from omagd.envs.battle.features import entity_layout, state_component, state_dim, state_unit_dims
+from omagd.envs.battle.features import entity_layout, state_dim
 from omagd.envs.battle.maps import MapSpec, get_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.variant import SMAC, Variant
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.protocol import Observation, StepResult
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.installed import build_of, game_folder
 from omagd.envs.sc2.maps import require_map
-from omagd.envs.single import BatchedAsSingle
+from omagd.envs.smac import BattleEnv, SmacInterface
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ UNIT_NAMES = [unit.name for unit in UNITS]
 LOG = logging.getLogger("omagd.sc2")
 
 
-class SC2Battle(BatchedEnv):
+class SC2Battle(BattleEnv):
     """One slot: SMAC's semantics over the real game. The game starts with the first `reset`.
 
     Args:
@@ -42,6 +42,7 @@ class SC2Battle(BatchedEnv):
     """
 
     args_model: ClassVar[type[BaseModel]] = SmacArgs
+    args: SmacArgs
     name: ClassVar[str] = "sc2"
     deterministic: ClassVar[bool] = False  # a game that is started anew plays other battles
 
@@ -51,7 +52,7 @@ class SC2Battle(BatchedEnv):
         spec, variant = self._battle_of(args)
         build_of(args.game_version)
         require_map(game_folder(), spec.game_file)
-        self.n_slots, self._spec, self._variant, self._args = n_slots, spec, variant, args
+        self.n_slots, self.spec, self.variant, self.args = n_slots, spec, variant, args
         layout = entity_layout(spec, args, variant)
         self.info = EnvInfo(
             name=self.name,
@@ -78,20 +79,19 @@ class SC2Battle(BatchedEnv):
     def _new_backend(self) -> GameBackend:
         from omagd.envs.sc2.backend import GameBackend  # pysc2 takes its time
 
-        return GameBackend(self._spec, self._args)
+        return GameBackend(self.spec, self.args)
 
     def _new_semantics(self, backend: GameBackend) -> BattleSemantics:
-        return BattleSemantics(self._spec, self._args, backend, UNIT_NAMES)
+        return BattleSemantics(self.spec, self.args, backend, UNIT_NAMES)
 
-    def more_info(self) -> dict[str, Any]:
-        """Return what the field's dictionary says besides the sizes."""
-        ally, enemy = state_unit_dims(self._spec, self._variant)
-        return {
-            "state_component": state_component(self._spec, self._args, self._variant),
-            "state_ally_feats_size": ally,
-            "state_enemy_feats_size": enemy,
-            "map_type": self._spec.map_type,
-        }
+    def rules(self) -> BattleSemantics:
+        """Return the semantics of the battle. Errors: ValueError before the first `reset`."""
+        return self._started()[0]
+
+    def seed(self) -> int | None:
+        """Return the seed that the game was told; before it starts `env_args.seed`."""
+        told = None if self._backend is None else self._backend.seed
+        return self.args.seed if told is None else told
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start a new battle; a seed decides what a game plays that is started here, and all battles that follow.
@@ -163,7 +163,7 @@ class SC2Battle(BatchedEnv):
         Errors: UserError when nothing can be written there.
         """
         backend = self._started()[1]
-        where = self._args.replay_dir or (folder and str(Path(folder).resolve()))
+        where = self.args.replay_dir or (folder and str(Path(folder).resolve()))
         try:
             LOG.info("replay: %s", backend.save_replay(where))
         except backend.lost as error:
@@ -177,7 +177,7 @@ class SC2Battle(BatchedEnv):
             self._backend.close()
 
 
-class SC2Env(BatchedAsSingle):
+class SC2Env(SmacInterface):
     """`SC2Battle` as the field's single environment; the thread that resets it first must outlive the game.
 
     Args:
@@ -189,8 +189,7 @@ class SC2Env(BatchedAsSingle):
     env: SC2Battle
 
     def __init__(self, args: SmacArgs) -> None:
-        battle = self.battle(args)
-        super().__init__(battle, battle.more_info())
+        super().__init__(self.battle(args))
         self._scripted, self._debug = args.heuristic_ai, args.debug
         if args.debug:
             _log_to_stderr()

@@ -12,6 +12,7 @@ from omagd.envs.battle.v2_args import SmacV2Args, v2_map
 from omagd.envs.battle.v2_semantics import V2Semantics
 from omagd.envs.battle.variant import Variant
 from omagd.envs.sc2.sc2_env import UNIT_NAMES, SC2Battle, SC2Env
+from omagd.envs.smac import SmacV2Interface
 
 if TYPE_CHECKING:
     from omagd.envs.sc2.backend import GameBackend
@@ -28,7 +29,7 @@ class SC2V2Battle(SC2Battle):
 
     args_model: ClassVar[type[BaseModel]] = SmacV2Args
     name: ClassVar[str] = "sc2_v2"
-    _args: SmacV2Args
+    args: SmacV2Args
 
     @staticmethod
     def _battle_of(args: SmacV2Args) -> tuple[MapSpec, Variant]:
@@ -37,13 +38,13 @@ class SC2V2Battle(SC2Battle):
     def _new_backend(self) -> GameBackend:
         from omagd.envs.sc2.v2_backend import V2Backend  # pysc2 takes its time
 
-        return V2Backend(self._spec, self._args)
+        return V2Backend(self.spec, self.args)
 
     def _new_semantics(self, backend: GameBackend) -> BattleSemantics:
-        return V2Semantics(self._spec, self._args, backend, UNIT_NAMES)
+        return V2Semantics(self.spec, self.args, backend, UNIT_NAMES)
 
 
-class SC2V2Env(SC2Env):
+class SC2V2Env(SmacV2Interface, SC2Env):
     """`SC2V2Battle` as the field's single environment; the thread that resets it first must outlive the game.
 
     Args:

@@ -1,0 +1,185 @@
+"""SMAC's class interface over one battle: the methods of its `StarCraft2Env`, by the same names.
+
+Names and meanings follow oxwhirl/smac and oxwhirl/smacv2 (starcraft2.py, multiagentenv.py); docs/sc2.md has the table.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.features import state_component, state_unit_dims
+from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.variant import Variant
+from omagd.envs.protocol import BatchedEnv
+from omagd.envs.single import BatchedAsSingle
+from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from omagd.envs.battle.semantics import BattleSemantics
+
+NAMES = ("sc2", "sc2_v2", "skirmish")
+
+
+def make_smac(name: str = "sc2", **env_args: Any) -> SmacInterface:
+    """Return the environment `name` with SMAC's methods; the keys are those of SMAC's constructor.
+
+    Args:
+        name: "sc2", "sc2_v2" or "skirmish". env_args: keys of `env_args`, as on the command line.
+
+    Errors: UserError for another name, an unknown key, a wrong value, or what the environment lacks.
+    """
+    from omagd.envs import REGISTRY
+    from omagd.envs.factory import validate_env_args
+
+    if name not in NAMES:
+        raise UserError(f"make_smac({name!r}): only {', '.join(NAMES)} have SMAC's interface; use one of these")
+    cls, args = REGISTRY.get(name), validate_env_args(name, env_args)
+    return SmacInterface(cls(args, 1)) if issubclass(cls, BattleEnv) else cls(args)
+
+
+class BattleEnv(BatchedEnv):
+    """A batched environment with SMAC's semantics.
+
+    Attributes:
+        spec: the map. args: SMAC's flags. variant: SMAC's observations or SMACv2's.
+    """
+
+    spec: MapSpec
+    args: BattleArgs
+    variant: Variant
+
+    @abstractmethod
+    def rules(self) -> BattleSemantics:
+        """Return the semantics of the battles. Errors: ValueError before the first `reset` where the game needs it."""
+
+    @abstractmethod
+    def seed(self) -> int | None:
+        """Return the seed that is played, None before there is one."""
+
+
+class SmacInterface(BatchedAsSingle):
+    """The only slot of a battle environment with all methods of SMAC's `StarCraft2Env`, but `render`.
+
+    Arrays are NumPy: observations [n, obs_dim] float32, masks [n, A] bool. `agent_id` counts from 0.
+
+    Attributes:
+        n_agents, n_enemies, n_actions, episode_limit, map_name, map_type: as in SMAC.
+    """
+
+    env: BattleEnv
+
+    def __init__(self, env: BattleEnv) -> None:
+        spec, args, variant = env.spec, env.args, env.variant
+        ally, enemy = state_unit_dims(spec, variant)
+        self.ally_state_attr_names, self.enemy_state_attr_names = feature_names(spec, variant)
+        facts = {
+            "state_component": state_component(spec, args, variant),
+            "state_ally_feats_size": ally,
+            "state_enemy_feats_size": enemy,
+            "map_type": spec.map_type,
+            "agent_features": self.ally_state_attr_names,
+            "enemy_features": self.enemy_state_attr_names,
+        }
+        super().__init__(env, facts)
+        assert env.info.layout is not None
+        self._layout = env.info.layout
+        self.n_agents, self.n_enemies, self.n_actions = spec.n_agents, spec.n_enemies, env.info.n_actions
+        self.episode_limit, self.map_name, self.map_type = spec.limit, spec.name, spec.map_type
+
+    def reset(self, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[override]
+        """Start an episode; return observations [n, obs_dim] and state [state_dim]."""
+        super().reset(seed)
+        return self.get_obs(), self.get_state()
+
+    def seed(self) -> int | None:
+        """Return the seed that is played: the game's, of `skirmish` the battle's; None before there is one."""
+        return self.env.seed()
+
+    def get_obs_agent(self, agent_id: int, fully_observable: bool = False) -> np.ndarray:
+        """Return [obs_dim] float32 of one agent; without the sight range if `fully_observable` (SMACv2's argument)."""
+        return self.get_obs(no_range_limit=fully_observable)[agent_id]
+
+    def get_avail_agent_actions(self, agent_id: int) -> np.ndarray:
+        """Return [A] bool, what one agent may do."""
+        return self.get_avail_actions()[agent_id]
+
+    def get_state_dict(self) -> dict[str, np.ndarray]:
+        """Return the state in parts: `allies` [n, :], `enemies` [m, :], and if asked for `last_action`, `timestep`."""
+        return {name: part[0] for name, part in self.env.rules().state_parts().items()}
+
+    def get_visibility_matrix(self) -> np.ndarray:
+        """Return [n, n + m] bool, who is within whose sight: SMAC's rule, symmetric between allies."""
+        return self.env.rules().visibility()[0]
+
+    def get_obs_size(self) -> int:
+        """Return obs_dim, the length of the vector that `get_obs_agent` returns (see docs/sc2.md)."""
+        return self.env.info.obs_dim
+
+    def get_state_size(self) -> int:
+        """Return state_dim."""
+        return self.env.info.state_dim
+
+    def get_total_actions(self) -> int:
+        """Return A."""
+        return self.env.info.n_actions
+
+    def get_obs_move_feats_size(self) -> int:
+        """Return how many features of an observation are about moves and the ground."""
+        return self._layout.move_dim
+
+    def get_obs_enemy_feats_size(self) -> tuple[int, int]:
+        """Return (m, features of an enemy in an observation)."""
+        return self._layout.n_enemies, self._layout.enemy_dim
+
+    def get_obs_ally_feats_size(self) -> tuple[int, int]:
+        """Return (n - 1, features of an ally in an observation)."""
+        return self._layout.n_allies, self._layout.ally_dim
+
+    def get_obs_own_feats_size(self) -> int:
+        """Return how many features of an observation are about the agent itself."""
+        return self._layout.own_dim
+
+    def get_ally_num_attributes(self) -> int:
+        """Return how many features of an ally the state holds."""
+        return len(self.ally_state_attr_names)
+
+    def get_enemy_num_attributes(self) -> int:
+        """Return how many features of an enemy the state holds."""
+        return len(self.enemy_state_attr_names)
+
+
+class SmacV2Interface(SmacInterface):
+    """`SmacInterface` with what SMACv2 adds: the agents' capabilities, here their unit types."""
+
+    def get_cap_size(self) -> int:
+        """Return the number of an agent's capabilities."""
+        return self.env.spec.unit_type_bits
+
+    def get_capabilities_agent(self, agent_id: int) -> np.ndarray:
+        """Return [cap_shape] float32 of one agent."""
+        return self.env.rules().type_bits()[0, agent_id]
+
+    def get_capabilities(self) -> np.ndarray:
+        """Return [n * cap_shape] float32 of all agents, one after another."""
+        return self.env.rules().type_bits()[0].ravel()
+
+    def get_obs_own_feats_size(self) -> int:
+        """Return how many features are about the agent itself; SMACv2 does not count the elapsed time among them."""
+        return super().get_obs_own_feats_size() - int(self.env.args.obs_timestep_number)
+
+    def get_env_info(self) -> dict[str, Any]:
+        """Return the field's dictionary with `cap_shape`."""
+        return {**super().get_env_info(), "cap_shape": self.get_cap_size()}
+
+
+def feature_names(spec: MapSpec, variant: Variant) -> tuple[list[str], list[str]]:
+    """Return SMAC's names of what the state holds of an ally and of an enemy, in their order."""
+    bits = [f"type_{bit}" for bit in range(spec.unit_type_bits)]
+    ally = ["health", "energy/cooldown", "rel_x", "rel_y", *["shield"] * (spec.a_race == "P")]
+    ally += ["fov_x", "fov_y"] * variant.direction
+    enemy = ["health", "rel_x", "rel_y", *["shield"] * (spec.b_race == "P")]
+    return ally + bits, enemy + bits
