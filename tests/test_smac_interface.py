@@ -1,4 +1,4 @@
-"""SMAC's class interface: the methods that its users call, without the game. `test_smac_parity` compares their values."""
+"""SMAC's class interface: the methods that its users call, without the game (`test_smac_parity` compares values)."""
 
 from __future__ import annotations
 
