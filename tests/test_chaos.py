@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -12,8 +14,15 @@ import torch
 from chaos_harness import Trial, differences
 from command_harness import run_folders, summary_of
 
-from omagd.run.command_line import main
+from omagd.run import set_aside
+from omagd.run.command_line import config_from, main
 from omagd.run.keeper import Keeper
+from omagd.run.recovery import recover
+from omagd.run.set_aside import cut_back
+from omagd.utils import checkpoint_store, storage
+from omagd.utils.checkpoint_store import FORMAT, sealed
+from omagd.utils.dist_utils import Dist
+from omagd.utils.run_folder import RunFolder
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 
@@ -97,8 +106,41 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
+def contents(run: Path) -> dict[str, bytes]:
+    """Return all files of a run but its locks, by their path in it."""
+    files = [path for path in run.rglob("*") if path.is_file() and "lock" not in path.name]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def rejected(run: Path, capsys, *words: str) -> str:
+    """Return the one line with which a start ends that changes nothing."""
+    before = contents(run)
+    capsys.readouterr()
+    assert main([*COMMAND, f"local_results_path={run.parent}", *words]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+    assert contents(run) == before
+    assert line.startswith("error: ")
+    return line
+
+
+def copied(torn: Path, place: Path) -> Path:
+    run = place / "results" / torn.name
+    shutil.copytree(torn, run)
+    return run
+
+
+def resumed(run: Path) -> list[dict]:
+    return json.loads((run / "card.json").read_text())["resumed"]
+
+
+def shared_by_all(run: Path) -> str:
+    """Return a file of episodes that every checkpoint names."""
+    named = [set(json.loads((path / "manifest.json").read_text())["files"]) for path in newest_first(run)]
+    return sorted(name for name in set.intersection(*named) if name.endswith(".episodes"))[0]
+
+
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink], ids=["truncated", "flipped", "deleted"])
-def test_every_damaged_file_is_named_and_the_checkpoint_before_is_used(
+def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected(
     damage, unfinished, tmp_path, monkeypatch, capsys
 ):
     alone, torn = unfinished
@@ -106,38 +148,236 @@ def test_every_damaged_file_is_named_and_the_checkpoint_before_is_used(
     names = files_of(torn)
     assert {Path(name).name for name in names} >= {"manifest.json", "common.th", "rank_0.th"}
     assert any(name.startswith("kept/") for name in names)
+    ends = set()
     for number, name in enumerate(names):
-        run = tmp_path / str(number) / "results" / torn.name
-        shutil.copytree(torn, run)
+        run = copied(torn, tmp_path / str(number))
         damaged, *others = newest_first(run)
         damage(run / "checkpoints" / name)
         sound = [path for path in others if name not in json.loads((path / "manifest.json").read_text())["files"]]
+        ends.add(bool(sound))
+        if not sound:
+            said = rejected(run, capsys)
+            assert all(
+                word in said for word in (Path(name).name, "resume=lossy", "resume=weights", "auto_resume=False")
+            )
+            continue
+        before = contents(run)
         assert main([*COMMAND, f"local_results_path={run.parent}"]) == 0, capsys.readouterr().err
         log = (run / "logs" / "rank_0.log").read_text()
         (said,) = [line for line in log.splitlines() if f"{damaged} is damaged" in line]
         assert Path(name).name in said
-        assert (f"continuing from {sound[0]}: " in log) if sound else ("continuing from" not in log)
-        assert damaged.is_dir()
+        assert f"continuing from {sound[0]}: " in log and f"{sound[0]}, an earlier one, is used" in log
         assert differences(alone, run) == []
+        (aside,) = (run / "set_aside").iterdir()
+        for kept, content in before.items():  # weights, lines and the damaged checkpoint itself
+            if kept.startswith((f"checkpoints/{damaged.name}/", "models/", "metrics", "episodes/")):
+                places = [run / kept, aside / kept]
+                assert any(path.read_bytes().startswith(content) for path in places if path.exists()), kept
+        (entry,) = resumed(run)
+        assert (entry["kind"], entry["from"]) == ("exact", f"checkpoints/{sound[0].name}")
+        assert entry["set_aside"] == f"set_aside/{aside.name}"
+    assert ends == {True, False}
 
 
-def test_where_nothing_is_sound_it_begins_again_ends_the_same_and_tidies_up(unfinished, tmp_path, monkeypatch):
+def test_lossy_continues_without_the_damaged_episodes_and_counts_them(unfinished, tmp_path, monkeypatch, capsys):
+    """One flipped byte in a file that all checkpoints share."""
+    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    run = copied(unfinished[1], tmp_path)
+    newest, name = newest_first(run)[0], shared_by_all(run)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (said,) = [said["replay"] for said in manifest["logs"]]
+    (part,) = [part for part in said["parts"] if part["file"] == name]
+    lost = part["first"] + part["count"] - max(part["first"], said["added"] - said["kept"])
+    flip(run / "checkpoints" / name)
+    before = contents(run)
+    assert name in rejected(run, capsys)
+    assert 0 < lost < said["kept"]
+    seen: dict[str, int] = {}
+
+    with monkeypatch.context() as patch:
+        inner = Keeper.restore
+
+        def restore(keeper, stage):
+            inner(keeper, stage)
+            seen.update(left=len(stage.buffer), t_env=stage.clock.t_env, iteration=keeper.iteration)
+            raise KilledError
+
+        patch.setattr(Keeper, "restore", restore)
+        with pytest.raises(KilledError):
+            main([*COMMAND, f"local_results_path={run.parent}", "resume=lossy"])
+    assert seen == {"left": said["kept"] - lost, "t_env": manifest["t_env"], "iteration": manifest["iteration"]}
+    assert main([*COMMAND, f"local_results_path={run.parent}", "resume=lossy"]) == 0
+    log = (run / "logs" / "rank_0.log").read_text()
+    assert f"resume=lossy: {lost} episode(s) in {name} cannot be read" in log
+    entries = resumed(run)
+    assert [(e["kind"], e["from"], e["lost_episodes"]) for e in entries] == [
+        ("lossy", f"checkpoints/{newest.name}", lost)
+    ] * 2
+    assert entries[0]["versions"]["torch"] == torch.__version__
+    asides = list((run / "set_aside").iterdir())
+    named = [f"checkpoints/{file}" for file in manifest["files"]]
+    for kept, content in before.items():
+        if kept in named or kept.startswith("models/"):
+            found = [path.read_bytes() for path in (run / kept, *(aside / kept for aside in asides)) if path.exists()]
+            assert content in found, kept
+    assert summary_of(run)["exit_state"] == "completed"
+
+
+def break_parts(run: Path) -> None:
+    for path in newest_first(run):
+        truncate(path / "rank_0.th")
+
+
+def break_common(run: Path) -> None:
+    for path in newest_first(run):
+        truncate(path / "common.th")
+
+
+def move_away(run: Path) -> None:
+    (run / "checkpoints").rename(run.parent.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("harm", [break_parts, break_common, move_away])
+def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
+    harm, unfinished, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    run = copied(unfinished[1], tmp_path)
+    newest = newest_first(run)[0]
+    t_env = json.loads((newest / "manifest.json").read_text())["t_env"]
+    steps = sorted(int(path.name) for path in (run / "models").iterdir())
+    harm(run)
+    before = contents(run)
+    assert "resume=weights" in rejected(run, capsys)
+    assert "resume=weights" in rejected(run, capsys, "resume=lossy")
+    seen: dict[str, object] = {}
+    inner = Keeper.restore
+
+    def restore(keeper, stage):
+        inner(keeper, stage)
+        weights = [value.clone() for value in stage.mac.agent.state_dict().values()]
+        seen.setdefault("start", (len(stage.buffer), stage.clock.t_env, keeper.iteration >= KILLED_AT, weights))
+
+    monkeypatch.setattr(Keeper, "restore", restore)
+    assert main([*COMMAND, f"local_results_path={run.parent}", "resume=weights"]) == 0, capsys.readouterr().err
+    left, began, later, weights = seen["start"]
+    assert (left, later) == (0, True)
+    if harm is break_parts:
+        assert began == t_env
+        saved = torch.load(newest_first(unfinished[1])[0] / "common.th", weights_only=True)
+        expected = saved["shared"]["modules"]["agent"]
+    else:
+        assert began == steps[-1] <= t_env
+        expected = torch.load(unfinished[1] / "models" / str(steps[-1]) / "agent.th", weights_only=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, expected.values(), strict=True))
+    assert [entry["kind"] for entry in resumed(run)] == ["weights"]
+    steps_logged = [json.loads(line)["t_env"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps_logged == sorted(steps_logged) and steps_logged[-1] >= 40
+    asides = list((run / "set_aside").iterdir()) if (run / "set_aside").exists() else []
+    for kept, content in before.items():
+        if kept.startswith(("models/", f"checkpoints/{newest.name}/", "episodes/", "metrics")):
+            found = [path.read_bytes() for path in (run / kept, *(aside / kept for aside in asides)) if path.exists()]
+            assert any(each.startswith(content) for each in found), kept
+    assert summary_of(run)["exit_state"] == "completed"
+    last = json.loads((newest_first(run)[0] / "manifest.json").read_text())
+    assert last["t_env"] >= 40 and last["iteration"] > KILLED_AT
+
+
+def test_another_format_is_rejected_and_named(unfinished, tmp_path, capsys):
+    run = copied(unfinished[1], tmp_path)
+    for path in newest_first(run):
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(sealed({**manifest, "format": FORMAT + 7})))
+    assert f"format {FORMAT + 7}" in rejected(run, capsys)
+    assert f"format {FORMAT + 7}" in rejected(run, capsys, "resume=lossy")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, unfinished, tmp_path, monkeypatch, capsys):
+    """Such an error is no damage: also `lossy` and `weights` wait until the disk answers."""
+    run = copied(unfinished[1], tmp_path)
+    name = f"checkpoints/{newest_first(run)[0].name}/common.th"
+    monkeypatch.setattr(storage, "RETRY_SECONDS", (0.0, 0.0))
+    inner, tried = checkpoint_store._digest, []
+
+    def digest(path: Path) -> str:
+        if path == run / name:
+            tried.append(path)
+            if len(tried) <= fail:
+                raise OSError(number, os.strerror(number), str(path))
+        return inner(path)
+
+    monkeypatch.setattr(checkpoint_store, "_digest", digest)
+    for mode in ("exact", "lossy", "weights"):
+        tried, fail = [], 99
+        said = rejected(run, capsys, f"resume={mode}")
+        assert len(tried) == 3
+        assert f"{run / name} cannot be read ({os.strerror(number)})" in said
+    tried, fail = [], 2
+    assert recover(RunFolder(run), Dist(), config_from([*COMMAND[1:]])).kind == "exact"
+    assert len(tried) == 3
+
+
+def test_a_run_that_was_never_saved_begins_from_scratch_and_keeps_what_it_wrote(unfinished, tmp_path, monkeypatch):
+    """Killed before its first checkpoint was complete, which `saved.json` proves."""
     alone, torn = unfinished
     monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
-    run = tmp_path / "results" / torn.name
-    shutil.copytree(torn, run)
-    for path in (run / "checkpoints").rglob("*"):
-        if path.is_file():
-            truncate(path)
-    half = [run / "models" / "20" / ".agent.th.123.tmp", run / ".summary.json.123.tmp"]
-    half += [run / "checkpoints" / ".00000011.abc.partial" / "rank_0.th"]
-    for path in half:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"half")
+    run = copied(torn, tmp_path)
+    shutil.rmtree(run / "checkpoints")
+    (run / "saved.json").write_text('{"iteration": 0}')
+    (run / "checkpoints" / ".00000001.abc.partial").mkdir(parents=True)
+    (run / "models" / "20" / ".agent.th.123.tmp").write_bytes(b"half")
     assert main([*COMMAND, f"local_results_path={run.parent}"]) == 0
-    assert (run / "logs" / "rank_0.log").read_text().count("is damaged") == len(newest_first(torn))
-    assert [path for path in half if path.exists()] == []
     assert differences(alone, run) == []
+    assert not list((run / "checkpoints").glob(".*")) and not list(run.rglob(".*.tmp"))
+    (aside,) = (run / "set_aside").iterdir()
+    assert (aside / "metrics.jsonl").read_bytes() == (torn / "metrics.jsonl").read_bytes()
+    assert "resumed" not in json.loads((run / "card.json").read_text())
+
+
+def test_a_kill_at_any_step_of_setting_aside_is_harmless(unfinished, tmp_path, monkeypatch):
+    """Whatever step is the last one, the next start ends up with the same files, and each content is still there."""
+    given = config_from([*COMMAND[1:]])
+    whole = copied(unfinished[1], tmp_path / "whole")
+    truncate(newest_first(whole)[0] / "common.th")
+    for path in (whole / "metrics.jsonl", whole / "episodes" / "rank_0.jsonl"):
+        path.write_bytes(path.read_bytes() + b'{"t_env": 99}\n')  # behind both checkpoints
+    (whole / "models" / "99").mkdir()
+    (whole / "models" / "99" / "agent.th").write_bytes(b"late")
+    wanted = {content for name, content in contents(whole).items() if name != "saved.json"}
+    steps = ("sync", "link", "clean", "note_saved")
+    inner = {name: getattr(set_aside, name) for name in steps}
+    count = 0
+
+    def counted(name: str):
+        def step(*arguments):
+            nonlocal count
+            count -= 1
+            if count == 0:
+                raise KilledError
+            return inner[name](*arguments)
+
+        return step
+
+    for name in steps:
+        monkeypatch.setattr(set_aside, name, counted(name))
+    ends, last, killed = [], 0, True
+    while killed:
+        last, killed = last + 1, False
+        run = copied(whole, tmp_path / str(last))
+        folder = RunFolder(run)
+        for kill in (last, 0):
+            count = kill
+            try:
+                cut_back(folder, Dist(), recover(folder, Dist(), given))
+            except KilledError:
+                killed = True
+                assert wanted <= set(contents(run).values()), f"something is lost after step {last}"
+        found = contents(run)
+        assert wanted <= set(found.values()), f"something is lost after step {last}"
+        ends.append({name: content for name, content in found.items() if not name.startswith("set_aside/")})
+    assert last > 12
+    assert all(end == ends[0] for end in ends)
 
 
 def test_a_checkpoint_that_is_asked_for_by_name_must_be_sound(unfinished, tmp_path, monkeypatch, capsys):

@@ -160,30 +160,14 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stands(whole, tmp_path, m
     assert differences(whole, run) == [], "nothing of it shows in what is learned"
 
 
-def test_a_damaged_checkpoint_is_named_left_and_the_one_before_is_used(whole, tmp_path):
-    given = config(tmp_path / "cut")
-    folder = cut_run(given, 5)
-    newest, before = folders(folder.checkpoints)[:2]
-    (newest / "rank_0.th").write_bytes(b"nonsense")
-    launch(given, "run")
-    log = (folder.logs / "rank_0.log").read_text()
-    assert f"{newest} is damaged ({newest.name}/rank_0.th: 8 bytes instead of " in log
-    assert f"continuing from {before}: iteration 4" in log
-    assert (newest / "rank_0.th").read_bytes() == b"nonsense"
-    assert differences(whole, folder.path) == []
-
-
-def test_a_run_without_any_sound_checkpoint_begins_anew(whole, tmp_path):
+def test_without_any_whole_checkpoint_an_exact_run_is_rejected(tmp_path):
     given = config(tmp_path / "cut")
     folder = cut_run(given, 5)
     for path in folders(folder.checkpoints):
         (path / "manifest.json").write_text("{}")
-    launch(given, "run")
-    assert differences(whole, folder.path) == []
+    with pytest.raises(UserError, match=r"resume=exact: .*manifest\.json: its content has changed"):
+        launch(given, "run")
     with pytest.raises(UserError, match="no checkpoint there is sound"):
-        (folder.path / "checkpoints" / "00000001").mkdir(exist_ok=True)
-        for path in folders(folder.checkpoints):
-            (path / "manifest.json").write_text("{}")
         launch(config(tmp_path / "other", QMIX, f"checkpoint_path={folder.path}"), "other")
 
 

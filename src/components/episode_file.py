@@ -62,14 +62,17 @@ def write_episodes(path: str | Path, episodes: Sequence[Episode], facts: Facts) 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(MARK + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header)
-        for name in names:
-            for episode in episodes:
-                file.write(_bytes(episode[name]).data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(MARK + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header)
+            for name in names:
+                for episode in episodes:
+                    file.write(_bytes(episode[name]).data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[Episode]:

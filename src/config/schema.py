@@ -189,6 +189,7 @@ class Config(Frozen):
     max_checkpoints_to_keep: Annotated[Int, Field(ge=2, le=10**6)]  # the newest ones; the best one stays beside them
     auto_resume: bool  # go on with the newest unfinished run of this configuration, if there is one
     auto_resume_wait: Annotated[float, Field(ge=0.0)]  # minutes to wait where another process uses that run; 0: reject
+    resume: Literal["exact", "lossy", "weights"]  # what a damaged run may lose: nothing | episodes | all but weights
     max_restarts: Whole  # run=ddp: how often all ranks start again from the newest checkpoint when one was killed
     local_results_path: str  # folder of all run folders
     unique_token: str  # name of the run's folder; empty: made from name, map, seed and time

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Card = dict[str, Any]
-"""`id`; `compared`: what must agree for two results to be compared; `told`: what may differ; `reached`: at the end."""
+"""`id`; `compared`: what must agree for two results to be compared; `told`: what may differ; `reached`: at the end.
+
+`resumed`, where a run has continued: what each of its later starts continued from, and with which versions.
+"""
 
 IRRELEVANT = frozenset(
     {"map_name", "difficulty", "game_version", "game_timeout", "debug", "replay_dir", "replay_prefix"}
@@ -120,6 +123,20 @@ def read_card(folder: str | Path) -> Card | None:
     except (OSError, ValueError):
         return None
     return card if is_card(card) else None
+
+
+def resumed(card: Card | None) -> list[dict[str, Any]]:
+    """Return what a card says of the starts that have continued its run."""
+    entries = (card or {}).get("resumed", [])
+    return [dict(entry) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def changed_versions(before: Card | None, now: Card) -> str:
+    """Return which versions differ from those of the start before, in words; nothing where none is known to."""
+    old, new = (before or {}).get("told", {}), now["told"]["versions"]
+    old = old.get("versions") if isinstance(old, dict) else None
+    names = [name for name in new if isinstance(old, dict) and old.get(name) != new[name]]
+    return ", ".join(f"{name} {new[name]} (was {old.get(name, 'none')})" for name in names if isinstance(old, dict))
 
 
 def is_card(value: object) -> bool:

@@ -11,15 +11,16 @@ import torch
 from omagd import learners
 from omagd.config.schema import Config
 from omagd.run.build import build_session, load_products, n_slots, require_same_weights, restore_products
-from omagd.run.card import Card, make_card, settled, start_lines
+from omagd.run.card import Card, changed_versions, make_card, read_card, resumed, settled, start_lines
 from omagd.run.evaluate import evaluate
 from omagd.run.loop import fit
 from omagd.run.machine import deterministic_algorithms, limit_memory
 from omagd.run.memory import memory_warnings, told
 from omagd.run.plan import ranks_here
-from omagd.run.recovery import Recovered, cut_back, recover
+from omagd.run.recovery import Recovered, TakenUp, recover
 from omagd.run.resuming import rank_at_work
 from omagd.run.session import Session
+from omagd.run.set_aside import cut_back
 from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
 from omagd.utils.allocator import keep_freed_memory
@@ -48,18 +49,21 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
 
 def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: int, started: float) -> dict[str, Any]:
     """Take up what is in the folder, run everything, and close the books whatever happens."""
-    found, damaged = _take_up(config, dist, folder)
+    taken, aside = _take_up(config, dist, folder)
     card = make_card(config, dist.world_size, dist.device)
-    logger = _logger(config, dist, folder, channel, card, found)
-    for path, problem in damaged.items():
-        logger.warning(f"{path} is damaged ({problem}): it is left where it is, and the one before it is used")
+    before = read_card(folder.path)
+    if taken.kind:
+        card["resumed"] = [*resumed(before), _entry(taken, aside, folder, card)]
+    logger = _logger(config, dist, folder, channel, card, taken.found)
+    for line in _said(taken, aside, folder, changed_versions(before, card) if taken.kind else ""):
+        logger.warning(line)
     summary = {**first_summary(config, dist.world_size, folder, started, card), "restarts": attempt}
     exit_state = "failed"
     session = None
     try:
         with told(config, "all stages", "start", dist.device):
-            session = build_session(config, dist, folder, logger)
-        session.keeper.take_up(found, damaged)
+            session = build_session(_with_weights(config, taken), dist, folder, logger)
+        session.keeper.take_up(taken)
         if dist.is_main:
             write_json(folder.config_json, config.model_dump(mode="json"))
             write_json(folder.env_info_json, session.info.to_dict())
@@ -113,13 +117,51 @@ def run_stages(session: Session) -> list[StageResult]:
     return results
 
 
-def _take_up(config: Config, dist: Dist, folder: RunFolder) -> tuple[Recovered | None, dict[Path, str]]:
-    """Return what the run goes on from and what is damaged there, and cut back what was written after it."""
+def _take_up(config: Config, dist: Dist, folder: RunFolder) -> tuple[TakenUp, str]:
+    """Return what the run continues from, and where what was written after it has been set aside."""
     if config.evaluate or not config.enable_checkpointing:
-        return None, {}
-    found, damaged = recover(folder, dist)
-    cut_back(folder, dist, found)
-    return found, damaged
+        return TakenUp(), ""
+    taken = recover(folder, dist, config)
+    return taken, cut_back(folder, dist, taken)
+
+
+def _with_weights(config: Config, taken: TakenUp) -> Config:
+    """Return the configuration of this start: stage 3 begins with weights of the run itself where they are salvaged."""
+    if taken.salvaged is None or taken.salvaged.step is None:
+        return config
+    return config.model_copy(update={"checkpoint_path": str(taken.salvaged.step), "load_step": 0})
+
+
+def _entry(taken: TakenUp, aside: str, folder: RunFolder, card: Card) -> dict[str, Any]:
+    """Return what the card says of this start."""
+    salvaged = taken.salvaged
+    files = [] if salvaged is None else [salvaged.step, *salvaged.trained.values()]
+    source = taken.found.checkpoint.path if taken.found is not None else next(path for path in files if path)
+    return {
+        "kind": taken.kind,
+        "from": str(source.relative_to(folder.path)),
+        "iteration": taken.least if taken.found is None else taken.found.iteration,
+        "t_env": taken.t_env,
+        "lost_episodes": 0 if taken.found is None or taken.kind == "exact" else taken.found.lost_episodes(),
+        "set_aside": str(Path(aside).relative_to(folder.path)) if aside else "",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "versions": card["told"]["versions"],
+    }
+
+
+def _said(taken: TakenUp, aside: str, folder: RunFolder, versions: str) -> list[str]:
+    """Return what the user should not miss of this start."""
+    lines = [f"{path} is damaged ({problem}): it is not used" for path, problem in taken.problems.items()]
+    if taken.found is not None and taken.kind == "exact" and taken.behind:
+        lines.append(f"the newest checkpoint cannot be used; {taken.found.checkpoint.path}, an earlier one, is used")
+    if taken.found is not None and taken.kind == "lossy":
+        lost = f"{taken.found.lost_episodes()} episode(s) in {', '.join(sorted(taken.found.lost))}"
+        lines.append(f"resume=lossy: {lost} cannot be read, and the run continues without them")
+    if taken.kind == "weights":
+        lines.append("resume=weights: the replay starts empty")
+    if aside:
+        lines.append(f"what was written after that is kept in {aside}")
+    return lines + ([f"this run continues with other versions: {versions}"] if versions else [])
 
 
 def stage_names(config: Config, products: Products) -> list[str]:

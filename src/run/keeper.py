@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,10 @@ import torch
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_stretch import Stretch
 from omagd.config.schema import Config
-from omagd.run.recovery import Recovered, unusable
+from omagd.run.recovery import Recovered, TakenUp, unusable
+from omagd.run.saver import Save, Saver, Written
 from omagd.utils.checkpoint import checksum
-from omagd.utils.checkpoint_store import CheckpointStore, Damaged, Draft, read_part, sync, write_part
+from omagd.utils.checkpoint_store import CheckpointStore, Damaged, Draft, read_part
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import added
@@ -35,27 +35,6 @@ from omagd.utils.state_tree import frozen
 if TYPE_CHECKING:
     from omagd.run.session import Session
     from omagd.run.stages.base import Products, Stage, StageResult
-
-
-@dataclass
-class _Written:
-    """The files that hold one rank's episodes under one name, oldest first; `next` is the first one in none of them."""
-
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    next: int = 0
-
-
-@dataclass
-class _Save:
-    """One rank's copy of everything, on its way to the disk; `episodes`: those that are new, and facts of all."""
-
-    draft: Draft
-    own: dict[str, Any]
-    common: dict[str, Any] | None
-    modules: dict[str, dict[str, Any]]
-    episodes: dict[str, tuple[Stretch, dict[str, Any]]]
-    facts: dict[str, Any]
-    flushed: list[Path]
 
 
 class Keeper:
@@ -73,20 +52,21 @@ class Keeper:
         self.config, self.dist, self.folder = config, dist, folder
         self.enabled = config.enable_checkpointing and not config.evaluate
         self.found: Recovered | None = None
+        self._taken = TakenUp()
         self.results: list[StageResult] = []
         self.iteration = 0
         self._began = time.monotonic()
         self._earlier = 0.0
         attempt = dist.broadcast(secrets.token_hex(4)) if self.enabled else ""
         keep = config.max_checkpoints_to_keep
-        self._store = CheckpointStore(folder.checkpoints, dist.rank, dist.world_size, attempt, keep)
+        store = CheckpointStore(folder.checkpoints, dist.rank, dist.world_size, attempt, keep)
+        self._saver = Saver(store, dist, folder, config.dist_timeout_minutes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: Future[None] | None = None
+        self._saving: Future[str] | None = None
+        self._failed = ""
         self._saved_at = time.monotonic()
         self._flags: Pending | None = None
-        self._written: dict[str, _Written] = {}
         self._sums: dict[str, str] = {}
-        self._modules: dict[str, dict[str, Any]] = {}  # trained modules that are in a file of their own
 
     def until_boundary(self) -> AbstractContextManager[None]:
         """Return the context in which SIGTERM waits a little for the end of an iteration."""
@@ -113,13 +93,22 @@ class Keeper:
             if stop:
                 saving()  # from here on a signal that comes late does not cut the save short
             self.finish()
-            self._begin(stage, stage.buffers())
+            draft = self._begin(stage, stage.buffers())
             self.finish()
         elif (due or stage.urgent()) and not busy:
             self._begin(stage, stage.buffers())
         if stop:
-            stage.session.logger.info(f"asked to stop: iteration {self.iteration} is saved")
+            self._say_saved(draft, stage.session)
             stop_now()
+
+    def _say_saved(self, draft: Draft, session: Session) -> None:
+        """Say that an iteration is saved once every rank has found its part in the complete checkpoint."""
+        failed = self.dist.gather(self._failed)  # rank 0 comes here when the checkpoint is complete, or cannot be
+        lacks = self.dist.gather("" if any(failed) else draft.lacks())
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(lacks) if text] or list(filter(None, failed))
+        how = f"is not saved ({problems[0]}): the checkpoint before it stands" if problems else "is saved"
+        tell = session.logger.error if problems else session.logger.info
+        tell(f"asked to stop: iteration {self.iteration} {how}")
 
     def stage_finished(self, stage: Stage, result: StageResult, more: bool) -> None:
         """Keep a stage's result and, where `more` stages follow, what it trained."""
@@ -130,9 +119,9 @@ class Keeper:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until what is being saved is saved."""
+        """Wait until what is being saved is saved, or has failed."""
         if self._saving is not None:
-            self._saving.result()
+            self._failed = self._saving.result()
             self._saving = None
 
     def close(self) -> None:
@@ -148,7 +137,7 @@ class Keeper:
     def _busy(self) -> bool:
         return self._saving is not None and not self._saving.done()
 
-    def _begin(self, stage: Stage, buffers: dict[str, EpisodeBuffer], over: bool = False) -> None:
+    def _begin(self, stage: Stage, buffers: dict[str, EpisodeBuffer], over: bool = False) -> Draft:
         """Copy everything and let the thread write it. Errors: UserError where something is not finite."""
         stage.require_sound()
         session = stage.session
@@ -159,8 +148,8 @@ class Keeper:
             "past": session.told_mishaps,
             "episode_bytes": session.episode_log.size(),
         }
-        save = _Save(
-            draft=self._store.draft(self.iteration),
+        save = Save(
+            draft=self._saver.store.draft(self.iteration),
             own=frozen(own),
             common=frozen(self._common(stage, over)) if self.dist.is_main else None,
             modules=self._new_modules(stage.products) if self.dist.is_main else {},
@@ -176,7 +165,8 @@ class Keeper:
             flushed=[self.folder.metrics_jsonl, self.folder.episode_log(self.dist.rank)],
         )
         self._saved_at = time.monotonic()
-        self._saving = self._thread.submit(self._write, save, session)
+        self._saving = self._thread.submit(self._saver.write, save, session)
+        return save.draft
 
     def _common(self, stage: Stage, over: bool) -> dict[str, Any]:
         """Return what all ranks share; rank 0 writes it."""
@@ -204,95 +194,58 @@ class Keeper:
     def _new_modules(self, products: Products) -> dict[str, dict[str, Any]]:
         """Return copies of the weights of modules that this run has trained and no file holds."""
         trained = {"stage1": products.tokenizer, "stage2": products.predictor}
-        names = {result.name for result in self.results} - self._modules.keys()
+        names = {result.name for result in self.results} - self._saver.modules.keys()
         return {name: frozen(module.state_dict()) for name, module in trained.items() if name in names and module}
 
     def _new_episodes(self, name: str, buffer: EpisodeBuffer) -> tuple[Stretch, dict[str, Any]]:
         """Return a buffer's episodes that are in no file, and what is said of all of it."""
-        written = self._written.setdefault(name, _Written())
+        written = self._saver.written.setdefault(name, Written())
         oldest = buffer.added - len(buffer)
         written.parts = [part for part in written.parts if part["first"] + part["count"] > oldest]
         return buffer.since(written.next), {"added": buffer.added, "kept": len(buffer)}
 
-    def _write(self, save: _Save, session: Session) -> None:
-        """Write a copy to the disk, in the thread. What goes wrong is said; the run goes on."""
-        draft = save.draft
-        try:
-            for path in save.flushed:
-                if path.exists():
-                    sync(path)
-            logs = {name: self._write_episodes(name, *each, draft) for name, each in save.episodes.items()}
-            modules = {name: self._write_module(name, state, draft) for name, state in save.modules.items()}
-            draft.refer({entry["file"]: entry["entry"] for entry in self._modules.values()})
-            if save.common is not None:
-                known = {name: entry["file"] for name, entry in {**self._modules, **modules}.items()}
-                draft.put("common", {**save.common, "modules": known})
-            draft.put(f"rank_{self.dist.rank}", save.own)
-            draft.report({name: said for name, (said, _) in logs.items()})
-            if self.dist.is_main:
-                draft.commit(save.facts, 60.0 * self.config.dist_timeout_minutes)
-                self._store.prune()
-            self._written = {name: written for name, (_, written) in logs.items()}
-            self._modules.update(modules)
-        except (OSError, MemoryError) as problem:
-            reason = " ".join(str(getattr(problem, "strerror", None) or problem).split()) or "out of memory"
-            draft.give_up(reason)
-            if self.dist.is_main:
-                draft.discard()
-            session.logger.error(
-                f"iteration {save.facts['iteration']} could not be saved ({reason}): the run goes on, and the"
-                " checkpoint before it stands"
-            )
-
-    def _write_episodes(
-        self, name: str, stretch: Stretch, said: dict[str, Any], draft: Draft
-    ) -> tuple[dict[str, Any], _Written]:
-        """Write the episodes that are in no file; return what the manifest says of them, and what is written now."""
-        parts = list(self._written[name].parts)
-        draft.refer({part["file"]: part["entry"] for part in parts})
-        if stretch.records:
-            file = f"{name}_rank{self.dist.rank}_{stretch.first:09d}_{self._store.attempt}.episodes"
-            path = draft.keep(file, stretch.save)
-            parts.append({**stretch.describe(), "file": path, "entry": draft.files[path]})
-        return {**said, "parts": parts}, _Written(parts, stretch.first + len(stretch.records))
-
-    def _write_module(self, name: str, state: dict[str, Any], draft: Draft) -> dict[str, Any]:
-        file = draft.keep(f"{name}_{self._store.attempt}.th", lambda path: write_part(path, state))
-        return {"file": file, "entry": draft.files[file]}
-
-    def take_up(self, found: Recovered | None, damaged: Iterable[Path] = ()) -> None:
-        """Go on from `found`: what does not belong to a stage. `damaged` checkpoints stay where they are."""
-        self.found = found
-        self._store.spared |= set(damaged)
-        if found is None:
-            return
+    def take_up(self, taken: TakenUp) -> None:
+        """Continue from what was found: all that does not belong to a stage."""
         from omagd.run.stages.base import StageResult
 
-        self.iteration = found.iteration
+        found = self.found = taken.found
+        self._taken = taken
+        if taken.salvaged is not None:
+            self.iteration = taken.least
+            self.results = [StageResult(name, {}, {}, {name: str(p)}) for name, p in taken.salvaged.trained.items()]
+        if found is None:
+            return
+        self.iteration = taken.least if found.kind == "weights" else found.iteration
         self._earlier = float(found.common["run"]["wall_seconds"])
         self.results = [StageResult(**result) for result in found.common["finished"]]
         files = found.checkpoint.manifest["files"]
         kept = found.common["modules"]
-        self._modules = {name: {"file": file, "entry": files[file]} for name, file in kept.items() if file in files}
-        if found.own is not None:
+        self._saver.modules = {
+            name: {"file": file, "entry": files[file]} for name, file in kept.items() if file in files
+        }
+        if found.own is not None and found.kind == "exact":  # the numbers of episodes change where some are lost
             for name, said in found.checkpoint.manifest["logs"][self.dist.rank].items():
-                self._written[name] = _Written(list(said["parts"]), said["added"])
+                self._saver.written[name] = Written(list(said["parts"]), said["added"])
 
     def trained(self, stage: str) -> dict[str, Any] | None:
         """Return the weights that a finished stage has left, None where there are none. Errors: UserError."""
-        entry = self._modules.get(stage)
-        if self.found is None or entry is None:
-            return None
+        entry, salvaged = self._saver.modules.get(stage), self._taken.salvaged
         try:
+            if salvaged is not None and stage in salvaged.trained:
+                return dict(read_part(salvaged.trained[stage])["weights"])
+            if self.found is None or entry is None:
+                return None
             return read_part(self.found.checkpoint.shared(entry["file"]))
-        except Damaged as problem:
-            raise unusable(self.found.checkpoint.path, problem) from problem
+        except (Damaged, KeyError) as problem:
+            raise unusable(self.folder.path, problem) from problem
 
     def restore(self, stage: Stage) -> None:
         """Put back what was saved, into the first stage that is run; any other starts at its beginning."""
         found, self.found = self.found, None
         if found is None:
             stage.start()
+            if self._taken.salvaged is not None:
+                self._renew(stage, [])
             return
         session = stage.session
         here = self._checksums(stage.products)
@@ -315,6 +268,8 @@ class Keeper:
             else:
                 stage.start()
             self._restore_own(stage, found, inside)
+            if found.kind != "exact":
+                stage.without_episodes()
         except (KeyError, ValueError, TypeError, RuntimeError, AttributeError, IndexError) as problem:
             raise unusable(found.checkpoint.path, problem) from problem
         session.logger.info(self._how(stage, found, inside))
@@ -323,10 +278,7 @@ class Keeper:
         """Put this rank's part back; among another number of ranks, begin new reproducible streams instead."""
         session = stage.session
         if found.own is None:
-            for runner in session.runners.values():
-                runner.renew(found.iteration)
-            everyone = [part["stage"] for part in found.everyone]
-            stage.renew(everyone if inside else [], found.iteration)
+            self._renew(stage, [part["stage"] for part in found.everyone] if inside else [])
             if self.dist.is_main:
                 session.go_on_counting(added([part["past"] for part in found.everyone]))
             return
@@ -337,10 +289,20 @@ class Keeper:
             stage.load_own(found.own["stage"])
             set_random_state(found.own["random"])
 
+    def _renew(self, stage: Stage, everyone: list[dict[str, Any]]) -> None:
+        """Begin new reproducible streams of chance."""
+        for runner in stage.session.runners.values():
+            runner.renew(self.iteration)
+        stage.renew(everyone, self.iteration)
+
     def _how(self, stage: Stage, found: Recovered, inside: bool) -> str:
         where = f"{stage.name}, {stage.clock_name} {stage.now():,}" if inside else f"the beginning of {stage.name}"
         text = f"continuing from {found.checkpoint.path}: iteration {found.iteration}, {where}"
-        if found.own is not None:
+        if found.kind == "lossy":
+            text += f"; resume=lossy: {found.lost_episodes()} episode(s) are lost"
+        if found.kind == "weights":
+            text += "; resume=weights: the replay starts empty, generators begin new streams"
+        if found.own is not None or found.kind == "weights":
             return text
         batch, unit = self.config.batch_size * self.dist.world_size, stage.session.runners["train"].unit
         return (

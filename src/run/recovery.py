@@ -1,33 +1,44 @@
-"""Finding what a run goes on from, and cutting back what was written after it."""
+"""Finding what a run continues from; what is there but cannot be read is never taken for nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_stretch import Stretch, load_stretch
-from omagd.utils.checkpoint_store import Checkpoint, Damaged, clean, folders, read_checkpoint
+from omagd.config.schema import Config
+from omagd.run.set_aside import STAGES, Position, read_saved
+from omagd.utils.checkpoint import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
+from omagd.utils.checkpoint_store import MANIFEST, Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import Unreadable, listed
+
+NEW_FOLDER = "auto_resume=False begins from scratch in a new folder"
+PRETRAINED = {"stage1": TOKENIZER_FILE, "stage2": PREDICTOR_FILE}
+EVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """A complete checkpoint that this run goes on from.
+    """A complete checkpoint that this run continues from.
 
     Attributes:
-        checkpoint: it. common: what all ranks share. own: this rank's part; None where the number of ranks has changed.
-        everyone: the parts of all ranks that wrote it, where the number has changed; else empty.
+        checkpoint: it. common: what all ranks share. own: this rank's part; None where the number of ranks has changed
+            or only weights are used. everyone: the parts of all ranks that wrote it, where the number has changed.
+        kind: "exact"; "lossy": without the files of episodes in `lost`; "weights": without replay and rank parts.
     """
 
     checkpoint: Checkpoint
     common: dict[str, Any]
     own: dict[str, Any] | None
-    everyone: tuple[dict[str, Any], ...]
+    everyone: tuple[dict[str, Any], ...] = ()
+    kind: str = "exact"
+    lost: frozenset[str] = frozenset()
 
     @property
     def iteration(self) -> int:
@@ -39,21 +50,45 @@ class Recovered:
         """Ranks that wrote it."""
         return int(self.checkpoint.manifest["world_size"])
 
+    @property
+    def position(self) -> Position:
+        """Stage and clock; after a stage's end, all of that stage."""
+        manifest = self.checkpoint.manifest
+        stage = STAGES.index(manifest["stage"])
+        clock = manifest["t_env"] if stage == 2 else manifest["clock"]["epoch"]
+        return stage, EVER if self.common["stage"] is None else float(clock)
+
     def said_of(self, log: str, rank: int) -> dict[str, Any]:
         """Return what the manifest says of a rank's episodes under a name; empty where there are none."""
         return dict(self.checkpoint.manifest["logs"][rank].get(log, {}))
 
+    def lost_episodes(self) -> int:
+        """Return how many episodes of all ranks are in files that cannot be read, of those that the run still kept."""
+        logs = [said for rank in self.checkpoint.manifest["logs"] for said in rank.values()]
+        if self.kind == "weights":
+            return sum(int(said["kept"]) for said in logs)
+        parts = [(said["added"] - said["kept"], part) for said in logs for part in said["parts"]]
+        return sum(
+            part["first"] + part["count"] - max(part["first"], oldest)
+            for oldest, part in parts
+            if part["file"] in self.lost
+        )
+
     def refill(self, log: str, buffer: EpisodeBuffer, dist: Dist) -> None:
-        """Put the episodes under a name back; among another number of ranks they are dealt anew, by age.
+        """Put the episodes under a name back; another number of ranks shares them out again, by age.
 
         Errors: UserError for what cannot be read.
         """
+        if self.kind == "weights":
+            return
         try:
             if self.own is not None:
                 said = self.said_of(log, dist.rank)
                 if said:
                     oldest = said["added"] - said["kept"]
-                    buffer.restore([part.from_number(oldest) for part in self._stretches(said)], said["added"])
+                    parts = [part.from_number(oldest) for part in self._stretches(said)]
+                    added = said["added"] if self.kind == "exact" else sum(len(part.records) for part in parts)
+                    buffer.restore(parts, added)
                 return
             dealt = self._aged(log)[dist.rank :: dist.world_size]
             buffer.capacity = max(buffer.capacity, len(dealt)) if log != "replay" else buffer.capacity
@@ -63,7 +98,8 @@ class Recovered:
 
     def _stretches(self, said: dict[str, Any]) -> Iterator[Stretch]:
         for part in said["parts"]:
-            yield load_stretch(self.checkpoint.shared(part["file"]), part)
+            if part["file"] not in self.lost:
+                yield load_stretch(self.checkpoint.shared(part["file"]), part)
 
     def _aged(self, log: str) -> list[Stretch]:
         """Return the episodes of all ranks one by one, oldest first."""
@@ -77,70 +113,254 @@ class Recovered:
         return [stretch for _, _, stretch in sorted(found, key=lambda each: each[:2])]
 
 
-def recover(folder: RunFolder, dist: Dist) -> tuple[Recovered | None, dict[Path, str]]:
-    """Return the newest complete checkpoint of a run, None without one, and what is wrong with each that is damaged.
+@dataclass(frozen=True)
+class Salvaged:
+    """Weights in `models/` that this run continues from, without a checkpoint.
 
-    Called on every rank; the ranks share the work of comparing checksums and get the same answer.
+    Attributes:
+        step: folder of stage 3's, None before that stage. trained: files of finished stages by name.
     """
-    skipped: dict[Path, str] = {}
-    for name in dist.broadcast([path.name for path in folders(folder.checkpoints)]):
-        path = folder.checkpoints / name
-        found, problem = None, ""
+
+    step: Path | None
+    trained: Mapping[str, Path]
+
+    @property
+    def position(self) -> Position:
+        """Stage and clock that they were written at."""
+        return (2, float(self.step.name)) if self.step is not None else (max(map(STAGES.index, self.trained)), EVER)
+
+
+@dataclass(frozen=True)
+class TakenUp:
+    """What a start continues from, equal on all ranks but for the ranks' own parts.
+
+    Attributes:
+        found: a checkpoint. salvaged: weights without one. With neither the run begins from scratch.
+        problems: what is wrong with each checkpoint that is not used. behind: what was written later cannot be
+            reproduced, or was never saved: it must be kept. completed: iteration of the last complete save from here
+            on, None to leave the note as it is. least: a number of iterations that no checkpoint has reached.
+    """
+
+    found: Recovered | None = None
+    salvaged: Salvaged | None = None
+    problems: Mapping[Path, str] = field(default_factory=dict)
+    behind: bool = False
+    completed: int | None = None
+    least: int = 0
+
+    @property
+    def kind(self) -> str:
+        """`exact`, `lossy` or `weights`; empty for a run that begins from scratch."""
+        return self.found.kind if self.found is not None else "weights" if self.salvaged is not None else ""
+
+    @property
+    def t_env(self) -> int:
+        """Environment steps of stage 3 until here."""
+        if self.salvaged is not None:
+            return int(self.salvaged.step.name) if self.salvaged.step is not None else 0
+        return 0 if self.found is None else int(self.found.checkpoint.manifest.get("t_env", 0))
+
+    @property
+    def position(self) -> Position | None:
+        """Stage and clock, where the lengths of files must be found by them; None where a checkpoint says them."""
+        if self.salvaged is not None:
+            return self.salvaged.position
+        return self.found.position if self.found is not None and self.kind == "weights" else None
+
+    @property
+    def finished(self) -> set[str]:
+        """Stages that have ended before."""
+        if self.salvaged is not None:
+            return set(self.salvaged.trained)
+        return set() if self.found is None else {result["name"] for result in self.found.common["finished"]}
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A folder of `checkpoints/`: what was read of it, and what is wrong with which file."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+    faults: Mapping[str, str]
+    foreign: bool = False
+
+    def usable(self, mode: str, newest: bool) -> str:
+        """Return what it can be used for under `resume=mode`: exact, lossy, weights, or nothing."""
+        if self.checkpoint is None:
+            return ""
+        if not self.faults and (newest or mode != "weights"):
+            return "exact"
+        manifest = self.checkpoint.manifest
+        episodes = {part["file"] for rank in manifest["logs"] for said in rank.values() for part in said["parts"]}
+        if mode == "lossy" and self.faults.keys() <= episodes:
+            return "lossy"
+        own = {name for name in self.faults if Path(name).name.startswith("rank_")}
+        return "weights" if mode == "weights" and self.faults.keys() <= episodes | own else ""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, in words; of several files the first."""
+        found = list(self.faults.values())
+        return f"{found[0]} and {len(found) - 1} more file(s)" if len(found) > 1 else found[0] if found else ""
+
+
+def recover(folder: RunFolder, dist: Dist, config: Config) -> TakenUp:
+    """Return what a run continues from. Changes nothing.
+
+    Called on every rank; the ranks share the work of comparing checksums and get the same answer. The newest checkpoint
+    is used if it is whole; else `resume` decides.
+
+    Errors: UserError, on all ranks, where something is there and `resume` does not allow to continue without it.
+    """
+    mode = config.resume
+    names, completed, others = _agreed(dist, _look, folder)
+    if not names and (completed == 0 or (completed is None and not others)):
+        return TakenUp(behind=bool(others), completed=0)
+    problems: dict[Path, str] = {}
+    found = None
+    for name in names:
+        judged = _judge(folder.checkpoints / name, dist)
+        newest = not problems and _iteration(name) >= (completed or 0)
+        found, judged = _loaded(judged, judged.usable(mode, newest), dist)
+        if found is not None or (judged.foreign and mode == "exact"):
+            problems |= {} if found is not None else {judged.path: judged.problem}
+            break
+        problems[judged.path] = judged.problem or "it is not the newest one"
+    least = max([completed or 0, 1, *map(_iteration, names)])
+    salvaged = None
+    if mode == "weights" and (found is None or found.kind == "weights" or problems):
+        salvaged = _agreed(dist, _salvage, folder, config)
+        if salvaged is not None and found is not None and salvaged.position <= found.position:
+            salvaged = None
+        found = None if salvaged is not None else found
+    if found is None and salvaged is None:
+        raise _rejected(folder, mode, problems)
+    behind = salvaged is not None or bool(problems) or found.kind != "exact" or found.iteration < (completed or 0)
+    return TakenUp(found, salvaged, problems, behind, least if found is None else found.iteration, least)
+
+
+def _iteration(name: str) -> int:
+    return int(name.partition("_")[0])
+
+
+def _agreed(dist: Dist, read: Any, *arguments: Any) -> Any:
+    """Return what rank 0 reads, on every rank. Errors: UserError of rank 0, on every rank."""
+    value, problem = None, ""
+    if dist.is_main:
         try:
-            found = _read(path, dist)
-        except Damaged as damage:
-            problem = str(damage)
-        problems = [each for each in dist.gather(problem) if each]
-        if not problems:
-            return found, skipped
-        skipped[path] = problems[0]
-    return None, skipped
+            value = read(*arguments)
+        except UserError as error:
+            problem = error.message
+    value, problem = dist.broadcast((value, problem))
+    if problem:
+        raise Unreadable(problem)
+    return value
 
 
-def _read(path: Path, dist: Dist) -> Recovered:
-    checkpoint = read_checkpoint(path)
-    checkpoint.check(dist.rank, dist.world_size)
+def _look(folder: RunFolder) -> tuple[list[str], int | None, bool]:
+    """Return names of checkpoints, newest first, iteration of the last complete save, and if there is anything else."""
+    names = [path.name for path in folders(folder.checkpoints)]
+    entries = [*listed(folder.models), *listed(folder.checkpoints / "kept")]
+    logs = [Path(entry.path) for entry in listed(folder.path / "episodes")]
+    others = bool(entries) or any(path.exists() and path.stat().st_size for path in (folder.metrics_jsonl, *logs))
+    return names, read_saved(folder), others
+
+
+def _judge(path: Path, dist: Dist) -> _Judged:
+    """Compare a checkpoint with its manifest, together with the other ranks."""
+    checkpoint, faults, foreign, trouble = None, {}, False, ""
+    try:
+        checkpoint = read_checkpoint(path)
+        faults = checkpoint.faults(dist.rank, dist.world_size)
+    except Damaged as damage:
+        faults, foreign = {MANIFEST: str(damage)}, isinstance(damage, Foreign)
+    except Unreadable as problem:
+        trouble = problem.message
+    everyone = dist.gather((faults, foreign, trouble))
+    for _, _, trouble in everyone:
+        if trouble:
+            raise Unreadable(trouble)
+    merged = {name: problem for found, _, _ in everyone for name, problem in found.items()}
+    sound = checkpoint if MANIFEST not in merged else None
+    return _Judged(path, sound, merged, any(foreign for _, foreign, _ in everyone))
+
+
+def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[Recovered | None, _Judged]:
+    """Read the parts of a checkpoint that is used for `kind`; where one is none of ours, return what is wrong."""
+    if not kind or judged.checkpoint is None:
+        return None, judged
+    found, problem, trouble = None, {}, ""
+    try:
+        found = _read(judged.checkpoint, dist, kind, frozenset(judged.faults))
+    except Damaged as damage:
+        problem = {"part": str(damage)}
+    except Unreadable as error:
+        trouble = error.message
+    everyone = dist.gather((problem, trouble))
+    for _, trouble in everyone:
+        if trouble:
+            raise Unreadable(trouble)
+    problems = {name: text for each, _ in everyone for name, text in each.items()}
+    if problems:
+        return None, replace(judged, faults={**judged.faults, **problems})
+    return found, judged
+
+
+def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> Recovered:
     common = checkpoint.part("common")
-    if not {"stage", "finished", "shared", "run"} <= common.keys():
+    if not {"stage", "finished", "shared", "run", "modules"} <= common.keys():
         raise Damaged("common.th: something is missing")
+    if kind == "weights":
+        return Recovered(checkpoint, common, None, (), kind, lost)
     writers = int(checkpoint.manifest["world_size"])
     if writers == dist.world_size:
-        return Recovered(checkpoint, common, checkpoint.part(f"rank_{dist.rank}"), ())
-    return Recovered(checkpoint, common, None, tuple(checkpoint.part(f"rank_{rank}") for rank in range(writers)))
+        return Recovered(checkpoint, common, checkpoint.part(f"rank_{dist.rank}"), (), kind, lost)
+    everyone = tuple(checkpoint.part(f"rank_{rank}") for rank in range(writers))
+    return Recovered(checkpoint, common, None, everyone, kind, lost)
 
 
-def cut_back(folder: RunFolder, dist: Dist, found: Recovered | None) -> None:
-    """Take back what was written after the checkpoint, or all of it: lines of metrics and episodes, later weights.
-
-    What killed starts have left half written goes too. Called on every rank, while no rank of another start is alive.
-    """
-    if dist.is_main:
-        clean(folder.checkpoints)
-        for half in folder.path.rglob(".*.tmp"):
-            half.unlink(missing_ok=True)
-        run = {} if found is None else found.common["run"]
-        _truncate(folder.metrics_jsonl, int(run.get("metrics_bytes", 0)))
-        folder.summary_json.unlink(missing_ok=True)
-        reached = 0 if found is None else int(found.checkpoint.manifest.get("t_env", 0))
-        for step in folder.saved_steps():
-            if step > reached:
-                folder.remove_step(step)
-    for path in folder.episode_logs() if dist.is_main else ():
-        rank = int(path.stem.rpartition("_")[2])
-        if found is None or rank >= found.world_size:
-            path.unlink()
-    if found is not None and found.own is not None:
-        _truncate(folder.episode_log(dist.rank), int(found.own["episode_bytes"]))
-    elif found is not None and dist.is_main:
-        for rank, part in enumerate(found.everyone):
-            _truncate(folder.episode_log(rank), int(part["episode_bytes"]))
-    dist.gather(None)  # nobody writes before all is cut
+def _salvage(folder: RunFolder, config: Config) -> Salvaged | None:
+    """Return the newest weights in `models/` that can be read, with all modules that they need; None without any."""
+    trained: dict[str, Path] = {}
+    given = {"stage1": config.pretrained_tokenizer_path, "stage2": config.pretrained_mask_predictor_path}
+    needed = [name for name in PRETRAINED if config.stage in {"all", name} and not given[name]]
+    for name in needed if config.use_graph_reconstruction else ():
+        files = [folder.pretrained(name, best) / PRETRAINED[name] for best in (True, False)]
+        readable = [path for path in files if _can_be_read(path)]
+        if not readable:
+            return Salvaged(None, trained) if trained else None
+        trained[name] = readable[0]
+    for t_env in reversed(folder.saved_steps()):
+        step = folder.step(t_env)
+        files = [Path(entry.path) for entry in listed(step) if entry.name.endswith(".th")]
+        if {AGENT_FILE, LEARNER_FILE} <= {path.name for path in files} and all(map(_can_be_read, files)):
+            return Salvaged(step, trained)
+    return Salvaged(None, trained) if trained else None
 
 
-def _truncate(path: Path, size: int) -> None:
-    if path.exists() and path.stat().st_size > size:
-        with path.open("r+b") as file:
-            file.truncate(size)
+def _can_be_read(path: Path) -> bool:
+    """Return whether a file of weights is whole. Errors: Unreadable."""
+    try:
+        read_part(path)
+    except Damaged:
+        return False
+    return True
+
+
+def _rejected(folder: RunFolder, mode: str, problems: Mapping[Path, str]) -> UserError:
+    """Return the error for a run of which something is there that cannot be read."""
+    if problems:
+        path, problem = next(iter(problems.items()))
+        more = f" (and {len(problems) - 1} other(s))" if len(problems) > 1 else ""
+        what = f"{path}{more}: {problem}"
+    else:
+        what = f"{folder.checkpoints} holds no checkpoint, though this run has been saved or has other files"
+    ways = {
+        "exact": "resume=lossy continues without damaged episodes, resume=weights from the newest weights",
+        "lossy": "resume=weights continues from the newest weights",
+        "weights": "there are no whole weights either",
+    }
+    return UserError(f"resume={mode}: {what}. Nothing was changed: {ways[mode]}, {NEW_FOLDER}")
 
 
 def unusable(path: Path, problem: BaseException) -> UserError:

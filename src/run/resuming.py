@@ -28,7 +28,7 @@ ELSEWHERE = frozenset(
     | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "use_tensorboard"}
     | {"log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage"}
     | {"distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "max_restarts"}
-    | {"auto_resume", "auto_resume_wait", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
+    | {"auto_resume", "auto_resume_wait", "resume", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
 )
 """Keys that do not make a run another one: where it runs, on how much, and what it tells."""
 

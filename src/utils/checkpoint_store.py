@@ -16,6 +16,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ import torch
 
 from omagd.utils.run_folder import plain, write_json
 from omagd.utils.state_tree import thawed
+from omagd.utils.storage import ABSENT, RETRY_SECONDS, Unreadable, listed, patiently, sync
 
 FORMAT = 2
 """Of the manifest and the parts. 1 was `models/<t_env>/opt.th`, which `checkpoint_path` still reads."""
@@ -39,7 +41,11 @@ UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be used; the text says why."""
+    """A checkpoint whose files are missing or not as they were written; the text says why."""
+
+
+class Foreign(Damaged):
+    """A checkpoint of a format that this version does not read."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +60,20 @@ class Checkpoint:
     manifest: Mapping[str, Any]
 
     def check(self, part: int = 0, parts: int = 1) -> None:
-        """Compare every file with the manifest, or a share of them. Errors: Damaged."""
+        """Compare every file with the manifest, or a share of them. Errors: Damaged, Unreadable."""
+        for problem in self.faults(part, parts).values():
+            raise Damaged(problem)
+
+    def faults(self, part: int = 0, parts: int = 1) -> dict[str, str]:
+        """Return what is wrong with files that are not as the manifest says, by name; of a share of the files.
+
+        Errors: Unreadable.
+        """
+        found = {}
         for name in sorted(self.manifest["files"])[part::parts]:
-            said, path = self.manifest["files"][name], self.path.parent / name
-            try:
-                size = path.stat().st_size if path.is_file() else -1  # a pipe would keep its reader waiting
-                found = _digest(path) if size == said["bytes"] else ""
-            except OSError as problem:
-                raise Damaged(f"{name}: {problem.strerror}") from problem
-            if found != said["sha256"]:
-                how = f"{size} bytes instead of {said['bytes']}" if size != said["bytes"] else "its content has changed"
-                raise Damaged(f"{name}: {how}")
+            if problem := fault(self.path.parent / name, self.manifest["files"][name]):
+                found[name] = f"{name}: {problem}"
+        return found
 
     def part(self, name: str) -> dict[str, Any]:
         """Return what was put under `name`. Errors: Damaged."""
@@ -77,30 +86,55 @@ class Checkpoint:
         return self.path.parent / name
 
 
-def read_part(path: Path) -> dict[str, Any]:
-    """Return the state in a file, running nothing that is in it. Errors: Damaged."""
+def fault(path: Path, said: Mapping[str, Any], content: bool = True) -> str:
+    """Return how a file differs from what a manifest says of it, nothing if it does not. Errors: Unreadable.
+
+    content: compare the bytes too, not the size alone.
+    """
     try:
-        with warnings.catch_warnings():  # torch wonders aloud about files that are none
+        facts = patiently(path, path.stat)
+        size = facts.st_size if stat.S_ISREG(facts.st_mode) else -1  # a pipe would keep its reader waiting
+        if size != said["bytes"]:
+            return f"{size} bytes instead of {said['bytes']}"
+        if content and patiently(path, lambda: _digest(path)) != said["sha256"]:
+            return "its content has changed"
+    except ABSENT as problem:
+        return str(problem.strerror)
+    return ""
+
+
+def read_part(path: Path) -> dict[str, Any]:
+    """Return the state in a file, running nothing that is in it. Errors: Damaged, Unreadable."""
+    raw = io.BytesIO(_content(path))
+    try:
+        with warnings.catch_warnings():  # torch warns about files of other programs
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(raw, map_location="cpu", weights_only=True)
     except Exception as problem:  # torch raises many kinds for a file that is not its own
-        raise Damaged(f"{path.name}: {str(problem).splitlines()[0][:120]}") from problem
+        raise Damaged(f"{path.name}: {(str(problem).splitlines() or [''])[0][:120]}") from problem
     if not isinstance(content, dict):
         raise Damaged(f"{path.name}: no state of this program")
     return dict(thawed(content))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder, its files unchecked. Errors: Damaged."""
-    if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():
-        raise Damaged(f"{MANIFEST}: no file")
+    """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Foreign, Unreadable."""
+    text = _content(path / MANIFEST)
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise Damaged(f"{MANIFEST}: {problem.strerror}") from problem
+        manifest = json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise Damaged(f"{MANIFEST}: no JSON ({problem})") from problem
     return Checkpoint(path, _checked(_upgraded(manifest)))
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a regular file. Errors: Damaged where there is none, Unreadable."""
+    try:
+        if not stat.S_ISREG(patiently(path, path.stat).st_mode):
+            raise Damaged(f"{path.name}: not a regular file")
+        return patiently(path, path.read_bytes)
+    except ABSENT as problem:
+        raise Damaged(f"{path.name}: {problem.strerror}") from problem
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +151,7 @@ def _upgraded(manifest: Any) -> dict[str, Any]:
         manifest = UPGRADES[found](manifest)
         found = manifest["format"]
     if found != FORMAT:
-        raise Damaged(f"{MANIFEST}: format {found}, which this version does not read (it reads up to {FORMAT})")
+        raise Foreign(f"{MANIFEST}: format {found}, which this version does not read (it reads up to {FORMAT})")
     return dict(manifest)
 
 
@@ -142,15 +176,11 @@ class CheckpointStore:
     Args:
         path: `checkpoints/` of the run. rank, world_size: of this process. attempt: text that no other start of this
             run has used; the same on all ranks. keep: how many of the newest stay; that with the best score does too.
-
-    Attributes:
-        spared: folders of damaged checkpoints, which stay where they are for who wants to look.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int, attempt: str, keep: int) -> None:
         self.path, self.rank, self.world_size = path, rank, world_size
         self.attempt, self.keep = attempt, keep
-        self.spared: set[Path] = set()
 
     def folders(self) -> list[Path]:
         """Return the folders of checkpoints, newest first."""
@@ -160,22 +190,31 @@ class CheckpointStore:
         """Begin to save."""
         return Draft(self, f"{iteration:08d}")
 
-    def prune(self) -> None:
-        """Remove checkpoints that are neither among the newest nor the best, then files that none needs."""
-        known = []
+    def prune(self) -> str:
+        """Remove checkpoints that are neither among the newest nor the best, and the files that they alone name.
+
+        No other file is touched: other ranks may be writing the next checkpoint. Returns why shared files were kept,
+        nothing where none had to be: a manifest that cannot be read may name any of them.
+        """
+        known, unknown = [], []
         for path in self.folders():
             try:
-                known += [] if path in self.spared else [read_checkpoint(path)]
-            except Damaged:
-                continue
+                known.append(read_checkpoint(path))
+            except (Damaged, Unreadable) as problem:
+                unknown.append(f"{path.name}: {problem}")
         scored = [found for found in known if found.manifest.get("score") is not None]
         best = max(scored, key=lambda found: found.manifest["score"], default=None)
-        for old in known[self.keep :]:
-            if best is None or old.path != best.path:
-                doomed = old.path.with_name(f".{old.path.name}.{self.attempt}.partial")
-                old.path.rename(doomed)  # gone at once, whatever happens while it is removed
-                shutil.rmtree(doomed, ignore_errors=True)
-        _drop_unused(self.path)
+        old = [found for found in known[self.keep :] if best is None or found.path != best.path]
+        needed = {name for found in known if found not in old for name in found.manifest["files"]}
+        for each in old:
+            doomed = each.path.with_name(f".{each.path.name}.{self.attempt}.partial")
+            each.path.rename(doomed)  # gone at once, whatever happens while it is removed
+            shutil.rmtree(doomed, ignore_errors=True)
+        unused = {name for found in old for name in found.manifest["files"]} - needed
+        if unknown and unused:
+            return unknown[0]
+        _remove_kept(self.path, {name.partition("/")[2] for name in unused if name.startswith("kept/")})
+        return ""
 
 
 class Draft:
@@ -189,6 +228,7 @@ class Draft:
         self.store, self.name = store, name
         self.path = store.path / f".{name}.{store.attempt}.partial"
         self.files: dict[str, dict[str, Any]] = {}
+        self._new: set[str] = set()  # of those, the ones that this draft wrote
         self.final = self._free_name()
 
     def _free_name(self) -> Path:
@@ -202,26 +242,35 @@ class Draft:
     def put(self, name: str, state: Mapping[str, Any]) -> None:
         """Write a `frozen` state as `<name>.th`. Errors: OSError."""
         entry = write_part(self.path / f"{name}.th", state)
-        self.files[f"{self.final.name}/{name}.th"] = entry
+        self._add(f"{self.final.name}/{name}.th", entry)
 
     def keep(self, name: str, write: Callable[[Path], object]) -> str:
         """Have `kept/<name>` in this checkpoint, which `write` writes; return its name in the manifest."""
         path = self.store.path / "kept" / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._new.add(f"kept/{name}")
         write(path)
-        self.files[f"kept/{name}"] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        self._add(f"kept/{name}", {"bytes": path.stat().st_size, "sha256": _digest(path)})
+        sync(path.parent)
         return f"kept/{name}"
+
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        self.files[name] = entry
+        self._new.add(name)
 
     def refer(self, files: Mapping[str, Mapping[str, Any]]) -> None:
         """Have files in this checkpoint that an earlier one has already."""
         self.files.update({name: dict(said) for name, said in files.items()})
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        """Say that this rank's part is complete."""
+        """Say that this rank's part is complete and on the disk."""
+        if self.path.is_dir():
+            sync(self.path)
         write_json(self.path / f"report_{self.store.rank}.json", {"files": self.files, "facts": facts})
 
     def give_up(self, reason: str) -> None:
-        """Say, if that is possible, that this rank could not write its part."""
+        """Remove the shared files that this rank wrote, and say, if that is possible, that its part is missing."""
+        _remove_kept(self.store.path, {name.partition("/")[2] for name in self._new if name.startswith("kept/")})
         try:
             write_json(self.path / f"report_{self.store.rank}.json", {"failed": reason})
         except OSError:
@@ -232,7 +281,7 @@ class Draft:
 
         Args:
             facts: of the manifest. patience: seconds to wait for the other ranks.
-        Errors: OSError where something could not be written or a rank did not report.
+        Errors: OSError where something could not be written or a rank did not report: then there is no checkpoint.
         """
         reports = [self._report_of(rank, time.monotonic() + patience) for rank in range(self.store.world_size)]
         files = {name: said for report in reports for name, said in report["files"].items()}
@@ -243,11 +292,26 @@ class Draft:
             (self.path / f"report_{rank}.json").unlink()
         sync(self.path)
         self.path.rename(self.final)
-        sync(self.store.path)
         return self.final
 
+    def lacks(self) -> str:
+        """Return what this rank misses of its part in the complete checkpoint, nothing if all of it is there.
+
+        Whatever this draft wrote is read again; of files that earlier ones wrote the size is compared.
+        """
+        try:
+            _see(self.final / MANIFEST)
+            named = read_checkpoint(self.final).manifest["files"]
+            for name, said in self.files.items():
+                found = fault(self.store.path / name, said, content=name in self._new)
+                if found or named.get(name) != said:
+                    return f"{name}: {found or 'the manifest names another file'}"
+        except (Damaged, Unreadable) as problem:
+            return str(problem)
+        return ""
+
     def discard(self) -> None:
-        """Remove what was written; files kept for later are removed with the next checkpoint that is complete."""
+        """Remove what was written into the folder of this draft."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _report_of(self, rank: int, deadline: float) -> dict[str, Any]:
@@ -263,29 +327,42 @@ class Draft:
 
 
 def clean(path: Path) -> None:
-    """Remove what killed starts have left half written below `checkpoints/`. Called while nobody else writes there."""
-    for left in path.glob(".*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
-    _drop_unused(path)
+    """Remove what killed starts have left half written below `checkpoints/`. Called while nobody else writes there.
 
-
-def _drop_unused(path: Path) -> None:
+    Shared files stay where a manifest cannot be read: it may name any of them. Errors: Unreadable.
+    """
+    for entry in listed(path):
+        if entry.name.startswith(".") and entry.name.endswith(".partial"):
+            shutil.rmtree(entry.path, ignore_errors=True)
     needed: set[str] = set()
     for each in folders(path):
         try:
             needed |= set(read_checkpoint(each).manifest["files"])
         except Damaged:
-            continue
+            return
+    _remove_kept(path, {entry.name for entry in listed(path / "kept") if f"kept/{entry.name}" not in needed})
+
+
+def _remove_kept(path: Path, names: set[str]) -> None:
+    """Remove shared files below `checkpoints/`."""
     kept = path / "kept"
-    for file in () if kept.is_symlink() else kept.glob("*"):  # what a link leads to is not ours to remove
-        if f"kept/{file.name}" not in needed:
-            file.unlink(missing_ok=True)
+    for name in () if kept.is_symlink() else sorted(names):  # a link leads to files that are not ours
+        (kept / name).unlink(missing_ok=True)
 
 
 def folders(path: Path) -> list[Path]:
-    """Return the folders of checkpoints below `checkpoints/`, newest first."""
-    found = [p for p in path.glob("[0-9]*") if p.is_dir() and p.name.replace("_", "").isdigit()]
-    return sorted(found, key=_age, reverse=True)
+    """Return the folders of checkpoints below `checkpoints/`, newest first. Errors: Unreadable."""
+    found = [Path(entry.path) for entry in listed(path) if entry.name[:1].isdigit() and entry.is_dir()]
+    return sorted((p for p in found if p.name.replace("_", "").isdigit()), key=_age, reverse=True)
+
+
+def _see(path: Path) -> None:
+    """Wait a moment for a file that another host wrote: a network file system may show its name late."""
+    for pause in RETRY_SECONDS:
+        if path.exists():
+            return
+        listed(path.parent.parent)  # makes NFS ask its server again
+        time.sleep(pause)
 
 
 def _age(path: Path) -> tuple[int, ...]:
@@ -308,12 +385,3 @@ def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have what was written to a file, or the names in a folder, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -233,6 +233,9 @@ class Stage(ABC):
                 for name, metrics in self.metrics.items():
                     metrics.add(state["metrics"][name])
 
+    def without_episodes(self) -> None:  # noqa: B027 most stages need none
+        """Continue from a checkpoint whose episodes could not all be read; called after it is loaded, on all ranks."""
+
     def now(self) -> int:
         """Return the time of the stage's clock."""
         return self.clock.epoch if self.clock_name == "epoch" else self.clock.t_env

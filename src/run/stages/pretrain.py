@@ -136,6 +136,13 @@ class PretrainStage(Stage):
         self.best, self.last = (float(reached), int(epoch), dict(weights)), dict(state["last"])
         self._missing = {name: int(count) for name, count in state["missing"].items()}
 
+    def without_episodes(self) -> None:
+        """Play again what a rank has nothing of any more."""
+        wanted = self._wanted()
+        for purpose, buffer in self.buffers().items():
+            if purpose in wanted and not self.session.dist.all(len(buffer) > 0):
+                self._missing[purpose] = wanted[purpose]
+
     def evaluate(self) -> None:
         """Measure on the held-out episodes, keep the best model, write one record.
 

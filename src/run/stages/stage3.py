@@ -118,6 +118,10 @@ class Stage3(Stage):
         super().renew(everyone, generation)
         self._ready = False
 
+    def without_episodes(self) -> None:
+        """Wait again until every rank can give a batch."""
+        self._ready = False
+
     def urgent(self) -> bool:
         """Whether a test of this iteration was the best one so far."""
         return self._best_now
