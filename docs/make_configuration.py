@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from omagd.config.loading import SECTIONS, base_values, config_names, find_yaml, read_yaml
+from omagd.config.loading import HERE, SECTIONS, base_values, find_yaml, read_yaml
 from omagd.config.schema import Config
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.battle.args import BattleArgs, SmacArgs
@@ -57,10 +57,15 @@ def render() -> str:
     parts.append(presets())
     parts.append("## Arguments of the environments\n\n`env_args.<key>=value`; each environment has its own.\n")
     alike: dict[str, list[str]] = {}
-    for name in config_names("envs"):
+    for name in shipped("envs"):
         alike.setdefault(base_values(env_config=name)["env"], []).append(name)
     parts += [environment(*names) for names in alike.values()]
     return "\n".join(parts)
+
+
+def shipped(kind: str) -> list[str]:
+    """Return the names of the files in `algs` or `envs` of this repository; those of plug-ins are not its own."""
+    return sorted(path.stem for path in (HERE / kind).glob("*.yaml"))
 
 
 def sections() -> Iterator[tuple[str, list[str]]]:
@@ -150,7 +155,7 @@ def presets() -> str:
         "| --- | --- |",
     ]
     default = _flat(read_yaml(ROOT / "src" / "config" / "default.yaml"))
-    for name in config_names("algs"):
+    for name in shipped("algs"):
         values = _flat(read_yaml(find_yaml("algs", name)))
         changed = [f"`{key}={value}`" for key, value in values.items() if key != "name" and default.get(key) != value]
         lines.append(f"| `{name}` | {' '.join(changed) or 'nothing'} |")

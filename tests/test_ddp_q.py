@@ -7,6 +7,7 @@ import hashlib
 import pytest
 import torch
 from ddp_harness import run_ranks
+from plugin_toys import own_names
 from q_toys import GRAPH, gradients_of, make_learner, random_episode, toy_config, weights_of
 from test_ddpg import config_of as ddpg_config
 
@@ -155,7 +156,9 @@ def test_a_rank_without_a_step_takes_part_and_without_any_step_nobody_moves(rank
 
 def test_every_registered_learner_is_compared_with_one_process():
     compared = {config_of(kind).learner for kind in KINDS} | {ddpg_config().learner}
-    assert {name.removesuffix("_ddp") for name in compared} == {name.removesuffix("_ddp") for name in LEARNERS.names()}
+    assert {name.removesuffix("_ddp") for name in compared} == {
+        name.removesuffix("_ddp") for name in own_names(LEARNERS)
+    }
 
 
 def test_the_comparison_catches_a_forward_through_the_bare_module(ranks):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plugin_toys import own_names
 
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
@@ -28,7 +29,8 @@ SMALL_ARGS = {
 }
 # What may be missing on a machine; anything else that does not start is an error.
 MISSING = {"smax": lambda: find_spec("jaxmarl") is None, "sc2": lambda: True, "sc2_v2": lambda: True}
-WITHOUT_CHANCE = {"matrix_game"}
+OURS = own_names(REGISTRY)
+WITHOUT_CHANCE = {"matrix_game", *REGISTRY.names()} - (set(OURS) - {"matrix_game"})
 
 
 @cache
@@ -52,6 +54,14 @@ def name(request) -> str:
 @pytest.fixture
 def env(name) -> BatchedEnv:
     return _build(name, SLOTS)
+
+
+@pytest.fixture
+def seeded(env) -> BatchedEnv:
+    """An environment that promises that its episodes follow from their seeds and actions."""
+    if not env.deterministic:
+        pytest.skip(f"{env.info.name} does not say deterministic = True")
+    return env
 
 
 @dataclass
@@ -141,18 +151,18 @@ def test_an_episode_is_well_formed(env):
             assert episode.info["battle_won"] in (0.0, 1.0)
 
 
-def test_an_episode_follows_from_its_seed_and_its_actions(name, env):
-    first = _play(env, [3, 4, 5, 2**40 + 6])
-    for one, other in zip(first, _play(env, [3, 4, 5, 2**40 + 6]), strict=True):
+def test_an_episode_follows_from_its_seed_and_its_actions(name, seeded):
+    first = _play(seeded, [3, 4, 5, 2**40 + 6])
+    for one, other in zip(first, _play(seeded, [3, 4, 5, 2**40 + 6]), strict=True):
         _assert_same(one, other)
     if name not in WITHOUT_CHANCE:
         states = [np.concatenate([shown["state"] for shown in episode.shown[:2]]).tobytes() for episode in first]
         assert len(set(states)) > 1
 
 
-def test_a_batch_is_many_single_battles(name, env):
+def test_a_batch_is_many_single_battles(name, seeded):
     seeds = [21, 22, 23, 24]
-    together = _play(env, seeds)
+    together = _play(seeded, seeds)
     single = _build(name, 1)
     for seed, episode in zip(seeds, together, strict=True):
         _assert_same(episode, _play(single, [seed])[0])
@@ -171,7 +181,7 @@ def test_replay_stores_observations_once_and_gives_every_bit_back(env):
             assert value.numpy().tobytes() == fields[name].tobytes(), name
 
 
-def test_inactive_slots_stand_still(env):
+def test_inactive_slots_stand_still(name, env):
     b = env.n_slots
     env.reset(np.ones(b, bool), np.arange(b) + 50)
     before = _shown(env)
@@ -181,7 +191,7 @@ def test_inactive_slots_stand_still(env):
     after = _shown(env)
     for key in before:
         np.testing.assert_array_equal(before[key][~active], after[key][~active], err_msg=key)
-    assert (before["state"][active] != after["state"][active]).any()
+    assert (before["state"][active] != after["state"][active]).any() or name not in OURS
     for values in (result.reward, result.terminated, result.truncated, *result.info.values()):
         assert values.shape == (b,) and not values[~active].any()
 
@@ -195,7 +205,8 @@ def test_a_reset_of_some_slots_leaves_the_others_alone(env):
     after = _shown(env)
     for key in before:
         np.testing.assert_array_equal(before[key][~which], after[key][~which], err_msg=key)
-        np.testing.assert_array_equal(after[key][0], after[key][1], err_msg=key)
+        if env.deterministic:
+            np.testing.assert_array_equal(after[key][0], after[key][1], err_msg=key)
 
 
 def _filed(tree: Any) -> Any:
@@ -207,14 +218,15 @@ def _filed(tree: Any) -> Any:
 
 
 def test_a_snapshot_continues_the_same_battle_elsewhere(name, env):
-    assert env.deterministic == (not name.startswith("sc2"))
-    if not env.deterministic:
-        for call in (env.snapshot, lambda: env.restore({})):
-            with pytest.raises(NotImplementedError, match="mid-battle"):
-                call()
-        pytest.skip(f"{env.info.name} cannot be saved in mid-battle")
+    """Snapshots are optional in other packages; one that can be taken must continue to the bit."""
     _play(env, [41, 42, 43, 44], steps=1)
-    kept = _filed(env.snapshot())
+    try:
+        kept = _filed(env.snapshot())
+    except NotImplementedError:
+        assert name.startswith("sc2") or name not in OURS
+        with pytest.raises(NotImplementedError, match="mid-battle"):
+            env.restore({})
+        pytest.skip(f"{env.info.name} cannot be saved in mid-battle")
     expected = _play(env, [1, 2, 3, 4], reset=False, steps=5)
     other_env = _build.__wrapped__(name, SLOTS)
     _play(other_env, [7, 7, 7, 7], steps=2)
@@ -259,7 +271,7 @@ def _other_units(obs: np.ndarray, layout) -> list[np.ndarray]:
     return [obs[..., end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def test_full_obs_adds_units_and_changes_none_that_is_seen(env):
+def test_full_obs_adds_units_and_changes_none_that_is_seen(name, env):
     layout = env.info.layout
     if layout is None:
         pytest.skip(f"{env.info.name} has no entity layout")
@@ -274,4 +286,4 @@ def test_full_obs_adds_units_and_changes_none_that_is_seen(env):
             ends = slice(0, layout.move_dim), slice(env.info.obs_dim - layout.own_dim, None)
             for part in ends:
                 np.testing.assert_array_equal(shown["obs"][..., part], shown["full_obs"][..., part])
-    assert hidden > 0
+    assert hidden > 0 or name not in OURS

@@ -9,9 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import plugin_toys
 import pytest
 
 import omagd
+from omagd.envs import REGISTRY as ENVS
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.run.command_line import config_from
 
 ROOT = Path(omagd.__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "omagd_example"
@@ -41,12 +45,35 @@ def place(tmp_path_factory) -> Path:
     return target
 
 
-def test_the_installed_environment_keeps_the_protocol(place, tmp_path):
-    test = ROOT / "tests" / "test_env_protocol.py"
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-q", str(test), "-k", "crossroads"]
-    done = _run(command, place, tmp_path)
+def test_the_suite_takes_installed_packages(place, tmp_path):
+    """Tests that walk registries pass beside the example and beside a package that has nothing optional.
+
+    Both environments are checked by the protocol; what says how many names there are counts ours alone.
+    """
+    plugin_toys.install(tmp_path / "site")
+    tests = ["test_env_protocol.py", "test_docs.py", "test_runners.py", "test_command_line.py"]
+    names = "crossroads or my_env or my_batched or is_current or one_slot or run_modes"
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-v", "-k", names, "-m", "not processes"]
+    site = Path(os.pathsep.join([str(place), str(tmp_path / "site")]))
+    done = _run([*command, *(str(ROOT / "tests" / name) for name in tests)], site, tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "passed" in done.stdout and "failed" not in done.stdout
+    for name in ("crossroads", "my_env", "my_batched"):
+        assert f"test_an_episode_is_well_formed[{name}] PASSED" in done.stdout
+    follows = "test_an_episode_follows_from_its_seed_and_its_actions"
+    assert f"{follows}[my_env] SKIPPED" in done.stdout and f"{follows}[my_batched] PASSED" in done.stdout
+
+
+@pytest.mark.parametrize("env", ["my_env", "my_batched"])
+def test_a_run_with_nothing_optional(env, tmp_path, monkeypatch):
+    plugin_toys.install(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for registry in (ENVS, LEARNERS):
+        monkeypatch.setattr(registry, "_plugins_read", False)
+        monkeypatch.setattr(registry, "_lazy", dict(registry._lazy))
+        monkeypatch.setattr(registry, "_objects", dict(registry._objects))
+    updates = ["t_max=40", "batch_size=4", "batch_size_run=2", "test_nepisode=2", f"local_results_path={tmp_path}"]
+    words = ["--config=mine", "--env-config=ring", "with", f"env={env}", *updates, "checkpoint_interval=0"]
+    assert omagd.run(config_from(words))["exit_state"] == "completed"
 
 
 def test_environment_and_learner_of_another_package_train_in_two_workers(place, tmp_path):

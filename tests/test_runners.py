@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from plugin_toys import own_names
 from runner_toys import FakeEnv, Probe, identity, length_of, reward_at, runner_of, seen_at
 
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -239,7 +240,7 @@ def test_an_endless_episode_is_an_error():
 
 
 def test_the_episode_runner_plays_one_slot():
-    assert REGISTRY.names() == ["episode", "parallel", "stream", "ticks"]
+    assert own_names(REGISTRY) == ["episode", "parallel", "stream", "ticks"]
     with pytest.raises(UserError, match="runner=parallel"):
         runner_of(FakeEnv(2), name="episode")
 

@@ -1,0 +1,117 @@
+"""A package beside omagd, written by docs/extending.md with nothing that the page calls optional; and who is ours."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from omagd.utils.registry import Registry
+
+POINTS = """\
+[omagd.envs]
+my_env = my_package:MyEnv
+my_batched = my_package:MyBatched
+[omagd.learners]
+my_learner = omagd.learners.nq_learner:NQLearner
+[omagd.agents]
+my_agent = omagd.modules.agents.n_rnn_agent:NRNNAgent
+[omagd.runners]
+my_runner = omagd.runners.parallel_runner:ParallelRunner
+[omagd.run]
+my_run = omagd.run.run:run
+[omagd.config_dirs]
+my_package = my_package:CONFIG_DIR
+"""
+
+CODE = '''\
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from omagd.config.env_info import EnvInfo
+from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
+
+CONFIG_DIR = Path(__file__).parent / "my_config"
+
+
+class MyArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    size: int = Field(default=5, ge=2)
+
+
+class MyEnv(MultiAgentEnv):
+    """Two walkers on a ring; chance that no seed fixes moves them."""
+
+    args_model = MyArgs
+
+    def __init__(self, args):
+        self.args, self.rng = args, np.random.default_rng()
+        self.reset()
+
+    def reset(self, seed=None):
+        self.t, self.place = 0, self.rng.integers(0, self.args.size, 2)
+
+    def step(self, actions):
+        self.t += 1
+        self.place = (self.place + actions + self.rng.integers(0, 2, 2)) % self.args.size
+        done = self.t >= 4
+        return float(self.place[0] == self.place[1]), done, {"battle_won": done and bool(self.place[0] == 0)}
+
+    def get_obs(self, no_range_limit=False):
+        return np.stack([self.place, np.full(2, self.t)], 1).astype(np.float32)
+
+    def get_state(self):
+        return np.array([*self.place, self.t], np.float32)
+
+    def get_avail_actions(self):
+        return np.ones((2, 3), bool)
+
+    def get_env_info(self):
+        return {"n_agents": 2, "n_actions": 3, "obs_shape": 2, "state_shape": 3, "episode_limit": 4}
+
+
+class MyBatched(BatchedEnv):
+    """The same without chance, all slots at once; it cannot be saved in mid-battle."""
+
+    args_model = MyArgs
+
+    def __init__(self, args, n_slots):
+        self.args, self.n_slots = args, n_slots
+        self.info = EnvInfo("my_batched", "", 2, 3, 2, 3, 4)
+        self.t, self.place = np.zeros(n_slots, int), np.zeros((n_slots, 2), int)
+
+    def reset(self, which, seeds):
+        self.t[which], self.place[which] = 0, 0
+
+    def step(self, actions, active):
+        self.t += active
+        self.place[active] = (self.place[active] + actions[active]) % self.args.size
+        done = active & (self.t >= 4)
+        won = done & (self.place[:, 0] == 0)
+        return StepResult(active.astype(np.float32), done, np.zeros(self.n_slots, bool), {"battle_won": won * 1.0})
+
+    def observe(self, full=False):
+        obs = np.stack([self.place, np.repeat(self.t[:, None], 2, 1)], -1).astype(np.float32)
+        state = np.concatenate([self.place, self.t[:, None]], 1).astype(np.float32)
+        return Observation(obs, state, np.ones((self.n_slots, 2, 3), bool), obs.copy() if full else None)
+'''
+
+
+def install(site: Path) -> None:
+    """Put the package into `site`, a folder on Python's path, as pip would."""
+    files = {
+        "my_package.py": CODE,
+        "my_config/algs/mine.yaml": "learner: my_learner\nmac: n_mac\n",
+        "my_config/envs/ring.yaml": "env: my_env\nenv_args:\n  size: 4\n",
+        "my_package-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n",
+        "my_package-1.0.dist-info/entry_points.txt": POINTS,
+    }
+    for name, text in files.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+
+
+def own_names(registry: Registry) -> list[str]:
+    """Return the names of a registry that this repository brings, sorted."""
+    return sorted(set(registry.names()) - {point.name for point in entry_points(group=registry.group)})
