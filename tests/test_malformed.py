@@ -21,6 +21,7 @@ AS_COMMANDS = {
    "broken files": 3,
     "unknown configurations": 2, "wrong words": 3, "contradictions": 1, "wrong env_args": 1, "wrong groups": 1,
 }  # fmt: skip
+UNKNOWN_MAP = ["--config=qmix", "--env-config=sc2", "with", "env_args.map_name=x"]
 # A package beside omagd that is broken: its folder of configurations, and what it adds.
 PLUGINS = {
     "no such module": ("omagd.config_dirs", "x = omagd_nothing:CONFIGS", ["--config=qmix"]),
@@ -37,6 +38,8 @@ PLUGINS = {
         "x = omagd_nothing:Learner",
         ["--config=qmix", "with", "learner=x"],
     ),
+    "maps that are not there": ("omagd.smac_maps", "x = omagd_nothing:MAPS", UNKNOWN_MAP),
+    "maps that are no mapping": ("omagd.smac_maps", "x = omagd_broken:CONFIGS", UNKNOWN_MAP),
     "agent that is not there": ("omagd.agents", "x = omagd_broken:Agent", ["--config=qmix", "with", "agent=x"]),
 }
 

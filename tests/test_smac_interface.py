@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import numpy as np
 import pytest
+import sc2_stand_in
+from command_harness import ROOT
 
+from omagd.envs.battle.maps import MAPS
 from omagd.envs.smac import make_smac
 from omagd.utils.errors import UserError
 
@@ -42,6 +48,14 @@ def test_a_loop_written_for_smac_plays_skirmish():
     env.close()
 
 
+def test_the_documented_loop_runs():
+    page = (ROOT / "docs" / "sc2.md").read_text()
+    (loop,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "make_smac" in block)
+    shown = {}
+    exec(loop, shown)
+    assert shown["terminated"] and shown["env"].get_stats()["battles_game"] == 1
+
+
 def test_the_state_comes_in_parts_whatever_the_state_is():
     plain, joined = (make_smac("skirmish", obs_instead_of_state=joined) for joined in (False, True))
     plain.reset(seed=1)
@@ -67,3 +81,91 @@ def test_one_agent_can_be_asked_without_its_range():
 def test_what_cannot_be_made_is_one_line(name, keys, words):
     with pytest.raises(UserError, match=words):
         make_smac(name, **keys)
+
+
+# --- maps of other packages
+
+MINE = {
+    "n_agents": 2,
+    "n_enemies": 1,
+    "limit": 90,
+    "a_race": "T",
+    "b_race": "P",
+    "unit_type_bits": 0,
+    "map_type": "marines",
+}
+
+
+@pytest.fixture
+def add_maps(tmp_path, monkeypatch):
+    """Return a function that installs a package beside omagd whose registry of maps has this text."""
+
+    def add(text, package="my_maps"):
+        facts = tmp_path / "site" / f"{package}-1.0.dist-info"
+        facts.mkdir(parents=True)
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (facts / "entry_points.txt").write_text(f"[omagd.smac_maps]\nmine = {package}:MAPS\n")
+        (tmp_path / "site" / f"{package}.py").write_text(f"MAPS = {text}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        monkeypatch.delitem(sys.modules, package, raising=False)
+
+    return add
+
+
+@pytest.mark.processes
+def test_a_map_of_another_package_is_played(add_maps, tmp_path, monkeypatch):
+    """Its sizes follow from SMAC's keys, its units from the game."""
+    folder = sc2_stand_in.install(tmp_path / "StarCraftII")
+    (folder / "Maps" / "SMAC_Maps" / "my_map.SC2Map").write_bytes(b"mine")
+    monkeypatch.setenv("SC2PATH", str(folder))
+    monkeypatch.setenv("SC2_STAND_IN_MAPS", "my_map=2m_vs_1z")
+    add_maps({"my_map": MINE, "3m": {**MINE, "limit": 1}})
+    assert make_smac("sc2", map_name="3m").episode_limit == MAPS["3m"].limit  # a name of ours is never replaced
+    mine, known = (make_smac("sc2", map_name=name, seed=3) for name in ("my_map", "2m_vs_1z"))
+    try:
+        assert mine.get_env_info() == {**known.get_env_info(), "map_name": "my_map", "episode_limit": 90}
+        for _ in range(2):
+            for one, other in zip(mine.reset(), known.reset(), strict=True):
+                np.testing.assert_array_equal(one, other)
+            assert mine.step([1, 1])[0] == known.step([1, 1])[0]
+        assert (mine.seed(), mine.map_name) == (3, "my_map")
+    finally:
+        mine.close()
+        known.close()
+    assert sc2_stand_in.running(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"limit": 0}, "my_map.limit: .*greater than or equal to 1"),
+        ({"n_agents": "5"}, "my_map.n_agents: .*valid integer"),
+        ({"a_race": "Terran"}, "my_map.a_race: .*'T'"),
+        ({"map_type": "MMN"}, "my_map: map_type=MMN .*Did you mean 'MMM'"),
+        ({"map_type": "MMM", "unit_type_bits": 2}, "unit_type_bits=2 must be 0, or at least 3"),
+        ({"units": 3}, "my_map.units: Extra inputs"),
+        ({"b_race": None}, "my_map.b_race"),
+    ],
+)
+def test_a_map_that_is_described_wrongly_is_one_line(add_maps, change, words):
+    add_maps({"my_map": {**MINE, **change}})
+    with pytest.raises(UserError, match=f"mine=my_maps:MAPS of omagd.smac_maps.*{words}"):
+        make_smac("sc2", map_name="my_map")
+
+
+def test_names_of_maps_are_clear(add_maps):
+    add_maps({"my_map": MINE})
+    with pytest.raises(UserError, match="Did you mean 'my_map'"):
+        make_smac("sc2", map_name="my_mapp")
+    with pytest.raises(UserError, match="map_name=my_map needs the game: use --env-config=sc2"):
+        make_smac("skirmish", map_name="my_map")
+    add_maps({"my_map": MINE}, "other_maps")
+    with pytest.raises(UserError, match="my_maps:MAPS and .*other_maps:MAPS|other_maps:MAPS and .*my_maps:MAPS"):
+        make_smac("sc2", map_name="my_map")
+
+
+def test_a_map_cannot_leave_the_folder_of_maps(add_maps):
+    add_maps({"../my_map": MINE})
+    with pytest.raises(UserError, match="without folder and ending"):
+        make_smac("sc2", map_name="../my_map")

@@ -253,7 +253,7 @@ def test_battles_cover_every_way_to_end():
     assert idle["outcomes"][1][-1, 1 + INFO.index("episode_limit")] == 1
 
 
-READS = ("game_info", "observation", "data")  # requests that change nothing in the game
+READS = ("observation", "data")  # change nothing in the game, and SMACv2 asks for them more often
 
 
 def compare_requests(path, arrays, left_out, args):
@@ -321,7 +321,7 @@ def test_the_game_environment_equals_smac(name, game, tmp_path, monkeypatch):
         env.close()
     compare(log, arrays, number, args.get("continuing_episode", False))
     compare_facts(facts, json.loads(str(arrays["facts"][number])))
-    compare_requests(ours, arrays, READS[:1], group.args)
+    compare_requests(ours, arrays, (), group.args)
     assert sc2_stand_in.running(game) == []
 
 

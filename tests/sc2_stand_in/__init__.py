@@ -15,8 +15,9 @@ What it plays
   `FIRST_ALLY_TYPE` in SMAC's order of types; enemies have the game's own numbers (`world.TYPE_IDS`).
 - Tags come in no order. Allies are listed in a scrambled order among the enemies; enemies in the simulator's order
   until the first step that plays, later the list is turned. Dead units are not listed.
-- Map files that are no SMAC map (SMACv2's `32x32_flat`, `10gen_*`) are empty fields of 32 x 32 cells: units come by
-  debug commands `create_unit` (all of them before one step), and nothing comes back by itself. There are
+- With SC2_STAND_IN_MAPS="mine=3m ..." the map file `mine`, as a user may have made it, is played as 3m.
+- Other map files that are no SMAC map (SMACv2's `32x32_flat`, `10gen_*`) are empty fields of 32 x 32 cells: units come
+  by debug commands `create_unit` (all of them before one step), and nothing comes back by itself. There are
   `N_UNIT_TYPES` types in the answer to `data`; the last nine are those of SMACv2's allies.
 - One call of the simulator is 8 game loops; steps of other lengths are summed up until there are 8.
 - The pathing grid has 1 bit per pixel, in version 4.6.2 (as in SMAC's other branch) 8 bits; heights have 8 bits.

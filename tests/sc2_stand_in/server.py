@@ -116,8 +116,9 @@ class Game:
         computer = next(p for p in request.player_setup if p.type == 2)
         tape = os.environ.get("SC2_STAND_IN_TAPE")
         self._map = request.local_map.map_path.rpartition("/")[2].removesuffix(".SC2Map")
+        custom = dict(pair.split("=") for pair in os.environ.get("SC2_STAND_IN_MAPS", "").split())
         self._world = self._new_world(
-            self._map, request.random_seed, DIFFICULTIES[computer.difficulty], self._messages,
+            custom.get(self._map, self._map), request.random_seed, DIFFICULTIES[computer.difficulty], self._messages,
             Path(tape) if tape else None, "SC2_STAND_IN_RECORD" in os.environ, "SC2_STAND_IN_ROUGH" in os.environ,
             "SC2_STAND_IN_LINGER" in os.environ,
         )  # fmt: skip

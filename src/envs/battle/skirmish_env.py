@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from omagd.config.env_info import EnvInfo
 from omagd.envs.battle.actions import N_NORMAL_ACTIONS
 from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.custom_maps import is_custom
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleSemantics
@@ -18,6 +19,7 @@ from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.variant import SMAC
 from omagd.envs.protocol import Observation, StepResult
 from omagd.envs.smac import BattleEnv
+from omagd.utils.errors import UserError
 
 
 class SkirmishEnv(BattleEnv):
@@ -30,6 +32,8 @@ class SkirmishEnv(BattleEnv):
     args_model: ClassVar[type[BaseModel]] = SkirmishArgs
 
     def __init__(self, args: SkirmishArgs, n_slots: int) -> None:
+        if is_custom(args.map_name):
+            raise UserError(f"env_args.map_name={args.map_name} needs the game: use --env-config=sc2")
         spec = get_map(args.map_name)
         self.n_slots, self.spec, self.args, self.variant = n_slots, spec, args, SMAC
         self._seed: int | None = None

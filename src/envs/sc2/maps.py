@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from omagd.envs.battle.custom_maps import is_custom
 from omagd.utils.errors import UserError
 
 MAP_FOLDER = "SMAC_Maps"
@@ -51,9 +52,9 @@ def map_data(game: Path, name: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        raise UserError(
-            f"env_args.map_name={name}: the game has no file {path}; get it with ./install_sc2.sh --maps-only"
-        ) from None
+        custom = is_custom(name)
+        fix = "put the map of that package there" if custom else "get it with ./install_sc2.sh --maps-only"
+        raise UserError(f"env_args.map_name={name}: the game has no file {path}; {fix}") from None
 
 
 def require_map(game: Path, name: str) -> None:

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.battle.args import SmacArgs
+from omagd.envs.battle.custom_maps import get_game_map
 from omagd.envs.battle.features import entity_layout, state_dim
-from omagd.envs.battle.maps import MapSpec, get_map
+from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.variant import SMAC, Variant
@@ -74,7 +75,7 @@ class SC2Battle(BattleEnv):
     @staticmethod
     def _battle_of(args: Any) -> tuple[MapSpec, Variant]:
         """Return who fights, and what stands where. Errors: UserError for a map that there is not."""
-        return get_map(args.map_name), SMAC
+        return get_game_map(args.map_name), SMAC
 
     def _new_backend(self) -> GameBackend:
         from omagd.envs.sc2.backend import GameBackend  # pysc2 takes its time

@@ -29,10 +29,12 @@ def game(settings: Settings) -> Finding:
 
 def smac_maps(settings: Settings) -> Finding:
     """Look for the files of SMAC's maps."""
+    from omagd.envs.battle.custom_maps import is_custom
     from omagd.envs.battle.maps import MAPS
 
     chosen = settings.map_name if settings.env == "sc2" else ""
-    return _maps([spec.game_file for spec in MAPS.values()], chosen)
+    names = [spec.game_file for spec in MAPS.values()]
+    return _maps([*names, chosen] if chosen and is_custom(chosen) else names, chosen)
 
 
 def smacv2_maps(_settings: Settings) -> Finding:
