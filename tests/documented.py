@@ -24,7 +24,7 @@ STARTS = re.compile(
     r"^(?:\w+=\S* +)*(?:python3? +(?:\S*src/main\.py|-m omagd)|omagd |torchrun "
     r"|\S*/(?:run_pretrain_ddp|run_gnn_stage3_ddp|quickstart)\.sh)"
 )
-QUESTIONS = {"doctor", "compare"}
+QUESTIONS = {"doctor", "compare", "evaluate"}
 PATH_KEYS = {
     "checkpoint_path", "pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path",
     "graph_pretrain_policy", "TOKENIZER_PATH", "MASK_PREDICTOR_PATH",
@@ -122,7 +122,7 @@ def parse(line: str, where: str) -> Documented | None:
 
 
 def questions() -> list[tuple[str, ...]]:
-    """Return the words of every documented command that asks instead of running (`doctor`, `compare`)."""
+    """Return the words of every documented command that asks instead of running (`doctor`, `compare`, `evaluate`)."""
     found = []
     for path in sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)}):
         for language, block in FENCE.findall(path.read_text(encoding="utf-8")):

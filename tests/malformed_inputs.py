@@ -6,6 +6,7 @@ What is wrong with a value follows from the schema, so that new keys come in by 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import types
 import typing
@@ -16,7 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
-from omagd.config.loading import known_keys
+from omagd.config.env_info import EnvInfo
+from omagd.config.loading import known_keys, resolve, to_plain
 from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
 from omagd.run.preflight import NAMED
 
@@ -41,6 +43,22 @@ FILES: dict[str, bytes] = {
     "masks/stage2_model.th": b"\x80\x05.",
     "binary.yaml": bytes(range(256)),
     "empty_key.yaml": b": 3\n",
+    # Runs: without config.json, with a damaged one, with others that are none, of another map.
+    "bare/models/100/agent.th": b"PK\x03\x04",
+    "torn/models/100/agent.th": b"PK\x03\x04",
+    "torn/config.json": b'{"env": "skirmish", "env_args": {"map_na',
+    "listed/models/100/agent.th": b"PK\x03\x04",
+    "listed/config.json": b"[1, 2]",
+    "foreign/models/100/agent.th": b"PK\x03\x04",
+    "foreign/config.json": b'{"learning_rate": 1}',
+    "typed/models/100/agent.th": b"PK\x03\x04",
+    "typed/config.json": b'{"lr": "fast"}',
+    "eight/models/100/agent.th": b"PK\x03\x04",
+    "eight/config.json": json.dumps({**to_plain(resolve("qmix")), "use_cuda": False}).encode(),
+    "eight/env_info.json": json.dumps(EnvInfo("skirmish", "8m", 8, 14, 80, 168, 120).to_dict()).encode(),
+    "blank/models/100/agent.th": b"PK\x03\x04",
+    "blank/config.json": json.dumps(to_plain(resolve("qmix"))).encode(),
+    "blank/env_info.json": b"{",
 }
 
 
@@ -321,7 +339,24 @@ def unusable_results(chance: random.Random) -> Iterator[Malformed]:
         yield Malformed((*chance.choice([GRAPHS, PLAIN]), word))
 
 
+def wrong_evaluations(chance: random.Random) -> Iterator[Malformed]:
+    """`evaluate RUN` of folders that hold no run, a damaged one or one of another map, and with wrong words."""
+    for words in EVALUATIONS:
+        yield Malformed(("evaluate", *words.split()))
+    while True:
+        yield Malformed(("evaluate", "eight", f"{misspelt(chance, 'test_nepisode')}=3"))
+
+
+EVALUATIONS = (
+    "", "nowhere", "junk", "folder", "empty.th", "bare", "bare/models", "bare/models/100", "torn", "torn/models",
+    "listed", "foreign", "typed", "eight", "eight load_step=100", "blank", "test_nepisode=3", "with test_nepisode=3",
+    "eight lr", "eight lr=soon", "eight --config=qmix", "eight --env-config=skirmish", "eight evaluate=False",
+    "eight checkpoint_path=bare", "eight env_args.map_name=3x", "eight env_args.map=3m", "eight test_nepisode=0",
+    "eight save_replay=True", "eight local_results_path=. unique_token=folder", "eight with with test_nepisode=3",
+)  # fmt: skip
 CONTRADICTIONS = (
+    "save_replay=True", "evaluate=True checkpoint_path=agents save_replay=True", "evaluate=True checkpoint_path=eight",
+    "unique_token=folder local_results_path=.", "unique_token=junk local_results_path=.", "checkpoint_path=blank",
     "use_per=True", "epsilon_start=0.1 epsilon_finish=0.2", "batch_size=64 buffer_size=32", "seeds=1,2 unique_token=x",
     "accumulate=33 batch_size=32", "evaluate=True", "evaluation_only=True", "load_step=100", "seeds=3,4,3",
     "reconstructer_stage=stage2", "reconstructer_stage=stage3", "pretrain_only=True reconstructer_stage=stage3",
@@ -426,6 +461,7 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Iterator[Malformed]], int]] 
     "wrong env_args": (wrong_env_args, 35),
     "wrong paths": (wrong_paths, 45),
     "unusable results": (unusable_results, 12),
+    "wrong evaluations": (wrong_evaluations, len(EVALUATIONS) + 3),
     "contradictions": (contradictions, len(CONTRADICTIONS)),
     "wrong groups": (wrong_groups, 40),
 }

@@ -25,6 +25,7 @@ from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import BatchedEnv
 from omagd.run.build import build_mac, load_products, of_checkpoint
 from omagd.run.command_line import config_from, main
+from omagd.run.launch import launch
 from omagd.utils.checkpoint import find_step_folder
 from omagd.utils.errors import UserError
 
@@ -81,6 +82,62 @@ def test_play_gives_what_evaluation_of_the_run_gives(page):
     assert {name: totals[name.removeprefix("test_")] for name in values} == pytest.approx(values)
     assert totals["steps"] == sum(results["lengths"]) and totals["return_mean"] == np.mean(results["returns"])
     assert results["battle_won"] == [False] * 3 or totals["battle_won_mean"] > 0
+
+
+def test_evaluate_reads_the_runs_configuration_and_labels_what_it_writes(page, tmp_path, capsys, monkeypatch):
+    """The table of the same run: the numbers of a summary are those of the episodes' lines."""
+    monkeypatch.chdir(tmp_path)
+    trained, where = Path(page["summary"]["folder"]), f"local_results_path={tmp_path / 'results'}"
+    assert main(["evaluate", str(trained / "models"), "-u", "test_nepisode=5", where]) == 0
+    said = capsys.readouterr().out
+    (folder,) = (tmp_path / "results").iterdir()
+    assert re.fullmatch(r"qmix_skirmish_3m_seed1_evaluation_\d{8}_\d{6}", folder.name)
+    assert "skirmish 3m · qmix · evaluation · seed 1" in said and "Next" not in said
+    summary, card = (json.loads((folder / name).read_text()) for name in ("summary.json", "card.json"))
+    assert (summary["kind"], card["kind"], page["summary"]["kind"]) == ("evaluation", "evaluation", "training")
+    assert card["compared"]["trained"] == page["summary"]["card"]["id"]
+    assert [path.name for path in (folder / "plots").iterdir()] == ["evaluation.png"]
+    config, before = (json.loads((path / "config.json").read_text()) for path in (folder, trained))
+    differ = {key for key in config if config[key] != before[key]}
+    assert differ == {
+        "evaluate", "checkpoint_path", "test_nepisode", "eval_report_episodes", "local_results_path", "buffer_cpu_only",
+    } - {key for key in ("buffer_cpu_only",) if before[key]}  # fmt: skip
+    lines = [json.loads(line) for line in (folder / "episodes" / "rank_0.jsonl").read_text().splitlines()]
+    assert len(lines) == card["compared"]["test_episodes"] == 6  # whole rounds of two battles
+    values = summary["stages"]["stage3"]["values"]
+    for name, key in (("return", "return"), ("ep_length", "length"), ("battle_won", "battle_won")):
+        assert values[f"test_{name}_mean"] == pytest.approx(np.mean([line[key] for line in lines]))
+
+
+def test_evaluate_refuses_another_map_replays_and_a_taken_name(page, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = Path(page["summary"]["folder"])
+    (tmp_path / "results" / "mine").mkdir(parents=True)
+    where, taken = "local_results_path=results", tmp_path / "results" / "mine"
+    asked = {
+        "env_args.map_name=8m": ["trained on skirmish 3m, not on skirmish 8m"],
+        "save_replay=True": ["save_replay=True: env=skirmish writes no replays"],
+        "unique_token=mine": [f"unique_token=mine: {taken} exists already", "Give another one"],
+    }
+    for words, parts in asked.items():
+        for command in (["evaluate", str(trained), where], _old_form(trained, where)):
+            assert main([*command, words]) == 2
+            said = capsys.readouterr()
+            assert said.out == "" and len(said.err.splitlines()) == 1
+            assert [part for part in parts if part not in said.err] == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["results", "mine"]
+
+
+def _old_form(trained: Path, where: str) -> list[str]:
+    return ["--config=qmix", "with", *BUDGETS, "evaluate=True", f"checkpoint_path={trained}", where]
+
+
+def test_a_taken_unique_token_is_reported_where_it_is_made(tmp_path):
+    config = resolve("qmix", None, {"local_results_path": str(tmp_path), "unique_token": "mine", "auto_resume": True})
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match=f"unique_token=mine: {tmp_path}/mine exists already"):
+        launch(config, "mine")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
 def test_acting_uses_the_runs_threads_and_leaves_the_callers(page, monkeypatch):

@@ -66,6 +66,9 @@ def test_options_may_stand_behind_with_and_the_last_value_counts():
         (["--env-config=matrix_game"], ["matrix_game", "layout"]),
         (["with", "pretrained_tokenizer_path=nowhere"], ["pretrained_tokenizer_path=nowhere", "tokenizer.th"]),
         (["--config=qmix", "with", "evaluate=True", "checkpoint_path=nowhere"], ["checkpoint_path=nowhere"]),
+        (["--config=qmix", "with", "save_replay=True"], ["save_replay=True", "evaluate=True"]),
+        (["evaluate", "nowhere"], ["evaluate nowhere", "no such folder"]),
+        (["evaluate"], ["evaluate: name the run"]),
         (["--config=qmix", "with", "run=ddp", "dist_backend=nccl", "use_cuda=False"], ["dist_backend=nccl"]),
     ],
 )

@@ -45,6 +45,11 @@ def test_two_runs_never_share_a_folder(tmp_path):
     token = make_token("omagd", "skirmish", "3m", 7, now=0)
     folders = [RunFolder.create(tmp_path / "results", token) for _ in range(3)]
     assert [folder.token for folder in folders] == [token, f"{token}_2", f"{token}_3"]
+    with pytest.raises(FileExistsError):
+        RunFolder.create(tmp_path / "results", token, generated=False)
+    assert make_token("omagd", "skirmish", "3m", 7, now=0, evaluation=True).startswith(
+        "omagd_skirmish_3m_seed7_evaluation_19"
+    )
     assert all(folder.logs.is_dir() and folder.plots.is_dir() and folder.models.is_dir() for folder in folders)
 
 
@@ -127,8 +132,8 @@ def test_next_command_follows_the_stages(tmp_path):
     stages = values["stages"]
     base = "python src/main.py --config=omagd_small --env-config=skirmish with env_args.map_name=3m"
     base += " run=ddp world_size=2"
+    assert shlex.split(next_command(values)) == ["python", "-m", "omagd", "evaluate", str(folder.path)]
     expected = {
-        "stage3": {"evaluate": "True", "checkpoint_path": str(folder.step(205000))},
         "stage2": {
             "reconstructer_stage": "stage3",
             "pretrained_tokenizer_path": stages["stage1"]["files"]["stage1"],
@@ -139,7 +144,7 @@ def test_next_command_follows_the_stages(tmp_path):
             "pretrained_tokenizer_path": stages["stage1"]["files"]["stage1"],
         },
     }
-    for last in ("stage3", "stage2", "stage1"):
+    for last in ("stage2", "stage1"):
         values["stages"] = {name: stage for name, stage in stages.items() if name <= last}
         words = shlex.split(next_command(values))
         assert words[: len(base.split())] == base.split()
@@ -148,8 +153,8 @@ def test_next_command_follows_the_stages(tmp_path):
     values["stages"] = {"stage2": stages["stage2"]}
     assert "pretrained_tokenizer_path=/given/tokenizer.th" in next_command(values)
     assert next_command({**values, "exit_state": "failed"}) == ""
-    values["stages"] = {"stage3": {**stages["stage3"], "clock": {"t_env": 205000}}}
-    assert next_command(values) == "", "an evaluation is the end"
+    values["stages"] = {"stage3": stages["stage3"]}
+    assert next_command({**values, "kind": "evaluation"}) == "", "an evaluation is the end"
 
 
 def test_seeds_end_in_one_table_with_median_and_spread(tmp_path):

@@ -140,6 +140,8 @@ def _playing(config: Config) -> None:
             "evaluation_only=True: measures pre-trained graph modules, so it needs --config=omagd and"
             " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To play an agent: evaluate=True"
         )
+    if config.save_replay and not config.evaluate:
+        raise UserError("save_replay=True: replays are written when a checkpoint is played. Add evaluate=True")
     if config.evaluate and config.pretrain_only:
         raise UserError("evaluate=True and pretrain_only=True contradict each other: drop one of the two")
     if config.load_step and not config.checkpoint_path:

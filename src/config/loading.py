@@ -142,6 +142,20 @@ def parse_value(text: str, current: Any = None, key: str = "") -> Any:
         return text
 
 
+def _value_at(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a dotted key, None where there is none."""
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def apply_texts(values: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return `values` with the texts of `key=text` laid over. Errors: UserError for a key that does not exist."""
+    given = {key: parse_value(text, _value_at(values, key), key) for key, text in texts.items()}
+    return apply_updates(values, given)
+
+
 def config_names(kind: str) -> list[str]:
     """Return the names that `--config` (kind "algs") or `--env-config` (kind "envs") takes, sorted."""
     return sorted({path.stem for folder in config_dirs() for path in (folder / kind).glob("*.yaml")})

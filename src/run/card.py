@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Card = dict[str, Any]
-"""`id`; `compared`: what must agree for two results to be compared; `told`: what may differ; `reached`: at the end.
+"""`id`; `kind`: training or evaluation; `compared`: what must agree for two results to be compared; `told`: what may
+differ; `reached`: at the end.
 
 `resumed`, where a run has continued: what each of its later starts continued from, and with which versions.
 """
@@ -45,7 +46,9 @@ def make_card(config: Config, world_size: int, device: torch.device) -> Card:
 
     environments = n_slots(config) * world_size
     compared = {**_world(config), **_effort(config, world_size, environments), "precision": _precision(config)}
-    return {"id": card_id(compared), "compared": compared, "told": _told(config, world_size, device), "reached": {}}
+    kind = "evaluation" if config.evaluate else "training"
+    told = _told(config, world_size, device)
+    return {"id": card_id(compared), "kind": kind, "compared": compared, "told": told, "reached": {}}
 
 
 def card_id(compared: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from omagd.run import REGISTRY
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, visible
@@ -26,11 +26,12 @@ What runs:
   --config=NAME        algorithm: a name from --list or a YAML file (default: omagd_small)
   --env-config=NAME    environment: a name from --list or a YAML file (default: skirmish)
   with key=value ...   any key of the configuration; `env_args.map_name=3m`, `seeds=1,2,3`, `t_max=200000`
-Instead of running:
+Instead of training:
   --dry-run            check everything, print the resolved configuration, write nothing
   --list               show the known configurations, maps, learners, agents, ...
   --help, --version
   doctor               what this machine has, what it lacks, and the mend; --env-config=NAME: for that environment
+  evaluate RUN [key=value ...]  play what a run has trained; RUN: its folder, its models/ or one step's folder there
   compare FOLDER ...   results of several runs in a table, marked where they cannot be compared
 Sacred's options:
   -c, --comment=TEXT   a comment for the record
@@ -43,7 +44,7 @@ Examples:
   python src/main.py with run=ddp learner=nq_graph_learner_ddp
   python src/main.py --config=qmix --env-config=skirmish with env_args.map_name=3m t_max=200000
   python src/main.py --config=omagd with env_args.map_name=5m_vs_6m run=ddp world_size=2
-  python src/main.py --config=qmix with evaluate=True checkpoint_path=results/<run>/models
+  python -m omagd evaluate results/<run> test_nepisode=256
 
 A run writes <local_results_path>/<unique_token>/: config.json, metrics.jsonl, summary.json, models/, plots/, logs/.
 """
@@ -126,8 +127,10 @@ def _main(argv: list[str]) -> int:
         from omagd.run.listing import listing
 
         _say(listing())
+    elif command == ["evaluate"]:
+        _run(options, _evaluation(options, rest))
     else:
-        _run(options, _updates(options.words))
+        _run(options, _resolve(options, _updates(options.words)))
     return 0
 
 
@@ -144,9 +147,8 @@ def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
     return 0 if ready else USER_ERROR_EXIT_CODE
 
 
-def _run(options: argparse.Namespace, texts: Mapping[str, str]) -> None:
-    """Resolve and check, then print the plan (`--dry-run`) or run it."""
-    config = _resolve(options, texts)
+def _run(options: argparse.Namespace, config: Config) -> None:
+    """Check, then print the plan (`--dry-run`) or run it."""
     if not options.dry_run:
         from omagd.run.prestart import begin
 
@@ -183,11 +185,22 @@ def _say(text: str) -> None:
 
 
 def _resolve(options: argparse.Namespace, texts: Mapping[str, str]) -> Config:
-    from omagd.config.loading import apply_updates, base_values, parse_value, validate
+    from omagd.config.loading import apply_texts, base_values, validate
 
-    values = base_values(options.config, options.env_config)
-    given = {key: parse_value(text, _at(values, key), key) for key, text in texts.items()}
-    return validate(apply_updates(values, given))
+    return validate(apply_texts(base_values(options.config, options.env_config), texts))
+
+
+def _evaluation(options: argparse.Namespace, words: Sequence[str]) -> Config:
+    """Return the configuration of `evaluate RUN [key=value …]`. Errors: UserError."""
+    if not words or "=" in words[0] or words[0] == "with":
+        raise UserError("evaluate: name the run, as in: python -m omagd evaluate results/<run> test_nepisode=256")
+    for flag, given in (("--config", options.config), ("--env-config", options.env_config)):
+        if given is not None:
+            raise UserError(f"{flag}={given}: evaluate takes the run's own config.json. Leave it out")
+    from omagd.run.evaluate import evaluation_config
+
+    run, *rest = words
+    return evaluation_config(run, _updates(rest if rest[:1] == ["with"] else ["with", *rest]))
 
 
 def _updates(words: Sequence[str]) -> dict[str, str]:
@@ -207,14 +220,6 @@ def _updates(words: Sequence[str]) -> dict[str, str]:
             raise UserError(f"with {word}: expected key=value, without spaces around `=`")
         updates[key] = text
     return updates
-
-
-def _at(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key, None where there is none."""
-    found: Any = values
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
 
 
 class _Parser(argparse.ArgumentParser):

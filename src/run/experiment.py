@@ -201,6 +201,7 @@ def first_summary(
 ) -> dict[str, Any]:
     """Return what a summary says of a run that has reached nothing yet."""
     return {
+        "kind": "evaluation" if config.evaluate else "training",
         "name": config.name,
         "env": config.env,
         "map_name": config.map_name,
@@ -256,10 +257,13 @@ def _settle(session: Session, card: Card, stages: dict[str, Any]) -> Card:
 
 def _finish_files(folder: RunFolder, summary: dict[str, Any]) -> None:
     from omagd.run.report import write_summary
-    from omagd.utils.plots import curves
+    from omagd.utils.plots import curves, evaluation
 
     if summary["exit_state"] == "completed" and folder.metrics_jsonl.is_file():
-        curves(folder.metrics_jsonl, folder.plots / "curves.png")
+        if summary["kind"] == "evaluation":
+            evaluation(folder.episode_logs(), folder.plots / "evaluation.png")
+        else:
+            curves(folder.metrics_jsonl, folder.plots / "curves.png")
     summary["artifacts"] = folder.artifacts()
     write_summary(folder, summary)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def preflight(config: Config) -> Outlook:
     """
     for key, package in NAMED.items():
         _known(key, getattr(config, key), registry_of(package))
+    _check_replays(config)
     plan = make_plan(config)  # torch is imported from here on; a mistyped name is told without it
     from omagd.run.machine import check_machine
     from omagd.run.opponents import check_opponents
@@ -69,7 +71,9 @@ def preflight(config: Config) -> Outlook:
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
         )
     with _fitting(config):
-        return Outlook(_check_paths(config, info), plan, info)
+        outlook = Outlook(_check_paths(config, info), plan, info)
+    _check_token(config, plan)
+    return outlook
 
 
 def describe_env(config: Config) -> EnvInfo:
@@ -94,6 +98,32 @@ def _known(key: str, name: str, registry: Registry) -> None:
     if name not in registry:
         known = registry.names()
         raise UserError(f"{key}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
+
+
+def _check_replays(config: Config) -> None:
+    """Refuse `save_replay` where the environment has no replays."""
+    if config.save_replay and not writes_replays(config.env):
+        raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out")
+
+
+def writes_replays(env: str) -> bool:
+    """Return whether the environment of that name can write replays."""
+    from omagd.envs import REGISTRY
+    from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
+
+    found = REGISTRY.get(env)
+    base = MultiAgentEnv if issubclass(found, MultiAgentEnv) else BatchedEnv
+    return found.save_replay is not base.save_replay  # type: ignore[attr-defined]
+
+
+def _check_token(config: Config, plan: Plan) -> None:
+    """Refuse a taken `unique_token` before anything is written, where no unfinished run can be meant by it."""
+    from omagd.run.plan import speaks
+    from omagd.run.resuming import require_free_token
+
+    again = plan.joins and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if speaks() and not again and (config.evaluate or not config.auto_resume):
+        require_free_token(config)
 
 
 def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:

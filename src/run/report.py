@@ -114,9 +114,8 @@ def next_command(summary: Summary) -> str:
         return ""
     base = _base_command(summary)
     if "stage3" in stages:
-        agent = stages["stage3"].get("files", {}).get("agent")
-        trained = "updates" in stages["stage3"].get("clock", {})
-        return f"{base} evaluate=True checkpoint_path={_quoted(agent)}" if agent and trained else ""
+        saved = stages["stage3"].get("files", {}).get("agent") and summary.get("kind") != "evaluation"
+        return f"python -m omagd evaluate {_quoted(summary['folder'])}" if saved else ""
     tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or _given(summary, "pretrained_tokenizer_path")
     if not tokenizer:
         return ""
@@ -180,6 +179,7 @@ def _headline(summary: Summary) -> str:
     parts = [
         f"{summary['env']} {summary.get('map_name', '')}".strip(),
         str(summary["name"]),
+        *(["evaluation"] if summary.get("kind") == "evaluation" else []),
         f"seed {summary['seed']}",
         f"{ranks} rank{'s' if ranks != 1 else ''}, {summary.get('environments', ranks)} environments",
         duration(summary.get("wall_seconds", 0.0)),

@@ -81,10 +81,11 @@ def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lam
 
 def _new_run(config: Config, token: str, identity: str, console: logging.Logger) -> tuple[RunFolder, Lock]:
     """Make the folder of a new run and lock it; one that cannot be completed is removed. Errors: UserError."""
+    require_free_token(config)
     source = whole_state(config)
     folder: RunFolder | None = None
     try:
-        folder = RunFolder.create(config.local_results_path, token)
+        folder = RunFolder.create(config.local_results_path, token, generated=not config.unique_token)
         lock = take(folder.path)
         if source is not None:
             _adopt(source, folder)
@@ -94,9 +95,21 @@ def _new_run(config: Config, token: str, identity: str, console: logging.Logger)
     except OSError as problem:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
+        else:
+            require_free_token(config)  # another process may have taken it a moment ago
         reason = f"({problem.strerror}); give a folder that can be written"
         raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
     return folder, lock
+
+
+def require_free_token(config: Config) -> None:
+    """Refuse a `unique_token` that is the name of a folder already. Errors: UserError."""
+    folder = Path(config.local_results_path).expanduser().absolute() / config.unique_token
+    if config.unique_token and os.path.lexists(folder):
+        raise UserError(
+            f"unique_token={config.unique_token}: {folder} exists already. Give another one, or leave it out;"
+            " auto_resume=True continues an unfinished run of the same command"
+        )
 
 
 def identity_of(config: Config) -> str:

@@ -45,7 +45,8 @@ def _absolute(config: Config) -> Config:
 
 
 def _run_one(_run: Any, config: Config) -> dict[str, Any]:
-    token = config.unique_token or make_token(config.name, config.env, config.map_name, config.seed)
+    facts = config.name, config.env, config.map_name, config.seed
+    token = config.unique_token or make_token(*facts, evaluation=config.evaluate)
     if _run is None or not make_plan(config).spawns:
         summary = launch(config, token, _run)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omagd.utils.battle_plot import battle_moment, battle_nodes
 
-__all__ = ["battle_moment", "battle_nodes", "curves", "read_metrics"]
+__all__ = ["battle_moment", "battle_nodes", "curves", "evaluation", "read_metrics"]
 
 INK, GRID, FAINT = "#1c2733", "#e3e8ee", "#6b7b8c"
 TRAINING = "#8796a5"
@@ -133,6 +133,47 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     return path
 
 
+def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None:
+    """Draw how the episodes of an evaluation ended; return the path, None when there are none.
+
+    Args:
+        episode_logs: files with a JSON object per episode (`return`, `length`, `battle_won`); `env_info.json` of their
+            run names the environment in the title.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    episodes = [episode for path in episode_logs for episode in read_metrics(path)]
+    if not episodes:
+        return None
+    figure = Figure(figsize=(9.8, 3.9), dpi=110, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    label = _label_beside(episode_logs[0].parent)
+    groups: dict[str, list[dict[str, Any]]] = {"": episodes}
+    share = ""
+    if any("battle_won" in episode for episode in episodes):
+        groups = {"won": [], "not won": []}
+        for episode in episodes:
+            groups["won" if episode.get("battle_won") else "not won"].append(episode)
+        share = f", {len(groups['won']):,} won ({len(groups['won']) / len(episodes):.1%})"
+    title = f"{label}: evaluation, {len(episodes):,} episodes{share}".removeprefix(": ")
+    figure.suptitle(title, fontsize=13, weight="bold", color=INK)
+    panels = (("return", "Return", "reward per episode"), ("length", "Episode length", "environment steps"))
+    for axis, (name, heading, unit) in zip(figure.subplots(1, 2), panels, strict=True):
+        values = [[each[name] for each in group if each.get(name) is not None] for group in groups.values()]
+        axis.hist(values, bins=20, stacked=True, color=PALETTE[: len(groups)], label=list(groups))
+        axis.set_title(heading, fontsize=11.5, weight="bold", color=INK, loc="left")
+        axis.set_xlabel(unit, fontsize=9, color=FAINT)
+        axis.set_ylabel("episodes", fontsize=9, color=FAINT)
+        axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        _dress(axis, legend=len(groups) > 1)
+    path = Path(out_png)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
 def _label_beside(jsonl_path: Path) -> str:
     try:
         facts = json.loads(jsonl_path.with_name("env_info.json").read_text(encoding="utf-8"))
@@ -180,11 +221,16 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
         axis.set_ylim(0, 1.06 * max(values) or 1.0)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    _dress(axis, legend=len(lines) > 1)
+
+
+def _dress(axis: Any, legend: bool) -> None:
+    """Give a diagram its grid, ticks and frame, and a legend if it shall have one."""
     axis.grid(color=GRID, lw=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5, colors=FAINT, length=0)
     for side, spine in axis.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color("#c5ced8")
-    if len(lines) > 1:
+    if legend:
         axis.legend(fontsize=8.5, frameon=False, labelcolor=INK)

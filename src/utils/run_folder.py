@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 
-def make_token(name: str, env: str, map_name: str, seed: int, now: float | None = None) -> str:
+def make_token(
+    name: str, env: str, map_name: str, seed: int, now: float | None = None, *, evaluation: bool = False
+) -> str:
     """Return the name of a run's folder: `<name>_<env>_<map>_seed<seed>_<date>_<time>`; a missing map is left out.
 
-    now: seconds since the epoch, this moment if None. Two runs in one second get the same token; `RunFolder.create`
-    tells them apart.
+    Args:
+        now: seconds since the epoch, this moment if None. Two runs in one second get the same token;
+            `RunFolder.create` tells them apart. evaluation: whether `evaluation` stands before the date.
     """
     stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now))
     parts = [re.sub(r"[^\w.+-]+", "-", part) for part in (name, env, map_name) if part]
-    return "_".join([*parts, f"seed{seed}", stamp])
+    return "_".join([*parts, f"seed{seed}", *(["evaluation"] * evaluation), stamp])
 
 
 class RunFolder:
@@ -35,10 +38,12 @@ class RunFolder:
         self.path = Path(path).absolute()
 
     @classmethod
-    def create(cls, local_results_path: str | Path, unique_token: str) -> RunFolder:
-        """Make a new folder under `local_results_path`; a taken name gets `_2`, `_3`, ...: runs never share one.
+    def create(cls, local_results_path: str | Path, unique_token: str, *, generated: bool = True) -> RunFolder:
+        """Make a new folder under `local_results_path`; runs never share one.
 
-        Errors: OSError where nothing can be written.
+        Args:
+            generated: whether the name was made by `make_token`: then a taken one gets `_2`, `_3`, ...
+        Errors: OSError where nothing can be written, FileExistsError among them for a taken name that a user gave.
         """
         root = Path(local_results_path).expanduser().absolute()
         root.mkdir(parents=True, exist_ok=True)
@@ -49,6 +54,8 @@ class RunFolder:
                 path.mkdir(mode=0o755)  # with any umask: who else could write here could plant links
                 break
             except FileExistsError:
+                if not generated:
+                    raise
                 number += 1
         folder = cls(path)
         for sub in (folder.models, folder.plots, folder.logs):

@@ -261,8 +261,11 @@ class Stage3(Stage):
         return bool(self._parts_due) or self._tested_now
 
 
-def greedy_episodes(session: Session, mac: object, wanted: int) -> dict[str, float]:
-    """Play `wanted` test episodes (at least), dealt evenly to all slots of all ranks; return `test_*` means."""
+def greedy_episodes(session: Session, mac: object, wanted: int, log_at: int | None = None) -> dict[str, float]:
+    """Play `wanted` test episodes (at least), as many in each slot of all ranks; return `test_*` means.
+
+    log_at: the `t_env` with which each episode is written to `episodes/`; None to write none.
+    """
     rollout = session.runners["test"].run(
         mac,
         explore=None,
@@ -270,6 +273,8 @@ def greedy_episodes(session: Session, mac: object, wanted: int) -> dict[str, flo
         full_obs=mac.wants_full_obs,  # type: ignore[attr-defined]
         keep=False,
     )
+    if log_at is not None:  # before the sum, so that rank 0 finds the lines of all ranks after it
+        session.episode_log.write(rollout.log, t_env=log_at)
     metrics = Metrics()
     metrics.add(means(rollout.stats), prefix="test_")
     return metrics.reduce(session.dist)
