@@ -59,12 +59,20 @@ class Started:
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(self.group, signal.SIGKILL)
-            out, err = self.process.communicate()
+            out, err = self.kill()
             raise AssertionError(f"still running after {timeout} s\n{out}\n{err}") from None
-        finally:
-            _running.discard(self)
+        _running.discard(self)  # not where Ctrl-C ends the wait: then the command is still running
         return Ended(self.process.returncode, out, err, self.group)
+
+    def kill(self) -> tuple[str, str]:
+        """Kill the whole group and return what it wrote, without waiting for processes elsewhere that write too."""
+        _running.discard(self)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)
+        try:
+            return self.process.communicate(timeout=1)
+        except subprocess.TimeoutExpired as still:
+            return tuple((part or b"").decode(errors="replace") for part in (still.output, still.stderr))
 
 
 _running: set[Started] = set()
@@ -73,10 +81,7 @@ _running: set[Started] = set()
 def end_what_goes_on() -> None:
     """Kill the groups of commands that nobody has waited for, as those of a test that has failed."""
     while _running:
-        started = _running.pop()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.group, signal.SIGKILL)
-        started.process.communicate()
+        _running.pop().kill()
 
 
 def run_command(command: list[str], cwd: Path, **variables: str) -> Ended:

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 from command_harness import end_what_goes_on, train
+from reaper import watch_this_session
 
 # A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+watch_this_session()
 
 
 @pytest.fixture(autouse=True)

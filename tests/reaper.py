@@ -1,0 +1,59 @@
+"""Ends what a test session has started once the session has ended, however that was: `python reaper.py MARK`.
+
+Every process that a test starts inherits MARK in its environment, so that none escapes by a session or a parent of its
+own. pytest cannot do this itself: SIGTERM and SIGKILL leave it no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+NAME = "OMAGD_TEST_SESSION"
+POLL_SECONDS = 0.2
+PATIENCE_SECONDS = 10.0
+
+
+def watch_this_session() -> None:
+    """Mark what this process starts from here on, and let another process watch over that. On Linux alone."""
+    if sys.platform != "linux":
+        return
+    mark = uuid.uuid4().hex
+    # A session of its own: Ctrl-C on the terminal is not for the watcher.
+    subprocess.Popen(
+        [sys.executable, "-S", "-E", __file__, mark, str(os.getpid())],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    os.environ[NAME] = mark
+
+
+def marked(mark: str) -> list[int]:
+    """Return the ids of living processes whose environment holds `mark`."""
+    entry, found = f"{NAME}={mark}".encode(), []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if entry in (place / "environ").read_bytes().split(b"\0"):
+                found.append(int(place.name))
+    return found
+
+
+def main(mark: str, session: str) -> None:
+    """Wait for the end of the process `session`, the parent; then kill what carries `mark`."""
+    while os.getppid() == int(session):
+        time.sleep(POLL_SECONDS)
+    until = time.monotonic() + PATIENCE_SECONDS
+    while (found := marked(mark)) and time.monotonic() < until:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_SECONDS / 4)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

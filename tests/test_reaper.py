@@ -1,0 +1,89 @@
+"""A test session that is interrupted leaves no process running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import reaper
+from command_harness import ROOT
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="the watcher reads /proc"),
+]
+# A command of the harness that ignores what asks it to end, a child of it in a session of its own, and the same plain.
+TEST = """
+import subprocess, sys, time
+from pathlib import Path
+from command_harness import Started
+
+STUBBORN = (
+    "import os, signal, subprocess, sys, time\\n"
+    "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\\n"
+    "subprocess.Popen(['sleep', '600'], start_new_session=True)\\n"
+    "open(sys.argv[1], 'w').close()\\n"
+    "time.sleep(600)\\n"
+)
+
+def test_it(tmp_path):
+    here = Path(__file__).parent
+    started = Started([sys.executable, "-c", STUBBORN, str(here / "one")], tmp_path)
+    subprocess.Popen([sys.executable, "-c", STUBBORN, str(here / "two")])
+    started.wait()
+"""
+
+
+def test_nothing_outlives_an_interrupted_session(tmp_path):
+    sessions = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        place = tmp_path / number.name
+        place.mkdir()
+        (place / "test_it.py").write_text(TEST)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull]
+        marks = {"PYTHONPATH": str(ROOT / "tests"), "MARK_OF_THIS_TEST": str(place)}
+        sessions[number] = subprocess.Popen(
+            [*command, "--basetemp", str(place / "temp"), str(place / "test_it.py")], cwd=place,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **marks}, start_new_session=True,
+        )  # fmt: skip
+    for number, session in sessions.items():
+        place = tmp_path / number.name
+        _until(lambda place=place: (place / "one").exists() and (place / "two").exists())
+        assert len(_living(place)) >= 5
+        os.kill(session.pid, number)
+        session.wait(30)
+    for number in sessions:
+        _until(lambda number=number: not _living(tmp_path / number.name))
+
+
+def test_only_processes_with_the_mark_are_found():
+    own = reaper.marked(os.environ[reaper.NAME])
+    assert os.getpid() not in own
+    with subprocess.Popen(["sleep", "60"]) as marked, subprocess.Popen(["sleep", "60"], env={"PATH": "/bin"}) as other:
+        found = reaper.marked(os.environ[reaper.NAME])
+        marked.kill(), other.kill()
+    assert marked.pid in found and other.pid not in found
+
+
+def _until(done) -> None:
+    until = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.05)
+
+
+def _living(place: Path) -> list[str]:
+    """Return the command lines of living processes of one session, by a variable that only they have."""
+    found, entry = [], f"MARK_OF_THIS_TEST={place}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if entry in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
