@@ -34,6 +34,14 @@ def tree(pid: int) -> list[int]:
     return found
 
 
+def running(pid: int) -> bool:
+    """Return whether a process is there and has not ended; one that nobody has waited for has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def _descriptors(pid: int) -> set[str]:
     names = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():

@@ -25,6 +25,7 @@ def plugin(tmp_path_factory) -> str:
 
 @pytest.mark.processes
 def test_an_error_of_one_rank_is_what_the_console_shows(plugin, tmp_path):
+    """Also where that rank could not leave the group without the others, which wait for it."""
     ended = start(plugin, tmp_path, "raise").wait(120)
     assert ended.code == 1
     assert "error: rank 1 failed" in ended.err
@@ -45,6 +46,7 @@ def test_an_error_of_one_rank_is_what_the_console_shows(plugin, tmp_path):
         ("kill", 1, 1, "rank 1 was killed by SIGKILL"),
         ("exit", 1, 1, "rank 1 ended with exit code 7"),
         ("user", 1, 2, "env_args.how=user: take another"),
+        ("leave", 1, 1, "rank 1: sys.exit(0) was called before the run had ended"),
     ],
 )
 def test_other_ends_of_one_rank(plugin, tmp_path, how, rank, code, words):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, Started, children, left_behind, run_folders, summary_of
 from sockets import listening, tree
 from trap_world import exit_state, make_plugin, start, wait_for_training
 
-from omagd.run.verdict import note, note_hung, notes_of, verdict
+from omagd.run.verdict import note, note_error, note_hung, notes_of, verdict
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import Stopped
 
@@ -84,7 +88,7 @@ def test_killed_ranks_start_again_and_a_preempted_run_is_saved(plugin, tmp_path)
         assert {str(address) for addresses in heard.values() for address in addresses} == {"127.0.0.1"}
         assert temporary_files(temporary) == []
         if attempt == 0:
-            os.kill(ranks[1], signal.SIGKILL)
+            os.kill(ranks[1], signal.SIGABRT)
             ranks = new_ranks(started, ranks)
             wait_until_it_goes_on(here)
     asked = time.monotonic()
@@ -93,7 +97,7 @@ def test_killed_ranks_start_again_and_a_preempted_run_is_saved(plugin, tmp_path)
     ended = started.wait(60)
     assert ended.code == 143, ended.text
     assert time.monotonic() - asked < 25  # before they would be killed
-    assert "rank 1 was killed by SIGKILL: restarting all ranks from the newest checkpoint (1 of 3)" in ended.text
+    assert "rank 1 was killed by SIGABRT: restarting all ranks from the newest checkpoint (1 of 3)" in ended.text
     assert "is saved" in ended.text
     assert "Traceback" not in ended.text
     (folder,) = run_folders(here)
@@ -155,6 +159,9 @@ def test_torchrun_starts_all_ranks_again(plugin, tmp_path):
 @pytest.mark.parametrize(
     ("failed", "notes", "killed"),
     [
+        ({0: 1, 1: -6}, {0: "broken exchange"}, "rank 1 was killed by SIGABRT"),
+        ({0: 1, 2: 1, 1: -6}, {0: "broken exchange", 2: "broken exchange"}, "rank 1 was killed by SIGABRT"),
+        ({0: 1, 2: 1, 1: -6}, {2: "my own mistake", 0: "broken exchange"}, ""),
         ({1: -9, 0: 1}, {0: "connection closed"}, "rank 1 was killed by SIGKILL"),
         ({0: 1, 1: -9}, {0: "connection closed"}, "rank 1 was killed by SIGKILL"),
         ({1: -11, 0: -6}, {}, "rank 1 was killed by SIGSEGV"),
@@ -167,9 +174,24 @@ def test_torchrun_starts_all_ranks_again(plugin, tmp_path):
     ],
 )
 def test_only_a_signal_is_worth_another_try(tmp_path, failed, notes, killed):
-    for rank, trace in notes.items():
-        note(tmp_path, f"rank_{rank}", {"time": 1.0, "rank": rank, "trace": trace})
-    assert verdict(failed, tmp_path, 2).killed == killed
+    for moment, (rank, trace) in enumerate(notes.items()):
+        content = {"time": moment, "rank": rank, "trace": trace, "exchange": trace == "broken exchange"}
+        note(tmp_path, f"rank_{rank}", content)
+    assert verdict(failed, tmp_path, len(failed)).killed == killed
+
+
+def test_an_error_of_an_exchange_is_told_from_one_of_its_own(tmp_path):
+    """A store that has gone stands for another rank that has: what the exchange raises is a consequence."""
+    waits = Dist().waits
+    for rank, kind in enumerate((RuntimeError, RuntimeError, torch.OutOfMemoryError)):
+        try:
+            with waits.counted() if rank else nullcontext():
+                raise kind("connection closed")
+        except RuntimeError as error:
+            note_error(rank, tmp_path, error)
+    notes = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(3)]
+    assert [found["exchange"] for found in notes] == [False, True, False]
+    assert "RuntimeError: connection closed" in notes[0]["trace"]
 
 
 def test_ranks_that_have_all_stopped_when_told_are_no_failure(tmp_path):

@@ -57,9 +57,13 @@ class Trap(MultiAgentEnv):
         while self.args.how == "endless":
             time.sleep(0.05)
         if self.args.how == "raise":
+            # As NCCL does: who leaves the group waits for the others, who wait for an exchange with this rank.
+            torch.distributed.destroy_process_group = lambda *_: time.sleep(3600)
             raise ZeroDivisionError("the trap has closed")
         if self.args.how == "user":
             raise UserError("env_args.how=user: take another", "this is the help")
+        if self.args.how == "leave":
+            sys.exit(0)
         if self.args.how == "exit":
             os._exit(7)
         if self.args.how in ("kill", "once"):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from omagd.run import REGISTRY
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, visible
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line, visible
 from omagd.utils.signals import Stopped
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR_EXIT_CODE
     except RankFailed as error:
         sys.stderr.write(visible(f"error: {error}\n", kept="\n"))
+        return 1
+    except SystemExit as error:  # of an environment, while it is checked
+        sys.stderr.write(f"error: {exit_line(error)}\n")
         return 1
     except Stopped as stop:
         sys.stderr.write(f"stopped by {stop}\n")

@@ -75,6 +75,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     except BaseException as error:
         # Where another rank has stopped first, its silence may arrive here as an error of the connection.
         exit_state = "interrupted" if isinstance(error, KeyboardInterrupt) or stop_requested() else "failed"
+        dist.waits.on_error(error)
         raise
     finally:
         with unhurried():

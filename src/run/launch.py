@@ -6,17 +6,17 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from omagd.config.schema import Config
 from omagd.run.plan import Plan, make_plan
-from omagd.run.prestart import end_with_parent
+from omagd.run.prestart import end_with_launcher, end_with_parent
 from omagd.run.ranks import Ranks
 from omagd.run.resuming import Claim, claimed_folder
 from omagd.run.shared_folder import require_shared_folder
@@ -31,12 +31,19 @@ from omagd.run.verdict import (
     summary_in,
     verdict,
 )
-from omagd.utils.dist_utils import Dist, cleanup_distributed, open_board, open_rendezvous, setup_distributed
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError
+from omagd.utils.dist_utils import (
+    Dist,
+    abort_distributed,
+    cleanup_distributed,
+    open_board,
+    open_rendezvous,
+    setup_distributed,
+)
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
 from omagd.utils.logging import setup_logging
 from omagd.utils.pulse import beating
 from omagd.utils.run_folder import RunFolder, write_json
-from omagd.utils.signals import Stopped, stop_requested, stoppable, unhurried
+from omagd.utils.signals import CLOSING_SECONDS, Stopped, stop_requested, stoppable, unhurried
 
 
 def launch(config: Config, token: str, channel: Any = None) -> dict[str, Any]:
@@ -49,13 +56,22 @@ def launch(config: Config, token: str, channel: Any = None) -> dict[str, Any]:
     from omagd.run.experiment import run_experiment
 
     plan = make_plan(config)
-    with stoppable():
+    with stoppable(), _no_silent_exit():
         if plan.joins:
             return _join_group(config, plan, token, channel)
         with claimed_folder(config, token) as claim:
             if plan.spawns:
                 return _spawn(claim.config, plan, claim.path, channel)
             return run_experiment(claim.config, Dist(device=plan.device(0)), claim.path, channel)
+
+
+@contextmanager
+def _no_silent_exit() -> Iterator[None]:
+    """Turn a `sys.exit` of an environment, which could end the program with exit code 0, into an error."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RankFailed(exit_line(error)) from error
 
 
 def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[str, Any]:
@@ -66,6 +82,7 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
     port = int(os.environ["MASTER_PORT"])
     if attempt > 0 and config.enable_checkpointing:  # the run that torchrun has started again is the one to continue
         config = config.model_copy(update={"auto_resume": True})
+    end_with_launcher()
     with _group(rank, plan, local_rank, port, config, attempt, _leave_hung) as dist, ExitStack() as held:
         claim = _claim_together(config, token, dist, held)
         require_shared_folder(dist, claim.path)
@@ -98,9 +115,24 @@ def _leave_hung(line: str) -> NoReturn:
 
 @contextmanager
 def _group(
-    rank: int, plan: Plan, local_rank: int, port: int, config: Config, attempt: int, hung: Callable[[str], None]
+    rank: int,
+    plan: Plan,
+    local_rank: int,
+    port: int,
+    config: Config,
+    attempt: int,
+    hung: Callable[[str], None],
+    failed: Callable[[BaseException], None] = lambda error: None,
 ) -> Iterator[Dist]:
-    """Be one of the ranks. hung: called, in a thread, where another rank does not come to an exchange in time."""
+    """Be one of the ranks.
+
+    After an error the group is not left in an orderly way, which can wait for the other ranks for ever: a spawned rank
+    keeps it until its process ends, which is next; under torchrun the exchanges are aborted first.
+
+    Args:
+        hung: called, in a thread, where another rank does not come to an exchange in time.
+        failed: called with the error that ends the run, before anything is closed.
+    """
     device = plan.device(local_rank)
     if plan.cuda:
         torch.cuda.set_device(device)
@@ -108,18 +140,54 @@ def _group(
     # The pulse says who is missing once the time is over; the backend, which cannot tell, comes a little later.
     later = minutes + min(1.0, minutes)
     setup_distributed(rank, plan.world_size, plan.backend, port, later, hosted=hosted, attempt=attempt)
-    try:
-        dist = Dist(rank, plan.world_size, device)
-        board = open_board(rank, port, minutes, hosted=hosted, attempt=attempt)
-        with beating(dist, board, 60 * minutes, hung):
-            yield dist
-    finally:
+    with _closing_in_time(failed) as on_error:
+        try:
+            dist = Dist(rank, plan.world_size, device)
+            dist.waits.on_error = on_error
+            board = open_board(rank, port, minutes, hosted=hosted, attempt=attempt)
+            with beating(dist, board, 60 * minutes, hung):
+                yield dist
+        except BaseException as error:
+            on_error(error)
+            if plan.joins:
+                abort_distributed()
+                cleanup_distributed()
+            raise
         cleanup_distributed()
+
+
+@contextmanager
+def _closing_in_time(failed: Callable[[BaseException], None]) -> Iterator[Callable[[BaseException], None]]:
+    """Give what to call with an error, before anything is closed: from then on the block has `CLOSING_SECONDS`.
+
+    What is closed may wait for other ranks, a GPU or a disk that never answers; then the process ends without it.
+    """
+    timers: list[threading.Timer] = []
+
+    def on_error(error: BaseException) -> None:
+        if timers or isinstance(error, Stopped) or stop_requested():
+            return
+        failed(error)
+
+        def end() -> None:
+            sys.stderr.write(f"error: {error or type(error).__name__} (and closing the run did not come to an end)\n")
+            sys.stderr.flush()
+            os._exit(_exit_code(error))
+
+        timers.append(threading.Timer(CLOSING_SECONDS, end))
+        timers[0].daemon = True
+        timers[0].start()
+
+    try:
+        yield on_error
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> None:
     """Be one spawned rank, then end the process: 0, 1, 2 for a user's mistake, 128 + the signal that asked for it."""
-    end_with_parent(lambda: os.kill(os.getpid(), signal.SIGINT))
+    end_with_parent()
     code = _work(rank, config, plan, path, port, channel, attempt)
     # All that matters is written and closed. Threads of the collectives that outlived Python's finalization could
     # abort a rank that has done its work ("terminate called without an active exception"), so there is none.
@@ -139,8 +207,11 @@ def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: 
         note_hung(rank, notes, line)
         os._exit(1)
 
+    def failed(error: BaseException) -> None:
+        note_error(rank, notes, error)
+
     try:
-        with stoppable(), _group(rank, plan, rank, port, config, attempt, hung) as dist, _noting(rank, notes):
+        with stoppable(), _stopped_together(), _group(rank, plan, rank, port, config, attempt, hung, failed) as dist:
             summary = run_experiment(config, dist, path, channel if rank == 0 else None, attempt=attempt)
         if rank == 0:
             note(notes, "summary", summary)
@@ -148,21 +219,24 @@ def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: 
         return stop.exit_code
     except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must be able to tell it)
         note_error(rank, notes, error)
-        return USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1
+        return _exit_code(error)
     return 0
 
 
+def _exit_code(error: BaseException) -> int:
+    return USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1
+
+
 @contextmanager
-def _noting(rank: int, notes: Path) -> Iterator[None]:
-    """Note an error before the group is left: leaving it makes the other ranks fail too."""
+def _stopped_together() -> Iterator[None]:
+    """Take an error for the stop that was asked for: other ranks, which stopped a moment earlier, have caused it."""
     try:
         yield
     except Stopped:
         raise
     except BaseException as error:
-        if stop_requested():  # the connection broke because the other ranks were told to stop a moment earlier
+        if stop_requested():
             raise Stopped(signal.SIGTERM) from error
-        note_error(rank, notes, error)
         raise
 
 

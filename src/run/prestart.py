@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from omagd.config.schema import Config
+from omagd.utils.signals import CLOSING_SECONDS, STARTED_BY
+
+LAUNCHERS = frozenset(
+    {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID"}
+)
+"""Variables of torchrun, srun and MPI's launchers in the environment of the ranks that they start."""
 
 MODULES = ("omagd.run.rank_modules",)
 _begun = False
@@ -68,17 +78,47 @@ def start_method() -> str:
     return "forkserver" if _begun else "spawn"
 
 
-def end_with_parent(end: Any) -> None:
-    """Call `end` in a thread once the process that started the run has gone: a forked rank has another parent."""
-    import threading
+def end_with_parent() -> None:
+    """End this spawned rank, as on Ctrl-C, once the process that started the run is gone; a forked rank's parent is
+    another one.
+    """
     from multiprocessing.connection import wait
 
     parent = multiprocessing.parent_process()
-    if parent is None:
+    if parent is not None:
+        _when_over(lambda: wait([parent.sentinel]))
+
+
+def end_with_launcher() -> None:
+    """End this rank, as on Ctrl-C, once the launcher that started it is gone.
+
+    Only a known launcher (`LAUNCHERS`) is watched, not a shell in which somebody has set RANK.
+    """
+    if not LAUNCHERS & os.environ.keys() or STARTED_BY == 0:  # 0: outside this container, where it cannot be seen
         return
+    _when_over(lambda: _wait_for_end(STARTED_BY))
+
+
+def _wait_for_end(parent: int) -> None:
+    """Return once the process `parent`, of which this one is a child, is gone."""
+    poll = select.poll()
+    try:
+        poll.register(os.pidfd_open(parent), select.POLLIN)
+    except (OSError, AttributeError):  # gone already, or a system without pidfd
+        while os.getppid() == parent:
+            time.sleep(1.0)
+    else:
+        while os.getppid() == parent:
+            poll.poll(5000)
+
+
+def _when_over(wait: Callable[[], object]) -> None:
+    """In a thread, once `wait` returns: ask this process to end, and end it where it does not."""
 
     def watch() -> None:
-        wait([parent.sentinel])
-        end()
+        wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(CLOSING_SECONDS)
+        os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

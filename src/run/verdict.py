@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omagd.utils.errors import RankFailed, UserError
+from omagd.utils.dist_utils import from_exchange
+from omagd.utils.errors import RankFailed, UserError, exit_line
 from omagd.utils.signals import Stopped
 
 ENDED = "all ranks have been ended"
-# How a rank may end that another one's end has torn along.
 CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
+"""Exit codes that the end of another rank can cause."""
 
 
 @contextmanager
@@ -53,8 +54,11 @@ def note_error(rank: int, folder: Path, error: BaseException) -> None:
     """Write down what went wrong on a rank; the first error counts."""
     if isinstance(error, UserError):
         _note_first(rank, folder, {"user": [error.message, *error.help_lines]})
+    elif isinstance(error, SystemExit):
+        _note_first(rank, folder, {"reason": exit_line(error)})
     else:
-        _note_first(rank, folder, {"trace": "".join(traceback.format_exception(error))})
+        trace = "".join(traceback.format_exception(error))
+        _note_first(rank, folder, {"trace": trace, "exchange": from_exchange(error)})
 
 
 def note_hung(rank: int, folder: Path, line: str) -> None:
@@ -106,11 +110,7 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
     found = _notes(folder)
     if found and "line" in found[0]:
         return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}"))
-    # Without a note, a rank that another one's end has torn along is not the cause. SIGTERM comes from outside: no rank
-    # has been told to end before this is asked.
-    silent = {rank: code for rank, code in failed.items() if rank not in {note["rank"] for note in found}}
-    causes = {rank: code for rank, code in silent.items() if code not in CONSEQUENCES} or ({} if found else silent)
-    for rank, code in causes.items():
+    for rank, code in _silent_causes(failed, found).items():
         if code == 128 + signal.SIGINT:
             return Verdict(Stopped(signal.SIGINT))
         number = -code if code < 0 else code - 128 if code == 128 + signal.SIGTERM else 0
@@ -118,9 +118,27 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
             return Verdict(RankFailed(f"rank {rank} ended with exit code {code} and said nothing; {ENDED}"))
         killed = f"rank {rank} was killed by {signal.Signals(number).name}"
         return Verdict(RankFailed(f"{killed}{_hint(number)}; {ENDED}"), killed)
-    if "user" in found[0]:
-        return Verdict(UserError(*found[0]["user"]))
-    return Verdict(RankFailed(f"rank {found[0]['rank']} failed; {ENDED}\n{found[0]['trace']}"))
+    first = found[0]
+    if "user" in first:
+        return Verdict(UserError(*first["user"]))
+    if "reason" in first:
+        return Verdict(RankFailed(f"rank {first['rank']}: {first['reason']}; {ENDED}"))
+    return Verdict(RankFailed(f"rank {first['rank']} failed; {ENDED}\n{first['trace']}"))
+
+
+def _silent_causes(failed: Mapping[int, int], found: list[dict[str, Any]]) -> dict[int, int]:
+    """Return the exit codes by rank of those that left no note and are the cause; none where the first note is it.
+
+    The end of one rank can abort another, so SIGABRT is the cause only where the first note is an exchange that broke,
+    which in turn is what a rank notes when another one is gone. SIGTERM comes from outside: no rank has been asked to
+    end before the verdict.
+    """
+    silent = {rank: code for rank, code in failed.items() if rank not in {note["rank"] for note in found}}
+    causes = {rank: code for rank, code in silent.items() if code not in CONSEQUENCES}
+    if causes or not found:
+        return causes or silent
+    aborted = {rank: code for rank, code in silent.items() if code == -signal.SIGABRT}
+    return aborted if found[0].get("exchange") else {}
 
 
 def _hint(number: int) -> str:

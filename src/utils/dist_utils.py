@@ -6,10 +6,11 @@ import datetime
 import gc
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ class Waits:
         known: moment at which the last gradient of this rank was computed.
         entered, entered_at: exchanges that this rank has begun, the same number on all ranks that are as far; moment
             of the last one. place: returns stage, phase and the moment at which the phase began.
+        on_error: called with the error that ends this rank's run, before anything is closed.
     """
 
     seconds: float = 0.0
@@ -41,6 +43,7 @@ class Waits:
     entered: int = 0
     entered_at: float = field(default_factory=time.perf_counter)
     place: Callable[[], tuple[str, str, float]] = lambda: ("", "start", _STARTED)
+    on_error: Callable[[BaseException], None] = lambda error: None
 
     def enter(self) -> None:
         """Note that this rank begins an exchange with all others."""
@@ -52,7 +55,8 @@ class Waits:
         self.enter()
         started = time.perf_counter()
         try:
-            yield
+            with _exchange():
+                yield
         finally:
             self.add(started)
 
@@ -64,6 +68,27 @@ class Waits:
     def note(self, _: Tensor) -> None:
         """Remember that a gradient is known by now."""
         self.known = time.perf_counter()
+
+
+@contextmanager
+def _exchange() -> Iterator[None]:
+    """Mark an error of the block as one of an exchange: another rank may have caused it by its end."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):
+            error.in_exchange = True  # type: ignore[attr-defined]
+        raise
+
+
+def from_exchange(error: BaseException) -> bool:
+    """Return whether an error, or what it was raised from, broke an exchange between the ranks."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if getattr(cause, "in_exchange", False):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 @dataclass(frozen=True)
@@ -135,7 +160,8 @@ class Dist:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.waits.note)
         self.waits.enter()
-        return wrap_model_ddp(module, self.device.index, bucket_cap_mb=bucket_cap_mb)
+        with _exchange():
+            return wrap_model_ddp(module, self.device.index, bucket_cap_mb=bucket_cap_mb)
 
     def backward(self, loss: Tensor, wrapped: nn.Module) -> None:
         """Compute the gradients of `loss`, which came from `wrapped`.
@@ -146,7 +172,8 @@ class Dist:
         synchronised = isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync
         if synchronised:
             self.waits.enter()
-        loss.backward()
+        with _exchange() if synchronised else nullcontext():
+            loss.backward()
         if self.waits.known is not None and synchronised:
             self.waits.add(self.waits.known)
 
@@ -219,7 +246,8 @@ def setup_distributed(
         _stay_on_this_host()
     store = dist.PrefixStore(f"attempt_{attempt}", _meet(rank, int(port), timeout, hosted, host_it=rank == 0))
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-    dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    with _exchange():
+        dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def open_board(rank: int, port: int, timeout_minutes: float, *, hosted: bool, attempt: int) -> dist.Store:
@@ -255,6 +283,24 @@ def cleanup_distributed() -> None:
     if dist.is_available() and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+
+
+def abort_distributed(patience: float = 5.0) -> None:
+    """Break off this rank's exchanges after an error, so that no rank waits for one that does not come.
+
+    Under NCCL an exchange in progress waits on the GPU, and leaving the group waits for it. gloo needs nothing: its
+    connections close with the process. patience: seconds after which the abort itself is left to the process's end.
+    """
+    if not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())):
+        return
+
+    def abort() -> None:
+        with suppress(RuntimeError):
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+
+    thread = threading.Thread(target=abort, name="abort", daemon=True)
+    thread.start()
+    thread.join(patience)
 
 
 def get_rank() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 USER_ERROR_EXIT_CODE = 2
@@ -49,6 +50,13 @@ def visible(text: str, kept: str = "") -> str:
 
 class RankFailed(RuntimeError):
     """One of several ranks has failed; the text says which, with that rank's own traceback."""
+
+
+def exit_line(error: SystemExit) -> str:
+    """Return one line that says where a `sys.exit` ended the run, whatever exit code it asked for."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else "unknown place"
+    return f"sys.exit({'' if error.code is None else repr(error.code)}) was called before the run had ended ({where})"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -16,6 +17,12 @@ PATIENCE_SECONDS = 2.0
 
 BOUNDARY_SECONDS = 10.0
 """How long a SIGTERM waits for the end of an iteration where state can be saved."""
+
+STARTED_BY = os.getppid()
+"""The process that started this one, as early as it can be asked; another one later means that it is gone."""
+
+CLOSING_SECONDS = 20.0
+"""How long a process that must end, because of an error or since its launcher is gone, may take to close everything."""
 
 SAVING_SECONDS = 20.0
 """How long the save may take that a SIGTERM has asked for."""
