@@ -1,7 +1,7 @@
 """Whether QMIX learns as fast here as in PyMARL3: both at PyMARL3's sizes, on the same skirmish battles, same seeds.
 
     OMP_NUM_THREADS=1 python benchmarks/pymarl3_learning.py --peer PYMARL3 --map 3m --t-max 200000 --seeds 1 2 3 4 5
-    python benchmarks/pymarl3_learning.py --show                     # table and curves of what has been run
+    python benchmarks/pymarl3_learning.py --show             # the table of what has been run; --picture: the curves
 
 Without --peer only our side runs. 8 battles, one update of 128 episodes a round, targets copied every 200 episodes,
 epsilon over 100,000 steps, Adam with 0.001; greedy tests on 256 battles that no training has. Each line of
@@ -25,6 +25,20 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SIZES = ["batch_size_run=8", "batch_size=128", "updates_per_iteration=1", "epsilon_anneal_time=100000"]
 SIZES += ["grad_norm_clip=10", "target_update_interval=200", "lr=0.001", "td_lambda=0.6", "buffer_size=5000"]
 SIDES = ("omagd", "pymarl3")
+# The 0.975 quantile of Student's t by degrees of freedom.
+T_975 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    10: 2.228,
+    20: 2.086,
+}
 
 
 def ours(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -56,14 +70,61 @@ def area(run: dict[str, Any]) -> float:
 
 
 def welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
-    """Return the difference of the means of a and b, and the ends of its 95 % interval (Welch's t)."""
-    from scipy.stats import t as student
-
+    """Return the difference of the means of a and b, and the ends of its 95 % interval by Welch's t."""
     of_a, of_b = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
     freedom = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
-    half = float(student.ppf(0.975, freedom)) * float(np.sqrt(of_a + of_b))
+    quantile = np.interp(1 / freedom, [1 / n for n in reversed(T_975)], list(reversed(T_975.values())))
+    half = float(quantile * np.sqrt(of_a + of_b))
     middle = float(a.mean() - b.mean())
     return middle, middle - half, middle + half
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Return a Markdown table: each seed's area and last win rate by side, and the difference of the mean areas."""
+    out = ["| map, steps | | areas of the seeds | mean | last win rates | s a run | difference of the means (95 %) |"]
+    out.append("|---|---|---|---|---|---|---|")
+    for name, t_max in dict.fromkeys((run["map"], run["t_max"]) for run in runs):
+        areas = {}
+        for side in SIDES:
+            mine = [run for run in runs if (run["side"], run["map"], run["t_max"]) == (side, name, t_max)]
+            mine.sort(key=lambda run: int(run["seed"]))
+            areas[side] = np.array([area(run) for run in mine])
+            verdict = ""
+            if side == SIDES[-1] and min(map(len, areas.values())) > 1:
+                middle, low, high = welch(*(areas[one] for one in SIDES))
+                verdict = f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"
+            if mine:
+                cells = [f"{name}, {t_max:,}", side, ", ".join(f"{value:.3f}" for value in areas[side])]
+                cells += [f"{areas[side].mean():.3f}", ", ".join(f"{run['tests'][-1][2]:.2f}" for run in mine)]
+                cells += [f"{np.median([run['seconds'] for run in mine]):.0f}", verdict]
+                out.append(f"| {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draw the win rates over environment steps: a panel for each map, a thin line for each seed, a thick mean."""
+    from matplotlib.figure import Figure
+
+    maps = list(dict.fromkeys((run["map"], run["t_max"]) for run in runs))
+    figure = Figure(figsize=(4.6 * len(maps), 3.8), dpi=110, layout="constrained")
+    for axis, (name, t_max) in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
+        grid = np.linspace(0, t_max, 201)
+        for side, colour in zip(SIDES, ("#0f8f8a", "#d95f3a"), strict=True):
+            mine = [run for run in runs if (run["side"], run["map"], run["t_max"]) == (side, name, t_max)]
+            rates = [np.interp(grid, *np.array(run["tests"], float).T[[0, 2]]) for run in mine]
+            for rate in rates:
+                axis.plot(grid, rate, color=colour, linewidth=0.8, alpha=0.5)
+            if rates:
+                axis.plot(
+                    grid, np.mean(rates, axis=0), color=colour, linewidth=2.2, label=f"{side}, {len(rates)} seeds"
+                )
+        axis.set(title=f"skirmish {name}", xlabel="environment steps, thousands", ylim=(-0.02, 1.02))
+        ticks = np.linspace(0, t_max, 5)
+        axis.set_xticks(ticks, [f"{tick / 1000:.0f}" for tick in ticks])
+        axis.set_ylabel("share of battles won (greedy test)")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -78,10 +139,22 @@ def main() -> None:
     parser.add_argument("--test-episodes", type=int, default=256)
     parser.add_argument("--results", default="results/benchmarks/pymarl3", help="where our runs' folders go")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--picture", type=Path, help="draw the curves into this file")
+    parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("words", nargs="*", help="further key=value for our runs")
     arguments = parser.parse_args()
     path = arguments.out / "pymarl3_learning.jsonl"
-    done = {(r["side"], r["map"], r["seed"], r["t_max"]) for r in read(path)}
+    if not arguments.show:
+        run_missing(arguments, path)
+    runs = read(path)
+    print(table(runs))
+    if arguments.picture:
+        draw(runs, arguments.picture)
+
+
+def run_missing(arguments: argparse.Namespace, path: Path) -> None:
+    """Run what does not stand in the file of results yet, and append it there."""
+    done = {(run["side"], run["map"], run["seed"], run["t_max"]) for run in read(path)}
     for seed in arguments.seeds:
         for side in arguments.sides:
             key = (side, arguments.map, seed, arguments.t_max)

@@ -1,13 +1,15 @@
 """Time one QMIX update at the sizes of SMAC's maps, beside PyMARL3's learner where a checkout of it is given.
 
     python benchmarks/qmix_update.py [--map 3m|5m_vs_6m|27m_vs_30m|all] [--precision float32|bf16]
-        [--peer PATH_OF_A_PYMARL3_CHECKOUT] [--updates 20] [--batch 128] [--device cpu|cuda]
+        [--lengths play mix] [--peer PATH_OF_A_PYMARL3_CHECKOUT] [--updates 20] [--batch 128] [--device cpu|cuda]
 
-Both learners get the same random episodes of ragged length (43 % of a padded batch is real), ready as each keeps them
-once sampled, several batches in turn. Each works in a process of its own, set up as its own runs are; they take turns.
-On a CPU the peer works a second time with our setting of the allocator (`peer_kept`), which is no part of it.
-Times are CPU seconds of one thread, on a GPU seconds until it is idle; ratios are medians over all rounds, with the
-quartiles as their spread. Prints one JSON line for each map; without a checkout it tells the stored ratio.
+Both learners get the same random episodes, ready as each keeps them once sampled, several batches in turn. Lengths are
+those of real play (`play`: from the replay of a training, results/played_lengths.json), or a wider mix (`mix`), of
+which a padded batch is 43 % full; the more padding, the more a learner on packed steps gains. Each learner works in a
+process of its own, set up as its own runs are; they take turns. On a CPU the peer works a second time with our setting
+of the allocator (`peer_kept`), which is no part of it. Times are CPU seconds of one thread, on a GPU seconds until it
+is idle; ratios are medians over all rounds, with the quartiles as their spread. Prints one JSON line for each map and
+kind of lengths, `filled` being the share of a padded batch that is real; without a checkout the stored ratio.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from omagd.utils.allocator import keep_freed_memory
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
+RESULTS = Path(__file__).resolve().parent / "results"
 Episodes = list[dict[str, Tensor]]
 BATCHES = {"27m_vs_30m": 1}  # of the most agents, which take the most memory and time; 4 otherwise
 MOST_UPDATES = {"27m_vs_30m": 5}
@@ -64,11 +67,20 @@ MAPS = {
 INFO = MAPS["5m_vs_6m"]
 
 
-def make_episodes(n_episodes: int, rng: np.random.Generator, info: EnvInfo = INFO) -> Episodes:
-    """Return random episodes of 10 steps up to the limit: most are short and some reach the limit, as in play."""
+def played_lengths() -> dict[str, list[int]]:
+    """Return the lengths of the newest 5,000 episodes at the most of a training on each map."""
+    counts = json.loads((RESULTS / "played_lengths.json").read_text(encoding="utf-8"))["counts"]
+    return {name: [int(n) for n, times in of_map.items() for _ in range(times)] for name, of_map in counts.items()}
+
+
+def make_episodes(n_episodes: int, rng: np.random.Generator, info: EnvInfo = INFO, lengths: str = "mix") -> Episodes:
+    """Return random episodes whose `lengths` are those of real play, or a mix from 10 steps to the limit."""
     episodes = []
-    scale = 0.0743 * info.episode_limit
-    for steps in np.clip(rng.gamma(6.0, scale, n_episodes).astype(int), 10, info.episode_limit):
+    if lengths == "play":
+        drawn = rng.choice(played_lengths()[info.map_name], n_episodes)
+    else:
+        drawn = rng.gamma(6.0, 0.0743 * info.episode_limit, n_episodes)
+    for steps in np.clip(drawn.astype(int), 10, info.episode_limit):
         rows, n = int(steps) + 1, info.n_agents
         available = rng.random((rows, n, info.n_actions)) < 0.6
         actions = rng.integers(info.n_actions, size=(rows, n))
@@ -155,11 +167,17 @@ def _padded(episodes: Episodes, info: EnvInfo) -> Any:
     return batch[:, : max(len(episode["reward"]) for episode in episodes)]
 
 
-def work(pipe: Connection, options: argparse.Namespace, info: EnvInfo, name: str) -> None:
+def filled(batches: list[Episodes]) -> float:
+    """Return the share of padded batches that is real."""
+    rows = [[len(episode["reward"]) for episode in batch] for batch in batches]
+    return float(np.mean([np.mean(batch) / max(batch) for batch in rows]))
+
+
+def work(pipe: Connection, options: argparse.Namespace, info: EnvInfo, lengths: str, name: str) -> None:
     """Do an update for every number that comes and answer with its seconds; None ends: answer the peak in GB."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
-    batches = [make_episodes(options.batch, rng, info) for _ in range(n_batches(info))]
+    batches = [make_episodes(options.batch, rng, info, lengths) for _ in range(n_batches(info))]
     cuda = options.device == "cuda"
     if name != "peer":
         keep_freed_memory()
@@ -183,14 +201,14 @@ def n_batches(info: EnvInfo) -> int:
     return BATCHES.get(info.map_name, 4)
 
 
-def measure(options: argparse.Namespace, info: EnvInfo) -> dict[str, Any]:
-    """Return medians, peaks of memory and ratios."""
+def measure(options: argparse.Namespace, info: EnvInfo, lengths: str) -> dict[str, Any]:
+    """Return medians, peaks of memory and ratios for episodes of such `lengths`."""
     spawn = multiprocessing.get_context("spawn")
     pipes = {}
     names = ["ours", "peer", "peer_kept"] if options.device == "cpu" else ["ours", "peer"]
     for name in names if options.peer else ["ours"]:
         pipes[name], far = spawn.Pipe()
-        spawn.Process(target=work, args=(far, options, info, name), daemon=True).start()
+        spawn.Process(target=work, args=(far, options, info, lengths, name), daemon=True).start()
     times: dict[str, list[float]] = {name: [] for name in pipes}
     first, last = -n_batches(info), min(options.updates, MOST_UPDATES.get(info.map_name, options.updates))
     for number in range(first, last):
@@ -199,7 +217,10 @@ def measure(options: argparse.Namespace, info: EnvInfo) -> dict[str, Any]:
             seconds = pipe.recv()
             if number >= 0:
                 times[name].append(seconds)
-    result: dict[str, Any] = {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
+    rng = np.random.default_rng(0)  # as in `work`
+    share = filled([make_episodes(options.batch, rng, info, lengths) for _ in range(n_batches(info))])
+    result: dict[str, Any] = {"lengths": lengths, "filled": round(share, 2)}
+    result |= {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
     for name, pipe in pipes.items():
         pipe.send(None)
         result[f"{name}_peak_gb"] = round(pipe.recv(), 2)
@@ -209,7 +230,7 @@ def measure(options: argparse.Namespace, info: EnvInfo) -> dict[str, Any]:
         result[f"ratio_to_{name}"] = middle
         result[f"ratio_to_{name}_quartiles"] = [low, high]
     if not options.peer and options.device == "cpu" and options.batch == 128:
-        result["stored_ratio_to_peer"] = STORED[info.map_name, options.precision]
+        result["stored_ratio_to_peer"] = STORED[info.map_name, options.precision, lengths]
     return result
 
 
@@ -218,6 +239,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time one QMIX update.")
     parser.add_argument("--map", choices=[*MAPS, "all"], default="5m_vs_6m")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
+    parser.add_argument(
+        "--lengths", nargs="+", choices=["play", "mix"], default=["play", "mix"], help="of the episodes"
+    )
     parser.add_argument("--peer", type=Path, help="a checkout of PyMARL3")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--batch", type=int, default=128)
@@ -226,8 +250,9 @@ def main() -> None:
     for name in MAPS if options.map == "all" else [options.map]:
         row = {"work": f"qmix_update {name}", "device": options.device}
         row |= {"precision": options.precision, "batch": options.batch}
-        sys.stdout.write(json.dumps({**row, **measure(options, MAPS[name])}) + "\n")
-        sys.stdout.flush()
+        for lengths in options.lengths:
+            sys.stdout.write(json.dumps({**row, **measure(options, MAPS[name], lengths)}) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
