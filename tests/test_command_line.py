@@ -15,6 +15,7 @@ from plugin_toys import own_names
 from omagd.config.loading import resolve, to_plain
 from omagd.run import REGISTRY, command_line
 from omagd.run.command_line import config_from, main
+from omagd.run.preflight import writes_replays
 from omagd.run.sacred_record import run_recorded
 from omagd.utils.errors import UserError
 
@@ -103,6 +104,13 @@ def test_dry_run_prints_what_config_takes_again_and_writes_nothing(capsys, empty
     assert "# environments: 16 (skirmish 5m_vs_6m)\n" in text
     (empty_folder / "again.yaml").write_text(text)
     assert config_from(["--config=again.yaml"]) == config_from(argv)
+
+
+def test_replays_are_saved_where_the_environment_writes_them():
+    known = {name: writes_replays(name) for name in ("sc2", "sc2_v2", "snakes_3v3", "skirmish", "smax", "matrix_game")}
+    assert known == {
+        "sc2": True, "sc2_v2": True, "snakes_3v3": True, "skirmish": False, "smax": False, "matrix_game": False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("map_name", ["3m", "8m", "5m_vs_6m", "27m_vs_30m", "1c3s5z"])

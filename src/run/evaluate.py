@@ -69,5 +69,8 @@ def evaluate(session: Session) -> StageResult:
     values.update(session.mishaps())
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
     if config.save_replay:
-        session.env.save_replay(str(session.folder.replays))
+        try:
+            session.env.save_replay(str(session.folder.replays))
+        except NotImplementedError:  # a wrapper of an environment that has none
+            raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out") from None
     return StageResult("stage3", {"t_env": t_env}, values, {"agent": str(folder)})

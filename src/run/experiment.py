@@ -228,11 +228,12 @@ def _say_start(session: Session, card: Card) -> None:
         f" {info.episode_limit} steps"
     )
     runner = session.runners["train"]
-    batch = (
-        f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments, effective batch"
-        f" {config.batch_size * dist.world_size} {runner.unit}, {config.updates_per_iteration} update(s) per"
-        f" {runner.per_iteration(config, environments)}{targets}"
-    )
+    batch = f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments"
+    if not config.evaluate:
+        batch += (
+            f", effective batch {config.batch_size * dist.world_size} {runner.unit}, {config.updates_per_iteration}"
+            f" update(s) per {runner.per_iteration(config, environments)}{targets}"
+        )
     for line in start_lines(card, sizes, batch):
         session.logger.info(line)
     for line in memory_warnings(config, info, ranks_here(dist.world_size)):
