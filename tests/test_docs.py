@@ -90,6 +90,12 @@ def test_signatures_of_dist_utils_are_those_of_the_code():
         assert signature == f"({', '.join(parts)})", name
 
 
+def test_the_methods_of_dist_are_those_of_the_code():
+    named = re.findall(r"`(\w+)`", re.search(r"handed a `Dist` \(([^)]*)\)", DDP_PAGE)[1])
+    methods = [name for name, value in vars(dist_utils.Dist).items() if inspect.isfunction(value) and name[0] != "_"]
+    assert sorted(named) == sorted(methods)
+
+
 def test_defaults_in_the_page_on_ddp_are_those_of_the_files():
     default, omagd = read_yaml(HERE / "default.yaml"), read_yaml(find_yaml("algs", "omagd"))
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", DDP_PAGE, re.MULTILINE)
