@@ -37,8 +37,10 @@ def make_smac(name: str = "sc2", **env_args: Any) -> SmacInterface:
 
     if name not in NAMES:
         raise UserError(f"make_smac({name!r}): only {', '.join(NAMES)} have SMAC's interface; use one of these")
-    cls, args = REGISTRY.get(name), validate_env_args(name, env_args)
-    return SmacInterface(cls(args, 1)) if issubclass(cls, BattleEnv) else cls(args)
+    cls: Any = REGISTRY.get(name)
+    args = validate_env_args(name, env_args)
+    env: SmacInterface = SmacInterface(cls(args, 1)) if issubclass(cls, BattleEnv) else cls(args)
+    return env
 
 
 class BattleEnv(BatchedEnv):

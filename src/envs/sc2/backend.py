@@ -56,7 +56,7 @@ class GameBackend:
 
     Attributes:
         terrain: from the first `reset` on. restarts: how often a lost game was started anew.
-        build: number of the game's build, as the game says; 0 before the first start. seed: what the game was told.
+        build: number of the game's build, as the game says; 0 before the first start. seed: of the running game.
         lost: what `advance` and `save_replay` raise when the game is gone.
     """
 

@@ -90,7 +90,7 @@ class SC2Battle(BattleEnv):
         return self._started()[0]
 
     def seed(self) -> int | None:
-        """Return the seed that the game was told; before it starts `env_args.seed`."""
+        """Return the seed that the game was given; before it starts `env_args.seed`."""
         told = None if self._backend is None else self._backend.seed
         return self.args.seed if told is None else told
 
