@@ -46,11 +46,14 @@ from omagd.utils.run_folder import RunFolder, write_json
 from omagd.utils.signals import CLOSING_SECONDS, Stopped, stop_requested, stoppable, unhurried
 
 
-def launch(config: Config, token: str, channel: Any = None) -> dict[str, Any]:
+def launch(
+    config: Config, token: str, channel: Any = None, begun: Callable[[str], None] = lambda folder: None
+) -> dict[str, Any]:
     """Run an experiment to its end and return its summary.
 
     Args:
         config: resolved. token: name of the run's folder. channel: takes what Sacred records, or None.
+        begun: called with the run's folder before it trains, except under torchrun.
     Errors: UserError; RankFailed with the failing rank's own traceback; Stopped by SIGINT or SIGTERM.
     """
     from omagd.run.experiment import run_experiment
@@ -60,6 +63,7 @@ def launch(config: Config, token: str, channel: Any = None) -> dict[str, Any]:
         if plan.joins:
             return _join_group(config, plan, token, channel)
         with claimed_folder(config, token) as claim:
+            begun(claim.path)
             if plan.spawns:
                 return _spawn(claim.config, plan, claim.path, channel)
             return run_experiment(claim.config, Dist(device=plan.device(0)), claim.path, channel)

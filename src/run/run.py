@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from omagd.config.schema import Config
 from omagd.run.launch import launch
 from omagd.run.plan import make_plan, speaks
 from omagd.run.report import render_summary, seeds_table
+from omagd.run.seed_list import SeedList
 from omagd.utils.errors import visible
 from omagd.utils.log_sinks.sacred import SacredRelay
 from omagd.utils.run_folder import make_token
@@ -29,10 +31,15 @@ def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
 def run_seeds(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
     """Run once, or once for each of `seeds`; show what was reached and return it."""
     config = _absolute(_config if isinstance(_config, Config) else validate(dict(_config)))
-    singles = [config.model_copy(update={"seed": seed, "seeds": ()}) for seed in config.seeds or (config.seed,)]
-    summaries = [_run_one(_run, single) for single in singles]
-    if len(summaries) == 1:
-        return summaries[0]
+    if len(config.seeds) < 2:
+        (seed,) = config.seeds or (config.seed,)
+        return _run_one(_run, config.model_copy(update={"seed": seed, "seeds": ()}), _nothing)
+    listed = SeedList(config)
+    finished = listed.take_up()
+    summaries = []
+    for single in listed.singles:
+        begun = partial(listed.begun, single.seed)
+        summaries.append(finished.get(single.seed) or _run_one(_run, single, begun))
     _show(seeds_table(summaries))
     return {"runs": summaries}
 
@@ -44,15 +51,19 @@ def _absolute(config: Config) -> Config:
     return config.model_copy(update={key: str(Path(path).expanduser().absolute()) for key, path in given.items()})
 
 
-def _run_one(_run: Any, config: Config) -> dict[str, Any]:
+def _nothing(folder: str) -> None:
+    """Note nothing about a run that has begun in `folder`."""
+
+
+def _run_one(_run: Any, config: Config, begun: Callable[[str], None]) -> dict[str, Any]:
     facts = config.name, config.env, config.map_name, config.seed
     token = config.unique_token or make_token(*facts, evaluation=config.evaluate)
     if _run is None or not make_plan(config).spawns:
-        summary = launch(config, token, _run)
+        summary = launch(config, token, _run, begun)
     else:
         relay = SacredRelay(_run)
         try:
-            summary = launch(config, token, relay.sender)
+            summary = launch(config, token, relay.sender, begun)
         finally:
             relay.stop()
     _show(render_summary(summary))
