@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.features import entity_layout, n_actions, state_dim
+from omagd.envs.battle.reward import judge
 from omagd.envs.battle.semantics import BattleSemantics
 
 NAMES = ["zealot", "marine", "medivac", "stalker", "marauder", "colossus", "baneling", "zergling", "spine_crawler"]
@@ -248,6 +249,29 @@ def test_ranges_are_strict_for_sight_and_inclusive_for_attack():
     blocks = got.obs[0, 0, 4:].reshape(-1)[: 3 * 5].reshape(3, 5)
     assert blocks[0, 0] == 1 and blocks[0, 1] == np.float32(6 / 9)
     assert not blocks[1].any() and not blocks[2].any()  # both stand exactly 9 away
+    assert semantics.visibility()[0].tolist() == [[False, False, True, False], [False, False, True, True]]
+
+
+def test_healing_reaches_exactly_as_far_as_attacks():
+    spec = make_spec(["marine"] * 2 + ["medivac"], ["marine"] * 2, "TT", "MMM", ("marauder", "marine", "medivac"))
+    backend = RandomBackend(spec, 1, np.random.default_rng(0))
+    backend.scatter(dead=0)
+    backend.units.x[:] = [[11, np.nextafter(np.float32(11), np.float32(12)), 5, 20, 20]]
+    backend.units.y[:] = 5
+    semantics = BattleSemantics(spec, BattleArgs(), backend, NAMES)
+    semantics.begin(np.ones(1, bool))
+    assert semantics.avail_actions()[0, 2, 6:].tolist() == [True, False, False]
+
+
+def test_a_side_is_gone_when_none_of_its_units_is_listed():
+    """SMAC's `update_units`: who is listed with health 0 is dead, but counts for the end of the battle."""
+    units = SimpleNamespace(alive=np.array([[1, 1, 0, 0]], bool), listed=np.array([[1, 1, 0, 1]], bool))
+    on, off = judge(units, 2, None, np.zeros(1, bool)), SimpleNamespace(alive=units.alive, listed=units.alive)
+    assert (on.over[0], on.left.tolist()) == (False, [[2, 0]])
+    ended = judge(off, 2, None, np.zeros(1, bool))
+    assert (ended.over[0], ended.won[0]) == (True, True)
+    only_medivacs = np.array([[True, True, False, False]])
+    assert judge(units, 2, only_medivacs, np.zeros(1, bool)).lost[0]  # this rule counts health, as published
 
 
 def test_orders_of_every_action():
