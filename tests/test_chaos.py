@@ -7,6 +7,9 @@ import json
 import os
 import random
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,14 +17,15 @@ import torch
 from chaos_harness import Trial, differences
 from command_harness import run_folders, summary_of
 
-from omagd.run import set_aside
+from omagd.run import keeper, set_aside
 from omagd.run.command_line import config_from, main
 from omagd.run.keeper import Keeper
 from omagd.run.recovery import recover
 from omagd.run.set_aside import cut_back
 from omagd.utils import checkpoint_store, storage
-from omagd.utils.checkpoint_store import FORMAT, sealed
+from omagd.utils.checkpoint_store import FORMAT, Checkpoint, CheckpointStore, sealed
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
@@ -378,6 +382,151 @@ def test_a_kill_at_any_step_of_setting_aside_is_harmless(unfinished, tmp_path, m
         ends.append({name: content for name, content in found.items() if not name.startswith("set_aside/")})
     assert last > 12
     assert all(end == ends[0] for end in ends)
+
+
+class Together:
+    """The place of one of two ranks, which are threads of this process."""
+
+    def __init__(self, rank: int, box: list[object], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size, self.is_main = rank, 2, rank == 0
+        self._box, self._barrier = box, barrier
+
+    def gather(self, value: object) -> list[object]:
+        self._box[self.rank] = value
+        self._barrier.wait(10)
+        found = list(self._box)
+        self._barrier.wait(10)
+        return found
+
+    def broadcast(self, value: object) -> object:
+        return self.gather(value)[0]
+
+
+def on_two_ranks(work: Callable[[Together], object]) -> list[object]:
+    """Return what `work` returns, or raises, on each of two ranks."""
+
+    def told(dist: Together) -> object:
+        try:
+            return work(dist)
+        except UserError as problem:
+            return problem.message
+
+    box: list[object] = [None, None]
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(told, [Together(rank, box, barrier) for rank in range(2)]))
+
+
+def saved_by_two(folder: RunFolder) -> None:
+    """Write the checkpoints 1 and 2 of a run of two ranks, each rank with a file of replay that both share."""
+    stores = [CheckpointStore(folder.checkpoints, rank, 2, "aa", 2) for rank in range(2)]
+    common = {"stage": "stage3", "finished": [], "shared": {}, "modules": {}, "run": {"metrics_bytes": 3}}
+    for iteration in (1, 2):
+        for rank, store in reversed(list(enumerate(stores))):
+            draft = store.draft(iteration)
+            name = draft.keep(f"rank{rank}.episodes", lambda path, rank=rank: path.write_bytes(bytes([rank] * 50)))
+            draft.put(f"rank_{rank}", {"episode_bytes": 2})
+            if rank == 0:
+                draft.put("common", common)
+            part = {"file": name, "first": 0, "count": 4}
+            draft.report({"replay": {"added": 4, "kept": 3, "parts": [part]}})
+        facts = {"iteration": iteration, "stage": "stage3", "t_env": 10 * iteration, "score": None, "clock": {}}
+        draft.commit(facts, 5.0)
+    (folder.path / "episodes").mkdir()
+    folder.metrics_jsonl.write_text("abcdef")
+    for rank in range(2):
+        folder.episode_log(rank).write_text("xyz")
+
+
+def test_ranks_decide_alike(tmp_path, monkeypatch):
+    """Though each compares only its share of the files, and only one of them meets an error of its disk."""
+    folder = RunFolder(tmp_path / "run")
+    saved_by_two(folder)
+    flip(folder.checkpoints / "kept" / "rank1.episodes")
+    given = {mode: config_from([*COMMAND[1:], f"resume={mode}"]) for mode in ("exact", "lossy")}
+    first, second = on_two_ranks(lambda dist: recover(folder, dist, given["exact"]))
+    assert first == second and "rank1.episodes" in first and "resume=lossy" in first
+    found = on_two_ranks(lambda dist: recover(folder, dist, given["lossy"]))
+    for taken in found:
+        assert (taken.kind, taken.found.iteration) == ("lossy", 2)
+        assert taken.found.lost == {"kept/rank1.episodes"}
+        assert taken.found.lost_episodes() == 3, "the oldest of four had left the replay already"
+    inner, alike = checkpoint_store._digest, threading.local()
+
+    def digest(path: Path) -> str:
+        if getattr(alike, "rank", 0) == 1:
+            raise OSError(errno.EIO, "broken disk")
+        return inner(path)
+
+    def unlucky(dist: Together) -> object:
+        alike.rank = dist.rank
+        return recover(folder, dist, given["lossy"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "RETRY_SECONDS", ())
+        patch.setattr(checkpoint_store, "_digest", digest)
+        first, second = on_two_ranks(unlucky)
+    assert first == second and "cannot be read (broken disk)" in first
+    assert folder.metrics_jsonl.read_text() == "abcdef", "nothing has changed until here"
+    (aside,) = set(on_two_ranks(lambda dist: cut_back(folder, dist, found[dist.rank])))
+    assert (Path(aside) / "metrics.jsonl").read_text() == "abcdef"
+    assert folder.metrics_jsonl.read_text() == "abc"
+    assert [folder.episode_log(rank).read_text() for rank in range(2)] == ["xy", "xy"]
+
+
+def test_a_stop_says_saved_only_where_the_files_are_found(unfinished, tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper, "stop_wanted", lambda: True)
+    inner = CheckpointStore.prune
+
+    def prune(store):
+        said = inner(store)
+        for path in (store.path / "kept").iterdir():
+            path.unlink()
+        return said
+
+    for harmed in (False, True):
+        if harmed:
+            monkeypatch.setattr(CheckpointStore, "prune", prune)
+        run = copied(unfinished[1], tmp_path / str(harmed))
+        assert main([*COMMAND, f"local_results_path={run.parent}"]) == 143
+        (line,) = [line for line in (run / "logs" / "rank_0.log").read_text().splitlines() if "asked to stop" in line]
+        assert ("is saved" in line) is not harmed
+        assert ("ERROR" in line and "is not saved (rank 0: kept/replay" in line) is harmed
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_a_run_that_is_going_on_is_continued_in_a_new_folder(moment, unfinished, tmp_path, monkeypatch):
+    """It removes its checkpoint just after that was compared: before it is read, and before it is linked."""
+    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    run = copied(unfinished[1], tmp_path)
+    newest, older = newest_first(run)
+    inner, calls = Checkpoint.check, []
+
+    def check(found, *arguments):
+        inner(found, *arguments)
+        calls.append(found.path)
+        if len(calls) == moment:
+            shutil.rmtree(newest)
+
+    monkeypatch.setattr(Checkpoint, "check", check)
+    words = [f"local_results_path={tmp_path}/new", "auto_resume=False", f"checkpoint_path={run}"]
+    assert main([*COMMAND, *words]) == 0
+    (folder,) = (tmp_path / "new").glob("*/summary.json")
+    log = (folder.parent / "logs" / "rank_0.log").read_text()
+    assert f"continuing from {folder.parent / 'checkpoints' / older.name}: iteration {KILLED_AT - 1}" in log
+    assert resumed(folder.parent)[0]["kind"] == "exact"
+
+
+def test_a_run_that_continues_with_other_versions_says_so(unfinished, tmp_path, monkeypatch):
+    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    run = copied(unfinished[1], tmp_path)
+    card = json.loads((run / "card.json").read_text())
+    card["told"]["versions"]["torch"] = "1.0"
+    (run / "card.json").write_text(json.dumps(card))
+    assert main([*COMMAND, f"local_results_path={run.parent}"]) == 0
+    log = (run / "logs" / "rank_0.log").read_text()
+    assert f"WARNING omagd this run continues with other versions: torch {torch.__version__} (was 1.0)" in log
+    assert resumed(run)[0]["versions_before"]["torch"] == "1.0"
 
 
 def test_a_checkpoint_that_is_asked_for_by_name_must_be_sound(unfinished, tmp_path, monkeypatch, capsys):

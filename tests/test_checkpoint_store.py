@@ -114,6 +114,50 @@ def test_a_damaged_one_is_not_written_over(tmp_path):
     assert [path.name for path in folders(store.path)] == ["00000005_2", "00000005"]
 
 
+def test_pruning_leaves_what_another_rank_is_writing(tmp_path):
+    """Rank 1 may be in its next save, asked for by SIGTERM, while rank 0 still tidies up after the one before."""
+    store, other = store_in(tmp_path, world_size=2), store_in(tmp_path, rank=1, world_size=2)
+    for iteration in (1, 2, 3):
+        save(store, iteration, (other,))
+    late = other.draft(4)
+    late.keep("replay_rank1_4.bin", lambda path: path.write_bytes(b"new"))
+    save(store, 4, (other,))
+    kept = {name for name in files_of(store.path) if name.startswith("kept/")}
+    assert kept == {"kept/replay_3.bin", "kept/replay_4.bin", "kept/replay_rank1_4.bin"}
+    late.give_up("no space")
+    assert "kept/replay_rank1_4.bin" not in files_of(store.path), "no later start needs it"
+
+
+def test_an_unreadable_manifest_does_not_mean_that_nothing_is_needed(tmp_path):
+    store = store_in(tmp_path)
+    first = save(store, 1)
+    (first / "manifest.json").write_text("{")
+    for iteration in (2, 3, 4):
+        save(store, iteration)
+    wanted = {f"kept/replay_{iteration}.bin" for iteration in (1, 2, 3, 4)}
+    for _ in range(2):
+        assert {name for name in files_of(store.path) if name.startswith("kept/")} == wanted
+        clean(store.path)
+
+
+def test_a_rank_finds_out_what_is_missing_of_its_part(tmp_path):
+    store = store_in(tmp_path)
+    draft = store.draft(1)
+    draft.keep("replay_1.bin", lambda path: path.write_bytes(b"episodes"))
+    draft.put("rank_0", frozen({"number": 1}))
+    draft.report({})
+    path = draft.commit({"iteration": 1, "score": None}, 5.0)
+    assert draft.lacks() == ""
+    for name in ("kept/replay_1.bin", f"{path.name}/rank_0.th", f"{path.name}/manifest.json"):
+        whole = (store.path / name).read_bytes()
+        (store.path / name).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        assert Path(name).name in draft.lacks()
+        (store.path / name).unlink()
+        assert Path(name).name in draft.lacks()
+        (store.path / name).write_bytes(whole)
+    assert draft.lacks() == ""
+
+
 def test_every_file_truncated_flipped_or_deleted_is_found_and_named(tmp_path):
     path = save(store_in(tmp_path), 4)
     names = [*read_checkpoint(path).manifest["files"], f"{path.name}/manifest.json"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -105,6 +107,32 @@ def test_three_stages_are_cut_off_in_each_of_them(tmp_path):
     assert summary["stages"]["stage2"]["values"] == summary_of(whole)["stages"]["stage2"]["values"]
     log = (folder.logs / "rank_0.log").read_text()
     assert log.count("stage1: 2 epochs") <= 2, "a finished stage is not run twice"
+
+
+def test_pretraining_continues_without_its_episodes_or_from_its_saved_modules(tmp_path):
+    """Cut off in stage 2. `lossy` plays lost episodes again; `weights` keeps stage 1 and begins stage 2."""
+    torch.set_num_threads(1)
+    short = (GRAPH, "t_max=60", "test_nepisode=2")
+    folder = cut_run(config(tmp_path / "lossy", *short), 8)
+    assert read_checkpoint(folders(folder.checkpoints)[0]).manifest["stage"] == "stage2"
+    shutil.copytree(tmp_path / "lossy", tmp_path / "weights")
+    for path in (folder.checkpoints / "kept").glob("*.episodes"):
+        path.write_bytes(b"torn")
+    shutil.rmtree(tmp_path / "weights" / folder.token / "checkpoints")
+    ends = {}
+    for mode in ("lossy", "weights"):
+        ends[mode] = launch(config(tmp_path / mode, *short, f"resume={mode}"), "another")
+        card = json.loads((tmp_path / mode / folder.token / "card.json").read_text())
+        assert [entry["kind"] for entry in card["resumed"]] == [mode]
+        assert ends[mode]["stages"].keys() == {"stage1", "stage2", "stage3"}
+        assert ends[mode]["stages"]["stage2"]["clock"]["epoch"] == 2
+    assert card["resumed"][0]["from"] == "models/pretrain_stage1_best/tokenizer.th"
+    assert ends["weights"]["stages"]["stage1"]["clock"] == {}, "it is not run again"
+    log = (folder.logs / "rank_0.log").read_text()
+    assert log.count("stage1: 2 epochs") == 1
+    assert "12 episode(s) are lost" in log
+    one, other = (tmp_path / mode / folder.token / "models" / "pretrain_stage1_best" for mode in ends)
+    assert (one / "tokenizer.th").read_bytes() == (other / "tokenizer.th").read_bytes()
 
 
 def test_what_a_checkpoint_copies_does_not_grow_with_the_replay(tmp_path):

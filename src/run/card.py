@@ -134,12 +134,20 @@ def resumed(card: Card | None) -> list[dict[str, Any]]:
     return [dict(entry) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
-def changed_versions(before: Card | None, now: Card) -> str:
-    """Return which versions differ from those of the start before, in words; nothing where none is known to."""
-    old, new = (before or {}).get("told", {}), now["told"]["versions"]
-    old = old.get("versions") if isinstance(old, dict) else None
-    names = [name for name in new if isinstance(old, dict) and old.get(name) != new[name]]
-    return ", ".join(f"{name} {new[name]} (was {old.get(name, 'none')})" for name in names if isinstance(old, dict))
+def versions_of(before: Card | None, now: Card) -> dict[str, Any]:
+    """Return the versions of a start that continues a run, and those of the start before where they differ."""
+    versions, told = now["told"]["versions"], (before or {}).get("told")
+    old = told.get("versions") if isinstance(told, dict) else None
+    changed = isinstance(old, dict) and old != versions
+    return {"versions": versions, **({"versions_before": old} if changed else {})}
+
+
+def changed_versions(card: Card) -> str:
+    """Return which versions of a run's last start differ from those of the start before, in words; none: nothing."""
+    entry = resumed(card)[-1] if resumed(card) else {}
+    old, new = entry.get("versions_before", {}), entry.get("versions", {})
+    names = [name for name in new if old and old.get(name) != new[name]]
+    return ", ".join(f"{name} {new[name]} (was {old.get(name, 'none')})" for name in names)
 
 
 def is_card(value: object) -> bool:

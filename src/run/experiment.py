@@ -11,7 +11,7 @@ import torch
 from omagd import learners
 from omagd.config.schema import Config
 from omagd.run.build import build_session, load_products, n_slots, require_same_weights, restore_products
-from omagd.run.card import Card, changed_versions, make_card, read_card, resumed, settled, start_lines
+from omagd.run.card import Card, changed_versions, make_card, read_card, resumed, settled, start_lines, versions_of
 from omagd.run.evaluate import evaluate
 from omagd.run.loop import fit
 from omagd.run.machine import deterministic_algorithms, limit_memory
@@ -53,9 +53,9 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     card = make_card(config, dist.world_size, dist.device)
     before = read_card(folder.path)
     if taken.kind:
-        card["resumed"] = [*resumed(before), _entry(taken, aside, folder, card)]
+        card["resumed"] = [*resumed(before), {**_entry(taken, aside, folder), **versions_of(before, card)}]
     logger = _logger(config, dist, folder, channel, card, taken.found)
-    for line in _said(taken, aside, folder, changed_versions(before, card) if taken.kind else ""):
+    for line in _said(taken, aside, folder, changed_versions(card)):
         logger.warning(line)
     summary = {**first_summary(config, dist.world_size, folder, started, card), "restarts": attempt}
     exit_state = "failed"
@@ -133,7 +133,7 @@ def _with_weights(config: Config, taken: TakenUp) -> Config:
     return config.model_copy(update={"checkpoint_path": str(taken.salvaged.step), "load_step": 0})
 
 
-def _entry(taken: TakenUp, aside: str, folder: RunFolder, card: Card) -> dict[str, Any]:
+def _entry(taken: TakenUp, aside: str, folder: RunFolder) -> dict[str, Any]:
     """Return what the card says of this start."""
     salvaged = taken.salvaged
     files = [] if salvaged is None else [salvaged.step, *salvaged.trained.values()]
@@ -146,7 +146,6 @@ def _entry(taken: TakenUp, aside: str, folder: RunFolder, card: Card) -> dict[st
         "lost_episodes": 0 if taken.found is None or taken.kind == "exact" else taken.found.lost_episodes(),
         "set_aside": str(Path(aside).relative_to(folder.path)) if aside else "",
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "versions": card["told"]["versions"],
     }
 
 

@@ -19,7 +19,6 @@ from omagd.utils.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-    from omagd.utils.checkpoint_store import Checkpoint
 
 # Configuration keys that name something, and the package whose REGISTRY knows the names.
 NAMED = {
@@ -137,7 +136,7 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     from omagd.utils.checkpoint import find_step_folder
 
     cpu = torch.device("cpu")
-    whole = whole_state(config)
+    whole = whole_state(config, lambda found: (found.path, found.part("common")))
     if config.checkpoint_path and whole is None:
         folder = find_step_folder(config.checkpoint_path, config.load_step)
         load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
@@ -156,21 +155,20 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     if "stage3" in stages:
         learner = _build_learner(config, info, cpu)
         if whole is not None:
-            _require_weights_fit(learner, whole)
+            _require_weights_fit(learner, *whole)
         elif config.checkpoint_path:
             load_learner(learner, folder)
     return stages
 
 
-def _require_weights_fit(learner: Any, whole: Checkpoint) -> None:
+def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> None:
     """Refuse a whole state of stage 3 whose networks are not those of this configuration."""
     from omagd.utils.checkpoint import load_into
 
-    common = whole.part("common")
     if common.get("stage") != "stage3":
         return
     for name, module in learner.modules().items():
-        load_into(module, common["shared"]["modules"].get(name, {}), whole.path, "checkpoint_path")
+        load_into(module, common["shared"]["modules"].get(name, {}), path, "checkpoint_path")
 
 
 @contextmanager

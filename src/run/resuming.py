@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omagd.config.schema import Config
+from omagd.run.set_aside import link
 from omagd.utils.checkpoint_store import Checkpoint, Damaged, folders, read_checkpoint
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import setup_logging
@@ -23,6 +24,7 @@ from omagd.utils.owned_folder import Untrusted, read_entry, require_own
 from omagd.utils.run_folder import RunFolder, write_json
 from omagd.utils.run_lock import Busy, Lock, busy_rank, mark_rank, take
 
+T = TypeVar("T")
 ELSEWHERE = frozenset(
     {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
     | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "use_tensorboard"}
@@ -40,6 +42,9 @@ OLD_RANKS_SECONDS = 60.0
 
 WAITING_SECONDS = 60.0
 """How often a process that waits for another one says so."""
+
+LOOKS = 5
+"""How often a run that is going on is looked at again after it has removed the checkpoint that was being read."""
 
 CONTINUED, RUN_FILE = "continued_from.json", "run.json"
 
@@ -82,21 +87,22 @@ def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lam
 def _new_run(config: Config, token: str, identity: str, console: logging.Logger) -> tuple[RunFolder, Lock]:
     """Make the folder of a new run and lock it; one that cannot be completed is removed. Errors: UserError."""
     require_free_token(config)
-    source = whole_state(config)
     folder: RunFolder | None = None
     try:
-        folder = RunFolder.create(config.local_results_path, token, generated=not config.unique_token)
+        made = folder = RunFolder.create(config.local_results_path, token, generated=not config.unique_token)
         lock = take(folder.path)
+        source = whole_state(config, lambda found: _adopt(found, made))
         if source is not None:
-            _adopt(source, folder)
             console.info(f"continuing from {source.path} in a new folder: {folder.path}")
         write_json(folder.config_json, config.model_dump(mode="json"))
         write_json(folder.path / RUN_FILE, {"identity": identity})
-    except OSError as problem:
+    except (OSError, UserError) as problem:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
         else:
             require_free_token(config)  # another process may have taken it a moment ago
+        if isinstance(problem, UserError):
+            raise
         reason = f"({problem.strerror}); give a folder that can be written"
         raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
     return folder, lock
@@ -127,39 +133,50 @@ def _content(path: Path) -> str:
     """Return a hash of a file or of a folder's weights and episodes; the name of a folder that holds neither."""
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    weights = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in path.glob("*.th")}
+    weights = {}
+    for file in path.glob("*.th"):
+        with suppress(FileNotFoundError):  # a run that goes on replaces its checkpoints
+            weights[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
     found = sorted({**weights, **episodes}.items())
     return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else path.name
 
 
-def whole_state(config: Config) -> Checkpoint | None:
-    """Return the newest sound checkpoint that `checkpoint_path` means; None where it means weights alone.
+def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
+    """Return what `use` makes of the newest sound checkpoint that `checkpoint_path` means; None where it means weights.
 
-    A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights.
+    A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights. The
+    run may be going on: where files disappear because newer checkpoints have replaced theirs, it is looked again.
     Errors: UserError where there are checkpoints and none of them is sound.
     """
     if not config.checkpoint_path or config.evaluate or config.load_step:
         return None
     given = Path(config.checkpoint_path).expanduser().absolute()
-    if (given / "manifest.json").exists():
-        candidates = [given]
-    else:
-        candidates = folders(given / "checkpoints") or (folders(given) if given.name == "checkpoints" else [])
-    problems = []
-    for path in candidates:
-        try:
-            found = read_checkpoint(path)
-            found.check()
-            return found
-        except Damaged as problem:
-            problems.append(f"{path.name}: {problem}")
+    problems: list[str] = []
+    for _ in range(LOOKS):
+        candidates, problems = _candidates(given), []
+        for path in candidates:
+            try:
+                found = read_checkpoint(path)
+                found.check()
+                return use(found)
+            except (Damaged, FileNotFoundError) as problem:
+                problems.append(f"{path.name}: {problem}")
+        if candidates == _candidates(given):
+            break
     if problems:
         raise UserError(
             f"checkpoint_path={config.checkpoint_path}: no checkpoint there is sound ({problems[0]}); give models/ to"
             " go on from saved weights"
         )
     return None
+
+
+def _candidates(given: Path) -> list[Path]:
+    """Return the folders of checkpoints that a path means, newest first."""
+    if (given / "manifest.json").exists():
+        return [given]
+    return folders(given / "checkpoints") or (folders(given) if given.name == "checkpoints" else [])
 
 
 def _unfinished(
@@ -246,13 +263,17 @@ def rank_at_work(folder: RunFolder) -> Iterator[None]:
         mark.release()
 
 
-def _adopt(source: Checkpoint, folder: RunFolder) -> None:
-    """Have a run's checkpoint, and what it had told until then, in another run's folder."""
+def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
+    """Have a run's checkpoint, and what it had logged until then, in another run's folder; return the checkpoint.
+
+    Errors: FileNotFoundError where the run, which is going on, has just removed the checkpoint.
+    """
     old = RunFolder(source.path.parents[1])
-    for name in source.manifest["files"]:
-        _link(source.path.parent / name, folder.checkpoints / name)
-    _link(source.path / "manifest.json", folder.checkpoints / source.path.name / "manifest.json")
-    for path in (old.metrics_jsonl, *old.episode_logs()):
+    if folder.checkpoints.exists():  # half of one that was removed meanwhile
+        shutil.rmtree(folder.checkpoints)
+    for name in [*source.manifest["files"], f"{source.path.name}/manifest.json"]:
+        link(source.path.parent / name, folder.checkpoints / name)
+    for path in (old.metrics_jsonl, old.card_json, *old.episode_logs()):
         if path.exists():
             target = folder.path / path.relative_to(old.path)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -260,14 +281,9 @@ def _adopt(source: Checkpoint, folder: RunFolder) -> None:
     for stage in ("stage1", "stage2"):
         for best in (False, True):
             if old.pretrained(stage, best).is_dir():
-                shutil.copytree(old.pretrained(stage, best), folder.pretrained(stage, best))
+                half = shutil.ignore_patterns(".*")
+                shutil.copytree(
+                    old.pretrained(stage, best), folder.pretrained(stage, best), ignore=half, dirs_exist_ok=True
+                )
     write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
-
-
-def _link(source: Path, target: Path) -> None:
-    """Have a file that is never changed at another place too, without a copy where the disk can do that."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+    return source
