@@ -317,6 +317,12 @@ def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, unfini
         said = rejected(run, capsys, f"resume={mode}")
         assert len(tried) == 3
         assert f"{run / name} cannot be read ({os.strerror(number)})" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "omagd.run.resuming.require_own", lambda path: (_ for _ in ()).throw(OSError(number, "no answer"))
+        )
+        assert "cannot be read (no answer)" in rejected(run, capsys), "it is not left for a new run either"
+        assert [path.name for path in run.parent.iterdir() if path.is_dir()] == [run.name]
     tried, fail = [], 2
     assert recover(RunFolder(run), Dist(), config_from([*COMMAND[1:]])).kind == "exact"
     assert len(tried) == 3

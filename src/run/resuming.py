@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from omagd.utils.logging import setup_logging
 from omagd.utils.owned_folder import Untrusted, read_entry, require_own
 from omagd.utils.run_folder import RunFolder, write_json
 from omagd.utils.run_lock import Busy, Lock, busy_rank, mark_rank, take
+from omagd.utils.storage import ABSENT, patiently
 
 T = TypeVar("T")
 ELSEWHERE = frozenset(
@@ -184,7 +186,7 @@ def _unfinished(
 ) -> tuple[RunFolder, Lock] | None:
     """Return the newest unfinished run of this configuration and its lock; None where there is none.
 
-    Errors: UserError where another process uses it.
+    Errors: UserError where another process uses it, or the system cannot read it.
     """
     finished = None
     for path in _same_runs(Path(config.local_results_path).expanduser(), identity):
@@ -192,8 +194,8 @@ def _unfinished(
             finished = finished or path
             continue
         try:
-            require_own(path)
-        except (Untrusted, OSError) as problem:
+            patiently(path, partial(require_own, path))
+        except (Untrusted, *ABSENT) as problem:
             reason = problem.strerror if isinstance(problem, OSError) else problem
             console.warning(f"auto_resume=True: {readable(str(path))} is neither continued nor changed: {reason}")
             continue

@@ -90,10 +90,14 @@ class Saver:
     def _tidy(self, iteration: int, session: Session) -> None:
         """Make a complete checkpoint durable and remove what it replaces. What goes wrong does not undo it."""
         try:
-            note_saved(self.folder, iteration)
+            for path in (self.folder.checkpoints, self.folder.path, self.folder.path.parent):
+                sync(path)
             unknown = self.store.prune()
+            note_saved(self.folder, iteration)
         except (OSError, Unreadable) as problem:
-            session.logger.error(f"old checkpoints could not be removed ({problem}); the newest one is complete")
+            session.logger.error(
+                f"iteration {iteration} is saved, but not all of its folder could be updated: {problem}"
+            )
             return
         if unknown and not self._warned:
             self._warned = True

@@ -48,12 +48,9 @@ def read_saved(folder: RunFolder) -> int | None:
 
 
 def note_saved(folder: RunFolder, iteration: int) -> None:
-    """Have the names of checkpoints, and the note of the last complete one, on the disk. Errors: OSError."""
-    if folder.checkpoints.is_dir():
-        sync(folder.checkpoints)
+    """Note the iteration of the last complete save, durably. Errors: OSError."""
     write_json(folder.path / SAVED, {"iteration": iteration, "format": FORMAT})
     sync(folder.path)
-    sync(folder.path.parent)
 
 
 def cut_back(folder: RunFolder, dist: Dist, taken: TakenUp) -> str:
@@ -210,11 +207,14 @@ class Aside:
         link(path, target)
         sync(target.parent)
         head = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        shutil.copyfile(path, head)
-        with head.open("r+b") as file:
-            file.truncate(size)
-            os.fsync(file.fileno())
-        head.replace(path)
+        try:
+            shutil.copyfile(path, head)
+            with head.open("r+b") as file:
+                file.truncate(size)
+                os.fsync(file.fileno())
+            head.replace(path)
+        finally:
+            head.unlink(missing_ok=True)
         sync(path.parent)
 
     def checkpoint(self, path: Path, stays: bool) -> None:

@@ -19,7 +19,7 @@ from omagd.utils.errors import readable
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-WRITTEN_ONCE = frozenset({"checkpoints", "models"})
+WRITTEN_ONCE = frozenset({"checkpoints", "models", "set_aside"})
 """Folders whose files are replaced as a whole, never changed: another name of such a file elsewhere is safe."""
 
 HAS_LINKS = "wandb"
