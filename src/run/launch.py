@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from omagd.config.schema import Config
-from omagd.run.plan import Plan, make_plan
+from omagd.run.plan import Plan, local_rank, make_plan, require_own_gpus
 from omagd.run.prestart import end_with_launcher, end_with_parent
 from omagd.run.ranks import Ranks
 from omagd.run.resuming import Claim, claimed_folder
@@ -81,13 +82,16 @@ def _no_silent_exit() -> Iterator[None]:
 def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[str, Any]:
     from omagd.run.experiment import run_experiment
 
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    rank = int(os.environ["RANK"])
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     port = int(os.environ["MASTER_PORT"])
     if attempt > 0 and config.enable_checkpointing:  # the run that torchrun has started again is the one to continue
         config = config.model_copy(update={"auto_resume": True})
     end_with_launcher()
-    with _group(rank, plan, local_rank, port, config, attempt, _leave_hung) as dist, ExitStack() as held:
+    with (
+        _group(rank, plan, local_rank(plan.world_size), port, config, attempt, _leave_hung) as dist,
+        ExitStack() as held,
+    ):
         claim = _claim_together(config, token, dist, held)
         require_shared_folder(dist, claim.path)
         return run_experiment(claim.config, dist, claim.path, channel if rank == 0 else None, attempt=attempt)
@@ -121,7 +125,7 @@ def _leave_hung(line: str) -> NoReturn:
 def _group(
     rank: int,
     plan: Plan,
-    local_rank: int,
+    place: int,
     port: int,
     config: Config,
     attempt: int,
@@ -134,10 +138,11 @@ def _group(
     keeps it until its process ends, which is next; under torchrun the exchanges are aborted first.
 
     Args:
+        place: of the rank on this host.
         hung: called, in a thread, where another rank does not come to an exchange in time.
         failed: called with the error that ends the run, before anything is closed.
     """
-    device = plan.device(local_rank)
+    device = plan.device(place)
     if plan.cuda:
         torch.cuda.set_device(device)
     hosted, minutes = not plan.joins, config.dist_timeout_minutes
@@ -150,6 +155,9 @@ def _group(
             dist.waits.on_error = on_error
             board = open_board(rank, port, minutes, hosted=hosted, attempt=attempt)
             with beating(dist, board, 60 * minutes, hung):
+                if plan.joins and plan.backend == "nccl":
+                    gpu = str(torch.cuda.get_device_properties(device).uuid)
+                    require_own_gpus(dist.gather((socket.gethostname(), gpu)))
                 yield dist
         except BaseException as error:
             on_error(error)

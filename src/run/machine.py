@@ -118,7 +118,7 @@ def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
     import torch
 
     cards = torch.cuda.device_count()
-    sharing = -(-ranks_here(plan.world_size) // cards)
+    sharing = 1 if plan.backend == "nccl" else -(-ranks_here(plan.world_size) // cards)
     card = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing
     if cap is not None and cap > card:
         shared = f", shared by {sharing} ranks" if sharing > 1 else ""

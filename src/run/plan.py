@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +16,38 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Launcher:
+    """Variables in which a launcher that starts tasks says where each one is.
+
+    Attributes:
+        size: number of tasks; the launcher counts only where it has started as many as there are ranks.
+        local_rank: place among the tasks of this host. here: number of tasks of this host, where it says so directly.
+        each: numbers of tasks on all hosts, as SLURM writes them: "4(x2),3". node: place of this host among them.
+    """
+
+    size: str
+    local_rank: str
+    here: tuple[str, ...]
+    each: tuple[str, ...] = ()
+    node: str = ""
+
+
+SRUN = Launcher(
+    "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_NTASKS_PER_NODE",), ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    "SLURM_NODEID",
+)  # fmt: skip
+LAUNCHERS = (
+    SRUN,
+    Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    Launcher("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_LOCAL_SIZE",)),
+    Launcher("PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+)
+"""srun, Open MPI, MVAPICH, and Intel MPI or MPICH."""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """How many ranks, on what, speaking through what. `joins` means that torchrun has started the ranks."""
+    """How many ranks, on what, speaking through what. `joins` means that a launcher has started the ranks."""
 
     world_size: int
     backend: str
@@ -57,7 +89,8 @@ def make_plan(config: Config) -> Plan:
     backend = config.dist_backend or ("nccl" if cuda else "gloo")
     if backend == "nccl" and not cuda:
         raise UserError("dist_backend=nccl needs a GPU and use_cuda=True; leave it out, or use dist_backend=gloo")
-    if cuda and local > cards and backend == "nccl":
+    # Tasks of srun and MPI may each see GPUs of their own; that they differ is checked once the ranks have met.
+    if cuda and local > cards and backend == "nccl" and not (joins and _launcher(world_size)):
         raise UserError(
             f"world_size={world_size} is more than the {cards} visible GPUs of this machine:"
             " give at most that many, or dist_backend=gloo to let ranks share cards"
@@ -66,8 +99,68 @@ def make_plan(config: Config) -> Plan:
 
 
 def ranks_here(world_size: int) -> int:
-    """Return how many of the ranks run on this host: all of them, unless torchrun says otherwise."""
-    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    """Return how many of the ranks run on this host.
+
+    Said by LOCAL_WORLD_SIZE, else by srun or MPI. Where nobody says it, the hosts are taken to have a rank for each
+    visible GPU; without a launcher, all ranks are here.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return min(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return world_size
+    launcher = _launcher(world_size)
+    said = _tasks_here(launcher) if launcher is not None else 0
+    if said:
+        return min(world_size, said)
+    import torch
+
+    return min(world_size, torch.cuda.device_count() or world_size)
+
+
+def local_rank(world_size: int) -> int:
+    """Return this rank's place among those of this host: by LOCAL_RANK, srun or MPI, else by counting."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    launcher = _launcher(world_size)
+    if launcher is not None and launcher.local_rank in os.environ:
+        return _number(launcher.local_rank, 0, world_size - 1)
+    return int(os.environ["RANK"]) % ranks_here(world_size)
+
+
+def _launcher(world_size: int) -> Launcher | None:
+    """Return who has started this rank as one of `world_size` tasks, None for torchrun and where nobody says so."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return None
+    return next((known for known in LAUNCHERS if os.environ.get(known.size) == str(world_size)), None)
+
+
+def _tasks_here(launcher: Launcher) -> int:
+    """Return how many tasks a launcher has started on this host, 0 where it does not say. Errors: UserError."""
+    for name in launcher.each:
+        counts: list[int] = []
+        for part in filter(None, os.environ.get(name, "").split(",")):
+            found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+            if found is None:
+                raise UserError(f"{name}={os.environ[name]}: must be as SLURM sets it, such as 4(x2),3. Unset it")
+            counts += [int(found[1])] * int(found[2] or 1)
+        node = int(os.environ.get(launcher.node, "0")) if os.environ.get(launcher.node, "0").isdigit() else 0
+        if node < len(counts):
+            return counts[node]
+    return next((_number(name, 1, 10**6) for name in launcher.here if name in os.environ), 0)
+
+
+def require_own_gpus(places: Sequence[tuple[str, str]]) -> None:
+    """Reject ranks that share a GPU under NCCL, which can neither work nor say so. Errors: UserError.
+
+    places: host and identity of the GPU of every rank.
+    """
+    for place in dict.fromkeys(places):
+        ranks = [rank for rank, found in enumerate(places) if found == place]
+        if len(ranks) > 1:
+            raise UserError(
+                f"ranks {', '.join(map(str, ranks))} on host {place[0]} have the same GPU: give each task one of its"
+                " own (srun --gpus-per-task=1), set LOCAL_RANK, or use dist_backend=gloo to let ranks share GPUs"
+            )
 
 
 def speaks() -> bool:
@@ -112,7 +205,8 @@ def _check_group() -> None:
     world_size = _number("WORLD_SIZE", 1, most)
     _number("RANK", 0, world_size - 1)
     here = _number("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
-    _number("LOCAL_RANK", 0, here - 1, os.environ["RANK"])
+    _number("LOCAL_RANK", 0, here - 1, "0")
+    local_rank(world_size)
     _number("MASTER_PORT", 1, 65535)
     if not os.environ.get("MASTER_ADDR"):
         raise UserError("MASTER_ADDR: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")
