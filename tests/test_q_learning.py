@@ -25,6 +25,7 @@ from omagd.components.action_selectors.selectors import EpsilonGreedy, Greedy
 from omagd.components.schedules import LinearSchedule
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
+from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.basic_mac import last_actions
 from omagd.controllers.types import Exploration, Tick
@@ -288,6 +289,14 @@ def test_a_batch_without_a_step_changes_nothing():
     stats = learner.update(pack_episodes([random_episode(0, 0)]), episodes=0)
     assert stats["loss_td"][1] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(learner), strict=True))
+
+
+@pytest.mark.parametrize("name", ["qmix", "vdn", "iql", "gnn_qmix", "gnn_vdn", "omagd", "omagd_small", "snakes_vdn"])
+def test_presets_of_other_than_the_published_sizes_clip_as_they_were_tuned(name):
+    """They were tuned with a loss without the factor 1/2, whose gradient 10 cut as 5 cuts that of the halved one."""
+    config = resolve(name, "snakes" if name.startswith("snakes") else "skirmish", {})
+    published = (config.batch_size_run, config.batch_size, config.updates_per_iteration) == (8, 128, 1)
+    assert config.grad_norm_clip == (10.0 if published else 5.0)
 
 
 def test_learning_rate_is_scaled_by_the_number_of_ranks_only_when_asked():
