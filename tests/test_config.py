@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from every_key import ELSEWHERE, RUNS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +83,27 @@ def test_published_keys_are_there():
 def test_keys_do_not_multiply():
     """A new key is a decision: add it to the list too, with `python tests/test_config.py`."""
     assert known_keys() == Path(__file__).with_name("config_keys.txt").read_text().split()
+
+
+def test_every_key_has_a_run_with_a_value_that_is_not_its_default():
+    """A new key joins a run of tests/every_key.py, or its list of keys that another test must give."""
+    default = flat(loading.read_yaml(loading.HERE / "default.yaml"))
+    given = {"env", "local_results_path"}  # of the runs' files and of where they go
+    for run in RUNS.values():
+        values = flat({**run.updates, **run.needs})
+        given |= {key for key, value in values.items() if value != default[key]}
+    assert set(ELSEWHERE) & given == set()
+    assert set(known_keys()) - given - set(ELSEWHERE) == set()
+    for key, (_, test) in ELSEWHERE.items():
+        text = (Path(__file__).parents[1] / test).read_text()
+        assert re.search(rf"\b{key}[\"']?(=|:)", text), f"{test} gives {key} no value"
+    assert {resolve("qmix", run.env).env for run in RUNS.values()} >= {"matrix_game", "snakes_3v3"}
+
+
+def flat(values: dict[str, object]) -> dict[str, object]:
+    """Return the values by dotted key."""
+    plain = {key: value for key, value in values.items() if key not in loading.SECTIONS}
+    return plain | {f"{key}.{name}": values[key][name] for key in loading.SECTIONS for name in values.get(key, {})}
 
 
 def test_default_values_cover_the_schema_exactly():

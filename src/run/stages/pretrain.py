@@ -44,7 +44,7 @@ class PretrainStage(Stage):
         self.last: dict[str, float] = {}
         evaluation = Due(config.graph_pretrain_eval_interval)
         self.dues = {"test": evaluation}
-        self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self.done(), self.evaluate)]
+        self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._learned_all(), self.evaluate)]
         self._missing: dict[str, int] = {}
         self._make_room()
         self._policies: dict[str, Any] = {}
@@ -74,7 +74,11 @@ class PretrainStage(Stage):
         self._missing = {} if any(len(buffer) for buffer in self.buffers().values()) else self._wanted()
 
     def done(self) -> bool:
-        """Whether all epochs have been run."""
+        """Whether all epochs have been run; under `evaluation_only`, whether the given module has been measured."""
+        return self._learned_all() and (not self.session.config.evaluation_only or bool(self.last))
+
+    def _learned_all(self) -> bool:
+        """Whether there is nothing left to learn from or to learn."""
         config = self.session.config
         return not self._missing and (config.evaluation_only or self.clock.epoch >= config.graph_pretrain_epochs)
 
@@ -103,7 +107,7 @@ class PretrainStage(Stage):
 
     def ready(self) -> bool:
         """Whether there is a batch to learn from: once all episodes are there."""
-        self._learned = not self._missing and not self.done()
+        self._learned = not self._missing and not self._learned_all()
         return self._learned
 
     def update(self) -> None:

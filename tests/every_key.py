@@ -1,0 +1,178 @@
+"""Every key of the configuration with a value that is not its default, in as few short runs as possible.
+
+`RUNS` are played by tests/test_every_key.py. A new key joins one of them, or `ELSEWHERE` with the test that gives it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "batch_size_run": 2, "batch_size": 4, "buffer_size": 8, "test_nepisode": 2, "test_interval": 10**6,
+    "log_interval": 20, "runner_log_interval": 20, "learner_log_interval": 20, "checkpoint_interval": 0.0,
+}  # fmt: skip
+NETWORKS: dict[str, Any] = {"rnn_hidden_dim": 8, "mixing_embed_dim": 4, "hypernet_embed": 6}
+GRAPHS: dict[str, Any] = {
+    "tokenizer_config": {
+        "n_codes": 8, "code_dim": 4, "hidden_dim": 8, "n_layers": 1, "dropout": 0.2, "distance": "cosine",
+        "ema_decay": 0.5, "commitment": 0.25, "dead_code_threshold": 0.2, "revive_interval": 1,
+    },
+    "mask_predictor_config": {
+        "d_model": 8, "n_layers": 1, "n_heads": 2, "feedforward_dim": 8, "dropout": 0.2, "mask_ratio": 0.3,
+        "matching": "type", "early_steps": 1, "early_step_weight": 2.0, "stacked_steps": 2, "stacked_strip": 2,
+        "use_gru": True, "last_seen": True, "code_features": True, "decode": "argmax",
+    },
+    "graph_pretrain_epochs": 2, "graph_pretrain_episodes": 4, "graph_pretrain_batch_size": 2,
+    "graph_pretrain_eval_interval": 1, "graph_pretrain_eval_episodes": 2, "graph_frames_at_once": 64,
+}  # fmt: skip
+STAGES: dict[str, Any] = {
+    "run": "default", "learner": "nq_graph_learner", "mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_hidden_dim": 8,
+    "gnn_layer_num": 1, "gnn_readout": "entity", "mark_guesses": True, **NETWORKS, **GRAPHS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One short run in this process.
+
+    Attributes:
+        config, env: names of its files. updates: its own values. needs: {key: run whose folder (or a place in it) the
+        key names}, as "run" or "run/place". makes: what its folder holds in the end. folders: how many there are.
+    """
+
+    config: str
+    env: str
+    updates: dict[str, Any]
+    needs: dict[str, str] = field(default_factory=dict)
+    makes: tuple[str, ...] = ()
+    folders: int = 1
+
+
+RUNS: dict[str, Run] = {
+    "one process, everything logged": Run(
+        "qmix", "matrix_game",
+        {
+            **TINY, "name": "mine", "unique_token": "token", "seed": 5, "use_cuda": False, "use_ddp": False,
+            "run": "ddp", "deterministic": True, "torch_threads": 2, "t_max": 24, "updates_per_iteration": 2,
+            "gamma": 0.9,
+            "td_lambda": 0.0, "double_q": False, "lr": 1e-4, "grad_norm_clip": 1.0, "target_update_interval": 3,
+            "mixer": "vdn", "agent": "rnn", "obs_agent_id": False, "obs_last_action": False, "accumulate": 2,
+            "num_workers": 1, "use_tensorboard": True, "profile": True, "log_memory_usage": True,
+            "distributed_debug": True, "epsilon_start": 0.9, "epsilon_finish": 0.1, "epsilon_anneal_time": 50,
+            "save_model_interval": 10, "max_checkpoints_to_keep": 3, "auto_resume": True, "auto_resume_wait": 0.1,
+            "resume": "lossy", "buffer_cpu_only": False, "cpu_inference": True, "env_args": {"payoff": "monotonic"},
+        },
+        makes=("tb/*/events*", "profile/*", "models/*/agent.th", "checkpoints/*/manifest.json"),
+    ),
+    "seeds, nothing kept": Run(
+        "vdn", "memory_game",
+        {
+            **TINY, "seeds": (1, 2), "t_max": 16, "runner": "episode", "batch_size_run": 1, "mixer": "qmix", **NETWORKS,
+            "use_layer_norm": True, "use_orthogonal": True, "target_update_updates": 2, "enable_checkpointing": False,
+            "save_model": False, "action_selector": "greedy", "use_wandb": True, "wandb_project": "mine",
+            "wandb_entity": "team",
+        },
+        makes=("wandb/offline-run*/*.wandb",), folders=2,
+    ),
+    "16 bits, compiled, in processes": Run(
+        "qmix", "matrix_game",
+        {
+            **TINY, "t_max": 16, "precision": "bf16", "acting_precision": "bf16", "compile": True, "runner": "stream",
+            "env_processes": True, "act_in_halves": True, "lr_scaling": "sqrt", **NETWORKS,
+        },
+    ),
+    "snakes by DDPG": Run(
+        "snakes_ddpg", "snakes",
+        {
+            **TINY, "t_max": 440, "ticks_per_iteration": 20, "buffer_size": 60, "critic_lr": 1e-3, "tau": 0.01,
+            "gumbel_softmax": True, "epsilon_speed": 0.99, "epsilon_start": 0.4, "rnn_hidden_dim": 8,
+            "opponent_difficulty_strategy": "curriculum", "opponent_order": "published",
+            "enable_opponent_evasion": True, "opponent_evasion_start_episode": 1, "log_interval": 200,
+        },
+    ),
+    "snakes against themselves": Run(
+        "snakes_ddpg", "snakes",
+        {
+            **TINY, "t_max": 440, "ticks_per_iteration": 20, "buffer_size": 60, "rnn_hidden_dim": 8, "runner": "ticks",
+            "opponent_difficulty_strategy": "self_play", "opponent_pool_size": 2, "opponent_pool_interval": 3,
+        },
+    ),
+    "all stages": Run(
+        "omagd_small", "skirmish",
+        {
+            **TINY, **STAGES, "t_max": 60, "save_pretrain_buffer": True, "graph_pretrain_random_share": 0.5,
+            "graph_lr": 1e-3, "use_graph_reconstruction": True, "enable_gradient_checkpointing": True,
+            "env_args": {"map_name": "3m"},
+        },
+        makes=("pretrain_buffer/rank_0.episodes", "models/pretrain_stage1_best/tokenizer.th", "plots/*.png"),
+    ),
+    "stage 1 on given episodes": Run(
+        "omagd_small", "skirmish",
+        {
+            **TINY, **STAGES, "reconstructer_stage": "stage1", "pretrain_buffer_path": "",
+            "graph_pretrain_policy": "random",
+        },
+        needs={"pretrain_buffer_path": "all stages/pretrain_buffer"},
+    ),
+    "stage 2 alone": Run(
+        "omagd_small", "skirmish",
+        {
+            **TINY, **STAGES, "pretrain_only": True, "pretrained_tokenizer_path": "", "graph_pretrain_policy": "",
+        },
+        needs={
+            "pretrained_tokenizer_path": "all stages/models/pretrain_stage1_best",
+            "graph_pretrain_policy": "all stages",
+        },
+        makes=("models/pretrain_stage2_best/stage2_model.th",),
+    ),
+    "stage 3 alone": Run(
+        "omagd_small", "skirmish",
+        {
+            **TINY, **STAGES, "t_max": 40, "recontructer_stage": "stage3", "pretrained_tokenizer_path": "",
+            "pretrained_mask_predictor_path": "",
+        },
+        needs={
+            "pretrained_tokenizer_path": "all stages/models/pretrain_stage1_best",
+            "pretrained_mask_predictor_path": "all stages/models/pretrain_stage2_best",
+        },
+    ),
+    "the upper bound": Run(
+        "gnn_qmix", "skirmish",
+        {**TINY, **NETWORKS, "t_max": 40, "use_full_obs": True, "gnn_hidden_dim": 8},
+    ),
+    "an evaluation of the graphs": Run(
+        "omagd_small", "skirmish",
+        {
+            **TINY, **STAGES, "evaluation_only": True, "eval_report_episodes": 2, "pretrained_tokenizer_path": "",
+            "pretrained_mask_predictor_path": "",
+        },
+        needs={
+            "pretrained_tokenizer_path": "all stages/models/pretrain_stage1_best",
+            "pretrained_mask_predictor_path": "all stages/models/pretrain_stage2_best",
+        },
+    ),
+    "an evaluation of snakes": Run(
+        "snakes_ddpg", "snakes",
+        {
+            "batch_size_run": 2, "evaluate": True, "checkpoint_path": "", "load_step": 400, "eval_report_episodes": 2,
+            "save_replay": True, "rnn_hidden_dim": 8,
+        },
+        needs={"checkpoint_path": "snakes by DDPG/models"},
+        makes=("replays/*",),
+    ),
+    "two ranks": Run(
+        "qmix", "matrix_game",
+        {
+            **TINY, "t_max": 16, "run": "ddp", "world_size": 2, "ddp_port": 23455, "dist_backend": "gloo",
+            "dist_timeout_minutes": 1.0, "max_restarts": 0, "bucket_cap_mb": 1.0, "lr_scaling": "linear", **NETWORKS,
+        },
+        makes=("logs/rank_1.log",),
+    ),
+}  # fmt: skip
+
+# Keys that no short run can have, with the test that gives them another value.
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "use_per": ("is rejected, whatever else is set", "tests/test_config.py"),
+    "max_memory_per_gpu_gb": ("needs a GPU", "tests/test_machine.py"),
+}
