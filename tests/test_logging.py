@@ -189,11 +189,6 @@ def test_a_failing_service_warns_once_and_the_others_go_on(tmp_path, text_log, c
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_metrics_that_cannot_be_written_are_an_error(text_log, tmp_path):
-    with pytest.raises(OSError):
-        make_logger(RunFacts(tmp_path / "missing"), ["jsonl"], text_log[0])
-
-
 def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp_path):
     values = {"episode": 320.0, "test_return_mean": 19.5, "epsilon": 0.05, "loss_td": 1.23e-5, "q_taken_mean": math.nan}
     values |= {f"metric_{i}": float(i) for i in range(8)} | {"eval/mse_ally_f3": 1.0}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from omagd.run import REGISTRY
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line, visible
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, visible
 from omagd.utils.signals import Stopped
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(error.render() + "\n")
         return USER_ERROR_EXIT_CODE
-    except RankFailed as error:
+    except RunFailed as error:
         sys.stderr.write(visible(f"error: {error}\n", kept="\n"))
         return 1
     except SystemExit as error:  # of an environment, while it is checked

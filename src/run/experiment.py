@@ -25,10 +25,12 @@ from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
 from omagd.utils.allocator import keep_freed_memory
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import RunFailed
 from omagd.utils.log_sinks.base import RunFacts
 from omagd.utils.logging import Logger, make_logger, setup_logging
-from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import stop_requested, unhurried
+from omagd.utils.writing import STORAGE
 
 
 def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt: int = 0) -> dict[str, Any]:
@@ -49,6 +51,7 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
 
 def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: int, started: float) -> dict[str, Any]:
     """Take up what is in the folder, run everything, and close the books whatever happens."""
+    STORAGE.begin(folder.path)
     taken, aside = _take_up(config, dist, folder)
     card = make_card(config, dist.world_size, dist.device)
     before = read_card(folder.path)
@@ -65,12 +68,13 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
             session = build_session(_with_weights(config, taken), dist, folder, logger)
         session.keeper.take_up(taken)
         if dist.is_main:
-            write_json(folder.config_json, config.model_dump(mode="json"))
-            write_json(folder.env_info_json, session.info.to_dict())
-            write_json(folder.card_json, card)
+            keep_json(folder.config_json, config.model_dump(mode="json"))
+            keep_json(folder.env_info_json, session.info.to_dict())
+            keep_json(folder.card_json, card)
         _say_start(session, card)
         summary["stages"] = {result.name: _plain(result) for result in run_stages(session)}
         summary["card"] = _settle(session, card, summary["stages"])
+        _require_weights(folder)
         exit_state = "completed"
     except BaseException as error:
         # Where another rank has stopped first, its silence may arrive here as an error of the connection.
@@ -252,8 +256,17 @@ def _settle(session: Session, card: Card, stages: dict[str, Any]) -> Card:
         game, told = card["compared"]["game"], final["compared"]["game"]
         session.logger.warning(f"the game says that it is {told}, not {game}: the card is {final['id']}")
     if session.dist.is_main:
-        write_json(session.folder.card_json, final)
+        keep_json(session.folder.card_json, final)
     return final
+
+
+def _require_weights(folder: RunFolder) -> None:
+    """End a run that could not write its weights as one that has failed. Errors: RunFailed."""
+    missing = STORAGE.unwritten(folder.models)
+    if missing:
+        where, why = missing[-1].parent, STORAGE.why(missing[0])
+        mend = "Make room and type the same command with auto_resume=True: it goes on from the newest checkpoint"
+        raise RunFailed(f"{where} could not be written ({why}): the run ends without its weights. {mend}")
 
 
 def _finish_files(folder: RunFolder, summary: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.run.build import require_same_weights
-from omagd.utils.checkpoint import LEARNER_FILE, find_step_folder, load_file, load_into, save_file
+from omagd.utils.checkpoint import LEARNER_FILE, find_step_folder, keep_file, load_file, load_into
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 
 def save_training_state(stage: Stage3) -> None:
-    """Write `models/<t_env>/`: one file per module, `opt.th` with optimizer, targets, counters and clock."""
+    """Write `models/<t_env>/`: one file per module, `opt.th` with optimizer, targets, counters and clock.
+
+    Where the disk is full the files are written later; a run that ends without them fails.
+    """
     if not stage.session.dist.is_main:
         return
     folder = stage.session.folder.step(stage.clock.t_env)
     # The agent's file comes last: a folder that has it is complete.
-    save_file(folder / LEARNER_FILE, {"learner": stage.learner.state_dict(), "clock": stage.clock.state_dict()})
+    keep_file(folder / LEARNER_FILE, {"learner": stage.learner.state_dict(), "clock": stage.clock.state_dict()})
     for name, module in sorted(stage.learner.modules().items(), reverse=True):
-        save_file(folder / f"{name}.th", module.state_dict())
+        keep_file(folder / f"{name}.th", module.state_dict())
 
 
 def load_learner(learner: Any, folder: Path) -> dict[str, int]:

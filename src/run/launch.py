@@ -43,8 +43,9 @@ from omagd.utils.dist_utils import (
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
 from omagd.utils.logging import setup_logging
 from omagd.utils.pulse import beating
-from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, Stopped, stop_requested, stoppable, unhurried
+from omagd.utils.writing import STORAGE
 
 
 def launch(
@@ -201,6 +202,7 @@ def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel:
     """Be one spawned rank, then end the process: 0, 1, 2 for a user's mistake, 128 + the signal that asked for it."""
     end_with_parent()
     code = _work(rank, config, plan, path, port, channel, attempt)
+    STORAGE.close()
     # All that matters is written and closed. Threads of the collectives that outlived Python's finalization could
     # abort a rank that has done its work ("terminate called without an active exception"), so there is none.
     logging.shutdown()
@@ -305,4 +307,4 @@ def _close_books(config: Config, plan: Plan, path: str, started: float, exit_sta
     if not folder.summary_json.exists():
         summary = first_summary(config, plan.world_size, folder, started, read_card(path))
         found = {"exit_state": exit_state, "restarts": restarts, "artifacts": folder.artifacts()}
-        write_json(folder.summary_json, {**summary, **found})
+        keep_json(folder.summary_json, {**summary, **found})

@@ -13,7 +13,7 @@ import numpy as np
 from omagd.config.loading import config_names, find_yaml, read_yaml
 from omagd.run.card import Card, is_card, marks
 from omagd.utils.progress import duration
-from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.run_folder import RunFolder, keep_json
 
 HEADLINES = {
     "win_rate": "test_battle_won_mean",
@@ -60,7 +60,8 @@ def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
     clocks = [stage.get("clock", {}) for stage in values.get("stages", {}).values()]
     values["updates"] = sum(clock.get("updates", 0) for clock in clocks)
     values["artifacts"] = {**folder.artifacts(), "summary": str(folder.summary_json)}
-    return write_json(folder.summary_json, values)
+    keep_json(folder.summary_json, values)
+    return folder.summary_json
 
 
 def render_summary(summary: Summary) -> str:

@@ -22,9 +22,10 @@ from omagd.utils.checkpoint_store import Checkpoint, Damaged, folders, read_chec
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import setup_logging
 from omagd.utils.owned_folder import Untrusted, read_entry, require_own
-from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.run_folder import RunFolder, keep_json, write_json
 from omagd.utils.run_lock import Busy, Lock, busy_rank, mark_rank, take
 from omagd.utils.storage import ABSENT, patiently
+from omagd.utils.writing import STORAGE
 
 T = TypeVar("T")
 ELSEWHERE = frozenset(
@@ -77,11 +78,12 @@ def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lam
     else:
         folder, lock = claimed
         console.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
+    STORAGE.begin(folder.path)
     try:
         adopted = (folder.path / CONTINUED).exists()
         yield Claim(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
         # Not before: who is killed while the last files are written goes on with them.
-        write_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
+        keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
     finally:
         lock.release()
 
@@ -231,6 +233,9 @@ def _locked(folder: RunFolder, minutes: float, console: logging.Logger, waits: C
             if now - shown >= WAITING_SECONDS:
                 shown = now
                 console.info(f"waiting {math.ceil((until - now) / 60)} min at most: {folder.path} is in use by {busy}")
+        except OSError as problem:
+            reason = f"({problem.strerror}); give a folder that can be written"
+            raise UserError(f"local_results_path: {folder.path} cannot be written {reason}") from problem
         waits()
         time.sleep(min(1.0, max(0.0, until - now)))
     if read_entry(folder.path / RUN_FILE).get("finished"):

@@ -17,6 +17,7 @@ from omagd.run.seed_list import SeedList
 from omagd.utils.errors import visible
 from omagd.utils.log_sinks.sacred import SacredRelay
 from omagd.utils.run_folder import make_token
+from omagd.utils.writing import OUTPUT, STORAGE
 
 
 def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
@@ -30,6 +31,14 @@ def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
 
 def run_seeds(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
     """Run once, or once for each of `seeds`; show what was reached and return it."""
+    try:
+        return _run_all(_run, _config)
+    finally:
+        if _run is None:  # else Sacred still writes its record
+            STORAGE.close()
+
+
+def _run_all(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
     config = _absolute(_config if isinstance(_config, Config) else validate(dict(_config)))
     if len(config.seeds) < 2:
         (seed,) = config.seeds or (config.seed,)
@@ -73,5 +82,8 @@ def _run_one(_run: Any, config: Config, begun: Callable[[str], None]) -> dict[st
 def _show(text: str) -> None:
     if not speaks():
         return
-    sys.stdout.write(visible(text + "\n", kept="\n"))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(visible(text + "\n", kept="\n"))
+        sys.stdout.flush()
+    except OSError as problem:
+        STORAGE.failed(OUTPUT, problem)

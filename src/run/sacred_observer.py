@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sacred.observers import FileStorageObserver
+from sacred.serializer import flatten
+
+from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 MOST = 500
 """Values kept of each name; beyond that only every second one, then every fourth, …, and always the last."""
@@ -41,7 +46,21 @@ class BoundedObserver(FileStorageObserver):
     """Writes what Sacred's own observer writes, with at most `MOST` values of each name in `metrics.json`.
 
     Sacred's reads and writes all values again at each heartbeat. All of them stand in the run's `metrics.jsonl`.
+    Files are written through `STORAGE`: a full disk neither ends the record nor leaves half a file.
     """
+
+    def save_json(self, obj: Any, filename: str) -> None:
+        """Write a file of the record."""
+        STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
+
+    def save_cout(self) -> None:
+        """Append what was said since the last time."""
+        new = self.cout[self.cout_write_cursor :]
+        self.cout_write_cursor = len(self.cout)
+        if new:
+            if not hasattr(self, "_said"):
+                self._said = AppendFile(Path(str(self.dir)) / "cout.txt", open_records)
+            self._said.write(new.encode(errors="backslashreplace"))
 
     def log_metrics(self, metrics_by_name: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
         """Add new values, {name: {"values", "steps", "timestamps"}}, and write the file."""

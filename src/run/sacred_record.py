@@ -11,6 +11,7 @@ from typing import Any
 from omagd.config.loading import to_plain
 from omagd.config.schema import Config
 from omagd.utils.errors import UserError
+from omagd.utils.writing import STORAGE
 
 RunMode = Callable[[Any, Config, logging.Logger], Any]
 
@@ -49,7 +50,10 @@ def run_recorded(
         _run.info["result"] = result
 
     experiment.main(main)
-    experiment.run(options={**(options or {}), "--unobserved": not observe})
+    try:
+        experiment.run(options={**(options or {}), "--unobserved": not observe})
+    finally:
+        STORAGE.close()
     return returned[0]
 
 

@@ -10,8 +10,8 @@ from omagd.config.schema import Config
 from omagd.run.resuming import RUN_FILE, identity_of
 from omagd.utils.errors import readable
 from omagd.utils.logging import setup_logging
-from omagd.utils.owned_folder import read_entry
-from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+from omagd.utils.run_folder import RunFolder, keep_json
 
 
 class SeedList:
@@ -60,7 +60,7 @@ class SeedList:
         """Note where the run of a seed is, before it trains."""
         if not self.config.evaluate:
             self._folders[str(seed)] = Path(folder).name
-            write_json(self.file, {"seeds": list(self.config.seeds), "runs": self._folders})
+            keep_json(self.file, {"seeds": list(self.config.seeds), "runs": self._folders})
 
     def _summary(self, single: Config, name: object) -> dict[str, Any] | None:
         """Return the summary of a finished run of this seed; None where there is none."""
@@ -69,6 +69,14 @@ class SeedList:
         folder = RunFolder(self.root / name)
         run = read_entry(folder.path / RUN_FILE)
         if not run.get("finished") or run.get("identity") != identity_of(single):
+            return None
+        try:
+            require_own(folder.path)
+        except (Untrusted, OSError) as problem:
+            why = problem.strerror if isinstance(problem, OSError) else problem
+            setup_logging(None).warning(
+                f"auto_resume=True: {readable(str(folder.path))} does not count as finished: {why}"
+            )
             return None
         known = {"name": single.name, "env": single.env, "map_name": single.map_name, "exit_state": "completed"}
         return {**known, **read_entry(folder.summary_json), "seed": single.seed, "folder": str(folder.path)}

@@ -11,14 +11,17 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omagd.utils.dist_utils import from_exchange
-from omagd.utils.errors import RankFailed, UserError, exit_line
+from omagd.utils.errors import RankFailed, RunFailed, UserError, exit_line
 from omagd.utils.signals import Stopped
+
+RESERVES, RESERVE_BYTES = 3, 1 << 15
+"""Files for notes on a disk that has become full: a summary and two errors."""
 
 ENDED = "all ranks have been ended"
 CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
@@ -31,7 +34,13 @@ def notes_of(path: str, attempt: int) -> Iterator[Path]:
     for stale in Path(path).glob(".attempt_*"):
         shutil.rmtree(stale, ignore_errors=True)
     folder = notes_folder(path, attempt)
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as problem:
+        raise UserError(f"local_results_path: {folder.parent} cannot be written ({problem.strerror})") from problem
+    with suppress(OSError):
+        for number in range(RESERVES):
+            (folder / f"reserve_{number}").write_bytes(bytes(RESERVE_BYTES))
     try:
         yield folder
     finally:
@@ -45,9 +54,26 @@ def notes_folder(path: str, attempt: int) -> Path:
 
 def note(folder: Path, name: str, content: Any) -> None:
     """Write something down, whole or not at all."""
-    temporary = folder / f".{name}"
-    temporary.write_text(json.dumps(content))
+    temporary, text = folder / f".{name}", json.dumps(content).encode()
+    try:
+        temporary.write_bytes(text)
+    except OSError:
+        if not _into_reserve(folder, temporary, text):
+            raise
     temporary.rename(folder / f"{name}.json")
+
+
+def _into_reserve(folder: Path, target: Path, text: bytes) -> bool:
+    """Write a note into space that was taken while there was some; return whether that was possible."""
+    target.unlink(missing_ok=True)
+    for reserve in folder.glob("reserve_*") if len(text) <= RESERVE_BYTES else ():
+        with suppress(OSError):  # another rank may have taken this one
+            reserve.rename(target)
+            with target.open("r+b") as file:
+                file.write(text)
+                file.truncate()
+            return True
+    return False
 
 
 def note_error(rank: int, folder: Path, error: BaseException) -> None:
@@ -56,6 +82,8 @@ def note_error(rank: int, folder: Path, error: BaseException) -> None:
         _note_first(rank, folder, {"user": [error.message, *error.help_lines]})
     elif isinstance(error, SystemExit):
         _note_first(rank, folder, {"reason": exit_line(error)})
+    elif isinstance(error, RunFailed):
+        _note_first(rank, folder, {"failed": str(error)})
     else:
         trace = "".join(traceback.format_exception(error))
         _note_first(rank, folder, {"trace": trace, "exchange": from_exchange(error)})
@@ -121,6 +149,8 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
     first = found[0]
     if "user" in first:
         return Verdict(UserError(*first["user"]))
+    if "failed" in first:
+        return Verdict(RunFailed(first["failed"]))
     if "reason" in first:
         return Verdict(RankFailed(f"rank {first['rank']}: {first['reason']}; {ENDED}"))
     return Verdict(RankFailed(f"rank {first['rank']} failed; {ENDED}\n{first['trace']}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from omagd.utils.writing import STORAGE
 
 Nodes = Sequence[Mapping[str, Any]]
 TYPES = ("self", "ally", "enemy")
@@ -98,8 +101,9 @@ def battle_moment(
     _title(figure, info)
     _legend(figure)
     path = Path(out_png)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor=BACKGROUND)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", facecolor=BACKGROUND)
+    STORAGE.write(path, picture.getvalue())
     return path
 
 

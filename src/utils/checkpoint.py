@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import io
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,27 +13,29 @@ import torch
 from torch import nn
 
 from omagd.utils.errors import UserError
+from omagd.utils.writing import STORAGE
 
 AGENT_FILE, MIXER_FILE, LEARNER_FILE = "agent.th", "mixer.th", "opt.th"
 TOKENIZER_FILE, PREDICTOR_FILE = "tokenizer.th", "stage2_model.th"
 
 
-def save_file(path: Path, content: Mapping[str, Any]) -> None:
-    """Write tensors and plain values to `path` atomically: a temporary file beside it, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            torch.save(dict(content), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def keep_file(path: Path, content: Mapping[str, Any]) -> bool:
+    """Write tensors and plain values whole; where that is impossible, later. Return whether it was possible now."""
+    return STORAGE.write(path, serialized(content))
+
+
+def serialized(content: Mapping[str, Any]) -> bytes:
+    """Return tensors and plain values as the bytes of a weights file.
+
+    Not written by torch itself, which raises an error of its own kind, about its own state, when a disk is full.
+    """
+    stream = io.BytesIO()
+    torch.save(dict(content), stream)
+    return stream.getvalue()
 
 
 def load_file(path: Path, key: str) -> dict[str, Any]:
-    """Read what `save_file` wrote, onto the CPU.
+    """Read what `keep_file` wrote, onto the CPU.
 
     Args:
         path: the file. key: configuration key that named it, for the message.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from omagd.utils.run_folder import plain
+from omagd.utils.writing import AppendFile
 
 
 class EpisodeLog:
@@ -19,18 +20,13 @@ class EpisodeLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self._file = AppendFile(path)
 
     def write(self, episodes: Iterable[Mapping[str, Any]], **common: Any) -> None:
         """Note episodes, each with what they have in `common` in front."""
         lines = [json.dumps(plain({**common, **episode}), allow_nan=False) for episode in episodes]
-        if not lines:
-            return
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write("\n".join(lines) + "\n")
-        self._file.flush()
+        if lines:
+            self._file.write(("\n".join(lines) + "\n").encode())
 
     def size(self) -> int:
         """Return the bytes that are written."""
@@ -38,6 +34,4 @@ class EpisodeLog:
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()

@@ -48,7 +48,11 @@ def visible(text: str, kept: str = "") -> str:
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
-class RankFailed(RuntimeError):
+class RunFailed(RuntimeError):
+    """A run has ended without what it was for; the text says why, in a line for the person at the terminal."""
+
+
+class RankFailed(RunFailed):
     """One of several ranks has failed; the text says which, with that rank's own traceback."""
 
 

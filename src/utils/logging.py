@@ -11,6 +11,7 @@ from omagd.utils.errors import visible
 from omagd.utils.log_sinks import REGISTRY
 from omagd.utils.log_sinks.base import Record, RunFacts, Sink
 from omagd.utils.progress import BarSafeHandler
+from omagd.utils.writing import STORAGE, AppendFile
 
 PACKAGE = "omagd"
 
@@ -91,6 +92,7 @@ class Logger:
         self.sinks.clear()
 
     def _send(self, record: Record) -> None:
+        STORAGE.retry()
         for sink in self.sinks:
             sink.log(record)
 
@@ -133,12 +135,31 @@ def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = loggi
     console.setFormatter(_ConsoleFormatter(prefix))
     logger.addHandler(console)
     if log_file is not None:
-        path = Path(log_file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = _FileHandler(Path(log_file))
         file.setFormatter(_FileFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         logger.addHandler(file)
     return logger
+
+
+class _FileHandler(logging.Handler):
+    """Appends lines to a file; on a full disk they wait in memory."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = AppendFile(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        try:
+            with STORAGE.logging():
+                self._file.write((self.format(record) + "\n").encode(errors="backslashreplace"))
+        except Exception:  # noqa: BLE001 (as every logging handler does)
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        self._file.close()
+        super().close()
 
 
 class _ConsoleFormatter(logging.Formatter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.battle_plot import battle_moment, battle_nodes
+from omagd.utils.writing import STORAGE
 
 __all__ = ["battle_moment", "battle_nodes", "curves", "evaluation", "read_metrics"]
 
@@ -128,8 +130,9 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     for axis in axes[len(found) :]:
         axis.axis("off")
     path = Path(out_png)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    STORAGE.write(path, picture.getvalue())
     return path
 
 

@@ -10,6 +10,8 @@ from typing import Self, TextIO
 
 from tqdm import tqdm
 
+from omagd.utils.writing import OUTPUT, STORAGE
+
 # One bar per process: tqdm's default lock is a semaphore between processes, which an ended worker leaves behind.
 tqdm.set_lock(threading.RLock())
 
@@ -79,6 +81,17 @@ class Progress:
         self.close()
 
 
+def _show(text: str, stream: TextIO) -> None:
+    """Write a line; its reader may have gone, or the disk be full that it is sent to."""
+    try:
+        tqdm.write(text, file=stream)
+        stream.flush()
+    except OSError as problem:
+        STORAGE.failed(OUTPUT, problem)
+    else:
+        STORAGE.wrote(OUTPUT)
+
+
 class BarSafeHandler(logging.Handler):
     """Writes log lines above the bars instead of through them.
 
@@ -94,7 +107,7 @@ class BarSafeHandler(logging.Handler):
         """Write one record."""
         try:
             stream = self._stream or sys.stdout
-            tqdm.write(self.format(record), file=stream)
-            stream.flush()
+            with STORAGE.logging():
+                _show(self.format(record), stream)
         except Exception:  # noqa: BLE001 (as every logging handler does)
             self.handleError(record)

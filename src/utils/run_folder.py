@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omagd.utils.writing import STORAGE, replace_file
+
 
 def make_token(
     name: str, env: str, map_name: str, seed: int, now: float | None = None, *, evaluation: bool = False
@@ -189,20 +191,20 @@ def write_json(path: str | Path, value: Any) -> Path:
     """Write `value` as JSON, whole or not at all: into a file beside it, which then takes its name. Return the path.
 
     NaN and infinities become null; paths become text; NumPy and torch scalars and arrays become numbers and lists.
+    Errors: OSError.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_file(path, _json(value))
     return path
+
+
+def keep_json(path: Path, value: Any) -> bool:
+    """Write what `write_json` writes, later where that is impossible now; return whether it was possible."""
+    return STORAGE.write(path, _json(value))
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def plain(value: Any) -> Any:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
+from omagd.utils.writing import STORAGE
+
 SKIPPED = 2
 """Iterations with an update that pass first: allocations and first calls are not what a run spends its time on."""
 
@@ -56,9 +58,10 @@ class Tracer:
         running.stop()
         if not self.iterations:
             return False
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        running.export_chrome_trace(str(self.path))
-        return True
+        with STORAGE.attempt(STORAGE.name(self.path), RuntimeError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(self.path))
+        return self.path.is_file()
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]

@@ -16,11 +16,12 @@ from omagd.learners.graph_metrics import summarise
 from omagd.run.build import pretrain_policy, require_same_weights
 from omagd.run.session import Session
 from omagd.run.stages.base import Products, Stage, StageResult, Task
-from omagd.utils.checkpoint import save_file
+from omagd.utils.checkpoint import keep_file
 from omagd.utils.clock import Due
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
 from omagd.utils.seeding import generator, seed_everything
+from omagd.utils.writing import STORAGE
 
 FIELDS = ("obs", "full_obs")
 REHEARSAL_EPISODES = 8
@@ -101,9 +102,9 @@ class PretrainStage(Stage):
                 self._bar.close()
                 self._bar = None
             if purpose == "pretrain" and config.save_pretrain_buffer:
-                buffer.save(
-                    self.session.folder.path / "pretrain_buffer" / _buffer_file(self.session.dist.rank), self._facts()
-                )
+                path = self.session.folder.path / "pretrain_buffer" / _buffer_file(self.session.dist.rank)
+                with STORAGE.attempt(STORAGE.name(path)):
+                    buffer.save(path, self._facts())
 
     def ready(self) -> bool:
         """Whether there is a batch to learn from: once all episodes are there."""
@@ -182,7 +183,7 @@ class PretrainStage(Stage):
             meta = self.describe()
             for best, weights in ((False, last), (True, self.best[2])):
                 path = folder.pretrained(self.name, best) / self.weights_name
-                save_file(path, {"weights": weights, "meta": meta})
+                keep_file(path, {"weights": weights, "meta": meta})
             files[self.name] = str(folder.pretrained(self.name, best=True) / self.weights_name)
         module.eval().requires_grad_(False)
         values = {**self.last, f"best_{self.learner.best_metric}": self.best[0], "best_epoch": float(self.best[1])}

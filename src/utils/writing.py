@@ -1,0 +1,328 @@
+"""Files that a run writes while it goes on. A full disk costs a line in the log, not the run.
+
+What cannot be written is kept in memory, within bounds, and written once there is room: records of files that are
+only appended to (`AppendFile`), and files that are replaced as a whole (`Storage.write`). One line says that something
+cannot be written, one that it could be after all, and one at the end what was lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omagd.utils.errors import readable
+
+KEPT_BYTES = 256 << 20
+"""Of files that could not be written, the newest ones stay in memory up to this size."""
+
+PENDING_BYTES = 16 << 20
+"""Of each file that is appended to."""
+
+REMIND_SECONDS, AGAIN_SECONDS = 600.0, 60.0
+"""Between two lines on what stays impossible, and on what comes and goes."""
+
+NAMES_SHOWN = 6
+APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Storage:
+    """What this process could not write, and what it keeps to write later."""
+
+    def __init__(self) -> None:
+        self._base: Path | None = None
+        self._over = False
+        self._guard = threading.RLock()  # never held while something is logged: log files are written here too
+        self._files = threading.RLock()
+        self._local = threading.local()
+        self._unsaid: deque[tuple[int, str]] = deque(maxlen=20)
+        self._kept: dict[Path, bytes] = {}
+        self._open: set[AppendFile] = set()
+        self._broken: dict[str, str] = {}
+        self._lost: dict[str, int] = {}
+        self._reasons: set[str] = set()  # of what was lost
+        self._completed: set[str] = set()
+        self._said: dict[str, float] = {}  # when a reason was last said
+        self._announced = False  # since something was last said to be complete
+
+    def begin(self, base: Path) -> None:
+        """Begin a run; names are shown relative to its folder `base`."""
+        self._base, self._over = base, False
+
+    def write(self, path: Path, content: bytes) -> bool:
+        """Replace a file as a whole; return whether that was possible. Files of one folder are written in order."""
+        with self._files:
+            if any(other.parent == path.parent and other != path for other in self._kept):
+                self.retry()
+            waits = any(other.parent == path.parent and other != path for other in self._kept)
+            if waits or not self._replace(path, content):
+                self._keep(path, content)
+                return False
+            self._kept.pop(path, None)
+        return True
+
+    def retry(self) -> None:
+        """Try again to write what is kept. Called wherever a run logs."""
+        for file in list(self._open):
+            file.flush()
+        self._speak()
+        with self._files:
+            for path, content in list(self._kept.items()):
+                if not self._replace(path, content):
+                    return
+                self._kept.pop(path, None)
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Within, nothing is logged: for handlers of the log, which would wait for each other. It is said later."""
+        self._local.silent = True
+        try:
+            yield
+        finally:
+            self._local.silent = False
+
+    def watch(self, file: AppendFile) -> None:
+        """Flush an open file with all others."""
+        with self._guard:
+            self._open.add(file)
+
+    def forget(self, file: AppendFile) -> None:
+        """Leave a file that is closed alone."""
+        with self._guard:
+            self._open.discard(file)
+
+    @contextmanager
+    def attempt(self, name: str, *kinds: type[Exception]) -> Iterator[None]:
+        """Go on when the block cannot write (OSError, or `kinds`): what it would have written is lost."""
+        try:
+            yield
+        except Exception as problem:
+            if not isinstance(problem, (OSError, *kinds)):
+                raise
+            self.failed(name, problem)
+            self.lost(name)
+
+    def unwritten(self, folder: Path) -> list[Path]:
+        """Return the files below a folder that could not be written, after another try."""
+        self.retry()
+        return [path for path in self._kept if path.is_relative_to(folder)]
+
+    def why(self, path: Path) -> str:
+        """Return why a file cannot be written; empty where it can."""
+        return self._broken.get(self.name(path), "")
+
+    def name(self, path: Path) -> str:
+        """Return how a file is called in the log."""
+        base = self._base
+        return readable(str(path.relative_to(base) if base is not None and path.is_relative_to(base) else path))
+
+    def failed(self, name: str, problem: BaseException) -> None:
+        """Note that something cannot be written; say so for the first of its kind, then now and then."""
+        reason = readable(str(getattr(problem, "strerror", None) or problem) or type(problem).__name__)[:200]
+        with self._guard:
+            first = reason not in self._broken.values()
+            self._broken[name] = reason
+            now, pause = time.monotonic(), AGAIN_SECONDS if first else REMIND_SECONDS
+            due = not self._over and now - self._said.get(reason, -math.inf) >= pause
+            if due:
+                self._said[reason], self._announced = now, True
+            names = [each for each, why in self._broken.items() if why == reason]
+        if due:
+            self._say(
+                logging.WARNING, f"cannot be written ({reason}): {_listed(names)}; the run goes on and tries again"
+            )
+
+    def wrote(self, name: str) -> None:
+        """Note that something could be written; say so once everything can."""
+        with self._guard:
+            if self._broken.pop(name, None) is None:
+                return
+            self._completed.add(name)
+            if self._broken or not self._announced or self._over:
+                return
+            names = sorted(self._completed)
+            self._completed, self._announced = set(), False
+        self._say(logging.WARNING, f"there is room again: {_listed(names)} could be written")
+
+    def lost(self, name: str, records: int = 0) -> None:
+        """Count what will not be written any more: records of a file, or all of it."""
+        with self._guard:
+            self._lost[name] = self._lost.get(name, 0) + records
+            reason = self._broken.get(name) if records else self._broken.pop(name, None)
+            self._reasons |= {reason} if reason else set()
+
+    def close(self) -> None:
+        """Try for the last time, say what was lost, and forget it. The log file may be among it: no word after this."""
+        self.retry()
+        for file in list(self._open):
+            file.close()
+        with self._guard:
+            for path in self._kept:
+                self.lost(self.name(path))
+            lost = [f"{name} ({count} lines)" if count else name for name, count in sorted(self._lost.items())]
+            why = ", ".join(sorted(self._reasons))
+            for found in (self._kept, self._broken, self._lost, self._reasons, self._completed, self._said):
+                found.clear()
+            spoken, self._over, self._announced = self._over, True, False
+        if lost and not spoken:
+            self._say(logging.ERROR, f"lost, since it could not be written ({why}): {_listed(lost)}")
+
+    def _say(self, level: int, text: str) -> None:
+        self._unsaid.append((level, text))
+        self._speak()
+
+    def _speak(self) -> None:
+        while self._unsaid and not getattr(self._local, "silent", False):
+            logging.getLogger("omagd").log(*self._unsaid.popleft())
+
+    def _replace(self, path: Path, content: bytes) -> bool:
+        try:
+            replace_file(path, content)
+        except OSError as problem:
+            self.failed(self.name(path), problem)
+            return False
+        self.wrote(self.name(path))
+        return True
+
+    def _keep(self, path: Path, content: bytes) -> None:
+        self._kept[path] = content
+        older = [other for other in self._kept if other.parent != path.parent]
+        while older and sum(map(len, self._kept.values())) > KEPT_BYTES:
+            oldest = older.pop(0)
+            del self._kept[oldest]
+            self.lost(self.name(oldest))
+
+
+class AppendFile:
+    """A file of records that is only appended to; a record is in it whole or not at all.
+
+    Args:
+        path: made with the first record. opens: opens it for appending, `open_lines` if None.
+    """
+
+    def __init__(self, path: Path, opens: Callable[[Path], int] | None = None) -> None:
+        self.path = path
+        self._opens = opens
+        self._handle: int | None = None
+        self._size = 0
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
+        self._guard = threading.RLock()
+
+    def write(self, record: bytes) -> None:
+        """Append a record of whole lines; where that is impossible, later."""
+        STORAGE.watch(self)
+        with self._guard:
+            self._pending.append(record)
+            self._pending_bytes += len(record)
+            while self._pending_bytes > PENDING_BYTES:
+                STORAGE.lost(STORAGE.name(self.path), self._drop().count(b"\n"))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write what is pending; return whether nothing is any more."""
+        problem = None
+        with self._guard:
+            if not self._pending:
+                return True
+            try:
+                if self._handle is None:
+                    self._handle = (self._opens or open_lines)(self.path)
+                    self._size = os.fstat(self._handle).st_size
+                while self._pending:
+                    self._append(self._pending[0])
+                    self._drop()
+            except OSError as found:
+                self._release()
+                problem = found
+        if problem is None:
+            STORAGE.wrote(STORAGE.name(self.path))
+        else:
+            STORAGE.failed(STORAGE.name(self.path), problem)
+        return problem is None
+
+    def close(self) -> None:
+        """Write what is pending, if possible, and close the file. May be called twice."""
+        self.flush()
+        with self._guard:
+            if self._pending:
+                STORAGE.lost(STORAGE.name(self.path), sum(record.count(b"\n") for record in self._pending))
+            self._pending.clear()
+            self._pending_bytes = 0
+            self._release()
+        STORAGE.forget(self)
+
+    def _append(self, record: bytes) -> None:
+        assert self._handle is not None
+        left = memoryview(record)
+        try:
+            while left:
+                left = left[os.write(self._handle, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # else the next opening ends the half line
+                os.ftruncate(self._handle, self._size)
+            raise
+        self._size += len(record)
+
+    def _drop(self) -> bytes:
+        record = self._pending.popleft()
+        self._pending_bytes -= len(record)
+        return record
+
+    def _release(self) -> None:
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._handle)
+            self._handle = None
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: into one beside it, which then takes its name. Errors: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def open_records(path: Path) -> int:
+    """Open a file for appending, and return its descriptor."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, APPEND, 0o644)
+
+
+def open_lines(path: Path) -> int:
+    """Open a file of lines for appending; the half line that a kill left stays one bad line."""
+    handle = open_records(path)
+    try:
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            os.write(handle, b"\n")
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+OUTPUT = "standard output"
+STORAGE = Storage()
+"""Of this process."""

@@ -1,0 +1,293 @@
+"""A disk that is full, for a while or for good: a line in the log, whole lines in the files, and an honest end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from command_budgets import BUDGETS
+from command_harness import records, run_folders, summary_of
+
+from omagd.run import verdict
+from omagd.run.command_line import main
+from omagd.run.stages.stage3 import Stage3
+from omagd.utils import logging as logging_module
+from omagd.utils import writing
+from omagd.utils.episode_log import EpisodeLog
+from omagd.utils.errors import RunFailed
+from omagd.utils.log_sinks.base import Record, RunFacts
+from omagd.utils.log_sinks.jsonl import JsonLinesSink
+from omagd.utils.logging import setup_logging
+from omagd.utils.run_folder import reproducible
+from omagd.utils.writing import STORAGE, AppendFile, open_records
+
+CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+COMMAND = (
+    "-u",
+    "--config=qmix",
+    "--env-config=matrix_game",
+    "with",
+    *BUDGETS,
+    "t_max=60",
+    "enable_checkpointing=False",
+)
+LOGS = ("log_interval=10", "runner_log_interval=10", "learner_log_interval=10", "save_model_interval=10")
+
+
+class Disk:
+    """Lets `os.write` write `room` bytes, then fail with `code`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.room, self.code = 0, errno.ENOSPC
+        self._write = os.write
+        patch.setattr(writing.os, "write", self.write)
+
+    def write(self, handle: int, content: bytes) -> int:
+        part = bytes(content[: self.room])
+        if not part:
+            raise OSError(self.code, os.strerror(self.code))
+        self.room -= len(part)
+        return self._write(handle, part)
+
+
+@pytest.fixture
+def said(tmp_path) -> Iterator[list[str]]:
+    """Return the list of what is logged; nothing of other tests is left, and nothing is left to them."""
+    STORAGE.close()
+    STORAGE.begin(tmp_path)
+    logger, lines = logging.getLogger("omagd"), []
+    handler, level = logging.Handler(), logger.level
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    STORAGE.close()
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch, said) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_lines_are_whole_at_every_moment_and_complete_in_the_end(disk, tmp_path):
+    """Room comes and goes at random: no line is torn, doubled, lost or out of order."""
+    rng = random.Random(5)
+    for trial in range(20):
+        path, lines = tmp_path / f"{trial}.jsonl", []
+        file = AppendFile(path)
+        for number in range(60):
+            disk.room = rng.choice((0, 0, rng.randrange(40), 10_000))
+            lines.append(json.dumps({"n": number, "x": "y" * rng.randrange(30)}))
+            file.write((lines[-1] + "\n").encode())
+            written = path.read_text() if path.exists() else ""
+            assert written == "".join(line + "\n" for line in lines[: written.count("\n")])
+        disk.room = 1 << 20
+        file.close()
+        assert path.read_text().splitlines() == lines
+
+
+def test_a_half_line_that_cannot_be_taken_back_is_ended_before_the_next_one(disk, tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    file = AppendFile(path)
+    disk.room = 5
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        file.write(b'{"a": 1}\n')
+    disk.room = 1000
+    file.write(b'{"b": 2}\n')
+    assert path.read_bytes() == b'{"a":\n{"a": 1}\n{"b": 2}\n'
+    file.close()
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_one_line_says_that_it_cannot_be_written_one_that_it_could_be(disk, said, tmp_path, code):
+    disk.code = code
+    episodes, metrics = EpisodeLog(tmp_path / "episodes" / "rank_0.jsonl"), JsonLinesSink()
+    metrics.open(RunFacts(tmp_path))
+    for t in range(30):
+        episodes.write([{"won": True}], t_env=t)
+        metrics.log(Record({"loss": 0.5}, "stage3", "t_env", t))
+    reason = os.strerror(code)
+    assert said == [f"WARNING cannot be written ({reason}): episodes/rank_0.jsonl; the run goes on and tries again"]
+    assert episodes.size() == 0, "a checkpoint claims only what is there"
+    disk.room = 1 << 20
+    STORAGE.retry()
+    assert said[1:] == ["WARNING there is room again: episodes/rank_0.jsonl, metrics.jsonl could be written"]
+    assert [json.loads(line)["t_env"] for line in (tmp_path / "metrics.jsonl").open()] == list(range(30))
+    assert [json.loads(line)["t_env"] for line in episodes.path.open()] == list(range(30))
+    assert episodes.size() == episodes.path.stat().st_size > 0
+    episodes.close()
+    metrics.close("completed")
+    STORAGE.close()
+    assert len(said) == 2
+
+
+def test_what_does_not_fit_into_memory_is_counted_as_lost(disk, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "PENDING_BYTES", 50)
+    file = AppendFile(tmp_path / "a.jsonl")
+    for number in range(20):
+        file.write(f"{number:04d}\n".encode())
+    disk.room = 1000
+    file.close()
+    assert (tmp_path / "a.jsonl").read_text().split() == [f"{number:04d}" for number in range(10, 20)]
+    STORAGE.close()
+    reason = os.strerror(errno.ENOSPC)
+    assert said[-1] == f"ERROR lost, since it could not be written ({reason}): a.jsonl (10 lines)"
+
+
+def test_where_there_is_no_room_until_the_end_the_loss_is_one_line(disk, said, tmp_path):
+    file, other = AppendFile(tmp_path / "a.jsonl"), AppendFile(tmp_path / "b", open_records)
+    for _ in range(3):
+        file.write(b"a\nb\n")
+        other.write(b"\x00")
+    file.close()
+    other.close()
+    STORAGE.close()
+    reason = os.strerror(errno.ENOSPC)
+    assert said[1:] == [f"ERROR lost, since it could not be written ({reason}): a.jsonl (6 lines), b"]
+
+
+def test_what_a_log_file_says_of_itself_is_said_by_the_next_line(disk, said, tmp_path, monkeypatch):
+    """A handler that logs would wait for itself, or two of them for each other."""
+    logger = logging.getLogger("omagd")
+    handler = logging_module._FileHandler(tmp_path / "rank_0.log")
+    logger.addHandler(handler)
+    try:
+        logger.info("one")
+        assert said == ["INFO one"]
+        STORAGE.retry()
+        assert len(said) == 2 and "cannot be written" in said[1] and "rank_0.log" in said[1]
+        disk.room = 1 << 20
+        logger.info("two")
+        STORAGE.retry()
+        written = [line.split(": ")[0] for line in (tmp_path / "rank_0.log").read_text().splitlines()]
+        reason = os.strerror(errno.ENOSPC)
+        assert written == ["one", f"cannot be written ({reason})", "two", "there is room again"]
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_weights_are_written_later_in_their_order(said, tmp_path, monkeypatch):
+    """The agent's file comes last: a folder that has it is complete."""
+    step = tmp_path / "models" / "100"
+    names = ("opt.th", "mixer.th", "agent.th")
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.os, "fsync", full)
+        assert not STORAGE.write(step / names[0], b"0")
+    assert list(step.iterdir()) == [], "nothing half written"
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "replace_file", lambda path, content: full() if path.name == "opt.th" else None)
+        assert [STORAGE.write(step / name, b"1") for name in names[1:]] == [False, False]
+    assert STORAGE.unwritten(tmp_path / "models") == []
+    assert {path.name: path.read_bytes() for path in step.iterdir()} == dict(
+        zip(names, (b"0", b"1", b"1"), strict=True)
+    )
+
+
+def test_old_weights_make_room_in_memory_and_are_counted_and_the_newest_stay(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "KEPT_BYTES", 25)
+    monkeypatch.setattr(writing, "replace_file", full)
+    for step in (1, 2, 3):
+        for name in ("opt.th", "agent.th"):
+            STORAGE.write(tmp_path / "models" / str(step) / name, bytes(10 * step))
+    assert [path.parent.name for path in STORAGE.unwritten(tmp_path)] == ["3", "3"]
+    assert STORAGE.unwritten(tmp_path / "plots") == []
+    STORAGE.close()
+    (line,) = [line for line in said if line.startswith("ERROR")]
+    assert all(f"models/{step}/{name}.th" in line for step in (1, 2, 3) for name in ("agent", "opt"))
+
+
+def test_ranks_note_their_error_on_a_full_disk(tmp_path, monkeypatch):
+    with verdict.notes_of(str(tmp_path), 0) as notes:
+        monkeypatch.setattr(Path, "write_bytes", full)
+        verdict.note(notes, "summary", {"exit_state": "completed"})
+        verdict.note_error(0, notes, RunFailed("models/7 could not be written"))
+        assert verdict.summary_in(notes) == {"exit_state": "completed"}
+        found = verdict.verdict({0: 1}, notes, 2)
+    assert type(found.error) is RunFailed and str(found.error) == "models/7 could not be written"
+    assert found.killed == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- whole runs, in this process, under a limit of a file's size, which is an error of the same kind
+
+
+@contextmanager
+def limited(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        setup_logging(None)
+        STORAGE.close()
+
+
+def no_traceback(text: str) -> bool:
+    return "Traceback" not in text and "Error" not in text and "Logging error" not in text
+
+
+@pytest.mark.processes
+def test_a_run_that_could_not_write_its_weights_fails_in_one_line(tmp_path, capsys):
+    torch.set_num_threads(1)
+    with limited(6000):
+        code = main([*COMMAND[1:], *LOGS, "use_tensorboard=True", f"local_results_path={tmp_path}/results"])
+        said = capsys.readouterr()
+    assert code == 1
+    assert no_traceback(said.out + said.err), said.out + said.err
+    (line,) = said.err.splitlines()
+    (folder,) = run_folders(tmp_path)
+    assert line.startswith(f"error: {folder}/models/") and os.strerror(errno.EFBIG) in line and "auto_resume" in line
+    assert sum("cannot be written" in line for line in said.out.splitlines()) == 1
+    assert sum("lost, since it could not be written" in line for line in said.out.splitlines()) == 1
+    assert summary_of(folder)["exit_state"] == "failed"
+    for path in (folder / "metrics.jsonl", folder / "episodes" / "rank_0.jsonl"):
+        assert path.stat().st_size <= 6000 and [json.loads(line) for line in path.open()], "whole lines only"
+    assert list(folder.rglob(".*.tmp")) == []
+
+
+@pytest.mark.processes
+def test_a_run_catches_up_once_there_is_room(tmp_path, capsys, monkeypatch):
+    """Its files are those of a run that always had room."""
+    torch.set_num_threads(1)
+    inner, calls, lifted = Stage3.write_log, [], resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write_log(stage):
+        calls.append(None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, lifted[1]) if len(calls) < 5 else lifted)
+        inner(stage)
+
+    alone, full = tmp_path / "alone", tmp_path / "full"
+    assert main([*COMMAND, *LOGS, f"local_results_path={alone}/results"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(Stage3, "write_log", write_log)
+    with limited(1 << 30):
+        assert main([*COMMAND, *LOGS, f"local_results_path={full}/results"]) == 0
+    said = capsys.readouterr()
+    assert no_traceback(said.out + said.err)
+    lines = [line for line in said.out.splitlines() if "written" in line]
+    assert len(lines) == 2 and "cannot be written" in lines[0] and "there is room again" in lines[1], lines
+    (one,), (other,) = run_folders(alone), run_folders(full)
+    assert [reproducible(line) for line in records(one)] == [reproducible(line) for line in records(other)]
+    assert (one / "episodes" / "rank_0.jsonl").read_bytes() == (other / "episodes" / "rank_0.jsonl").read_bytes()
+    files = [sorted(str(path.relative_to(run)) for path in run.rglob("*")) for run in (one, other)]
+    assert files[0] == files[1]
+    assert (other / "config.json").read_text().count("\n") > 100
+    assert summary_of(other)["exit_state"] == "completed"
