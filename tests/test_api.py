@@ -32,6 +32,7 @@ from omagd.utils.errors import UserError
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python_api.md"
 # Every environment of this repository, by a name that has its arguments; installed packages may add others.
 OWN_ENVS = sorted(name for name, where in ENVS._lazy.items() if where.startswith("omagd."))
+SMALL = {key: parse_value(text) for key, text in (budget.split("=") for budget in BUDGETS)}
 WITH_ARGS = {"sc2_v2": "sc2_v2_terran"}
 
 
@@ -46,8 +47,7 @@ def page(tmp_path_factory) -> dict:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4
     folder = tmp_path_factory.mktemp("page")
-    small = dict(budget.split("=") for budget in BUDGETS)
-    small = {key: parse_value(text) for key, text in small.items()} | {"local_results_path": str(folder)}
+    small = {**SMALL, "local_results_path": str(folder)}
 
     def budgeted(config: str, env_config: str, updates: dict) -> Config:
         return resolve(config, env_config, {**updates, **small})
@@ -133,7 +133,8 @@ def _old_form(trained: Path, where: str) -> list[str]:
 
 
 def test_a_taken_unique_token_is_reported_where_it_is_made(tmp_path):
-    config = resolve("qmix", None, {"local_results_path": str(tmp_path), "unique_token": "mine", "auto_resume": True})
+    where = {"local_results_path": str(tmp_path), "unique_token": "mine", "auto_resume": True}
+    config = resolve("qmix", None, {**SMALL, **where})
     (tmp_path / "mine").mkdir()
     with pytest.raises(UserError, match=f"unique_token=mine: {tmp_path}/mine exists already"):
         launch(config, "mine")

@@ -192,7 +192,7 @@ class Config(Frozen):
     resume: Literal["exact", "lossy", "weights"]  # what a damaged run may lose: nothing | episodes | all but weights
     max_restarts: Whole  # run=ddp: how often all ranks start again from the newest checkpoint when one was killed
     local_results_path: str  # folder of all run folders
-    unique_token: str  # name of the run's folder; empty: made from name, map, seed and time
+    unique_token: str  # name of the run's folder, rejected if taken; empty: made from name, map, seed and time
     use_wandb: bool  # record in W&B, offline where there is no key
     wandb_project: str  # empty: made from map, stage and number of ranks
     wandb_entity: str  # W&B team; empty: the key's own
@@ -201,12 +201,12 @@ class Config(Frozen):
     log_memory_usage: bool  # log the memory of every rank
     distributed_debug: bool  # compare checksums of all parameters over the ranks after every iteration
 
-    evaluate: bool  # play checkpoint_path greedily instead of training
+    evaluate: bool  # play checkpoint_path greedily instead of training; `evaluate RUN` sets it and reads config.json
     evaluation_only: bool  # stages 1 and 2 measure given modules on held-out episodes instead of training
     eval_report_episodes: Whole  # that evaluate and evaluation_only play, over all ranks; 0: as in training
     checkpoint_path: str  # run folder, its models/ or one step's folder: what is played, or trained on
     load_step: Whole  # of several saved steps the nearest to this one; 0: the last
-    save_replay: bool  # with evaluate=True: let the environment write its replays, where it can
+    save_replay: bool  # with evaluate=True: let the environment write its replays; rejected where it has none
 
     @property
     def stage(self) -> Stage:
