@@ -158,7 +158,7 @@ def test_serial_envs_tell_each_agents_reward_where_the_environment_does():
         assert one.keys() == other.keys()  # and no result in the info is named like it
     wrong = SerialEnvs(Walk, WalkArgs(shares=True, broken="shares"), 1)
     wrong.reset(_all(wrong), np.zeros(1, np.int64))
-    with pytest.raises(ValueError, match=r"info\['agent_reward'\] has shape \(1,\), not \(2,\)"):
+    with pytest.raises(UserError, match=r"env=Walk, slot 0, seed 0, step 1: info\['agent_reward'\] has shape \(1,\)"):
         wrong.step(np.zeros((1, N), int), _all(wrong))
 
 

@@ -17,7 +17,7 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.nameless_memory import NamelessMemory
+from omagd.envs.outputs import fault, numeric_array, wrong_number
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.utils.errors import UserError
 from omagd.utils.seeding import generator
@@ -174,6 +175,11 @@ class SlotPlayer:
         arrays, slot = self.arrays, self.slot
         reward, terminated, info = self.env.step(self._actions.copy())
         self._steps += 1
+        for name, value in (("reward", reward), ("terminated", terminated)):
+            if wrong := wrong_number(value):
+                raise self._fault(f"{name} {wrong}")
+        if not isinstance(info, Mapping):
+            raise self._fault(f"info is {info!r}, not a dictionary")
         arrays["reward"][slot] = reward
         if self._agent_reward.size:
             self._write_agent_reward(info)
@@ -187,10 +193,7 @@ class SlotPlayer:
         self._show()
 
     def _write_agent_reward(self, info: dict[str, Any]) -> None:
-        told = np.shape(info.get(AGENT_REWARD))
-        if told != self._agent_reward.shape:
-            raise ValueError(f"info[{AGENT_REWARD!r}] has shape {told}, not {self._agent_reward.shape} as promised")
-        self._agent_reward[:] = info[AGENT_REWARD]
+        self._write(f"info[{AGENT_REWARD!r}]", self._agent_reward, info.get(AGENT_REWARD, ()))
 
     def choose(self) -> None:
         """Write what each of the environment's scripts would do now."""
@@ -200,14 +203,25 @@ class SlotPlayer:
 
     def show_full(self) -> None:
         """Write the observation without range limit."""
-        self._full_obs[...] = self.env.get_obs(no_range_limit=True)
+        self._write("full_obs", self._full_obs, self.env.get_obs(no_range_limit=True))
 
     def _show(self) -> None:
-        self._obs[...] = self.env.get_obs()
-        self._state[...] = self.env.get_state()
-        self._avail[...] = self.env.get_avail_actions()
+        self._write("obs", self._obs, self.env.get_obs())
+        self._write("state", self._state, self.env.get_state())
+        self._write("avail_actions", self._avail, self.env.get_avail_actions())
         if self.arrays["want_full"][0]:
             self.show_full()
+
+    def _write(self, name: str, row: np.ndarray, value: Any) -> None:
+        """Write what the environment returned as `name`. Errors: UserError for another shape or no numbers."""
+        array, wrong = numeric_array(value, row.shape)
+        if wrong:
+            raise self._fault(f"{name} {wrong}")
+        with np.errstate(over="ignore"):  # what becomes an infinity is found where all slots are checked
+            row[...] = array
+
+    def _fault(self, what: str) -> UserError:
+        return fault(type(self.env).__name__, self.slot, self._seed, self._steps, what)
 
     def _write_info(self, info: dict[str, Any]) -> None:
         """Write the numbers of `info`, each name in a column of its own; leave out what is no number or no result."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.types import Exploration, Policy, Tick
+from omagd.envs.outputs import OutputChecks
 from omagd.envs.protocol import BatchedEnv, StepResult
 from omagd.runners.recorder import Recorder
 from omagd.runners.seeds import EpisodeSeeds
@@ -130,6 +131,7 @@ class Play:
         self._n_told = info.n_agents if info.agent_rewards else 0
         self.clock = Clock.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_told)
         self._results: dict[int, dict[str, float]] = {}
+        self._checks = OutputChecks(info, env.n_slots)
 
     def begin(self, episodes_per_slot: int) -> None:
         """Start the first episode of every slot; a slot that has ended one begins its next at once."""
@@ -152,7 +154,11 @@ class Play:
         return int((self.clock.playing | self.clock.closing).sum())
 
     def tick(self, explore: Exploration | None) -> None:
-        """Give every part its turn. Errors: RuntimeError when an episode outlives `info.episode_limit`."""
+        """Give every part its turn.
+
+        Errors: UserError when the environment returns what cannot be learned from, RuntimeError when an episode
+        outlives `info.episode_limit`.
+        """
         for part in self.parts:
             self._turn(part, explore)
 
@@ -199,6 +205,7 @@ class Play:
         if not len(slots):
             return
         seen = self.env.observe(self.see_all)
+        self._checks.observation(seen, active, clock.seed, clock.step)
         steps, lasting = clock.step[slots], self.env.steps_apart
         if recorder is not None and not lasting:
             recorder.saw(slots, steps, seen)
@@ -230,6 +237,7 @@ class Play:
             return
         result = self.env.step_finish(stepped)
         clock.stepping &= ~stepped
+        self._checks.result(result, stepped, clock.seed, clock.step)
         reward = result.reward[slots]
         if self.recorder is not None:
             self.recorder.got(slots, clock.step[slots], result)
