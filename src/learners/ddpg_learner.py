@@ -20,7 +20,7 @@ from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
 from omagd.learners.ddpg_objectives import ActorObjective, CriticObjective, one_hot
 from omagd.learners.nq_learner import lr_scale
 from omagd.learners.predictor_learner import uniform
-from omagd.learners.synced_step import SKIPPED, Stats, SyncedStep, all_finite, copy_where
+from omagd.learners.synced_step import SKIPPED, Stats, SyncedStep
 from omagd.modules.agents.ddpg_agent import DDPGAgent
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.utils.dist_utils import Dist
@@ -149,8 +149,8 @@ class DDPGLearner:
     @torch.no_grad()
     def _follow(self, finite: Tensor) -> None:
         """Move both targets by the share `tau` of the way to what is trained, where `finite` (scalar bool) holds."""
-        moved = torch._foreach_lerp(self._followers, self._followed, self.config.tau)
-        copy_where(finite & all_finite(moved), self._followers, moved)
+        share = finite * self.config.tau
+        torch._foreach_lerp_(self._followers, self._followed, [share] * len(self._followed))
 
     def modules(self) -> dict[str, nn.Module]:
         """Return what is trained, by the names of its weight files."""

@@ -70,9 +70,8 @@ def copy_where(condition: Tensor, old: Iterable[Tensor], new: Iterable[Tensor]) 
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether all floating-point tensors (at least one, on one device) are finite: a scalar bool there."""
-    numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return torch.stack(torch._foreach_norm(numbers, ord=torch.inf)).isfinite().all()
+    """Return whether the norm of every floating-point tensor (at least one, on one device) is finite: a scalar bool."""
+    return torch.stack(torch._foreach_norm([t for t in tensors if t.is_floating_point()])).isfinite().all()
 
 
 class SyncedStep:
@@ -159,6 +158,14 @@ class SyncedStep:
 
 def _nothing_unless(finite: Tensor, stats: Stats) -> Stats:
     """Return `stats` where `finite` holds, else sums and counts of 0. The loss of a skipped update may be a NaN."""
-    return {
-        name: (torch.where(finite, total, 0), torch.where(finite, count, 0)) for name, (total, count) in stats.items()
-    }
+    names = [name for name, pair in stats.items() if all(_plain(value) for value in pair)]
+    out = {n: (torch.where(finite, s, 0), torch.where(finite, c, 0)) for n, (s, c) in stats.items() if n not in names}
+    if names:  # nearly all of them: one operation for all
+        together = torch.stack([value for name in names for value in stats[name]])
+        values = torch.where(finite, together, 0.0).unbind()
+        out.update(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
+    return out
+
+
+def _plain(value: Tensor) -> bool:
+    return value.dim() == 0 and value.dtype == torch.float32

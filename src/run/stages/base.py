@@ -195,7 +195,7 @@ class Stage(ABC):
         for name, module in self.learner.modules().items():
             module.load_state_dict(state["modules"][name])
         self.learner.load_state_dict(state["learner"])
-        self.health.load_state_dict(state.get("health", [0.0, 0.0, 0.0]))  # earlier versions had none
+        self.health.load_state_dict(state.get("health", [0, 0, 0]))  # earlier versions had none
         self.session.measures.go_on_from(self.clock.updates)
 
     def own_state(self) -> dict[str, Any]:

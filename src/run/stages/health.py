@@ -17,11 +17,13 @@ MOST_SKIPPED = 10
 """Skipped updates in a row that end a run. A rare batch overflows now and then, and the next one is learned from; a
 training that has diverged never recovers, as no skipped update changes a weight. Ten tell the two apart."""
 
+MOST_UNREAD = 4096  # updates between two readings: what they say is small, but must not grow without end
+
 
 class Health:
     """Counts the updates that were skipped because their gradient was not finite; the same on all ranks.
 
-    The counts stay on the device until they are read.
+    What each update says stays on its device until the counts are read.
 
     Args:
         config: the run. key: of the learning rate.
@@ -29,30 +31,36 @@ class Health:
 
     def __init__(self, config: Config, key: str) -> None:
         self.config, self.key = config, key
-        self._counts: Tensor | None = None  # float64: skipped in all, in a row by now, most in a row
-        self._loaded = [0.0, 0.0, 0.0]
+        self._unread: list[Tensor] = []  # of each update since the last reading: 1 where it was skipped
+        self._counts = [0, 0, 0]  # skipped in all, in a row by now, most in a row
         self._losses: dict[str, float] = {}  # as last logged
 
     def note(self, stats: Stats) -> Stats:
         """Count one update; return its `stats` without the entry that says whether it was skipped."""
         if SKIPPED not in stats:
             return stats
-        skipped = stats[SKIPPED][0].to(torch.float64)
-        if self._counts is None:
-            self._counts = torch.tensor(self._loaded, dtype=torch.float64, device=skipped.device)
-        total, row, most = self._counts.unbind()
-        row = (row + 1.0) * skipped
-        self._counts = torch.stack([total + skipped, row, torch.maximum(most, row)])
+        self._unread.append(stats[SKIPPED][0])
+        if len(self._unread) == MOST_UNREAD:
+            self._read()
         return {name: pair for name, pair in stats.items() if name != SKIPPED}
+
+    def _read(self) -> list[int]:
+        """Return the counts; waits for the device."""
+        total, row, most = self._counts
+        for skipped in torch.stack(self._unread).tolist() if self._unread else []:
+            row = row + 1 if skipped else 0
+            total, most = total + int(skipped), max(most, row)
+        self._unread, self._counts = [], [total, row, most]
+        return self._counts
 
     def record(self) -> dict[str, float]:
         """Return what the log says: `skipped_updates` in all, if there were any. Waits for the device."""
-        total = self.state_dict()[0]
-        return {SKIPPED: total} if total else {}
+        total, _, _ = self._read()
+        return {SKIPPED: float(total)} if total else {}
 
     def require_progress(self, when: str) -> None:
         """End a run that skips one update after another. when: stage and time. Errors: UserError."""
-        most = int(self.state_dict()[2])
+        _, _, most = self._read()
         if most >= MOST_SKIPPED:
             losses = ", ".join(f"{name}={value:.4g}" for name, value in self._losses.items()) or "none"
             reason = f"the gradient was not finite in {most} updates in a row, which changed no weight"
@@ -75,13 +83,13 @@ class Health:
         other = "" if config.precision == "float32" else ", or with precision=float32"
         return UserError(f"{when}: {reason}; {keys}. Start again with a smaller {key}{other}")
 
-    def state_dict(self) -> list[float]:
+    def state_dict(self) -> list[int]:
         """Return the counts; waits for the device."""
-        return list(self._loaded) if self._counts is None else self._counts.tolist()
+        return list(self._read())
 
-    def load_state_dict(self, state: list[float]) -> None:
+    def load_state_dict(self, state: list[int]) -> None:
         """Continue from `state_dict()`."""
-        self._loaded, self._counts = [float(value) for value in state], None
+        self._unread, self._counts = [], [int(count) for count in state]
 
 
 def first_not_finite(tree: Any) -> str | None:
