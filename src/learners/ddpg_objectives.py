@@ -37,7 +37,7 @@ class CriticObjective(Objective):
         error = q - target
         loss = error.square().sum()
         with torch.no_grad():
-            count = q.new_full((), q.numel())
+            count = torch.full((), float(q.numel()), device=q.device)
             stats = {
                 "loss_td": (loss.detach(), count),
                 "td_error_abs": (error.abs().sum(), count),
@@ -72,7 +72,7 @@ class ActorObjective(Objective):
             actions = policy if noise is None else straight_through(logits + noise)
             value = judge(inputs, actions).to(inputs.features.dtype).sum()
         with torch.no_grad():
-            count = value.new_full((), logits[..., 0].numel())
+            count = torch.full((), float(logits[..., 0].numel()), device=value.device)
             entropy = torch.special.entr(policy).sum()
         return -value, {"loss_actor": (-value.detach(), count), "entropy": (entropy, count)}
 

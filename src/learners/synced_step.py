@@ -18,6 +18,7 @@ SKIPPED = "skipped_updates"
 """The entry of a learner's stats that says, as (1 or 0, 1), whether its update was skipped; the same on all ranks."""
 
 WARM_UP_PASSES = 2
+_NORM, _USUAL = "grad_norm", torch.float32
 
 
 def merge(one: Stats, other: Stats) -> Stats:
@@ -43,24 +44,17 @@ class StepResult:
     Attributes:
         stepped: False when no rank had a sample. loss: this rank's sum. grad_norm: the global one before clipping.
         finite: scalar bool on the device: whether `grad_norm` is finite (and `where` held); else nothing has changed.
-        stats: of the objective; sums and counts are 0 where `finite` is False, so that means leave the update out.
+        norm: (`grad_norm`, 1). skipped: (0, 1), the pair for `SKIPPED`. stats: of the objective. Where `finite` is
+            False, `skipped` is (1, 1), and all other sums and counts are 0, so that means leave the update out.
     """
 
     stepped: bool
     loss: Tensor
     grad_norm: Tensor
     finite: Tensor
+    norm: tuple[Tensor, Tensor]
+    skipped: tuple[Tensor, Tensor]
     stats: Stats
-
-    @property
-    def norm(self) -> tuple[Tensor, Tensor]:
-        """Return the gradient norm as (sum, count), (0, 0) where it is not finite."""
-        return torch.where(self.finite, self.grad_norm, 0.0), self.finite.to(self.grad_norm.dtype)
-
-    @property
-    def skipped(self) -> tuple[Tensor, Tensor]:
-        """Return the pair for `SKIPPED`."""
-        return (~self.finite).to(self.grad_norm.dtype), torch.ones_like(self.grad_norm)
 
 
 def copy_where(condition: Tensor, old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
@@ -78,8 +72,9 @@ class SyncedStep:
     """Forward, backward, clip and step with sums and counts over all ranks.
 
     A step whose global gradient norm is not finite changes neither weights nor the optimizer's state. Gradients are
-    summed over the ranks before the norm is taken, so all ranks decide alike. With a fused optimizer the decision is
-    made on the device (its `found_inf`, the mechanism of gradient scalers); with any other the host waits for it.
+    summed over the ranks before the norm is taken, so all ranks decide alike. On a GPU the decision is made there: the
+    host does not wait, and a fused optimizer reads it (`found_inf`, as with gradient scalers); any other one makes the
+    host wait.
 
     Args:
         objective: bare objective; its trainable parameters are exactly the optimizer's.
@@ -138,34 +133,40 @@ class SyncedStep:
                 self.dist.backward(loss_sum * scale, self._wrapped)
             loss, stats = loss_sum.detach() + loss.to(loss_sum.device), merge(stats, of_part)
         grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.max_norm).detach()
-        finite = grad_norm.isfinite() if where is None else grad_norm.isfinite() & where
+        finite = grad_norm < torch.inf if where is None else (grad_norm < torch.inf) & where
+        plain = grad_norm.device.type == "cpu" and bool(finite)  # nothing has to be decided on a device
+        skipped = torch.zeros(()) if plain else (~finite).float()
         stepped = bool(some > 0)
         if stepped:
-            self._step_where(finite)
+            self._step_unless(None if plain else skipped)
             # torch's fused optimizers write without saying so; what is kept while acting is renewed by these counters.
             torch.autograd.graph.increment_version(self._parameters)
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(stepped, loss, grad_norm, finite, _nothing_unless(finite, stats))
+        one = torch.ones_like(grad_norm)
+        named = {**stats, _NORM: (grad_norm, one)}
+        named = named if plain else _nothing_unless(finite, named)
+        return StepResult(stepped, loss, grad_norm, finite, named.pop(_NORM), (skipped, one), named)
 
-    def _step_where(self, finite: Tensor) -> None:
-        """Let the optimizer step where `finite` holds."""
+    def _step_unless(self, skipped: Tensor | None) -> None:
+        """Let the optimizer step where `skipped` is 0; None: everywhere."""
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif bool(finite):
+        elif skipped is None or not bool(skipped):
             self.optimizer.step()
 
 
-def _nothing_unless(finite: Tensor, stats: Stats) -> Stats:
-    """Return `stats` where `finite` holds, else sums and counts of 0. The loss of a skipped update may be a NaN."""
-    names = [name for name, pair in stats.items() if all(_plain(value) for value in pair)]
-    out = {n: (torch.where(finite, s, 0), torch.where(finite, c, 0)) for n, (s, c) in stats.items() if n not in names}
-    if names:  # nearly all of them: one operation for all
-        together = torch.stack([value for name in names for value in stats[name]])
-        values = torch.where(finite, together, 0.0).unbind()
-        out.update(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
+def _nothing_unless(finite: Tensor, stats: Stats) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return `stats` where `finite` holds, else sums and counts of 0. The loss of a skipped update may be a NaN.
+
+    Scalars of the usual type, nearly all there are, take one operation together.
+    """
+    alike = {name: pair for name, pair in stats.items() if all(v.dim() == 0 and v.dtype == _USUAL for v in pair)}
+    flat: tuple[Tensor, ...] = ()
+    if alike:
+        flat = torch.where(finite, torch.stack([value for pair in alike.values() for value in pair]), 0.0).unbind()
+    out = dict(zip(alike, zip(flat[::2], flat[1::2], strict=True), strict=True))
+    for name, (total, count) in stats.items():
+        if name not in alike:
+            out[name] = torch.where(finite, total, 0), torch.where(finite, count, 0)
     return out
-
-
-def _plain(value: Tensor) -> bool:
-    return value.dim() == 0 and value.dtype == torch.float32
