@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import io
 import os
 import pty
 import re
@@ -21,10 +20,12 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import termios
 from pathlib import Path
 from types import FrameType
+
+from omagd.utils.temporary import temporary_folder
+from omagd.utils.writing import APPEND, STORAGE, AppendFile
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
@@ -89,13 +90,14 @@ def main(log: str, *command: str) -> int:
     """Run `command`; return its exit code, or 128 + the signal that ended it or that asked for the end."""
     if not any(SCRATCH in word for word in command):
         return run(log, *command)
-    with tempfile.TemporaryDirectory(prefix="omagd_launch_") as scratch:
-        return run(log, *(word.replace(SCRATCH, scratch) for word in command))
+    with temporary_folder("omagd_launch_") as scratch:
+        return run(log, *(word.replace(SCRATCH, str(scratch)) for word in command))
 
 
 def run(log: str, *command: str) -> int:
     """Do what `main` does, but for the scratch folder."""
-    file = open_log(Path(log))
+    path = Path(log)
+    os.close(open_log(path))  # what must not be written is rejected before anything runs
     streams = [Stream(1), Stream(2)]
     asked: list[int] = []
     child: list[subprocess.Popen] = []
@@ -119,31 +121,34 @@ def run(log: str, *command: str) -> int:
         child[0].send_signal(asked[0])
     for stream in streams:
         os.close(stream.inner)
-    with file:
-        copy(streams, file, child[0])
+    file = AppendFile(path, open_log)
+    copy(streams, file, child[0])
+    STORAGE.close()
     code = child[0].wait()
     if asked and code != 0:
         return 128 + asked[0]
     return code if code >= 0 else 128 - code
 
 
-def open_log(path: Path) -> io.FileIO:
-    """Open the log for appending. Neither it nor its folder may be a link, which others could have planted."""
+def open_log(path: Path) -> int:
+    """Open the log for appending; return its descriptor.
+
+    Neither it nor its folder may be a link, which others could have planted. Errors: OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(path.name, flags, 0o644, dir_fd=folder)
+        handle = os.open(path.name, APPEND, 0o644, dir_fd=folder)
     finally:
         os.close(folder)
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
         os.close(handle)
         raise OSError(errno.ELOOP, "it is no file of its own")
-    return io.FileIO(handle, "ab")
+    return handle
 
 
-def copy(streams: list[Stream], file: object, child: subprocess.Popen) -> None:
+def copy(streams: list[Stream], file: AppendFile, child: subprocess.Popen) -> None:
     """Pass on both outputs until they have ended, or the command has and nothing more is there."""
     with selectors.DefaultSelector() as selector:
         for stream in streams:
@@ -158,7 +163,7 @@ def copy(streams: list[Stream], file: object, child: subprocess.Popen) -> None:
                     selector.unregister(key.fd)
                     lines = [plain(key.data.rest)] if key.data.rest else []
                 for line in lines:
-                    file.write(line + b"\n")  # type: ignore[attr-defined]
+                    file.write(line + b"\n")
 
 
 if __name__ == "__main__":

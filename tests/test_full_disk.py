@@ -8,6 +8,8 @@ import logging
 import os
 import random
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_budgets import BUDGETS
-from command_harness import records, run_folders, summary_of
+from command_harness import ROOT, records, run_folders, summary_of
 
 from omagd.run import verdict
 from omagd.run.command_line import main
@@ -291,3 +293,16 @@ def test_a_run_catches_up_once_there_is_room(tmp_path, capsys, monkeypatch):
     assert files[0] == files[1]
     assert (other / "config.json").read_text().count("\n") > 100
     assert summary_of(other)["exit_state"] == "completed"
+
+
+def test_a_launcher_whose_log_cannot_be_written_goes_on(tmp_path):
+    log = tmp_path / "logs" / "launch.log"
+    words = [sys.executable, str(ROOT / "scripts" / "with_log.py"), str(log), "seq", "1", "2000"]
+    command = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert done.stdout.split() == [str(number) for number in range(1, 2001)]
+    first, last = done.stderr.splitlines()
+    assert "cannot be written" in first and last.startswith("lost, since it could not be written")
+    assert log.read_text().split() == [str(number) for number in range(1, log.read_text().count("\n") + 1)]
+    assert 900 < log.stat().st_size <= 1024

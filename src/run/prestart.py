@@ -12,7 +12,6 @@ import select
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 from omagd.config.schema import Config
 from omagd.utils.signals import CLOSING_SECONDS, STARTED_BY
+from omagd.utils.temporary import remove_left_behind, temporary_folder
 
 LAUNCHERS = frozenset(
     {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID"}
@@ -32,8 +32,12 @@ _begun = False
 
 
 def begin(config: Config) -> None:
-    """Start to import, in the background, if `config` may need several ranks that are started here."""
+    """Start to import, in the background, if `config` may need several ranks that are started here.
+
+    What killed processes have left in the temporary folder is removed first.
+    """
     global _begun
+    remove_left_behind()
     several = config.world_size is None and shutil.which("nvidia-smi") is not None or (config.world_size or 1) > 1
     wanted = config.run == "ddp" and config.use_ddp and several and "RANK" not in os.environ
     if not wanted or _begun or sys.platform != "linux":
@@ -61,8 +65,8 @@ def _nameless() -> Iterator[None]:
     if settings.get("tempdir") is not None:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="omagd_") as folder:
-        settings["tempdir"] = folder
+    with temporary_folder("omagd_") as folder:
+        settings["tempdir"] = str(folder)
         try:
             yield
         finally:

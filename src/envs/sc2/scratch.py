@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
+import stat
 import tempfile
 import time
 import weakref
@@ -29,8 +31,7 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._root = Path(tempfile.gettempdir()) / f"omagd-sc2-{os.getuid()}"
-        self._root.mkdir(mode=0o700, exist_ok=True)
+        self._root = _own_root()
         with _locked(self._root / "lock"):
             _sweep(self._root)
             self.path = Path(tempfile.mkdtemp(prefix="game-", dir=self._root))
@@ -57,6 +58,18 @@ class Scratch:
     def close(self) -> None:
         """Remove the folder. May be called twice."""
         self._finalizer()
+
+
+def _own_root() -> Path:
+    """Return this user's folder, made where it was missing; what others have put in its place is left alone."""
+    for number in itertools.count(1):
+        root = Path(tempfile.gettempdir()) / f"omagd-sc2-{os.getuid()}{f'-{number}' if number > 1 else ''}"
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        about = root.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH:
+            return root
+    raise AssertionError("there is always another number")
 
 
 def _remove(lock: IO[bytes], path: Path) -> None:
