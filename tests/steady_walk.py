@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,15 @@ from test_adapters import Walk, WalkArgs
 
 
 class SteadyArgs(WalkArgs):
-    """The first process that comes to its `die_at[0]`th step dies there, the next at its `die_at[1]`th, ..."""
+    """The first process that comes to its `die_at[0]`th step dies there, the next at its `die_at[1]`th, ...
+
+    how: "kill"; "stop" and "hang" do not answer any more, "always" neither does in any process.
+    """
 
     limit: int = 6
     die_at: list[int] = []
     marks: str = ""
+    how: str = "kill"
 
 
 class SteadyWalk(Walk):
@@ -30,9 +35,12 @@ class SteadyWalk(Walk):
     def step(self, actions: np.ndarray):
         self.calls += 1
         for number, call in enumerate(self.args.die_at):
-            if call == self.calls and not Path(self.args.marks, str(number)).exists():
+            again = self.args.how == "always"
+            if call == self.calls and (again or not Path(self.args.marks, str(number)).exists()):
                 Path(self.args.marks, str(number)).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                while self.args.how in ("hang", "always"):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGSTOP if self.args.how == "stop" else signal.SIGKILL)
         assert actions.dtype == np.int64
         return super().step(actions)
 

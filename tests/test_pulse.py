@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+import pytest
+from steady_walk import SteadyArgs, SteadyWalk
+
+from omagd.envs.adapters import SerialEnvs
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import RankFailed
 from omagd.utils.measures import Measures
-from omagd.utils.pulse import Pulse, beating
+from omagd.utils.pulse import Pulse, beating, watching
+from omagd.utils.signals import deferred, raise_in_main_thread, stoppable
 
 
 class Board:
@@ -35,7 +43,8 @@ class Board:
 def group(timeout: float, world_size: int = 3) -> tuple[Board, list[Dist], list[Pulse], list[list[str]]]:
     board, said = Board(), [[] for _ in range(world_size)]
     ranks = [Dist(rank, world_size) for rank in range(world_size)]
-    pulses = [Pulse(dist, board, timeout, heard.append) for dist, heard in zip(ranks, said, strict=True)]
+    hear = [lambda line, stack, heard=heard: heard.append(line) for heard in said]
+    pulses = [Pulse(dist, board, timeout, one) for dist, one in zip(ranks, hear, strict=True)]
     for pulse in pulses:
         pulse.start()
     for rank in ranks:
@@ -88,6 +97,83 @@ def test_nobody_is_named_where_all_compute_for_long_or_have_left():
     time.sleep(1.2)  # longer than an exchange may take, but nobody waits in one
     end(pulses)
     assert said == [[], [], []]
-    with beating(Dist(0, 1), Board(), 0.5, said[0].append):
+    with beating(Dist(0, 1), Board(), 0.5, lambda line, stack: said[0].append(line)):
         ranks[0].waits.enter()
     assert said[0] == []
+
+
+def test_what_cannot_be_read_is_no_sign_of_life_and_does_not_end_the_watch(caplog):
+    """Whatever one rank says: the others' threads live, wait for it as for one that is silent, and name it."""
+    logging.getLogger("omagd").propagate = True
+    for text in ("{", "7", "[]", '{"rank": 1}', '{"rank": 1, "beat": "x"}', "[" * 100_000):
+        caplog.clear()
+        board, ranks, pulses, said = group(0.4, 2)
+        board.frozen.add("1")
+        board.texts["1"] = text
+        ranks[1].waits.entered = 1
+        ranks[0].waits.enter()
+        wait_until(lambda said=said: bool(said[0]))
+        end(pulses)
+        assert said[0][0].startswith("rank 1 (host "), text
+        assert len([record for record in caplog.records if "cannot be read" in record.message]) == 1
+
+
+def watch(dist: Dist, timeout: float, work: Callable[[], None]) -> list[tuple[str, str]]:
+    """Return what the watchdog says while `work` is done in this thread."""
+    found: list[tuple[str, str]] = []
+    with watching(dist, timeout, lambda line, stack: found.append((line, stack))):
+        work()
+    return found
+
+
+def test_a_rank_that_stands_still_is_named_with_slot_seed_and_stack():
+    dist, env = Dist(1, 2), SerialEnvs(SteadyWalk, SteadyArgs(), 2)
+    dist.waits.slots = env.slots_at_work
+    measures = Measures(dist)
+    measures.begin("stage3")
+
+    def stuck_in_step(actions):
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            time.sleep(0.01)
+        return 0.0, False, {}
+
+    def play() -> None:
+        env.reset(np.ones(2, bool), np.array([11, 12]))
+        env._envs[1].step = stuck_in_step
+        with measures.phases("collect"):
+            env.step(np.zeros((2, env.info.n_agents), np.int64), np.ones(2, bool))
+
+    ((line, stack),) = watch(dist, 0.5, play)
+    assert re.match(r"rank 1 \(host \S+, process \d+\) hangs: in stage3 \(collect\) for \d+ s, in slot 1 from", line)
+    assert line.endswith("slot 1 from seed 12")
+    assert "in stuck_in_step" in stack and "time.sleep(0.01)" in stack
+
+
+def test_long_work_that_goes_on_or_belongs_to_a_disk_or_another_rank_is_no_hang():
+    dist = Dist()
+    measures = Measures(dist)
+
+    def work() -> None:
+        with measures.phases("collect"):
+            for _ in range(10):
+                time.sleep(0.05)
+                dist.waits.played(True)  # ticks
+            dist.waits.played(False)
+        for name in ("checkpoint", "prepare", "finish", "save"):
+            with measures.phases(name):
+                time.sleep(0.4)
+        with measures.phases("update"), dist.waits.counted():
+            time.sleep(0.4)
+
+    assert watch(dist, 0.3, work) == []
+
+
+def test_an_error_arrives_in_the_main_thread_wherever_it_is():
+    def later() -> None:
+        time.sleep(0.2)
+        raise_in_main_thread(RankFailed("it hangs"))
+
+    with pytest.raises(RankFailed, match="it hangs"), stoppable(), deferred(5.0):
+        threading.Thread(target=later).start()
+        time.sleep(10)

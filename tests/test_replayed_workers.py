@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import random
+import re
 import select
 import signal
 import threading
@@ -324,3 +326,37 @@ def test_what_a_worker_noted_in_its_last_moment_is_read_before_it_is_found_dead(
         assert workers.owed == [0]
     finally:
         workers.release()
+
+
+@pytest.mark.processes
+def test_a_worker_that_does_not_answer_is_named_killed_and_replayed(tmp_path, caplog, monkeypatch):
+    """Stopped, or in an endless loop: nothing is lost, and the log says which slots, seeds and where. Then: always."""
+    logging.getLogger("omagd").propagate = True
+    plain = story(SerialEnvs(SteadyWalk, SteadyArgs(), 2), 3, peace)
+    for how, says in (("stop", "; stopped)"), ("hang", "; waiting)")):
+        caplog.clear()
+        marks = tmp_path / how
+        marks.mkdir()
+        args = SteadyArgs(die_at=[2], marks=str(marks), how=how)
+        env = ProcessEnvs(SteadyWalk, args, 2, per_process=2)
+        try:
+            env.be_patient(1.0)
+            kill = env._workers._kill_the_stuck
+
+            def once(seconds: float, env: ProcessEnvs = env, kill: Callable[[float], None] = kill) -> None:
+                kill(seconds)
+                env.be_patient(60.0)  # the one that replaces it has to start
+
+            monkeypatch.setattr(env._workers, "_kill_the_stuck", once)
+            assert same_story(story(env, 3, peace), plain)
+            assert env.get_stats()["worker_restarts"] == 1
+        finally:
+            env.close()
+        (said,) = [record.getMessage() for record in caplog.records if "has not answered" in record.message]
+        assert re.match(r"environment worker 0 \(process \d+, slot 0 from seed 0, slot 1 from seed 1; ", said)
+        assert says in said and ("steady_walk.py" in said) == (how == "hang")
+    env = ProcessEnvs(SteadyWalk, SteadyArgs(die_at=[2], marks=str(tmp_path), how="always"), 1)
+    env.be_patient(1.0)
+    monkeypatch.setattr(worker_processes, "DEATHS_OF_A_HANG", worker_processes.DEATHS_IN_A_ROW)
+    with pytest.raises(EnvWorkerError, match="environment worker 0 hung again and again without"):
+        story(env, 3, peace)

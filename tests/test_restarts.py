@@ -119,18 +119,28 @@ def test_after_the_last_restart_the_run_fails(plugin, tmp_path):
 
 @pytest.mark.processes
 def test_a_rank_that_hangs_is_named_and_ends_the_run(plugin, tmp_path):
-    """One was stopped, one is busy for ever; their runs, which mostly wait, are side by side."""
+    """One was stopped, all hang at once, a single process hangs; their runs, which mostly wait, are side by side."""
     found = {}
-    for how in ("stop", "endless"):
-        (tmp_path / how).mkdir()
-        around = places(tmp_path / how)
-        found[how] = start(plugin, around[0], how, "dist_timeout_minutes=0.1", TMPDIR=str(around[1])), around
-    for how, says in (("stop", "no sign of life for"), ("endless", "in stage3 (collect) for")):
-        started, (here, _, _) = found[how]
+    cases = {
+        "stop": ((), "1", "no sign of life for"),
+        "endless": (("env_args.rank=-1",), "[01]", "in stage3 (collect) for"),
+        "alone": (("env_args.rank=-1", "run=default", "world_size=None"), "0", "in stage3 (collect) for"),
+    }
+    for name, (words, _, _) in cases.items():
+        (tmp_path / name).mkdir()
+        around = places(tmp_path / name)
+        how = "stop" if name == "stop" else "endless"
+        words = (*words, "dist_timeout_minutes=0.1")
+        found[name] = start(plugin, around[0], how, *words, TMPDIR=str(around[1])), around
+    for name, (_, rank, says) in cases.items():
+        started, (here, _, _) = found[name]
         ended = started.wait(120)
         assert ended.code == 1, ended.text
         (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
-        assert re.match(rf"error: rank 1 \(host \S+, process \d+\) hangs: {re.escape(says)} \d+ s", line), line
+        assert re.match(rf"error: rank {rank} \(host \S+, process \d+\) hangs: {re.escape(says)} \d+ s", line), line
+        if name != "stop":
+            assert re.search(r", in slot [01] from seed \d+", line)
+            assert "omagd_trap.py" in ended.text and "in fail" in ended.text  # the stack
         assert "Traceback" not in ended.err and "restarting" not in ended.text
         assert exit_state(here) == "failed"
     for started, (here, temporary, shared) in found.values():
@@ -200,11 +210,11 @@ def test_ranks_that_have_all_stopped_when_told_are_no_failure(tmp_path):
 
 
 def test_a_hang_is_the_verdict_whatever_else_broke(tmp_path):
-    note_hung(0, tmp_path, "rank 1 hangs")
+    note_hung(0, tmp_path, "rank 1 hangs", "  File x\n")
     note(tmp_path, "rank_2", {"time": time.time() + 1, "rank": 2, "trace": "connection closed"})
     found = verdict({0: 1, 2: 1, 1: -9}, tmp_path, 3)
     assert isinstance(found.error, RankFailed) and found.killed == ""
-    assert str(found.error) == "rank 1 hangs; all ranks have been ended"
+    assert str(found.error) == "rank 1 hangs; all ranks have been ended\n  File x"
 
 
 def test_notes_of_killed_attempts_are_cleared_away(tmp_path):

@@ -97,7 +97,7 @@ class Config(Frozen):
     world_size: Count | None  # number of ranks; None: the visible GPUs, else 1
     ddp_port: Annotated[Int, Field(ge=1024, le=65535)]  # TCP port where spawned ranks meet; taken: another one
     dist_backend: Literal["nccl", "gloo"] | None  # None: nccl on GPUs, gloo on CPUs
-    dist_timeout_minutes: Positive  # minutes a rank waits for the others in one exchange
+    dist_timeout_minutes: Positive  # minutes a rank waits for the others in one exchange, or may stand still
     lr_scaling: Literal["none", "sqrt", "linear"]  # lr and graph_lr times 1, the root of the ranks, or the ranks
     torch_threads: Count  # threads of each process for torch on a CPU
     cpu_inference: bool  # agents act with a copy on the CPU, brought up to date before each round of episodes

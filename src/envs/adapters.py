@@ -241,18 +241,26 @@ class SerialEnvs(ManyEnvs):
         self._begin(env_cls, args, self._envs[0].get_env_info(), name)
         specs = worker.array_specs(self.info, n_slots)
         self._arrays = worker.array_views(bytearray(worker.total_size(specs)), specs)
+        self._at: int | None = None
         self._players = [worker.SlotPlayer(env, slot, self._arrays) for slot, env in enumerate(self._envs)]
 
     def _info_names(self, slot: int) -> list[str]:
         return self._players[slot].info_names
 
     def _order(self, order: int, slots: np.ndarray) -> None:
-        for slot in slots:
+        for slot in slots.tolist():
+            self._at = slot
             player = self._players[slot]
             player.obey(order)
             for message in player.told:
                 self._take(message[:1], message[1:])
             player.told.clear()
+        self._at = None
+
+    def slots_at_work(self) -> dict[int, int]:
+        """Return the seed of the slot that is being reset or stepped; one after another is."""
+        at = self._at
+        return {} if at is None else {at: int(self._arrays["seeds"][at])}
 
     def _settle(self, slots: np.ndarray) -> None:
         """Nothing is ever under way."""

@@ -72,6 +72,14 @@ class ProcessEnvs(ManyEnvs):
     def _starting(self) -> np.ndarray:
         return np.flatnonzero(self._pending == worker.RESET)
 
+    def slots_at_work(self) -> dict[int, int]:
+        """Return the seeds of the slots whose workers owe an answer."""
+        return self._workers.at_work()
+
+    def be_patient(self, seconds: float) -> None:
+        """Kill a worker that has not answered for `seconds`; it is replaced, as one that died is."""
+        self._workers.patience = seconds
+
     def step_finish(self, active: np.ndarray) -> StepResult:
         """Wait for the active slots and return what their step brought."""
         result = super().step_finish(active)

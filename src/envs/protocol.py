@@ -119,6 +119,13 @@ class BatchedEnv(ABC):
         """Continue from a `snapshot` of an environment with the same arguments."""
         raise NotImplementedError(f"{self.info.name} cannot be restored in mid-battle")
 
+    def slots_at_work(self) -> dict[int, int]:
+        """Return the seeds of the slots that are being reset or stepped, by slot; empty where it is not known."""
+        return {}
+
+    def be_patient(self, seconds: float) -> None:  # noqa: B027 (most environments have nobody to wait for)
+        """Take a worker process that has not answered for `seconds` as one that died."""
+
     def get_stats(self) -> dict[str, float]:
         """Return counters since construction (restarts, battles, ...)."""
         return {}

@@ -27,6 +27,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.envs.nameless_memory import NamelessMemory
 from omagd.envs.outputs import fault, numeric_array, wrong_number
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
+from omagd.envs.worker_stack import offer_stack
 from omagd.utils.errors import UserError
 from omagd.utils.seeding import generator
 
@@ -318,6 +319,7 @@ def work(
     arrays, one note for each byte that wakes.
     """
     follow_parent(parent_pid)
+    offer_stack()
     _give_way()
     envs: list[MultiAgentEnv] = []
     players: list[SlotPlayer] = []

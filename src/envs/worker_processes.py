@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -17,10 +18,14 @@ import numpy as np
 
 from omagd.envs import shared_env_worker as worker
 from omagd.envs.nameless_memory import NamelessMemory
+from omagd.envs.worker_stack import stack_of
 
 CLOSE_GRACE_SECONDS = 5.0
 DEATHS_IN_A_ROW = 10
 """So often a worker may die without an episode that comes to its end; then the run does."""
+
+DEATHS_OF_A_HANG = 5
+"""As how many deaths a hang counts: an environment that hangs at the same place again ends the run."""
 
 LOG = logging.getLogger("omagd")
 _MOST_NOTES = 512 * worker.NOTE.size
@@ -48,6 +53,7 @@ class Workers:
         processes, conns, wakes: one of each for each worker; a byte in its `wakes` has a worker look at its orders.
         owed: notes that each worker still owes. deaths: how often each has died since an episode of it has ended.
         replaced: workers that have died and were replaced.
+        patience: seconds that a worker may take to answer before it is killed.
     """
 
     def __init__(self) -> None:
@@ -59,6 +65,8 @@ class Workers:
         self.owed: list[int] = []
         self.deaths: list[int] = []
         self.replaced = 0
+        self.patience = math.inf
+        self._hung: set[int] = set()
         self.memory = NamelessMemory()
         self._done, self._note = multiprocessing.get_context("spawn").Pipe(duplex=False)
         self._poll = select.poll()
@@ -151,7 +159,7 @@ class Workers:
         here = self._done.fileno()
         found: list[tuple[int, int]] = []
         dead: list[int] = []
-        events = self._poll.poll()
+        events = self._patiently()
         if here not in dict(events):
             events = self._poll.poll(0)  # a worker may have noted something after that was looked at, and then died
         for place, _ in events:
@@ -162,6 +170,39 @@ class Workers:
         for number, _ in found:
             self.owed[number] -= 1
         return found, [] if found else dead  # what it said before it died comes first
+
+    def _patiently(self) -> list[tuple[int, int]]:
+        """Wait for events; kill workers that owe an answer for longer than `patience`, which is an event too.
+
+        Time counts in short pieces, so that an hour in which this whole process was stopped does not.
+        """
+        piece = min(5.0, self.patience / 8)
+        quiet, at = 0.0, time.monotonic()
+        while not (events := self._poll.poll(1000 * piece)):
+            now = time.monotonic()
+            quiet, at = quiet + min(now - at, 2 * piece), now
+            if quiet >= self.patience:
+                self._kill_the_stuck(quiet)
+                quiet = 0.0
+        return events
+
+    def _kill_the_stuck(self, seconds: float) -> None:
+        for number, process in enumerate(self.processes):
+            if not self.owed[number] or process.pid is None:
+                continue
+            state, stack = stack_of(process.pid)
+            slots = self.hosts[number]
+            seeds = ", ".join(f"slot {slot} from seed {self.arrays['seeds'][slot]}" for slot in slots)
+            text = "environment worker %d (process %d, %s; %s) has not answered for %.0f s: it is killed%s"
+            LOG.error(text, number, process.pid, seeds, state, seconds, f"\n{stack}".rstrip())
+            self.deaths[number] += DEATHS_OF_A_HANG - 1
+            self._hung.add(number)
+            process.kill()
+
+    def at_work(self) -> dict[int, int]:
+        """Return the seeds of the slots of workers that owe an answer."""
+        slots = [slot for number, slots in enumerate(self.hosts) if self.owed[number] for slot in slots]
+        return {slot: int(self.arrays["seeds"][slot]) for slot in slots} if self.arrays else {}
 
     def message(self, number: int) -> tuple[bytes, bytes] | None:
         """Return mark and body of a worker's next message; None from one that died.
@@ -188,8 +229,8 @@ class Workers:
         how = self._how_it_ended(number)
         self.deaths[number] += 1
         if self.deaths[number] >= DEATHS_IN_A_ROW:
-            times = f"{DEATHS_IN_A_ROW} times without an episode that came to its end"
-            raise EnvWorkerError(f"environment worker {number} died {times}, last: {how}")
+            what = "hung again and again" if number in self._hung else f"died {DEATHS_IN_A_ROW} times"
+            raise EnvWorkerError(f"environment worker {number} {what} without an episode that came to its end, {how}")
         fate = "is played again by another one" if pasts else "is dropped; another one is started"
         LOG.warning("environment worker %d died (%s): what it played %s", number, how, fate)
         self._put_another(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
+from omagd.utils.pulse import BUILDING
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import seed_everything
 
@@ -54,7 +56,12 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
     """Return one rank's session: environment, its facts, and a runner for each purpose."""
     torch.set_num_threads(config.torch_threads)
     runner_class = runners.REGISTRY.get(config.runner)
+    began = time.perf_counter()
+    dist.waits.place = lambda: ("", BUILDING, began)
     env = make_env(config.env, dict(config.env_args), n_slots(config), processes=config.env_processes)
+    # Half, so that the episodes are played again before the other ranks, which wait for them, give up.
+    env.be_patient(30 * config.dist_timeout_minutes)
+    dist.waits.slots = env.slots_at_work
     info = env.info
     if config.use_graph_reconstruction and info.layout is None:
         env.close()
@@ -65,6 +72,8 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
     made = {
         purpose: runner_class(env, config, info, EpisodeSeeds(config.seed, purpose, dist.rank)) for purpose in PURPOSES
     }
+    for runner in made.values():
+        runner.ticked = dist.waits.played
     measures = Measures(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
     log = EpisodeLog(folder.episode_log(dist.rank))
     return Session(config, dist, env, info, folder, logger, made, Keeper(config, dist, folder), log, measures)

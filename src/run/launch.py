@@ -42,9 +42,9 @@ from omagd.utils.dist_utils import (
 )
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
 from omagd.utils.logging import setup_logging
-from omagd.utils.pulse import beating
+from omagd.utils.pulse import Hung, beating, watching
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.signals import CLOSING_SECONDS, Stopped, stop_requested, stoppable, unhurried
+from omagd.utils.signals import CLOSING_SECONDS, Stopped, raise_in_main_thread, stop_requested, stoppable, unhurried
 from omagd.utils.writing import STORAGE
 
 
@@ -58,8 +58,6 @@ def launch(
         begun: called with the run's folder before it trains, except under torchrun.
     Errors: UserError; RankFailed with the failing rank's own traceback; Stopped by SIGINT or SIGTERM.
     """
-    from omagd.run.experiment import run_experiment
-
     plan = make_plan(config)
     with stoppable(), _no_silent_exit():
         if plan.joins:
@@ -68,7 +66,24 @@ def launch(
             begun(claim.path)
             if plan.spawns:
                 return _spawn(claim.config, plan, claim.path, channel)
-            return run_experiment(claim.config, Dist(device=plan.device(0)), claim.path, channel)
+            return _run_alone(claim.config, Dist(device=plan.device(0)), claim.path, channel)
+
+
+def _run_alone(config: Config, dist: Dist, path: str, channel: Any) -> dict[str, Any]:
+    """Run in this process. If it hangs, an error is raised in its main thread; it ends if that changes nothing."""
+    from omagd.run.experiment import run_experiment
+
+    started = time.time()
+
+    def hung(line: str, stack: str) -> None:
+        logging.getLogger("omagd").error("%s\n%s", line, stack.rstrip())
+        raise_in_main_thread(RankFailed(line))
+        time.sleep(CLOSING_SECONDS)
+        _close_books(config, 1, path, started, "failed", 0)
+        _leave_hung(line, "")
+
+    with watching(dist, 60 * config.dist_timeout_minutes, hung):
+        return run_experiment(config, dist, path, channel)
 
 
 @contextmanager
@@ -115,9 +130,9 @@ def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> 
     return claim
 
 
-def _leave_hung(line: str) -> NoReturn:
-    """End this rank, whose main thread waits in vain for another one; torchrun ends the others."""
-    sys.stderr.write(f"error: {line}\n")
+def _leave_hung(line: str, stack: str) -> NoReturn:
+    """End this rank, whose main thread hangs or waits in vain for another one; torchrun ends the others."""
+    sys.stderr.write(f"error: {line}\n{stack}")
     sys.stderr.flush()
     os._exit(1)
 
@@ -130,7 +145,7 @@ def _group(
     port: int,
     config: Config,
     attempt: int,
-    hung: Callable[[str], None],
+    hung: Hung,
     failed: Callable[[BaseException], None] = lambda error: None,
 ) -> Iterator[Dist]:
     """Be one of the ranks.
@@ -140,7 +155,7 @@ def _group(
 
     Args:
         place: of the rank on this host.
-        hung: called, in a thread, where another rank does not come to an exchange in time.
+        hung: called, in a thread, where this rank stands still, or another one does not come to an exchange in time.
         failed: called with the error that ends the run, before anything is closed.
     """
     device = plan.device(place)
@@ -155,7 +170,7 @@ def _group(
             dist = Dist(rank, plan.world_size, device)
             dist.waits.on_error = on_error
             board = open_board(rank, port, minutes, hosted=hosted, attempt=attempt)
-            with beating(dist, board, 60 * minutes, hung):
+            with beating(dist, board, 60 * minutes, hung), watching(dist, 60 * minutes, hung):
                 if plan.joins and plan.backend == "nccl":
                     gpu = str(torch.cuda.get_device_properties(device).uuid)
                     require_own_gpus(dist.gather((socket.gethostname(), gpu)))
@@ -217,8 +232,8 @@ def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: 
 
     notes = notes_folder(path, attempt)
 
-    def hung(line: str) -> None:
-        note_hung(rank, notes, line)
+    def hung(line: str, stack: str) -> None:
+        note_hung(rank, notes, line, stack)
         os._exit(1)
 
     def failed(error: BaseException) -> None:

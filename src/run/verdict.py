@@ -89,9 +89,9 @@ def note_error(rank: int, folder: Path, error: BaseException) -> None:
         _note_first(rank, folder, {"trace": trace, "exchange": from_exchange(error)})
 
 
-def note_hung(rank: int, folder: Path, line: str) -> None:
-    """Write down what a rank says of another one that holds it up."""
-    _note_first(rank, folder, {"line": line})
+def note_hung(rank: int, folder: Path, line: str, stack: str) -> None:
+    """Write down what a rank says of another one that holds it up, or of itself; then with its stack."""
+    _note_first(rank, folder, {"line": line, "stack": stack})
 
 
 def summary_in(folder: Path) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
         return Verdict(Stopped(signal.SIGTERM))  # one was told, and they have stopped together
     found = _notes(folder)
     if found and "line" in found[0]:
-        return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}"))
+        return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}\n{found[0]['stack']}".rstrip()))
     for rank, code in _silent_causes(failed, found).items():
         if code == 128 + signal.SIGINT:
             return Verdict(Stopped(signal.SIGINT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -108,6 +109,7 @@ class Play:
 
     Attributes:
         rollout: what was played since it was last replaced.
+        ticked: called with True before each tick, with False once what was played is taken.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Play:
         self.seeds = seeds
         self.parts = parts
         self.rollout = Rollout()
+        self.ticked: Callable[[bool], None] = _nothing
         self._n_told = info.n_agents if info.agent_rewards else 0
         self.clock = Clock.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_told)
         self._results: dict[int, dict[str, float]] = {}
@@ -135,6 +138,7 @@ class Play:
 
     def begin(self, episodes_per_slot: int) -> None:
         """Start the first episode of every slot; a slot that has ended one begins its next at once."""
+        self.ticked(True)
         n = self.env.n_slots
         everyone = np.ones(n, bool)
         seeds = self.seeds.draw(everyone)
@@ -159,6 +163,7 @@ class Play:
         Errors: UserError when the environment returns what cannot be learned from, RuntimeError when an episode
         outlives `info.episode_limit`.
         """
+        self.ticked(True)
         for part in self.parts:
             self._turn(part, explore)
 
@@ -169,6 +174,7 @@ class Play:
 
     def take(self) -> Rollout:
         """Return what was played since the last time."""
+        self.ticked(False)
         taken, self.rollout = self.rollout, Rollout()
         return taken
 
@@ -298,3 +304,7 @@ class Play:
     def _ended(self, recorder: Recorder, slot: int, length: int) -> None:
         """Take what an episode has left."""
         self.rollout.episodes.append(recorder.take(slot, length))
+
+
+def _nothing(going_on: bool) -> None:
+    """Note nothing."""

@@ -29,6 +29,7 @@ class Runner:
     Attributes:
         halves: whether to decide for half of the slots while the others step, where environment and policy can.
         lost: episodes that were void, and replaced, since this was made.
+        ticked: told of every tick; see `Play`.
         prepare: called before episodes begin or go on: who plays in the environment has it to itself from here on.
     """
 
@@ -42,6 +43,7 @@ class Runner:
         self.halves = config.act_in_halves
         self.lost = 0
         self.prepare: Callable[[], None] = _nothing
+        self.ticked: Callable[[bool], None] | None = None
         self._recorders: dict[bool, Recorder] = {}
 
     @staticmethod
@@ -122,7 +124,10 @@ class Runner:
         """Return battles that have not begun."""
         recorder = self._recorder(full_obs) if keep else None
         see_all = full_obs or policy.wants_full_obs
-        return kind(self.env, self.info, policy, recorder, see_all, self.stream, self._parts(policy))
+        play = kind(self.env, self.info, policy, recorder, see_all, self.stream, self._parts(policy))
+        if self.ticked is not None:
+            play.ticked = self.ticked
+        return play
 
     def _take(self, play: Play) -> Rollout:
         rollout = play.take()

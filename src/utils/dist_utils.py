@@ -32,22 +32,32 @@ class Waits:
     Attributes:
         seconds: waited in all; the others' being late is part of it. calls: number of exchanges.
         known: moment at which the last gradient of this rank was computed.
-        entered, entered_at: exchanges that this rank has begun, the same number on all ranks that are as far; moment
-            of the last one. place: returns stage, phase and the moment at which the phase began.
+        entered: exchanges that this rank has begun, the same number on all ranks that are as far.
+        place: returns stage, phase and the moment at which the phase began.
         on_error: called with the error that ends this rank's run, before anything is closed.
+        ticks: steps of environments and backward passes so far. playing: episodes are being played. inside: this rank
+            is in an exchange. slots: returns the seeds of the slots that the environment works on, by slot.
     """
 
     seconds: float = 0.0
     calls: int = 0
     known: float | None = None
     entered: int = 0
-    entered_at: float = field(default_factory=time.perf_counter)
     place: Callable[[], tuple[str, str, float]] = lambda: ("", "start", _STARTED)
     on_error: Callable[[BaseException], None] = lambda error: None
+    ticks: int = 0
+    playing: bool = False
+    inside: bool = False
+    slots: Callable[[], dict[int, int]] = dict
 
     def enter(self) -> None:
         """Note that this rank begins an exchange with all others."""
-        self.entered, self.entered_at = self.entered + 1, time.perf_counter()
+        self.entered += 1
+
+    def played(self, going_on: bool) -> None:
+        """Count one step of the environments, or note that what was to be played has been."""
+        self.ticks += 1
+        self.playing = going_on
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -55,7 +65,7 @@ class Waits:
         self.enter()
         started = time.perf_counter()
         try:
-            with _exchange():
+            with _exchange(self):
                 yield
         finally:
             self.add(started)
@@ -71,14 +81,17 @@ class Waits:
 
 
 @contextmanager
-def _exchange() -> Iterator[None]:
+def _exchange(waits: Waits) -> Iterator[None]:
     """Mark an error of the block as one of an exchange: another rank may have caused it by its end."""
+    waits.inside = True
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError):
             error.in_exchange = True  # type: ignore[attr-defined]
         raise
+    finally:
+        waits.inside = False
 
 
 def from_exchange(error: BaseException) -> bool:
@@ -160,7 +173,7 @@ class Dist:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.waits.note)
         self.waits.enter()
-        with _exchange():
+        with _exchange(self.waits):
             return wrap_model_ddp(module, self.device.index, bucket_cap_mb=bucket_cap_mb)
 
     def backward(self, loss: Tensor, wrapped: nn.Module) -> None:
@@ -172,8 +185,9 @@ class Dist:
         synchronised = isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync
         if synchronised:
             self.waits.enter()
-        with _exchange() if synchronised else nullcontext():
+        with _exchange(self.waits) if synchronised else nullcontext():
             loss.backward()
+        self.waits.ticks += 1
         if self.waits.known is not None and synchronised:
             self.waits.add(self.waits.known)
 
@@ -246,7 +260,7 @@ def setup_distributed(
         _stay_on_this_host()
     store = dist.PrefixStore(f"attempt_{attempt}", _meet(rank, int(port), timeout, hosted, host_it=rank == 0))
     both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-    with _exchange():
+    with _exchange(Waits()):
         dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

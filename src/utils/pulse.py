@@ -1,22 +1,33 @@
-"""A sign of life of every rank, and who is missing when an exchange between the ranks does not come about.
+"""Hangs: a watchdog on this rank's own progress, and signs of life by which ranks name who holds up an exchange.
 
-It needs nothing of the exchange itself, so it works where that blocks the whole process: in a sum, in a backward pass,
-on a GPU's stream.
+Both are threads that need nothing of what hangs, so they work where it blocks the main thread: in an environment, in a
+sum, in a backward pass, on a GPU's stream.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from omagd.utils.dist_utils import Dist
+
+LOG = logging.getLogger("omagd")
+BUILDING = "building the environment"
+WATCHED = frozenset({BUILDING, "collect", "update", "sample", "replay", "test", "opponents"})
+"""Phases in which standing still is a hang. Reading and writing files may take as long as the disk needs."""
+
+Hung = Callable[[str, str], None]
+"""Called with one line that names who hangs, and the Python stack of the thread that does, empty where unknown."""
 
 
 class Board(Protocol):
@@ -41,27 +52,38 @@ class Pulse(threading.Thread):
     """Leaves this rank's sign of life on the board, every few seconds; looks at the others' once an exchange is late.
 
     Args:
-        dist: this rank. board: shared by all ranks. timeout: seconds that an exchange may take. hung: called once, in
-            this thread, with one line that names the ranks that hold the others up.
+        dist: this rank. board: shared by all ranks. timeout: seconds that an exchange may take; a little longer is
+            waited, for a rank that hangs to say so itself. hung: called once, in this thread, with one line that names
+            the ranks that hold the others up.
     """
 
-    def __init__(self, dist: Dist, board: Board, timeout: float, hung: Callable[[str], None]) -> None:
+    def __init__(self, dist: Dist, board: Board, timeout: float, hung: Hung) -> None:
         super().__init__(name="pulse", daemon=True)
         self.dist, self.board, self.timeout, self.hung = dist, board, timeout, hung
         self.interval = min(5.0, max(0.1, timeout / 16))
         self._ended = threading.Event()
         self._beat = 0
         self._seen: dict[int, Seen] = {}
+        self._entered, self._late = -1, 0.0
+        self._last: dict[int, dict[str, Any]] = {}
+        self._unreadable: set[int] = set()
 
     def run(self) -> None:
         """Beat until `stop`, or until the board has gone with the process that holds it."""
         try:
             self._tell(left=False)
+            at = time.perf_counter()
             while not self._ended.wait(self.interval):
+                now = time.perf_counter()
+                # Not the time in which this whole process was stopped, as by Ctrl-Z.
+                self._late = self._late + min(now - at, 3 * self.interval)
+                at = now
+                if self._entered != self.dist.waits.entered:
+                    self._entered, self._late = self.dist.waits.entered, 0.0
                 self._tell(left=False)
                 if line := self._look():
                     self._tell(left=True)  # so that nobody takes this rank's end for the cause
-                    self.hung(line)
+                    self.hung(line, "")
                     return
             self._tell(left=True)
         except (RuntimeError, OSError):
@@ -90,17 +112,32 @@ class Pulse(threading.Thread):
 
     def _look(self) -> str:
         """Return a line that names who holds this rank up, empty while nobody does."""
-        late = time.perf_counter() - self.dist.waits.entered_at
+        late = self._late
         if late < self.timeout / 2:
             self._seen.clear()
             return ""
-        others = [json.loads(self.board.get(str(rank))) for rank in self._others()]
+        others = [self._read(rank) for rank in self._others()]
         present = [pulse for pulse in others if not pulse["left"]]
         silent = {pulse["rank"]: quiet for pulse in present if (quiet := self._quiet(pulse)) > self.timeout / 3}
-        if late < self.timeout:
+        if late < self.timeout + min(15.0, self.timeout / 4):
             return ""
         behind = [pulse for pulse in present if pulse["entered"] < self.dist.waits.entered]
         return "; ".join(_describe(pulse, silent) for pulse in behind or present if behind or pulse["rank"] in silent)
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        """Return what a rank says; what cannot be read is no sign of life, so the last one that could be counts."""
+        try:
+            pulse = json.loads(self.board.get(str(rank)))
+            kinds = {name: type(value) for name, value in pulse.items()}
+            if kinds != KINDS or pulse["rank"] != rank:
+                raise ValueError(f"not a sign of life: {pulse!r}"[:200])
+            self._last[rank] = pulse
+        except (ValueError, AttributeError, RecursionError) as problem:
+            if rank not in self._unreadable:
+                self._unreadable.add(rank)
+                LOG.warning("the sign of life of rank %d cannot be read: %r", rank, problem)
+        nothing = {"beat": 0, "entered": 0, "place": "an unknown phase", "seconds": 0.0, "left": False}
+        return self._last.get(rank, {"rank": rank, "host": "unknown", "pid": 0, **nothing})
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.dist.world_size) if rank != self.dist.rank]
@@ -113,8 +150,73 @@ class Pulse(threading.Thread):
         return now - seen.since
 
 
+KINDS = {
+    "rank": int, "host": str, "pid": int, "beat": int, "entered": int, "place": str, "seconds": float, "left": bool,
+}  # fmt: skip
+"""Types of what a sign of life says."""
+
+
+class Watchdog(threading.Thread):
+    """Notices that this rank stands still, though no other one may wait for it.
+
+    Progress is a tick of the environments, a backward pass, an exchange, another phase. A rank that waits in an
+    exchange is left to `Pulse`, which can name the one that it waits for.
+
+    Args:
+        dist: this rank; the thread that makes this is the one that is watched. timeout: seconds without progress, not
+            counting those in which the whole process was stopped. hung: called once, in this thread.
+    """
+
+    def __init__(self, dist: Dist, timeout: float, hung: Hung) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self.dist, self.timeout, self.hung = dist, timeout, hung
+        self.watched = threading.get_ident()
+        self.interval = min(5.0, max(0.05, timeout / 16))
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Look every few seconds until `stop`."""
+        waits, last, quiet, at = self.dist.waits, None, 0.0, time.perf_counter()
+        while not self._ended.wait(self.interval):
+            now = time.perf_counter()
+            passed, at = min(now - at, 2 * self.interval), now
+            stage, phase, since = waits.place()
+            mark = (waits.ticks, waits.entered, stage, phase, since)
+            busy = waits.playing or phase in WATCHED
+            quiet = quiet + passed if mark == last and busy and not waits.inside else 0.0
+            last = mark
+            if quiet >= self.timeout:
+                self.hung(self._line(quiet, f"{stage} ({phase})" if stage else phase), self._stack())
+                return
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+
+    def _line(self, quiet: float, place: str) -> str:
+        slots = list(self.dist.waits.slots().items())
+        where = ", ".join(f"slot {slot} from seed {seed}" for slot, seed in slots[:4]) + ", …" * (len(slots) > 4)
+        who = f"rank {self.dist.rank} (host {socket.gethostname()}, process {os.getpid()})"
+        return f"{who} hangs: in {place} for {quiet:.0f} s" + f", in {where}" * bool(where)
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self.watched)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
 @contextmanager
-def beating(dist: Dist, board: Board, timeout: float, hung: Callable[[str], None]) -> Iterator[None]:
+def watching(dist: Dist, timeout: float, hung: Hung) -> Iterator[None]:
+    """Within, this rank's progress is watched; see `Watchdog`."""
+    watchdog = Watchdog(dist, timeout, hung)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
+
+
+@contextmanager
+def beating(dist: Dist, board: Board, timeout: float, hung: Hung) -> Iterator[None]:
     """Within, this rank gives signs of life and watches the others'; see `Pulse`."""
     pulse = Pulse(dist, board, timeout, hung)
     pulse.start()

@@ -46,12 +46,14 @@ class _Received:
     """What this process was told, and whether it may be told now.
 
     Attributes:
+        error: what shall be raised instead of a stop.
         number, at: the first signal and its moment. held: within `unhurried`. seconds: given by `deferred`, 0 outside.
         late: the time that was given has passed while signals were held.
     """
 
     number: int | None = None
     at: float = 0.0
+    error: Exception | None = None
     held: bool = False
     seconds: float = 0.0
     late: bool = False
@@ -62,6 +64,9 @@ class _Received:
         return self.seconds > 0 and self.number == signal.SIGTERM
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
         now = time.monotonic()
         if self.number is None:
             self.number, self.at = number, now
@@ -90,13 +95,20 @@ def stop_requested() -> bool:
     return _received.number is not None
 
 
+def raise_in_main_thread(error: Exception) -> None:
+    """Within `stoppable`, called in another thread: raise `error` in the main thread, whatever it does in Python."""
+    if signal.getsignal(signal.SIGTERM) == _received.handle:
+        _received.error = error
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Within, the first SIGINT or SIGTERM raises `Stopped`; outside the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _received.number, _received.held = None, False
+    _received.number, _received.held, _received.error = None, False, None
     before = {number: signal.signal(number, _received.handle) for number in SIGNALS}
     try:
         yield
