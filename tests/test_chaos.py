@@ -183,19 +183,22 @@ def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected
     assert ends == {True, False}
 
 
-def test_lossy_continues_without_the_damaged_episodes_and_counts_them(unfinished, tmp_path, monkeypatch, capsys):
-    """One flipped byte in a file that all checkpoints share."""
+@pytest.mark.parametrize("every", [False, True])
+def test_lossy_continues_without_the_damaged_episodes_and_counts_them(every, unfinished, tmp_path, monkeypatch, capsys):
+    """One flipped byte in a file that all checkpoints share, or in each file: then no batch is left."""
     monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest, name = newest_first(run)[0], shared_by_all(run)
     manifest = json.loads((newest / "manifest.json").read_text())
     (said,) = [said["replay"] for said in manifest["logs"]]
-    (part,) = [part for part in said["parts"] if part["file"] == name]
-    lost = part["first"] + part["count"] - max(part["first"], said["added"] - said["kept"])
-    flip(run / "checkpoints" / name)
+    oldest = said["added"] - said["kept"]
+    parts = [part for part in said["parts"] if part["file"] == name or every]
+    lost = sum(part["first"] + part["count"] - max(part["first"], oldest) for part in parts)
+    for part in parts:
+        flip(run / "checkpoints" / part["file"])
     before = contents(run)
-    assert name in rejected(run, capsys)
-    assert 0 < lost < said["kept"]
+    assert parts[0]["file"] in rejected(run, capsys)
+    assert 0 < lost < said["kept"] or every
     seen: dict[str, int] = {}
 
     with monkeypatch.context() as patch:
@@ -212,7 +215,7 @@ def test_lossy_continues_without_the_damaged_episodes_and_counts_them(unfinished
     assert seen == {"left": said["kept"] - lost, "t_env": manifest["t_env"], "iteration": manifest["iteration"]}
     assert main([*COMMAND, f"local_results_path={run.parent}", "resume=lossy"]) == 0
     log = (run / "logs" / "rank_0.log").read_text()
-    assert f"resume=lossy: {lost} episode(s) in {name} cannot be read" in log
+    assert f"resume=lossy: {lost} episode(s) in {parts[0]['file']}" in log
     entries = resumed(run)
     assert [(e["kind"], e["from"], e["lost_episodes"]) for e in entries] == [
         ("lossy", f"checkpoints/{newest.name}", lost)
@@ -502,10 +505,11 @@ def test_a_stop_says_saved_only_where_the_files_are_found(unfinished, tmp_path, 
 
 @pytest.mark.parametrize("moment", [1, 2])
 def test_a_run_that_is_going_on_is_continued_in_a_new_folder(moment, unfinished, tmp_path, monkeypatch):
-    """It removes its checkpoint just after that was compared: before it is read, and before it is linked."""
+    """It replaces its checkpoint just after that was compared: before it is read, and before it is linked."""
     monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
-    newest, older = newest_first(run)
+    newest, other = newest_first(run)
+    other.rename(tmp_path / "not yet")
     inner, calls = Checkpoint.check, []
 
     def check(found, *arguments):
@@ -513,13 +517,14 @@ def test_a_run_that_is_going_on_is_continued_in_a_new_folder(moment, unfinished,
         calls.append(found.path)
         if len(calls) == moment:
             shutil.rmtree(newest)
+            (tmp_path / "not yet").rename(other)
 
     monkeypatch.setattr(Checkpoint, "check", check)
     words = [f"local_results_path={tmp_path}/new", "auto_resume=False", f"checkpoint_path={run}"]
     assert main([*COMMAND, *words]) == 0
     (folder,) = (tmp_path / "new").glob("*/summary.json")
     log = (folder.parent / "logs" / "rank_0.log").read_text()
-    assert f"continuing from {folder.parent / 'checkpoints' / older.name}: iteration {KILLED_AT - 1}" in log
+    assert f"continuing from {folder.parent / 'checkpoints' / other.name}: iteration {KILLED_AT - 1}" in log
     assert resumed(folder.parent)[0]["kind"] == "exact"
 
 

@@ -86,9 +86,7 @@ class Recovered:
                 said = self.said_of(log, dist.rank)
                 if said:
                     oldest = said["added"] - said["kept"]
-                    parts = [part.from_number(oldest) for part in self._stretches(said)]
-                    added = said["added"] if self.kind == "exact" else sum(len(part.records) for part in parts)
-                    buffer.restore(parts, added)
+                    buffer.restore([part.from_number(oldest) for part in self._stretches(said)], said["added"])
                 return
             dealt = self._aged(log)[dist.rank :: dist.world_size]
             buffer.capacity = max(buffer.capacity, len(dealt)) if log != "replay" else buffer.capacity
