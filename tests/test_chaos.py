@@ -17,7 +17,7 @@ import torch
 from chaos_harness import Trial, differences
 from command_harness import run_folders, summary_of
 
-from omagd.run import keeper, set_aside
+from omagd.run import keeper, saver, set_aside
 from omagd.run.command_line import config_from, main
 from omagd.run.keeper import Keeper
 from omagd.run.recovery import recover
@@ -501,6 +501,37 @@ def test_a_stop_says_saved_only_where_the_files_are_found(unfinished, tmp_path, 
         (line,) = [line for line in (run / "logs" / "rank_0.log").read_text().splitlines() if "asked to stop" in line]
         assert ("is saved" in line) is not harmed
         assert ("ERROR" in line and "is not saved (rank 0: kept/replay" in line) is harmed
+
+
+def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(unfinished, tmp_path, monkeypatch):
+    run, done = copied(unfinished[1], tmp_path), []
+    before = {path.name for path in newest_first(run)}
+
+    def record(module: object, name: str) -> None:
+        inner = getattr(module, name)
+
+        def call(path: Path, *more: object) -> object:
+            done.append((name, Path(path).name))
+            return inner(path, *more)
+
+        monkeypatch.setattr(module, name, call)
+
+    for module in (checkpoint_store, saver, set_aside):
+        record(module, "sync")
+    record(Path, "rename")
+    record(set_aside, "write_json")
+    monkeypatch.setattr(keeper, "stop_wanted", lambda: True)
+    assert main([*COMMAND, f"local_results_path={run.parent}"]) == 143
+    (newest,) = {path.name for path in newest_first(run)} - before
+    (draft,) = {name for what, name in done if what == "rename" and name.startswith(f".{newest}.")}
+    save = done[: done.index(("rename", draft))]
+    after = [step for step in done[len(save) :] if step[1] in {"checkpoints", run.name, run.parent.name, "saved.json"}]
+    assert ("sync", "kept") in save
+    assert save[-1] == ("sync", draft)
+    assert after[:4] == [
+        ("sync", "checkpoints"), ("sync", run.name), ("sync", run.parent.name), ("write_json", "saved.json"),
+    ]  # fmt: skip
+    assert after[4:] == [("sync", run.name)]
 
 
 @pytest.mark.parametrize("moment", [1, 2])
