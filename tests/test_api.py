@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import sc2_stand_in
 import torch
 from command_budgets import BUDGETS
+from documented import questions
 
 import omagd
 from omagd.config.env_info import EnvInfo
@@ -107,6 +109,22 @@ def test_evaluate_reads_the_runs_configuration_and_labels_what_it_writes(page, t
     values = summary["stages"]["stage3"]["values"]
     for name, key in (("return", "return"), ("ep_length", "length"), ("battle_won", "battle_won")):
         assert values[f"test_{name}_mean"] == pytest.approx(np.mean([line[key] for line in lines]))
+
+
+def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys(page, tmp_path, capsys):
+    trained = Path(page["summary"]["folder"])
+    commands = [words for words in questions() if words[0] == "evaluate"]
+    assert len(commands) >= 2
+    for _, run, *words in commands:
+        assert main(["evaluate", run.replace("results/<run>", str(trained)), *words, "--dry-run"]) == 0
+    config = json.loads((trained / "config.json").read_text())
+    shutil.copytree(trained, tmp_path / "older", ignore=shutil.ignore_patterns("checkpoints"))
+    older = {key: value for key, value in config.items() if key not in {"resume", "torch_threads"}}
+    (tmp_path / "older" / "config.json").write_text(json.dumps(older))
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "older"), "--dry-run", "torch_threads=2"]) == 0
+    assert "\ntorch_threads: 2\n" in capsys.readouterr().out
+    assert omagd.load_policy(tmp_path / "older").config.torch_threads == 1
 
 
 def test_evaluate_refuses_another_map_replays_and_a_taken_name(page, tmp_path, capsys, monkeypatch):

@@ -30,7 +30,6 @@ RUN_ELSEWHERE = {
         "python src/main.py --config=qmix --env-config=skirmish with env_args.map_name=3m",
         "torchrun --nproc_per_node=2 src/main.py --config=qmix --env-config=skirmish with run=ddp",
         "torchrun --nproc_per_node=2 src/main.py --config=qmix --env-config=skirmish with run=ddp auto_resume=True",
-        "python src/main.py --config=qmix with evaluate=True checkpoint_path=x",
         "python src/main.py --config=omagd --env-config=smax with run=ddp learner=nq_graph_learner_ddp world_size=2",
         "STAGE=stage1 NUM_GPUS=2 ./run_pretrain_ddp.sh",
         "STAGE=stage2 TOKENIZER_PATH=x ./run_pretrain_ddp.sh",

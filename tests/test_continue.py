@@ -99,17 +99,19 @@ def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
 
 @pytest.mark.processes
 def test_evaluating_a_graph_run_finds_its_modules_and_repeats(small_run, tmp_path, monkeypatch):
+    """By the keys of its command, and by its own config.json: the same episodes."""
     monkeypatch.chdir(tmp_path)
     results = []
-    for _ in range(2):
+    by_keys = [*GRAPH_COMMAND, *BUDGETS, "evaluate=True", f"checkpoint_path={small_run}"]
+    for command in (by_keys, ["evaluate", str(small_run)]):
         before = set(tmp_path.glob("results/*/summary.json"))
-        assert main([*GRAPH_COMMAND, *BUDGETS, "evaluate=True", f"checkpoint_path={small_run}"]) == 0
+        assert main(command) == 0
         (file,) = set(tmp_path.glob("results/*/summary.json")) - before
         results.append(json.loads(file.read_text()))
         (line,) = records(file.parent)
         assert line["t_env"] == int(find_step_folder(str(small_run)).name)
     first, second = (result["stages"]["stage3"]["values"] for result in results)
-    assert first == second
+    assert first == second and {result["kind"] for result in results} == {"evaluation"}
     assert 0 <= first["test_battle_won_mean"] <= 1
     assert {result["exit_state"] for result in results} == {"completed"}
 
