@@ -235,6 +235,9 @@ def test_metrics_against_loops_over_tokens() -> None:
             token += 1
     assert values["top3"] == pytest.approx(np.mean(top3)) and values["mrr"] == pytest.approx(np.mean(mrr))
     assert values["error"] == pytest.approx(np.mean(errors), rel=1e-5)
+    of_living = [error for error, (_, dead) in zip(errors, absent, strict=True) if not dead]
+    assert 0 < len(of_living) < len(errors)
+    assert values["error_alive"] == pytest.approx(np.mean(of_living), rel=1e-5)
     for name, wanted in rivals.items():
         assert values[f"error_{name}"] == pytest.approx(np.mean(wanted), rel=1e-5), name
     said, true = np.array(absent).T

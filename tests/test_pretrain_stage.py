@@ -112,6 +112,12 @@ def test_skipped_updates_are_counted_on_after_a_restart(tmp_path):
         resumed.require_sound()
 
 
+def test_every_rank_and_purpose_has_chance_of_its_own(tmp_path):
+    stages = [stage_of(tmp_path, Dist(rank, 3)) for rank in range(3)]
+    drawn = [stage.chance(purpose).random(4).tolist() for stage in stages for purpose in ("explore", "replay")]
+    assert len({value for values in drawn for value in values}) == 3 * 2 * 4
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("episodes", [1, 3, 17, 48, 1000])
 def test_every_rank_plays_the_same_number_of_whole_rounds(world_size, episodes, tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import graph_toys
 import numpy as np
 import pytest
+import test_ddpg
 import torch
 from q_toys import (
     GRAPH,
@@ -33,6 +35,8 @@ from omagd.envs.protocol import Observation
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import lr_scale
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing, pack_episodes
@@ -251,18 +255,19 @@ def test_warm_up_changes_no_weight_and_no_random_number():
     assert not learner.optimizer.state
 
 
-def test_a_restored_learner_continues_as_if_never_stopped():
-    config = toy_config(target_update_interval=20)
-    batches = [pack_episodes([random_episode(10 * i + k, 3 + k) for k in range(4)]) for i in range(6)]
+@pytest.mark.parametrize("updates", [{"target_update_interval": 20}, {"target_update_updates": 3}])
+def test_a_restored_learner_continues_as_if_never_stopped(updates):
+    config = toy_config(**updates)
+    batches = [pack_episodes([random_episode(10 * i + k, 3 + k) for k in range(4)]) for i in range(7)]
     straight, stopped, resumed = make_learner(config), make_learner(config), make_learner(config, seed=9)
     for i, batch in enumerate(batches):
         straight.update(batch, episodes=8 * i)
-        if i < 3:
+        if i < 5:  # targets were copied in update 3 (of 8 * 3 episodes) or 2: those that follow depend on when
             stopped.update(batch, episodes=8 * i)
     for name, module in stopped.modules().items():
         resumed.modules()[name].load_state_dict(module.state_dict())
     resumed.load_state_dict(stopped.state_dict())
-    for i in range(3, 6):
+    for i in range(5, 7):
         resumed.update(batches[i], episodes=8 * i)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(straight), weights_of(resumed), strict=True))
 
@@ -277,10 +282,10 @@ def test_targets_are_copied_when_due(updates, copies):
     copied = []
     for i in range(6):
         learner.update(batch, episodes=10 * i)
-        pairs = zip(learner.mac.agent.parameters(), learner.target_agent.parameters(), strict=True)
-        if all(torch.equal(a, b) for a, b in pairs):
-            copied.append(i)
-    assert copied == copies
+        for trained, target in ((learner.mac.agent, learner.target_agent), (learner.mixer, learner.target_mixer)):
+            if all(map(torch.equal, trained.state_dict().values(), target.state_dict().values())):
+                copied.append(i)
+    assert copied == [i for i in copies for _ in ("agent", "mixer")]
 
 
 def test_a_batch_without_a_step_changes_nothing():
@@ -302,6 +307,20 @@ def test_presets_of_other_than_the_published_sizes_clip_as_they_were_tuned(name)
 def test_learning_rate_is_scaled_by_the_number_of_ranks_only_when_asked():
     factors = [lr_scale(toy_config(lr_scaling=name), 4) for name in ("none", "sqrt", "linear")]
     assert factors == [1.0, 2.0, 4.0]
+
+
+def test_learners_of_all_stages_scale_their_learning_rates(monkeypatch):
+    monkeypatch.setattr(Dist, "wrap", lambda self, module, *_: module)  # which needs a process group
+    dist = Dist(0, 4)
+    config = graph_toys.toy_config(lr_scaling="linear", graph_lr=0.01)
+    tokenizer, predictor = graph_toys.toy_modules(config)
+    stage1 = TokenizerLearner(tokenizer, config, graph_toys.INFO, dist)
+    stage2 = PredictorLearner(predictor, tokenizer, config, graph_toys.INFO, dist)
+    qmix = make_learner(toy_config(lr_scaling="linear", lr=0.02), dist=dist)
+    ddpg = test_ddpg.make_learner(dist, lr_scaling="linear", lr=0.03, critic_lr=0.05)
+    optimizers = [stage1.optimizer, stage2.optimizer, qmix.optimizer, ddpg.optimizer, ddpg.critic_optimizer]
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.04, 0.04, 0.08, 0.12, 0.2])
 
 
 def flat_info():

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from plugin_toys import own_names
 from runner_toys import FakeEnv, Probe, identity, length_of, reward_at, runner_of, seen_at
 
+from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Exploration
+from omagd.run.build import PURPOSES, build_session
+from omagd.run.stages.stage3 import greedy_episodes
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import stream_seed
 
 torch.set_num_threads(1)
@@ -133,6 +140,29 @@ def test_every_purpose_rank_slot_and_number_has_a_seed_of_its_own():
     ]
     assert len(set(drawn)) == 3 * 2 * 5 * 4
     assert min(drawn) >= 0
+
+
+def test_no_rank_or_purpose_of_a_run_plays_the_episodes_of_another(tmp_path):
+    config = resolve(
+        "qmix", "skirmish", {"env_args.map_name": "3m", "batch_size_run": 3, "enable_checkpointing": False}
+    )
+    drawn = []
+    for rank in range(2):
+        folder = RunFolder(tmp_path / str(rank))
+        session = build_session(config, Dist(rank, 2), folder, SimpleNamespace(info=print))
+        for purpose in PURPOSES:
+            drawn += session.runners[purpose].stream.draw(np.ones(3, bool)).tolist()
+        session.close()
+    assert len(set(drawn)) == 2 * len(PURPOSES) * 3
+
+
+def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
+    runner, policy = runner_of(FakeEnv(4), "test"), Probe()
+    session = SimpleNamespace(runners={"test": runner}, rounds=lambda wanted: wanted // 4, dist=Dist())
+    values = greedy_episodes(session, policy, 12)
+    assert set(policy.explored) == {None}
+    assert runner.stream.state_dict()["played"] == [3] * 4
+    assert {"test_return_mean", "test_ep_length_mean", "test_battle_won_mean"} <= values.keys()
 
 
 @pytest.mark.parametrize("name", ["parallel", "stream"])
