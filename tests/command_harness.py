@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from command_budgets import BUDGETS
+from command_server import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = str(ROOT / "src" / "main.py")
@@ -45,10 +46,7 @@ class Started:
     def __init__(self, command: list[str], cwd: Path, **variables: str) -> None:
         kept = {key: value for key, value in os.environ.items() if key not in TORCHRUN_VARIABLES}
         environment = {**kept, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHON": PYTHON, **variables}
-        self.process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
+        self.process = Command(command, cwd, environment)
         _running.add(self)
 
     @property
