@@ -34,6 +34,7 @@ RUN_ELSEWHERE = {
         "STAGE=stage1 NUM_GPUS=2 ./run_pretrain_ddp.sh",
         "STAGE=stage2 TOKENIZER_PATH=x ./run_pretrain_ddp.sh",
         "TOKENIZER_PATH=x MASK_PREDICTOR_PATH=x ./run_gnn_stage3_ddp.sh",
+        "./run_gnn_stage3_ddp.sh",
     )
 }
 
@@ -122,7 +123,7 @@ def test_a_group_that_torchrun_made(tmp_path):
 
 @pytest.mark.processes
 def test_the_scripts_one_after_another_from_elsewhere(tmp_path):
-    """Relative paths are the caller's; the files' own paths and their folders are both taken."""
+    """Relative paths are the caller's; a file's own path is taken; stage 3 finds both pre-trainings by itself."""
     before: set[Path] = set()
     folders = []
     for number, (script, given) in enumerate(
@@ -132,11 +133,9 @@ def test_the_scripts_one_after_another_from_elsewhere(tmp_path):
             ("run_gnn_stage3_ddp.sh", {}),
         ]
     ):
-        if number > 0:
+        if number == 1:
             path = folders[0] / "models" / "pretrain_stage1_best" / "tokenizer.th"
             given["TOKENIZER_PATH"] = os.path.relpath(path, tmp_path)
-        if number > 1:
-            given["MASK_PREDICTOR_PATH"] = str(folders[1] / "models" / "pretrain_stage2_best")
         run_command([str(ROOT / script), *BUDGETS], tmp_path, ENV_CONFIG="skirmish", CUDA_VISIBLE_DEVICES="", **given)
         (folder,) = run_folders(tmp_path) - before
         before.add(folder)
@@ -145,6 +144,9 @@ def test_the_scripts_one_after_another_from_elsewhere(tmp_path):
         check_run_folder(folder, 2, (f"stage{number}",))
     resolved = json.loads((folders[2] / "config.json").read_text())
     assert (resolved["mac"], resolved["agent"]) == ("gnn_graph_mac", "gnn_rnn")
+    for key, folder, name in (("tokenizer", folders[0], "tokenizer"), ("mask_predictor", folders[1], "stage2_model")):
+        found = folder / "models" / f"pretrain_stage{2 if name == 'stage2_model' else 1}_best" / f"{name}.th"
+        assert resolved[f"pretrained_{key}_path"] == str(found)
 
 
 @pytest.mark.processes
@@ -209,10 +211,11 @@ def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str
     where |= {"MASK_PREDICTOR_PATH": where["pretrained_mask_predictor_path"]}
     keys = [(word, word.partition("=")[0]) for word in words]
     words = [f"{key}={where[key]}" if key in command.paths else word for word, key in keys]
-    variables |= {key: str(where[key]) for key in command.paths if key in variables}
+    searched = ("TOKENIZER_PATH", "MASK_PREDICTOR_PATH") if command.program == "run_gnn_stage3_ddp.sh" else ()
+    variables |= {key: str(where[key]) for key in (*command.paths, *searched) if key in variables or key in searched}
     if not command.program.endswith(".sh") and "with" not in words:
         words.append("with")
-    if command.paths and graph == runs["omagd"] and name not in {"qmix", "vdn"}:
+    if (command.paths or searched) and graph == runs["omagd"] and name not in {"qmix", "vdn"}:
         words.append("env_args.map_name=5m_vs_6m")
     return variables, words
 

@@ -8,10 +8,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from sockets import listening
 
 from omagd.utils import dist_utils
-from omagd.utils.dist_utils import open_rendezvous
+from omagd.utils.dist_utils import (
+    cleanup_distributed,
+    open_rendezvous,
+    setup_distributed,
+    unwrap_model,
+    wrap_model_ddp,
+)
 
 
 def test_the_store_listens_on_this_host_alone():
@@ -83,3 +90,32 @@ def test_without_an_agent_rank_0_holds_the_store_at_the_address_that_was_given()
         out, err = member.communicate(timeout=60)
         assert member.returncode == 0, err
         assert out.strip() == "['127.0.0.1']"
+
+
+def test_the_documented_calls_work_without_a_gpu_by_their_defaults(monkeypatch):
+    """As published: setup_distributed(rank, world_size), wrap_model_ddp(model, rank), with parameters left unused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.used(x).sum()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    setup_distributed(0, 1, port=port)
+    try:
+        assert torch.distributed.get_backend() == "gloo"
+        wrapped = wrap_model_ddp(Branches(), 0)
+        for _ in range(2):  # the second forward is what fails where parameters must not be unused
+            wrapped(torch.ones(3, 2)).backward()
+        assert unwrap_model(wrapped).used.weight.grad.tolist() == [[6.0, 6.0]]
+        assert wrapped.find_unused_parameters
+    finally:
+        cleanup_distributed()

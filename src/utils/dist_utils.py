@@ -174,7 +174,7 @@ class Dist:
                 parameter.register_post_accumulate_grad_hook(self.waits.note)
         self.waits.enter()
         with _exchange(self.waits):
-            return wrap_model_ddp(module, self.device.index, bucket_cap_mb=bucket_cap_mb)
+            return wrap_model_ddp(module, self.device.index, find_unused_parameters=False, bucket_cap_mb=bucket_cap_mb)
 
     def backward(self, loss: Tensor, wrapped: nn.Module) -> None:
         """Compute the gradients of `loss`, which came from `wrapped`.
@@ -241,14 +241,14 @@ def _listening(host: str, port: int) -> dist.TCPStore | None:
 def setup_distributed(
     rank: int,
     world_size: int,
-    backend: str = "gloo",
-    port: int | str = DEFAULT_PORT,
+    backend: str = "nccl",
+    port: int | str = str(DEFAULT_PORT),
     timeout_minutes: float = 10,
     *,
     hosted: bool = False,
     attempt: int = 0,
 ) -> None:
-    """Join the process group.
+    """Join the process group; NCCL needs a GPU, so a process that sees none joins by gloo.
 
     Under torchrun MASTER_ADDR and MASTER_PORT of the environment are used as they are; else the ranks meet on this host
     at `port`, where rank 0 listens, or, with `hosted`, the parent's `open_rendezvous`.
@@ -259,9 +259,10 @@ def setup_distributed(
     if hosted:
         _stay_on_this_host()
     store = dist.PrefixStore(f"attempt_{attempt}", _meet(rank, int(port), timeout, hosted, host_it=rank == 0))
-    both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    if backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with _exchange(Waits()):
-        dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def open_board(rank: int, port: int, timeout_minutes: float, *, hosted: bool, attempt: int) -> dist.Store:
@@ -343,18 +344,23 @@ def reduce_mean(tensor: Tensor) -> Tensor:
 
 def wrap_model_ddp(
     model: nn.Module,
-    device_id: int | None = None,
-    find_unused_parameters: bool = False,
+    device_id: int | None,
+    find_unused_parameters: bool = True,
     *,
     bucket_cap_mb: float = 25.0,
 ) -> nn.Module:
-    """Wrap `model` so that its forward and backward synchronise gradients; buffers stay each rank's own business."""
+    """Wrap `model` so that its forward and backward synchronise gradients; buffers stay each rank's own business.
+
+    device_id: the GPU that holds the model; ignored for a model on a CPU. find_unused_parameters: allow parameters that
+        take no part in a forward, at the cost of a search in each one.
+    """
+    on_gpu = device_id is not None and next(model.parameters()).device.type == "cuda"
     with warnings.catch_warnings():
         # torch 2.13 announces a new name for this flag, which older supported versions do not know.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
         return DistributedDataParallel(
             model,
-            device_ids=None if device_id is None else [device_id],
+            device_ids=[device_id] if on_gpu else None,
             broadcast_buffers=False,
             find_unused_parameters=find_unused_parameters,
             bucket_cap_mb=bucket_cap_mb,
