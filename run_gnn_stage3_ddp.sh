@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains the graph agents by QMIX on reconstructed observations, from a tokenizer and a mask predictor.
 #
+#   ./run_gnn_stage3_ddp.sh    # with the newest ones in RESULTS_PATH that fit environment, map and sizes
 #   TOKENIZER_PATH=results/<run>/models/pretrain_stage1_best \
 #   MASK_PREDICTOR_PATH=results/<run>/models/pretrain_stage2_best ./run_gnn_stage3_ddp.sh
 #
@@ -15,11 +16,19 @@ CONFIG=${CONFIG:-omagd}
 DDP_PORT=${DDP_PORT:-12355}
 RESULTS_PATH=${RESULTS_PATH:-results}
 read_arguments "$@"
-[ -n "${TOKENIZER_PATH:-}" ] || fail 'TOKENIZER_PATH=… is needed (a tokenizer.th of stage1, or its folder): see run_pretrain_ddp.sh'
-[ -n "${MASK_PREDICTOR_PATH:-}" ] || fail 'MASK_PREDICTOR_PATH=… is needed (a stage2_model.th of stage2, or its folder): see run_pretrain_ddp.sh'
+[ -z "${MASK_PREDICTOR_PATH:-}" ] || [ -n "${TOKENIZER_PATH:-}" ] ||
+    fail 'MASK_PREDICTOR_PATH needs TOKENIZER_PATH: the tokenizer with which it was trained'
 python=$(find_python)
 choose_workers "$python"
 choose_env "$python"
+
+if [ -z "${TOKENIZER_PATH:-}" ] || [ -z "${MASK_PREDICTOR_PATH:-}" ]; then
+    found=$("$python" "$root/scripts/find_pretrained.py" "$RESULTS_PATH" --config="$CONFIG" --env-config="$ENV_CONFIG" with \
+        ${MAP_NAME:+"env_args.map_name=$MAP_NAME"} \
+        ${updates[@]+"${updates[@]}"} \
+        ${TOKENIZER_PATH:+"pretrained_tokenizer_path=$TOKENIZER_PATH"})
+    TOKENIZER_PATH=${found%$'\n'*} MASK_PREDICTOR_PATH=${found#*$'\n'}
+fi
 
 exec "$python" "$root/src/main.py" --config="$CONFIG" --env-config="$ENV_CONFIG" ${DRY_RUN:+--dry-run} with \
     recontructer_stage=stage3 \

@@ -28,6 +28,7 @@ if [ "$1" = -c ]; then
     case "$2" in *cuda*) echo "${FAKE_GPUS:-0}" ;; esac
     exit 0
 fi
+case "$*" in *find_pretrained.py*) printf '%s\\n' "$@" >"$CALLED.found"; printf 'a b/t.th\\nc/p.th\\n'; exit 0 ;; esac
 case "$*" in *--env-config=sc2*--dry-run*) exit "${FAKE_SC2:-2}" ;; esac
 printf '%s\\n' "$PWD" "$@" >"$CALLED"
 """
@@ -92,8 +93,7 @@ def test_stage2_passes_the_tokenizer_and_further_arguments_come_last(call):
     [
         ("run_pretrain_ddp.sh", {"STAGE": "stage2"}, "TOKENIZER_PATH"),
         ("run_pretrain_ddp.sh", {"STAGE": "stage7"}, "STAGE=stage7"),
-        ("run_gnn_stage3_ddp.sh", {}, "TOKENIZER_PATH"),
-        ("run_gnn_stage3_ddp.sh", {"TOKENIZER_PATH": "x"}, "MASK_PREDICTOR_PATH"),
+        ("run_gnn_stage3_ddp.sh", {"MASK_PREDICTOR_PATH": "x"}, "TOKENIZER_PATH"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_runs(call, script, variables, word):
@@ -114,6 +114,19 @@ def test_stage3_takes_the_graph_agent_and_all_gpus(call):
     expected = "recontructer_stage=stage3 mac=gnn_graph_mac agent=gnn_rnn world_size=4 pretrained_tokenizer_path=t"
     assert {*expected.split(), "pretrained_mask_predictor_path=m", "auto_resume=True"} <= set(args)
     assert args[-1] == "t_max=9"
+
+
+def test_stage3_as_printed_takes_what_is_found(call, tmp_path):
+    done, _, args = call(
+        "run_gnn_stage3_ddp.sh", "t_max=9", "env_args.move_amount=3", MAP_NAME="8m", RESULTS_PATH="a b"
+    )
+    assert done.returncode == 0
+    assert {"pretrained_tokenizer_path=a b/t.th", "pretrained_mask_predictor_path=c/p.th"} <= set(args)
+    asked = (tmp_path / "called.found").read_text().splitlines()
+    assert asked[1:5] == ["a b", "--config=omagd", "--env-config=skirmish", "with"]
+    assert asked[5:] == ["env_args.map_name=8m", "t_max=9", "env_args.move_amount=3"]
+    call("run_gnn_stage3_ddp.sh", TOKENIZER_PATH="mine")
+    assert (tmp_path / "called.found").read_text().splitlines()[-1] == "pretrained_tokenizer_path=mine"
 
 
 @pytest.mark.parametrize("script", ["run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh"])
