@@ -14,7 +14,7 @@ from omagd.modules.graph_reconstructers.meta import describe
 from omagd.run.build import new_predictor, new_tokenizer
 from omagd.run.command_line import config_from
 from omagd.run.preflight import describe_env
-from omagd.utils.checkpoint import PREDICTOR_FILE, TOKENIZER_FILE, save_file
+from omagd.utils.checkpoint import PREDICTOR_FILE, TOKENIZER_FILE
 from omagd.utils.run_folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -51,7 +51,8 @@ class Results:
             if wanted:
                 meta = describe(config, info, predictor=stage == "stage2")
                 path = folder.pretrained(stage, best=True) / file
-                save_file(path, {"weights": module.state_dict(), "meta": meta})
+                path.parent.mkdir(parents=True)
+                torch.save({"weights": module.state_dict(), "meta": meta}, path)
                 os.utime(path, (self.time, self.time))
         self.time += 100
         return folder.path
