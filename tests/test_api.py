@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sc2_stand_in
 import torch
+import yaml
 from command_budgets import BUDGETS
 from documented import questions
 
@@ -120,10 +121,14 @@ def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys
     config = json.loads((trained / "config.json").read_text())
     shutil.copytree(trained, tmp_path / "older", ignore=shutil.ignore_patterns("checkpoints"))
     older = {key: value for key, value in config.items() if key not in {"resume", "torch_threads"}}
+    older |= {"local_results_path": "/nowhere", "use_wandb": True, "unique_token": "../x"}  # not taken from the file
     (tmp_path / "older" / "config.json").write_text(json.dumps(older))
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "older"), "--dry-run", "torch_threads=2"]) == 0
-    assert "\ntorch_threads: 2\n" in capsys.readouterr().out
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    kept = ("torch_threads", "local_results_path", "use_wandb", "unique_token")
+    assert [resolved[key] for key in kept] == [2, str(tmp_path), False, ""]
+    (tmp_path / "older" / "config.json").write_text(json.dumps({**older, "unique_token": ""}))
     assert omagd.load_policy(tmp_path / "older").config.torch_threads == 1
 
 

@@ -18,9 +18,9 @@ from omagd.utils.run_folder import RunFolder
 
 FIXED = {
     "evaluate": True, "load_step": 0, "seeds": (), "unique_token": "", "auto_resume": False, "pretrain_only": False,
-    "evaluation_only": False,
+    "evaluation_only": False, "use_wandb": False, "use_tensorboard": False, "profile": False,
 }  # fmt: skip
-"""What an evaluation does not take from the run that it plays."""
+"""What an evaluation does not take from the run that it plays, whoever has written that run's `config.json`."""
 
 HERE = {
     "run": "default", "world_size": None, "dist_backend": None, "max_memory_per_gpu_gb": None, "precision": "float32",
@@ -48,8 +48,9 @@ def evaluation_config(run: str, texts: Mapping[str, str]) -> Config:
     if not there:
         raise UserError(f"{source}: no such folder. Give a run's folder, its models/ or a folder in it")
     step = find_step_folder(run, key="evaluate RUN")
-    saved = read_saved(RunFolder(run_folder_of(step)).config_json, source)
-    values: dict[str, Any] = {**saved, **FIXED, **HERE, "checkpoint_path": str(given.absolute())}
+    folder = RunFolder(run_folder_of(step))
+    paths = {"checkpoint_path": str(given.absolute()), "local_results_path": str(folder.path.parent)}
+    values: dict[str, Any] = {**read_saved(folder.config_json, source), **FIXED, **HERE, **paths}
     if "test_nepisode" in texts:  # a number of its own for reports would hide it
         values["eval_report_episodes"] = 0
     return validate(apply_texts(values, texts))
