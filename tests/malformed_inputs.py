@@ -372,7 +372,7 @@ CONTRADICTIONS = (
     "env=matrix_game env_args=None",
     "env=memory_game", "env_args.map_name=3m env_args=8m", "tokenizer_config.n_codes.x=3", "lr={'x':1}", "graph_lr.=1",
     "mask_predictor_config={'d_model':3}", "mask_predictor_config={'d_modell':3}", "mixer=qmix mixer=qmixx",
-    "gamma=1 gamma=2",
+    "gamma=1 gamma=2", "resume=wrong", "resume=exact,lossy", "resume=True",
 )  # fmt: skip
 
 

@@ -326,6 +326,12 @@ def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, unfini
         )
         assert "cannot be read (no answer)" in rejected(run, capsys), "it is not left for a new run either"
         assert [path.name for path in run.parent.iterdir() if path.is_dir()] == [run.name]
+    fail = 0
+    with monkeypatch.context() as patch:  # after the comparison
+        broken = OSError(number, os.strerror(number))
+        patch.setattr("omagd.components.episode_file._read_field", lambda *_: (_ for _ in ()).throw(broken))
+        assert main([*COMMAND, f"local_results_path={run.parent}"]) == 2
+        assert f"episodes cannot be read ({os.strerror(number)})" in capsys.readouterr().err
     tried, fail = [], 2
     assert recover(RunFolder(run), Dist(), config_from([*COMMAND[1:]])).kind == "exact"
     assert len(tried) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from omagd.components.episode_codec import Codec
 from omagd.components.episode_file import read_episodes, write_episodes
 from omagd.utils.errors import UserError
+from omagd.utils.packing import Episode
+from omagd.utils.storage import ABSENT, Unreadable, patiently
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,31 @@ class Stretch:
 
 
 def load_stretch(path: Path, said: Mapping[str, Any]) -> Stretch:
-    """Return the stretch of a file that `describe` has said something of. Errors: ValueError for what does not fit."""
+    """Return the stretch of a file that `describe` has said something of.
+
+    Errors: ValueError for what does not fit; Unreadable where the system cannot read the file.
+    """
     try:
-        records = [episode["records"] for episode in read_episodes(path, {}, "episodes", int(said["count"]))]
+        records = [episode["records"] for episode in patiently(path, partial(_read, path, int(said["count"])))]
         codec = Codec.from_state(said["codec"])
+    except Unreadable:
+        raise
     except UserError as problem:
         raise ValueError(problem.message) from problem
+    except ABSENT as problem:
+        raise ValueError(f"{path.name} cannot be read: {problem.strerror}") from problem
     except (KeyError, TypeError, AttributeError) as problem:
         raise ValueError(f"what is said of {path.name} is incomplete ({problem})") from problem
     if len(records) != said["count"] or any(each.shape[1:] != (codec.width,) for each in records):
         raise ValueError(f"{path.name} does not hold what is said of it")
     return Stretch(int(said["first"]), codec, tuple(records))
+
+
+def _read(path: Path, most: int) -> list[Episode]:
+    """Return the episodes of a file. Errors: UserError; OSError where the system cannot read it."""
+    try:
+        return read_episodes(path, {}, "episodes", most)
+    except UserError as problem:
+        if isinstance(problem.__cause__, OSError):
+            raise problem.__cause__ from None
+        raise

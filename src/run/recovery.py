@@ -249,6 +249,8 @@ def _agreed(dist: Dist, read: Any, *arguments: Any) -> Any:
             value = read(*arguments)
         except UserError as error:
             problem = error.message
+        except OSError as error:
+            problem = f"{error.filename} cannot be read ({error.strerror}); nothing was changed"
     value, problem = dist.broadcast((value, problem))
     if problem:
         raise Unreadable(problem)

@@ -136,11 +136,11 @@ def identity_of(config: Config) -> str:
 def _content(path: Path) -> str:
     """Return a hash of a file or of a folder's weights and episodes; the name of a folder that holds neither."""
     if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(patiently(path, path.read_bytes)).hexdigest()
     weights = {}
     for file in path.glob("*.th"):
         with suppress(FileNotFoundError):  # a run that goes on replaces its checkpoints
-            weights[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            weights[file.name] = hashlib.sha256(patiently(file, file.read_bytes)).hexdigest()
     episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
     found = sorted({**weights, **episodes}.items())
     return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else path.name
