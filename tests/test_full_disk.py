@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,15 +22,17 @@ from command_harness import ROOT, records, run_folders, summary_of
 
 from omagd.run import verdict
 from omagd.run.command_line import main
+from omagd.run.saver import Save, Saver
 from omagd.run.stages.stage3 import Stage3
 from omagd.utils import logging as logging_module
 from omagd.utils import writing
+from omagd.utils.dist_utils import Dist
 from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.errors import RunFailed
 from omagd.utils.log_sinks.base import Record, RunFacts
 from omagd.utils.log_sinks.jsonl import JsonLinesSink
 from omagd.utils.logging import setup_logging
-from omagd.utils.run_folder import reproducible
+from omagd.utils.run_folder import RunFolder, reproducible
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -122,7 +125,6 @@ def test_one_line_says_that_it_cannot_be_written_one_that_it_could_be(disk, said
         metrics.log(Record({"loss": 0.5}, "stage3", "t_env", t))
     reason = os.strerror(code)
     assert said == [f"WARNING cannot be written ({reason}): episodes/rank_0.jsonl; the run goes on and tries again"]
-    assert episodes.size() == 0, "a checkpoint claims only what is there"
     disk.room = 1 << 20
     STORAGE.retry()
     assert said[1:] == ["WARNING there is room again: episodes/rank_0.jsonl, metrics.jsonl could be written"]
@@ -225,6 +227,28 @@ def test_ranks_note_their_error_on_a_full_disk(tmp_path, monkeypatch):
     assert type(found.error) is RunFailed and str(found.error) == "models/7 could not be written"
     assert found.killed == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):
+    """What is cut back to it keeps them: its sizes count lines that wait, and it is not saved before they are there."""
+    log = EpisodeLog(tmp_path / "rank_0.jsonl")
+    disk.room = 1 << 20
+    log.write([{"won": True}])
+    disk.room = 0
+    log.write([{"won": False}])
+    claimed = log.size()
+    assert claimed > log.path.stat().st_size
+    draft = SimpleNamespace(give_up=lambda reason: None, discard=lambda: None)
+    saver = Saver(SimpleNamespace(), Dist(), RunFolder(tmp_path), 1.0)  # type: ignore[arg-type]
+    lines: list[str] = []
+    session = SimpleNamespace(logger=SimpleNamespace(error=lines.append))
+    save = Save(draft, {}, None, {}, {}, {"iteration": 3}, {log.path: claimed})  # type: ignore[arg-type]
+    assert [saver.write(save, session) for _ in range(2)] == ["lines of rank_0.jsonl wait to be written"] * 2
+    assert len(lines) == 1 and lines[0].startswith("iteration 3 could not be saved (lines of rank_0.jsonl wait")
+    disk.room = 1 << 20
+    log.write([{"won": True}])
+    assert log.path.stat().st_size > claimed == len(b"".join(log.path.read_bytes().splitlines(keepends=True)[:2]))
+    log.close()
 
 
 # --- whole runs, in this process, under a limit of a file's size, which is an error of the same kind

@@ -12,7 +12,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import random_state, set_random_state
 from omagd.utils.signals import deferred, saving, stop_now, stop_wanted
 from omagd.utils.state_tree import frozen
+from omagd.utils.writing import STORAGE
 
 if TYPE_CHECKING:
     from omagd.run.session import Session
@@ -162,7 +162,7 @@ class Keeper:
                 "score": None if over else stage.score(),
                 "written": time.strftime("%Y-%m-%d %H:%M:%S"),
             },
-            flushed=[self.folder.metrics_jsonl, self.folder.episode_log(self.dist.rank)],
+            flushed={path: STORAGE.size(path) for path in (self.folder.metrics_jsonl, session.episode_log.path)},
         )
         self._saved_at = time.monotonic()
         self._saving = self._thread.submit(self._saver.write, save, session)
@@ -178,7 +178,7 @@ class Keeper:
             "products": self._checksums(stage.products),
             "run": {
                 "wall_seconds": self.wall_seconds,
-                "metrics_bytes": _size(self.folder.metrics_jsonl),
+                "metrics_bytes": STORAGE.size(self.folder.metrics_jsonl),
                 "sinks": logger.state_dict(),
             },
         }
@@ -311,7 +311,3 @@ class Keeper:
             f"{text}; it was written by {found.world_size} rank(s), now there are {self.dist.world_size}: the episodes"
             f" are dealt anew, generators begin new streams, the effective batch is {batch} {unit}"
         )
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

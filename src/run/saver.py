@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from omagd.utils.checkpoint_store import CheckpointStore, Draft, write_part
 from omagd.utils.dist_utils import Dist
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import Unreadable, sync
+from omagd.utils.writing import REMIND_SECONDS
 
 if TYPE_CHECKING:
     from omagd.run.session import Session
@@ -27,7 +30,10 @@ class Written:
 
 @dataclass
 class Save:
-    """One rank's copy of everything, on its way to the disk; `episodes`: those that are new, and facts of all."""
+    """One rank's copy of everything, on its way to the disk.
+
+    `episodes`: those that are new, and facts of all. `flushed`: bytes of the lines that belong to it, by file.
+    """
 
     draft: Draft
     own: dict[str, Any]
@@ -35,7 +41,7 @@ class Save:
     modules: dict[str, dict[str, Any]]
     episodes: dict[str, tuple[Stretch, dict[str, Any]]]
     facts: dict[str, Any]
-    flushed: list[Path]
+    flushed: dict[Path, int]
 
 
 class Saver:
@@ -53,12 +59,15 @@ class Saver:
         self.written: dict[str, Written] = {}
         self.modules: dict[str, dict[str, Any]] = {}
         self._warned = False
+        self._said: dict[str, float] = {}
 
     def write(self, save: Save, session: Session) -> str:
         """Write a copy to the disk, in the thread. Return what went wrong, which is also said; the run goes on."""
         draft = save.draft
         try:
-            for path in save.flushed:
+            for path, size in save.flushed.items():
+                if size and path.stat().st_size < size:
+                    raise OSError(None, f"lines of {path.name} wait to be written")
                 if path.exists():
                     sync(path)
             logs = {name: self._write_episodes(name, *each, draft) for name, each in save.episodes.items()}
@@ -76,16 +85,21 @@ class Saver:
             draft.give_up(reason)
             if self.dist.is_main:
                 draft.discard()
-            session.logger.error(
-                f"iteration {save.facts['iteration']} could not be saved ({reason}): the run goes on, and the"
-                " checkpoint before it stands"
-            )
+            self._say(save.facts["iteration"], reason, session)
             return reason
         self.written = {name: written for name, (_, written) in logs.items()}
         self.modules.update(modules)
         if self.dist.is_main:
             self._tidy(save.facts["iteration"], session)
         return ""
+
+    def _say(self, iteration: int, reason: str, session: Session) -> None:
+        """Say that a save has failed: the first time for a reason, then every ten minutes."""
+        now = time.monotonic()
+        if now - self._said.get(reason, -math.inf) >= REMIND_SECONDS:
+            self._said[reason] = now
+            then = "the run goes on, and the checkpoint before it stands"
+            session.logger.error(f"iteration {iteration} could not be saved ({reason}): {then}")
 
     def _tidy(self, iteration: int, session: Session) -> None:
         """Make a complete checkpoint durable and remove what it replaces. What goes wrong does not undo it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.run_folder import plain
-from omagd.utils.writing import AppendFile
+from omagd.utils.writing import STORAGE, AppendFile
 
 
 class EpisodeLog:
@@ -29,8 +29,8 @@ class EpisodeLog:
             self._file.write(("\n".join(lines) + "\n").encode())
 
     def size(self) -> int:
-        """Return the bytes that are written."""
-        return self.path.stat().st_size if self.path.exists() else 0
+        """Return the bytes of all lines so far, with those that wait for room on the disk."""
+        return STORAGE.size(self.path)
 
     def close(self) -> None:
         """Close the file. May be called twice."""

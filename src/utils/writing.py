@@ -115,6 +115,11 @@ class Storage:
         self.retry()
         return [path for path in self._kept if path.is_relative_to(folder)]
 
+    def size(self, path: Path) -> int:
+        """Return the bytes of a file that is appended to, with those that wait to be written."""
+        waiting = sum(file.waiting() for file in list(self._open) if file.path == path)
+        return waiting + (path.stat().st_size if path.exists() else 0)
+
     def why(self, path: Path) -> str:
         """Return why a file cannot be written; empty where it can."""
         return self._broken.get(self.name(path), "")
@@ -248,6 +253,10 @@ class AppendFile:
         else:
             STORAGE.failed(STORAGE.name(self.path), problem)
         return problem is None
+
+    def waiting(self) -> int:
+        """Return the bytes that wait to be written."""
+        return self._pending_bytes
 
     def close(self) -> None:
         """Write what is pending, if possible, and close the file. May be called twice."""
