@@ -39,9 +39,15 @@ def union(update: int, world_size: int) -> list[Any]:
     """Return the episodes of all ranks in rank-major order; in update 2 the last rank has none that counts."""
     episodes = toy_episodes(PER_RANK * world_size, seed=100 + update)
     if update == 2:
-        for i in range(PER_RANK * (world_size - 1), len(episodes)):
+        for i in range(*share(world_size - 1, world_size)):
             episodes[i] = {name: torch.zeros_like(value) for name, value in episodes[i].items()}
     return episodes
+
+
+def share(rank: int, world_size: int) -> tuple[int, int]:
+    """Return the first and the end of a rank's episodes in the union: rank 0 has one less, the last one more."""
+    ends = [PER_RANK * (r + 1) - 1 for r in range(world_size - 1)] + [PER_RANK * world_size]
+    return (0 if rank == 0 else ends[rank - 1]), ends[rank]
 
 
 def make(case: str, dist: Dist) -> tuple[Any, torch.nn.Module]:
@@ -70,7 +76,7 @@ def train(case: str, dist: Dist, world_size: int, updates: int) -> dict[str, Any
     for update in range(updates):
         episodes = union(update, world_size)
         if dist.world_size > 1:
-            episodes = episodes[dist.rank * PER_RANK : (dist.rank + 1) * PER_RANK]
+            episodes = episodes[slice(*share(dist.rank, dist.world_size))]
         stats = learner.update(pack_episodes(episodes))
         result["stats"].append({name: (float(total), float(count)) for name, (total, count) in stats.items()})
         result["states"].append({name: value.clone() for name, value in module.state_dict().items()})

@@ -224,11 +224,11 @@ def test_straight_through_is_one_hot_with_the_gradient_of_the_softmax():
 def test_gumbel_noise_has_its_distribution_and_changes_with_every_update():
     learner = make_learner(gumbel_softmax=True)
     batch = pack_episodes(random_steps(1, 400))
-    first = learner._steps(batch, batch).noise
+    first = learner._steps(batch).noise
     assert float(first.mean()) == pytest.approx(0.5772, abs=0.06)
     assert float(first.std()) == pytest.approx(np.pi / np.sqrt(6), abs=0.06)
     learner.update(batch, episodes=0)
-    assert not torch.equal(first, learner._steps(batch, batch).noise)
+    assert not torch.equal(first, learner._steps(batch).noise)
 
 
 def test_draws_never_take_what_has_no_weight():
@@ -269,10 +269,9 @@ def test_what_does_not_fit_together_is_said(updates, words):
         make_learner(dtype=torch.float32, **updates)
 
 
-def episodes_of(kind, rank, update):
-    """Return this rank's steps: other numbers on each rank, but for noise that is told apart by them."""
-    count = 6 if kind == "gumbel" or rank == 0 else 2
-    return random_steps(1000 * update + rank, count)
+def episodes_of(rank, update):
+    """Return this rank's steps: another number on each rank."""
+    return random_steps(1000 * update + rank, 6 if rank == 0 else 2)
 
 
 def train(learner, batches):
@@ -298,7 +297,7 @@ def resumed(kind, batches, dist=None, dtype=torch.float64):
 def two_ranks(rank, dist, payload):
     out = {}
     for kind, updates in KINDS.items():
-        batches = [episodes_of(kind, rank, i) for i in range(UPDATES)]
+        batches = [episodes_of(rank, i) for i in range(UPDATES)]
         out[kind] = train(make_learner(dist, seed=rank, **updates), batches)
         out[kind, "resumed"] = resumed(kind, batches, dist) if kind == "ddpg" else out[kind][-1]
     idle = make_learner(dist, seed=0)
@@ -318,7 +317,7 @@ def equal(one, other):
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_equal_one_with_the_union_and_each_other_bit_for_bit(ranks, kind):
-    union = [[*episodes_of(kind, 0, i), *episodes_of(kind, 1, i)] for i in range(UPDATES)]
+    union = [[*episodes_of(0, i), *episodes_of(1, i)] for i in range(UPDATES)]
     alone = train(make_learner(**{**KINDS[kind], "accumulate": 1}), union)
     for mine, theirs in zip(ranks[0][kind], ranks[1][kind], strict=True):
         assert equal(mine, theirs)

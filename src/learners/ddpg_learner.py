@@ -100,7 +100,10 @@ class DDPGLearner:
         episodes: played so far by all ranks; not asked here. Returns sums and counts of this rank; norms of gradients
         are the global ones: `grad_norm` of the critic, `grad_norm_actor`.
         """
-        parts = [self._steps(part.to(self.device), batch) for part in batch.split(self.config.accumulate)]
+        before = 0  # steps that lower ranks have drawn for this update
+        if self.config.gumbel_softmax:
+            before = sum(self.dist.counts(batch.packing.n_episodes)[: self.dist.rank])
+        parts = [self._steps(part.to(self.device), before) for part in batch.split(self.config.accumulate)]
         count = torch.tensor(self.info.n_agents * (sum(batch.packing.lengths) - batch.packing.n_episodes))
         critic = self._critic_step(count, *((part.before, part.taken, self._targets(part)) for part in parts))
         of_actor = ((part.before, self._judge, part.noise) for part in parts)
@@ -111,8 +114,8 @@ class DDPGLearner:
         norms = {"grad_norm": critic.norm, "grad_norm_actor": actor.norm}
         return {**critic.stats, **actor.stats, **norms, SKIPPED: actor.skipped}
 
-    def _steps(self, batch: PackedBatch, whole: PackedBatch) -> Steps:
-        """Return the steps of (a part of) the batch `whole`."""
+    def _steps(self, batch: PackedBatch, before: int = 0) -> Steps:
+        """Return the steps of (a part of) a batch. before: entries that lower ranks have drawn for the same update."""
         places = _places(batch.packing)
         now, later = (p if isinstance(p, slice) else p.to(self.device) for p in places)
         inputs, dtype = self.mac.inputs(batch), self.mac.dtype
@@ -123,7 +126,7 @@ class DDPGLearner:
             taken=batch[TAKEN][now].to(dtype),
             reward=reward[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=self._noise(batch, places[0], whole.packing.n_episodes) if self.config.gumbel_softmax else None,
+            noise=self._noise(batch, places[0], before) if self.config.gumbel_softmax else None,
         )
 
     @torch.no_grad()
@@ -134,13 +137,13 @@ class DDPGLearner:
         value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
-    def _noise(self, batch: PackedBatch, row: Tensor | slice, n_drawn: int) -> Tensor:
+    def _noise(self, batch: PackedBatch, row: Tensor | slice, before: int) -> Tensor:
         """Return Gumbel noise [S, n, A] of the steps at the rows `row`, by (seed, update, place of each in the union).
 
-        n_drawn: episodes that each rank drew for this update.
+        before: entries that lower ranks have drawn for this update.
         """
         packing, n, actions = batch.packing, self.info.n_agents, self.info.n_actions
-        place = torch.tensor(batch.sample_index)[packing.episode[row]] + self.dist.rank * n_drawn
+        place = torch.tensor(batch.sample_index)[packing.episode[row]] + before
         place = place * (self.info.episode_limit + 1) + packing.step[row]
         number = place[:, None] * (n * actions) + torch.arange(n * actions)
         drawn = uniform(number, stream_seed(self.config.seed, "gumbel", self.updates)).clamp(1e-12)

@@ -18,6 +18,7 @@ from omagd.learners.synced_step import SKIPPED, Stats, SyncedStep, all_finite, c
 from omagd.modules import mixers
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.modules.compiling import maybe_compile
+from omagd.modules.linear import lowered
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
 
@@ -89,12 +90,15 @@ class NQLearner:
 
         `double_q`: the trained agent chooses the action that the target network values; else the target chooses itself.
         """
-        target_q = self.target_agent(inputs, batch.packing)
+        bf16 = self.config.precision == "bf16"
+        with lowered(self.device, bf16):  # the networks' products alone; what is made of them is whole
+            target_q = self.target_agent(inputs, batch.packing).to(q.dtype)
         choosing = q if self.config.double_q else target_q
         # Added rather than filled in, which takes six times as long on a CPU.
         barred = (batch["avail_actions"].to(choosing.dtype) - 1) * torch.finfo(choosing.dtype).max
         best = (choosing + barred).max(dim=-1, keepdim=True).indices
-        values = self.target_mixer(target_q.gather(-1, best).squeeze(-1), state)
+        with lowered(self.device, bf16):
+            values = self.target_mixer(target_q.gather(-1, best).squeeze(-1), state).to(q.dtype)
         reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
         if values.dim() > 1:  # no mixer: values of single agents
             terminated = terminated.unsqueeze(-1)

@@ -217,7 +217,8 @@ class PredictorLearner:
         if not ratio:
             return torch.zeros_like(seen)
         packing, (n_agents, n_nodes) = batch.packing, seen.shape[1:]
-        place = torch.tensor(batch.sample_index)[packing.episode] + self.dist.rank * packing.n_episodes
+        before = sum(self.dist.counts(packing.n_episodes)[: self.dist.rank])  # episodes that lower ranks have drawn
+        place = torch.tensor(batch.sample_index)[packing.episode] + before
         row = (place * (self.info.episode_limit + 1) + packing.step).to(seen.device)
         number = row[:, None] * (n_agents * n_nodes) + torch.arange(n_agents * n_nodes, device=seen.device)
         key = stream_seed(self.config.seed, "hidden", self.updates)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from omagd.learners.synced_step import Objective, Stats
 from omagd.modules.agents.inputs import AgentInputs
-from omagd.modules.linear import lowered
+from omagd.modules.linear import lowered, whole
 from omagd.utils.packing import Packing
 
 MakeTargets = Callable[[Tensor], Tensor]
@@ -51,14 +51,14 @@ class QObjective(Objective):
 
         targets: called once, without gradients, with the values [S, n, A] of this forward (double Q-learning chooses
             actions by them); returns targets, [S] or [S, n] as the mixer does. Target networks live behind it, outside
-            this module.
+            this module. Whole precision: small rewards would vanish beside large values in bf16's 8 bits.
         Stats as PyMARL3 logs them: loss_td per step; td_error_abs, which is the same number there too; q_taken_mean
             and target_mean per step and agent.
         """
         with lowered(played.state.device, self.bf16):
             q = self.agent(inputs, played.packing)
-            with torch.no_grad():
-                target = targets(q.detach()).to(played.state.dtype)
+            with torch.no_grad(), whole(played.state.device):
+                target = targets(q.detach().to(played.state.dtype))
             taken = q.gather(-1, played.actions.unsqueeze(-1)).squeeze(-1)
             joint = self.mixer(taken, played.state).to(played.state.dtype)
         happened = played.happened.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))

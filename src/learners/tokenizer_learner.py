@@ -220,10 +220,8 @@ class TokenizerLearner:
         Nodes are numbered by (rank, episode as drawn, step, agent, slot), so that the draw does not depend on how the
         episodes are dealt to ranks; every rank encodes the same drawn nodes.
         """
-        sizes = torch.zeros(self.dist.world_size, dtype=torch.int64)
-        sizes[self.dist.rank] = len(nodes.features)
-        sizes = self.dist.sum(sizes)
-        total, offset = int(sizes.sum()), int(sizes[: self.dist.rank].sum())
+        sizes = self.dist.counts(len(nodes.features))
+        total, offset = sum(sizes), sum(sizes[: self.dist.rank])
         if not total:
             return None
         picks = generator(self.config.seed, purpose, self.updates).choice(total, wanted, replace=total < wanted)

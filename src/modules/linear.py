@@ -68,6 +68,11 @@ def lowered(device: torch.device, bf16: bool) -> AbstractContextManager[object]:
     return torch.autocast(device.type, torch.bfloat16) if bf16 and device.type != "cpu" else nullcontext()
 
 
+def whole(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context that ends `lowered` within it: products in the type of their factors."""
+    return torch.autocast(device.type, enabled=False) if device.type != "cpu" else nullcontext()
+
+
 def to_bf16(x: Tensor, rows: int) -> Tensor:
     """Return x [R, k] in bf16 with zeros below, [rows, k]."""
     out = x.new_empty((rows, x.shape[1]), dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from omagd.modules.linear import to_bf16
+from omagd.modules.linear import to_bf16, whole
 from omagd.utils.packing import Packing
 
 sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
@@ -64,11 +64,17 @@ class PackedGRU(nn.Module):
         return _Unroll.apply(x, before, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh, rows, low)
 
     def _library_unroll(self, x: Tensor, before: Tensor, rows: list[int]) -> Tensor:
-        """Do the same with torch's own packed GRU, which is one kernel on CUDA."""
+        """Do the same with torch's own packed GRU, which is one kernel on CUDA, in the type of the weights.
+
+        Autocast would hand cuDNN's recurrence half precision (fp16), whatever type it is told: gradients of large
+        batches underflow there. So what comes in is cast to the weights' type, and autocast is left.
+        """
         weights = [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
-        sizes = torch.tensor(rows)
-        # Input, sizes, start; has biases, layers, dropout, trains (cuDNN keeps what backward needs), both directions.
-        return torch._VF.gru(x, sizes, before.unsqueeze(0), weights, True, 1, 0.0, torch.is_grad_enabled(), False)[0]
+        sizes, kind = torch.tensor(rows), self.weight_hh.dtype
+        with whole(x.device):
+            start = before.to(kind).unsqueeze(0)
+            # Input, sizes, start; has biases, layers, dropout, trains (cuDNN keeps what backward needs), directions.
+            return torch._VF.gru(x.to(kind), sizes, start, weights, True, 1, 0.0, torch.is_grad_enabled(), False)[0]
 
 
 class _Unroll(torch.autograd.Function):

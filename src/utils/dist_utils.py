@@ -143,6 +143,12 @@ class Dist:
         """Return the sum of a whole number over all ranks."""
         return int(self.sum(torch.tensor(value, dtype=torch.int64)))
 
+    def counts(self, value: int) -> list[int]:
+        """Return every rank's whole number, in rank order, on every rank."""
+        each = torch.zeros(self.world_size, dtype=torch.int64)
+        each[self.rank] = value
+        return self.sum(each).tolist()
+
     def all(self, flag: bool) -> bool:
         """Return whether `flag` holds on every rank."""
         return self.sum_int(int(flag)) == self.world_size

@@ -17,7 +17,7 @@ from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
 from omagd.modules.graph_reconstructers.history import N_SPECIAL, Frames, Specials
 from omagd.modules.graph_reconstructers.layers import attend, dropout, gelu_dropout, linear
-from omagd.modules.linear import fast_linear
+from omagd.modules.linear import fast_linear, whole
 
 
 def sinusoidal(n: int, d: int) -> Tensor:
@@ -151,7 +151,9 @@ class MaskPredictor(nn.Module):
         if self.config.use_gru:
             n_frames, k, n_nodes, d = x.shape
             flat = x.transpose(1, 2).reshape(n_frames * n_nodes, k, d)
-            return self.gru(flat)[1][0].view(n_frames, n_nodes, d) + static
+            with whole(flat.device):  # autocast would take cuDNN's recurrence in fp16: see `PackedGRU`
+                last = self.gru(flat.to(self.gru.weight_hh_l0.dtype))[1][0]
+            return last.view(n_frames, n_nodes, d) + static
         return (x + self.frame.weight[:, None] + static[:, None]).flatten(1, 2)
 
     def _embed(self, table: nn.Embedding, steps: Tensor) -> Tensor:
