@@ -134,11 +134,14 @@ def _reconstruction(config: Config) -> None:
 
 def _playing(config: Config) -> None:
     if config.evaluate and not config.checkpoint_path:
-        raise UserError("evaluate=True: needs checkpoint_path=… (models/ or models/<t_env>/ of a run)")
+        raise UserError(
+            "evaluate=True: needs checkpoint_path=<run folder>. Or type: python -m omagd evaluate <run folder>"
+        )
     if config.evaluation_only and not (config.use_graph_reconstruction and config.pretrained_tokenizer_path):
         raise UserError(
             "evaluation_only=True: measures pre-trained graph modules, so it needs --config=omagd and"
-            " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To play an agent: evaluate=True"
+            " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To play an agent:"
+            " python -m omagd evaluate <run folder>"
         )
     if config.save_replay and not config.evaluate:
         raise UserError("save_replay=True: replays are written when a checkpoint is played. Add evaluate=True")
