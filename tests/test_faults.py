@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
 
 import pytest
 from command_budgets import BUDGETS
-from command_harness import left_behind
+from command_harness import left_behind, run_folders
 from trap_world import exit_state, make_plugin, start, wait_for_training
 
 from omagd.run.command_line import main
@@ -81,7 +82,14 @@ def test_being_told_to_end(plugin, tmp_path, number, whom, code):
     assert ended.code == code
     assert exit_state(tmp_path) == "interrupted"
     if number != signal.SIGKILL:
-        assert "Traceback" not in ended.err
+        assert "Traceback" not in ended.err and "frame #" not in ended.text
+        (folder,), name = run_folders(tmp_path), signal.Signals(number).name
+        saved = "; the newest checkpoint is of iteration [0-9]+; continue with the same command and auto_resume=True"
+        begun = "; no checkpoint yet, the same command starts from scratch"
+        last = ended.err.splitlines()[-1]
+        assert re.fullmatch(f"interrupted by {name}: {re.escape(str(folder))}({saved}|{begun})", last)
+        if number == signal.SIGTERM:
+            assert re.search(saved, last)
 
 
 @pytest.mark.processes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.measures import Measures
 from omagd.utils.pulse import Pulse, beating, watching
-from omagd.utils.signals import deferred, raise_in_main_thread, stoppable
+from omagd.utils.signals import Stopped, deferred, raise_in_main_thread, stoppable
 
 
 class Board:
@@ -177,3 +179,18 @@ def test_an_error_arrives_in_the_main_thread_wherever_it_is():
     with pytest.raises(RankFailed, match="it hangs"), stoppable(), deferred(5.0):
         threading.Thread(target=later).start()
         time.sleep(10)
+
+
+def test_a_rank_that_ends_leaves_the_board_alone():
+    """The board is often gone by then, with the rank or the launcher that held it: torch reports that in C++ frames."""
+    board, dist = Board(), Dist(0, 2)
+    pulse = Pulse(dist, board, 1.0, lambda line, stack: None)
+    with pytest.raises(Stopped), stoppable():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            pulse.start()
+            time.sleep(0.3)
+            pulse.stop()
+    assert board.texts == {}

@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {exit_line(error)}\n")
         return 1
     except Stopped as stop:
-        sys.stderr.write(f"stopped by {stop}\n")
+        if "RANK" not in os.environ or os.environ["RANK"] == "0":
+            sys.stderr.write(f"interrupted by {stop}{visible(stop.where)}\n")
         return stop.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

@@ -28,6 +28,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed
 from omagd.utils.log_sinks.base import RunFacts
 from omagd.utils.logging import Logger, make_logger, setup_logging
+from omagd.utils.progress import close_bars
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import stop_requested, unhurried
 from omagd.utils.writing import STORAGE
@@ -83,6 +84,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
         raise
     finally:
         with unhurried():
+            close_bars()
             seconds = time.time() - started if session is None else session.keeper.wall_seconds
             summary.update(exit_state=exit_state, wall_seconds=round(seconds, 1))
             # The summary comes first: what is closed after it may take long, or never end.

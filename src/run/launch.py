@@ -20,6 +20,7 @@ from omagd.run.plan import Plan, local_rank, make_plan, require_own_gpus
 from omagd.run.prestart import end_with_launcher, end_with_parent
 from omagd.run.ranks import Ranks
 from omagd.run.resuming import Claim, claimed_folder
+from omagd.run.set_aside import SAVED
 from omagd.run.shared_folder import require_shared_folder
 from omagd.run.verdict import (
     Verdict,
@@ -42,6 +43,7 @@ from omagd.utils.dist_utils import (
 )
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
 from omagd.utils.logging import setup_logging
+from omagd.utils.owned_folder import read_entry
 from omagd.utils.pulse import Hung, beating, watching
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, Stopped, raise_in_main_thread, stop_requested, stoppable, unhurried
@@ -62,7 +64,7 @@ def launch(
     with stoppable(), _no_silent_exit():
         if plan.joins:
             return _join_group(config, plan, token, channel)
-        with claimed_folder(config, token) as claim:
+        with claimed_folder(config, token) as claim, _saying_how_to_continue(config, claim.path):
             begun(claim.path)
             if plan.spawns:
                 return _spawn(claim.config, plan, claim.path, channel)
@@ -84,6 +86,25 @@ def _run_alone(config: Config, dist: Dist, path: str, channel: Any) -> dict[str,
 
     with watching(dist, 60 * config.dist_timeout_minutes, hung):
         return run_experiment(config, dist, path, channel)
+
+
+@contextmanager
+def _saying_how_to_continue(config: Config, path: str) -> Iterator[None]:
+    """Tell a stop which run it has interrupted, what of it is saved, and how to continue it."""
+    try:
+        yield
+    except Stopped as stop:
+        stop.where = f": {path}"
+        if not config.evaluate:
+            saved = read_entry(RunFolder(path).path / SAVED).get("iteration")
+            if not config.enable_checkpointing:
+                stop.where += "; it has no checkpoints (enable_checkpointing=False)"
+            elif not isinstance(saved, int) or saved == 0:
+                stop.where += "; no checkpoint yet, the same command starts from scratch"
+            else:
+                how = "" if config.auto_resume else " and auto_resume=True"
+                stop.where += f"; the newest checkpoint is of iteration {saved}; continue with the same command{how}"
+        raise
 
 
 @contextmanager
@@ -109,6 +130,7 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
         ExitStack() as held,
     ):
         claim = _claim_together(config, token, dist, held)
+        held.enter_context(_saying_how_to_continue(config, claim.path))
         require_shared_folder(dist, claim.path)
         return run_experiment(claim.config, dist, claim.path, channel if rank == 0 else None, attempt=attempt)
 

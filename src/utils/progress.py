@@ -92,6 +92,12 @@ def _show(text: str, stream: TextIO) -> None:
         STORAGE.wrote(OUTPUT)
 
 
+def close_bars() -> None:
+    """Take all bars away, as before the last lines of a run that was interrupted."""
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()
+
+
 class BarSafeHandler(logging.Handler):
     """Writes log lines above the bars instead of through them.
 

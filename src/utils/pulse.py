@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from omagd.utils.dist_utils import Dist
+from omagd.utils.signals import ending
 
 LOG = logging.getLogger("omagd")
 BUILDING = "building the environment"
@@ -81,7 +82,7 @@ class Pulse(threading.Thread):
                 if self._entered != self.dist.waits.entered:
                     self._entered, self._late = self.dist.waits.entered, 0.0
                 self._tell(left=False)
-                if line := self._look():
+                if line := "" if ending() else self._look():
                     self._tell(left=True)  # so that nobody takes this rank's end for the cause
                     self.hung(line, "")
                     return
@@ -95,6 +96,8 @@ class Pulse(threading.Thread):
         self.join(2 * self.interval)
 
     def _tell(self, left: bool) -> None:
+        if ending():  # who holds the board may be gone already, of which torch would write its C++ frames to stderr
+            return
         self._beat += 1
         waits, now = self.dist.waits, time.perf_counter()
         stage, phase, since = waits.place()

@@ -33,10 +33,14 @@ class Stopped(KeyboardInterrupt):
 
     Args:
         number: the signal. `exit_code` is what shells say for it: 130 or 143.
+
+    Attributes:
+        where: what was interrupted and how to continue it, once that is known.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
+        self.where = ""
         self.number = number
         self.exit_code = 128 + number
 
@@ -93,6 +97,11 @@ _received = _Received()
 def stop_requested() -> bool:
     """Return whether a signal has arrived within `stoppable`."""
     return _received.number is not None
+
+
+def ending() -> bool:
+    """Return whether this process has been asked to end and does so, within `stoppable`. For any thread."""
+    return stop_requested() and signal.getsignal(signal.SIGTERM) == _received.handle
 
 
 def raise_in_main_thread(error: Exception) -> None:
