@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from test_adapters import Walk, WalkArgs
 class SteadyArgs(WalkArgs):
     """The first process that comes to its `die_at[0]`th step dies there, the next at its `die_at[1]`th, ...
 
-    how: "kill"; "stop" and "hang" do not answer any more, "always" neither does in any process.
+    how: "kill"; "leave" calls sys.exit(0); "stop" and "hang" do not answer any more, "always" in no process.
     """
 
     limit: int = 6
@@ -38,6 +39,8 @@ class SteadyWalk(Walk):
             again = self.args.how == "always"
             if call == self.calls and (again or not Path(self.args.marks, str(number)).exists()):
                 Path(self.args.marks, str(number)).touch()
+                if self.args.how == "leave":
+                    sys.exit(0)
                 while self.args.how in ("hang", "always"):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGSTOP if self.args.how == "stop" else signal.SIGKILL)

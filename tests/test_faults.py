@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from command_budgets import BUDGETS
 from command_harness import left_behind, run_folders
 from trap_world import exit_state, make_plugin, start, wait_for_training
 
+from omagd.envs.sanity import MatrixGame
 from omagd.run.command_line import main
 from omagd.run.verdict import verdict
 from omagd.utils.errors import RankFailed
@@ -139,6 +141,24 @@ def test_the_cause_is_told_not_the_consequence(tmp_path, failed, notes, words):
     error = verdict(failed, tmp_path, 2).error
     assert words in str(error)
     assert isinstance(error, RankFailed)
+
+
+@pytest.mark.parametrize("when", ["checked", "played"])
+def test_a_sys_exit_of_an_environment_never_ends_with_exit_code_0(when, monkeypatch, tmp_path, capsys):
+    """In the check before the run, or in the run; this process, as `run=default` has it."""
+    monkeypatch.chdir(tmp_path)
+
+    def leave(*_: object, **__: object) -> None:
+        sys.exit(0)
+
+    monkeypatch.setattr(MatrixGame, "__init__" if when == "checked" else "step", leave)
+    assert main(["--config=qmix", "--env-config=matrix_game", "-u", "with", *BUDGETS]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert re.fullmatch(
+        r"error: sys\.exit\(0\) was called before the run had ended \(.*test_faults\.py, .* leave\)", line
+    )
+    if when == "played":
+        assert exit_state(tmp_path) == "failed"
 
 
 # --- bad input: told in the parent, before anything exists

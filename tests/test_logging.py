@@ -23,7 +23,7 @@ from omagd.utils.log_sinks.console import render_block
 from omagd.utils.log_sinks.sacred import SacredRelay, SacredSink
 from omagd.utils.logging import Logger, make_logger, setup_logging
 from omagd.utils.metrics import Metrics
-from omagd.utils.progress import BarSafeHandler, Progress
+from omagd.utils.progress import BarSafeHandler, Progress, close_bars
 
 
 class Ranks:
@@ -371,3 +371,16 @@ def test_a_sink_of_ones_own_gets_every_record(tmp_path, text_log):
     logger.log({"a": 1.0}, stage="stage2", clock="epoch", t=3)
     logger.close("interrupted")
     assert sink.seen == ["skirmish 8m", ("stage2", 3, {"a": 1.0}), "interrupted"]
+
+
+def test_bars_are_taken_away_before_the_last_lines_of_a_run(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(progress_module.sys, "stderr", stream)
+    bar = Progress(1000, "step", "stage3")
+    time.sleep(0.3)
+    bar.set(600)
+    close_bars()
+    shown = len(stream.getvalue())
+    assert stream.getvalue().endswith("\r") and stream.getvalue()[: shown - 1].split("\r")[-1].strip() == ""
+    BarSafeHandler(stream).emit(logging.LogRecord("omagd", logging.INFO, "", 0, "the last line", None, None))
+    assert stream.getvalue()[shown:] == "the last line\n"

@@ -360,3 +360,7 @@ def test_a_worker_that_does_not_answer_is_named_killed_and_replayed(tmp_path, ca
     monkeypatch.setattr(worker_processes, "DEATHS_OF_A_HANG", worker_processes.DEATHS_IN_A_ROW)
     with pytest.raises(EnvWorkerError, match="environment worker 0 hung again and again without"):
         story(env, 3, peace)
+    (tmp_path / "0").unlink()
+    env = ProcessEnvs(SteadyWalk, SteadyArgs(die_at=[2], marks=str(tmp_path), how="leave"), 1)
+    with pytest.raises(EnvWorkerError, match=r"(?s)environment worker 0 failed:.*sys\.exit\(0\).*SystemExit: 0"):
+        story(env, 3, peace)
