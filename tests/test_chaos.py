@@ -290,6 +290,21 @@ def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
     assert last["t_env"] >= 40 and last["iteration"] > KILLED_AT
 
 
+def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_kept(unfinished, tmp_path):
+    """`saved.json` names it, so its absence is noticed."""
+    run = copied(unfinished[1], tmp_path)
+    newest, older = newest_first(run)
+    newest.rename(tmp_path / "moved")
+    (run / "models" / "99").mkdir()
+    (run / "models" / "99" / "agent.th").write_bytes(b"late")
+    folder = RunFolder(run)
+    taken = recover(folder, Dist(), config_from([*COMMAND[1:]]))
+    assert (taken.kind, taken.found.checkpoint.path, taken.behind) == ("exact", older, True)
+    aside = Path(cut_back(folder, Dist(), taken))
+    assert (aside / "models" / "99" / "agent.th").read_bytes() == b"late"
+    assert set_aside.read_saved(folder) == KILLED_AT - 1
+
+
 def test_another_format_is_rejected_and_named(unfinished, tmp_path, capsys):
     run = copied(unfinished[1], tmp_path)
     for path in newest_first(run):

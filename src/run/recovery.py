@@ -220,21 +220,20 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> TakenUp:
         judged = _judge(folder.checkpoints / name, dist)
         newest = not problems and _iteration(name) >= (completed or 0)
         found, judged = _loaded(judged, judged.usable(mode, newest), dist)
-        if found is not None or (judged.foreign and mode == "exact"):
-            problems |= {} if found is not None else {judged.path: judged.problem}
+        if found is not None:
             break
-        problems[judged.path] = judged.problem or "it is not the newest one"
+        problems[judged.path] = judged.problem
+        if judged.foreign and mode == "exact":
+            break  # of another version: nothing says that the checkpoints before it are what is wanted
     least = max([completed or 0, 1, *map(_iteration, names)])
-    salvaged = None
-    if mode == "weights" and (found is None or found.kind == "weights" or problems):
+    if mode == "weights" and (found is None or found.kind == "weights"):
         salvaged = _agreed(dist, _salvage, folder, config)
-        if salvaged is not None and found is not None and salvaged.position <= found.position:
-            salvaged = None
-        found = None if salvaged is not None else found
-    if found is None and salvaged is None:
+        if salvaged is not None and (found is None or salvaged.position > found.position):
+            return TakenUp(None, salvaged, problems, behind=True, completed=least, least=least)
+    if found is None:
         raise _rejected(folder, mode, problems)
-    behind = salvaged is not None or bool(problems) or found.kind != "exact" or found.iteration < (completed or 0)
-    return TakenUp(found, salvaged, problems, behind, least if found is None else found.iteration, least)
+    behind = bool(problems) or found.kind != "exact" or found.iteration < (completed or 0)
+    return TakenUp(found, None, problems, behind, found.iteration, least)
 
 
 def _iteration(name: str) -> int:
