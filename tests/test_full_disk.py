@@ -270,6 +270,19 @@ def no_traceback(text: str) -> bool:
     return "Traceback" not in text and "Error" not in text and "Logging error" not in text
 
 
+def test_where_not_even_a_record_can_begin_the_run_is_rejected_in_one_line(tmp_path, capsys, monkeypatch):
+    inner = os.mkdir
+
+    def mkdir(path, *more, **how):
+        return full() if Path(path).parent.name == "sacred" else inner(path, *more, **how)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert main([*COMMAND[1:], f"local_results_path={tmp_path}/results"]) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith(f"error: {tmp_path}/results/sacred cannot be written ({os.strerror(errno.ENOSPC)})")
+
+
 @pytest.mark.processes
 def test_a_run_that_could_not_write_its_weights_fails_in_one_line(tmp_path, capsys):
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import stat
@@ -213,6 +214,26 @@ def test_a_planted_folder_of_records_is_rejected(tmp_path, home, capsys):
     assert main([*COMMAND[1:], f"local_results_path={tmp_path / 'results'}"]) == 2
     assert "its sacred/ is a link" in capsys.readouterr().err
     assert outside(home) == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"stages": 3},
+        {"stages": {"stage3": {"values": None}}},
+        {"stages": {"stage3": {"values": {"test_battle_won_mean": [1]}}}},
+        {"wall_seconds": {}, "stages": {}},
+        {"wall_seconds": math.inf, "stages": {}},
+        [],
+    ],
+)
+def test_a_summary_that_makes_no_sense_is_one_line(tmp_path, capsys, content):
+    (tmp_path / "summary.json").write_text(json.dumps(content))
+    assert main(["compare", str(tmp_path)]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: compare {tmp_path}: holds no summary.json that can be read. Give a run's folder\n"
+    )
 
 
 @pytest.mark.parametrize("planted", ["folder", "file", "name"])

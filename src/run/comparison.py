@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from omagd.run.card import read_card
 from omagd.run.report import runs_table
 from omagd.utils.errors import UserError, readable
+from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder
 
 
@@ -22,12 +22,15 @@ def comparison(folders: Sequence[str]) -> str:
 
 def _summary(folder: str) -> dict[str, Any]:
     path = RunFolder(Path(folder).expanduser()).summary_json
+    known = {key: value for key, value in read_entry(path).items() if value is not None}
     try:
-        summary = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        raise UserError(f"compare {folder}: holds no summary.json that can be read. Give a run's folder") from None
-    known = {key: value for key, value in summary.items() if value is not None}
-    return _one_line({"card": read_card(path.parent), **known, "folder": str(path.parent)})
+        summary: dict[str, Any] = _one_line({"card": read_card(path.parent), **known, "folder": str(path.parent)})
+        runs_table([summary])
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        known = {}
+    if not known:
+        raise UserError(f"compare {folder}: holds no summary.json that can be read. Give a run's folder")
+    return summary
 
 
 def _one_line(value: Any) -> Any:

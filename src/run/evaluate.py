@@ -15,6 +15,7 @@ from omagd.run.stages.stage3 import greedy_episodes
 from omagd.utils.checkpoint import find_step_folder, run_folder_of
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.writing import STORAGE
 
 FIXED = {
     "evaluate": True, "load_step": 0, "seeds": (), "unique_token": "", "auto_resume": False, "pretrain_only": False,
@@ -71,7 +72,8 @@ def evaluate(session: Session) -> StageResult:
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
     if config.save_replay:
         try:
-            session.env.save_replay(str(session.folder.replays))
+            with STORAGE.attempt("replays"):
+                session.env.save_replay(str(session.folder.replays))
         except NotImplementedError:  # a wrapper of an environment that has none
             raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out") from None
     return StageResult("stage3", {"t_env": t_env}, values, {"agent": str(folder)})

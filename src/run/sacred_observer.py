@@ -10,6 +10,7 @@ from typing import Any
 from sacred.observers import FileStorageObserver
 from sacred.serializer import flatten
 
+from omagd.utils.errors import UserError
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 MOST = 500
@@ -48,6 +49,14 @@ class BoundedObserver(FileStorageObserver):
     Sacred's reads and writes all values again at each heartbeat. All of them stand in the run's `metrics.jsonl`.
     Files are written through `STORAGE`: a full disk neither ends the record nor leaves half a file.
     """
+
+    def started_event(self, *args: Any, **facts: Any) -> str:
+        """Begin a record and return its name. Errors: UserError where it cannot be written."""
+        try:
+            return str(super().started_event(*args, **facts))
+        except OSError as problem:
+            mend = "Give a folder that can be: local_results_path or --file_storage"
+            raise UserError(f"{self.basedir} cannot be written ({problem.strerror}). {mend}") from problem
 
     def save_json(self, obj: Any, filename: str) -> None:
         """Write a file of the record."""
