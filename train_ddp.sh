@@ -12,7 +12,8 @@
 #   --enable_opponent_evasion          --opponent_evasion_start_episode N
 #   --load_model            go on from --load_model_run RUN (a run's folder, or its name in RESULTS_PATH), with all that it
 #                           had; with --load_model_run_episode N from the weights nearest to that episode, replay empty
-#   --config C              snakes_ddpg (default) | snakes_ddpg_planb | a YAML file        --dry-run   check, show, start nothing
+#   --config C              snakes_ddpg (default) | snakes_ddpg_planb | snakes_ddpg_defaults | snakes_ddpg_8ranks | a YAML file
+#   --dry-run               check, show, start nothing
 #
 # Everything else is key=value for the training. Episodes count over all ranks. A run that was stopped or killed goes on
 # from its newest checkpoint when the same is typed again (auto_resume=False: anew). By torchrun, with a part of the GPUs:

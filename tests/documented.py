@@ -44,9 +44,10 @@ class Documented:
 
     @property
     def paths(self) -> dict[str, str]:
-        """Return the keys and variables that hold a path of an earlier run."""
+        """Return the keys and variables that hold a path of an earlier run; stage 3's script finds its own."""
         given = dict(word.split("=", 1) for word in self.arguments if "=" in word and not word.startswith("-"))
-        return {
+        found = {"TOKENIZER_PATH": "", "MASK_PREDICTOR_PATH": ""} if self.program == "run_gnn_stage3_ddp.sh" else {}
+        return found | {
             key: value for key, value in {**self.variables, **given}.items()
             if key in PATH_KEYS and value not in {"random", "mixed"}
         }  # fmt: skip

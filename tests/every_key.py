@@ -85,7 +85,7 @@ RUNS: dict[str, Run] = {
     "snakes by DDPG": Run(
         "snakes_ddpg", "snakes",
         {
-            **TINY, "t_max": 440, "ticks_per_iteration": 20, "buffer_size": 60, "critic_lr": 1e-3, "tau": 0.01,
+            **TINY, "max_episodes": 2, "ticks_per_iteration": 20, "buffer_size": 60, "critic_lr": 1e-3, "tau": 0.01,
             "gumbel_softmax": True, "epsilon_speed": 0.99, "epsilon_start": 0.4, "rnn_hidden_dim": 8,
             "opponent_difficulty_strategy": "curriculum", "opponent_order": "published",
             "enable_opponent_evasion": True, "opponent_evasion_start_episode": 1, "log_interval": 200,

@@ -211,11 +211,10 @@ def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str
     where |= {"MASK_PREDICTOR_PATH": where["pretrained_mask_predictor_path"]}
     keys = [(word, word.partition("=")[0]) for word in words]
     words = [f"{key}={where[key]}" if key in command.paths else word for word, key in keys]
-    searched = ("TOKENIZER_PATH", "MASK_PREDICTOR_PATH") if command.program == "run_gnn_stage3_ddp.sh" else ()
-    variables |= {key: str(where[key]) for key in (*command.paths, *searched) if key in variables or key in searched}
+    variables |= {key: str(where[key]) for key in command.paths if key.isupper()}
     if not command.program.endswith(".sh") and "with" not in words:
         words.append("with")
-    if (command.paths or searched) and graph == runs["omagd"] and name not in {"qmix", "vdn"}:
+    if command.paths and graph == runs["omagd"] and name not in {"qmix", "vdn"}:
         words.append("env_args.map_name=5m_vs_6m")
     return variables, words
 

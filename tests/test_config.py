@@ -15,6 +15,7 @@ from omagd.config import loading
 from omagd.config.loading import apply_updates, base_values, known_keys, parse_value, resolve, to_plain, validate
 from omagd.config.schema import Config
 from omagd.run.command_line import config_from
+from omagd.run.preflight import preflight
 from omagd.utils.errors import UserError
 
 PUBLISHED_KEYS = """
@@ -83,6 +84,18 @@ def test_published_keys_are_there():
 def test_keys_do_not_multiply():
     """A new key is a decision: add it to the list too, with `python tests/test_config.py`."""
     assert known_keys() == Path(__file__).with_name("config_keys.txt").read_text().split()
+
+
+def test_presets_of_the_guides_for_snakes():
+    """What the guides print: 6,250 games of each of 8 ranks; the defaults beside the flags; games as a key."""
+    eight, defaults = resolve("snakes_ddpg_8ranks", "snakes"), resolve("snakes_ddpg_defaults", "snakes")
+    assert (eight.run, eight.world_size, eight.t_max) == ("ddp", 8, 8 * 6250 * 200)
+    assert (eight.batch_size, eight.lr, eight.lr_scaling) == (64, 1e-4, "none")
+    values = (defaults.batch_size, defaults.lr, defaults.gamma, defaults.tau, defaults.epsilon_speed)
+    assert values == (128, 3e-4, 0.99, 0.01, 0.9995)
+    assert (defaults.epsilon_start, defaults.t_max, defaults.save_model_interval) == (0.5, 50000 * 200, 1000 * 200)
+    typed = resolve("snakes_ddpg", "snakes", {"max_episodes": 6250})
+    assert preflight(typed).config.t_max == 6250 * 200
 
 
 def test_every_key_has_a_run_with_a_value_that_is_not_its_default():

@@ -19,7 +19,13 @@ from omagd.run.command_line import config_from
 
 WITH_LOG = str(ROOT / "scripts" / "with_log.py")
 BATCH = ("slurm/one_node.sbatch", "slurm/many_nodes.sbatch", "slurm/snakes.sbatch")
-SCRIPTS = ("launch.sh", "slurm/lib.sh", "scripts/quick_distributed_test.sh", *BATCH)
+SCRIPTS = (
+    "launch.sh",
+    "scripts/launch_distributed_training.sh",
+    "slurm/lib.sh",
+    "scripts/quick_distributed_test.sh",
+    *BATCH,
+)
 NODE = "--nodes 2 --node-rank 1 --master-addr 10.9.8.7"
 
 # Stands in for Python: has no GPU, refuses one key, and writes down how it is called otherwise.
@@ -66,11 +72,11 @@ def launch(tmp_path):
     fake = program(tmp_path / "fake_python", FAKE_PYTHON)
     called = tmp_path / "called"
 
-    def run(arguments: str, **variables: str):
+    def run(arguments: str, script: str = "launch.sh", **variables: str):
         called.unlink(missing_ok=True)
         clean = {key: value for key, value in os.environ.items() if key in {"PATH", "LANG"}}
         env = {**clean, "HOME": str(tmp_path), "PYTHON": str(fake), "CALLED": str(called), **variables}
-        command = ["bash", str(ROOT / "launch.sh"), *shlex.split(arguments)]
+        command = ["bash", str(ROOT / script), *shlex.split(arguments)]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         return done, called.read_text().splitlines() if called.exists() else []
 
@@ -138,6 +144,20 @@ def test_one_host_needs_no_torchrun_and_what_is_typed_counts(launch):
     assert "world_size=2" in called
     settings = dict(word.split("=", 1) for word in called if "=" in word)
     assert (settings["auto_resume"], settings["local_results_path"]) == ("False", "there")
+
+
+def test_the_published_name_takes_the_flags_of_its_guide(launch):
+    """Typed as the guide does it, with the file of a configuration; it ends in what launch.sh does."""
+    guide = "--config my/distributed.yaml --nodes 2 --gpus 4 --node-rank 1 --master-addr 192.168.1.100"
+    guide += " --master-port 12355 --debug --dry-run"
+    done, called = launch(guide, script="scripts/launch_distributed_training.sh", ENV_CONFIG="skirmish")
+    assert (done.returncode, called) == (0, [])
+    assert done.stdout == launch(guide, ENV_CONFIG="skirmish")[0].stdout
+    shown = shlex.split(done.stdout)
+    wanted = "--nnodes=2 --node-rank=1 --nproc-per-node=4 --master-addr=192.168.1.100 --master-port=12355"
+    assert {*wanted.split(), "--config=my/distributed.yaml", "distributed_debug=True"} <= set(shown)
+    done, _ = launch("--nodes two", script="scripts/launch_distributed_training.sh")
+    assert (done.returncode, done.stderr) == (2, "error: --nodes two: must be a whole number from 1 to 65536\n")
 
 
 def test_a_dry_run_shows_a_command_that_can_be_typed(launch):

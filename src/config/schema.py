@@ -26,6 +26,7 @@ def _as_tuple(value: object) -> object:
 
 Int = Annotated[int, BeforeValidator(_as_whole)]
 Count = Annotated[Int, Field(ge=1, le=10**12)]
+Episodes = Annotated[Int, Field(ge=1, le=10**9)]
 Whole = Annotated[Int, Field(ge=0, le=2**63 - 1)]
 Width = Annotated[Int, Field(ge=1, le=2**16)]
 Layers = Annotated[Int, Field(ge=1, le=1000)]
@@ -118,6 +119,7 @@ class Config(Frozen):
     ticks_per_iteration: Count  # runner=ticks: steps of every battle between updates
     buffer_size: Count  # episodes kept for replay (runner=ticks: steps); a new one replaces the oldest
     t_max: Count  # environment steps over all ranks at which stage 3 ends
+    max_episodes: Episodes | None  # episodes over all ranks; given, t_max is that many of the longest
     epsilon_start: Unit  # share of random actions at step 0
     epsilon_finish: Unit  # share of random actions after epsilon_anneal_time
     epsilon_anneal_time: Count  # environment steps over all ranks, in a straight line

@@ -46,8 +46,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     from omagd.run.preflight import preflight
 
-    preflight(config)
-    return run_seeds(None, config)
+    return run_seeds(None, preflight(config).config)
 
 
 def make(env: str, **env_args: Any) -> ParallelBattle:

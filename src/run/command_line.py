@@ -160,6 +160,7 @@ def _run(options: argparse.Namespace, config: Config) -> None:
     from omagd.run.preflight import preflight
 
     outlook = preflight(config)
+    config = outlook.config
     if options.dry_run:
         from omagd.run.listing import resolved
 

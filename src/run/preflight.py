@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.config.env_info import EnvInfo
+from omagd.config.loading import validate
 from omagd.config.schema import Config
 from omagd.run.plan import Plan, make_plan
 from omagd.utils.errors import UserError, nearest
@@ -41,11 +42,13 @@ class Outlook:
     Attributes:
         stages: names of the stages in order; ("evaluate",) when a checkpoint is played.
         plan: how many ranks, on what. info: facts of the environment.
+        config: the configuration that runs, with the length in steps where it was given in episodes.
     """
 
     stages: tuple[str, ...]
     plan: Plan
     info: EnvInfo
+    config: Config
 
 
 def preflight(config: Config) -> Outlook:
@@ -63,6 +66,9 @@ def preflight(config: Config) -> Outlook:
     from omagd.run.opponents import check_opponents
 
     info = describe_env(config)
+    if config.max_episodes is not None:
+        updates = {"t_max": config.max_episodes * info.episode_limit}
+        config = validate({**config.model_dump(), **updates})
     check_machine(config, plan, info)
     check_opponents(config, info)
     if config.use_graph_reconstruction and info.layout is None:
@@ -70,7 +76,7 @@ def preflight(config: Config) -> Outlook:
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
         )
     with _fitting(config):
-        outlook = Outlook(_check_paths(config, info), plan, info)
+        outlook = Outlook(_check_paths(config, info), plan, info, config)
     _check_token(config, plan)
     return outlook
 
