@@ -39,8 +39,9 @@ printf '%s\\n' "$@" >"$CALLED"
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >>"$CALLED"
 while [ "${1#--}" != "$1" ]; do shift; done
+trap 'stop=1; kill -TERM $pids 2>/dev/null' TERM
 for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do SLURM_NODEID=$node "$@" & pids="${pids:-} $!"; done
-trap 'kill -TERM $pids' TERM
+[ -z "${stop:-}" ] || kill -TERM $pids
 code=0
 for pid in $pids; do
     while true; do wait $pid; last=$?; kill -0 $pid 2>/dev/null || break; done
