@@ -131,8 +131,13 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
     assert weights[0] == weights[1] != weights[2]
 
 
-def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], dict[str, int], np.ndarray]:
-    """Train QMIX for some updates; return checksums of all that is trained, the clock, and what this rank played."""
+def _train_and_sum(
+    rank: int, dist: Dist, folder: str
+) -> tuple[dict[str, str], dict[str, int], np.ndarray, list[int]]:
+    """Train QMIX for some updates.
+
+    Returns checksums of all that is trained, the clock, what this rank observed, and the lengths of its episodes.
+    """
     updates = {"t_max": 300, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
     config = resolve("qmix", "skirmish", {**updates, "use_cuda": False, "local_results_path": folder})
     logger = Logger(setup_logging(None, rank=1), minimal=True)
@@ -148,14 +153,18 @@ def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], 
     }
     played = stage.buffer.batch([0])["obs"].numpy()
     stage.session.close()
-    return {name: checksum(value) for name, value in tensors.items()}, stage.clock.state_dict(), played
+    lines = RunFolder(Path(folder) / "run").episode_log(rank).read_text().splitlines()
+    lengths = [json.loads(line)["length"] for line in lines]
+    return {name: checksum(value) for name, value in tensors.items()}, stage.clock.state_dict(), played, lengths
 
 
 @pytest.mark.processes
 def test_two_ranks_hold_the_same_and_play_their_own(tmp_path):
-    (sums, clock, played), (other_sums, other_clock, other_played) = run_ranks(_train_and_sum, str(tmp_path))
+    one, other = run_ranks(_train_and_sum, str(tmp_path))
+    (sums, clock, played, lengths), (other_sums, other_clock, other_played, other_lengths) = one, other
     assert sums == other_sums
     assert clock == other_clock
+    assert (clock["t_env"], clock["episodes"]) == (sum(lengths + other_lengths), len(lengths + other_lengths))
     assert clock["updates"] > 1
     assert played.shape != other_played.shape or not np.array_equal(played, other_played)
 

@@ -103,6 +103,15 @@ def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_learns(na
     assert any(not torch.equal(value, after[tag]) for tag, value in case.state().items())
 
 
+def test_an_update_whose_finite_gradients_have_an_infinite_norm_changes_nothing() -> None:
+    case = Case("qmix")
+    case.update(1)
+    before = case.state()
+    stats = case.update(3, 1e25)  # clipping would divide by infinity, and Adam's momentum move the weights
+    assert float(stats[SKIPPED][0]) == 1
+    assert all(torch.equal(value, before[tag]) for tag, value in case.state().items())
+
+
 def test_weights_that_have_overflowed_do_not_reach_the_targets() -> None:
     case = Case("qmix")  # targets are copied after each update
     case.update(1)
