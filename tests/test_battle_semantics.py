@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.features import entity_layout, n_actions, state_dim
-from omagd.envs.battle.reward import judge
+from omagd.envs.battle.reward import Ending, RewardLedger, judge
 from omagd.envs.battle.semantics import BattleSemantics
 
 NAMES = ["zealot", "marine", "medivac", "stalker", "marauder", "colossus", "baneling", "zergling", "spine_crawler"]
@@ -272,6 +272,29 @@ def test_a_side_is_gone_when_none_of_its_units_is_listed():
     assert (ended.over[0], ended.won[0]) == (True, True)
     only_medivacs = np.array([[True, True, False, False]])
     assert judge(units, 2, only_medivacs, np.zeros(1, bool)).lost[0]  # this rule counts health, as published
+
+
+def test_nobody_wins_where_both_sides_are_gone():
+    gone = np.zeros((1, 4), bool)
+    ended = judge(SimpleNamespace(alive=gone, listed=gone), 2, None, np.zeros(1, bool))
+    assert (ended.over[0], ended.draw[0], ended.won[0], ended.lost[0]) == (True, True, False, False)
+
+
+def test_a_unit_that_has_died_pays_nothing_more():
+    """SMAC's `death_tracker`: not even when the game lists the unit alive again."""
+    ledger = RewardLedger(BattleArgs(reward_scale=False), 1, 1, 1)
+    nobody = np.zeros(1, bool)
+    units = SimpleNamespace(
+        alive=np.ones((1, 2), bool), health=np.array([[45.0, 6.0]]), shield=np.zeros((1, 2)),
+        health_max=np.full((1, 2), 45.0), shield_max=np.zeros((1, 2)),
+    )  # fmt: skip
+    ledger.reset(~nobody, units)
+    paid = []
+    for health in (0.0, 6.0, 0.0):
+        units.health = np.array([[45.0, health]])
+        units.alive = units.health > 0
+        paid.append(float(ledger.settle(units, Ending(*[nobody] * 5, np.ones((1, 2), int)))[0]))
+    assert paid == [6 + 10, 0, 0]
 
 
 def test_orders_of_every_action():

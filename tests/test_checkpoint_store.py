@@ -93,6 +93,29 @@ def test_the_newest_and_the_best_stay_with_the_files_that_they_need(tmp_path):
         read_checkpoint(path).check()
 
 
+def test_a_file_that_several_checkpoints_share_stays_until_the_last_of_them_goes(tmp_path):
+    store = store_in(tmp_path, keep=1)
+    shared = {name: said for name, said in read_checkpoint(save(store, 1)).manifest["files"].items() if "kept" in name}
+    for iteration, refers in ((2, True), (3, False)):
+        draft = store.draft(iteration)
+        if refers:
+            draft.refer(shared)
+        draft.put("common", frozen(STATE))
+        draft.report({})
+        path = draft.commit({"iteration": iteration}, 5.0)
+        store.prune()
+        assert [found.name for found in folders(store.path)] == [path.name]
+        assert (store.path / "kept/replay_1.bin").exists() is refers
+
+
+def test_contents_are_on_the_disk_before_the_manifest_is_written(tmp_path, monkeypatch):
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+    save(store_in(tmp_path), 1)
+    before = synced[: next(i for i, name in enumerate(synced) if "manifest" in name)]
+    assert {"common.th", "rank_0.th"} <= set(before)
+
+
 def test_what_a_kill_leaves_half_written_is_no_checkpoint_and_goes(tmp_path):
     store = store_in(tmp_path)
     whole = save(store, 1)
@@ -156,6 +179,13 @@ def test_a_rank_finds_out_what_is_missing_of_its_part(tmp_path):
         assert Path(name).name in draft.lacks()
         (store.path / name).write_bytes(whole)
     assert draft.lacks() == ""
+    later = store.draft(2)
+    later.refer({name: said for name, said in draft.files.items() if name.startswith("kept/")})
+    later.report({})
+    later.commit({"iteration": 2, "score": None}, 5.0)
+    assert later.lacks() == ""
+    os.truncate(store.path / "kept/replay_1.bin", 3)  # of an earlier file the size is compared
+    assert "3 bytes instead of 8" in later.lacks()
 
 
 def test_every_file_truncated_flipped_or_deleted_is_found_and_named(tmp_path):
@@ -254,6 +284,9 @@ def test_a_manifest_that_says_something_else_is_refused(change, tmp_path):
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(sealed({**manifest, **change})))
     with pytest.raises(Damaged, match=r"manifest\.json"):
+        read_checkpoint(path)
+    (path / "manifest.json").write_text(json.dumps({**manifest, "iteration": manifest["iteration"] + 1}))
+    with pytest.raises(Damaged, match=r"manifest\.json: its content has changed"):
         read_checkpoint(path)
     for text in ("[]", "{", "3", '{"format": []}', json.dumps(sealed({"format": []}))):
         (path / "manifest.json").write_text(text)

@@ -131,9 +131,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
     assert weights[0] == weights[1] != weights[2]
 
 
-def _train_and_sum(
-    rank: int, dist: Dist, folder: str
-) -> tuple[dict[str, str], dict[str, int], np.ndarray, list[int]]:
+def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], dict[str, int], np.ndarray, list[int]]:
     """Train QMIX for some updates.
 
     Returns checksums of all that is trained, the clock, what this rank observed, and the lengths of its episodes.

@@ -213,6 +213,35 @@ def test_marine_duel_takes_the_time_of_eight_shots():
     assert not sim.units.alive.any()
 
 
+def test_the_dead_do_not_shoot():
+    for allies, enemies, short in ((1, 2, slice(0, 1)), (2, 1, slice(2, 3))):
+        sim = build(["marine"] * allies, ["marine"] * enemies)
+        sim.units.health[0, short] = 6.0  # one shot
+        for _ in range(5):
+            command(sim, allies, Order.ATTACK, target=allies)
+        assert (~sim.units.alive[0]).nonzero()[0].tolist() == list(range(3))[short]
+        assert sim.units.health[0].sum() == 2 * 45 - 6, "it fired once, at the moment of its death"
+
+
+def test_nobody_shoots_at_the_dead():
+    sim = build(["marine"] * 2, ["marine"] * 2)
+    sim.units.health[0, 2] = 6.0
+    sim._battle.timer[1, 0] = 2.0  # ready two loops after the first one has killed the target
+    command(sim, 2, Order.ATTACK, target=2)
+    assert not sim.units.alive[0, 2]
+    assert sim.units.health[0, 3] == 45 - 6, "the shot is kept for the enemy that lives"
+
+
+def test_the_enemy_keeps_its_target_while_that_is_in_reach():
+    sim = build(["marine"] * 2, ["marine"])
+    for place in ((13.0, 12.0), (12.0, 13.0), (12.0, 13.0), (12.0, 13.0)):  # marines reach 5.75 cells
+        sim.units.x[0], sim.units.y[0] = (*place, 17.0), 16.0
+        sim.units.health[0, 2] = 45.0
+        command(sim, 2, Order.NONE)
+    assert sim.units.health[0, 0] < 45 - 6
+    assert sim.units.health[0, 1] == 45
+
+
 def test_shields_take_full_damage_and_armour_guards_health():
     # A zealot (50 shield, 100 health, armour 1) walks on the spot and is shot by a marine, 6 a shot.
     sim = build(["zealot"], ["marine"], map_type="zealots")
@@ -289,6 +318,15 @@ def test_medivac_heals_at_its_rate_and_pays_energy():
     for _ in range(10):
         command(sim, 2, Order.HEAL, target=0)
     assert sim.units.health[0, 0] == 45
+
+
+def test_healing_does_not_revive():
+    sim = build(["marine", "medivac"], ["marine"], map_type="MMM")
+    sim.units.health[0, 0] = 6.0
+    sim.units.x[0, 1] -= 2  # the enemy shoots the marine
+    command(sim, 2, Order.HEAL, target=0)
+    assert not sim.units.alive[0, 0]
+    assert sim.units.health[0, 0] == 0
 
 
 def test_medivacs_fly_to_their_patients():

@@ -103,7 +103,7 @@ def heal(roster: Roster, battle: Battle, in_reach: np.ndarray, loops: int) -> No
         patient = np.maximum(battle.target[healer], 0)
         missing = roster.health_max[patient, 0] - battle.health[patient, battle.slots]
         able = in_reach[healer] & (battle.order[healer] != Order.MOVE) & (battle.alive[healer] > 0)
-        able &= battle.alive[patient, battle.slots] > 0
+        able &= battle.health[patient, battle.slots] > 0  # nobody who was shot in this substep comes back
         affordable = battle.energy[healer] / roster.heal_cost[healer]
         amount = np.minimum(np.minimum(missing, affordable), roster.heal[healer] * np.float32(loops)) * able
         battle.health[patient, battle.slots] += amount
