@@ -4,6 +4,7 @@ from __future__ import annotations
 
 BUDGETS = (
     "t_max=150",
+    "max_episodes=None",
     "batch_size_run=2",
     "batch_size=4",
     "buffer_size=8",
