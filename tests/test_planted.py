@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 import shutil
@@ -17,10 +19,12 @@ import pytest
 from command_budgets import BUDGETS
 from command_harness import ROOT, records, summary_of
 
+from omagd.run import resuming
 from omagd.run.command_line import config_from, main
-from omagd.run.resuming import claimed_folder
+from omagd.run.resuming import claimed_folder, rank_at_work
 from omagd.utils import owned_folder
 from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+from omagd.utils.run_folder import RunFolder
 
 COMMAND = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "t_max=20", "auto_resume=True")
 INJECTED = "echo injected >>"
@@ -185,6 +189,53 @@ def test_the_links_that_wandb_makes_are_no_obstacle(tmp_path):
     (run / "wandb" / "up").symlink_to("offline-run-1/../../logs")
     with pytest.raises(Untrusted, match="wandb/up"):
         require_own(run)
+
+
+def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(tmp_path, monkeypatch, capsys):
+    run, inner = unfinished(tmp_path), os.open
+    monkeypatch.setattr("omagd.utils.storage.RETRY_SECONDS", ())
+
+    for code, own, answer in ((errno.EIO, True, 2), (errno.EACCES, True, 2), (errno.EACCES, False, 0)):
+
+        def opens(path, *more, code=code, **how):
+            if Path(path).name == "run.json":
+                raise OSError(code, os.strerror(code))
+            return inner(path, *more, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owned_folder.os, "open", opens)
+            patch.setattr(owned_folder, "_is_own", lambda path, own=own: own)
+            found = resuming._same_runs
+            if answer == 0:
+                assert found(tmp_path, "any", logging.getLogger("omagd")) == []
+                continue
+            assert main([*COMMAND, f"local_results_path={tmp_path}"]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"error: {run}/run.json cannot be read ({os.strerror(code)})")
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_a_damaged_entry_is_named(tmp_path, capfd):
+    run = unfinished(tmp_path)
+    (run / "run.json").write_bytes(b"\xff")
+    given = config_from([*COMMAND, f"local_results_path={tmp_path}"])
+    with suppress(ZeroDivisionError), claimed_folder(given, "other"):
+        raise ZeroDivisionError
+    assert f"{run}/run.json is damaged: that run is not continued" in capfd.readouterr().out
+    assert (run / "run.json").read_bytes() == b"\xff"
+
+
+def test_everybody_is_kept_out_of_a_new_run_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        run = unfinished(tmp_path)
+        with rank_at_work(RunFolder(run)):
+            (run / "episodes").mkdir()
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+    for path in (run, run / "logs", run / "models", run / "episodes", run / "run.json"):
+        assert not path.stat().st_mode & stat.S_IWOTH, path
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"a": 1}' + b" " * (1 << 20)])

@@ -21,10 +21,10 @@ from omagd.run.set_aside import link
 from omagd.utils.checkpoint_store import Checkpoint, Damaged, folders, read_checkpoint
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import setup_logging
-from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+from omagd.utils.owned_folder import Untrusted, closed_to_others, read_entry, require_own
 from omagd.utils.run_folder import RunFolder, keep_json, write_json
 from omagd.utils.run_lock import Busy, Lock, busy_rank, mark_rank, take
-from omagd.utils.storage import ABSENT, patiently
+from omagd.utils.storage import ABSENT, listed, patiently
 from omagd.utils.writing import STORAGE
 
 T = TypeVar("T")
@@ -80,10 +80,11 @@ def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lam
         console.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
     STORAGE.begin(folder.path)
     try:
-        adopted = (folder.path / CONTINUED).exists()
-        yield Claim(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
-        # Not before: who is killed while the last files are written goes on with them.
-        keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
+        with closed_to_others():
+            adopted = (folder.path / CONTINUED).exists()
+            yield Claim(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
+            # Not before: who is killed while the last files are written goes on with them.
+            keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
     finally:
         lock.release()
 
@@ -191,7 +192,7 @@ def _unfinished(
     Errors: UserError where another process uses it, or the system cannot read it.
     """
     finished = None
-    for path in _same_runs(Path(config.local_results_path).expanduser(), identity):
+    for path in _same_runs(Path(config.local_results_path).expanduser(), identity, console):
         if read_entry(path / RUN_FILE).get("finished"):
             finished = finished or path
             continue
@@ -207,12 +208,14 @@ def _unfinished(
     return None
 
 
-def _same_runs(root: Path, identity: str) -> list[Path]:
-    """Return the folders that hold a run of this identity, newest first."""
+def _same_runs(root: Path, identity: str, console: logging.Logger) -> list[Path]:
+    """Return the folders that hold a run of this identity, newest first. Errors: UserError."""
     found: list[tuple[float, Path]] = []
-    for name in os.listdir(root) if root.is_dir() else ():
-        path = root / name
-        if read_entry(path / RUN_FILE).get("identity") == identity:
+    for path in (Path(entry.path) for entry in listed(root)):
+        entry = patiently(path / RUN_FILE, partial(read_entry, path / RUN_FILE, strict=True))
+        if "identity" not in entry and (path / RUN_FILE).is_file():
+            console.warning(f"auto_resume=True: {readable(str(path / RUN_FILE))} is damaged: that run is not continued")
+        if entry.get("identity") == identity:
             with suppress(OSError):
                 found.append(((path / RUN_FILE).stat().st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)]
@@ -263,9 +266,13 @@ def _try_lock(folder: RunFolder) -> Lock:
 @contextmanager
 def rank_at_work(folder: RunFolder) -> Iterator[None]:
     """Say, as long as the context or this process lasts, that a rank works in a folder."""
-    mark = mark_rank(folder.path)
     try:
-        yield
+        mark = mark_rank(folder.path)
+    except OSError as problem:
+        raise UserError(f"local_results_path: {folder.path} cannot be written ({problem.strerror})") from problem
+    try:
+        with closed_to_others():
+            yield
     finally:
         mark.release()
 

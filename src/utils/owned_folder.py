@@ -8,10 +8,13 @@ it write (umask, or a folder shared with colleagues).
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,25 @@ WRITTEN_ONCE = frozenset({"checkpoints", "models", "set_aside"})
 HAS_LINKS = "wandb"
 """W&B keeps links there from one of its own files to another."""
 
+FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Errors of the system, which say nothing about a file."""
+
 LONGEST_ENTRY = 1 << 20
 
 
 class Untrusted(Exception):
     """A folder that must not be written; the text says why."""
+
+
+@contextmanager
+def closed_to_others() -> Iterator[None]:
+    """Within, what is made cannot be written by everybody, whatever the umask: else others could put links there."""
+    before = os.umask(0o777)
+    os.umask(before | stat.S_IWOTH)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def require_own(folder: Path) -> None:
@@ -41,40 +58,62 @@ def require_own(folder: Path) -> None:
         mode = os.fstat(root).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise Untrusted("everybody may replace it: the folder around it is writable by all, without a sticky bit")
+        about = os.stat(folder.name, dir_fd=root, follow_symlinks=False)
+        if not stat.S_ISDIR(about.st_mode):
+            raise Untrusted("it is a link, not a folder")
+        own = _own_ids(about.st_uid, root)
+        if about.st_uid not in own:
+            raise Untrusted("it belongs to another user")
+        handle = os.open(folder.name, FOLDER, dir_fd=root)
         try:
-            handle = os.open(folder.name, FOLDER, dir_fd=root)
-        except OSError:
-            raise Untrusted("it is a link, not a folder") from None
-        try:
-            _check(handle, (), _own_ids(handle, root))
+            _check(handle, (), own)
         finally:
             os.close(handle)
     finally:
         os.close(root)
 
 
-def read_entry(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a small file; empty where it is anything else: a pipe, a device, huge, missing."""
+def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a small file; empty where it is anything else: a pipe, a device, huge, missing.
+
+    Errors: with `strict` OSError where the system cannot read it, unless it is another user's and closed to this one.
+    """
     try:
         handle = os.open(path, FILE & ~os.O_NOFOLLOW)
-    except OSError:
+    except OSError as problem:
+        if strict and (problem.errno in FAILING or problem.errno == errno.EACCES and _is_own(path)):
+            raise
         return {}
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size > LONGEST_ENTRY:
             return {}
         found = json.loads(os.read(handle, LONGEST_ENTRY))
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
+        return {}
+    except OSError:
+        if strict:
+            raise
         return {}
     finally:
         os.close(handle)
     return found if isinstance(found, dict) else {}
 
 
-def _own_ids(handle: int, root: int) -> frozenset[int]:
-    """Return the user ids of this process's files: some file systems show files of root as those of another user."""
+def _is_own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _own_ids(found: int, root: int) -> frozenset[int]:
+    """Return the user ids of this process's files, of which one may be `found`.
+
+    Some file systems show files of root as those of another user.
+    """
     own = {os.geteuid()}
-    if os.fstat(handle).st_uid in own:
+    if found in own:
         return frozenset(own)
     name = f".owner_{secrets.token_hex(8)}.tmp"
     with contextlib.suppress(OSError):

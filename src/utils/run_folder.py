@@ -61,7 +61,7 @@ class RunFolder:
                 number += 1
         folder = cls(path)
         for sub in (folder.models, folder.plots, folder.logs):
-            sub.mkdir()
+            sub.mkdir(mode=0o755)
         return folder
 
     @property
