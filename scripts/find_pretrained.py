@@ -90,4 +90,8 @@ def main(results: str, *words: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        asked = sys.argv[1:2] in (["-h"], ["--help"])
+        (sys.stdout if asked else sys.stderr).write(__doc__)
+        sys.exit(0 if asked else USER_ERROR_EXIT_CODE)
     sys.exit(main(*sys.argv[1:]))

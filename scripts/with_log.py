@@ -167,6 +167,10 @@ def copy(streams: list[Stream], file: AppendFile, child: subprocess.Popen) -> No
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1].startswith("-"):
+        asked = sys.argv[1:2] in (["-h"], ["--help"])
+        (sys.stdout if asked else sys.stderr).write(__doc__)
+        sys.exit(0 if asked else 2)
     try:
         sys.exit(main(*sys.argv[1:]))
     except OSError as problem:

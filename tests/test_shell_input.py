@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -100,6 +101,15 @@ def test_mistakes_are_one_line_before_anything_is_installed_or_started(run):
 
     with ThreadPoolExecutor(4) as pool:
         assert [found for found in pool.map(attempt, range(len(SHELL_MISTAKES))) if found] == []
+
+
+def test_the_log_takes_no_option_for_its_name(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "with_log.py")]
+    for words, code in (["--help"], 0), (["--helpp", "true"], 2), ([], 2):
+        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert "with_log.py LOG COMMAND" in (done.stdout if code == 0 else done.stderr)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
