@@ -27,7 +27,8 @@ GRAPHS: dict[str, Any] = {
     "graph_pretrain_eval_interval": 1, "graph_pretrain_eval_episodes": 2, "graph_frames_at_once": 64,
 }  # fmt: skip
 STAGES: dict[str, Any] = {
-    "run": "default", "learner": "nq_graph_learner", "mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_hidden_dim": 8,
+    "run": "default", "deterministic": True,
+    "learner": "nq_graph_learner", "mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_hidden_dim": 8,
     "gnn_layer_num": 1, "gnn_readout": "entity", "mark_guesses": True, **NETWORKS, **GRAPHS,
 }  # fmt: skip
 
@@ -85,7 +86,8 @@ RUNS: dict[str, Run] = {
     "snakes by DDPG": Run(
         "snakes_ddpg", "snakes",
         {
-            **TINY, "max_episodes": 2, "ticks_per_iteration": 20, "buffer_size": 60, "critic_lr": 1e-3, "tau": 0.01,
+            **TINY, "deterministic": True, "max_episodes": 2,
+            "ticks_per_iteration": 20, "buffer_size": 60, "critic_lr": 1e-3, "tau": 0.01,
             "gumbel_softmax": True, "epsilon_speed": 0.99, "epsilon_start": 0.4, "rnn_hidden_dim": 8,
             "opponent_difficulty_strategy": "curriculum", "opponent_order": "published",
             "enable_opponent_evasion": True, "opponent_evasion_start_episode": 1, "log_interval": 200,
