@@ -61,6 +61,13 @@ def new_ranks(started: Started, before: list[int]) -> list[int]:
     raise AssertionError(f"no new ranks came\n{started.wait(1).text}")
 
 
+def wait_for_a_checkpoint(here: Path) -> None:
+    """Wait until something is saved that a restart can continue from."""
+    until = time.monotonic() + 60
+    while not list(here.glob("results/*/checkpoints/[0-9]*/manifest.json")) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
 def wait_until_it_goes_on(here: Path) -> None:
     """Wait until the run has taken up its checkpoint, and has written another one: it is in its loop again."""
     (log,) = here.glob("results/*/logs/rank_0.log")
@@ -88,6 +95,7 @@ def test_killed_ranks_start_again_and_a_preempted_run_is_saved(plugin, tmp_path)
         assert {str(address) for addresses in heard.values() for address in addresses} == {"127.0.0.1"}
         assert temporary_files(temporary) == []
         if attempt == 0:
+            wait_for_a_checkpoint(here)
             os.kill(ranks[1], signal.SIGABRT)
             ranks = new_ranks(started, ranks)
             wait_until_it_goes_on(here)

@@ -75,17 +75,21 @@ def _run_alone(config: Config, dist: Dist, path: str, channel: Any) -> dict[str,
     """Run in this process. If it hangs, an error is raised in its main thread; it ends if that changes nothing."""
     from omagd.run.experiment import run_experiment
 
-    started = time.time()
+    started, over = time.time(), threading.Event()
 
     def hung(line: str, stack: str) -> None:
         logging.getLogger("omagd").error("%s\n%s", line, stack.rstrip())
         raise_in_main_thread(RankFailed(line))
-        time.sleep(CLOSING_SECONDS)
+        if over.wait(CLOSING_SECONDS):
+            return
         _close_books(config, 1, path, started, "failed", 0)
         _leave_hung(line, "")
 
-    with watching(dist, 60 * config.dist_timeout_minutes, hung):
-        return run_experiment(config, dist, path, channel)
+    try:
+        with watching(dist, 60 * config.dist_timeout_minutes, hung):
+            return run_experiment(config, dist, path, channel)
+    finally:
+        over.set()
 
 
 @contextmanager

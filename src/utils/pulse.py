@@ -162,8 +162,8 @@ KINDS = {
 class Watchdog(threading.Thread):
     """Notices that this rank stands still, though no other one may wait for it.
 
-    Progress is a tick of the environments, a backward pass, an exchange, another phase. A rank that waits in an
-    exchange is left to `Pulse`, which can name the one that it waits for.
+    Progress is a tick of the environments, another slot, a backward pass, an exchange, another phase. A rank that waits
+    in an exchange is left to `Pulse`, which can name the one that it waits for.
 
     Args:
         dist: this rank; the thread that makes this is the one that is watched. timeout: seconds without progress, not
@@ -184,7 +184,7 @@ class Watchdog(threading.Thread):
             now = time.perf_counter()
             passed, at = min(now - at, 2 * self.interval), now
             stage, phase, since = waits.place()
-            mark = (waits.ticks, waits.entered, stage, phase, since)
+            mark = (waits.ticks, waits.entered, stage, phase, since, self._slots())
             busy = waits.playing or phase in WATCHED
             quiet = quiet + passed if mark == last and busy and not waits.inside else 0.0
             last = mark
@@ -196,8 +196,14 @@ class Watchdog(threading.Thread):
         """Watch no longer."""
         self._ended.set()
 
+    def _slots(self) -> tuple[tuple[int, int], ...]:
+        try:
+            return tuple(self.dist.waits.slots().items())
+        except Exception:  # noqa: BLE001 (an environment that is being closed; the watch goes on)
+            return ()
+
     def _line(self, quiet: float, place: str) -> str:
-        slots = list(self.dist.waits.slots().items())
+        slots = self._slots()
         where = ", ".join(f"slot {slot} from seed {seed}" for slot, seed in slots[:4]) + ", …" * (len(slots) > 4)
         who = f"rank {self.dist.rank} (host {socket.gethostname()}, process {os.getpid()})"
         return f"{who} hangs: in {place} for {quiet:.0f} s" + f", in {where}" * bool(where)
