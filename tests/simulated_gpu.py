@@ -1,0 +1,177 @@
+"""A GPU without one: tensors that say they are on `cuda:0`, hold their values on the CPU, and refuse mixed devices.
+
+It finds what a GPU refuses (tensors of two devices in one operation, `.numpy()`, CPU generators) and counts where the
+host waits for the device. Operations compute what the CPU computes. It says nothing of cuDNN, NCCL, streams, memory,
+speed or the GPU's own rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+DEVICE = torch.device("cuda", 0)
+# Operations that take tensors of two devices: copies, and rows chosen by an index from the CPU.
+CROSSING = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor}
+CROSSING |= {aten.index_put_.default, aten.index_put.default}
+# Where the host waits until the device has come so far.
+WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default}
+WAITS |= {aten._unique2.default, aten.equal.default, aten.repeat_interleave.Tensor}
+
+
+class OnGPU(Tensor):
+    """A tensor on the simulated GPU. value: the same on the CPU."""
+
+    value: Tensor
+
+    @staticmethod
+    def __new__(cls, value: Tensor, requires_grad: bool = False) -> OnGPU:
+        """Wrap a CPU tensor."""
+        made = Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), storage_offset=value.storage_offset(), dtype=value.dtype,
+            layout=value.layout, device="meta", requires_grad=requires_grad,
+        )  # fmt: skip
+        made.value = value.detach()
+        return made
+
+    # For torch's own code they are on "meta": a build without CUDA knows no autograd on "cuda".
+    device = property(lambda self: DEVICE)
+    is_cuda = property(lambda self: True)
+    is_meta = is_cpu = property(lambda self: False)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute on the CPU."""
+        return _run(func, args, kwargs or {}, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a copy, a parameter of a parameter."""
+        if id(self) not in memo:
+            copied = OnGPU(self.value.clone())
+            is_parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Be written to a file as the CPU tensor; all readers of this program ask for the CPU."""
+        return self.value.detach().clone().__reduce_ex__(protocol)
+
+    def tolist(self) -> Any:
+        """Return the values as Python numbers, as every device does."""
+        return self.to("cpu").tolist()
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """Return what `key` chooses; torch itself would make an index of a list on "meta", without its values."""
+        return super().__getitem__(_index(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_index(key), value)
+
+    def __repr__(self) -> str:
+        return f"OnGPU({self.value!r})"
+
+
+def _index(key: Any) -> Any:
+    if isinstance(key, tuple):
+        return tuple(map(_index, key))
+    return torch.tensor(key, device=DEVICE) if isinstance(key, list) else key
+
+
+class SimulatedGPU(TorchDispatchMode):
+    """While it is entered, `device="cuda"` means the simulated GPU.
+
+    Attributes:
+        waits: how often the host has waited for the device, by operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute on the CPU, and see to it that results are where they would be."""
+        return _run(func, args, kwargs or {}, self.waits)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str] | None) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    ours = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]
+    wanted = kwargs.get("device")
+    there = bool(ours) if wanted is None else torch.device(wanted).type in {"cuda", "meta"}
+    if not ours and not there:
+        return func(*args, **kwargs)
+    if ours and func not in CROSSING:
+        _require_one_device(func, tensors)
+    if waits is not None:
+        _count(waits, func, args, there)
+    if func is aten._fused_sdp_choice.default:
+        return 0  # the plain formula, which is made of operations that every device has
+    inside = {name: _inside(value) for name, value in kwargs.items()}
+    if wanted is not None:
+        inside["device"] = torch.device("cpu")
+    inside.pop("pin_memory", None)
+    out = func(*_inside(args), **inside)
+    if there:
+        out = tree_map(lambda leaf: OnGPU(leaf) if isinstance(leaf, Tensor) else leaf, out)
+    if func is aten._to_copy.default or not ours:
+        return out
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def _inside(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.value if isinstance(leaf, OnGPU) else leaf, tree)
+
+
+def _require_one_device(func: Any, tensors: list[Tensor]) -> None:
+    """Refuse CPU tensors beside ours, but for single numbers in operations on elements."""
+    single = torch.Tag.pointwise in func.tags or "_foreach" in str(func)
+    for tensor in tensors:
+        if not isinstance(tensor, OnGPU) and not (single and tensor.dim() == 0):
+            raise RuntimeError(f"{func}: tensors on cuda:0 and cpu (of shape {tuple(tensor.shape)})")
+
+
+def _count(waits: Counter[str], func: Any, args: Any, there: bool) -> None:
+    """Note where the host waits: for a value, for a size that depends on values, for a copy to the CPU."""
+    to_cpu = func is aten._to_copy.default and not there
+    to_cpu |= func is aten.copy_.default and not isinstance(args[0], OnGPU) and isinstance(args[1], OnGPU)
+    by_mask = func in CROSSING and any(t.dtype == torch.bool for t in tree_leaves(args[1:2]) if isinstance(t, Tensor))
+    if func in WAITS or to_cpu or (by_mask and func is aten.index.Tensor):
+        waits[str(func)] += 1
+
+
+def _set_grad(enabled: bool) -> bool:
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(enabled)
+    return before
+
+
+@contextlib.contextmanager
+def simulated_gpu() -> Iterator[SimulatedGPU]:
+    """Enter the mode; CUDA's random state and autocast work without a card."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
+        patch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": None)
+        patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
+        # Inference mode hands composed operations on whole; without gradients they come as their parts.
+        patch.setattr(torch.inference_mode, "__enter__", lambda self: vars(self).update(grad=_set_grad(False)))
+        patch.setattr(torch.inference_mode, "__exit__", lambda self, *_: torch.set_grad_enabled(self.grad))
+        patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
+        lifts = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes on the CPU, then moves by an operation
+        try:
+            with SimulatedGPU() as mode:
+                yield mode
+        finally:
+            torch._C._set_only_lift_cpu_tensors(lifts)
