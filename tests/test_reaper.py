@@ -46,7 +46,11 @@ def test_nothing_outlives_an_interrupted_session(tmp_path):
         place.mkdir()
         (place / "test_it.py").write_text(TEST)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull]
-        marks = {"PYTHONPATH": str(ROOT / "tests"), "MARK_OF_THIS_TEST": str(place)}
+        marks = {
+            "PYTHONPATH": str(ROOT / "tests"),
+            "MARK_OF_THIS_TEST": str(place),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         sessions[number] = subprocess.Popen(
             [*command, "--basetemp", str(place / "temp"), str(place / "test_it.py")], cwd=place,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **marks}, start_new_session=True,
@@ -56,8 +60,8 @@ def test_nothing_outlives_an_interrupted_session(tmp_path):
         _until(lambda place=place: (place / "one").exists() and (place / "two").exists())
         assert len(_living(place)) >= 5
         os.kill(session.pid, number)
+    for number, session in sessions.items():
         session.wait(30)
-    for number in sessions:
         _until(lambda number=number: not _living(tmp_path / number.name))
 
 
