@@ -5,6 +5,7 @@ Registries and shipped configurations are walked, so that a new learner, agent, 
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,12 +124,22 @@ class Made:
         return {f"{name}.{key}": value for name, of in frozen(state).items() for key, value in of.items()}
 
 
+KINDS = (
+    "learner", "mac", "agent", "mixer", "runner", "action_selector", "gumbel_softmax", "use_graph_reconstruction",
+    "use_full_obs", "double_q", "obs_agent_id", "cpu_inference", "buffer_cpu_only", "mask_predictor_config.decode",
+)  # fmt: skip
+
+
 def cases() -> list[tuple[str, str]]:
-    """Return (configuration, learner): every shipped configuration as it is, and learners that none of them names."""
-    own = {preset: config_of(preset).learner for preset in PRESETS}
-    found = list(own.items())
+    """Return (configuration, learner): shipped configurations of each kind, and learners that none of them names."""
+    kinds: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for preset in PRESETS:
+        config = config_of(preset)
+        kind = tuple(functools.reduce(getattr, key.split("."), config) for key in KINDS)
+        kinds.setdefault(kind, (preset, config.learner))
+    found = list(kinds.values())
     for name in learners.REGISTRY.names():
-        if name not in own.values():
+        if name not in {learner for _, learner in found}:
             found.append((next(preset for preset in PRESETS if _fits(preset, name)), name))
     return found
 
