@@ -8,16 +8,21 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 from command_budgets import BUDGETS
 from command_harness import left_behind, run_folders
 from trap_world import exit_state, make_plugin, start, wait_for_training
 
+from omagd.config.schema import Config
 from omagd.envs.sanity import MatrixGame
-from omagd.run.command_line import main
+from omagd.run import experiment, launch
+from omagd.run.command_line import config_from, main
 from omagd.run.verdict import verdict
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 
 
@@ -47,7 +52,7 @@ def test_an_error_of_one_rank_is_what_the_console_shows(plugin, tmp_path):
     [
         ("kill", 0, 1, "rank 0 was killed by SIGKILL"),
         ("kill", 1, 1, "rank 1 was killed by SIGKILL"),
-        ("exit", 1, 1, "rank 1 ended with exit code 7"),
+        ("exit", 1, 1, "rank 1 ended with exit code 0 and said nothing"),
         ("user", 1, 2, "env_args.how=user: take another"),
         ("leave", 1, 1, "rank 1: sys.exit(0) was called before the run had ended"),
     ],
@@ -159,6 +164,34 @@ def test_a_sys_exit_of_an_environment_never_ends_with_exit_code_0(when, monkeypa
     )
     if when == "played":
         assert exit_state(tmp_path) == "failed"
+
+
+def test_a_single_process_that_hangs_where_no_error_arrives_ends_with_its_books_closed(monkeypatch, tmp_path, capsys):
+    """The environment swallows every error: the watchdog's thread writes the summary and ends the process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "CLOSING_SECONDS", 0.1)
+    codes: list[int] = []
+    released = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        released.set()
+
+    def swallow(config: Config, dist: Dist, path: str, channel: object) -> dict:
+        dist.waits.playing = True
+        until = time.monotonic() + 30
+        while not released.is_set() and time.monotonic() < until:
+            with suppress(BaseException):
+                released.wait(0.05)
+        return {}
+
+    monkeypatch.setattr(launch.os, "_exit", end)
+    monkeypatch.setattr(experiment, "run_experiment", swallow)
+    words = ["--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "dist_timeout_minutes=0.005"]
+    launch.launch(config_from(words), "hung")
+    assert codes == [1]
+    assert json.loads((tmp_path / "results" / "hung" / "summary.json").read_text())["exit_state"] == "failed"
+    assert "error: rank 0 (host " in capsys.readouterr().err
 
 
 # --- bad input: told in the parent, before anything exists

@@ -65,7 +65,7 @@ class Trap(MultiAgentEnv):
         if self.args.how == "leave":
             sys.exit(0)
         if self.args.how == "exit":
-            os._exit(7)
+            os._exit(0)
         if self.args.how in ("kill", "once"):
             os.kill(os.getpid(), signal.SIGKILL)
 

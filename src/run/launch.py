@@ -32,6 +32,7 @@ from omagd.run.verdict import (
     notes_of,
     summary_in,
     verdict,
+    without_result,
 )
 from omagd.utils.dist_utils import (
     Dist,
@@ -68,21 +69,21 @@ def launch(
             begun(claim.path)
             if plan.spawns:
                 return _spawn(claim.config, plan, claim.path, channel)
-            return _run_alone(claim.config, Dist(device=plan.device(0)), claim.path, channel)
+            return _run_alone(claim.config, plan, claim.path, channel)
 
 
-def _run_alone(config: Config, dist: Dist, path: str, channel: Any) -> dict[str, Any]:
+def _run_alone(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any]:
     """Run in this process. If it hangs, an error is raised in its main thread; it ends if that changes nothing."""
     from omagd.run.experiment import run_experiment
 
-    started, over = time.time(), threading.Event()
+    started, over, dist = time.time(), threading.Event(), Dist(device=plan.device(0))
 
     def hung(line: str, stack: str) -> None:
         logging.getLogger("omagd").error("%s\n%s", line, stack.rstrip())
         raise_in_main_thread(RankFailed(line))
         if over.wait(CLOSING_SECONDS):
             return
-        _close_books(config, 1, path, started, "failed", 0)
+        _close_books(config, plan, path, started, "failed", 0)
         _leave_hung(line, "")
 
     try:
@@ -268,6 +269,7 @@ def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: 
     try:
         with stoppable(), _stopped_together(), _group(rank, plan, rank, port, config, attempt, hung, failed) as dist:
             summary = run_experiment(config, dist, path, channel if rank == 0 else None, attempt=attempt)
+        note(notes, f"done_{rank}", True)
         if rank == 0:
             note(notes, "summary", summary)
     except Stopped as stop:
@@ -336,6 +338,7 @@ def _attempt(config: Config, plan: Plan, path: str, port: int, channel: Any, att
             raise
         finally:
             ranks.end(at_once=hung)
+        failed = {**without_result(ranks.exit_codes(), notes), **failed}
         return verdict(failed, notes, plan.world_size) if failed else summary_in(notes)
 
 

@@ -53,6 +53,11 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + (0.5 if hopeless() else GRACE_SECONDS))
         return failed
 
+    def exit_codes(self) -> dict[int, int]:
+        """Return the exit codes by rank of those that have ended."""
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
     def tell(self, number: int) -> None:
         """Hand a signal on to all ranks and let them end by themselves."""
         self._send(number)

@@ -104,6 +104,11 @@ def hang_noted(folder: Path) -> bool:
     return any("line" in found for found in _notes(folder))
 
 
+def without_result(codes: Mapping[int, int], folder: Path) -> dict[int, int]:
+    """Return the exit codes by rank of those that ended with 0, as `os._exit(0)` does, but had not reached the end."""
+    return {rank: code for rank, code in codes.items() if code == 0 and not (folder / f"done_{rank}.json").exists()}
+
+
 def _note_first(rank: int, folder: Path, content: dict[str, Any]) -> None:
     name = f"rank_{rank}"
     if not (folder / f"{name}.json").exists():
