@@ -11,10 +11,14 @@ import torch
 from omagd.utils.run_folder import reproducible
 
 
-def differences(one: Path, other: Path) -> list[str]:
-    """Return where two run folders differ in weights, metrics or episodes, to the last bit; nothing if nowhere."""
+def differences(one: Path, other: Path, skip: tuple[str, ...] = ()) -> list[str]:
+    """Return where two run folders differ in weights, metrics or episodes, to the last bit; nothing if nowhere.
+
+    skip: beginnings of relative paths that are not compared.
+    """
     found: list[str] = []
     weights = [{str(p.relative_to(run)) for p in (run / "models").rglob("*.th")} for run in (one, other)]
+    weights = [{name for name in names if not skip or not name.startswith(skip)} for names in weights]
     found += [f"{name} is in one of them only" for name in sorted(weights[0] ^ weights[1])]
     for name in sorted(weights[0] & weights[1]):
         states = [torch.load(run / name, weights_only=True) for run in (one, other)]
