@@ -305,6 +305,23 @@ def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_k
     assert set_aside.read_saved(folder) == KILLED_AT - 1
 
 
+@pytest.mark.parametrize("how", ["exact", "weights"])
+def test_folders_in_the_place_of_files_are_kept_and_not_in_the_way(how, unfinished, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    run = copied(unfinished[1], tmp_path)
+    newest, older = newest_first(run)
+    named = [set(json.loads((path / "manifest.json").read_text())["files"]) for path in (newest, older)]
+    (episodes,) = [name for name in named[0] - named[1] if name.endswith(".episodes")]
+    places = [run / "checkpoints" / episodes]  # exact: the older checkpoint does not name it
+    places += [newest / "rank_0.th", older / "manifest.json"] * (how == "weights")
+    for path in places:
+        path.unlink()
+        (path / "mine").mkdir(parents=True)
+    assert main([*COMMAND, f"local_results_path={run.parent}", f"resume={how}"]) == 0, capsys.readouterr().err
+    assert [entry["kind"] for entry in resumed(run)] == [how]
+    assert len([path for path in run.rglob("mine") if path.is_dir()]) == len(places)
+
+
 def test_another_format_is_rejected_and_named(unfinished, tmp_path, capsys):
     run = copied(unfinished[1], tmp_path)
     for path in newest_first(run):

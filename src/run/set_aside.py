@@ -230,7 +230,10 @@ class Aside:
             self.move(path)
             return
         for entry in listed(path):
-            link(path / entry.name, self._place(path / entry.name))
+            if entry.is_file(follow_symlinks=False):
+                link(path / entry.name, self._place(path / entry.name))
+            else:  # something that is no file stands where one was
+                self.move(path / entry.name)
 
 
 def link(source: Path, target: Path) -> None:

@@ -20,6 +20,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -344,10 +345,11 @@ def clean(path: Path) -> None:
 
 
 def _remove_kept(path: Path, names: set[str]) -> None:
-    """Remove shared files below `checkpoints/`."""
+    """Remove shared files below `checkpoints/`. A folder among them is not ours and stays."""
     kept = path / "kept"
     for name in () if kept.is_symlink() else sorted(names):  # a link leads to files that are not ours
-        (kept / name).unlink(missing_ok=True)
+        with suppress(IsADirectoryError):
+            (kept / name).unlink(missing_ok=True)
 
 
 def folders(path: Path) -> list[Path]:
