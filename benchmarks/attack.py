@@ -26,13 +26,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from attack_harness import KINDS, Attack, Result  # noqa: E402
+from attack_harness import KINDS, VARIANTS, Attack, Result  # noqa: E402
+
+PART = 10
+"""Faults that one process makes in a row."""
 
 
-def faults_of(kinds: list[tuple[str, int]], seed: int, place: str) -> list[Result]:
+def faults_of(kinds: list[tuple[str, int]], seed: int, place: str, alone: str) -> list[Result]:
     """Make some faults in this process, one after another."""
-    attack = Attack(Path(place))
+    attack = Attack(Path(place), Path(alone))
     return [attack.fault(kind, number, seed) for kind, number in kinds]
+
+
+def make_alone(place: str) -> None:
+    """Make the runs that nothing disturbs."""
+    attack = Attack(Path(place))
+    for variant in VARIANTS:
+        attack.alone(variant)
 
 
 def main() -> None:
@@ -51,8 +61,13 @@ def main() -> None:
     found: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="attack_") as temporary, ProcessPoolExecutor(asked.jobs) as pool:
         root = (asked.keep or Path(temporary)).resolve()
-        parts = [every[start : start + 10] for start in range(0, len(every), 10)]
-        jobs = [pool.submit(faults_of, part, asked.seed, str(root / f"part_{n}")) for n, part in enumerate(parts)]
+        parts = [every[start : start + PART] for start in range(0, len(every), PART)]
+        alone = str(root / "alone")
+        if len(parts) > 1:  # the processes share these, and must not make them side by side
+            pool.submit(make_alone, alone).result()
+        jobs = [
+            pool.submit(faults_of, part, asked.seed, str(root / f"part_{n}"), alone) for n, part in enumerate(parts)
+        ]
         for job in as_completed(jobs):
             for result in job.result():
                 found.append(result)

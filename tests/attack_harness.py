@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from chaos_harness import TINY as TINY_STAGES
 from run_equality import differences
 
 import omagd.run.experiment
@@ -42,9 +43,19 @@ TINY = (
     "checkpoint_interval=0", "dist_timeout_minutes=1", "auto_resume=True",
 )  # fmt: skip
 VARIANTS = {
-    "one process": ("--env-config=memory_game", "with", *TINY, "run=default"),
-    "matrix game": ("--env-config=matrix_game", "with", *TINY, "run=default"),
-    "two ranks": ("--env-config=memory_game", "with", *TINY, "run=ddp", "world_size=2"),
+    "one process": ("--config=qmix", "--env-config=memory_game", "with", *TINY, "run=default"),
+    "matrix game": ("--config=qmix", "--env-config=matrix_game", "with", *TINY, "run=default"),
+    "two ranks": ("--config=qmix", "--env-config=memory_game", "with", *TINY, "run=ddp", "world_size=2"),
+    "three stages": (
+        "--config=omagd_small",
+        "with",
+        *TINY_STAGES,
+        "run=default",
+        "t_max=250",
+        "graph_pretrain_epochs=4",
+        "save_model_interval=100",
+        "checkpoint_interval=0",
+    ),
 }
 # Files that a start may write even if it is then rejected: locks and text logs.
 NOT_COMPARED = ("lock", "lock.ranks", "logs/")
@@ -95,7 +106,7 @@ class Trial:
             os.environ |= {"TMPDIR": str(self.place / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(self.place / "torch")}
             if prepare is not None:
                 prepare()
-            code = main(["-u", "--config=qmix", *self.words, *more])
+            code = main(["-u", *self.words, *more])
         except BaseException:  # noqa: BLE001 (an escaped error is what the trial looks for)
             import traceback
 
@@ -218,27 +229,27 @@ class Attack:
     """Faults of all kinds, below one folder.
 
     Args:
-        root: an empty folder.
+        root: an empty folder. alone: folder of the runs that nothing has disturbed, made when they are needed.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, alone: Path | None = None) -> None:
+        self.root, self._alone = root, alone or root
         torch.set_num_threads(1)
-        self._alone: dict[str, Path] = {}
 
     def alone(self, variant: str) -> Path:
         """Return the folder of a run of a variant that nothing has disturbed."""
-        if variant not in self._alone:
-            trial = Trial(self.root / f"alone_{variant.replace(' ', '_')}", VARIANTS[variant])
+        trial = Trial(self._alone / f"alone_{variant.replace(' ', '_')}", VARIANTS[variant])
+        if not trial.folders:
             code = trial.run()
             assert code == 0, trial.said
-            self._alone[variant] = trial.folders[0]
-        return self._alone[variant]
+        return trial.folders[0]
 
     def fault(self, kind: str, number: int, seed: int) -> Result:
         """Make one fault and judge what came of it. `seed` and `number` decide everything but the moment."""
         rng = random.Random(f"{seed} {kind} {number}")
-        variant = "two ranks" if rng.random() < 0.1 else rng.choice(["one process", "matrix game"])
+        share = rng.random()
+        variant = "two ranks" if share < 0.1 else rng.choice(["one process", "matrix game"])
+        variant = "three stages" if share > 0.94 and kind != "nan" else variant
         place, begun = self.root / f"{kind}_{number}", time.monotonic()
         trial = Trial(place, VARIANTS[variant])
         fault, codes, wrong = getattr(self, f"_{kind}")(trial, variant, rng)

@@ -28,6 +28,7 @@ PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 PEERS = ("--peer", "--smac")  # options whose value is a checkout of other code, which is left out
 # What comes behind a command's own words; OUT is a folder of the test.
 SMALL: dict[str, str] = {
+    "attack.py": "--faults 3 --jobs 1 --only damage disk link --rows OUT/rows",
     "acting.py": "--rounds 1 --slots 2 --sizes small",
     "checkpoint_stall.py": "--map 3m --stored 40 --saves 1",
     "ddpg_speed.py": "--batch 4 --updates 1 --hidden 16",
