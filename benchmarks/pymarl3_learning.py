@@ -81,8 +81,8 @@ def welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """Return a Markdown table: each seed's area and last win rate by side, and the difference of the mean areas."""
-    out = ["| map, steps | | areas of the seeds | mean | last win rates | s a run | difference of the means (95 %) |"]
-    out.append("|---|---|---|---|---|---|---|")
+    head = ["map, steps", "", "areas of the seeds", "mean", "last win rates", "wall, s (shared)"]
+    out = ["| " + " | ".join([*head, "difference of the means (95 %)"]) + " |", "|---|---|---|---|---|---|---|"]
     for name, t_max in dict.fromkeys((run["map"], run["t_max"]) for run in runs):
         areas = {}
         for side in SIDES:
@@ -90,7 +90,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             mine.sort(key=lambda run: int(run["seed"]))
             areas[side] = np.array([area(run) for run in mine])
             verdict = ""
-            if side == SIDES[-1] and min(map(len, areas.values())) > 1:
+            if side == SIDES[-1] and min(map(len, areas.values())) >= 3:
                 middle, low, high = welch(*(areas[one] for one in SIDES))
                 verdict = f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"
             if mine:
