@@ -24,7 +24,7 @@ from omagd.run.stages.stage3 import Stage3
 from omagd.utils.checkpoint import checksum, find_step_folder
 from omagd.utils.checkpoint_store import folders as checkpoints
 from omagd.utils.checkpoint_store import read_checkpoint
-from omagd.utils.dist_utils import Dist
+from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.logging import Logger, setup_logging
 from omagd.utils.run_folder import RunFolder
 
@@ -215,3 +215,14 @@ def test_the_whole_state_of_two_ranks_is_dealt_to_one_and_nothing_that_is_counte
 
 def written_by_two(run: Path) -> list[dict]:
     return read_checkpoint(checkpoints(run / "checkpoints")[0]).manifest["logs"]
+
+
+def test_learning_waits_until_every_rank_can_give_a_batch(tmp_path):
+    logger = Logger(setup_logging(None, rank=1), minimal=True)
+    stage = Stage3(build_session(qmix(tmp_path), Dist(), RunFolder(tmp_path / "run"), logger), Products())
+    stage.session.dist = Dist(0, 2)
+    for ranks, ready in ((1, False), (2, True), (1, True)):  # one that can give a batch can do so for good
+        stage._counts = Pending(torch.tensor([9, 1, ranks]), None)
+        assert stage.ready() is ready
+    stage.session.dist = Dist()
+    stage.session.close()

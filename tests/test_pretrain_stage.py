@@ -113,7 +113,11 @@ def test_skipped_updates_are_counted_on_after_a_restart(tmp_path):
 
 
 def test_every_rank_and_purpose_has_chance_of_its_own(tmp_path):
-    stages = [stage_of(tmp_path, Dist(rank, 3)) for rank in range(3)]
+    stages, dropout = [], set()
+    for rank in range(3):
+        stages.append(stage_of(tmp_path, Dist(rank, 3)))
+        dropout.add(torch.initial_seed())
+    assert len(dropout) == 3
     drawn = [stage.chance(purpose).random(4).tolist() for stage in stages for purpose in ("explore", "replay")]
     assert len({value for values in drawn for value in values}) == 3 * 2 * 4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import graph_toys
 import numpy as np
 import pytest
@@ -37,6 +39,8 @@ from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import lr_scale
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.run.build import build_learner
+from omagd.run.stages.base import Products
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing, pack_episodes
@@ -103,6 +107,8 @@ def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_i
     # Agent 0: ties go to the first available action, 1.
     np.testing.assert_allclose(shares[0], [0, 0.6, 0.2, 0, 0.2], atol=0.03)
     np.testing.assert_allclose(shares[1], [0.12, 0.12, 0.12, 0.52, 0.12], atol=0.03)
+    both = ((actions[:, 0] != 1) & (actions[:, 1] != 3)).mean()
+    assert both == pytest.approx(0.4 * 0.48, abs=0.03), "each agent explores on its own"
     only_noop = np.zeros_like(available)
     only_noop[..., 0] = True
     assert not EpsilonGreedy().select(q, only_noop, 0.0, other).any()
@@ -321,6 +327,18 @@ def test_learners_of_all_stages_scale_their_learning_rates(monkeypatch):
     optimizers = [stage1.optimizer, stage2.optimizer, qmix.optimizer, ddpg.optimizer, ddpg.critic_optimizer]
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     assert rates == pytest.approx([0.04, 0.04, 0.08, 0.12, 0.2])
+
+
+def test_ranks_begin_with_equal_weights_and_random_numbers_of_their_own(monkeypatch):
+    monkeypatch.setattr(Dist, "wrap", lambda self, module, *_: module)  # which needs a process group
+    weights, seeds = [], []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        session = SimpleNamespace(config=toy_config(), info=INFO, dist=Dist(rank, 2))
+        weights.append(weights_of(build_learner(session, Products())[1]))
+        seeds.append(torch.initial_seed())
+    assert all(map(torch.equal, *weights))
+    assert seeds[0] != seeds[1], "dropout"
 
 
 def flat_info():

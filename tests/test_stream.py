@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -242,7 +244,11 @@ def test_stage_3_keeps_and_counts_every_episode_of_a_stream(tmp_path, monkeypatc
 
     monkeypatch.setattr(EpisodeBuffer, "add", watch)
     words = ["--config=vdn", "with", *BUDGETS, f"local_results_path={tmp_path}", "runner=stream", "test_interval=60"]
-    result = omagd.run(config_from(words))
+    result = omagd.run(config_from([*words, "epsilon_anneal_time=200"]))
+    lines = map(json.loads, (Path(result["folder"]) / "metrics.jsonl").read_text().splitlines())
+    epsilons = [line["epsilon"] for line in lines if "epsilon" in line]
+    assert epsilons == sorted(set(epsilons), reverse=True), "it follows the clock"
+    assert epsilons[-1] < 0.7
     clock = result["stages"]["stage3"]["clock"]
     assert (clock["t_env"], clock["episodes"]) == (sum(kept), len(kept))
     assert clock["t_env"] >= 150
