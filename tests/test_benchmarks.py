@@ -35,6 +35,7 @@ SMALL: dict[str, str] = {
     "env_speed.py": "--slots 4 --ticks 5 --rounds 1",
     "growth.py": "--only ranks --calls 1",
     "learning.py": "--seeds 1 --t-max 100 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
+    "mutations.py": "--only 'snakes return facing backwards'",
     "pymarl3_learning.py": "--seeds 1 --t-max 100 --test-episodes 8 --out OUT --results OUT",
     "qmix_update.py": "--map 3m --batch 4 --updates 1",
     "reconstruction.py": "--t-max 100 --results OUT --env skirmish",
@@ -128,7 +129,7 @@ def test_a_command_of_the_page_runs(command, monkeypatch, tmp_path):
         return
     assert name in SMALL, f"{name} is new: give it a small form in SMALL, or say in NOT_RUN why it has none"
     monkeypatch.chdir(tmp_path)
-    small = [word.replace("OUT", str(tmp_path)) for word in SMALL[name].split()]
+    small = [word.replace("OUT", str(tmp_path)) for word in shlex.split(SMALL[name])]
     assert not run([script, *without_peers(words), *small], monkeypatch)
 
 

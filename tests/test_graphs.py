@@ -45,6 +45,9 @@ def test_features_stand_where_they_belong() -> None:
     assert nodes[3].tolist() == [10, 11, 12, 13, 14, 0, 0, 0, 0]
     assert (nodes != 0)[feature_mask(layout).numpy()].all()
     assert feature_mask(layout).sum() == layout.obs_dim
+    layout = EntityLayout(move_dim=1, n_enemies=2, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
+    first = obs_to_nodes(np.arange(layout.obs_dim, dtype=np.float32), layout)[1:, 0]
+    assert first.tolist() == [11, 16, 1, 6], "each in the environment's order"
 
 
 def test_layout_without_move_features_keeps_the_fixed_head() -> None:

@@ -118,6 +118,8 @@ def test_due_depends_on_the_times_alone_and_continues_from_its_state():
     due = Due(100)
     fired = [t for t in times if due.due(t)]
     assert fired == [100, 230, 1000]  # the first at or after each multiple of 100
+    late = Due(100)
+    assert [t for t in (150, 210, 290, 300) if late.due(t)] == [150, 210, 300]  # no drift
     first, resumed = Due(100), Due(100)
     early = [t for t in times[:5] if first.due(t)]
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))

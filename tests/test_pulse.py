@@ -79,6 +79,7 @@ def test_the_rank_that_does_not_come_is_named_by_those_that_wait():
     for rank in (0, 2):
         assert said[rank][0].startswith("rank 1 (host ")
         assert re.search(r" hangs: in stage3 \(collect\) for \d+ s, while the others wait for it", said[rank][0])
+        assert said[rank][0].count("hangs") == 1, "the other rank that waits is not named"
     assert said[1] == []
 
 

@@ -318,6 +318,9 @@ def test_medivac_heals_at_its_rate_and_pays_energy():
     for _ in range(10):
         command(sim, 2, Order.HEAL, target=0)
     assert sim.units.health[0, 0] == 45
+    sim.units.energy[0, 1] = 100.0
+    command(sim, 2, Order.HEAL, target=0)
+    assert sim.units.energy[0, 1] == pytest.approx(100 + 0.7875 * 8 / LOOPS, rel=1e-4), "full health costs nothing"
 
 
 def test_healing_does_not_revive():

@@ -6,6 +6,7 @@ import json
 import logging
 import struct
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +101,14 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path):
     assert [(row["_step"], row["eval/graph_loss"]) for row in stage1] == [(20, 0.25), (40, 0.125)]
     (stage3,) = runs["5m_vs_6m_exp_ddp2"]
     assert (stage3["_step"], stage3["test_battle_won_mean"], stage3["loss_td"]) == (10240, 0.5, 0.01)
+
+
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("interrupted", 130), ("failed", 1)])
+def test_a_run_ends_there_with_the_commands_exit_code(state, code):
+    sink, codes = WandbSink(), []
+    sink._run = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
+    sink._close(state)
+    assert codes == [code]
 
 
 def test_a_run_that_goes_on_after_a_kill_is_the_same_run_there(tmp_path):

@@ -1,0 +1,64 @@
+"""The list of benchmarks/mutations.py still fits: each text is found once, each test exists. Nothing is run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location("mutations", ROOT / "benchmarks" / "mutations.py")
+assert spec is not None and spec.loader is not None
+script = sys.modules["mutations"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+KNOWN = script.mutations()
+
+
+@cache
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_every_mutation_applies_and_names_a_test_that_exists():
+    wrong = []
+    for mutation in KNOWN:
+        try:
+            mutation.applied(text_of(mutation.file))
+        except (ValueError, OSError) as problem:
+            wrong.append(f"{mutation.name}: {problem}")
+        file, _, function = mutation.test.partition("::")
+        if not re.search(rf"^def {function.partition('[')[0]}\(", text_of(file), re.MULTILINE):
+            wrong.append(f"{mutation.name}: {mutation.test} does not exist")
+    assert wrong == []
+
+
+def test_names_are_clear_and_the_list_is_long_enough():
+    assert len({mutation.name for mutation in KNOWN}) == len(KNOWN) >= 40
+
+
+def test_a_text_that_is_not_found_exactly_once_is_an_error():
+    mutation = script.Mutation("", "file.py", "a", "b", "")
+    assert mutation.applied("c a") == "c b"
+    for text, count in (("c", 0), ("a a", 2)):
+        with pytest.raises(ValueError, match=rf"old is found {count} times in file\.py"):
+            mutation.applied(text)
+    with pytest.raises(ValueError, match="new equals old"):
+        script.Mutation("", "file.py", "a", "a", "").applied("a")
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict"), [(1, "caught"), (0, "NOT CAUGHT"), (2, "BROKEN"), (None, "BROKEN")], ids=str
+)
+def test_only_a_test_that_fails_has_caught_a_mutation(code, verdict, tmp_path):
+    copy = script.Copy.__new__(script.Copy)
+    copy.tree, copy.limit, copy._written = tmp_path, 1.0, 0.0
+    file, seen = tmp_path / "file.py", []
+    file.write_text("a")
+    copy.test = lambda *tests: (seen.append((tests, file.read_text())), (code, "1 test"))[1]
+    assert copy.judge(script.Mutation("", "file.py", "a", "b", "test"))[0] == verdict
+    assert seen == [(("test",), "b")]
+    assert file.read_text() == "a"
