@@ -166,7 +166,8 @@ def _said(taken: TakenUp, aside: str, folder: RunFolder, versions: str) -> list[
     if taken.kind == "weights":
         lines.append("resume=weights: the replay starts empty")
     if aside:
-        lines.append(f"what was written after that is kept in {aside}")
+        after = "after that" if taken.kind else "before the first complete checkpoint"
+        lines.append(f"what was written {after} is kept in {aside}")
     return lines + ([f"this run continues with other versions: {versions}"] if versions else [])
 
 
