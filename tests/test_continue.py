@@ -226,3 +226,22 @@ def test_learning_waits_until_every_rank_can_give_a_batch(tmp_path):
         assert stage.ready() is ready
     stage.session.dist = Dist()
     stage.session.close()
+
+
+def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
+    logger = Logger(setup_logging(None, rank=1), minimal=True)
+    stage = Stage3(build_session(qmix(tmp_path), Dist(), RunFolder(tmp_path / "run"), logger), Products())
+    assert stage.dues["test"].due(1), "the first iteration is tested"
+    won = iter((0.5, 0.9, 0.2))
+    monkeypatch.setattr(
+        "omagd.run.stages.stage3.greedy_episodes",
+        lambda *_: {"test_battle_won_mean": next(won), "test_return_mean": 3.0},
+    )
+    urgent = []
+    for _ in range(3):
+        stage.test()
+        urgent.append(stage.urgent())
+    assert urgent == [True, True, False]
+    assert stage.score() == 0.2, "of the weights as they are"
+    assert stage.best["best_test_battle_won_mean"] == 0.9
+    stage.session.close()

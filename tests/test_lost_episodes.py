@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from omagd.envs import worker_processes
 from omagd.envs.adapters import SerialEnvs
 from omagd.envs.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.protocol import StepResult
+from omagd.run.session import Session
+from omagd.utils.dist_utils import Dist
 
 torch.set_num_threads(1)
 PLACES = ("reset", "step", "replay", "show", "stats")
@@ -208,3 +211,13 @@ def test_a_worker_that_ends_episodes_between_its_deaths_goes_on(monkeypatch):
         assert env.get_stats()["worker_restarts"] == 3
     finally:
         env.close()
+
+
+def test_what_has_gone_wrong_is_counted_over_runners_and_starts():
+    env = SimpleNamespace(get_stats=lambda: {"restarts": 3.0})
+    runners = {"train": SimpleNamespace(lost=2), "test": SimpleNamespace(lost=1)}
+    session = Session(None, Dist(), env, None, None, None, runners, None, None)
+    assert session.mishaps() == {"restarts": 3, "lost_episodes": 3}
+    session.go_on_counting({"restarts": 2.0})  # of an earlier start
+    assert session.mishaps() == {"restarts": 5, "lost_episodes": 3}
+    assert session.told_mishaps["restarts"] == 5

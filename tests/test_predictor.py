@@ -246,6 +246,14 @@ def test_metrics_against_loops_over_tokens() -> None:
     assert values["error_ratio"] == pytest.approx(values["error"] / values["error_rival"])
 
 
+def test_a_new_predictor_takes_in_the_tokenizers_codes() -> None:
+    config = toy_config()
+    tokenizer, predictor = toy_modules(config)
+    predictor.table.zero_()
+    PredictorLearner(predictor, tokenizer, config, INFO, Dist())
+    assert torch.equal(predictor.table, tokenizer.table())
+
+
 def test_slot_means_are_those_of_unseen_nodes_in_training() -> None:
     stage = learner()
     batches = [pack_episodes(toy_episodes(4, seed=seed)) for seed in (1, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import graph_toys
@@ -399,6 +400,15 @@ def test_full_obs_is_read_by_the_upper_bound_alone():
         mac = MACS.get("gnn_graph_mac")(toy_config(mac="gnn_graph_mac", use_full_obs=full), INFO, CPU)
         assert mac.wants_full_obs == full
         assert bool((mac.inputs(batch).features == 9.0).all()) == full
+
+
+def test_the_copy_that_acts_is_brought_up_to_date():
+    mac = MACS.get("n_mac")(toy_config(), INFO, CPU)
+    mac._actor, mac._copied = copy.deepcopy(mac.agent), True  # as with cpu_inference beside a GPU
+    for parameter in mac.agent.parameters():
+        parameter.data.add_(1.0)
+    mac.begin(2)
+    assert all(map(torch.equal, mac._actor.state_dict().values(), mac.agent.state_dict().values()))
 
 
 def test_reset_forgets_one_slot_and_leaves_the_other():
