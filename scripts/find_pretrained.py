@@ -3,22 +3,25 @@
 
 Looked through are the finished pre-trainings of the runs in RESULTS. Both must have been trained on this environment
 and map, with these sizes, and the predictor with the tokenizer. What is already given (`pretrained_tokenizer_path=…`)
-stays. Prints the two paths, one on each line. Exit code 2, with one line, where there are none.
+stays. Prints the two paths, one on each line. Exit code 2 where there are none, with one line that names the
+configuration with which those found were made, or how their sizes differ.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from omagd.config.env_info import EnvInfo
+from omagd.config.loading import config_names
 from omagd.config.schema import Config
 from omagd.run.command_line import config_from
-from omagd.utils.checkpoint import PREDICTOR_FILE, TOKENIZER_FILE
+from omagd.utils.checkpoint import PREDICTOR_FILE, TOKENIZER_FILE, run_folder_of
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError
-from omagd.utils.owned_folder import Untrusted, require_own
+from omagd.utils.owned_folder import Untrusted, read_entry, require_own
 from omagd.utils.run_folder import RunFolder
 
 KINDS = {
@@ -39,47 +42,82 @@ def candidates(results: Path, key: str) -> list[Path]:
     return [file for _, file in sorted(found, reverse=True)]
 
 
-def newest_pair(config: Config, info: EnvInfo, results: Path) -> tuple[Path, Path]:
-    """Return a tokenizer and the newest predictor that fits it and the configuration. Errors: UserError for none."""
+def fitting_pair(config: Config, info: EnvInfo, results: Path) -> tuple[tuple[Path, Path] | None, list[str]]:
+    """Return a tokenizer and the newest predictor that fits it and the configuration, or None.
+
+    The second value says for the newest tokenizer and for the newest predictor why they were not used.
+    """
     import torch
 
     from omagd.run.build import load_products
 
-    def loads(**paths: Path) -> bool:
-        given = {key: str(path) for key, path in paths.items()}
+    reasons: dict[str, str] = {}
+
+    def loads(*chosen: Path | None) -> bool:
+        given = {key: str(path) for key, path in zip(KINDS, chosen, strict=True) if path is not None}
         try:
             load_products(config.model_copy(update=given), info, torch.device("cpu"))
         except UserError as problem:
-            reasons.append(problem.message)
+            reasons.setdefault(list(given)[-1], problem.message)
             return False
         return True
 
-    reasons: list[str] = []
-    files = {}
-    for key in KINDS:
-        given = getattr(config, key)
-        files[key] = [Path(given)] if given else candidates(results, key)
-    tokenizers = [file for file in files["pretrained_tokenizer_path"] if loads(pretrained_tokenizer_path=file)]
-    for predictor in files["pretrained_mask_predictor_path"] if tokenizers else ():
-        for tokenizer in tokenizers:
-            if loads(pretrained_tokenizer_path=tokenizer, pretrained_mask_predictor_path=predictor):
-                return tokenizer, predictor
+    given = [getattr(config, key) for key in KINDS]
+    tokenizers, predictors = (
+        [Path(path)] if path else candidates(results, key) for key, path in zip(KINDS, given, strict=True)
+    )
+    fitting = [file for file in tokenizers if loads(file, None)]
+    if not fitting and predictors:  # so that what differs is said of both at once
+        loads(None, predictors[0])
+    for predictor in predictors if fitting else ():
+        for tokenizer in fitting:
+            if loads(tokenizer, predictor):
+                return (tokenizer, predictor), []
+    return None, list(reasons.values())
+
+
+def presets(results: Path) -> list[str]:
+    """Return the known configurations with which the pre-trainings in `results` were made, the newest first."""
+    known = config_names("algs")
+    runs = [run_folder_of(file.parent) for key in KINDS for file in candidates(results, key)]
+    names = [read_entry(RunFolder(run).config_json).get("name") for run in runs]
+    return [name for name in dict.fromkeys(names) if name in known]
+
+
+def _fits_with(name: str, words: Sequence[str], info: EnvInfo, results: Path) -> bool:
+    """Return whether the command `words` finds a pair with `--config=name`."""
+    try:
+        return fitting_pair(config_from([*words, f"--config={name}"]), info, results)[0] is not None
+    except UserError:
+        return False
+
+
+def newest_pair(words: Sequence[str], results: Path) -> tuple[Path, Path]:
+    """Return the newest tokenizer and predictor for the command `words`. Errors: UserError where there are none."""
+    from omagd.run.preflight import describe_env
+
+    config = config_from(words)
+    info = describe_env(config)
+    pair, reasons = fitting_pair(config, info, results)
+    if pair is not None:
+        return pair
     what = f"{info.name} {info.map_name}".strip()
     where = shlex.quote(str(results))
-    mend = (
+    missing = f"no tokenizer and mask predictor for {what} with the sizes of {config.name} in {where}"
+    for name in presets(results):
+        if _fits_with(name, words, info, results):
+            made = f"those found were made with --config {name}"
+            raise UserError(f"{missing}: {made}. Type CONFIG={name} ./run_gnn_stage3_ddp.sh")
+    fix = (
         "run run_pretrain_ddp.sh (STAGE=stage1, then STAGE=stage2), or give TOKENIZER_PATH=… and MASK_PREDICTOR_PATH=…"
     )
-    missing = f"no tokenizer and mask predictor for {what} with the sizes of {config.name} in {where}: {mend}"
-    raise UserError(missing, *(f"not used: {reason}" for reason in reasons[:1]))
+    raise UserError(f"{missing}: {fix}", *(f"not used: {reason}" for reason in reasons))
 
 
 def main(results: str, *words: str) -> int:
     """Print the newest fitting pair."""
-    from omagd.run.preflight import describe_env
-
     try:
-        config = config_from(words)
-        tokenizer, predictor = newest_pair(config, describe_env(config), Path(results).expanduser())
+        tokenizer, predictor = newest_pair(words, Path(results).expanduser())
     except UserError as error:
         sys.stderr.write(error.render() + "\n")
         return USER_ERROR_EXIT_CODE

@@ -110,3 +110,34 @@ def test_what_cannot_be_trusted_or_read_is_passed_over(finder, results, capsys, 
     damaged.write_bytes(damaged.read_bytes()[:100])
     (results.path / "a file").write_text("nothing")
     assert found(finder, results, capsys) == ["good", "good"]
+
+
+def test_what_was_made_with_another_configuration_is_named_once(finder, results, capsys):
+    """After the quickstart, a command of the published sizes is answered with the quickstart's configuration."""
+    made = RunFolder(results.add("small", "name=omagd_small"))
+    asked = ("--config=omagd", "with", *(word for word in SIZES if "n_codes" not in word and "d_model" not in word))
+    say = "error: no tokenizer and mask predictor for skirmish 3m with the sizes of omagd in "
+    ours = ("tokenizer_config.n_codes=8", "mask_predictor_config.d_model=8", "mask_predictor_config.n_layers=1")
+
+    def answer(*words: str) -> list[str]:
+        assert finder.main(str(results.path), *asked, *words) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        return said.err.splitlines()
+
+    # No record of the configuration, or one that is not known: every key that differs, of both files.
+    for record in (None, '{"name": "$(touch HIT)"}', "["):
+        if record is not None:
+            made.config_json.write_text(record)
+        first, tokenizer, predictor = answer()
+        assert first.startswith(say) and "STAGE=stage1" in first and "HIT" not in first
+        assert "tokenizer.th was trained with tokenizer_config.n_codes=8, not 1024; set tokenizer_config.n_codes=8" in (
+            tokenizer
+        )
+        assert set(ours) <= set(predictor.partition("; set ")[2].split())
+    # The configuration that it was made with finds it.
+    made.config_json.write_text('{"name": "omagd_small"}')
+    (line,) = answer("tokenizer_config.n_codes=8", "mask_predictor_config.d_model=8")
+    assert line.startswith(say) and line.endswith(
+        ": those found were made with --config omagd_small. Type CONFIG=omagd_small ./run_gnn_stage3_ddp.sh"
+    )

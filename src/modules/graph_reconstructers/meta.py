@@ -57,10 +57,12 @@ def check(meta: object, config: Config, info: EnvInfo, key: str, path: str) -> N
         if trained == here:
             mend = "with other sizes; train it again with these env_args"
         raise UserError(f"{source} was trained on {trained}: {mend}")
-    for section, names in sections.items():
-        ours = getattr(config, section).model_dump()
-        for name in names:
-            there = meta[section][name]
-            if there != ours[name]:
-                full = f"{section}.{name}"
-                raise UserError(f"{source} was trained with {full}={there}, not {ours[name]}; set {full}={there}")
+    there, here = (
+        {f"{section}.{name}": values[section][name] for section, names in sections.items() for name in names}
+        for values in (meta, config.model_dump())
+    )
+    differing = [name for name in there if there[name] != here[name]]
+    if differing:
+        wanted = " ".join(f"{name}={there[name]}" for name in differing)
+        given = " ".join(str(here[name]) for name in differing)
+        raise UserError(f"{source} was trained with {wanted}, not {given}; set {wanted}")
