@@ -333,7 +333,25 @@ def wrong_paths(chance: random.Random) -> Iterator[Malformed]:
 def unusable_results(chance: random.Random) -> Iterator[Malformed]:
     """Places where no run can write, names that are no names of a folder."""
     places = ["junk", "junk/results", "/proc/omagd", "/dev/null/results", "empty.th/x", "x" * 300, "y/" * 3000]
-    tokens = ["..", ".", "../up", "a/b", "/absolute", "../../x", "a/", "x" * 300, "folder/../.."]
+    tokens = [
+        "..",
+        ".",
+        "../up",
+        "a/b",
+        "/absolute",
+        "../../x",
+        "a/",
+        "x" * 300,
+        "folder/../..",
+        "sacred",
+        "logs",
+        "Sacred",
+        ".seeds_x",
+        ".hidden",
+        " a",
+        "a ",
+        "\ta",
+    ]
     while True:
         word = chance.choice([f"local_results_path={chance.choice(places)}", f"unique_token={chance.choice(tokens)}"])
         yield Malformed((*chance.choice([GRAPHS, PLAIN]), word))

@@ -232,6 +232,10 @@ def test_wrong_keys_and_values_are_told_with_their_mend(updates, words):
         ("qmix", {"batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
         ("qmix", {"world_size": 2}, ["world_size=2", "run=ddp"]),
         (None, {"seeds": (1, 2), "unique_token": "x"}, ["unique_token=x", "seeds=1,2"]),
+        (None, {"unique_token": "sacred"}, ["unique_token=sacred", "another use"]),
+        (None, {"unique_token": "logs"}, ["unique_token=logs", "another use"]),
+        (None, {"unique_token": ".seeds_x"}, ["unique_token=.seeds_x", "no dot at the beginning"]),
+        (None, {"unique_token": " a"}, ["unique_token= a", "no space around it"]),
     ],
 )
 def test_contradictions_are_refused(config, updates, words):

@@ -7,12 +7,14 @@ import json
 import logging
 import math
 import os
+import pickle
 import shutil
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,10 @@ from omagd.run import resuming
 from omagd.run.command_line import config_from, main
 from omagd.run.resuming import claimed_folder, rank_at_work
 from omagd.utils import owned_folder
+from omagd.utils.errors import UserError
 from omagd.utils.owned_folder import Untrusted, read_entry, require_own
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import Unreadable
 
 COMMAND = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "t_max=20", "auto_resume=True")
 INJECTED = "echo injected >>"
@@ -215,6 +219,32 @@ def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(tmp
     assert list(tmp_path.iterdir()) == [run]
 
 
+def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_own(tmp_path, monkeypatch):
+    """As another user where this one is root, whom permissions do not bind."""
+    monkeypatch.setattr("omagd.utils.storage.RETRY_SECONDS", ())
+    monkeypatch.chdir(tmp_path)
+    root, found = os.geteuid() == 0, partial(resuming._same_runs, Path("."), "mine", logging.getLogger("omagd"))
+    for name in ("closed", "open"):
+        Path(name).mkdir()
+        Path(name, "run.json").write_text('{"identity": "mine"}')
+    Path("closed").chmod(0o000)
+    tmp_path.chmod(0o755)
+    if root:
+        os.seteuid(65534)
+    try:
+        if root:  # another user's
+            assert found() == [Path("open")]
+            os.seteuid(0)
+            os.chown("closed", 65534, -1)
+            os.seteuid(65534)
+        with pytest.raises(Unreadable, match=r"^closed/run.json cannot be read \(Permission denied\)"):
+            found()
+    finally:
+        if root:
+            os.seteuid(0)
+        Path("closed").chmod(0o700)
+
+
 def test_a_damaged_entry_is_named(tmp_path, capfd):
     run = unfinished(tmp_path)
     (run / "run.json").write_bytes(b"\xff")
@@ -245,6 +275,12 @@ def test_an_entry_that_is_none_is_empty(tmp_path, content):
     assert read_entry(tmp_path / "missing") == read_entry(tmp_path) == {}
     os.mkfifo(tmp_path / "pipe")
     assert read_entry(tmp_path / "pipe") == {}
+
+
+def test_an_error_is_one_line_for_whoever_prints_it():
+    error = UserError("a\x1b]0;owned\x07\nb", "c\nd")
+    assert (str(error), str(pickle.loads(pickle.dumps(error)))) == (error.message, error.message)
+    assert error.message.isprintable()
 
 
 def test_what_a_run_folder_says_is_shown_as_text(tmp_path, capsys):

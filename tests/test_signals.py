@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -100,6 +101,14 @@ def test_time_that_ends_while_something_is_written_counts_afterwards():
             done.append("written")
         done.append("went on")
     assert done == ["written"]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_alarm_from_outside_is_named(held):
+    with pytest.raises(Stopped, match="SIGALRM") as stopped, stoppable(), deferred(50.0):
+        with unhurried() if held else nullcontext():
+            tell(signal.SIGALRM)
+    assert stopped.value.exit_code == 142
 
 
 def test_a_person_is_not_put_off(monkeypatch):

@@ -18,6 +18,9 @@ PATHS = (
     "pretrain_buffer_path",
     "graph_pretrain_policy",
 )
+RESERVED = frozenset({"sacred", "logs"})
+"""Folders beside the runs: the records of Sacred and of launch.sh."""
+
 LONGEST_NAME = 200
 """Bytes of a folder's name: file systems take 255, and a taken name gets a number."""
 
@@ -65,8 +68,11 @@ def _paths(config: Config) -> None:
             reason = problem.strerror if isinstance(problem, OSError) else problem
             raise UserError(f"{key}={path}: cannot be a path here ({reason}). Give another one") from None
     token = config.unique_token
-    if token and (Path(token).name != token or token == ".." or not token.isprintable()):
-        raise UserError(f"unique_token={token}: is the name of a folder in local_results_path: no `/`, no `..`")
+    if token and (Path(token).name != token or token[0] == "." or token.strip() != token or not token.isprintable()):
+        rule = "no `/`, no dot at the beginning, no space around it"
+        raise UserError(f"unique_token={token}: is the name of a folder in local_results_path: {rule}")
+    if token.casefold() in RESERVED:
+        raise UserError(f"unique_token={token}: this folder in local_results_path has another use. Give another name")
     for key in ("unique_token", "name"):
         if len(getattr(config, key).encode(errors="surrogateescape")) > LONGEST_NAME:
             raise UserError(f"{key}={getattr(config, key)}: begins a folder's name: at most {LONGEST_NAME} bytes")

@@ -19,8 +19,8 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, *help_lines: str) -> None:
-        super().__init__(message)
         self.message = readable(message)
+        super().__init__(self.message)
         self.help_lines = tuple(readable(line) for line in help_lines[:2])
 
     def __reduce__(self) -> tuple[object, ...]:

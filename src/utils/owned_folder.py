@@ -101,10 +101,15 @@ def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
 
 
 def _is_own(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False
+    """Return whether a file is this user's; where its folder cannot be entered, whether that folder is."""
+    for place in (path, path.parent):
+        try:
+            return place.lstat().st_uid == os.geteuid()
+        except PermissionError:
+            continue
+        except OSError:
+            break
+    return False
 
 
 def _own_ids(found: int, root: int) -> frozenset[int]:

@@ -84,11 +84,13 @@ class _Received:
         raise Stopped(number)
 
     def too_late(self, number: int, frame: FrameType | None) -> None:
-        """End the time that `deferred` gave."""
+        """End the time that `deferred` gave; a SIGALRM from outside, with no stop pending, is a stop by itself."""
+        if self.number is None:
+            self.number, self.at = number, time.monotonic()
         if self.held:
             self.late = True
         else:
-            raise Stopped(self.number or signal.SIGTERM)
+            raise Stopped(self.number)
 
 
 _received = _Received()
