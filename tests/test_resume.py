@@ -20,6 +20,7 @@ from omagd.config.schema import Config
 from omagd.run import keeper as keeper_module
 from omagd.run.command_line import config_from, main
 from omagd.run.launch import launch
+from omagd.run.report import runs_table
 from omagd.run.resuming import Claim, claimed_folder, identity_of
 from omagd.utils import checkpoint_store
 from omagd.utils.checkpoint_store import folders, read_checkpoint
@@ -78,7 +79,9 @@ def test_a_run_that_is_cut_off_again_and_again_ends_with_the_same_bits(runner, c
     for cut in cuts:
         folder = cut_run(given, cut)
         if cut:
-            assert read_checkpoint(folders(folder.checkpoints)[0]).manifest["iteration"] == cut
+            manifest = read_checkpoint(folders(folder.checkpoints)[0]).manifest
+            assert manifest["iteration"] == cut
+            assert_summary_of_what_was_reached(folder, manifest["clock"])
             for log in (folder.metrics_jsonl, folder.episode_log(0)):  # what is written after a save is written again
                 with log.open("a") as file:
                     file.write('{"stage": "stage3", "t_env": 1}\n')
@@ -94,6 +97,16 @@ def test_a_run_that_is_cut_off_again_and_again_ends_with_the_same_bits(runner, c
     )
 
 
+def assert_summary_of_what_was_reached(folder: RunFolder, clock: dict[str, int]) -> None:
+    summary = summary_of(folder.path)
+    (stage,) = summary["stages"].values()
+    assert (summary["exit_state"], stage["unfinished"], stage["clock"]) == ("failed", True, clock)
+    assert summary["updates"] == clock["updates"]
+    lines = [json.loads(line) for line in folder.metrics_jsonl.read_text().splitlines()]
+    tests = [line["test_battle_won_mean"] for line in lines if "test_battle_won_mean" in line]
+    assert (summary["win_rate"], summary["best_win_rate"]) == (tests[-1], max(tests))
+
+
 def test_three_stages_are_cut_off_in_each_of_them(tmp_path):
     torch.set_num_threads(1)
     whole = Path(launch(config(tmp_path / "whole", GRAPH), "whole")["folder"])
@@ -103,6 +116,15 @@ def test_three_stages_are_cut_off_in_each_of_them(tmp_path):
     for cut in (1, 8, last - 2):
         folder = cut_run(given, cut)
         stages.append(read_checkpoint(folders(folder.checkpoints)[0]).manifest["stage"])
+        reached = summary_of(folder.path)["stages"]
+        assert list(reached) == ["stage1", "stage2", "stage3"][: len(stages)], "the finished ones, and the current one"
+        assert [name for name, stage in reached.items() if stage.get("unfinished")] == stages[-1:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("omagd.run.experiment.build_session", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            launch(given, "run")
+    assert summary_of(folder.path)["stages"] == reached, "a start that reaches nothing forgets nothing"
+    assert "win rate" in runs_table([summary_of(folder.path)])
     assert stages[0] == "stage1", "while it was playing the episodes to learn from"
     assert set(stages) == {"stage1", "stage2", "stage3"}
     summary = launch(given, "another")

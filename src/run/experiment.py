@@ -28,6 +28,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed
 from omagd.utils.log_sinks.base import RunFacts
 from omagd.utils.logging import Logger, make_logger, setup_logging
+from omagd.utils.owned_folder import read_entry
 from omagd.utils.progress import close_bars
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import stop_requested, unhurried
@@ -53,6 +54,7 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
 def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: int, started: float) -> dict[str, Any]:
     """Take up what is in the folder, run everything, and close the books whatever happens."""
     STORAGE.begin(folder.path)
+    earlier = _earlier_stages(folder)  # read now: what follows removes the file
     taken, aside = _take_up(config, dist, folder)
     card = make_card(config, dist.world_size, dist.device)
     before = read_card(folder.path)
@@ -62,6 +64,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     for line in _said(taken, aside, folder, changed_versions(card)):
         logger.warning(line)
     summary = {**first_summary(config, dist.world_size, folder, started, card), "restarts": attempt}
+    summary["stages"] = earlier if taken.kind else {}
     exit_state = "failed"
     session = None
     try:
@@ -87,6 +90,8 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
             close_bars()
             seconds = time.time() - started if session is None else session.keeper.wall_seconds
             summary.update(exit_state=exit_state, wall_seconds=round(seconds, 1))
+            if exit_state != "completed" and session is not None and not config.evaluate:
+                summary["stages"] = _reached(session, summary["stages"])
             # The summary comes first: what is closed after it may take long, or never end.
             try:
                 if dist.is_main:
@@ -283,6 +288,19 @@ def _finish_files(folder: RunFolder, summary: dict[str, Any]) -> None:
             curves(folder.metrics_jsonl, folder.plots / "curves.png")
     summary["artifacts"] = folder.artifacts()
     write_summary(folder, summary)
+
+
+def _earlier_stages(folder: RunFolder) -> dict[str, Any]:
+    """Return the stages in the summary of an earlier start, until this one has restored them."""
+    stages = read_entry(folder.summary_json).get("stages")
+    return stages if isinstance(stages, dict) and all(isinstance(stage, dict) for stage in stages.values()) else {}
+
+
+def _reached(session: Session, earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return the stages of a run that ends early: the finished ones, and the one in progress as far as it has come."""
+    keeper = session.keeper
+    reached = {result.name: _plain(result) for result in keeper.reached()}
+    return reached if keeper.stage is not None else {**earlier, **reached}
 
 
 def _plain(result: StageResult) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Keeper:
 
     Attributes:
         found: what this start goes on from, until it has been put back. results: of the stages that are finished.
+        stage: the one in progress, once it is restored or started.
         iteration: iterations of the run, over all its stages and starts.
     """
 
@@ -54,6 +55,7 @@ class Keeper:
         self.found: Recovered | None = None
         self._taken = TakenUp()
         self.results: list[StageResult] = []
+        self.stage: Stage | None = None
         self.iteration = 0
         self._began = time.monotonic()
         self._earlier = 0.0
@@ -113,10 +115,15 @@ class Keeper:
     def stage_finished(self, stage: Stage, result: StageResult, more: bool) -> None:
         """Keep a stage's result and, where `more` stages follow, what it trained."""
         self.results.append(result)
+        self.stage = None
         if self.enabled and more:
             self.finish()
             self._begin(stage, stage.products.buffers(), over=True)
             self.finish()
+
+    def reached(self) -> list[StageResult]:
+        """Return the results of the finished stages, and what the stage in progress has reached."""
+        return [*self.results, *([] if self.stage is None else [self.stage.so_far()])]
 
     def finish(self) -> None:
         """Wait until what is being saved is saved, or has failed."""
@@ -243,6 +250,10 @@ class Keeper:
 
     def restore(self, stage: Stage) -> None:
         """Put back what was saved, into the first stage that is run; any other starts at its beginning."""
+        self._restore(stage)
+        self.stage = stage
+
+    def _restore(self, stage: Stage) -> None:
         found, self.found = self.found, None
         if found is None:
             stage.start()

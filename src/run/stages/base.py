@@ -173,6 +173,14 @@ class Stage(ABC):
         """Whether this iteration has reached something that a checkpoint should hold. The same on all ranks."""
         return False
 
+    def standing(self) -> dict[str, float]:
+        """Return the last and the best numbers so far."""
+        return {}
+
+    def so_far(self) -> StageResult:
+        """Return what the stage has reached, for the summary of a run that ends before the stage does."""
+        return StageResult(self.name, self.clock.state_dict(), self.standing(), {}, {"unfinished": True})
+
     def score(self) -> float | None:
         """Return how good the stage is by now, higher is better; None where it cannot be told."""
         return None

@@ -169,6 +169,12 @@ class PretrainStage(Stage):
         if reached < self.best[0] or math.isnan(self.best[0]):
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
 
+    def standing(self) -> dict[str, float]:
+        """Return the last measurement on the held-out episodes, and the best one with its epoch."""
+        if not self.last:
+            return {}
+        return {**self.last, f"best_{self.learner.best_metric}": self.best[0], "best_epoch": float(self.best[1])}
+
     def finish(self) -> StageResult:
         """Save the last and the best model, and hand the best one on."""
         if self._bar is not None:
@@ -186,8 +192,7 @@ class PretrainStage(Stage):
                 keep_file(path, {"weights": weights, "meta": meta})
             files[self.name] = str(folder.pretrained(self.name, best=True) / self.weights_name)
         module.eval().requires_grad_(False)
-        values = {**self.last, f"best_{self.learner.best_metric}": self.best[0], "best_epoch": float(self.best[1])}
-        return StageResult(self.name, self.clock.state_dict(), values, files)
+        return StageResult(self.name, self.clock.state_dict(), self.standing(), files)
 
     @property
     def _episodes(self) -> EpisodeBuffer:

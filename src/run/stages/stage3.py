@@ -126,6 +126,10 @@ class Stage3(Stage):
         """Whether a test of this iteration was the best one so far."""
         return self._best_now
 
+    def standing(self) -> dict[str, float]:
+        """Return the numbers of the last test, and the best of all tests."""
+        return {**self.last_test[1], **self.best}
+
     def score(self) -> float | None:
         """Return the last test's share of battles won, or its return."""
         return next((self.last_test[1][name] for name in BEST_OF if name in self.last_test[1]), None)
@@ -245,7 +249,7 @@ class Stage3(Stage):
         """Judge the beliefs of the trained policy, where it has any."""
         if self._bar is not None:
             self._bar.close()
-        values = {**self.last_test[1], **self.best}
+        values = self.standing()
         beliefs, pictures = judge_beliefs(self.session, self.products, self.mac)
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
