@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +20,11 @@ import torch
 from command_budgets import BUDGETS
 from command_harness import ROOT, records, run_folders, summary_of
 
+from omagd.config.loading import resolve
 from omagd.run import verdict
 from omagd.run.command_line import main
+from omagd.run.sacred_observer import BoundedObserver
+from omagd.run.sacred_record import run_recorded
 from omagd.run.saver import Save, Saver
 from omagd.run.stages.stage3 import Stage3
 from omagd.utils import logging as logging_module
@@ -270,17 +273,33 @@ def no_traceback(text: str) -> bool:
     return "Traceback" not in text and "Error" not in text and "Logging error" not in text
 
 
-def test_where_not_even_a_record_can_begin_the_run_is_rejected_in_one_line(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("ends", [None, ZeroDivisionError])
+@pytest.mark.parametrize("fails", ["mkdir", "copy"])
+def test_where_not_even_a_record_can_begin_the_run_goes_on_with_a_warning(tmp_path, capfd, monkeypatch, fails, ends):
     inner = os.mkdir
 
     def mkdir(path, *more, **how):
         return full() if Path(path).parent.name == "sacred" else inner(path, *more, **how)
 
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    assert main([*COMMAND[1:], f"local_results_path={tmp_path}/results"]) == 2
-    said = capsys.readouterr()
-    (line,) = said.err.splitlines()
-    assert line.startswith(f"error: {tmp_path}/results/sacred cannot be written ({os.strerror(errno.ENOSPC)})")
+    def run_mode(_run, config, log):
+        _run.log_scalar("loss", 1.0, 2)
+        if ends is not None:
+            raise ends
+        return {"reached": 7}
+
+    if fails == "mkdir":
+        monkeypatch.setattr(os, "mkdir", mkdir)
+    else:
+        monkeypatch.setattr(BoundedObserver, "save_sources", lambda *_: full())
+    config = resolve("qmix", "matrix_game", {"local_results_path": f"{tmp_path}/results"})
+    with pytest.raises(ends) if ends else nullcontext():
+        assert run_recorded(config, run_mode) == {"reached": 7}
+    said = capfd.readouterr()
+    warned = f"{tmp_path}/results/sacred cannot be written ({os.strerror(errno.ENOSPC)}): this run has no Sacred record"
+    assert (said.out + said.err).count(warned) == 1
+    assert "Traceback" not in said.out + said.err or ends
+    assert "TypeError" not in said.out + said.err and "observer" not in said.out + said.err
+    assert list((tmp_path / "results" / "sacred").iterdir()) == []
 
 
 @pytest.mark.processes

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sacred.observers import FileStorageObserver
 from sacred.serializer import flatten
 
-from omagd.utils.errors import UserError
+from omagd.utils.logging import setup_logging
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 MOST = 500
@@ -50,23 +52,30 @@ class BoundedObserver(FileStorageObserver):
     Files are written through `STORAGE`: a full disk neither ends the record nor leaves half a file.
     """
 
-    def started_event(self, *args: Any, **facts: Any) -> str:
-        """Begin a record and return its name. Errors: UserError where it cannot be written."""
+    def started_event(self, *args: Any, **facts: Any) -> str | None:
+        """Begin a record and return its name; where that is impossible, warn once: the run goes on without a record."""
         try:
             return str(super().started_event(*args, **facts))
         except OSError as problem:
-            mend = "Give a folder that can be: local_results_path or --file_storage"
-            raise UserError(f"{self.basedir} cannot be written ({problem.strerror}). {mend}") from problem
+            if self.dir is not None:
+                with suppress(OSError):
+                    os.rmdir(self.dir)
+            self.dir, self.template, self.run_entry = None, None, {}  # what the later events of Sacred's class need
+            without = "this run has no Sacred record; --file_storage=DIR puts it elsewhere"
+            setup_logging(None).warning(f"{self.basedir} cannot be written ({problem.strerror}): {without}")
+            return None
 
     def save_json(self, obj: Any, filename: str) -> None:
         """Write a file of the record."""
+        if self.dir is None:
+            return
         STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
 
     def save_cout(self) -> None:
         """Append what was said since the last time."""
         new = self.cout[self.cout_write_cursor :]
         self.cout_write_cursor = len(self.cout)
-        if new:
+        if new and self.dir is not None:
             if not hasattr(self, "_said"):
                 self._said = AppendFile(Path(str(self.dir)) / "cout.txt", open_records)
             self._said.write(new.encode(errors="backslashreplace"))

@@ -32,7 +32,7 @@ def run_recorded(
         folder: where Sacred's records go, `<local_results_path>/sacred` if None.
         options: Sacred's own command-line options by flag, such as {"--comment": "why"}.
 
-    Errors: UserError where the records cannot be written; whatever `run_mode` raises, recorded as FAILED or
+    Errors: UserError where the folder of the records cannot be made; whatever `run_mode` raises, recorded as FAILED or
         INTERRUPTED.
     """
     where = _records(config, folder) if observe else None
