@@ -96,6 +96,31 @@ def test_presets_of_the_guides_for_snakes():
     assert (defaults.epsilon_start, defaults.t_max, defaults.save_model_interval) == (0.5, 50000 * 200, 1000 * 200)
     typed = resolve("snakes_ddpg", "snakes", {"max_episodes": 6250})
     assert preflight(typed).config.t_max == 6250 * 200
+    for more in (50000, 100000):  # than the preset's t_max too
+        asked = resolve("snakes_ddpg_8ranks", "snakes", {"max_episodes": more, "run": "default", "world_size": 1})
+        assert preflight(asked).config.t_max == more * 200
+
+
+def test_a_run_ends_at_the_first_of_the_ends_that_are_given(tmp_path):
+    """`t_max` of a preset is no end that was given; a typed one is, and one that a file gives beside episodes."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nmax_episodes: 100000\n")
+    both = tmp_path / "both.yaml"
+    both.write_text("name: both\nmax_episodes: 100000\nt_max: 3000\n")
+    for preset, updates, t_max in (
+        ("qmix", {"max_episodes": 100000}, 100000 * 60),
+        ("qmix", {"max_episodes": 6250, "t_max": 5000}, 5000),
+        ("qmix", {"t_max": 5000, "max_episodes": 6250}, 5000),
+        ("qmix", {"max_episodes": 50, "t_max": 5000}, 50 * 60),
+        ("qmix", {"t_max": 5000, "max_episodes": None}, 5000),
+        (str(file), {}, 100000 * 60),
+        (str(file), {"t_max": 2000}, 2000),
+        (str(both), {}, 3000),
+        (str(both), {"max_episodes": 9}, 9 * 60),
+    ):
+        checked = preflight(resolve(preset, "skirmish", {**updates, "run": "default", "mac": "n_mac"})).config
+        assert checked.t_max == t_max, (preset, updates)
+        assert preflight(checked).config == checked, "a configuration that was checked means the same again"
 
 
 def test_every_key_has_a_run_with_a_value_that_is_not_its_default():

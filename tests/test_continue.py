@@ -19,6 +19,7 @@ from omagd.run.build import build_session
 from omagd.run.command_line import config_from, main
 from omagd.run.launch import launch
 from omagd.run.loop import fit
+from omagd.run.preflight import preflight
 from omagd.run.stages.base import Products
 from omagd.run.stages.stage3 import Stage3
 from omagd.utils.checkpoint import checksum, find_step_folder
@@ -226,6 +227,30 @@ def test_learning_waits_until_every_rank_can_give_a_batch(tmp_path):
         assert stage.ready() is ready
     stage.session.dist = Dist()
     stage.session.close()
+
+
+@pytest.mark.processes
+def test_stage3_ends_after_the_episodes_asked_for(tmp_path):
+    """Not after as many steps as the longest episodes would have; until then the end is estimated from their mean."""
+    words = ["max_episodes=7", "batch_size_run=2", "test_interval=1000000", "log_interval=1000000"]
+    config = preflight(qmix(tmp_path, *words, "t_max=100000")).config
+    assert config.t_max == 7 * 60
+    logger = Logger(setup_logging(None, rank=1), minimal=True)
+    stage = Stage3(build_session(config, Dist(), RunFolder(tmp_path / "run"), logger), Products())
+    assert (stage.done(), stage._end()) == (False, 7 * 60)
+    stage.clock.t_env, stage.clock.episodes = 40, 2
+    assert stage._end() == 140
+    stage.clock.t_env, stage.clock.episodes = 0, 0
+    fit(stage)
+    stage.session.close()
+    lengths = [
+        json.loads(line)["length"] for line in RunFolder(tmp_path / "run").episode_log(0).read_text().splitlines()
+    ]
+    assert len(lengths) == 8, "whole rounds of two slots"
+    assert stage.clock.episodes == 8
+    assert stage.clock.t_env == stage._end() == sum(lengths) < 6 * 60, "the loop did not end by its steps"
+    stage.clock.t_env, stage.clock.episodes = config.t_max, 6
+    assert stage.done(), "t_max ends it too"
 
 
 def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):

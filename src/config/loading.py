@@ -34,6 +34,8 @@ MERGE = "tag:yaml.org,2002:merge"
 FLOAT = "tag:yaml.org,2002:float"
 VERSIONS = frozenset({"game_version"})
 """Keys whose value is text that looks like a number: version 4.10 is not the number 4.1."""
+NO_END_IN_STEPS = 10**12
+"""`t_max` where only episodes end a run: the most that the key takes, more than any number of episodes needs."""
 
 
 class ConfigLoader(SAFE_LOADER):  # type: ignore[misc]
@@ -79,7 +81,8 @@ def base_values(config: str | None = None, env_config: str | None = None) -> dic
     for kind, (given, default) in names.items():
         name = default if given is None else given
         path = find_yaml(kind, name)
-        values = _merge(values, read_yaml(path), source=path.name)
+        over = read_yaml(path)
+        values = _counted_in_episodes(_merge(values, over, source=path.name), over)
     return values
 
 
@@ -106,7 +109,17 @@ def apply_updates(values: Mapping[str, Any], updates: Mapping[str, Any]) -> dict
         for part in reversed(key.split(".")):
             nested = {part: nested}
         result = _merge(result, nested, source="with", shown=value)
-    return result
+    return _counted_in_episodes(result, updates)
+
+
+def _counted_in_episodes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without their end in steps where `given`, laid over others, has an end in episodes only.
+
+    `t_max` of a preset does not end a run that was given in episodes; one that is given beside them does.
+    """
+    if given.get("max_episodes") is None or "t_max" in given:
+        return values
+    return {**values, "t_max": NO_END_IN_STEPS}
 
 
 def validate(values: Mapping[str, Any]) -> Config:

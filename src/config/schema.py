@@ -118,8 +118,8 @@ class Config(Frozen):
     act_in_halves: bool  # with environments in processes: decide for one half while the other half steps
     ticks_per_iteration: Count  # runner=ticks: steps of every battle between updates
     buffer_size: Count  # episodes kept for replay (runner=ticks: steps); a new one replaces the oldest
-    t_max: Count  # environment steps over all ranks at which stage 3 ends
-    max_episodes: Episodes | None  # episodes over all ranks; given, t_max is that many of the longest
+    t_max: Count  # environment steps over all ranks after which stage 3 ends
+    max_episodes: Episodes | None  # episodes over all ranks that end stage 3 too; given alone, t_max does not
     epsilon_start: Unit  # share of random actions at step 0
     epsilon_finish: Unit  # share of random actions after epsilon_anneal_time
     epsilon_anneal_time: Count  # environment steps over all ranks, in a straight line

@@ -83,7 +83,9 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     world = f"{compared['env']} {compared['map']} ({compared['game']})".replace("  ", " ")
     level = f", difficulty {compared['difficulty']}" if "difficulty" in compared else ""
     other = ", ".join(f"{key.removeprefix('env_args.')}={compared[key]}" for key in _other_args(compared))
-    facts = [f"{key} {compared[key]:,}" for key in ("t_max", "graph_pretrain_epochs") if key in compared]
+    facts = [
+        f"{key} {compared[key]:,}" for key in ("t_max", "max_episodes", "graph_pretrain_epochs") if key in compared
+    ]
     facts += [f"of a training with card {compared['trained']}"] if "trained" in compared else []
     facts += [f"tests of {compared['test_episodes']} greedy episodes"] if "test_episodes" in compared else []
     facts += [str(compared["precision"]), f"seed {told['seed']}"]
@@ -232,6 +234,7 @@ def _effort(config: Config, world_size: int, environments: int) -> dict[str, Any
         **({"ticks_per_round": config.ticks_per_iteration} if config.runner == "ticks" else {}),
         "effective_batch": config.batch_size * world_size,
         "t_max": config.t_max,
+        **({} if config.max_episodes is None else {"max_episodes": config.max_episodes}),
         **_tests(config.test_nepisode, environments),
     }
 

@@ -199,7 +199,7 @@ def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, card: C
         map_name=config.map_name,
         world_size=dist.world_size,
         config=config.model_dump(mode="json"),
-        totals={"t_env": config.t_max, "epoch": config.graph_pretrain_epochs},
+        totals={"t_env": config.t_max, "epoch": config.graph_pretrain_epochs, "episode": config.max_episodes or 0},
         card=card,
         saved={} if found is None else found.common["run"]["sinks"],
         wandb_project=config.wandb_project,

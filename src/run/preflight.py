@@ -42,7 +42,7 @@ class Outlook:
     Attributes:
         stages: names of the stages in order; ("evaluate",) when a checkpoint is played.
         plan: how many ranks, on what. info: facts of the environment.
-        config: the configuration that runs, with the length in steps where it was given in episodes.
+        config: the configuration that runs, with `t_max` at most what `max_episodes` can last.
     """
 
     stages: tuple[str, ...]
@@ -66,9 +66,9 @@ def preflight(config: Config) -> Outlook:
     from omagd.run.opponents import check_opponents
 
     info = describe_env(config)
-    if config.max_episodes is not None:
-        updates = {"t_max": config.max_episodes * info.episode_limit}
-        config = validate({**config.model_dump(), **updates})
+    if config.max_episodes is not None:  # in steps they end at the latest where each is as long as it may be
+        longest = config.max_episodes * info.episode_limit
+        config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})
     check_machine(config, plan, info)
     check_opponents(config, info)
     if config.use_graph_reconstruction and info.layout is None:

@@ -87,7 +87,7 @@ class Stage3(Stage):
         """Start to measure speed, and to show how far it is."""
         session, now = self.session, self.clock.t_env
         self._since = (time.monotonic(), now)
-        self._bar = Progress(session.config.t_max, "step", self.name, enabled=session.dist.is_main, initial=now)
+        self._bar = Progress(self._end(), "step", self.name, enabled=session.dist.is_main, initial=now)
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
         """Return the replay buffer."""
@@ -139,8 +139,17 @@ class Stage3(Stage):
         return time.monotonic() - self._started
 
     def done(self) -> bool:
-        """Whether `t_max` environment steps have been played, over all ranks."""
-        return self.clock.t_env >= self.session.config.t_max
+        """Whether `t_max` environment steps or `max_episodes` episodes have been played, over all ranks."""
+        config, clock = self.session.config, self.clock
+        enough = config.max_episodes is not None and clock.episodes >= config.max_episodes
+        return enough or clock.t_env >= config.t_max
+
+    def _end(self) -> int:
+        """Return at how many steps the stage ends: `t_max`, or what `max_episodes` of the mean length so far make."""
+        config, clock = self.session.config, self.clock
+        if config.max_episodes is None or not clock.episodes:
+            return config.t_max
+        return min(config.t_max, max(clock.t_env, clock.t_env * config.max_episodes // clock.episodes))
 
     def collect(self) -> None:
         """Play what the runner plays in an iteration and keep it."""
@@ -191,7 +200,7 @@ class Stage3(Stage):
         self.clock.t_env += steps
         self.clock.episodes += episodes
         if self._bar is not None:
-            self._bar.set(self.clock.t_env)
+            self._bar.set(self.clock.t_env, total=self._end())
 
     def _drain(self) -> None:
         """Play to its end, keep and count what is in flight, since others are about to play in the same environment."""
@@ -234,7 +243,7 @@ class Stage3(Stage):
         self.log(values)
         speed = values["steps_per_second"]
         if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed says little
-            left = (self.session.config.t_max - self.clock.t_env) / speed
+            left = (self._end() - self.clock.t_env) / speed
             self.session.logger.info(f"{self.name}: {duration(self._seconds())} passed, about {duration(left)} left")
         self.health.require_finite(values, self.when)
         self.health.require_progress(self.when)

@@ -53,11 +53,10 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
 
     width: of the terminal in characters; asked for if None.
     """
-    total = facts.totals.get(record.clock) if facts else None
-    time = f"{record.t:,}" + (f" / {total:,}" if total else "")
-    head = ["Recent Stats", f"{record.clock}: {time}"]
+    totals = facts.totals if facts else {}
+    head = ["Recent Stats", f"{record.clock}: {_of(record.t, totals.get(record.clock))}"]
     if "episode" in record.values:
-        head.append(f"Episode: {int(record.values['episode']):,}")
+        head.append(f"Episode: {_of(int(record.values['episode']), totals.get('episode'))}")
     head.append(" · ".join(part for part in (record.stage, facts.label if facts else "") if part))
     apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name)}
     shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
@@ -74,6 +73,11 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
         ]
         lines.append("  " + (" " * GAP).join(cells))
     return "\n".join([*lines, *_lines_apart(record.values)])
+
+
+def _of(at: int, total: int | None) -> str:
+    """Return how far something is, with where it ends if that is known."""
+    return f"{at:,}" + (f" / {total:,}" if total else "")
 
 
 def _lines_apart(values: dict[str, float]) -> list[str]:
