@@ -150,8 +150,11 @@ def test_the_cause_is_told_not_the_consequence(tmp_path, failed, notes, words):
 
 @pytest.mark.parametrize("when", ["checked", "played"])
 def test_a_sys_exit_of_an_environment_never_ends_with_exit_code_0(when, monkeypatch, tmp_path, capsys):
-    """In the check before the run, or in the run; this process, as `run=default` has it."""
+    """In the check before the run, or in the run; this process, as `run=default` has it, with W&B's hook or without."""
     monkeypatch.chdir(tmp_path)
+    if when == "played":
+        hooked = sys.exit
+        monkeypatch.setattr(sys, "exit", lambda code=None: hooked(code))
 
     def leave(*_: object, **__: object) -> None:
         sys.exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import traceback
 from collections.abc import Iterable
 
@@ -58,8 +59,12 @@ class RankFailed(RunFailed):
 
 def exit_line(error: SystemExit) -> str:
     """Return one line that says where a `sys.exit` ended the run, whatever exit code it asked for."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else "unknown place"
+    # Some packages (W&B) replace `sys.exit` by a function of theirs, which is not the place that is looked for.
+    hook = getattr(sys.exit, "__code__", None)
+    where = "unknown place"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is not hook:
+            where = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
     return f"sys.exit({'' if error.code is None else repr(error.code)}) was called before the run had ended ({where})"
 
 
