@@ -56,6 +56,15 @@ FILES: dict[str, bytes] = {
     "eight/models/100/agent.th": b"PK\x03\x04",
     "eight/config.json": json.dumps({**to_plain(resolve("qmix")), "use_cuda": False}).encode(),
     "eight/env_info.json": json.dumps(EnvInfo("skirmish", "8m", 8, 14, 80, 168, 120).to_dict()).encode(),
+    "half/models/100/agent.th": b"PK\x03\x04",
+    "half/config.json": b'{"name": "\\ud800"}',
+    "deep/models/100/agent.th": b"PK\x03\x04",
+    "deep/config.json": b'{"name": ' * 100_000,
+    "sized/models/100/agent.th": b"PK\x03\x04",
+    "sized/config.json": json.dumps({**to_plain(resolve("qmix")), "use_cuda": False}).encode(),
+    "sized/env_info.json": json.dumps(
+        {**EnvInfo("skirmish", "3m", 3, 9, 30, 48, 60).to_dict(), "n_agents": {"a": 1}}
+    ).encode(),
     "blank/models/100/agent.th": b"PK\x03\x04",
     "blank/config.json": json.dumps(to_plain(resolve("qmix"))).encode(),
     "blank/env_info.json": b"{",
@@ -370,6 +379,7 @@ EVALUATIONS = (
     "listed", "foreign", "typed", "eight", "eight load_step=100", "blank", "test_nepisode=3", "with test_nepisode=3",
     "eight lr", "eight lr=soon", "eight --config=qmix", "eight --env-config=skirmish", "eight evaluate=False",
     "eight checkpoint_path=bare", "eight env_args.map_name=3x", "eight env_args.map=3m", "eight test_nepisode=0",
+    "half", "deep", "sized",
     "eight save_replay=True", "eight local_results_path=. unique_token=folder", "eight with with test_nepisode=3",
 )  # fmt: skip
 CONTRADICTIONS = (

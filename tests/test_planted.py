@@ -14,19 +14,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import pytest
 from command_budgets import BUDGETS
 from command_harness import ROOT, records, summary_of
+from graph_toys import INFO
 
+from omagd.config.loading import read_saved
 from omagd.run import resuming
+from omagd.run.build import _given_to, read_env_info
+from omagd.run.card import read_card
 from omagd.run.command_line import config_from, main
+from omagd.run.comparison import comparison
 from omagd.run.resuming import claimed_folder, rank_at_work
 from omagd.utils import owned_folder
 from omagd.utils.errors import UserError
 from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+from omagd.utils.plots import _label_beside
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import Unreadable
 
@@ -281,6 +288,52 @@ def test_an_error_is_one_line_for_whoever_prints_it():
     error = UserError("a\x1b]0;owned\x07\nb", "c\nd")
     assert (str(error), str(pickle.loads(pickle.dumps(error)))) == (error.message, error.message)
     assert error.message.isprintable()
+
+
+@pytest.mark.parametrize("content", ["pipe", "device", "deep", "huge", "text"])
+def test_the_json_files_of_a_run_are_read_from_regular_small_files_only(tmp_path, content):
+    """No pipe is waited for, no device is read until the memory ends; all readers of single files are one."""
+    run = RunFolder(tmp_path)
+    for path in (run.config_json, run.env_info_json, run.card_json, run.summary_json):
+        if content == "pipe":
+            os.mkfifo(path)
+        elif content == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.write_text({"deep": '{"a": ' * 100_000, "huge": "[1]" + " " * (1 << 20), "text": '"x"'}[content])
+    assert read_card(tmp_path) is None
+    assert _given_to(run, "pretrained_tokenizer_path") == str(tmp_path)
+    assert _label_beside(run.metrics_jsonl) == ""
+    found = []
+    for reads in (read_saved, read_env_info):
+        with pytest.raises(UserError) as rejected:
+            reads(run.config_json if reads is read_saved else run.env_info_json, "evaluate x")
+        found.append(rejected.value.message)
+    unread = content in {"pipe", "device"}
+    assert all(("cannot be read (not a regular file)" in said) == unread for said in found), found
+    with pytest.raises(UserError, match=r"holds no summary\.json"):
+        comparison([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"n_agents": value} for value in ({"a": 1}, [[1]], "3", -1, 0, 1e308, 3.0, None, True, 2**70, 1 << 21)),
+        *({"obs_dim": 0}, {"map_name": 3}, {"scripted_policies": "x"}, {"has_win": 1}, {"layout": 3}),
+        *(
+            {"layout": {**asdict(INFO.layout), name: value}}
+            for name, value in (("enemy_dim", -1), ("n_allies", 1 << 20))
+        ),
+        {"layout": {**asdict(INFO.layout), "position": [1, 2, 3]}},
+    ],
+)
+def test_facts_of_an_environment_have_their_types_and_sizes(tmp_path, wrong):
+    path = tmp_path / "env_info.json"
+    path.write_text(json.dumps(INFO.to_dict()))
+    assert read_env_info(path, "path=x") == INFO
+    path.write_text(json.dumps({**INFO.to_dict(), **wrong}))
+    with pytest.raises(UserError, match=r"^path=x: .*env_info\.json is damaged"):
+        read_env_info(path, "path=x")
 
 
 def test_what_a_run_folder_says_is_shown_as_text(tmp_path, capsys):

@@ -27,7 +27,7 @@ LONGEST_NAME = 200
 
 def check(config: Config) -> None:
     """Refuse what contradicts itself. Errors: UserError with key, value and mend, for the first contradiction."""
-    for rule in (_paths, _stages, _reconstruction, _playing, _sizes):
+    for rule in (_text, _paths, _stages, _reconstruction, _playing, _sizes):
         rule(config)
 
 
@@ -54,6 +54,15 @@ def pretrained_file(key: str, path: str, file_name: str) -> Path:
         return file
     what = f"there is no {file_name} in this folder" if given.is_dir() else "no such file or folder"
     raise UserError(f"{key}={path}: {what}. Give the {file_name} that pre-training wrote, or its folder")
+
+
+def _text(config: Config) -> None:
+    """Reject text that cannot be written anywhere: half a character, as JSON can hold it (`"\\ud800"`)."""
+    for key, value in config:
+        try:
+            (value if isinstance(value, str) else "").encode(errors="surrogateescape")  # as a file's name
+        except UnicodeEncodeError:
+            raise UserError(f"{key}={value}: holds half a character (a lone surrogate). Give another value") from None
 
 
 def _paths(config: Config) -> None:

@@ -11,7 +11,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+from pydantic import TypeAdapter
+
 SELF, ALLY, ENEMY = 0, 1, 2
+LARGEST = 1 << 20
+"""Of the sizes that a file can name."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,15 @@ class EnvInfo:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, object]) -> EnvInfo:
-        """Rebuild from `to_dict`."""
-        layout = values.get("layout")
-        policies = values.get("scripted_policies", ())
-        if isinstance(layout, dict):
-            layout = EntityLayout(**{**layout, "position": tuple(layout["position"])})
-        fixed = {**values, "layout": layout}
-        return cls(**{**fixed, "scripted_policies": tuple(policies)})  # type: ignore[arg-type]
+    def from_dict(cls, values: object) -> EnvInfo:
+        """Rebuild from `to_dict`. Errors: ValueError for a value of another type, or a size that no environment has."""
+        info: EnvInfo = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+        sizes = {1: [info.n_agents, info.n_actions, info.obs_dim, info.episode_limit]}
+        sizes[0] = [info.state_dim, info.n_normal_actions]
+        if info.layout is not None:
+            own = info.layout
+            sizes[0] += [own.move_dim, own.n_enemies, own.enemy_dim, own.n_allies, own.ally_dim, own.own_dim]
+            sizes[0] += [own.obs_dim]
+        if not all(least <= size <= LARGEST for least, found in sizes.items() for size in found):
+            raise ValueError("a size that no environment has")
+        return info

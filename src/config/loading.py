@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -19,6 +18,7 @@ from omagd.config.checks import check, is_file
 from omagd.config.messages import shorten, validation_message
 from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
 from omagd.utils.errors import UserError, nearest
+from omagd.utils.owned_folder import read_json
 
 DEFAULT_CONFIG = "omagd_small"
 DEFAULT_ENV_CONFIG = "skirmish"
@@ -92,8 +92,8 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
     source: what named the run, for messages. Errors: UserError where it cannot be read or has unknown keys.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
+        values = read_json(path)
+    except (OSError, ValueError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else "it is damaged"
         raise UserError(f"{source}: {path} cannot be read ({reason}): give the folder of a run") from None
     if not isinstance(values, dict):

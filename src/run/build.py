@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
+from omagd.utils.owned_folder import read_entry, read_json
 from omagd.utils.pulse import BUILDING
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import seed_everything
@@ -138,10 +138,8 @@ def of_checkpoint(config: Config, step_folder: Path) -> Config:
 
 def _given_to(run_folder: RunFolder, key: str) -> str:
     """Return a path of a run's configuration; the run's folder, which the error then names, where there is none."""
-    try:
-        return str(json.loads(run_folder.config_json.read_text(encoding="utf-8"))[key]) or str(run_folder.path)
-    except (OSError, ValueError, KeyError):
-        return str(run_folder.path)
+    given = read_entry(run_folder.config_json).get(key)
+    return given if given and isinstance(given, str) else str(run_folder.path)
 
 
 def _load_pretrained(config: Config, info: EnvInfo, module: torch.nn.Module, path: Path, key: str) -> None:
@@ -178,10 +176,10 @@ def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> Any:
 def read_env_info(path: Path, source: str) -> EnvInfo:
     """Return the facts in a run's `env_info.json`. source: what named the run. Errors: UserError."""
     try:
-        return EnvInfo.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return EnvInfo.from_dict(read_json(path))
     except OSError as problem:
         raise UserError(f"{source}: {path} cannot be read ({problem.strerror}): give the folder of a run") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, RecursionError):
         raise UserError(f"{source}: {path} is damaged: put back a copy of it") from None
 
 

@@ -14,6 +14,8 @@ import omagd
 from omagd.config.schema import Config
 from omagd.run.session import rounds
 from omagd.utils.checkpoint import find_step_folder, run_folder_of
+from omagd.utils.errors import readable
+from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder, plain
 
 if TYPE_CHECKING:
@@ -123,10 +125,7 @@ def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str
 
 def read_card(folder: str | Path) -> Card | None:
     """Return the card in a run's folder, None where there is none that can be read."""
-    try:
-        card = json.loads(RunFolder(folder).card_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    card = read_entry(RunFolder(folder).card_json)
     return card if is_card(card) else None
 
 
@@ -217,7 +216,7 @@ def _effort(config: Config, world_size: int, environments: int) -> dict[str, Any
         folder = find_step_folder(config.checkpoint_path, config.load_step)
         trained = read_card(run_folder_of(folder))
         asked = config.eval_report_episodes or config.test_nepisode
-        known = trained["id"] if trained else NO_CARD
+        known = readable(trained["id"]) if trained else NO_CARD
         return reads | {"trained": known, **_tests(asked, environments)}
     if config.stage in {"stage1", "stage2"} or config.pretrain_only or config.evaluation_only:
         return {

@@ -26,7 +26,7 @@ def _summary(folder: str) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = _one_line({"card": read_card(path.parent), **known, "folder": str(path.parent)})
         runs_table([summary])
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         known = {}
     if not known:
         raise UserError(f"compare {folder}: holds no summary.json that can be read. Give a run's folder")

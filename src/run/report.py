@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from omagd.config.loading import config_names, find_yaml, read_yaml
 from omagd.run.card import Card, is_card, marks
+from omagd.utils.owned_folder import read_entry
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, keep_json
 
@@ -248,11 +248,7 @@ def _env_config(summary: Summary) -> str:
 
 def _given(summary: Summary, key: str) -> str:
     """Return a path of the run's own configuration, empty where there is none."""
-    try:
-        config = json.loads(RunFolder(summary["folder"]).config_json.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return ""
-    return str(config[key])
+    return str(read_entry(RunFolder(summary["folder"]).config_json).get(key, ""))
 
 
 def _quoted(path: str) -> str:

@@ -73,30 +73,41 @@ def require_own(folder: Path) -> None:
         os.close(root)
 
 
+def read_json(path: Path) -> Any:
+    """Return the JSON value in a regular file of at most `LONGEST_ENTRY` bytes. For files that others may have made.
+
+    Errors: OSError where it cannot be read or is a folder, a pipe or a device; ValueError where it holds no JSON, more
+    bytes, or values nested too deeply.
+    """
+    handle = os.open(path, FILE & ~os.O_NOFOLLOW)
+    try:
+        about = os.fstat(handle)
+        if stat.S_ISDIR(about.st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if about.st_size > LONGEST_ENTRY:
+            raise ValueError(f"more than {LONGEST_ENTRY} bytes")
+        return json.loads(os.read(handle, LONGEST_ENTRY))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    finally:
+        os.close(handle)
+
+
 def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
     """Return the JSON object in a small file; empty where it is anything else: a pipe, a device, huge, missing.
 
     Errors: with `strict` OSError where the system cannot read it, unless it is another user's and closed to this one.
     """
     try:
-        handle = os.open(path, FILE & ~os.O_NOFOLLOW)
+        found = read_json(path)
+    except ValueError:
+        return {}
     except OSError as problem:
         if strict and (problem.errno in FAILING or problem.errno == errno.EACCES and _is_own(path)):
             raise
         return {}
-    try:
-        about = os.fstat(handle)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > LONGEST_ENTRY:
-            return {}
-        found = json.loads(os.read(handle, LONGEST_ENTRY))
-    except (ValueError, RecursionError):
-        return {}
-    except OSError:
-        if strict:
-            raise
-        return {}
-    finally:
-        os.close(handle)
     return found if isinstance(found, dict) else {}
 
 

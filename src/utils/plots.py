@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.battle_plot import battle_moment, battle_nodes
+from omagd.utils.owned_folder import read_entry
 from omagd.utils.writing import STORAGE
 
 __all__ = ["battle_moment", "battle_nodes", "curves", "evaluation", "read_metrics"]
@@ -178,10 +179,7 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
 
 
 def _label_beside(jsonl_path: Path) -> str:
-    try:
-        facts = json.loads(jsonl_path.with_name("env_info.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return ""
+    facts = read_entry(jsonl_path.with_name("env_info.json"))
     return f"{facts.get('name', '')} {facts.get('map_name', '')}".strip()
 
 
