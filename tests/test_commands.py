@@ -220,6 +220,11 @@ def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str
     return variables, words
 
 
+def longer(command: Documented) -> list[str]:
+    """Return a budget with steps left to train, for a command that continues a run which has ended."""
+    return ["t_max=400"] * ("checkpoint_path" in command.paths)
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """Return a virtual environment for the scripts whose pip does nothing."""
@@ -279,7 +284,7 @@ def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, m
     runs = {key: request.getfixturevalue(name) if command.paths else Path() for key, name in names.items()}
     variables, words = filled_in(command, runs)
     # The runs that stand in for the reader's were small; the weights' sizes must be said to fit them.
-    words = [*words, *BUDGETS] if command.paths else words
+    words = [*words, *BUDGETS, *longer(command)] if command.paths else words
     monkeypatch.chdir(tmp_path)
     if command.program.endswith(".sh"):
         variables |= {"DRY_RUN": "1", "ENV_CONFIG": "skirmish"}
@@ -313,7 +318,7 @@ def test_documented_commands_run(command, qmix_run, small_run, published_run, tm
     fewer += ["world_size=2"] * any(re.match(r"world_size=([3-9]|\d\d)", word) for word in words)
     place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(installed)}
     place["NUM_GPUS"] = "2"
-    run_command([*program, *words, *BUDGETS, *fewer], tmp_path, **{**variables, **place})
+    run_command([*program, *words, *BUDGETS, *longer(command), *fewer], tmp_path, **{**variables, **place})
     folders = {path.parent for path in tmp_path.rglob("summary.json") if "sacred" not in path.parts}
     assert folders
     assert {summary_of(folder)["exit_state"] for folder in folders} == {"completed"}

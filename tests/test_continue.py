@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from command_harness import records, summary_of
 from ddp_harness import run_ranks
 from run_equality import differences
 
+import omagd
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.run.build import build_session
@@ -20,14 +22,16 @@ from omagd.run.command_line import config_from, main
 from omagd.run.launch import launch
 from omagd.run.loop import fit
 from omagd.run.preflight import preflight
+from omagd.run.resuming import identity_of
 from omagd.run.stages.base import Products
 from omagd.run.stages.stage3 import Stage3
 from omagd.utils.checkpoint import checksum, find_step_folder
 from omagd.utils.checkpoint_store import folders as checkpoints
 from omagd.utils.checkpoint_store import read_checkpoint
 from omagd.utils.dist_utils import Dist, Pending
+from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import Logger, setup_logging
-from omagd.utils.run_folder import RunFolder
+from omagd.utils.run_folder import RunFolder, write_json
 
 # What differs between two equal runs.
 TIMES = {"steps_per_second", "wall_seconds", "updates_per_second", "communicate_ms_per_sync"}
@@ -49,6 +53,31 @@ def test_the_nearest_saved_step_is_taken(tmp_path):
         steps = [int(find_step_folder(str(given), wanted).name) for wanted in (0, 1, 170, 180, 999, 5000)]
         assert steps == [1000, 100, 100, 250, 1000, 1000]
     assert find_step_folder(str(tmp_path / "models" / "250"), 1000).name == "250"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "junk", "x" * 300, "\0", "~nobody_here/x"])
+def test_a_folder_that_does_not_exist_is_named_as_such(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "junk").write_bytes(b"a file")
+    with pytest.raises(UserError, match=re.escape(readable(f"path={name}: no such folder"))):
+        omagd.load_policy(name)
+    assert main(["evaluate", name]) == 2
+    assert readable(f"evaluate {name}: no such folder. Give a run's folder") in capsys.readouterr().err
+    assert main(["--config=qmix", "with", f"checkpoint_path={name}"]) == 2
+    assert re.search("no such folder|cannot be a path", capsys.readouterr().err)
+
+
+def test_a_run_without_weights_says_when_there_will_be_some(tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "models").mkdir(parents=True)
+    (run / "run.json").write_text('{"identity": "0"}')
+    (run / "config.json").write_text("{}")
+    for given in (run, run / "models"):
+        assert main(["evaluate", str(given)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: evaluate {given}: this run has saved no weights") and "auto_resume=True" in said
+        with pytest.raises(UserError, match=f"path={given}: this run has saved no weights .*save_model_interval"):
+            omagd.load_policy(given)
 
 
 @pytest.mark.processes
@@ -91,11 +120,24 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
 @pytest.mark.processes
 def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
     step = int(find_step_folder(str(qmix_run)).name)
-    config = qmix(tmp_path, f"checkpoint_path={qmix_run}", f"t_max={step}")
-    summary = launch(config, "nothing")
-    assert summary["exit_state"] == "completed"
+    reached = f"t_max={step}: already reached, checkpoint_path=.* is at {step:,} steps. Give a larger t_max"
+    for source in (qmix_run, qmix_run / "models"):
+        config = qmix(tmp_path, f"checkpoint_path={source}", f"t_max={step}")
+        with pytest.raises(UserError, match=reached):
+            preflight(config)
+        with pytest.raises(UserError, match=reached):
+            preflight(config.model_copy(update={"auto_resume": True}))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(
+        UserError, match=r"max_episodes=2: already reached, .* is at \d+ episodes. Give a larger max_ep"
+    ):
+        preflight(qmix(tmp_path, f"checkpoint_path={qmix_run}", "t_max=100000", "max_episodes=2"))
+    config = config.model_copy(update={"auto_resume": True})
+    summary = launch(config, "begun")
     assert summary["stages"]["stage3"]["clock"]["t_env"] == step
-    assert summary["stages"]["stage3"]["files"] == {}
+    begun = RunFolder(summary["folder"])
+    write_json(begun.path / "run.json", {"identity": identity_of(config)})  # killed before it was finished
+    assert preflight(config).stages == ("stage3",), "an unfinished run may have its last files to write"
 
 
 @pytest.mark.processes

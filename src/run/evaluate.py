@@ -37,20 +37,13 @@ def evaluation_config(run: str, texts: Mapping[str, str]) -> Config:
         run: the run's folder, its `models/` or one step's folder. texts: the text of each `key=value`.
     Errors: UserError for a folder that holds no run, a `config.json` that cannot be read, wrong keys and values.
     """
-    given = Path(run).expanduser()
     source = f"evaluate {run}"
     for key in ("evaluate", "checkpoint_path"):
         if key in texts:
             raise UserError(f"{key}={texts[key]}: `{source}` says so already. Leave it out")
-    try:
-        there = given.is_dir()
-    except (OSError, ValueError):
-        there = False
-    if not there:
-        raise UserError(f"{source}: no such folder. Give a run's folder, its models/ or a folder in it")
-    step = find_step_folder(run, key="evaluate RUN")
+    step = find_step_folder(run, source=source)
     folder = RunFolder(run_folder_of(step))
-    paths = {"checkpoint_path": str(given.absolute()), "local_results_path": str(folder.path.parent)}
+    paths = {"checkpoint_path": str(Path(run).expanduser().absolute()), "local_results_path": str(folder.path.parent)}
     values: dict[str, Any] = {**read_saved(folder.config_json, source), **FIXED, **HERE, **paths}
     if "test_nepisode" in texts:  # a number of its own for reports would hide it
         values["eval_report_episodes"] = 0

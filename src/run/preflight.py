@@ -162,9 +162,39 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         learner = _build_learner(config, info, cpu)
         if whole is not None:
             _require_weights_fit(learner, *whole)
+            _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
         elif config.checkpoint_path:
-            load_learner(learner, folder)
+            _require_steps_left(config, load_learner(learner, folder))
     return stages
+
+
+def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
+    """Refuse a new run that would train nothing, because its checkpoint is at the end already. Errors: UserError.
+
+    An unfinished run that `auto_resume` continues is let through: it may only have its last files to write.
+    """
+    steps, episodes = clock.get("t_env", 0), clock.get("episodes", 0)
+    if config.max_episodes is not None and episodes >= config.max_episodes:
+        key, limit, reached = "max_episodes", config.max_episodes, f"{episodes:,} episodes"
+    else:
+        key, limit, reached = "t_max", config.t_max, f"{steps:,} steps"
+        if steps < limit:
+            return
+    if config.auto_resume and _is_unfinished(config):
+        return
+    mend = f"Give a larger {key}, or play it: python -m omagd evaluate {config.checkpoint_path}"
+    raise UserError(f"{key}={limit}: already reached, checkpoint_path={config.checkpoint_path} is at {reached}. {mend}")
+
+
+def _is_unfinished(config: Config) -> bool:
+    """Return whether a run of this command, or of one of its seeds, has begun and is not finished."""
+    from omagd.run.resuming import RUN_FILE, identity_of
+    from omagd.utils.owned_folder import read_entry
+
+    seeds = config.seeds or (config.seed,)
+    wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}
+    found = map(read_entry, Path(config.local_results_path).expanduser().glob(f"*/{RUN_FILE}"))
+    return any(entry.get("identity") in wanted and not entry.get("finished") for entry in found)
 
 
 def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> None:

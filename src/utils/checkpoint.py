@@ -71,13 +71,21 @@ def _shape(tensor: torch.Tensor | None) -> str:
     return "absent" if tensor is None else str(list(tensor.shape))
 
 
-def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path") -> Path:
+def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path", source: str = "") -> Path:
     """Return the folder `<t_env>/` with an agent's weights that `path` means.
 
     `path` is a run folder, its `models/`, or a step's folder; among several steps the one nearest to `load_step` is
-    taken, the last one for 0. key: configuration key that named it. Errors: UserError if there is none.
+    taken, the last one for 0. key: configuration key that named it; `source`: what the message names instead of
+    `key=path`. Errors: UserError if there is none.
     """
-    given = Path(path).expanduser()
+    source = source or f"{key}={path}"
+    try:
+        given = Path(path).expanduser()
+        there = given.is_dir()
+    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte, the home of an unknown user
+        there = False
+    if not there:
+        raise UserError(f"{source}: no such folder. Give a run's folder, its models/ or a folder in it")
     if (given / AGENT_FILE).is_file():
         return given
     for folder in (given / "models", given):
@@ -85,7 +93,14 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
         if steps:
             wanted = load_step or max(int(p.name) for p in steps)
             return min(steps, key=lambda p: abs(int(p.name) - wanted))
-    raise UserError(f"{key}={path} holds no {AGENT_FILE}: give a run folder, its models/ or a folder in it")
+    run = given.parent if given.name == "models" else given
+    if (run / "run.json").is_file() or (run / "config.json").is_file():
+        raise UserError(
+            f"{source}: this run has saved no weights ({AGENT_FILE}) yet; stage 3 writes the first after"
+            " save_model_interval steps. Continue the run by its command with auto_resume=True, or train with a smaller"
+            " save_model_interval"
+        )
+    raise UserError(f"{source}: holds no {AGENT_FILE}. Give a run's folder, its models/ or a folder in it")
 
 
 def run_folder_of(step_folder: Path) -> Path:

@@ -263,7 +263,9 @@ class Stage3(Stage):
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})
-        saved = self.session.folder.step(self.clock.t_env)  # there is none where nothing was left to play
+        saved = self.session.folder.step(self.clock.t_env)
+        if not saved.is_dir():  # a start that continues after the last iteration, and the one before could not write
+            self.save()
         models = {"agent": str(saved)} if saved.is_dir() else {}
         return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures})
 
