@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from runner_toys import FakeEnv, Probe, runner_of
 from steady_walk import SteadyArgs, SteadyWalk
 
 from omagd.envs.adapters import SerialEnvs
@@ -68,7 +69,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def test_the_rank_that_does_not_come_is_named_by_those_that_wait():
-    _, ranks, pulses, said = group(2.0)
+    _, ranks, pulses, said = group(1.2)
     late = Measures(ranks[1])
     late.begin("stage3")
     with late.phases("collect"):
@@ -84,7 +85,7 @@ def test_the_rank_that_does_not_come_is_named_by_those_that_wait():
 
 
 def test_a_rank_that_has_stopped_in_the_middle_of_an_exchange_is_named():
-    board, ranks, pulses, said = group(1.0, 2)
+    board, ranks, pulses, said = group(0.5, 2)
     for dist in ranks:
         dist.waits.enter()
     board.frozen.add("1")
@@ -95,12 +96,12 @@ def test_a_rank_that_has_stopped_in_the_middle_of_an_exchange_is_named():
 
 
 def test_nobody_is_named_where_all_compute_for_long_or_have_left():
-    _, ranks, pulses, said = group(0.5, 3)
+    _, ranks, pulses, said = group(0.6, 3)
     pulses[2].stop()
-    time.sleep(1.2)  # longer than an exchange may take, but nobody waits in one
+    time.sleep(0.9)  # longer than an exchange may take, but nobody waits in one
     end(pulses)
     assert said == [[], [], []]
-    with beating(Dist(0, 1), Board(), 0.5, lambda line, stack: said[0].append(line)):
+    with beating(Dist(0, 1), Board(), 0.2, lambda line, stack: said[0].append(line)):
         ranks[0].waits.enter()
     assert said[0] == []
 
@@ -108,24 +109,29 @@ def test_nobody_is_named_where_all_compute_for_long_or_have_left():
 def test_what_cannot_be_read_is_no_sign_of_life_and_does_not_end_the_watch(caplog):
     """Whatever one rank says: the others' threads live, wait for it as for one that is silent, and name it."""
     logging.getLogger("omagd").propagate = True
-    for text in ("{", "7", "[]", '{"rank": 1}', '{"rank": 1, "beat": "x"}', "[" * 100_000):
-        caplog.clear()
-        board, ranks, pulses, said = group(0.4, 2)
+    texts = ("{", "7", "[]", '{"rank": 1}', '{"rank": 1, "beat": "x"}', "[" * 100_000)
+    groups = [group(0.4, 2) for _ in texts]
+    for text, (board, ranks, _, _) in zip(texts, groups, strict=True):
         board.frozen.add("1")
         board.texts["1"] = text
         ranks[1].waits.entered = 1
         ranks[0].waits.enter()
-        wait_until(lambda said=said: bool(said[0]))
+    wait_until(lambda: all(said[0] for _, _, _, said in groups))
+    for text, (_, _, pulses, said) in zip(texts, groups, strict=True):
         end(pulses)
         assert said[0][0].startswith("rank 1 (host "), text
-        assert len([record for record in caplog.records if "cannot be read" in record.message]) == 1
+    assert len([record for record in caplog.records if "cannot be read" in record.message]) == len(texts)
 
 
-def watch(dist: Dist, timeout: float, work: Callable[[], None]) -> list[tuple[str, str]]:
-    """Return what the watchdog says while `work` is done in this thread."""
+def watch(dist: Dist, timeout: float, work: Callable[[Callable[[], None]], None]) -> list[tuple[str, str]]:
+    """Return what the watchdog says while `work` is done in this thread; it is given a call that hangs until then."""
     found: list[tuple[str, str]] = []
+
+    def stuck() -> None:
+        wait_until(lambda: bool(found))
+
     with watching(dist, timeout, lambda line, stack: found.append((line, stack))):
-        work()
+        work(stuck)
     return found
 
 
@@ -135,41 +141,69 @@ def test_a_rank_that_stands_still_is_named_with_slot_seed_and_stack():
     measures = Measures(dist)
     measures.begin("stage3")
 
-    def stuck_in_step(actions):
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
-            time.sleep(0.01)
-        return 0.0, False, {}
+    def play(stuck: Callable[[], None]) -> None:
+        def stuck_in_step(actions):
+            stuck()
+            return 0.0, False, {}
 
-    def play() -> None:
+        dist.waits.ask(np.ones(2, bool), np.array([11, 12]))  # of both, which the environment knows better
         env.reset(np.ones(2, bool), np.array([11, 12]))
         env._envs[1].step = stuck_in_step
         with measures.phases("collect"):
             env.step(np.zeros((2, env.info.n_agents), np.int64), np.ones(2, bool))
 
-    ((line, stack),) = watch(dist, 0.5, play)
+    ((line, stack),) = watch(dist, 0.2, play)
     assert re.match(r"rank 1 \(host \S+, process \d+\) hangs: in stage3 \(collect\) for \d+ s, in slot 1 from", line)
     assert line.endswith("slot 1 from seed 12")
-    assert "in stuck_in_step" in stack and "time.sleep(0.01)" in stack
+    assert "in stuck_in_step" in stack and "time.sleep(0.02)" in stack
+
+
+@pytest.mark.parametrize("call", ["reset", "observe", "step"])
+def test_slots_and_seeds_are_named_where_all_battles_are_one_object_of_this_process(call):
+    """In the first call that asks for some of the slots alone, where it says for which."""
+    dist, env, asked = Dist(), FakeEnv(7), {}
+    runner = runner_of(env)
+    runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
+
+    def play(stuck: Callable[[], None]) -> None:
+        real = getattr(env, call)
+
+        def stuck_in_call(*given):
+            slots = np.flatnonzero({"reset": given[0], "step": given[-1], "observe": np.ones(7)}[call]).tolist()
+            if not asked and (call == "observe" or len(slots) < 7):
+                asked.update({slot: (given[1] if call == "reset" else env.seed)[slot] for slot in slots})
+                stuck()
+            return real(*given)
+
+        setattr(env, call, stuck_in_call)
+        runner.run(Probe(), explore=None, episodes_per_slot=3)
+
+    ((line, stack),) = watch(dist, 0.2, play)
+    named = [f"slot {slot} from seed {seed}" for slot, seed in asked.items()]
+    assert line.endswith(f" s, in {', '.join(named[:4])}{', …' * (len(named) > 4)}")
+    assert "in stuck_in_call" in stack
+    assert dist.waits.at_work() == {}, "nothing is asked once all has been played"
 
 
 def test_long_work_that_goes_on_or_belongs_to_a_disk_or_another_rank_is_no_hang():
     dist = Dist()
     measures = Measures(dist)
 
-    def work() -> None:
+    def work(_: Callable[[], None]) -> None:
         with measures.phases("collect"):
-            for _ in range(10):
+            for _ in range(8):
                 time.sleep(0.05)
                 dist.waits.played(True)  # ticks
             dist.waits.played(False)
         for name in ("checkpoint", "prepare", "finish", "save"):
             with measures.phases(name):
-                time.sleep(0.4)
+                time.sleep(0.1)  # in all longer than the timeout: another phase is progress
+        with measures.phases("checkpoint"):
+            time.sleep(0.4)
         with measures.phases("update"), dist.waits.counted():
             time.sleep(0.4)
 
-    assert watch(dist, 0.3, work) == []
+    assert watch(dist, 0.25, work) == []
 
 
 def test_an_error_arrives_in_the_main_thread_wherever_it_is():

@@ -73,7 +73,7 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
         purpose: runner_class(env, config, info, EpisodeSeeds(config.seed, purpose, dist.rank)) for purpose in PURPOSES
     }
     for runner in made.values():
-        runner.ticked = dist.waits.played
+        runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
     measures = Measures(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
     log = EpisodeLog(folder.episode_log(dist.rank))
     return Session(config, dist, env, info, folder, logger, made, Keeper(config, dist, folder), log, measures)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -110,6 +111,7 @@ class Play:
     Attributes:
         rollout: what was played since it was last replaced.
         ticked: called with True before each tick, with False once what was played is taken.
+        asked: called with mask [B] and seeds [B] of the slots before each call of the environment about them.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Play:
         self.parts = parts
         self.rollout = Rollout()
         self.ticked: Callable[[bool], None] = _nothing
+        self.asked: Callable[[np.ndarray, np.ndarray], None] = _nothing
         self._n_told = info.n_agents if info.agent_rewards else 0
         self.clock = Clock.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_told)
         self._results: dict[int, dict[str, float]] = {}
@@ -142,6 +145,7 @@ class Play:
         n = self.env.n_slots
         everyone = np.ones(n, bool)
         seeds = self.seeds.draw(everyone)
+        self.asked(everyone, seeds)
         self.env.reset(everyone, seeds)
         self.policy.begin(n)
         self.policy.reset(everyone)
@@ -178,6 +182,16 @@ class Play:
         taken, self.rollout = self.rollout, Rollout()
         return taken
 
+    @contextmanager
+    def asking_all(self) -> Iterator[None]:
+        """Within, the environment is asked for all episodes that are not over, between two ticks."""
+        self.ticked(True)
+        self.asked(self.clock.playing | self.clock.closing, self.clock.seed)
+        try:
+            yield
+        finally:
+            self.ticked(False)
+
     def snapshot(self) -> dict[str, Any]:
         """Return the clock, results that are not counted yet and the rows of unfinished episodes."""
         self.settle()
@@ -210,6 +224,7 @@ class Play:
         slots = np.flatnonzero(active)
         if not len(slots):
             return
+        self.asked(active, clock.seed)
         seen = self.env.observe(self.see_all)
         self._checks.observation(seen, active, clock.seed, clock.step)
         steps, lasting = clock.step[slots], self.env.steps_apart
@@ -221,8 +236,10 @@ class Play:
         seeds = clock.seed
         if again.any():
             seeds = np.where(again, self.seeds.draw(again), seeds)
+            self.asked(again, seeds)
             self.env.reset(again, seeds)
         if stepping.any():
+            self.asked(stepping, clock.seed)
             self.env.step_start(actions, stepping)
             clock.stepping |= stepping
         if recorder is not None:
@@ -241,6 +258,7 @@ class Play:
         slots = np.flatnonzero(stepped)
         if not len(slots):
             return
+        self.asked(stepped, clock.seed)
         result = self.env.step_finish(stepped)
         clock.stepping &= ~stepped
         self._checks.result(result, stepped, clock.seed, clock.step)
@@ -268,6 +286,7 @@ class Play:
         """Forget the episodes of the slots `lost` [B] bool; each begins another one at once."""
         self.rollout.lost += int(lost.sum())
         self.clock.seed = np.where(lost, self.seeds.draw(lost), self.clock.seed)
+        self.asked(lost, self.clock.seed)
         self.env.reset(lost, self.clock.seed)
         self.policy.reset(lost)
         self.clock.step[lost] = 0
@@ -306,5 +325,5 @@ class Play:
         self.rollout.episodes.append(recorder.take(slot, length))
 
 
-def _nothing(going_on: bool) -> None:
+def _nothing(*_: object) -> None:
     """Note nothing."""

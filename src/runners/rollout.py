@@ -29,7 +29,7 @@ class Runner:
     Attributes:
         halves: whether to decide for half of the slots while the others step, where environment and policy can.
         lost: episodes that were void, and replaced, since this was made.
-        ticked: told of every tick; see `Play`.
+        ticked, asked: called at every tick, and with every call of the environment; see `Play`.
         prepare: called before episodes begin or go on: who plays in the environment has it to itself from here on.
     """
 
@@ -43,7 +43,8 @@ class Runner:
         self.halves = config.act_in_halves
         self.lost = 0
         self.prepare: Callable[[], None] = _nothing
-        self.ticked: Callable[[bool], None] | None = None
+        self.ticked: Callable[[bool], None] = _nothing
+        self.asked: Callable[[np.ndarray, np.ndarray], None] = _nothing
         self._recorders: dict[bool, Recorder] = {}
 
     @staticmethod
@@ -125,8 +126,7 @@ class Runner:
         recorder = self._recorder(full_obs) if keep else None
         see_all = full_obs or policy.wants_full_obs
         play = kind(self.env, self.info, policy, recorder, see_all, self.stream, self._parts(policy))
-        if self.ticked is not None:
-            play.ticked = self.ticked
+        play.ticked, play.asked = self.ticked, self.asked
         return play
 
     def _take(self, play: Play) -> Rollout:
@@ -149,5 +149,5 @@ class Runner:
         return self._recorders[full_obs]
 
 
-def _nothing() -> None:
-    """Prepare nothing."""
+def _nothing(*_: object) -> None:
+    """Prepare and note nothing."""

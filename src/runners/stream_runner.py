@@ -88,7 +88,8 @@ class StreamRunner(Runner):
     def _saved(self, play: Play) -> dict[str, Any]:
         """Return all that battles consist of. Errors: NotImplementedError where the environment cannot be saved."""
         play.settle()
-        env = self.env.snapshot()
+        with play.asking_all():
+            env = self.env.snapshot()
         memory = play.policy.snapshot()
         return {"env": env, "play": play.snapshot(), "policy": memory, "full_obs": self._full_obs}
 
@@ -113,8 +114,9 @@ class StreamRunner(Runner):
         self._flying = self._play(policy, self._full_obs, keep=True, kind=self.play_kind)
         policy.begin(self.env.n_slots)
         policy.load_snapshot(flying["policy"])
-        self.env.restore(flying["env"])
         self._flying.restore(flying["play"])
+        with self._flying.asking_all():
+            self.env.restore(flying["env"])
 
     def _require_same(self, policy: Policy, full_obs: bool) -> None:
         assert self._flying is not None

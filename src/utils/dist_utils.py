@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ class Waits:
         place: returns stage, phase and the moment at which the phase began.
         on_error: called with the error that ends this rank's run, before anything is closed.
         ticks: steps of environments and backward passes so far. playing: episodes are being played. inside: this rank
-            is in an exchange. slots: returns the seeds of the slots that the environment works on, by slot.
+            is in an exchange. slots: returns the seeds of the slots that the environment works on, by slot, as far as
+            it knows. asked: mask [B] and seeds [B] of the slots that a runner has asked the environment for.
     """
 
     seconds: float = 0.0
@@ -49,6 +51,7 @@ class Waits:
     playing: bool = False
     inside: bool = False
     slots: Callable[[], dict[int, int]] = dict
+    asked: tuple[np.ndarray, np.ndarray] | None = None
 
     def enter(self) -> None:
         """Note that this rank begins an exchange with all others."""
@@ -58,6 +61,19 @@ class Waits:
         """Count one step of the environments, or note that what was to be played has been."""
         self.ticks += 1
         self.playing = going_on
+        if not going_on:
+            self.asked = None
+
+    def ask(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Note that the environment is asked for the slots `which` ([B] bool), whose episodes have `seeds` ([B])."""
+        self.asked = which, seeds
+
+    def at_work(self) -> dict[int, int]:
+        """Return the seeds of the slots at work, by slot: those that the environment names, else all asked for."""
+        named, asked = self.slots(), self.asked
+        if named or asked is None:
+            return named
+        return {slot: int(asked[1][slot]) for slot in np.flatnonzero(asked[0]).tolist()}
 
     @contextmanager
     def counted(self) -> Iterator[None]:

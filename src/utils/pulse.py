@@ -198,7 +198,7 @@ class Watchdog(threading.Thread):
 
     def _slots(self) -> tuple[tuple[int, int], ...]:
         try:
-            return tuple(self.dist.waits.slots().items())
+            return tuple(self.dist.waits.at_work().items())
         except Exception:  # noqa: BLE001 (an environment that is being closed; the watch goes on)
             return ()
 
