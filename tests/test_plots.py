@@ -8,8 +8,19 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from omagd.utils.battle_plot import _notes, _view
-from omagd.utils.plots import PANELS, _lines, battle_moment, battle_nodes, curves, read_metrics
+from omagd.utils.battle_plot import _id, _notes, _view
+from omagd.utils.plots import (
+    PANELS,
+    _bins,
+    _extent,
+    _lines,
+    _title,
+    battle_moment,
+    battle_nodes,
+    curves,
+    evaluation,
+    read_metrics,
+)  # fmt: skip
 
 INFO = {"label": "skirmish 5m_vs_6m", "step": 14, "agent": 2, "sight": 9.0, "errors": {"feature error": 0.01}}
 
@@ -84,6 +95,39 @@ def test_the_title_names_the_environment(tmp_path):
     assert np.array_equal(named, beside) and not np.array_equal(bare, named)
 
 
+def test_the_title_says_what_was_trained(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    assert (_title(metrics, ""), _title(metrics, "skirmish 3m")) == ("Training", "skirmish 3m: training")
+    (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
+    (tmp_path / "card.json").write_text(json.dumps({"told": {"name": "omagd_small", "seed": 7, "ranks": 2}}))
+    assert _title(metrics, "") == "skirmish 3m · omagd_small · seed 7 · 2 ranks: training"
+    for damaged in ("[]", "{", '{"told": 3}'):
+        (tmp_path / "card.json").write_text(damaged)
+        assert _title(metrics, "") == "skirmish 3m: training"
+
+
+def test_panels_of_a_stage_show_the_same_stretch_and_name_baselines():
+    records = [{"stage": "stage3", "t_env": t, "epsilon": 0.5} for t in (1000, 2000)]
+    records += [{"stage": "stage3", "t_env": 0, "loss_td": 1.0}, {"stage": "stage1", "epoch": 9, "train/mse": 1.0}]
+    found = [(panel, lines) for panel in PANELS if (lines := _lines(panel, records))]
+    assert [panel.title for panel, _ in found] == ["Tokenizer: reconstruction error", "TD loss", "Exploration"]
+    assert _extent("stage3", found) == (-80, 2080)
+    assert _extent("stage1", found) == (8.5, 9.5)
+    legends = [legend for panel in PANELS for name, legend in panel.lines if "error_" in name]
+    assert len(legends) == 4 and all(legend.startswith("baseline: ") for legend in legends)
+
+
+def test_lengths_of_episodes_have_bins_of_whole_steps(tmp_path):
+    assert _bins("length", [20, 18, 21]) == [17.5, 18.5, 19.5, 20.5, 21.5]
+    assert _bins("length", [200]) == [199.5, 200.5]
+    wide = _bins("length", [1, 400])
+    assert set(np.diff(wide)) == {7} and wide[0] == 0.5 and wide[-1] > 400
+    assert _bins("return", [1.5, 2.5]) == _bins("length", []) == 20
+    log = tmp_path / "rank_0.jsonl"
+    write_lines(log, [{"return": 3.5, "length": 18 + i % 4, "battle_won": i % 3 == 0} for i in range(40)])
+    assert pixels(evaluation([log], tmp_path / "evaluation.png")).std() > 0.03
+
+
 def test_no_metrics_no_picture(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])
     assert curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png") is None
@@ -110,6 +154,13 @@ def test_notes_count_what_is_believed():
         "2 unseen believed alive, off by 3.0 cells, 1 of them dead",
         "2 alive, 1 dead",
     )
+
+
+def test_units_are_named_by_their_numbers_in_the_team():
+    """Slots of allies leave the observer out."""
+    allies = [_id(unit("ally", slot), observer=2) for slot in range(4)]
+    assert allies == ["a0", "a1", "a3", "a4"]
+    assert (_id(unit("self", 0), observer=2), _id(unit("enemy", 3), observer=2)) == ("a2", "e3")
 
 
 def test_everything_lies_within_the_view():

@@ -113,6 +113,6 @@ def _errors(nodes: dict[str, np.ndarray], guessed: np.ndarray) -> dict[str, floa
         return {}
     truth = nodes["truth"][guessed]
     return {
-        "error of zeros": float(np.mean(truth**2)),
-        "error of the reconstruction": float(np.mean((nodes["reconstructed"][guessed] - truth) ** 2)),
+        "MSE of zeros": float(np.mean(truth**2)),
+        "MSE of the reconstruction": float(np.mean((nodes["reconstructed"][guessed] - truth) ** 2)),
     }

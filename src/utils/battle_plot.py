@@ -17,6 +17,7 @@ Nodes = Sequence[Mapping[str, Any]]
 TYPES = ("self", "ally", "enemy")
 COLOURS = {"self": "#ffd166", "ally": "#4cc9c0", "enemy": "#ff7b54"}
 BACKGROUND, FOG, SEEN, LINE, TEXT, MUTED = "#10161f", "#0b0f16", "#1d2a3a", "#3a4b60", "#eef3f8", "#9fb0c3"
+GUESS_RING = (0, (0.9, 0.5))
 PANELS = ("as seen", "as reconstructed", "as it was")
 
 
@@ -74,8 +75,10 @@ def battle_moment(
     Args:
         out_png: the picture. seen, reconstructed, truth: the same units in the same order, each
             `{type: self | ally | enemy, slot, x, y, health, present, guessed}`: x and y in cells relative to the agent,
-            health 0 to 1 or None, present False for what is not there, guessed for what was filled in.
-        info: `label` (environment and map), `step`, `agent`, `sight` in cells; where wanted `errors`, numbers by name.
+            health 0 to 1 or None, present False for what is not there, guessed for what was filled in. Slots of allies
+            are in the order of agents, without the observer; those of enemies are their numbers.
+        info: `label` (environment and map), `step`, `agent` (who observes), `sight` in cells; where wanted `errors`,
+            numbers by name.
 
     Errors: ValueError when the three do not list the same units.
     """
@@ -97,9 +100,9 @@ def battle_moment(
             _error_lines(axis, reconstructed, truth, view)
         present = sorted((n for n in nodes if n["present"]), key=lambda n: -math.hypot(n["x"], n["y"]))
         for depth, node in enumerate(present):
-            _unit(axis, node, view, 4.0 + depth / len(present))
+            _unit(axis, node, _id(node, int(info["agent"])), view, 4.0 + depth / len(present))
     _title(figure, info)
-    _legend(figure)
+    _legend(figure, f"a{info['agent']}: the observer")
     path = Path(out_png)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", facecolor=BACKGROUND)
@@ -109,6 +112,14 @@ def battle_moment(
 
 def _who(node: Mapping[str, Any]) -> tuple[str, int]:
     return node["type"], node["slot"]
+
+
+def _id(node: Mapping[str, Any], observer: int) -> str:
+    """Return a unit's number among all agents, as in `a1`, or among all enemies, as in `e3`."""
+    slot = int(node["slot"])
+    if node["type"] == "enemy":
+        return f"e{slot}"
+    return f"a{observer if node['type'] == 'self' else slot + (slot >= observer)}"
 
 
 def _view(nodes: Nodes, sight: float) -> _View:
@@ -184,45 +195,46 @@ def _error_lines(axis: Any, reconstructed: Nodes, truth: Nodes, view: _View) -> 
             axis.text(guess["x"], low, "dead", color=MUTED, fontsize=9, style="italic", ha="center", va="top", zorder=7)
 
 
-def _unit(axis: Any, node: Mapping[str, Any], view: _View, depth: float) -> None:
-    """Draw one unit: shape and colour by type, hollow if guessed, health as a ring around it.
+def _unit(axis: Any, node: Mapping[str, Any], name: str, view: _View, depth: float) -> None:
+    """Draw one unit: shape and colour by type, hollow if guessed, health as a ring around it; `name` in or below it.
 
     depth: drawing order; what is nearer to the agent lies on top, whole.
     """
     from matplotlib.patches import Arc, Circle
+    from matplotlib.patheffects import withStroke
 
     x, y, r, colour, guessed = node["x"], node["y"], view.radius, COLOURS[node["type"]], node["guessed"]
-    body = _body(node["type"], x, y, r * 0.76)
-    body.set(
-        facecolor=(BACKGROUND if guessed else colour),
-        edgecolor=colour,
-        linewidth=1.3 if guessed else 0.8,
-        zorder=depth,
-    )
+    body = _body(node["type"], x, y, r * 0.76, guessed)
+    body.set_zorder(depth)
     axis.add_patch(body)
     if node["health"] is not None:
         share = min(max(float(node["health"]), 0.0), 1.0)
         axis.add_patch(Circle((x, y), r, fill=False, edgecolor=LINE, lw=2.6, zorder=depth))
         arc = Arc((x, y), 2 * r, 2 * r, theta1=90 - 360 * share, theta2=90, color=colour, lw=2.6, zorder=depth)
-        arc.set_linestyle((0, (0.9, 0.5)) if guessed else "-")
+        arc.set_linestyle(GUESS_RING if guessed else "-")
         axis.add_patch(arc)
-    if node["type"] != "self":
-        axis.text(
-            x, y, str(node["slot"]), color=colour if guessed else BACKGROUND, fontsize=9.5, weight="bold",
-            ha="center", va="center_baseline", zorder=depth, clip_on=True,
-        )  # fmt: skip
+    own = node["type"] == "self"  # a star has no room for it
+    ground = [withStroke(linewidth=1.6, foreground=BACKGROUND if guessed or own else colour)]
+    axis.text(
+        x, y - 1.2 * r if own else y, name, color=colour if guessed or own else BACKGROUND,
+        fontsize=9.5 if own else 8.5 if len(name) < 3 else 7, weight="bold",
+        ha="center", va="top" if own else "center_baseline", zorder=depth, clip_on=True, path_effects=ground,
+    )  # fmt: skip
 
 
-def _body(kind: str, x: float, y: float, r: float) -> Any:
+def _body(kind: str, x: float, y: float, r: float, guessed: bool) -> Any:
+    """Return the shape of a unit, hollow where it is a guess."""
     from matplotlib.patches import Circle, Polygon, RegularPolygon
 
+    colour = COLOURS[kind]
+    style = {"fc": BACKGROUND if guessed else colour, "ec": colour, "lw": 1.3 if guessed else 0.8}
     if kind == "ally":
-        return Circle((x, y), r)
+        return Circle((x, y), r, **style)
     if kind == "enemy":
-        return RegularPolygon((x, y), 4, radius=r * 1.08)
+        return RegularPolygon((x, y), 4, radius=r * 1.08, **style)
     turns = np.arange(10) * math.pi / 5 + math.pi / 2
     radii = np.where(np.arange(10) % 2 == 0, r * 1.05, r * 0.48)
-    return Polygon(np.stack([x + radii * np.cos(turns), y + radii * np.sin(turns)], axis=1))
+    return Polygon(np.stack([x + radii * np.cos(turns), y + radii * np.sin(turns)], axis=1), **style)
 
 
 def _title(figure: Any, info: Mapping[str, Any]) -> None:
@@ -236,23 +248,43 @@ def _title(figure: Any, info: Mapping[str, Any]) -> None:
         figure.text(0.983, 0.052, text, color=MUTED, fontsize=10.5, ha="right", va="center")
 
 
-def _legend(figure: Any) -> None:
-    """Explain the marks in one line at the lower left."""
+def _legend(figure: Any, observer: str) -> None:
+    """Explain the marks in one line at the lower left, with the shapes that the panels have."""
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Circle, Patch
 
-    def mark(shape: str, colour: str, label: str, hollow: bool = False) -> Any:
-        face = BACKGROUND if hollow else colour
-        return Line2D([], [], ls="", marker=shape, ms=10, mfc=face, mec=colour, mew=1.5, label=label)
+    class Mark(Patch):
+        """Units of these kinds, side by side."""
 
-    handles = [
-        mark("*", COLOURS["self"], "the agent"),
-        mark("o", COLOURS["ally"], "ally"),
-        mark("D", COLOURS["enemy"], "enemy"),
-        mark("o", MUTED, "guess", hollow=True),
-        Line2D([], [], ls=":", color=MUTED, marker="x", ms=7, mew=1.6, label="where it really was"),
+        def __init__(self, *kinds: str, label: str, guessed: bool = False) -> None:
+            super().__init__(label=label)
+            self.kinds, self.guessed = kinds, guessed
+
+    class Drawn:
+        """Draws the handle of a `Mark`."""
+
+        def legend_artist(self, legend: Any, mark: Mark, fontsize: float, box: Any) -> Any:
+            """Add the shapes to the handle's box."""
+            for i, kind in enumerate(mark.kinds):
+                at = box.width * (i + 0.5) / len(mark.kinds)
+                shapes = [_body(kind, at, box.height / 2, 0.6 * fontsize * (0.76 if mark.guessed else 1), mark.guessed)]
+                if mark.guessed:
+                    ring = {"fill": False, "ec": COLOURS[kind], "lw": 1.8, "ls": GUESS_RING}
+                    shapes.append(Circle((at, box.height / 2), 0.6 * fontsize, **ring))
+                for shape in shapes:
+                    shape.set_transform(box.get_transform())
+                    box.add_artist(shape)
+            return box
+
+    handles: list[Any] = [
+        Mark("self", label=observer),
+        Mark("ally", label="agent"),
+        Mark("enemy", label="enemy"),
+        Mark("ally", "enemy", label="hollow, dashed: guess", guessed=True),
+        Line2D([], [], ls=":", color=MUTED, marker="x", mec=TEXT, ms=7, mew=1.6, label="where it really was"),
         Line2D([], [], ls="-", color=MUTED, lw=2.6, label="ring: health"),
     ]
     figure.legend(
-        handles=handles, loc="center left", bbox_to_anchor=(0.008, 0.052), ncol=len(handles), frameon=False,
-        labelcolor=TEXT, fontsize=10.5, handletextpad=0.5, columnspacing=1.6,
+        handles=handles, handler_map={Mark: Drawn()}, loc="center left", bbox_to_anchor=(0.008, 0.052),
+        ncol=len(handles), frameon=False, labelcolor=TEXT, fontsize=10.5, handletextpad=0.5, columnspacing=1.6,
     )  # fmt: skip

@@ -68,10 +68,10 @@ PANELS = (
         "MSE, slot by slot",
         (
             ("eval/error", "reconstruction"),
-            ("eval/error_slot_mean", "rival: slot mean"),
-            ("eval/error_last_seen", "rival: last seen"),
-            ("eval/error_last_seen_or_mean", "rival: last seen, else mean"),
-            ("eval/error_zeros", "rival: zeros"),
+            ("eval/error_slot_mean", "baseline: slot mean"),
+            ("eval/error_last_seen", "baseline: last seen"),
+            ("eval/error_last_seen_or_mean", "baseline: last seen, else mean"),
+            ("eval/error_zeros", "baseline: zeros"),
         ),
         log=True,
     ),
@@ -111,6 +111,7 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     """Draw what a run's `metrics.jsonl` holds as small diagrams; return the path, None when there is nothing to draw.
 
     label: environment and map, part of the title ("skirmish 3m"); from `env_info.json` beside the metrics if empty.
+    Configuration, seed and ranks are those of `card.json` beside them, if it is there.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -123,11 +124,13 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(4.9 * columns, 3.3 * rows + 0.6), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    label = label or _label_beside(Path(jsonl_path))
-    figure.suptitle(f"{label}: training" if label else "Training", fontsize=15, weight="bold", color=INK)
+    title = _title(Path(jsonl_path), label)
+    size = min(15.0, 500 * columns / len(title))  # points, so that it fits the width
+    figure.suptitle(title, fontsize=size, weight="bold", color=INK)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis, (panel, lines) in zip(axes, found, strict=False):
         _draw(axis, panel, lines)
+        axis.set_xlim(*_extent(panel.stage, found))
     for axis in axes[len(found) :]:
         axis.axis("off")
     path = Path(out_png)
@@ -166,11 +169,15 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
     panels = (("return", "Return", "reward per episode"), ("length", "Episode length", "environment steps"))
     for axis, (name, heading, unit) in zip(figure.subplots(1, 2), panels, strict=True):
         values = [[each[name] for each in group if each.get(name) is not None] for group in groups.values()]
-        axis.hist(values, bins=20, stacked=True, color=PALETTE[: len(groups)], label=list(groups))
+        bins = _bins(name, [each for group in values for each in group])
+        axis.hist(values, bins=bins, stacked=True, color=PALETTE[: len(groups)], label=list(groups))
         axis.set_title(heading, fontsize=11.5, weight="bold", color=INK, loc="left")
         axis.set_xlabel(unit, fontsize=9, color=FAINT)
         axis.set_ylabel("episodes", fontsize=9, color=FAINT)
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
+        if name == "length":
+            axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         _dress(axis, legend=len(groups) > 1)
     path = Path(out_png)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,6 +188,33 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
 def _label_beside(jsonl_path: Path) -> str:
     facts = read_entry(jsonl_path.with_name("env_info.json"))
     return f"{facts.get('name', '')} {facts.get('map_name', '')}".strip()
+
+
+def _title(jsonl_path: Path, label: str) -> str:
+    """Return what was trained: environment and map, configuration, seed, ranks, as far as it is known."""
+    parts = [label or _label_beside(jsonl_path)]
+    told = read_entry(jsonl_path.with_name("card.json")).get("told")
+    if isinstance(told, dict) and {"name", "seed", "ranks"} <= told.keys():
+        parts += [str(told["name"]), f"seed {told['seed']}", f"{told['ranks']} rank{'s' * (told['ranks'] != 1)}"]
+    text = " · ".join(part for part in parts if part)
+    return f"{text}: training" if text else "Training"
+
+
+def _extent(stage: str, found: Sequence[tuple[Panel, Sequence[Line]]]) -> tuple[float, float]:
+    """Return the same ends of the x axis for all panels of a stage: their earliest and latest times, and a margin."""
+    times = [time for panel, lines in found if panel.stage == stage for line in lines for time in line[2]]
+    low, high = min(times), max(times)
+    margin = 0.04 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def _bins(name: str, values: Sequence[float]) -> int | list[float]:
+    """Return the bins of a histogram: of whole numbers of steps one for each, or for equally many of them."""
+    if name != "length" or not values:
+        return 20
+    low, high = int(min(values)), int(max(values))
+    width = -(-(high - low + 1) // 60)
+    return [low - 0.5 + width * i for i in range((high - low) // width + 2)]
 
 
 Line = tuple[str, str, list[float], list[float]]
@@ -234,4 +268,4 @@ def _dress(axis: Any, legend: bool) -> None:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color("#c5ced8")
     if legend:
-        axis.legend(fontsize=8.5, frameon=False, labelcolor=INK)
+        axis.legend(fontsize=8.5, labelcolor=INK, facecolor="white", framealpha=0.75, edgecolor="none")
