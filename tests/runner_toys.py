@@ -31,13 +31,13 @@ def reward_at(seed: int, step: int, actions: np.ndarray) -> np.float32:
 class FakeEnv(BatchedEnv):
     """Episodes of `length_of(seed)` steps; every second length ends by truncation. `log` keeps what was played."""
 
-    def __init__(self, n_slots: int, n_actions: int = ACTIONS, endless: bool = False, crash: bool = False) -> None:
+    def __init__(self, n_slots: int, n_actions: int = ACTIONS, endless: bool = False) -> None:
         self.n_slots = n_slots
         self.info = EnvInfo("fake", "", AGENTS, n_actions, 3, 2, LIMIT, scripted_policies=("high", "low"))
         self.seed = np.full(n_slots, -1, np.int64)
         self.t = np.zeros(n_slots, np.int64)
         self.over = np.ones(n_slots, bool)
-        self.endless, self.crash = endless, crash
+        self.endless = endless
         self.ticks = 0
         self.log: list[tuple[int, int, int, list[int]]] = []
         self.begun: list[tuple[int, int]] = []
@@ -69,8 +69,6 @@ class FakeEnv(BatchedEnv):
         ended = active & (self.t >= lengths) & (not self.endless)
         self.over |= ended
         info = {"battle_won": (self.seed % 3 == 0).astype(np.float32), "dead_enemies": (self.seed % 5).astype(float)}
-        if self.crash:
-            info["battle_won"] = np.where(self.seed % 2 == 0, np.nan, info["battle_won"])
         return StepResult(reward, ended, ended & (lengths % 2 == 0), info)
 
     def observe(self, full: bool = False) -> Observation:

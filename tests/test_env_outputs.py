@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ from runner_toys import FakeEnv, Probe, length_of, runner_of
 from test_adapters import Walk, WalkArgs
 
 from omagd.envs.adapters import SerialEnvs
+from omagd.envs.outputs import RESERVED
 from omagd.envs.process_envs import ProcessEnvs
 from omagd.envs.protocol import Observation, StepResult
+from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)
@@ -55,33 +59,131 @@ class Faulty(FakeEnv):
         return shown
 
 
+def at_slot(dtype: type, value: float) -> Any:
+    """Return what gives an array this dtype and this value at the first place of the slot."""
+
+    def changed(array: np.ndarray) -> np.ndarray:
+        array = array.astype(dtype)
+        array[(SLOT, *[0] * (array.ndim - 1))] = value
+        return array
+
+    return changed
+
+
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
-        ("obs", np.nan, "obs[0, 0] is nan, not a finite number"),
-        ("state", np.inf, "state[0] is inf, not a finite number"),
-        ("full_obs", -np.inf, "full_obs[0, 0] is -inf, not a finite number"),
-        ("reward", np.nan, "reward is nan, not a finite number"),
+        ("obs", np.nan, "obs[0, 0] is nan, not a finite number in float32"),
+        ("state", np.inf, "state[0] is inf, not a finite number in float32"),
+        ("full_obs", -np.inf, "full_obs[0, 0] is -inf, not a finite number in float32"),
+        ("reward", np.nan, "reward is nan, not a finite number in float32"),
         ("avail_actions", False, "avail_actions of agent 0 holds no available action"),
         ("obs", lambda array: array[:, :, :2], "obs has shape (4, 2, 2), not (4, 2, 3)"),
         ("reward", lambda array: array[:, None], "reward has shape (4, 1), not (4,)"),
         ("reward", lambda array: array.astype(str), "reward holds <U32, not numbers"),
         ("state", lambda array: array.tolist(), "state holds list, not numbers"),
         ("terminated", lambda array: array.astype(np.float32), "terminated holds float32, not bool"),
+        ("reward", at_slot(np.float64, 1e300), "reward is 1e+300, not a finite number in float32"),
+        ("obs", at_slot(np.float64, 1e300), "obs[0, 0] is 1e+300, not a finite number in float32"),
+        ("state", at_slot(np.longdouble, -1e39), "state[0] is -1e+39, not a finite number in float32"),
+        ("full_obs", at_slot(np.float64, 1e300), "full_obs[0, 0] is 1e+300, not a finite number in float32"),
+        ("full_obs", lambda array: None, "full_obs holds NoneType, not numbers"),
+        ("obs", lambda array: array.astype(">f4"), "obs holds float32 in another machine's byte order, not numbers"),
+        ("terminated", at_slot(np.int64, -7), "terminated is -7, not 0 or 1"),
+        ("lost", lambda array: None, "lost holds NoneType, not bool"),
+        ("avail_actions", at_slot(np.int64, -1), "avail_actions[0, 0] is -1, not 0 or 1"),
+        ("avail_actions", at_slot(np.float64, 0.4), "avail_actions[0, 0] is 0.4, not 0 or 1"),
+        ("avail_actions", at_slot(np.int64, 256), "avail_actions[0, 0] is 256, not 0 or 1"),
+        ("info", lambda info: None, "info is NoneType, not a dictionary"),
+        ("info", lambda info: ["x"], "info is list, not a dictionary"),
     ],
 )
 def test_a_fault_is_named_with_environment_slot_seed_step_and_field(field: str, value: Any, told: str) -> None:
     env = Faulty(field, value)
     with pytest.raises(UserError) as caught:
         runner_of(env).run(Probe(), explore=None, episodes_per_slot=6, full_obs=True)
-    slot = SLOT if "is " in told or "no available" in told else 0
-    step = STEP - (field in {"reward", "terminated"})
+    slot = SLOT if ("is " in told or "no available" in told) and field != "info" else 0
+    step = STEP - (field in {"reward", "terminated", "lost", "info"})
     first = f"env=fake, slot {slot}, seed "
     assert caught.value.message.startswith(first), caught.value.message
     assert caught.value.message.endswith(f"{told}; correct the environment")
     if slot == SLOT:
         assert f"seed {env.spoilt}, step {step}: " in caught.value.message
     assert length_of(env.spoilt) >= STEP
+
+
+class Reports(FakeEnv):
+    """Changes what is reported of episodes, or everything that one call returns."""
+
+    def __init__(self, change: Any, call: str = "step") -> None:
+        super().__init__(4)
+        self.change, self.call = change, call
+
+    def observe(self, full: bool = False) -> Observation:
+        seen = super().observe(full)
+        return self.change(seen) if self.call == "observe" else seen
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        result = super().step(actions, active)
+        if self.call == "step":
+            return self.change(result)
+        if self.call == "info":
+            result.info = {name: self.change(values) for name, values in result.info.items()}
+        if self.call == "name":
+            result.info[self.change] = np.ones(4)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("call", "change", "told"),
+    [
+        ("step", lambda result: (), "step() returned tuple, not a StepResult"),
+        ("observe", lambda seen: seen.obs, "observe() returned float32, not an Observation"),
+        ("info", lambda values: np.full(4, np.nan), "info['battle_won'] is nan, not a finite number in float32"),
+        ("info", lambda values: values.astype(str), "info['battle_won'] holds <U32, not numbers"),
+        ("info", lambda values: np.zeros((7, 3)), "info['battle_won'] has shape (7, 3), not (4,)"),
+        ("info", lambda values: values.tolist(), "info['battle_won'] holds list, not numbers"),
+        ("info", lambda values: None, "info['battle_won'] holds NoneType, not numbers"),
+        ("name", "t_env", "info holds the name 't_env', which the run's own records use"),
+        ("name", "return_agent_0", "info holds the name 'return_agent_0', which the run's own records use"),
+        ("name", "a\x1b[31m", "info holds the name 'a\\x1b[31m', which is not printable text"),
+        ("name", 3, "info holds the name 3, which is not printable text"),
+    ],
+)
+def test_reports_of_other_kinds_are_named_in_one_line(call: str, change: Any, told: str) -> None:
+    with pytest.raises(UserError, match=r"^env=fake, slot \d, seed \d+, step \d+: ") as caught:
+        runner_of(Reports(change, call)).run(Probe(), explore=None)
+    assert caught.value.message.endswith(f": {told}; correct the environment")
+
+
+def test_zeros_and_ones_are_as_good_as_bools_and_reports_of_unfinished_episodes_may_hold_anything() -> None:
+    def as_numbers(result: StepResult) -> StepResult:
+        going_on = {name: np.where(result.terminated, values, np.nan) for name, values in result.info.items()}
+        flags = {name: getattr(result, name).astype(np.int64) for name in ("terminated", "truncated", "lost")}
+        return StepResult(result.reward, info=going_on, **flags)
+
+    class Numbers(Reports):
+        def avail(self) -> np.ndarray:
+            return super().avail().astype(np.float64)
+
+    one, other = (
+        runner_of(env).run(Probe(), explore=None, episodes_per_slot=4) for env in (Numbers(as_numbers), FakeEnv(4))
+    )
+    assert one.log == other.log and one.stats == other.stats
+    for mine, theirs in zip(one.episodes, other.episodes, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_no_result_may_have_a_name_that_a_line_of_the_episode_log_uses(tmp_path: Path) -> None:
+    rollout = runner_of(FakeEnv(4)).run(Probe(), explore=None)
+    rollout.log[0]["t_env"] = -1.0  # an environment's, if it were let through
+    log = EpisodeLog(tmp_path / "rank_0.jsonl")
+    log.write(rollout.log, t_env=40)
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    log.close()
+    assert [line["t_env"] for line in lines] == [40] * 4
+    own = set(lines[1]) - {"battle_won", "dead_enemies"}
+    assert own == {"t_env", "slot", "seed", "length", "return"} and all(RESERVED.fullmatch(name) for name in own)
 
 
 def test_what_slots_show_that_nobody_looks_at_is_not_checked() -> None:
@@ -108,7 +210,19 @@ class Sloppy(Walk):
             return reward, terminated, info
         broken = self.args.broken
         wrong = {"text": str(reward), "pair": np.array([reward, reward]), "none": None, "complex": 1j}
-        return wrong.get(broken, reward), terminated, [] if broken == "info" else info
+        reports = {
+            "info": [],
+            "won": {"battle_won": "yes"},
+            "many": dict.fromkeys(map(str, range(40)), 1.0),
+            "void": {"lost": [1, 2]},
+        }
+        ended = {"minus": -7, "void": 1}.get(broken, terminated)
+        return wrong.get(broken, reward), ended, reports.get(broken, info)
+
+    def get_avail_actions(self) -> Any:
+        mask = np.asarray(super().get_avail_actions())
+        wrong = {"mask": mask * -1, "half": mask * 0.4}
+        return wrong.get(self.args.broken, mask) if self.t > 1 else mask
 
     def get_obs(self, no_range_limit: bool = False) -> Any:
         seen = super().get_obs(no_range_limit)
@@ -127,6 +241,12 @@ class Sloppy(Walk):
         ("flat", "obs has shape (2, 1), not (2, 2)"),
         ("ragged", "obs is ragged, not of shape (2, 2)"),
         ("words", "obs holds <U32, not numbers"),
+        ("minus", "terminated is -7, not 0 or 1"),
+        ("mask", "avail_actions holds -1, not 0 or 1"),
+        ("half", "avail_actions holds 0.4, not 0 or 1"),
+        ("won", "info['battle_won'] is 'yes' (str), not a number"),
+        ("many", "info holds more than 32 numbers; one too many is '3"),
+        ("void", "info['lost'] is [1, 2] (list), not a number"),
     ],
 )
 def test_a_single_environments_types_and_shapes_are_not_bent_until_they_fit(broken: str, told: str) -> None:

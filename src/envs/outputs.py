@@ -6,7 +6,10 @@ Shapes: B battle slots, n agents, A actions.
 from __future__ import annotations
 
 import numbers
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -15,6 +18,9 @@ from omagd.envs.protocol import Observation, StepResult
 from omagd.utils.errors import UserError
 
 _NUMBERS, _FLAGS = "fiub", "biu"  # kinds of dtypes that hold numbers, and yes or no
+
+RESERVED = re.compile("stage|epoch|t_env|slot|seed|length|return|return_agent_.*|ep_length|q_taken|target|test_.*")
+"""Names of results that the lines of `episodes/` or, with `_mean`, of `metrics.jsonl` use for something else."""
 
 
 def fault(env: str, slot: int, seed: int, step: int, what: str) -> UserError:
@@ -40,6 +46,24 @@ def wrong_number(value: Any) -> str:
     return f"is {value!r} ({type(value).__name__}), not a number"
 
 
+def wrong_flag(value: Any) -> str:
+    """Return what is wrong with a single yes or no (a bool, 0 or 1): nothing if the text is empty."""
+    return wrong_number(value) or ("" if value in (0, 1) else f"is {value!r}, not 0 or 1")
+
+
+def zeros_and_ones(array: np.ndarray) -> np.ndarray:
+    """Return where an array of any kind of numbers holds 0 or 1."""
+    return (array == 0) | (array == 1)
+
+
+class _Where(NamedTuple):
+    """Which slots are checked, [B] bool, and the seeds and steps [B] that name the place of a fault."""
+
+    active: np.ndarray
+    seeds: np.ndarray
+    steps: np.ndarray
+
+
 class OutputChecks:
     """Checks what all slots of an environment show and bring, before anything is learned from it.
 
@@ -52,49 +76,110 @@ class OutputChecks:
         self.info = info
         self._seen = {"obs": (b, n, info.obs_dim), "state": (b, info.state_dim), "full_obs": (b, n, info.obs_dim)}
         self._avail = (b, n, info.n_actions)
-        self._results = {"reward": ((b,), _NUMBERS), "terminated": ((b,), _FLAGS), "truncated": ((b,), _FLAGS)}
-        self._results["lost"] = ((b,), _FLAGS)
-        if info.agent_rewards:
-            self._results["agent_reward"] = ((b, n), _NUMBERS)
+        self._each: tuple[int, ...] = (b,)
+        self._rewards = {"reward": self._each, **({"agent_reward": (b, n)} if info.agent_rewards else {})}
 
-    def observation(self, seen: Observation, active: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> None:
+    def observation(
+        self, seen: Observation, active: np.ndarray, seeds: np.ndarray, steps: np.ndarray, full: bool = False
+    ) -> Observation:
         """Check what the slots `active` [B] bool show, at their `steps` [B] since the resets from `seeds` [B].
 
-        Errors: UserError that names environment, slot, seed, step and field.
+        Return it with a mask of bools, where the environment may show zeros and ones. full: whether `full_obs` was
+        asked for. Errors: UserError that names environment, slot, seed, step and field.
         """
+        where = _Where(active, seeds, steps)
+        if not isinstance(seen, Observation):
+            self._raise_first(where, f"observe() returned {_kind(seen)}, not an Observation")
         for name, shape in self._seen.items():
             array = getattr(seen, name)
-            if array is not None or name != "full_obs":
-                self._require(name, array, shape, _NUMBERS, active, seeds, steps)
-        mask = seen.avail_actions
-        self._require("avail_actions", mask, self._avail, _NUMBERS, active, seeds, steps)
-        some = mask.any(-1)
+            if array is not None or full or name != "full_obs":
+                self._require(name, array, shape, where)
+        mask = self._bools("avail_actions", seen.avail_actions, self._avail, where, _NUMBERS)
+        some: np.ndarray = mask.any(-1)
         if not some.all() and not some[active].all():
             slot, agent = (int(place) for place in np.argwhere(~some & active[:, None])[0])
-            self._raise(slot, seeds, steps, f"avail_actions of agent {agent} holds no available action")
+            self._raise(slot, where, f"avail_actions of agent {agent} holds no available action")
+        return seen if mask is seen.avail_actions else replace(seen, avail_actions=mask)
 
-    def result(self, result: StepResult, stepped: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> None:
-        """Check what a step of the slots `stepped` [B] bool brought. Other arguments and errors as above."""
-        for name, (shape, kinds) in self._results.items():
-            self._require(name, getattr(result, name), shape, kinds, stepped, seeds, steps)
+    def result(self, result: StepResult, stepped: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> StepResult:
+        """Check what a step of the slots `stepped` [B] bool brought, and return it with bools where it says yes or no.
+
+        What `info` reports is checked where an episode has ended and is not lost. Other arguments, errors as above.
+        """
+        where = _Where(stepped, seeds, steps)
+        if not isinstance(result, StepResult):
+            self._raise_first(where, f"step() returned {_kind(result)}, not a StepResult")
+        for name, shape in self._rewards.items():
+            self._require(name, getattr(result, name), shape, where)
+        flags = {name: getattr(result, name) for name in ("terminated", "truncated", "lost")}
+        bools = {name: self._bools(name, array, self._each, where, _FLAGS) for name, array in flags.items()}
+        if any(bools[name] is not array for name, array in flags.items()):
+            result = replace(result, **bools)
+        if not isinstance(result.info, Mapping):
+            self._raise_first(where, f"info is {_kind(result.info)}, not a dictionary")
+        ended = result.terminated & ~result.lost & stepped
+        if ended.any():
+            self._require_results(result.info, _Where(ended, seeds, steps))
+        return result
+
+    def _require_results(self, results: Mapping[Any, Any], where: _Where) -> None:
+        """Check what is reported of episodes: name -> [B] numbers."""
+        for name, array in results.items():
+            if not isinstance(name, str) or not name.isprintable():
+                self._raise_first(where, f"info holds the name {name!r}, which is not printable text")
+            if RESERVED.fullmatch(name):
+                self._raise_first(where, f"info holds the name {name!r}, which the run's own records use")
+            self._require(f"info[{name!r}]", array, self._each, where)
 
     def _require(
-        self, name: str, array: Any, shape: tuple[int, ...], kinds: str,
-        active: np.ndarray, seeds: np.ndarray, steps: np.ndarray,
+        self, name: str, array: Any, shape: tuple[int, ...], where: _Where, kinds: str = _NUMBERS
     ) -> None:  # fmt: skip
-        first = int(active.argmax())
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds:
-            found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-            self._raise(first, seeds, steps, f"{name} holds {found}, not {'numbers' if kinds == _NUMBERS else 'bool'}")
+        """Check that a field is an array of numbers of the promised shape that are finite in float32."""
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or not array.dtype.isnative:
+            self._raise_first(where, f"{name} holds {_kind(array)}, not {'numbers' if kinds == _NUMBERS else 'bool'}")
         if array.shape != shape:
-            self._raise(first, seeds, steps, f"{name} has shape {array.shape}, not {shape}")
-        if array.dtype.kind != "f" or np.isfinite(array).all():
+            self._raise_first(where, f"{name} has shape {array.shape}, not {shape}")
+        if array.dtype.kind != "f":
             return
-        wrong = ~np.isfinite(array) & active.reshape(-1, *[1] * (array.ndim - 1))
+        finite = _finite_as_float32(array)
+        if not finite.all():
+            self._require_all(name, array, finite, where, "a finite number in float32")
+
+    def _bools(self, name: str, array: Any, shape: tuple[int, ...], where: _Where, kinds: str) -> np.ndarray:
+        """Return a field of bools, or of zeros and ones, as bools."""
+        self._require(name, array, shape, where, kinds)
+        if array.dtype == bool:
+            return array
+        good = zeros_and_ones(array)
+        if not good.all():
+            self._require_all(name, array, good, where, "0 or 1")
+        return array.astype(bool)
+
+    def _require_all(self, name: str, array: np.ndarray, good: np.ndarray, where: _Where, wanted: str) -> None:
+        """Raise for the first place of a checked slot that is not `good`; other slots may hold anything."""
+        wrong = ~good & where.active.reshape(-1, *[1] * (array.ndim - 1))
         if wrong.any():
             slot, *place = (int(index) for index in np.argwhere(wrong)[0])
-            where = f"[{', '.join(map(str, place))}]" if place else ""
-            self._raise(slot, seeds, steps, f"{name}{where} is {array[(slot, *place)]}, not a finite number")
+            at = f"[{', '.join(map(str, place))}]" if place else ""
+            self._raise(slot, where, f"{name}{at} is {array[(slot, *place)]}, not {wanted}")
 
-    def _raise(self, slot: int, seeds: np.ndarray, steps: np.ndarray, what: str) -> None:
-        raise fault(self.info.name, slot, int(seeds[slot]), int(steps[slot]), what)
+    def _raise_first(self, where: _Where, what: str) -> NoReturn:
+        self._raise(int(where.active.argmax()), where, what)
+
+    def _raise(self, slot: int, where: _Where, what: str) -> NoReturn:
+        raise fault(self.info.name, slot, int(where.seeds[slot]), int(where.steps[slot]), what)
+
+
+def _finite_as_float32(array: np.ndarray) -> np.ndarray:
+    """Return where floats are finite once they are float32, which is what episodes and networks hold."""
+    if array.dtype.itemsize > 4:
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+    return np.isfinite(array)
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is, for messages: the dtype of an array, else its type."""
+    if not isinstance(value, np.ndarray):
+        return type(value).__name__
+    return str(value.dtype) if value.dtype.isnative else f"{value.dtype.newbyteorder()} in another machine's byte order"

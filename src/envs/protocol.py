@@ -47,7 +47,8 @@ class StepResult:
         reward: [B] float32, the team's reward.
         terminated: [B] bool, the episode is over (any reason).
         truncated: [B] bool, it is over only because of the step limit and the target shall bootstrap.
-        info: per-episode results, meaningful where `terminated`: name -> [B] array ("battle_won", "dead_allies", ...).
+        info: per-episode results, meaningful where `terminated`: name -> [B] array of finite numbers ("battle_won",
+            "dead_allies", ...); names that the run's own records use are in `omagd.envs.outputs.RESERVED`.
         lost: [B] bool, where `terminated`: the episode is void, because what played it has died; drop its rows and do
             not count it. By default none is.
         agent_reward: [B, n] float32, who earned what, where the environment tells; its sum over agents is `reward`.
@@ -61,9 +62,9 @@ class StepResult:
     agent_reward: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        """Fill in `lost` where it was left out."""
-        if self.lost.size == 0:
-            self.lost = np.zeros(len(self.reward), bool)
+        """Fill in `lost` where it was left out; what is not an array is refused where results are checked."""
+        if isinstance(self.lost, np.ndarray) and isinstance(self.reward, np.ndarray) and self.lost.size == 0:
+            self.lost = np.zeros(self.reward.shape[:1], bool)
 
 
 class BatchedEnv(ABC):

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import json
 import mmap
-import numbers
 import os
 import pickle
 import signal
@@ -25,7 +24,7 @@ import numpy as np
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.nameless_memory import NamelessMemory
-from omagd.envs.outputs import fault, numeric_array, wrong_number
+from omagd.envs.outputs import fault, numeric_array, wrong_flag, wrong_number, zeros_and_ones
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.envs.worker_stack import offer_stack
 from omagd.utils.errors import UserError
@@ -176,24 +175,32 @@ class SlotPlayer:
         arrays, slot = self.arrays, self.slot
         reward, terminated, info = self.env.step(self._actions.copy())
         self._steps += 1
-        for name, value in (("reward", reward), ("terminated", terminated)):
-            if wrong := wrong_number(value):
+        for name, wrong in (("reward", wrong_number(reward)), ("terminated", wrong_flag(terminated))):
+            if wrong:
                 raise self._fault(f"{name} {wrong}")
         if not isinstance(info, Mapping):
             raise self._fault(f"info is {info!r}, not a dictionary")
-        arrays["reward"][slot] = reward
+        with np.errstate(over="ignore"):  # as in `_write`
+            arrays["reward"][slot] = reward
         if self._agent_reward.size:
             self._write_agent_reward(info)
         arrays["terminated"][slot] = terminated
-        arrays["truncated"][slot] = bool(terminated) and bool(info.get(TRUNCATED, info.get("episode_limit", False)))
-        arrays["lost"][slot] = bool(terminated) and bool(info.get("lost", False))
+        limit = TRUNCATED if TRUNCATED in info else "episode_limit"
+        arrays["truncated"][slot] = bool(terminated) and self._says(info, limit)
+        arrays["lost"][slot] = bool(terminated) and self._says(info, "lost")
         if info:
             self._write_info(info)
         elif self.info_names:
             self._info[:] = 0.0
         self._show()
 
-    def _write_agent_reward(self, info: dict[str, Any]) -> None:
+    def _says(self, info: Mapping[str, Any], name: str) -> bool:
+        """Return the yes or no in an entry of `info`; no where there is none."""
+        if wrong := wrong_flag(info.get(name, False)):
+            raise self._fault(f"info[{name!r}] {wrong}")
+        return bool(info.get(name, False))
+
+    def _write_agent_reward(self, info: Mapping[str, Any]) -> None:
         self._write(f"info[{AGENT_REWARD!r}]", self._agent_reward, info.get(AGENT_REWARD, ()))
 
     def choose(self) -> None:
@@ -209,13 +216,18 @@ class SlotPlayer:
     def _show(self) -> None:
         self._write("obs", self._obs, self.env.get_obs())
         self._write("state", self._state, self.env.get_state())
-        self._write("avail_actions", self._avail, self.env.get_avail_actions())
+        self._write("avail_actions", self._avail, self.env.get_avail_actions(), flags=True)
         if self.arrays["want_full"][0]:
             self.show_full()
 
-    def _write(self, name: str, row: np.ndarray, value: Any) -> None:
-        """Write what the environment returned as `name`. Errors: UserError for another shape or no numbers."""
+    def _write(self, name: str, row: np.ndarray, value: Any, flags: bool = False) -> None:
+        """Write what the environment returned as `name`. Errors: UserError for another shape or no numbers.
+
+        flags: only zeros and ones are right.
+        """
         array, wrong = numeric_array(value, row.shape)
+        if flags and not wrong and array.dtype != bool and not zeros_and_ones(array).all():
+            wrong = f"holds {array[~zeros_and_ones(array)][0]}, not 0 or 1"
         if wrong:
             raise self._fault(f"{name} {wrong}")
         with np.errstate(over="ignore"):  # what becomes an infinity is found where all slots are checked
@@ -224,18 +236,25 @@ class SlotPlayer:
     def _fault(self, what: str) -> UserError:
         return fault(type(self.env).__name__, self.slot, self._seed, self._steps, what)
 
-    def _write_info(self, info: dict[str, Any]) -> None:
-        """Write the numbers of `info`, each name in a column of its own; leave out what is no number or no result."""
+    def _write_info(self, info: Mapping[str, Any]) -> None:
+        """Write the numbers of `info`, each name in a column of its own; leave out what is no number or no result.
+
+        Errors: UserError for more numbers than there is room for, and for `battle_won` that is no number.
+        """
         known = len(self.info_names)
         self._info[:] = 0.0
         for name, value in info.items():
-            if name in ("lost", TRUNCATED, AGENT_REWARD) or not isinstance(value, (numbers.Number, np.generic)):
+            if name in ("lost", TRUNCATED, AGENT_REWARD):
+                continue
+            if wrong := wrong_number(value):
+                if name == "battle_won":  # left out, the share of episodes won would be missing without a word
+                    raise self._fault(f"info['battle_won'] {wrong}")
                 continue
             if name not in self.info_names:
                 if len(self.info_names) == MAX_INFO:
-                    raise ValueError(f"info holds more than {MAX_INFO} numbers; one too many is {name}")
+                    raise self._fault(f"info holds more than {MAX_INFO} numbers; one too many is {name!r}")
                 self.info_names.append(name)
-            self._info[self.info_names.index(name)] = float(value)  # type: ignore[arg-type]
+            self._info[self.info_names.index(name)] = float(value)
         if len(self.info_names) > known:
             self._tell(NAMES, self.info_names)
 

@@ -43,7 +43,7 @@ class Rollout:
     log: list[dict[str, float | int]] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
-        """Add one episode's `value` to the stats; one that is not finite is no result and is left out."""
+        """Add one episode's `value` to the stats; NaN, which stands for what is not known, is left out."""
         if math.isfinite(value):
             total, count = self.stats.get(name, (0.0, 0.0))
             self.stats[name] = (total + float(value), count + 1.0)
@@ -225,8 +225,8 @@ class Play:
         if not len(slots):
             return
         self.asked(active, clock.seed)
-        seen = self.env.observe(self.see_all)
-        self._checks.observation(seen, active, clock.seed, clock.step)
+        shown = self.env.observe(self.see_all)
+        seen = self._checks.observation(shown, active, clock.seed, clock.step, self.see_all)
         steps, lasting = clock.step[slots], self.env.steps_apart
         if recorder is not None and not lasting:
             recorder.saw(slots, steps, seen)
@@ -259,9 +259,9 @@ class Play:
         if not len(slots):
             return
         self.asked(stepped, clock.seed)
-        result = self.env.step_finish(stepped)
+        brought = self.env.step_finish(stepped)
         clock.stepping &= ~stepped
-        self._checks.result(result, stepped, clock.seed, clock.step)
+        result = self._checks.result(brought, stepped, clock.seed, clock.step)
         reward = result.reward[slots]
         if self.recorder is not None:
             self.recorder.got(slots, clock.step[slots], result)

@@ -24,7 +24,7 @@ class EpisodeLog:
 
     def write(self, episodes: Iterable[Mapping[str, Any]], **common: Any) -> None:
         """Note episodes, each with what they have in `common` in front."""
-        lines = [json.dumps(plain({**common, **episode}), allow_nan=False) for episode in episodes]
+        lines = [json.dumps(plain({**common, **episode, **common}), allow_nan=False) for episode in episodes]
         if lines:
             self._file.write(("\n".join(lines) + "\n").encode())
 
