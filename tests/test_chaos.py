@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos_harness import Trial, differences
+from chaos_harness import PATIENCE, Trial, differences
 from command_harness import run_folders, summary_of
 
 from omagd.run import keeper, saver, set_aside
@@ -36,12 +36,13 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 @needs_proc
 @pytest.mark.processes
 def test_a_run_that_is_killed_four_ways_ends_with_the_same_bits(tmp_path):
-    words = ("world_size=2", "t_max=1000", "graph_pretrain_epochs=4", "checkpoint_interval=0", "env_processes=True")
+    words = ("world_size=2", "t_max=700", "graph_pretrain_epochs=4", "checkpoint_interval=0", "env_processes=True")
     alone = Trial(tmp_path / "alone", words)
-    alone.undisturbed()
+    undisturbed = alone.start()  # beside the other, which mostly waits
     killed = Trial(tmp_path / "killed", words, stride=3)
     plan = [("rank", "any"), ("launcher", "save"), ("worker", "any"), ("group", "any")]
     killed.disturbed(random.Random(3), plan)
+    assert undisturbed.wait(PATIENCE) == 0, alone.said()
     assert [kill.kind for kill in killed.kills] == [kind for kind, _ in plan]
     assert killed.codes == [-9, -9, 0]
     assert differences(alone.folder, killed.folder) == []
