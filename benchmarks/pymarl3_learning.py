@@ -20,25 +20,12 @@ from typing import Any
 import numpy as np
 import pymarl3_peer
 from runs import play, summary, tests
+from scipy import stats
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SIZES = ["batch_size_run=8", "batch_size=128", "updates_per_iteration=1", "epsilon_anneal_time=100000"]
 SIZES += ["grad_norm_clip=10", "target_update_interval=200", "lr=0.001", "td_lambda=0.6", "buffer_size=5000"]
 SIDES = ("omagd", "pymarl3")
-# The 0.975 quantile of Student's t by degrees of freedom.
-T_975 = {
-    1: 12.706,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-    10: 2.228,
-    20: 2.086,
-}
 
 
 def ours(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -71,12 +58,8 @@ def area(run: dict[str, Any]) -> float:
 
 def welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
     """Return the difference of the means of a and b, and the ends of its 95 % interval by Welch's t."""
-    of_a, of_b = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
-    freedom = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
-    quantile = np.interp(1 / freedom, [1 / n for n in reversed(T_975)], list(reversed(T_975.values())))
-    half = float(quantile * np.sqrt(of_a + of_b))
-    middle = float(a.mean() - b.mean())
-    return middle, middle - half, middle + half
+    low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    return float(a.mean() - b.mean()), float(low), float(high)
 
 
 def table(runs: list[dict[str, Any]]) -> str:
