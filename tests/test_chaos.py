@@ -18,6 +18,7 @@ from chaos_harness import PATIENCE, Trial, differences
 from command_harness import run_folders, summary_of
 
 from omagd.run import keeper, saver, set_aside
+from omagd.run.card import versions
 from omagd.run.command_line import config_from, main
 from omagd.run.keeper import Keeper
 from omagd.run.recovery import recover
@@ -89,6 +90,33 @@ def unfinished(tmp_path_factory) -> tuple[Path, Path]:
     (alone,), (torn,) = (run_folders(place) for place in places)
     assert [path.name for path in newest_first(torn)][:1] == [f"{KILLED_AT:08d}"]
     return alone, torn
+
+
+def resaved(run: Path, part: str, change: Callable[[dict], object]) -> None:
+    """Change a part of the newest checkpoint and write checksums that fit."""
+    newest = newest_first(run)[0]
+    state = torch.load(newest / f"{part}.th", weights_only=True)
+    change(state)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"][f"{newest.name}/{part}.th"] = checkpoint_store.write_part(newest / f"{part}.th", state)
+    (newest / "manifest.json").write_text(json.dumps(sealed(manifest)))
+
+
+def kill_at(boundary: int, run: Path, monkeypatch) -> None:
+    """Continue a run and end it after some iterations, each of them saved."""
+    inner, left = Keeper.boundary, [None] * boundary
+
+    def ended(keeper, stage):
+        inner(keeper, stage)
+        keeper.finish()
+        left.pop()
+        if not left:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "boundary", ended)
+        with pytest.raises(KilledError):
+            main([*COMMAND, f"local_results_path={run.parent}"])
 
 
 def newest_first(run: Path) -> list[Path]:
@@ -301,7 +329,7 @@ def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_k
     folder = RunFolder(run)
     taken = recover(folder, Dist(), config_from([*COMMAND[1:]]))
     assert (taken.kind, taken.found.checkpoint.path, taken.behind) == ("exact", older, True)
-    aside = Path(cut_back(folder, Dist(), taken))
+    aside = Path(cut_back(folder, Dist(), taken).aside)
     assert (aside / "models" / "99" / "agent.th").read_bytes() == b"late"
     assert set_aside.read_saved(folder) == KILLED_AT - 1
 
@@ -432,6 +460,87 @@ def test_a_kill_at_any_step_of_setting_aside_is_harmless(unfinished, tmp_path, m
     assert all(end == ends[0] for end in ends)
 
 
+def test_episodes_of_ranks_that_the_run_no_longer_has_stay(unfinished, tmp_path, monkeypatch):
+    """Also where the newest checkpoint is of fewer ranks; what they wrote after it is cut off, and kept."""
+    run = copied(unfinished[1], tmp_path)
+    log = run / "episodes" / "rank_1.jsonl"
+    log.write_text("a\nb\n")
+    resaved(run, "common", lambda state: state["run"].pop("earlier_ranks"))  # as versions before this key wrote it
+    for _ in range(2):
+        kill_at(1, run, monkeypatch)
+        assert log.read_text() == "a\nb\n"
+        assert not (run / "set_aside").exists()
+    common = torch.load(newest_first(run)[0] / "common.th", weights_only=True)
+    assert common["run"]["earlier_ranks"] == {1: 4}
+    card = json.loads((run / "card.json").read_text())
+    card["told"]["ranks"] = 2  # a start with two ranks was killed before its first checkpoint
+    (run / "card.json").write_text(json.dumps(card))
+    log.write_text("a\nb\nc\n")
+    (run / "episodes" / "rank_2.jsonl").write_text("d\n")
+    folder = RunFolder(run)
+    cut = cut_back(folder, Dist(), recover(folder, Dist(), config_from([*COMMAND[1:]])))
+    assert log.read_text() == "a\nb\n" and not folder.episode_log(2).exists()
+    aside = Path(cut.aside) / "episodes"
+    assert (aside / "rank_1.jsonl").read_text() == "a\nb\nc\n"
+    assert (aside / "rank_2.jsonl").read_text() == "d\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_came_after_the_checkpoint_is_kept_where_ranks_or_versions_change(ranks, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    saved_by_two(folder)
+    (folder.step(99)).mkdir(parents=True)
+    (folder.step(99) / "agent.th").write_bytes(b"late")
+    told = {"ranks": 2, "versions": {**versions(), **({"torch": "1.0"} if ranks == 2 else {})}}
+    folder.card_json.write_text(json.dumps({"id": "x", "compared": {}, "told": told}))
+    given = config_from([*COMMAND[1:]])
+    if ranks == 1:
+        cut = cut_back(folder, Dist(), recover(folder, Dist(), given))
+    else:
+        cut, _ = on_two_ranks(lambda dist: cut_back(folder, dist, recover(folder, dist, given)))
+    aside = Path(cut.aside)
+    assert (aside / "models" / "99" / "agent.th").read_bytes() == b"late"
+    assert (aside / "episodes" / "rank_1.jsonl").read_text() == "xyz"
+    assert folder.episode_log(1).read_text() == "xy"
+
+
+def test_lines_that_are_gone_are_reported(unfinished, tmp_path, monkeypatch):
+    run = copied(unfinished[1], tmp_path)
+    metrics, episodes = run / "metrics.jsonl", run / "episodes" / "rank_0.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[:-1]))
+    lost = {"metrics.jsonl": len(lines[-1]), "episodes/rank_0.jsonl": episodes.stat().st_size}
+    episodes.unlink()
+    kill_at(1, run, monkeypatch)
+    log = (run / "logs" / "rank_0.log").read_text()
+    for name, size in lost.items():
+        assert f"WARNING omagd {run / name}: {size} bytes that were there at that checkpoint are missing" in log
+    assert resumed(run)[0]["missing_bytes"] == lost
+
+
+def test_what_stands_in_the_place_of_a_file_or_folder_of_the_run(unfinished, tmp_path, monkeypatch, capsys):
+    """Folders move to `set_aside/`; a file instead of a folder is rejected by its name; `run.json` is named."""
+    run = copied(unfinished[1], tmp_path)
+    (run / "models").rename(tmp_path / "models")
+    (run / "models").write_text("mine")
+    assert f"{run / 'models'} is not a folder: move it away" in rejected(run, capsys)
+    (run / "models").unlink()
+    (tmp_path / "models").rename(run / "models")
+    names = ("saved.json", "summary.json", "card.json", "env_info.json", "metrics.jsonl")
+    for name in names:
+        (run / name).unlink(missing_ok=True)
+        (run / name / "mine").mkdir(parents=True)
+    kill_at(1, run, monkeypatch)
+    (aside,) = (run / "set_aside").iterdir()
+    assert all((aside / name / "mine").is_dir() for name in names)
+    (run / "run.json").unlink()
+    (run / "run.json").mkdir()
+    capsys.readouterr()
+    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    assert main([*COMMAND, f"local_results_path={run.parent}", "t_max=4"]) == 0
+    assert f"{run / 'run.json'} is damaged: that run is not continued" in capsys.readouterr().out
+
+
 class Together:
     """The place of one of two ranks, which are threads of this process."""
 
@@ -516,7 +625,7 @@ def test_ranks_decide_alike(tmp_path, monkeypatch):
         first, second = on_two_ranks(unlucky)
     assert first == second and "cannot be read (broken disk)" in first
     assert folder.metrics_jsonl.read_text() == "abcdef", "nothing has changed until here"
-    (aside,) = set(on_two_ranks(lambda dist: cut_back(folder, dist, found[dist.rank])))
+    aside, _ = (cut.aside for cut in on_two_ranks(lambda dist: cut_back(folder, dist, found[dist.rank])))
     assert (Path(aside) / "metrics.jsonl").read_text() == "abcdef"
     assert folder.metrics_jsonl.read_text() == "abc"
     assert [folder.episode_log(rank).read_text() for rank in range(2)] == ["xy", "xy"]

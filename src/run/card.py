@@ -253,7 +253,6 @@ def _precision(config: Config) -> str:
 
 def _told(config: Config, world_size: int, device: torch.device) -> dict[str, Any]:
     """Return what the card says without asking that it agrees."""
-    import numpy
     import torch
 
     card = f" {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
@@ -262,12 +261,20 @@ def _told(config: Config, world_size: int, device: torch.device) -> dict[str, An
         **{key: getattr(config, key) for key in keys},
         "ranks": world_size,
         "device": device.type + card,
-        "versions": {
-            "omagd": omagd.__version__,
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "Python": platform.python_version(),
-        },
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions on which the bits of a result depend."""
+    import numpy
+    import torch
+
+    return {
+        "omagd": omagd.__version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "Python": platform.python_version(),
     }
 
 

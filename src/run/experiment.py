@@ -20,7 +20,7 @@ from omagd.run.plan import ranks_here
 from omagd.run.recovery import Recovered, TakenUp, recover
 from omagd.run.resuming import rank_at_work
 from omagd.run.session import Session
-from omagd.run.set_aside import cut_back
+from omagd.run.set_aside import Cut, cut_back
 from omagd.run.stages import REGISTRY as STAGES
 from omagd.run.stages.base import Products, StageResult
 from omagd.utils.allocator import keep_freed_memory
@@ -55,13 +55,13 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     """Take up what is in the folder, run everything, and close the books whatever happens."""
     STORAGE.begin(folder.path)
     earlier = _earlier_stages(folder)  # read now: what follows removes the file
-    taken, aside = _take_up(config, dist, folder)
+    taken, cut = _take_up(config, dist, folder)
     card = make_card(config, dist.world_size, dist.device)
     before = read_card(folder.path)
     if taken.kind:
-        card["resumed"] = [*resumed(before), {**_entry(taken, aside, folder), **versions_of(before, card)}]
+        card["resumed"] = [*resumed(before), {**_entry(taken, cut, folder), **versions_of(before, card)}]
     logger = _logger(config, dist, folder, channel, card, taken.found)
-    for line in _said(taken, aside, folder, changed_versions(card)):
+    for line in _said(taken, cut, folder, changed_versions(card)):
         logger.warning(line)
     summary = {**first_summary(config, dist.world_size, folder, started, card), "restarts": attempt}
     summary["stages"] = earlier if taken.kind else {}
@@ -129,10 +129,10 @@ def run_stages(session: Session) -> list[StageResult]:
     return results
 
 
-def _take_up(config: Config, dist: Dist, folder: RunFolder) -> tuple[TakenUp, str]:
-    """Return what the run continues from, and where what was written after it has been set aside."""
+def _take_up(config: Config, dist: Dist, folder: RunFolder) -> tuple[TakenUp, Cut]:
+    """Return what the run continues from, and what its files were found to hold."""
     if config.evaluate or not config.enable_checkpointing:
-        return TakenUp(), ""
+        return TakenUp(), Cut()
     taken = recover(folder, dist, config)
     return taken, cut_back(folder, dist, taken)
 
@@ -144,7 +144,7 @@ def _with_weights(config: Config, taken: TakenUp) -> Config:
     return config.model_copy(update={"checkpoint_path": str(taken.salvaged.step), "load_step": 0})
 
 
-def _entry(taken: TakenUp, aside: str, folder: RunFolder) -> dict[str, Any]:
+def _entry(taken: TakenUp, cut: Cut, folder: RunFolder) -> dict[str, Any]:
     """Return what the card says of this start."""
     salvaged = taken.salvaged
     files = [] if salvaged is None else [salvaged.step, *salvaged.trained.values()]
@@ -155,24 +155,27 @@ def _entry(taken: TakenUp, aside: str, folder: RunFolder) -> dict[str, Any]:
         "iteration": taken.least if taken.found is None else taken.found.iteration,
         "t_env": taken.t_env,
         "lost_episodes": 0 if taken.found is None or taken.kind == "exact" else taken.found.lost_episodes(),
-        "set_aside": str(Path(aside).relative_to(folder.path)) if aside else "",
+        "set_aside": str(Path(cut.aside).relative_to(folder.path)) if cut.aside else "",
+        "missing_bytes": cut.missing,
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-def _said(taken: TakenUp, aside: str, folder: RunFolder, versions: str) -> list[str]:
+def _said(taken: TakenUp, cut: Cut, folder: RunFolder, versions: str) -> list[str]:
     """Return what the user should not miss of this start."""
     lines = [f"{path} is damaged ({problem}): it is not used" for path, problem in taken.problems.items()]
-    if taken.found is not None and taken.kind == "exact" and taken.behind:
+    if taken.found is not None and taken.kind == "exact" and taken.older:
         lines.append(f"the newest checkpoint cannot be used; {taken.found.checkpoint.path}, an earlier one, is used")
     if taken.found is not None and taken.kind == "lossy":
         lost = f"{taken.found.lost_episodes()} episode(s) in {', '.join(sorted(taken.found.lost))}"
         lines.append(f"resume=lossy: {lost} cannot be read, and the run continues without them")
     if taken.kind == "weights":
         lines.append("resume=weights: the replay starts empty")
-    if aside:
+    for name, size in cut.missing.items():
+        lines.append(f"{folder.path / name}: {size} bytes that were there at that checkpoint are missing")
+    if cut.aside:
         after = "after that" if taken.kind else "before the first complete checkpoint"
-        lines.append(f"what was written {after} is kept in {aside}")
+        lines.append(f"what was written {after}, or cannot be used, is kept in {cut.aside}")
     return lines + ([f"this run continues with other versions: {versions}"] if versions else [])
 
 

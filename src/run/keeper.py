@@ -26,7 +26,7 @@ from omagd.utils.checkpoint_store import CheckpointStore, Damaged, Draft, read_p
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import added
-from omagd.utils.run_folder import RunFolder
+from omagd.utils.run_folder import RunFolder, rank_of
 from omagd.utils.seeding import random_state, set_random_state
 from omagd.utils.signals import deferred, saving, stop_now, stop_wanted
 from omagd.utils.state_tree import frozen
@@ -186,9 +186,15 @@ class Keeper:
             "run": {
                 "wall_seconds": self.wall_seconds,
                 "metrics_bytes": STORAGE.size(self.folder.metrics_jsonl),
+                "earlier_ranks": self._earlier_ranks(),
                 "sinks": logger.state_dict(),
             },
         }
+
+    def _earlier_ranks(self) -> dict[int, int]:
+        """Return the bytes of episode logs by ranks that this start does not have; nobody writes to them now."""
+        found = {rank_of(path): path.stat().st_size for path in self.folder.episode_logs()}
+        return {rank: size for rank, size in found.items() if rank >= self.dist.world_size}
 
     def _checksums(self, products: Products) -> dict[str, str]:
         """Return checksums of the trained modules that there are; nothing changes them any more."""

@@ -10,6 +10,7 @@ from typing import Any
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_stretch import Stretch, load_stretch
 from omagd.config.schema import Config
+from omagd.run.card import read_card, versions
 from omagd.run.set_aside import STAGES, Position, read_saved
 from omagd.utils.checkpoint import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
 from omagd.utils.checkpoint_store import MANIFEST, Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part
@@ -136,7 +137,8 @@ class TakenUp:
         found: a checkpoint. salvaged: weights without one. With neither the run begins from scratch.
         problems: what is wrong with each checkpoint that is not used. behind: what was written later cannot be
             reproduced, or was never saved: it must be kept. completed: iteration of the last complete save from here
-            on, None to leave the note as it is. least: a number of iterations that no checkpoint has reached.
+            on, None to leave the note as it is. least: a number of iterations that no checkpoint has reached. older:
+            the newest checkpoint is not the one that is used.
     """
 
     found: Recovered | None = None
@@ -145,6 +147,7 @@ class TakenUp:
     behind: bool = False
     completed: int | None = None
     least: int = 0
+    older: bool = False
 
     @property
     def kind(self) -> str:
@@ -232,8 +235,19 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> TakenUp:
             return TakenUp(None, salvaged, problems, behind=True, completed=least, least=least)
     if found is None:
         raise _rejected(folder, mode, problems)
-    behind = bool(problems) or found.kind != "exact" or found.iteration < (completed or 0)
-    return TakenUp(found, None, problems, behind, found.iteration, least)
+    older = bool(problems) or found.iteration < (completed or 0)
+    other = found.world_size != dist.world_size or _agreed(dist, _started_otherwise, folder, dist.world_size)
+    behind = older or found.kind != "exact" or other
+    return TakenUp(found, None, problems, behind, found.iteration, least, older)
+
+
+def _started_otherwise(folder: RunFolder, world_size: int) -> bool:
+    """Return whether the last start had other ranks or versions: what it wrote later is not played again bit for bit.
+
+    A card that does not say so counts as another one.
+    """
+    told = (read_card(folder.path) or {}).get("told")
+    return not isinstance(told, dict) or (told.get("ranks"), told.get("versions")) != (world_size, versions())
 
 
 def _iteration(name: str) -> int:
@@ -258,6 +272,9 @@ def _agreed(dist: Dist, read: Any, *arguments: Any) -> Any:
 
 def _look(folder: RunFolder) -> tuple[list[str], int | None, bool]:
     """Return names of checkpoints, newest first, iteration of the last complete save, and if there is anything else."""
+    for path in (folder.models, folder.plots, folder.logs, folder.checkpoints, folder.path / "episodes"):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is not a folder: move it away, then start again; nothing was changed")
     names = [path.name for path in folders(folder.checkpoints)]
     entries = [*listed(folder.models), *listed(folder.checkpoints / "kept")]
     logs = [Path(entry.path) for entry in listed(folder.path / "episodes")]

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omagd.config.checks import is_file
 from omagd.config.schema import Config
 from omagd.run.set_aside import link
 from omagd.utils.checkpoint_store import Checkpoint, Damaged, folders, read_checkpoint
@@ -214,7 +213,7 @@ def _same_runs(root: Path, identity: str, console: logging.Logger) -> list[Path]
     found: list[tuple[float, Path]] = []
     for path in (Path(entry.path) for entry in listed(root)):
         entry = patiently(path / RUN_FILE, partial(read_entry, path / RUN_FILE, strict=True))
-        if "identity" not in entry and is_file(path / RUN_FILE):  # False where the folder cannot be entered
+        if "identity" not in entry and os.path.lexists(path / RUN_FILE):  # False where the folder cannot be entered
             console.warning(f"auto_resume=True: {readable(str(path / RUN_FILE))} is damaged: that run is not continued")
         if entry.get("identity") == identity:
             with suppress(OSError):

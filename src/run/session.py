@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import BatchedEnv
-from omagd.run.keeper import Keeper
 from omagd.runners.rollout import Runner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.episode_log import EpisodeLog
@@ -18,6 +18,9 @@ from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
 from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from omagd.run.keeper import Keeper
 
 RESTARTS = ("restarts", "worker_restarts")
 """Counters of an environment that tell what had died there."""

@@ -1,26 +1,28 @@
 """Cutting a run's files back to where it continues; what cannot be reproduced is kept in `set_aside/`.
 
 A run that continues from its newest complete checkpoint plays what came after it once more, so that may go. In every
-other case (an older checkpoint, lost episodes, weights alone) it is moved to `set_aside/<time>_<attempt>/`, under the
-names that it had. Each step may be the last one before a kill: files are linked before they are cut, checkpoints move
-after everything else, and the next start repeats what is left.
+other case (an older checkpoint, lost episodes, weights alone, other ranks or versions) it is moved to
+`set_aside/<time>_<attempt>/`, under the names that it had. Each step may be the last one before a kill: files are
+linked before they are cut, checkpoints move after everything else, and the next start repeats what is left.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omagd.utils.checkpoint_store import FORMAT, Damaged, clean, folders, read_checkpoint
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.run_folder import RunFolder, rank_of, write_json
 from omagd.utils.storage import ABSENT, listed, patiently, sync
 
 if TYPE_CHECKING:
@@ -30,6 +32,22 @@ SAVED = "saved.json"
 STAGES = ("stage1", "stage2", "stage3")
 Position = tuple[int, float]
 """A stage's place among the three, and its clock: epochs, or environment steps in stage 3."""
+
+OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+"""Errors where a file stands in the place of a folder, or the other way round."""
+
+
+@dataclass
+class Cut:
+    """What cutting a run's files back has found.
+
+    Attributes:
+        aside: folder of what was set aside, empty where nothing was. missing: bytes of lines that were there when the
+            checkpoint was written and are gone, by file below the run's folder.
+    """
+
+    aside: str = ""
+    missing: dict[str, int] = field(default_factory=dict)
 
 
 def read_saved(folder: RunFolder) -> int | None:
@@ -41,9 +59,9 @@ def read_saved(folder: RunFolder) -> int | None:
     path = folder.path / SAVED
     try:
         return int(json.loads(patiently(path, path.read_bytes))["iteration"])
-    except ABSENT:
+    except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (*ABSENT, ValueError, KeyError, TypeError, RecursionError):
         return 1
 
 
@@ -53,48 +71,44 @@ def note_saved(folder: RunFolder, iteration: int) -> None:
     sync(folder.path)
 
 
-def cut_back(folder: RunFolder, dist: Dist, taken: TakenUp) -> str:
-    """Cut a run's files back to what `taken` continues from; return the folder of what was set aside, or nothing.
+def cut_back(folder: RunFolder, dist: Dist, taken: TakenUp) -> Cut:
+    """Cut a run's files back to what `taken` continues from.
 
     What killed starts have left half written goes too. Called on every rank, while no rank of another start is alive;
     rank 0 does it, and no rank returns before. Errors: UserError, on all ranks, where the disk fails.
     """
     own = taken.found.own if taken.found is not None else None
     sizes = dist.gather(None if own is None else int(own["episode_bytes"]))
-    aside, problem = "", ""
+    cut, problem = Cut(), ""
     if dist.is_main:
         try:
-            aside = _cut(folder, taken, sizes)
+            cut = _cut(folder, taken, sizes)
         except OSError as error:
-            problem = f"{error.filename or folder.path} ({error.strerror or error})"
+            fix = "move it away" if error.errno in OCCUPIED else "free the disk or correct the permissions"
+            problem = f"{error.filename or folder.path} ({error.strerror or error}); {fix}"
         except UserError as error:
             problem = error.message
-    aside, problem = dist.broadcast((aside, problem))
+    cut, problem = dist.broadcast((cut, problem))
     if problem:
-        raise UserError(
-            f"the run cannot be prepared to continue: {problem}; free the disk or correct the permissions, then start"
-            " again: nothing is lost"
-        )
-    return aside
+        raise UserError(f"the run cannot be prepared to continue: {problem}, then start again: nothing is lost")
+    return cut
 
 
-def _cut(folder: RunFolder, taken: TakenUp, sizes: list[int | None]) -> str:
-    aside = Aside(folder) if taken.behind else None
-    for path, size in _ends(folder, taken, sizes):
-        if aside is not None:
-            aside.tail(path, size)
-        elif path.exists() and path.stat().st_size > size:
-            _truncate(path, size)
-    if aside is None:
-        folder.summary_json.unlink(missing_ok=True)
-    else:
-        aside.move(folder.summary_json)
-    for step in folder.saved_steps():
-        if step > taken.t_env and aside is None:
-            folder.remove_step(step)
-        elif step > taken.t_env and aside is not None:
-            aside.move(folder.step(step))
-    if aside is not None:
+def _cut(folder: RunFolder, taken: TakenUp, sizes: list[int | None]) -> Cut:
+    aside = Aside(folder)
+    for path in [*folder.files(), folder.path / SAVED, *folder.episode_logs()]:
+        if path.exists() and not path.is_file():  # a folder, say: the run could not write its file there
+            aside.move(path)
+    missing = _cut_lines(folder, taken, sizes, aside)
+    later = [folder.step(step) for step in folder.saved_steps() if step > taken.t_env]
+    for path in [folder.summary_json, *later]:
+        if taken.behind:
+            aside.move(path)
+        elif path == folder.summary_json:
+            path.unlink(missing_ok=True)
+        else:
+            folder.remove_step(int(path.name))
+    if taken.behind:
         for path in _pretrained_behind(folder, taken):
             aside.move(path)
         _keep_checkpoints(folder, taken, aside)
@@ -103,7 +117,21 @@ def _cut(folder: RunFolder, taken: TakenUp, sizes: list[int | None]) -> str:
         half.unlink(missing_ok=True)
     if taken.completed is not None and taken.completed != read_saved(folder):
         note_saved(folder, taken.completed)
-    return str(aside.path) if aside is not None and aside.used else ""
+    return Cut(str(aside.path) if aside.used else "", missing)
+
+
+def _cut_lines(folder: RunFolder, taken: TakenUp, sizes: list[int | None], aside: Aside) -> dict[str, int]:
+    """Cut the files that are appended to; return how many bytes are missing before the cut, by name."""
+    missing = {}
+    for path, size in _ends(folder, taken, sizes):
+        there = path.stat().st_size if path.exists() else 0
+        if there < size:
+            missing[str(path.relative_to(folder.path))] = size - there
+        elif taken.behind:
+            aside.tail(path, size)
+        elif there > size:
+            _truncate(path, size)
+    return missing
 
 
 def _truncate(path: Path, size: int) -> None:
@@ -119,12 +147,16 @@ def _ends(folder: RunFolder, taken: TakenUp, sizes: list[int | None]) -> Iterato
         for path in logs:
             yield path, _bytes_until(path, (2, taken.t_env - 0.5))  # `t_env` of a line is when its iteration began
         return
-    yield folder.metrics_jsonl, 0 if found is None else int(found.common["run"]["metrics_bytes"])
-    if found is not None:
-        sizes = sizes if found.own is not None else [int(part["episode_bytes"]) for part in found.everyone]
-    for path in logs:
-        rank = int(path.stem.rpartition("_")[2])
-        yield path, (sizes[rank] or 0) if rank < len(sizes) else 0
+    if found is None:
+        yield from ((path, 0) for path in (folder.metrics_jsonl, *logs))
+        return
+    run = found.common["run"]
+    yield folder.metrics_jsonl, int(run["metrics_bytes"])
+    each = sizes if found.own is not None else [int(part["episode_bytes"]) for part in found.everyone]
+    ends = {rank: size or 0 for rank, size in enumerate(each)}
+    if "earlier_ranks" in run:  # checkpoints of earlier versions do not note them: then those logs stay
+        ends = {**{rank_of(path): 0 for path in logs}, **run["earlier_ranks"], **ends}
+    yield from ((folder.episode_log(rank), ends[rank]) for rank in sorted(ends))
 
 
 def _bytes_until(path: Path, position: Position) -> int:

@@ -94,6 +94,10 @@ class RunFolder:
         """What the run reached."""
         return self.path / "summary.json"
 
+    def files(self) -> tuple[Path, ...]:
+        """Return the paths of the files that a run writes beside its episodes, text logs and weights."""
+        return self.config_json, self.env_info_json, self.card_json, self.metrics_jsonl, self.summary_json
+
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
@@ -105,7 +109,8 @@ class RunFolder:
 
     def episode_logs(self) -> list[Path]:
         """Return the notes of all ranks that are there."""
-        return sorted((self.path / "episodes").glob("rank_*.jsonl"))
+        found = (self.path / "episodes").glob("rank_*.jsonl")
+        return sorted(path for path in found if path.stem.removeprefix("rank_").isdecimal())
 
     @property
     def models(self) -> Path:
@@ -173,6 +178,11 @@ class RunFolder:
         if self.replays.is_dir():
             found["replays"] = self.replays
         return {name: str(path) for name, path in found.items()}
+
+
+def rank_of(episode_log: Path) -> int:
+    """Return the rank whose episodes a file notes."""
+    return int(episode_log.stem.removeprefix("rank_"))
 
 
 MACHINE = re.compile(
