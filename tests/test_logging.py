@@ -191,6 +191,12 @@ def test_a_failing_service_warns_once_and_the_others_go_on(tmp_path, text_log, c
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_the_block_says_of_how_many_episodes(tmp_path):
+    facts = RunFacts(tmp_path, env="skirmish", map_name="3m", totals={"epoch": 200, "episode": 6250})
+    head = render_block(Record({"episode": 320.0}, "stage3", "t_env", 10240), facts).splitlines()[0]
+    assert head == "Recent Stats | t_env: 10,240 | Episode: 320 / 6,250 | stage3 · skirmish 3m"
+
+
 def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp_path):
     values = {"episode": 320.0, "test_return_mean": 19.5, "epsilon": 0.05, "loss_td": 1.23e-5, "q_taken_mean": math.nan}
     values |= {f"metric_{i}": float(i) for i in range(8)} | {"eval/mse_ally_f3": 1.0}

@@ -202,7 +202,7 @@ def _logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, card: C
         map_name=config.map_name,
         world_size=dist.world_size,
         config=config.model_dump(mode="json"),
-        totals={"t_env": config.t_max, "epoch": config.graph_pretrain_epochs, "episode": config.max_episodes or 0},
+        totals={"epoch": config.graph_pretrain_epochs, **_ends(config)},
         card=card,
         saved={} if found is None else found.common["run"]["sinks"],
         wandb_project=config.wandb_project,
@@ -253,6 +253,11 @@ def _say_start(session: Session, card: Card) -> None:
     for line in memory_warnings(config, info, ranks_here(dist.world_size)):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
+
+
+def _ends(config: Config) -> dict[str, int]:
+    """Return where stage 3 ends: in episodes where those are given, since `t_max` is then an upper bound."""
+    return {"t_env": config.t_max} if config.max_episodes is None else {"episode": config.max_episodes}
 
 
 def _settle(session: Session, card: Card, stages: dict[str, Any]) -> Card:

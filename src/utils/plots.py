@@ -255,12 +255,12 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
     elif min(values) >= 0:
         axis.set_ylim(0, 1.06 * max(values) or 1.0)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    _dress(axis, legend=len(lines) > 1)
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    _dress(axis, legend=len(lines) > 1, below=len(lines) > 3)
 
 
-def _dress(axis: Any, legend: bool) -> None:
-    """Give a diagram its grid, ticks and frame, and a legend if it shall have one."""
+def _dress(axis: Any, legend: bool, below: bool = False) -> None:
+    """Give a diagram its grid, ticks and frame, and a legend if it shall have one; below it, where it hides no line."""
     axis.grid(color=GRID, lw=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5, colors=FAINT, length=0)
@@ -268,4 +268,5 @@ def _dress(axis: Any, legend: bool) -> None:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color("#c5ced8")
     if legend:
-        axis.legend(fontsize=8.5, labelcolor=INK, facecolor="white", framealpha=0.75, edgecolor="none")
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncol": 2} if below else {}
+        axis.legend(fontsize=8.5, labelcolor=INK, facecolor="white", framealpha=0.75, edgecolor="none", **place)
