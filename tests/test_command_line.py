@@ -168,11 +168,37 @@ def test_sacred_records_a_failure_and_lets_it_through(empty_folder):
     config = resolve("qmix", updates={"local_results_path": str(empty_folder)})
 
     def mode(_run, given, log):
+        _run.info["folder"] = "run"
         raise UserError("batch_size=7: no")
 
     with pytest.raises(UserError, match="batch_size=7"):
         run_recorded(config, mode)
     assert json.loads((empty_folder / "sacred" / "1" / "run.json").read_text())["status"] == "FAILED"
+
+
+def test_a_rejected_start_is_one_line_without_a_record(empty_folder, monkeypatch, capfd):
+    """A list of which one run has begun keeps its record."""
+
+    def rejected(config, token):
+        raise UserError("local_results_path=x: cannot be written. Give another one")
+
+    monkeypatch.setattr("omagd.run.launch.claimed_folder", rejected)
+    command = ["--config=qmix", "with", "use_cuda=False"]
+    assert main(command) == 2
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "error: local_results_path=x: cannot be written. Give another one\n")
+    assert [path for path in empty_folder.rglob("*") if path.name.isdigit()] == []
+
+    def begun(config, token, channel, begun):
+        begun(str(empty_folder / token))
+        rejected(config, token)
+
+    monkeypatch.setattr("omagd.run.run.launch", begun)
+    assert main(command) == 2
+    (record,) = empty_folder.rglob("run.json")
+    assert json.loads(record.read_text())["status"] == "FAILED"
+    said = capfd.readouterr()
+    assert "Failed after" not in said.out + said.err
 
 
 def test_ranks_without_observers_write_nothing(empty_folder):

@@ -65,14 +65,19 @@ def _nothing(folder: str) -> None:
 
 
 def _run_one(_run: Any, config: Config, begun: Callable[[str], None]) -> dict[str, Any]:
+    def found(folder: str) -> None:
+        if _run is not None:
+            _run.info["folder"] = folder
+        begun(folder)
+
     facts = config.name, config.env, config.map_name, config.seed
     token = config.unique_token or make_token(*facts, evaluation=config.evaluate)
     if _run is None or not make_plan(config).spawns:
-        summary = launch(config, token, _run, begun)
+        summary = launch(config, token, _run, found)
     else:
         relay = SacredRelay(_run)
         try:
-            summary = launch(config, token, relay.sender, begun)
+            summary = launch(config, token, relay.sender, found)
         finally:
             relay.stop()
     _show(render_summary(summary))

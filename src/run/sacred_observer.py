@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -64,6 +65,11 @@ class BoundedObserver(FileStorageObserver):
             without = "this run has no Sacred record; --file_storage=DIR puts it elsewhere"
             setup_logging(None).warning(f"{self.basedir} cannot be written ({problem.strerror}): {without}")
             return None
+
+    def discard(self) -> None:
+        """Remove this record, of a start that was rejected before there was a run folder."""
+        if self.dir is not None:
+            shutil.rmtree(self.dir, ignore_errors=True)
 
     def save_json(self, obj: Any, filename: str) -> None:
         """Write a file of the record."""

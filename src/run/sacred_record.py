@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ def run_recorded(
         options: Sacred's own command-line options by flag, such as {"--comment": "why"}.
 
     Errors: UserError where the folder of the records cannot be made; whatever `run_mode` raises, recorded as FAILED or
-        INTERRUPTED.
+        INTERRUPTED. A UserError before there is a run folder leaves no record.
     """
     where = _records(config, folder) if observe else None
     experiment = _experiment()
@@ -43,18 +44,35 @@ def run_recorded(
 
         experiment.observers.append(BoundedObserver(str(where)))
     returned: list[Any] = []
+    begun: list[Any] = []
 
     def main(_run: Any, _log: logging.Logger) -> None:
+        begun.append(_run)
         result = run_mode(_run, config, _log)
         returned.append(result)
         _run.info["result"] = result
 
     experiment.main(main)
+    logger = logging.getLogger("omagd")
+    logger.addFilter(_is_needed)
     try:
         experiment.run(options={**(options or {}), "--unobserved": not observe})
+    except UserError:
+        # Ranks of torchrun do not report their folder here, so their records stay.
+        if begun and "folder" not in begun[0].info and "RANK" not in os.environ:
+            for observer in begun[0].observers:
+                observer.discard()
+        raise
     finally:
+        logger.removeFilter(_is_needed)
         STORAGE.close()
     return returned[0]
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    """Return False for Sacred's lines on the start and the failure of a run: the program has lines of its own."""
+    sacreds = "sacred" in Path(record.pathname).parts and record.module == "run"
+    return not (sacreds and str(record.msg).startswith(("Running command", "Started", "Failed after", "Aborted after")))
 
 
 def _records(config: Config, folder: str | None) -> Path:
