@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import graph_toys
@@ -18,11 +20,12 @@ from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_step import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.run.agreement import held_in_common
-from omagd.run.command_line import config_from
-from omagd.run.stages.health import MOST_SKIPPED, Health, first_not_finite
+from omagd.run.command_line import config_from, main
+from omagd.run.stages.health import MOST_SKIPPED, Health
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes
+from omagd.utils.state_tree import first_not_finite
 
 torch.set_num_threads(1)
 
@@ -188,3 +191,45 @@ def test_a_checkpoint_never_holds_what_is_not_finite(tmp_path, monkeypatch) -> N
     assert saved
     for path in saved:
         assert first_not_finite(torch.load(path, weights_only=True)) is None, path
+
+
+def with_nan(tree: Any) -> Any:
+    """Return a copy of a file's content whose last number of each float tensor is NaN."""
+    if isinstance(tree, torch.Tensor) and tree.is_floating_point():
+        tree = tree.clone()
+        tree.view(-1)[-1:] = math.nan
+        return tree
+    if isinstance(tree, dict):
+        return {key: with_nan(value) for key, value in tree.items()}
+    return [with_nan(value) for value in tree] if isinstance(tree, list) else tree
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("{step}/agent.th", "checkpoint_path"),
+        ("{step}/opt.th", "checkpoint_path"),
+        ("pretrain_stage1_best/tokenizer.th", "pretrained_tokenizer_path"),
+        ("pretrain_stage2_best/stage2_model.th", "pretrained_mask_predictor_path"),
+    ],
+)
+def test_weights_that_are_not_finite_are_neither_played_nor_continued_from(small_run, tmp_path, capsys, file, key):
+    run = tmp_path / "run"
+    shutil.copytree(small_run, run, ignore=shutil.ignore_patterns("checkpoints", "pretrain_buffer"))
+    step = max(int(path.name) for path in (run / "models").iterdir() if path.name.isdigit())
+    path = run / "models" / file.format(step=step)
+    torch.save(with_nan(torch.load(path, weights_only=True)), path)
+    keys = {"pretrained_tokenizer_path": "stage1", "pretrained_mask_predictor_path": "stage2"}
+    best = [f"{name}={run / 'models' / f'pretrain_{stage}_best'}" for name, stage in keys.items()]
+    words = ["--config=omagd_small", "with", *BUDGETS, *best, f"checkpoint_path={run}", "auto_resume=False"]
+    attempts = [[*words, f"local_results_path={tmp_path}"]]
+    if path.name != "opt.th":
+        attempts.append(["evaluate", str(run)])
+        with pytest.raises(UserError, match=f"{path} holds values that are not finite"):
+            omagd.load_policy(run)
+    for attempt in attempts:
+        assert main(attempt) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {key}={path} holds values that are not finite (in '"), said
+        assert said.count("\n") == 1
+    assert [entry.name for entry in Path(tmp_path).iterdir()] == ["run"]

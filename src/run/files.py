@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.run.build import require_same_weights
-from omagd.utils.checkpoint import LEARNER_FILE, find_step_folder, keep_file, load_file, load_into
+from omagd.utils.checkpoint import LEARNER_FILE, find_step_folder, keep_file, load_file, load_into, require_finite
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def load_learner(learner: Any, folder: Path) -> dict[str, int]:
         load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
     path = folder / LEARNER_FILE
     state = load_file(path, "checkpoint_path")
+    require_finite(state, path, "checkpoint_path")
     try:
         learner.load_state_dict(state["learner"])
         return dict(state["clock"])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from omagd.utils.errors import UserError
+from omagd.utils.state_tree import first_not_finite
 from omagd.utils.writing import STORAGE
 
 AGENT_FILE, MIXER_FILE, LEARNER_FILE = "agent.th", "mixer.th", "opt.th"
@@ -56,7 +57,10 @@ def load_file(path: Path, key: str) -> dict[str, Any]:
 
 
 def load_into(module: nn.Module, weights: Mapping[str, Any], path: Path, key: str) -> None:
-    """Load `weights` into `module`. Errors: UserError that names the first tensor that does not fit."""
+    """Load `weights` into `module`.
+
+    Errors: UserError that names the first tensor that does not fit, or that holds what is not finite.
+    """
     own = module.state_dict()
     for name in [*own, *weights]:
         here, there = own.get(name), weights.get(name)
@@ -64,7 +68,17 @@ def load_into(module: nn.Module, weights: Mapping[str, Any], path: Path, key: st
             sizes = f"{_shape(there)} in the file, {_shape(here)} in this configuration"
             mend = "use the --config, map and sizes that it was trained with"
             raise UserError(f"{key}={path} does not fit: '{name}' is {sizes}; {mend}")
+    require_finite(weights, path, key)
     module.load_state_dict(dict(weights))
+
+
+def require_finite(content: Any, path: Path, key: str) -> None:
+    """Refuse to act on or continue from tensors that hold a NaN or an infinity. Errors: UserError."""
+    if broken := first_not_finite(content):
+        raise UserError(
+            f"{key}={path} holds values that are not finite (in '{broken}'): its training failed or the file is"
+            " damaged; give an earlier step's folder or another run"
+        )
 
 
 def _shape(tensor: torch.Tensor | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,3 +40,20 @@ def thawed(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(thawed(value) for value in tree)
     return tree
+
+
+def first_not_finite(tree: Any) -> str | None:
+    """Return where in nested dicts and lists the first tensor stands that holds a NaN or an infinity, None if none."""
+    for path, tensor in _tensors(tree):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return path
+    return None
+
+
+def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, (Mapping, list, tuple)):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            yield from _tensors(value, f"{path}.{key}" if path else str(key))

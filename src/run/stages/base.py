@@ -17,10 +17,11 @@ from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.agreement import require_agreement
 from omagd.run.memory import told
 from omagd.run.session import Session
-from omagd.run.stages.health import Health, first_not_finite
+from omagd.run.stages.health import Health
 from omagd.utils.clock import Clock, Due
 from omagd.utils.metrics import Metrics
 from omagd.utils.seeding import generator, seed_everything
+from omagd.utils.state_tree import first_not_finite
 
 
 @dataclass(frozen=True)

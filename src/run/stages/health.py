@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -90,20 +89,3 @@ class Health:
     def load_state_dict(self, state: list[int]) -> None:
         """Continue from `state_dict()`."""
         self._unread, self._counts = [], [int(count) for count in state]
-
-
-def first_not_finite(tree: Any) -> str | None:
-    """Return where in nested dicts and lists the first tensor stands that holds a NaN or an infinity, None if none."""
-    for path, tensor in _tensors(tree):
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            return path
-    return None
-
-
-def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        for key, value in items:
-            yield from _tensors(value, f"{path}.{key}" if path else str(key))
