@@ -252,6 +252,8 @@ def test_bar_shows_time_and_lines_do_not_tear_it(monkeypatch):
         handler.emit(logging.LogRecord("omagd", logging.INFO, "", 0, "a line", None, None))
         bar.set(1500)
         assert bar._bar.n == 1000, "a clock may pass the total, the bar does not"
+        bar.set(1600, total=2000)
+        assert (bar._bar.n, bar._bar.total) == (1600, 2000), "an end that is estimated moves"
     text = stream.getvalue()
     assert "stage3" in text and "60%" in text and "steps/s" in text
     written = [line for line in text.replace("\r", "\n").split("\n") if "a line" in line]

@@ -58,11 +58,10 @@ class Progress:
 
     def set(self, at: int, total: int | None = None) -> None:
         """Go to `at`; a clock that passes the total fills the bar and no more. total: a new estimate of the end."""
-        ahead = at - self._at
         self._at = at
         if not self._bar.disable:
             self._bar.total = self._bar.total if total is None else total
-            self._bar.update(max(0, min(ahead, self._bar.total - self._bar.n)))
+            self._bar.update(max(0, min(at, self._bar.total) - self._bar.n))
 
     def note(self, **values: float) -> None:
         """Show values behind the bar."""
