@@ -9,18 +9,24 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from runner_toys import FakeEnv, Probe, runner_of
 from steady_walk import SteadyArgs, SteadyWalk
 
+from omagd.config.loading import resolve
+from omagd.envs import REGISTRY
 from omagd.envs.adapters import SerialEnvs
+from omagd.run.preflight import describe_env
+from omagd.run.session import Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.measures import Measures
-from omagd.utils.pulse import Pulse, beating, watching
-from omagd.utils.signals import Stopped, deferred, raise_in_main_thread, stoppable
+from omagd.utils.pulse import BUILDING, CLOSING, Pulse, beating, ended_if_hung, watching
+from omagd.utils.signals import Stopped, deferred, raise_in_main_thread, stoppable, unhurried
 
 
 class Board:
@@ -60,6 +66,10 @@ def end(pulses: list[Pulse]) -> None:
         pulse.stop()
         pulse.join(30)
     assert not any(pulse.is_alive() for pulse in pulses)
+
+
+def wait_for_ever() -> None:
+    time.sleep(30)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -182,7 +192,40 @@ def test_slots_and_seeds_are_named_where_all_battles_are_one_object_of_this_proc
     named = [f"slot {slot} from seed {seed}" for slot, seed in asked.items()]
     assert line.endswith(f" s, in {', '.join(named[:4])}{', …' * (len(named) > 4)}")
     assert "in stuck_in_call" in stack
-    assert dist.waits.at_work() == {}, "nothing is asked once all has been played"
+    assert dist.waits.asked is None, "nothing is asked once all has been played"
+
+
+@pytest.mark.parametrize("call, phase", [("__init__", BUILDING), ("close", CLOSING)])
+def test_an_environment_that_cannot_be_built_or_closed_is_found_before_the_run_begins(call, phase, monkeypatch, caplog):
+    def never_over(*_: object) -> None:
+        time.sleep(10)
+
+    logging.getLogger("omagd").propagate = True
+    config = resolve("qmix", "skirmish", {"dist_timeout_minutes": 0.2 / 60})
+    monkeypatch.setattr(REGISTRY.get("skirmish"), call, never_over)
+    with pytest.raises(RankFailed, match=rf"^rank 0 \(host \S+, process {os.getpid()}\) hangs: in {phase} for \d+ s$"):
+        describe_env(config)
+    assert "in never_over\n    time.sleep(10)" in caplog.text
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_session_whose_environment_cannot_be_closed_is_ended(late):
+    """late: also while the process holds back signals, as it does when it closes the run."""
+    dist = Dist()
+    nothing = SimpleNamespace(close=lambda: None)
+    session = SimpleNamespace(dist=dist, keeper=nothing, episode_log=nothing, env=SimpleNamespace(close=wait_for_ever))
+    with pytest.raises(RankFailed, match=f"in {CLOSING} for"), stoppable(), ended_if_hung(dist, 0.2):
+        with unhurried() if late else nullcontext():
+            Session.close(session)
+
+
+def test_a_process_that_no_error_can_free_is_ended(monkeypatch):
+    dist, ended = Dist(), []
+    monkeypatch.setattr("omagd.utils.pulse.CLOSING_SECONDS", 0.1)
+    monkeypatch.setattr("omagd.utils.pulse.leave_hung", lambda line, stack: ended.append(line))
+    with ended_if_hung(dist, 0.1, lambda: ended.append("finished")), dist.waits.doing(CLOSING):
+        wait_until(lambda: len(ended) == 2)  # outside `stoppable` no error reaches this thread
+    assert ended[0] == "finished" and CLOSING in ended[1]
 
 
 def test_long_work_that_goes_on_or_belongs_to_a_disk_or_another_rank_is_no_hang():

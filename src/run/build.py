@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,8 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
     """Return one rank's session: environment, its facts, and a runner for each purpose."""
     torch.set_num_threads(config.torch_threads)
     runner_class = runners.REGISTRY.get(config.runner)
-    began = time.perf_counter()
-    dist.waits.place = lambda: ("", BUILDING, began)
-    env = make_env(config.env, dict(config.env_args), n_slots(config), processes=config.env_processes)
+    with dist.waits.doing(BUILDING):
+        env = make_env(config.env, dict(config.env_args), n_slots(config), processes=config.env_processes)
     # Half, so that the episodes are played again before the other ranks, which wait for them, give up.
     env.be_patient(30 * config.dist_timeout_minutes)
     dist.waits.slots = env.slots_at_work

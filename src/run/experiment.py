@@ -97,9 +97,11 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
                 if dist.is_main:
                     _finish_files(folder, summary)
             finally:
-                if session is not None:
-                    session.close()
-                logger.close(exit_state)
+                try:
+                    if session is not None:
+                        session.close()
+                finally:
+                    logger.close(exit_state)
     return summary
 
 

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,9 +46,9 @@ from omagd.utils.dist_utils import (
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
 from omagd.utils.logging import setup_logging
 from omagd.utils.owned_folder import read_entry
-from omagd.utils.pulse import Hung, beating, watching
+from omagd.utils.pulse import Hung, beating, ended_if_hung, leave_hung, watching
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.signals import CLOSING_SECONDS, Stopped, raise_in_main_thread, stop_requested, stoppable, unhurried
+from omagd.utils.signals import CLOSING_SECONDS, Stopped, stop_requested, stoppable, unhurried
 from omagd.utils.writing import STORAGE
 
 
@@ -73,24 +74,13 @@ def launch(
 
 
 def _run_alone(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any]:
-    """Run in this process. If it hangs, an error is raised in its main thread; it ends if that changes nothing."""
+    """Run in this process."""
     from omagd.run.experiment import run_experiment
 
-    started, over, dist = time.time(), threading.Event(), Dist(device=plan.device(0))
-
-    def hung(line: str, stack: str) -> None:
-        logging.getLogger("omagd").error("%s\n%s", line, stack.rstrip())
-        raise_in_main_thread(RankFailed(line))
-        if over.wait(CLOSING_SECONDS):
-            return
-        _close_books(config, plan, path, started, "failed", 0)
-        _leave_hung(line, "")
-
-    try:
-        with watching(dist, 60 * config.dist_timeout_minutes, hung):
-            return run_experiment(config, dist, path, channel)
-    finally:
-        over.set()
+    dist = Dist(device=plan.device(0))
+    finish = partial(_close_books, config, plan, path, time.time(), "failed", 0)
+    with ended_if_hung(dist, 60 * config.dist_timeout_minutes, finish):
+        return run_experiment(config, dist, path, channel)
 
 
 @contextmanager
@@ -131,7 +121,7 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
         config = config.model_copy(update={"auto_resume": True})
     end_with_launcher()
     with (
-        _group(rank, plan, local_rank(plan.world_size), port, config, attempt, _leave_hung) as dist,
+        _group(rank, plan, local_rank(plan.world_size), port, config, attempt, leave_hung) as dist,
         ExitStack() as held,
     ):
         claim = _claim_together(config, token, dist, held)
@@ -155,13 +145,6 @@ def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> 
     if isinstance(claim, UserError):
         raise claim
     return claim
-
-
-def _leave_hung(line: str, stack: str) -> NoReturn:
-    """End this rank, whose main thread hangs or waits in vain for another one; torchrun ends the others."""
-    sys.stderr.write(f"error: {line}\n{stack}")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 @contextmanager

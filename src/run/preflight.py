@@ -82,14 +82,24 @@ def preflight(config: Config) -> Outlook:
 
 
 def describe_env(config: Config) -> EnvInfo:
-    """Return the facts of the configured environment, asked of one battle that is closed again."""
-    from omagd.envs.factory import make_env
+    """Return the facts of the configured environment, asked of one battle that is closed again.
 
-    env = make_env(config.env, dict(config.env_args), 1, processes=False)
-    try:
-        return env.info
-    finally:
-        env.close()
+    Errors: RankFailed where building or closing it takes longer than `dist_timeout_minutes`.
+    """
+    from omagd.envs.factory import make_env
+    from omagd.utils.dist_utils import Dist
+    from omagd.utils.pulse import BUILDING, CLOSING, ended_if_hung
+    from omagd.utils.signals import stoppable
+
+    dist = Dist(int(os.environ.get("RANK", 0)))
+    with stoppable(), ended_if_hung(dist, 60 * config.dist_timeout_minutes):
+        with dist.waits.doing(BUILDING):
+            env = make_env(config.env, dict(config.env_args), 1, processes=False)
+        try:
+            return env.info
+        finally:
+            with dist.waits.doing(CLOSING):
+                env.close()
 
 
 def registry_of(package: str) -> Registry:

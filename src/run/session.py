@@ -17,6 +17,7 @@ from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
 from omagd.utils.metrics import added
+from omagd.utils.pulse import CLOSING
 from omagd.utils.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -88,4 +89,5 @@ class Session:
         """Release the environment and the files, once what is being saved is saved."""
         self.keeper.close()
         self.episode_log.close()
-        self.env.close()
+        with self.dist.waits.doing(CLOSING):
+            self.env.close()

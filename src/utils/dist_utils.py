@@ -53,6 +53,16 @@ class Waits:
     slots: Callable[[], dict[int, int]] = dict
     asked: tuple[np.ndarray, np.ndarray] | None = None
 
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Within, this is where the rank is."""
+        before, began = self.place, time.perf_counter()
+        self.place = lambda: ("", phase, began)
+        try:
+            yield
+        finally:
+            self.place = before
+
     def enter(self) -> None:
         """Note that this rank begins an exchange with all others."""
         self.entered += 1
@@ -67,13 +77,6 @@ class Waits:
     def ask(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Note that the environment is asked for the slots `which` ([B] bool), whose episodes have `seeds` ([B])."""
         self.asked = which, seeds
-
-    def at_work(self) -> dict[int, int]:
-        """Return the seeds of the slots at work, by slot: those that the environment names, else all asked for."""
-        named, asked = self.slots(), self.asked
-        if named or asked is None:
-            return named
-        return {slot: int(asked[1][slot]) for slot in np.flatnonzero(asked[0]).tolist()}
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -17,14 +17,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
 
 from omagd.utils.dist_utils import Dist
-from omagd.utils.signals import ending
+from omagd.utils.errors import RankFailed
+from omagd.utils.signals import CLOSING_SECONDS, ending, raise_in_main_thread
 
 LOG = logging.getLogger("omagd")
 BUILDING = "building the environment"
-WATCHED = frozenset({BUILDING, "collect", "update", "sample", "replay", "test", "opponents"})
+CLOSING = "closing the environment"
+WATCHED = frozenset({BUILDING, CLOSING, "collect", "update", "sample", "replay", "test", "opponents"})
 """Phases in which standing still is a hang. Reading and writing files may take as long as the disk needs."""
 
 Hung = Callable[[str, str], None]
@@ -193,14 +197,19 @@ class Watchdog(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Watch no longer; return once no more errors can arrive from here."""
         self._ended.set()
+        self.join(1.0)
 
     def _slots(self) -> tuple[tuple[int, int], ...]:
+        """Return slots at work with their seeds: those that the environment names, else all that it is asked for."""
         try:
-            return tuple(self.dist.waits.at_work().items())
+            named, asked = self.dist.waits.slots(), self.dist.waits.asked
         except Exception:  # noqa: BLE001 (an environment that is being closed; the watch goes on)
             return ()
+        if named or asked is None:
+            return tuple(named.items())
+        return tuple((slot, int(asked[1][slot])) for slot in np.flatnonzero(asked[0]).tolist())
 
     def _line(self, quiet: float, place: str) -> str:
         slots = self._slots()
@@ -222,6 +231,36 @@ def watching(dist: Dist, timeout: float, hung: Hung) -> Iterator[None]:
         yield
     finally:
         watchdog.stop()
+
+
+def leave_hung(line: str, stack: str) -> NoReturn:
+    """End this process, whose main thread hangs or waits in vain for another rank; torchrun ends the others."""
+    sys.stderr.write(f"error: {line}\n{stack}")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@contextmanager
+def ended_if_hung(dist: Dist, timeout: float, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within, and within `stoppable`, a hang of this process raises RankFailed in its main thread.
+
+    The process ends with exit code 1 where that changes nothing. timeout: as in `Watchdog`. finish: called before it
+    ends in that way.
+    """
+    over = threading.Event()
+
+    def hung(line: str, stack: str) -> None:
+        LOG.error("%s\n%s", line, stack.rstrip())
+        raise_in_main_thread(RankFailed(line))
+        if not over.wait(CLOSING_SECONDS):
+            finish()
+            leave_hung(line, "")
+
+    with watching(dist, timeout, hung):
+        try:
+            yield
+        finally:
+            over.set()
 
 
 @contextmanager
