@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -262,3 +264,12 @@ def test_main_keeps_its_folder_off_the_path_and_names_a_foreign_installation(emp
     assert done.returncode == 0
     assert done.stdout.startswith("omagd ")
     assert "warning: running the installed omagd" in done.stderr
+
+
+def test_the_exit_code_stands_where_standard_error_cannot_be_written(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert main(["--config=nothing"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,21 +62,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        sys.stderr.write(error.render() + "\n")
+        _complain(error.render())
         return USER_ERROR_EXIT_CODE
     except RunFailed as error:
-        sys.stderr.write(visible(f"error: {error}\n", kept="\n"))
+        _complain(visible(f"error: {error}", kept="\n"))
         return 1
     except SystemExit as error:  # of an environment, while it is checked
-        sys.stderr.write(f"error: {exit_line(error)}\n")
+        _complain(f"error: {exit_line(error)}")
         return 1
     except Stopped as stop:
         if "RANK" not in os.environ or os.environ["RANK"] == "0":
-            sys.stderr.write(f"interrupted by {stop}{visible(stop.where)}\n")
+            _complain(f"interrupted by {stop}{visible(stop.where)}")
         return stop.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        _complain("interrupted")
         return INTERRUPTED_EXIT_CODE
+
+
+def _complain(line: str) -> None:
+    """Write a line to standard error; where that cannot be written (a full disk), the exit code says it alone."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def config_from(argv: Sequence[str]) -> Config:
