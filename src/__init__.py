@@ -8,9 +8,16 @@ if __name__ != "omagd":
 __version__ = "0.1.0"
 
 
+__all__ = ["__version__", "load_policy", "make", "play", "run"]  # noqa: F822 the functions are loaded on first use
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     """Load the Python interface on first use, so that `import omagd` needs no torch."""
-    if name in {"run", "load_policy", "make", "play"}:
+    if name in __all__:
         from omagd.run import api
 
         return getattr(api, name)

@@ -153,6 +153,20 @@ def test_tables_mark_rows_with_another_card(tmp_path):
     assert "*" not in seeds_table(results[:1] * 2)
 
 
+def test_an_evaluation_beside_a_training_is_marked_as_one(tmp_path):
+    """What only a training has is no difference; what both have is."""
+    training = card_of()
+    compared = {name: training["compared"][name] for name in ("env", "map", "game", "precision")}
+    played = {"test_episodes": 6, "greedy": True, "trained": training["id"]}
+    evaluation = {**training, "id": "0", "kind": "evaluation", "compared": {**compared, **played}}
+    rows = [result(tmp_path, 1, training), {**result(tmp_path, 2, evaluation), "kind": "evaluation"}]
+    head, _, first, second, _, note = runs_table(rows).splitlines()
+    assert [line.split()[-2] for line in (head, first, second)] == ["kind", "training", "evaluation"]
+    episodes = training["compared"]["test_episodes"]
+    assert note.endswith(f"run run2: evaluation, not training; test_episodes 6, not {episodes}")
+    assert "kind" not in runs_table(rows[:1])
+
+
 def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys, caplog):
     caplog.set_level("INFO", logger="omagd")
     summaries = [

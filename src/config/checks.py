@@ -158,8 +158,6 @@ def _playing(config: Config) -> None:
             " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To play an agent:"
             " python -m omagd evaluate <run folder>"
         )
-    if config.save_replay and not config.evaluate:
-        raise UserError("save_replay=True: replays are written when a checkpoint is played. Add evaluate=True")
     if config.evaluate and config.pretrain_only:
         raise UserError("evaluate=True and pretrain_only=True contradict each other: drop one of the two")
     if config.load_step and not config.checkpoint_path:

@@ -105,7 +105,12 @@ def differences(card: Card | None, first: Card | None) -> str:
         return "" if card is first else f"{NO_CARD}, so it cannot be told" if card is None else "the first row has none"
     ours, theirs = card["compared"], first["compared"]
     names = [name for name in dict.fromkeys([*theirs, *ours]) if ours.get(name) != theirs.get(name)]
-    return "; ".join(f"{name} {_said(ours, name)}, not {_said(theirs, name)}" for name in names)
+    kind, first_kind = (each.get("kind", "training") for each in (card, first))
+    words = []
+    if kind != first_kind:  # a training has facts that an evaluation does not have, such as its updates
+        words = [f"{kind}, not {first_kind}"]
+        names = [name for name in names if name.startswith("env_args.") or name in ours and name in theirs]
+    return "; ".join([*words, *(f"{name} {_said(ours, name)}, not {_said(theirs, name)}" for name in names)])
 
 
 def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -116,9 +116,11 @@ def _known(key: str, name: str, registry: Registry) -> None:
 
 
 def _check_replays(config: Config) -> None:
-    """Refuse `save_replay` where the environment has no replays."""
+    """Refuse `save_replay` where the environment has no replays, or where nothing is played greedily."""
     if config.save_replay and not writes_replays(config.env):
         raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out")
+    if config.save_replay and not config.evaluate:
+        raise UserError("save_replay=True: replays are written when a checkpoint is played. Add evaluate=True")
 
 
 def writes_replays(env: str) -> bool:

@@ -145,13 +145,18 @@ def seeds_table(results: Sequence[Summary]) -> str:
 
 
 def runs_table(results: Sequence[Summary]) -> str:
-    """Return a table of any runs: a row for each, marked where its card is not that of the first."""
+    """Return a table of any runs: a row for each, marked where its card is not that of the first.
+
+    Where a row is an evaluation, a column tells evaluations from trainings.
+    """
     labels = [Path(summary["folder"]).name for summary in results]
     (head, *rows), notes = _rows(results, labels, "run", _columns(results))
-    head.append("card")
-    for row, summary in zip(rows, results, strict=True):
+    kinds = [str(summary.get("kind", "training")) for summary in results]
+    more = ["kind"] if "evaluation" in kinds else []
+    head += [*more, "card"]
+    for row, summary, kind in zip(rows, results, kinds, strict=True):
         card = _card(summary)
-        row.append(card["id"] if card else "-")
+        row += [*([kind] if more else []), card["id"] if card else "-"]
     lines = _aligned([head, *rows])
     rule = "─" * max(map(len, lines))
     return "\n".join([lines[0], rule, *lines[1:], rule, *notes])
