@@ -252,6 +252,30 @@ def _same_as_batched(env: ParallelBattle, batched: BatchedEnv) -> None:
         assert {info[name] for info in parts[3].values()} == {final.item(0)}
 
 
+def test_the_interface_names_what_it_expects():
+    assert {"run", "load_policy", "make", "play"} <= set(dir(omagd)) & set(omagd.__all__)
+    env = omagd.make("matrix_game")
+
+    class Nobody:
+        def reset(self) -> None:
+            """Remember nothing."""
+
+        def act(self, obs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+            return mask.argmax(-1)
+
+    with pytest.raises(TypeError, match=r"policy=None: give what load_policy returns, or an object with reset\(\)"):
+        omagd.play(None, env, 1)
+    for other in (None, "matrix_game"):
+        with pytest.raises(TypeError, match=f"env={other!r}: give an environment that omagd.make returns"):
+            omagd.play(Nobody(), other, 1)
+    assert omagd.play(Nobody(), env, 1)["totals"]["episodes"] == 1
+    env.close()
+    env.close()
+    for call in (env.reset, lambda: env.step({}), env.full_observations, lambda: omagd.play(Nobody(), env, 1)):
+        with pytest.raises(ValueError, match=r"the environment matrix_game.* is closed: make another one"):
+            call()
+
+
 def test_the_parallel_interface_refuses_what_it_cannot_play():
     env = omagd.make("skirmish", map_name="3m")
     with pytest.raises(RuntimeError, match="call reset"):

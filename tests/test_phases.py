@@ -139,6 +139,10 @@ def test_the_report_has_a_row_for_each_stage():
     assert first.split()[3:] == ["10.0", "%", "90.0", "%"]
     assert last.split()[:4] == ["stage3", "3", "min", "20"]
     assert phases_table({"stages": {}}) == []
+    continued = {"id": "0", "compared": {}, "resumed": [{"kind": "exact"}]}
+    for again in ({"restarts": 1}, {"restarts": 0, "card": continued}):
+        assert phases_table({"stages": stages, **again})[0].startswith("Time since the last start  wall ")
+    assert phases_table({"stages": stages, "restarts": 0, "card": {**continued, "resumed": []}})[0] == heads
 
 
 def test_a_trace_is_bounded_and_holds_the_phases(tmp_path, monkeypatch):

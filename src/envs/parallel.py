@@ -44,6 +44,7 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         label = f"{env.info.name}_{env.info.map_name}".rstrip("_")
         self.metadata = {"name": label, "render_modes": [], "is_parallelizable": True}
         self._env = env
+        self._closed = False
         self._slot = np.ones(1, bool)
         self._rng = np.random.default_rng()
         self._masks = np.zeros((env.info.n_agents, env.info.n_actions), np.int8)
@@ -73,7 +74,9 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         Args:
             seed: the episode's seed; later resets without one draw theirs from a generator that starts from it.
             options: not used, as the interface allows.
+        Errors: ValueError once the environment is closed.
         """
+        self._require_open()
         if seed is not None:
             self._rng = np.random.default_rng(seed)
         chosen = int(self._rng.integers(2**62)) if seed is None else int(seed)
@@ -86,8 +89,10 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
     ) -> tuple[Observations, dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
         """Play one action of each agent; return observations, rewards, terminations, truncations, infos.
 
-        Errors: RuntimeError before `reset`; ValueError for a missing agent or an action that is not available.
+        Errors: RuntimeError before `reset`; ValueError for a missing agent, an action that is not available or a closed
+            environment.
         """
+        self._require_open()
         if not self.agents:
             raise RuntimeError("the episode has ended or not begun: call reset")
         result = self._env.step(self._chosen(actions)[None], self._slot)
@@ -109,7 +114,11 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         return self._state.copy()
 
     def full_observations(self) -> np.ndarray:
-        """Return what all agents would see without range limit, [n, obs_dim] float32."""
+        """Return what all agents would see without range limit, [n, obs_dim] float32.
+
+        Errors: ValueError once the environment is closed.
+        """
+        self._require_open()
         full = self._env.observe(full=True).full_obs
         assert full is not None, "asked for"
         return full[0].copy()
@@ -133,11 +142,15 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
 
     def close(self) -> None:
         """Release the environment. May be called twice."""
-        self.agents = []
+        self.agents, self._closed = [], True
         self._env.close()
 
     def __str__(self) -> str:
         return str(self.metadata["name"])
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the environment {self} is closed: make another one with omagd.make")
 
     def _chosen(self, actions: dict[str, int]) -> np.ndarray:
         """Return [n] int64 actions. Errors: ValueError."""

@@ -77,8 +77,14 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
     Returns: `returns`, `lengths` and, where battles can be won, `battle_won`: a list with an entry per episode each;
         `totals`: `episodes`, `steps`, `lost_episodes` (void and played again) and the means of what the environment
         reports at an episode's end (`return_mean`, `ep_length_mean`, `battle_won_mean`, ...).
-    Errors: UserError for a policy of another map.
+    Errors: TypeError for other objects; UserError for a policy of another map; ValueError for a closed environment.
     """
+    if not all(callable(getattr(policy, name, None)) for name in ("reset", "act")):
+        raise TypeError(
+            f"policy={policy!r}: give what load_policy returns, or an object with reset() and act(obs, mask)"
+        )
+    if not isinstance(env, ParallelBattle):
+        raise TypeError(f"env={env!r}: give an environment that omagd.make returns")
     if episodes < 1:
         raise UserError(f"episodes={episodes}: must be at least 1")
     sees_all = False

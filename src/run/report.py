@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from omagd.config.loading import config_names, find_yaml, read_yaml
-from omagd.run.card import Card, is_card, marks
+from omagd.run.card import Card, is_card, marks, resumed
 from omagd.utils.owned_folder import read_entry
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, keep_json
@@ -88,7 +88,8 @@ def phases_table(summary: Summary) -> list[str]:
     if not names:
         return []
     names.sort(key=lambda name: -sum(seconds.get(name, 0.0) for seconds in measured.values()))
-    rows = [["Time", "wall", *names]]
+    again = summary.get("restarts") or resumed(_card(summary))
+    rows = [["Time since the last start" if again else "Time", "wall", *names]]
     for stage, seconds in measured.items():
         rows.append([f"  {stage}", duration(seconds["wall"]), *(_percent(_share(seconds, n)) for n in names)])
     return _aligned(rows)
