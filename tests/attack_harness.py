@@ -252,7 +252,15 @@ class Attack:
         variant = "three stages" if share > 0.94 and kind != "nan" else variant
         place, begun = self.root / f"{kind}_{number}", time.monotonic()
         trial = Trial(place, VARIANTS[variant])
-        fault, codes, wrong = getattr(self, f"_{kind}")(trial, variant, rng)
+        try:
+            fault, codes, wrong = getattr(self, f"_{kind}")(trial, variant, rng)
+        except (
+            AssertionError,
+            OSError,
+            LookupError,
+            ValueError,
+        ) as error:  # a trial that could not be judged is no success
+            fault, codes, wrong = "not judged", [], [f"{type(error).__name__}: {error} {''.join(trial.said)[-300:]}"]
         wrong += trial.general_faults()
         result = Result(kind, number, f"{variant}: {fault}", codes, wrong, round(time.monotonic() - begun, 2))
         if not wrong:
