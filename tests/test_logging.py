@@ -384,13 +384,18 @@ def test_a_sink_of_ones_own_gets_every_record(tmp_path, text_log):
 
 
 def test_bars_are_taken_away_before_the_last_lines_of_a_run(monkeypatch):
+    """With the ^C that the terminal shows behind the bar, for which there is room in the line."""
     stream = Terminal()
     monkeypatch.setattr(progress_module.sys, "stderr", stream)
     bar = Progress(1000, "step", "stage3")
+    bar._bar.dynamic_ncols = lambda file: (70, 20)
     time.sleep(0.3)
     bar.set(600)
+    bars = [line for line in stream.getvalue().split("\r") if "stage3" in line]
+    assert bars and max(len(line) for line in bars) + len("^C") == 70
+    stream.write("^C")
     close_bars()
     shown = len(stream.getvalue())
-    assert stream.getvalue().endswith("\r") and stream.getvalue()[: shown - 1].split("\r")[-1].strip() == ""
+    assert stream.getvalue().split("^C")[1].endswith("\r\x1b[K")
     BarSafeHandler(stream).emit(logging.LogRecord("omagd", logging.INFO, "", 0, "the last line", None, None))
     assert stream.getvalue()[shown:] == "the last line\n"

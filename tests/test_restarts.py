@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
+import subprocess
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -114,6 +116,33 @@ def test_killed_ranks_start_again_and_a_preempted_run_is_saved(plugin, tmp_path)
 
 
 @pytest.mark.processes
+def test_a_terminal_that_is_closed_saves_the_run(tmp_path):
+    """The hangup reaches the launcher, its ranks and the process that they are forked from at the same time."""
+    outer, inner = pty.openpty()
+    words = (*BUDGETS, "run=ddp", "world_size=2", "t_max=100000000", "env_processes=True")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = subprocess.Popen(
+        [PYTHON, MAIN, "--config=qmix", "with", *words], cwd=tmp_path, env=environment, start_new_session=True,
+        stdin=inner, stdout=inner, stderr=inner,
+    )  # fmt: skip
+    os.close(inner)
+    seen = b""
+    while b"Recent Stats" not in seen:
+        seen += os.read(outer, 65536)
+    os.close(outer)
+    os.killpg(command.pid, signal.SIGHUP)
+    assert command.wait(60) == 129
+    assert left_behind(command.pid) == []
+    (folder,) = run_folders(tmp_path)
+    assert summary_of(folder)["exit_state"] == "interrupted"
+    said = (folder / "logs" / "rank_0.log").read_text()
+    (iteration,) = re.findall(r"asked to stop: iteration (\d+) is saved", said)
+    last = f"interrupted by SIGHUP: {folder}; the newest checkpoint is of iteration {iteration};"
+    assert last in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+@pytest.mark.processes
 def test_after_the_last_restart_the_run_fails(plugin, tmp_path):
     here, temporary, shared = places(tmp_path)
     options = ("max_restarts=1", "env_args.step=1", "checkpoint_interval=1000", "t_max=1000000")
@@ -188,6 +217,8 @@ def test_torchrun_starts_all_ranks_again(plugin, tmp_path):
         ({0: 1, 1: 1}, {0: "connection closed", 1: "my own mistake"}, ""),
         ({1: 1, 0: -6}, {1: "my own mistake"}, ""),
         ({0: 143, 1: 143}, {}, ""),
+        ({0: 129, 1: 129}, {}, ""),
+        ({1: 129, 0: 1}, {0: "connection closed"}, "rank 1 was killed by SIGHUP"),
         ({0: 130, 1: 130}, {}, ""),
     ],
 )

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import sys
 import time
 from contextlib import nullcontext
 
 import pytest
 
 from omagd.utils import signals
-from omagd.utils.signals import Stopped, deferred, saving, stop_now, stop_requested, stop_wanted, stoppable, unhurried
+from omagd.utils.progress import _show, close_bars
+from omagd.utils.signals import (
+    Stopped,
+    ask_to_end,
+    deferred,
+    saving,
+    stop_now,
+    stop_requested,
+    stop_wanted,
+    stoppable,
+    unhurried,
+)
+from omagd.utils.writing import STORAGE, drop_lost_output
 
 
 def tell(number: int = signal.SIGTERM) -> None:
@@ -137,3 +151,48 @@ def test_outside_nothing_changes():
     with deferred(1.0):
         assert not stop_wanted()
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_closed_terminal_saves_like_sigterm_and_nohup_keeps_ignoring_it():
+    before = signal.getsignal(signal.SIGHUP)
+    with pytest.raises(Stopped) as stopped, stoppable(), deferred(5.0):
+        tell(signal.SIGHUP)
+        assert stop_wanted()
+        stop_now()
+    assert (stopped.value.exit_code, stopped.value.render()) == (129, "interrupted by SIGHUP")
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with stoppable():
+            tell(signal.SIGHUP)
+            assert not stop_requested()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_who_asks_for_the_end_is_named():
+    with pytest.raises(Stopped) as stopped, stoppable():
+        ask_to_end("the launcher (process 7) has ended")
+        time.sleep(5)
+    assert stopped.value.render() == "interrupted: the launcher (process 7) has ended"
+    with pytest.raises(Stopped) as stopped, stoppable():
+        tell(signal.SIGINT)
+    assert stopped.value.render() == "interrupted by SIGINT"
+
+
+def test_output_to_a_closed_terminal_is_dropped_and_other_output_stays(monkeypatch, tmp_path):
+    outer, inner = pty.openpty()
+    with open(inner, "w") as terminal, open(tmp_path / "file", "w") as file:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", file)
+        drop_lost_output()
+        assert terminal.isatty()
+        os.close(outer)
+        with pytest.raises(OSError):
+            os.write(inner, b"lost")
+        _show("a line", terminal)
+        _show("another one", terminal)
+        _show("kept", file)
+        close_bars()
+    assert (tmp_path / "file").read_text() == "kept\n"
+    assert STORAGE._broken == {}
+    STORAGE.close()

@@ -260,8 +260,9 @@ class SlotPlayer:
 
 
 def follow_parent(parent_pid: int) -> None:
-    """End with the parent, however it ends (Linux), and leave Ctrl-C to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """End with the parent, however it ends (Linux), and leave signals of a terminal to it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from omagd.run import REGISTRY
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, visible
 from omagd.utils.signals import Stopped
+from omagd.utils.writing import drop_lost_output
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -54,7 +55,8 @@ A run writes <local_results_path>/<unique_token>/: config.json, metrics.jsonl, s
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line says and return the exit code.
 
-    0; 2 for a user's mistake; 1 when a rank failed; 130 when interrupted, 143 when asked to end by SIGTERM.
+    0; 2 for a user's mistake; 1 when a rank failed; 130 when interrupted, 143 and 129 when asked to end by SIGTERM
+    and SIGHUP.
 
     Args:
         argv: arguments without the program's name, sys.argv if None.
@@ -72,17 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Stopped as stop:
         if "RANK" not in os.environ or os.environ["RANK"] == "0":
-            _complain(f"interrupted by {stop}{visible(stop.where)}")
+            _complain(visible(stop.render()))
         return stop.exit_code
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED_EXIT_CODE
 
 
-def _complain(line: str) -> None:
-    """Write a line to standard error; where that cannot be written (a full disk), the exit code says it alone."""
+def _complain(text: str) -> None:
+    """Write to standard error; where that cannot be written (a full disk, a closed terminal), the exit code remains."""
+    drop_lost_output()
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from omagd.config.schema import Config
-from omagd.run.plan import Plan, local_rank, make_plan, require_own_gpus
+from omagd.run.plan import Plan, local_rank, make_plan, require_own_gpus, speaks
 from omagd.run.prestart import end_with_launcher, end_with_parent
 from omagd.run.ranks import Ranks
 from omagd.run.resuming import Claim, claimed_folder
@@ -44,12 +44,12 @@ from omagd.utils.dist_utils import (
     setup_distributed,
 )
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
-from omagd.utils.logging import setup_logging
+from omagd.utils.logging import append_to_log, setup_logging
 from omagd.utils.owned_folder import read_entry
 from omagd.utils.pulse import Hung, beating, ended_if_hung, leave_hung, watching
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, Stopped, stop_requested, stoppable, unhurried
-from omagd.utils.writing import STORAGE
+from omagd.utils.writing import STORAGE, drop_lost_output
 
 
 def launch(
@@ -60,7 +60,7 @@ def launch(
     Args:
         config: resolved. token: name of the run's folder. channel: takes what Sacred records, or None.
         begun: called with the run's folder before it trains, except under torchrun.
-    Errors: UserError; RankFailed with the failing rank's own traceback; Stopped by SIGINT or SIGTERM.
+    Errors: UserError; RankFailed with the failing rank's own traceback; Stopped by SIGINT, SIGTERM or SIGHUP.
     """
     plan = make_plan(config)
     with stoppable(), _no_silent_exit():
@@ -85,7 +85,10 @@ def _run_alone(config: Config, plan: Plan, path: str, channel: Any) -> dict[str,
 
 @contextmanager
 def _saying_how_to_continue(config: Config, path: str) -> Iterator[None]:
-    """Tell a stop which run it has interrupted, what of it is saved, and how to continue it."""
+    """Tell a stop which run it has interrupted, what of it is saved, and how to continue it; log that too.
+
+    The terminal may be gone, as after SIGHUP.
+    """
     try:
         yield
     except Stopped as stop:
@@ -99,6 +102,8 @@ def _saying_how_to_continue(config: Config, path: str) -> Iterator[None]:
             else:
                 how = "" if config.auto_resume else " and auto_resume=True"
                 stop.where += f"; the newest checkpoint is of iteration {saved}; continue with the same command{how}"
+        if speaks():
+            append_to_log(RunFolder(path).log(0), stop.render())
         raise
 
 
@@ -228,6 +233,7 @@ def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel:
     end_with_parent()
     code = _work(rank, config, plan, path, port, channel, attempt)
     STORAGE.close()
+    drop_lost_output()
     # All that matters is written and closed. Threads of the collectives that outlived Python's finalization could
     # abort a rank that has done its work ("terminate called without an active exception"), so there is none.
     logging.shutdown()
@@ -256,6 +262,8 @@ def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: 
         if rank == 0:
             note(notes, "summary", summary)
     except Stopped as stop:
+        if rank == 0 and stop.cause:  # the launcher, which says so otherwise, is gone
+            append_to_log(RunFolder(path).log(0), stop.render())
         return stop.exit_code
     except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must be able to tell it)
         note_error(rank, notes, error)

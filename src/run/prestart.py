@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from omagd.config.schema import Config
-from omagd.utils.signals import CLOSING_SECONDS, STARTED_BY
+from omagd.utils.signals import CLOSING_SECONDS, SAVING, STARTED_BY, ask_to_end
 from omagd.utils.temporary import remove_left_behind, temporary_folder
 
 LAUNCHERS = frozenset(
@@ -46,11 +46,27 @@ def begin(config: Config) -> None:
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(MODULES))
     try:
-        with _nameless():
+        with _nameless(), _out_of_reach():
             forkserver.ensure_running()
     except OSError:  # a temporary folder with too long a name for a socket: ranks are started each from nothing
         return
     _begun = True
+
+
+@contextmanager
+def _out_of_reach() -> Iterator[None]:
+    """Start a process within that no signal to the whole group ends: the ranks' exit codes come through it.
+
+    SIGHUP of a terminal reaches the group, as does SIGTERM of some batch systems. Ranks unblock both in `stoppable`.
+    """
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # it unblocks SIGTERM when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -90,7 +106,7 @@ def end_with_parent() -> None:
 
     parent = multiprocessing.parent_process()
     if parent is not None:
-        _when_over(lambda: wait([parent.sentinel]))
+        _when_over(lambda: wait([parent.sentinel]), parent.pid)
 
 
 def end_with_launcher() -> None:
@@ -100,7 +116,7 @@ def end_with_launcher() -> None:
     """
     if not LAUNCHERS & os.environ.keys() or STARTED_BY == 0:  # 0: outside this container, where it cannot be seen
         return
-    _when_over(lambda: _wait_for_end(STARTED_BY))
+    _when_over(lambda: _wait_for_end(STARTED_BY), STARTED_BY)
 
 
 def _wait_for_end(parent: int) -> None:
@@ -116,12 +132,12 @@ def _wait_for_end(parent: int) -> None:
             poll.poll(5000)
 
 
-def _when_over(wait: Callable[[], object]) -> None:
-    """In a thread, once `wait` returns: ask this process to end, and end it where it does not."""
+def _when_over(wait: Callable[[], object], launcher: int | None) -> None:
+    """In a thread, once `wait` returns since `launcher` has ended: ask this process to end, else end it."""
 
     def watch() -> None:
         wait()
-        os.kill(os.getpid(), signal.SIGINT)
+        ask_to_end(f"the launcher (process {launcher}) has ended")
         time.sleep(CLOSING_SECONDS)
         os._exit(128 + signal.SIGINT)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from omagd.run.prestart import start_method
-from omagd.utils.signals import BOUNDARY_SECONDS, SAVING_SECONDS
+from omagd.utils.signals import BOUNDARY_SECONDS, SAVING, SAVING_SECONDS
 
 GRACE_SECONDS = 5.0
 """How long ranks may take to notice that one has failed, or that all are to stop, before they are ended."""
@@ -21,7 +21,7 @@ GRACE_SECONDS = 5.0
 class Ranks:
     """Processes by rank.
 
-    saves: on SIGTERM they save a checkpoint at the end of an iteration, which they get the time for.
+    saves: on SIGTERM and SIGHUP they save a checkpoint at the end of an iteration, which they get the time for.
     """
 
     def __init__(self, saves: bool = False) -> None:
@@ -61,7 +61,7 @@ class Ranks:
     def tell(self, number: int) -> None:
         """Hand a signal on to all ranks and let them end by themselves."""
         self._send(number)
-        saving = self.saves and number == signal.SIGTERM
+        saving = self.saves and number in SAVING
         self._join(BOUNDARY_SECONDS + SAVING_SECONDS if saving else GRACE_SECONDS)
 
     def end(self, at_once: bool = False) -> None:

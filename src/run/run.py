@@ -31,6 +31,8 @@ def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
 
 def run_seeds(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
     """Run once, or once for each of `seeds`; show what was reached and return it."""
+    if _run is not None:  # "Aborted after …": the last line of an interrupted run says more
+        _run.run_logger.addFilter(lambda record: not str(record.msg).startswith("Aborted after"))
     try:
         return _run_all(_run, _config)
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 
 from omagd.utils.dist_utils import from_exchange
 from omagd.utils.errors import RankFailed, RunFailed, UserError, exit_line
-from omagd.utils.signals import Stopped
+from omagd.utils.signals import SAVING, Stopped
 
 RESERVES, RESERVE_BYTES = 3, 1 << 15
 """Files for notes on a disk that has become full: a summary and two errors."""
@@ -138,15 +138,16 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
     Args:
         failed: exit code by rank, the first first. folder: the ranks' notes. world_size: number of ranks.
     """
-    if len(failed) == world_size > 1 and set(failed.values()) == {128 + signal.SIGTERM}:
-        return Verdict(Stopped(signal.SIGTERM))  # one was told, and they have stopped together
+    codes = set(failed.values())
+    if len(failed) == world_size > 1 and codes <= {128 + number for number in SAVING}:
+        return Verdict(Stopped(min(codes) - 128))  # one was told, and they have stopped together
     found = _notes(folder)
     if found and "line" in found[0]:
         return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}\n{found[0]['stack']}".rstrip()))
     for rank, code in _silent_causes(failed, found).items():
         if code == 128 + signal.SIGINT:
             return Verdict(Stopped(signal.SIGINT))
-        number = -code if code < 0 else code - 128 if code == 128 + signal.SIGTERM else 0
+        number = -code if code < 0 else code - 128 if code - 128 in SAVING else 0
         if not number:
             return Verdict(RankFailed(f"rank {rank} ended with exit code {code} and said nothing; {ENDED}"))
         killed = f"rank {rank} was killed by {signal.Signals(number).name}"

@@ -135,10 +135,21 @@ def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = loggi
     console.setFormatter(_ConsoleFormatter(prefix))
     logger.addHandler(console)
     if log_file is not None:
-        file = _FileHandler(Path(log_file))
-        file.setFormatter(_FileFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-        logger.addHandler(file)
+        logger.addHandler(_file_handler(log_file))
     return logger
+
+
+def append_to_log(log_file: str | Path, message: str) -> None:
+    """Append one line to a log file, also where its logger is closed already or belongs to another process."""
+    handler = _file_handler(log_file)
+    handler.handle(logging.LogRecord(PACKAGE, logging.WARNING, "", 0, message, None, None))
+    handler.close()
+
+
+def _file_handler(log_file: str | Path) -> logging.Handler:
+    file = _FileHandler(Path(log_file))
+    file.setFormatter(_FileFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    return file
 
 
 class _FileHandler(logging.Handler):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import sys
 import threading
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
-from omagd.utils.writing import OUTPUT, STORAGE
+from omagd.utils.writing import OUTPUT, STORAGE, drop_lost_output
+
+GONE = frozenset({errno.EIO, errno.EPIPE})
+"""Errors of a terminal that was closed, and of a pipe that nobody reads."""
+
+ECHO = 2
+"""Columns of ^C."""
 
 # One bar per process: tqdm's default lock is a semaphore between processes, which an ended worker leaves behind.
 tqdm.set_lock(threading.RLock())
@@ -26,6 +34,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+class _Bar(tqdm):
+    """Leaves room at the end of the line for the ^C that a terminal shows: else it would go over to the next line."""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        values = super().format_dict
+        return {**values, "ncols": max(1, values["ncols"] - ECHO)} if values.get("ncols") else values
+
+
 class Progress:
     """How far long work is, how fast it goes and how long it will take, on stderr; quiet where that is no terminal.
 
@@ -37,7 +54,7 @@ class Progress:
     def __init__(
         self, total: int, unit: str = "step", description: str = "", enabled: bool = True, initial: int = 0
     ) -> None:
-        self._bar = tqdm(
+        self._bar = _Bar(
             total=total,
             initial=initial,
             desc=description or None,
@@ -88,6 +105,9 @@ def _show(text: str, stream: TextIO) -> None:
         stream.flush()
     except OSError as problem:
         STORAGE.failed(OUTPUT, problem)
+        if problem.errno in GONE:
+            STORAGE.lost(OUTPUT)
+            drop_lost_output()
     else:
         STORAGE.wrote(OUTPUT)
 
@@ -96,6 +116,10 @@ def close_bars() -> None:
     """Take all bars away, as before the last lines of a run that was interrupted."""
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr.isatty():  # the terminal has shown Ctrl-C as ^C behind the bar
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 class BarSafeHandler(logging.Handler):

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as an exception that is raised once, so that what must be written and closed is."""
+"""SIGINT, SIGTERM and SIGHUP as an exception that is raised once, so that what must be written and closed is."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from omagd.utils.writing import drop_lost_output
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAVING = frozenset({signal.SIGTERM, signal.SIGHUP})
+"""Signals that save at the end of an iteration: a batch system's, and that of a terminal that has been closed."""
+
 PATIENCE_SECONDS = 2.0
 """One Ctrl-C may arrive twice, from the terminal and from the parent; a later one is a person who will not wait."""
 
 BOUNDARY_SECONDS = 10.0
-"""How long a SIGTERM waits for the end of an iteration where state can be saved."""
+"""How long a SIGTERM or SIGHUP waits for the end of an iteration where state can be saved."""
 
 STARTED_BY = os.getppid()
 """The process that started this one, as early as it can be asked; another one later means that it is gone."""
@@ -25,24 +30,30 @@ CLOSING_SECONDS = 20.0
 """How long a process that must end, because of an error or since its launcher is gone, may take to close everything."""
 
 SAVING_SECONDS = 20.0
-"""How long the save may take that a SIGTERM has asked for."""
+"""How long the save may take that a SIGTERM or SIGHUP has asked for."""
 
 
 class Stopped(KeyboardInterrupt):
     """This process was asked to end.
 
     Args:
-        number: the signal. `exit_code` is what shells say for it: 130 or 143.
+        number: the signal. `exit_code` is what shells say for it: 129, 130 or 143.
+        cause: what has sent it, if that is known.
 
     Attributes:
         where: what was interrupted and how to continue it, once that is known.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, cause: str = "") -> None:
         super().__init__(signal.Signals(number).name)
         self.where = ""
+        self.cause = cause
         self.number = number
         self.exit_code = 128 + number
+
+    def render(self) -> str:
+        """Return the last line of what was interrupted."""
+        return f"interrupted{f': {self.cause}' if self.cause else f' by {self}'}{self.where}"
 
 
 @dataclass
@@ -50,7 +61,7 @@ class _Received:
     """What this process was told, and whether it may be told now.
 
     Attributes:
-        error: what shall be raised instead of a stop.
+        error: what shall be raised instead of a stop. cause: what has sent the signal, if that is known.
         number, at: the first signal and its moment. held: within `unhurried`. seconds: given by `deferred`, 0 outside.
         late: the time that was given has passed while signals were held.
     """
@@ -58,6 +69,7 @@ class _Received:
     number: int | None = None
     at: float = 0.0
     error: Exception | None = None
+    cause: str = ""
     held: bool = False
     seconds: float = 0.0
     late: bool = False
@@ -65,12 +77,14 @@ class _Received:
     @property
     def waits(self) -> bool:
         """Whether the signal that was received may wait for the end of an iteration."""
-        return self.seconds > 0 and self.number == signal.SIGTERM
+        return self.seconds > 0 and self.number in SAVING
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
+        if number == signal.SIGHUP:
+            drop_lost_output()
         now = time.monotonic()
         if self.number is None:
             self.number, self.at = number, now
@@ -81,7 +95,7 @@ class _Received:
                 return
         elif now - self.at < PATIENCE_SECONDS:
             return
-        raise Stopped(number)
+        raise self.stopped(number)
 
     def too_late(self, number: int, frame: FrameType | None) -> None:
         """End the time that `deferred` gave; a SIGALRM from outside, with no stop pending, is a stop by itself."""
@@ -90,7 +104,11 @@ class _Received:
         if self.held:
             self.late = True
         else:
-            raise Stopped(self.number)
+            raise self.stopped(self.number)
+
+    def stopped(self, number: int) -> Stopped:
+        """Return the stop that a signal means."""
+        return Stopped(number, self.cause)
 
 
 _received = _Received()
@@ -113,14 +131,26 @@ def raise_in_main_thread(error: Exception) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
+def ask_to_end(cause: str) -> None:
+    """Ask this process to end, as by Ctrl-C; `cause` is what the user reads. For any thread."""
+    _received.cause = cause
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Within, the first SIGINT or SIGTERM raises `Stopped`; outside the main thread nothing changes."""
+    """Within, the first SIGINT, SIGTERM or SIGHUP raises `Stopped`; outside the main thread nothing changes.
+
+    A SIGHUP that is ignored already stays so: that is what nohup asks for.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _received.number, _received.held, _received.error = None, False, None
-    before = {number: signal.signal(number, _received.handle) for number in SIGNALS}
+    _received.number, _received.held, _received.error, _received.cause = None, False, None, ""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, _received.handle) for number in handled}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # `prestart` blocks some in the process that ranks come from
     try:
         yield
     finally:
@@ -138,12 +168,12 @@ def unhurried() -> Iterator[None]:
     finally:
         _received.held = False
     if _received.late or (stop_requested() and not already and not _received.waits):
-        raise Stopped(_received.number or signal.SIGINT)
+        raise _received.stopped(_received.number or signal.SIGINT)
 
 
 @contextmanager
 def deferred(seconds: float = BOUNDARY_SECONDS) -> Iterator[None]:
-    """Within, a first SIGTERM is only noted, for `stop_wanted`; SIGINT raises at once as ever.
+    """Within, a first SIGTERM or SIGHUP is only noted, for `stop_wanted`; SIGINT raises at once as ever.
 
     Who asks `stop_wanted` at the end of an iteration saves and calls `stop_now`. If nobody has asked within `seconds`,
     `Stopped` is raised; so it is at the end of the block if a stop is still pending. A second signal seconds later
@@ -166,7 +196,7 @@ def deferred(seconds: float = BOUNDARY_SECONDS) -> Iterator[None]:
 
 
 def stop_wanted() -> bool:
-    """Return whether a SIGTERM waits. For the end of an iteration: from then on it waits for the save."""
+    """Return whether a SIGTERM or SIGHUP waits. For the end of an iteration: from then on it waits for the save."""
     if _received.waits:
         saving()
     return _received.waits
@@ -187,4 +217,4 @@ def stop_now() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     if _received.number is None:
         _received.number, _received.at = signal.SIGTERM, time.monotonic()
-    raise Stopped(_received.number)
+    raise _received.stopped(_received.number)

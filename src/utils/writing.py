@@ -12,6 +12,8 @@ import logging
 import math
 import os
 import secrets
+import select
+import sys
 import threading
 import time
 from collections import deque
@@ -325,6 +327,22 @@ def open_lines(path: Path) -> int:
         os.close(handle)
         raise
     return handle
+
+
+def drop_lost_output() -> None:
+    """Discard from now on what goes to a terminal that was closed, or to a pipe that nobody reads any more.
+
+    Otherwise every write there fails, and so does what Python has buffered, at the latest when it exits.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # not a file
+            handle = stream.fileno()
+            poll = select.poll()
+            poll.register(handle, select.POLLOUT)
+            if any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0)):
+                nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+                os.dup2(nothing, handle)
+                os.close(nothing)
 
 
 def _listed(names: list[str]) -> str:
