@@ -92,8 +92,12 @@ def test_one_of_many_processes_may_not_run_default(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["--config=qmix"]) == 2
     assert "run=ddp" in capsys.readouterr().err
-    assert main(["--config=qmix", "with", "run=ddp", "world_size=4"]) == 2
-    assert "world_size=4" in capsys.readouterr().err
+    wrong = ["--config=qmix", "with", "run=ddp", "world_size=4"]
+    assert (main(wrong), capsys.readouterr().err) == (2, "")  # rank 0 says it
+    monkeypatch.setenv("RANK", "0")
+    assert main(wrong) == 2
+    told = "world_size=4: torchrun started 2 processes. Start 4 (--nproc_per_node), or give world_size=2"
+    assert capsys.readouterr().err == f"error: {told}\n"
 
 
 def test_dry_run_prints_what_config_takes_again_and_writes_nothing(capsys, empty_folder):

@@ -81,7 +81,7 @@ def test_ranks_end_with_the_process_that_started_them(how, tmp_path):
 def test_a_rank_that_somebody_has_started_in_a_shell_is_not_ended_with_it(monkeypatch):
     """A single process, or ranks whose variables were set by hand and left running, outlive the shell."""
     watched = []
-    monkeypatch.setattr(prestart, "_when_over", watched.append)
+    monkeypatch.setattr(prestart, "_when_over", lambda wait, launcher: watched.append(launcher))
     for name in prestart.LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
@@ -89,7 +89,7 @@ def test_a_rank_that_somebody_has_started_in_a_shell_is_not_ended_with_it(monkey
     assert watched == []
     monkeypatch.setenv("SLURM_PROCID", "0")
     prestart.end_with_launcher()
-    assert len(watched) == 1
+    assert watched == [os.getppid()]
 
 
 def test_the_end_of_a_launcher_is_seen_also_where_it_came_first():

@@ -22,10 +22,12 @@ from omagd.run.command_line import config_from, main
 from omagd.run.launch import launch
 from omagd.run.report import runs_table
 from omagd.run.resuming import Claim, claimed_folder, identity_of
+from omagd.run.set_aside import SAVED
 from omagd.utils import checkpoint_store
 from omagd.utils.checkpoint_store import folders, read_checkpoint
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder, reproducible
+from omagd.utils.process_identity import start_ticks
+from omagd.utils.run_folder import RunFolder, reproducible, write_json
 
 QMIX = ("--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m", *BUDGETS, "checkpoint_interval=0")
 GRAPH = ("--config=omagd", "--env-config=skirmish", "with", "env_args.map_name=3m", *BUDGETS, "checkpoint_interval=0")
@@ -288,6 +290,38 @@ def test_only_an_unfinished_run_of_the_same_kind_is_continued_and_only_by_one(tm
         assert fresh.path not in (mine.path, another.path)
     with claim_cut_off(given, "run") as newest:
         assert newest.path == fresh.path
+
+
+def test_a_changed_key_beside_an_unfinished_run_is_named(tmp_path, capfd):
+    """Not beside one that has no checkpoint, that goes on, is finished, or is of another seed; never raw names."""
+    given, longer = config(tmp_path), config(tmp_path, QMIX, "t_max=250000", "lr=0.01")
+
+    def said(wanted: Config) -> str:
+        capfd.readouterr()
+        with claim_cut_off(wanted, "longer"):
+            pass
+        return "".join(capfd.readouterr())
+
+    with claim_cut_off(given, "run") as mine:
+        pass
+    assert "differs in" not in said(longer)  # it has saved nothing
+    write_json(Path(mine.path) / SAVED, {"iteration": 4})
+    lock, parent = Path(mine.path) / "lock", os.getppid()
+    mine_alone, other = lock.read_text(), {"pid": parent, "started": start_ticks(parent)}
+    lock.write_text(json.dumps(json.loads(mine_alone) | other))
+    assert "differs in" not in said(longer.model_copy(update={"lr": 0.02}))  # it goes on
+    lock.write_text(mine_alone)
+    changed = longer.model_copy(update={"lr": 0.03})
+    advice = f"{mine.path} is unfinished and differs in lr, t_max; to extend it: checkpoint_path={mine.path}"
+    assert advice in said(changed)
+    assert "differs in" not in said(changed)  # now it is continued
+    assert "differs in" not in said(changed.model_copy(update={"lr": 0.04, "seed": 9}))
+    planted = Path(mine.path).rename(tmp_path / "run\x1b[2J")
+    shown = said(changed.model_copy(update={"lr": 0.05}))
+    assert "\x1b" not in shown and r"run\x1b[2J is unfinished" in shown
+    for content in ("[]", '{"env_args": 3}', "{"):
+        (planted / "config.json").write_text(content)
+        assert "differs in" not in said(changed.model_copy(update={"lr": 0.1, "t_max": len(content)}))
 
 
 @pytest.mark.parametrize(

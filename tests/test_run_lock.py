@@ -197,7 +197,7 @@ def test_it_waits_as_long_as_it_is_allowed_to_and_shows_that(kind, tmp_path, cap
     with claimed_folder(given, "run", waits) as again:
         assert again.path == path
     assert len(calls) == 2
-    assert f"waiting 1 min at most: {path} is in use by process {os.getpid()} on host" in capfd.readouterr().out
+    assert f"waiting 30 s at most: {path} is in use by process {os.getpid()} on host" in capfd.readouterr().out
 
 
 def test_a_run_that_was_finished_meanwhile_is_not_started_from_scratch(tmp_path):

@@ -254,8 +254,9 @@ def test_one_runner_serves_policies_with_different_fields():
     assert "note" in runner.run(Probe(), explore=None).episodes[0]
 
 
-def test_an_endless_episode_is_an_error():
-    with pytest.raises(RuntimeError, match="after its limit of 9 steps"):
+def test_an_endless_episode_is_a_fault_of_the_environment():
+    told = "the episode goes on after its limit of 9 steps; correct the environment"
+    with pytest.raises(UserError, match=rf"^env=fake, slot 0, seed \d+, step 9: {told}$"):
         runner_of(FakeEnv(2, endless=True)).run(Probe(), explore=None)
 
 

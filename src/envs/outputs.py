@@ -131,6 +131,13 @@ class OutputChecks:
                 self._raise_first(where, f"info holds the name {name!r}, which the run's own records use")
             self._require(f"info[{name!r}]", array, self._each, where)
 
+    def lengths(self, playing: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> None:
+        """Check that no episode of the slots `playing` [B] bool goes on after its limit. Errors as above."""
+        too_long = playing & (steps >= self.info.episode_limit)
+        if too_long.any():
+            what = f"the episode goes on after its limit of {self.info.episode_limit} steps"
+            self._raise(int(too_long.argmax()), seeds, steps, what)
+
     def _require(
         self, name: str, array: Any, shape: tuple[int, ...], where: _Where, kinds: str = _NUMBERS
     ) -> None:  # fmt: skip

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        _complain(error.render())
+        if not error.said_by_rank_0 or _is_first():
+            _complain(error.render())
         return USER_ERROR_EXIT_CODE
     except RunFailed as error:
         _complain(visible(f"error: {error}", kept="\n"))
@@ -73,12 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"error: {exit_line(error)}")
         return 1
     except Stopped as stop:
-        if "RANK" not in os.environ or os.environ["RANK"] == "0":
+        if _is_first():
             _complain(visible(stop.render()))
         return stop.exit_code
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED_EXIT_CODE
+
+
+def _is_first() -> bool:
+    """Return whether this is rank 0 of torchrun, or no rank of it."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _complain(text: str) -> None:

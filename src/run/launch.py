@@ -148,7 +148,7 @@ def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> 
         while (claim := dist.broadcast(None)) is None:
             pass
     if isinstance(claim, UserError):
-        raise claim
+        raise claim.on_all_ranks()
     return claim
 
 

@@ -174,10 +174,14 @@ def _check_torchrun(config: Config) -> None:
     if config.run == "default" and ranks != "1":
         raise UserError(f"run=default: this process is one of {ranks} (WORLD_SIZE={ranks}). Use run=ddp")
     if "RANK" in os.environ and config.world_size is not None and str(config.world_size) != ranks:
-        raise UserError(f"world_size={config.world_size}: torchrun started {ranks} processes. Drop world_size")
+        told = f"world_size={config.world_size}: torchrun started {ranks} processes"
+        mend = f"Start {config.world_size} (--nproc_per_node), or give world_size={ranks}"
+        raise UserError(f"{told}. {mend}").on_all_ranks()
     if "RANK" in os.environ and len(config.seeds) > 1:
         seeds = ",".join(map(str, config.seeds))
-        raise UserError(f"seeds={seeds}: torchrun's group runs one seed. Start torchrun once for each, with seed=…")
+        raise UserError(
+            f"seeds={seeds}: torchrun's group runs one seed. Start torchrun once for each, with seed=…"
+        ).on_all_ranks()
 
 
 def _check_subset(cards: int) -> None:

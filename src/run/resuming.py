@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omagd.config.schema import Config
-from omagd.run.set_aside import link
+from omagd.run.set_aside import SAVED, link
 from omagd.utils.checkpoint_store import Checkpoint, Damaged, folders, read_checkpoint
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import setup_logging
 from omagd.utils.owned_folder import Untrusted, closed_to_others, read_entry, require_own
+from omagd.utils.process_identity import ProcessIdentity
 from omagd.utils.run_folder import RunFolder, keep_json, write_json
-from omagd.utils.run_lock import Busy, Lock, busy_rank, mark_rank, take
+from omagd.utils.run_lock import LOCK, Busy, Lock, busy_rank, mark_rank, take
 from omagd.utils.storage import ABSENT, listed, patiently
 from omagd.utils.writing import STORAGE
 
@@ -48,6 +49,9 @@ WAITING_SECONDS = 60.0
 
 LOOKS = 5
 """How often a run that is going on is looked at again after it has removed the checkpoint that was being read."""
+
+KEYS_SHOWN = 8
+"""How many keys are named that differ from an unfinished run."""
 
 CONTINUED, RUN_FILE = "continued_from.json", "run.json"
 
@@ -205,7 +209,42 @@ def _unfinished(
         return RunFolder(path), _locked(RunFolder(path), config.auto_resume_wait, console, waits)
     if finished is not None:
         console.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
+    elif not config.checkpoint_path:
+        _say_what_differs(config, console)
     return None
+
+
+def _say_what_differs(config: Config, console: logging.Logger) -> None:
+    """Name the newest unfinished run of the same name, environment, map and seed, and the keys that differ from it.
+
+    Only runs with a checkpoint count, and none that a living process uses. What stands in their files is not trusted.
+    """
+    found: list[tuple[float, Path, list[str]]] = []
+    values = config.model_dump(mode="json")
+    for path in (Path(entry.path) for entry in listed(Path(config.local_results_path).expanduser())):
+        about, saved = read_entry(path / RUN_FILE), read_entry(path / SAVED).get("iteration")
+        if "identity" not in about or about.get("finished") or not isinstance(saved, int) or not saved:
+            continue
+        theirs, holder = read_entry(path / "config.json"), ProcessIdentity.read(read_entry(path / LOCK))
+        goes_on = holder is not None and holder.pid != os.getpid() and holder.runs()
+        if _place(theirs) == _place(values) and not theirs.get("evaluate") and not goes_on:
+            with suppress(OSError):
+                differing = sorted(key for key in values.keys() - ELSEWHERE if theirs.get(key) != values[key])
+                found.append(((path / RUN_FILE).stat().st_mtime, path, differing))
+    if found:
+        _, path, keys = max(found)
+        where, which = readable(str(path)), ", ".join(keys[:KEYS_SHOWN]) + (", …" if len(keys) > KEYS_SHOWN else "")
+        console.warning(
+            f"auto_resume=True: a new run begins; {where} is unfinished and differs in {which or 'the files it reads'};"
+            f" to extend it: checkpoint_path={where}"
+        )
+
+
+def _place(values: dict[str, Any]) -> tuple[Any, ...]:
+    """Return name, environment, map and seed of a run, from its configuration."""
+    given = values.get("env_args")
+    map_name = given.get("map_name") if isinstance(given, dict) else None
+    return values.get("name"), values.get("env"), map_name, values.get("seed")
 
 
 def _same_runs(root: Path, identity: str, console: logging.Logger) -> list[Path]:
@@ -235,7 +274,9 @@ def _locked(folder: RunFolder, minutes: float, console: logging.Logger, waits: C
                 raise UserError(f"auto_resume=True: {folder.path} is in use by {busy}; {mend}") from None
             if now - shown >= WAITING_SECONDS:
                 shown = now
-                console.info(f"waiting {math.ceil((until - now) / 60)} min at most: {folder.path} is in use by {busy}")
+                left = math.ceil(until - now)
+                most = f"{left} s" if left < 120 else f"{math.ceil(left / 60)} min"
+                console.info(f"waiting {most} at most: {folder.path} is in use by {busy}")
         except OSError as problem:
             reason = f"({problem.strerror}); give a folder that can be written"
             raise UserError(f"local_results_path: {folder.path} cannot be written {reason}") from problem

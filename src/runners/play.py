@@ -270,9 +270,7 @@ class Play:
             clock.agent_reward[slots] += result.agent_reward[slots]
         clock.step[slots] += 1
         ended = result.terminated & stepped
-        if (stepped & ~ended & (clock.step >= self.info.episode_limit)).any():
-            limit = self.info.episode_limit
-            raise RuntimeError(f"{self.info.name}: an episode goes on after its limit of {limit} steps")
+        self._checks.lengths(stepped & ~ended, clock.seed, clock.step)
         if ended.any():
             lost = ended & result.lost
             if lost.any():

@@ -17,16 +17,25 @@ class UserError(Exception):
     Args:
         message: one line that names the key, the value and the mend.
         help_lines: at most two further lines.
+
+    Attributes:
+        said_by_rank_0: rank 0 raises the same error, so that no other rank needs to print it.
     """
 
     def __init__(self, message: str, *help_lines: str) -> None:
         self.message = readable(message)
         super().__init__(self.message)
         self.help_lines = tuple(readable(line) for line in help_lines[:2])
+        self.said_by_rank_0 = False
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the help lines, so that a worker's error arrives whole in the parent."""
         return (type(self), (self.message, *self.help_lines))
+
+    def on_all_ranks(self) -> UserError:
+        """Note that rank 0 raises the same error; return this one."""
+        self.said_by_rank_0 = True
+        return self
 
     def render(self) -> str:
         """Return the text that the terminal shows."""
