@@ -93,7 +93,10 @@ def test_one_of_many_processes_may_not_run_default(capsys, monkeypatch):
     assert main(["--config=qmix"]) == 2
     assert "run=ddp" in capsys.readouterr().err
     wrong = ["--config=qmix", "with", "run=ddp", "world_size=4"]
-    assert (main(wrong), capsys.readouterr().err) == (2, "")  # rank 0 says it
+    slept: list[float] = []
+    monkeypatch.setattr(command_line.time, "sleep", slept.append)
+    assert (main(wrong), capsys.readouterr().err) == (2, "")  # rank 0 says it, and gets the time for it
+    assert slept == [command_line.RANK_0_SECONDS]
     monkeypatch.setenv("RANK", "0")
     assert main(wrong) == 2
     told = "world_size=4: torchrun started 2 processes. Start 4 (--nproc_per_node), or give world_size=2"

@@ -89,7 +89,7 @@ def test_a_rank_that_somebody_has_started_in_a_shell_is_not_ended_with_it(monkey
     assert watched == []
     monkeypatch.setenv("SLURM_PROCID", "0")
     prestart.end_with_launcher()
-    assert watched == [os.getppid()]
+    assert watched == [prestart.STARTED_BY]
 
 
 def test_the_end_of_a_launcher_is_seen_also_where_it_came_first():

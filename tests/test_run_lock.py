@@ -5,19 +5,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_budgets import BUDGETS
 
 from omagd.config.schema import Config
 from omagd.run.command_line import config_from, main
+from omagd.run.launch import _claim_together
 from omagd.run.resuming import claimed_folder, rank_at_work
 from omagd.utils import run_lock
 from omagd.utils.errors import UserError
@@ -182,6 +185,21 @@ def test_a_second_start_beside_a_running_one_is_rejected_and_starts_nothing(kind
         raise ZeroDivisionError
     with claimed_folder(given, "run") as again:
         assert again.path == path
+
+
+def test_torchruns_ranks_say_it_once(tmp_path):
+    """The error that rank 0 has found ends all ranks, and is marked as one that only rank 0 prints."""
+    given = config(tmp_path)
+    path, shared = unfinished(given), []
+    lock = take(Path(path))
+    first = SimpleNamespace(is_main=True, broadcast=shared.append)
+    other = SimpleNamespace(is_main=False, broadcast=lambda nothing: shared[-1])
+    for dist in (first, other):
+        with ExitStack() as held, pytest.raises(UserError, match="is in use by process") as caught:
+            _claim_together(given, "run", dist, held)
+        assert caught.value.said_by_rank_0
+        shared[-1] = pickle.loads(pickle.dumps(shared[-1]))
+    lock.release()
 
 
 def test_it_waits_as_long_as_it_is_allowed_to_and_shows_that(kind, tmp_path, capfd):

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 # What stands in files that need other packages is imported where it is used, so that `doctor` can say what is missing.
 INTERRUPTED_EXIT_CODE = 130
+RANK_0_SECONDS = 5.0
+"""How long another rank lets rank 0 print an error that both have: torchrun ends all once one has ended."""
+
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 HELP = """\
 Usage: python src/main.py [--config=NAME] [--env-config=NAME] [options] with key=value ...
@@ -66,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if not error.said_by_rank_0 or _is_first():
             _complain(error.render())
+        else:
+            time.sleep(RANK_0_SECONDS)
         return USER_ERROR_EXIT_CODE
     except RunFailed as error:
         _complain(visible(f"error: {error}", kept="\n"))
