@@ -133,10 +133,9 @@ class OutputChecks:
 
     def lengths(self, playing: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> None:
         """Check that no episode of the slots `playing` [B] bool goes on after its limit. Errors as above."""
-        too_long = playing & (steps >= self.info.episode_limit)
-        if too_long.any():
-            what = f"the episode goes on after its limit of {self.info.episode_limit} steps"
-            self._raise(int(too_long.argmax()), seeds, steps, what)
+        where = _Where(playing & (steps >= self.info.episode_limit), seeds, steps)
+        if where.active.any():
+            self._raise_first(where, f"the episode goes on after its limit of {self.info.episode_limit} steps")
 
     def _require(
         self, name: str, array: Any, shape: tuple[int, ...], where: _Where, kinds: str = _NUMBERS
