@@ -460,6 +460,46 @@ def test_a_kill_at_any_step_of_setting_aside_is_harmless(unfinished, tmp_path, m
     assert all(end == ends[0] for end in ends)
 
 
+WRONG_FACTS = [
+    ("t_env", None), ("t_env", []), ("t_env", "x"), ("t_env", True), ("t_env", -1), ("score", []), ("score", "x"),
+    ("logs", []), ("logs", [[]]), ("logs", [{"replay": 1}]),
+    ("logs", [{"replay": {"added": 1, "kept": 1, "parts": [{}]}}]),
+    ("stage", 3), ("clock", None), ("world_size", 0), ("iteration", 10**30),
+    ("files", {"\ud800/c": {"bytes": 1, "sha256": ""}}),
+    ("files", {"a" * 300 + "/c": {"bytes": 1, "sha256": ""}}), ("files", {"a/c": {"bytes": "x", "sha256": None}}),
+]  # fmt: skip
+WRONG_PARTS = [
+    ("common", "finished", None), ("common", "finished", 5), ("common", "finished", [{"name": "stage1"}]),
+    ("common", "products", None), ("common", "run", {}), ("common", "stage", 3), ("common", "modules", [1]),
+    ("rank_0", "episode_bytes", "x"), ("rank_0", "episode_bytes", [1]), ("rank_0", "past", None),
+]  # fmt: skip
+
+
+def test_a_checkpoint_that_says_something_of_another_type_is_damaged(unfinished, tmp_path, capsys):
+    """Though its seal and checksums fit: the one before it is used, and nothing by `checkpoint_path` of it alone."""
+    given = config_from([*COMMAND[1:]])
+    for number, (*part, key, value) in enumerate([*WRONG_FACTS, *WRONG_PARTS]):
+        run = copied(unfinished[1], tmp_path / str(number))
+        newest, older = newest_first(run)
+        if part:
+            resaved(run, part[0], lambda state, key=key, value=value: state.update({key: value}))
+        else:
+            manifest = json.loads((newest / "manifest.json").read_text())
+            (newest / "manifest.json").write_text(json.dumps(sealed({**manifest, key: value})))
+        name = f"{part[0]}.th" if part else "manifest.json"
+        taken = recover(RunFolder(run), Dist(), given)
+        assert taken.found.checkpoint.path == older, (key, value)
+        assert taken.problems[newest].startswith(name), (key, value)
+        words = [f"local_results_path={tmp_path}/results", "auto_resume=False", f"checkpoint_path={newest}"]
+        assert main([*COMMAND, *words]) == 2
+        said = capsys.readouterr().err
+        assert (said.startswith("error: checkpoint_path="), len(said.splitlines()), name in said) == (True, 1, True)
+    assert not (tmp_path / "results").exists()
+    assert [path.name for path in newest_first(run)] == [newest.name, older.name]
+    weights = recover(RunFolder(run), Dist(), config_from([*COMMAND[1:], "resume=weights"]))
+    assert (weights.kind, weights.found.checkpoint.path) == ("weights", newest), "a rank's part is not needed for them"
+
+
 def test_episodes_of_ranks_that_the_run_no_longer_has_stay(unfinished, tmp_path, monkeypatch):
     """Also where the newest checkpoint is of fewer ranks; what they wrote after it is cut off, and kept."""
     run = copied(unfinished[1], tmp_path)
@@ -577,15 +617,17 @@ def on_two_ranks(work: Callable[[Together], object]) -> list[object]:
 def saved_by_two(folder: RunFolder) -> None:
     """Write the checkpoints 1 and 2 of a run of two ranks, each rank with a file of replay that both share."""
     stores = [CheckpointStore(folder.checkpoints, rank, 2, "aa", 2) for rank in range(2)]
-    common = {"stage": "stage3", "finished": [], "shared": {}, "modules": {}, "run": {"metrics_bytes": 3}}
+    run = {"metrics_bytes": 3, "wall_seconds": 1.0, "sinks": {}}
+    common = {"stage": "stage3", "finished": [], "shared": {}, "modules": {}, "products": {}, "run": run}
+    own = {"stage": {}, "random": {}, "runners": {}, "past": {}, "episode_bytes": 2}
     for iteration in (1, 2):
         for rank, store in reversed(list(enumerate(stores))):
             draft = store.draft(iteration)
             name = draft.keep(f"rank{rank}.episodes", lambda path, rank=rank: path.write_bytes(bytes([rank] * 50)))
-            draft.put(f"rank_{rank}", {"episode_bytes": 2})
+            draft.put(f"rank_{rank}", own)
             if rank == 0:
                 draft.put("common", common)
-            part = {"file": name, "first": 0, "count": 4}
+            part = {"file": name, "first": 0, "count": 4, "entry": draft.files[name], "codec": None}
             draft.report({"replay": {"added": 4, "kept": 3, "parts": [part]}})
         facts = {"iteration": iteration, "stage": "stage3", "t_env": 10 * iteration, "score": None, "clock": {}}
         draft.commit(facts, 5.0)

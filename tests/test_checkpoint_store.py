@@ -23,6 +23,7 @@ from omagd.utils.checkpoint_store import (
 )
 from omagd.utils.state_tree import frozen, thawed
 
+FACTS = {"stage": "stage3", "t_env": 0, "clock": {}, "score": None}
 STATE = {
     "weights": {"a": torch.randn(3, 4), "b": torch.arange(5)},
     "rng": np.random.default_rng(7).bit_generator.state,
@@ -43,8 +44,8 @@ def save(store: CheckpointStore, iteration: int, others: tuple[CheckpointStore, 
     draft.keep(name, lambda path: path.write_bytes(os.urandom(100)))
     draft.put("common", frozen(STATE))
     draft.put("rank_0", frozen({"number": iteration}))
-    draft.report({"replay": {"added": iteration}})
-    path = draft.commit({"iteration": iteration, "score": None, **facts}, 5.0)
+    draft.report({"replay": {"added": iteration, "kept": 0, "parts": []}})
+    path = draft.commit({**FACTS, "iteration": iteration, "score": None, **facts}, 5.0)
     store.prune()
     return path
 
@@ -102,7 +103,7 @@ def test_a_file_that_several_checkpoints_share_stays_until_the_last_of_them_goes
             draft.refer(shared)
         draft.put("common", frozen(STATE))
         draft.report({})
-        path = draft.commit({"iteration": iteration}, 5.0)
+        path = draft.commit({**FACTS, "iteration": iteration}, 5.0)
         store.prune()
         assert [found.name for found in folders(store.path)] == [path.name]
         assert (store.path / "kept/replay_1.bin").exists() is refers
@@ -169,7 +170,7 @@ def test_a_rank_finds_out_what_is_missing_of_its_part(tmp_path):
     draft.keep("replay_1.bin", lambda path: path.write_bytes(b"episodes"))
     draft.put("rank_0", frozen({"number": 1}))
     draft.report({})
-    path = draft.commit({"iteration": 1, "score": None}, 5.0)
+    path = draft.commit({**FACTS, "iteration": 1, "score": None}, 5.0)
     assert draft.lacks() == ""
     for name in ("kept/replay_1.bin", f"{path.name}/rank_0.th", f"{path.name}/manifest.json"):
         whole = (store.path / name).read_bytes()
@@ -182,7 +183,7 @@ def test_a_rank_finds_out_what_is_missing_of_its_part(tmp_path):
     later = store.draft(2)
     later.refer({name: said for name, said in draft.files.items() if name.startswith("kept/")})
     later.report({})
-    later.commit({"iteration": 2, "score": None}, 5.0)
+    later.commit({**FACTS, "iteration": 2, "score": None}, 5.0)
     assert later.lacks() == ""
     os.truncate(store.path / "kept/replay_1.bin", 3)  # of an earlier file the size is compared
     assert "3 bytes instead of 8" in later.lacks()
@@ -231,10 +232,10 @@ def test_without_a_ranks_part_there_is_no_checkpoint(tmp_path):
     draft = store.draft(1)
     draft.report({})
     with pytest.raises(OSError, match="rank 1 has not written its part"):
-        draft.commit({"iteration": 1}, 0.1)
+        draft.commit({**FACTS, "iteration": 1}, 0.1)
     other.draft(1).give_up("No space left on device")
     with pytest.raises(OSError, match="rank 1: No space left on device"):
-        draft.commit({"iteration": 1}, 0.1)
+        draft.commit({**FACTS, "iteration": 1}, 0.1)
     draft.discard()
     assert folders(store.path) == []
     assert files_of(store.path) == set()

@@ -214,7 +214,7 @@ def store(tmp_path) -> CheckpointStore:
     draft.put("common", frozen({"x": torch.ones(2)}))
     draft.put("rank_0", frozen({"y": 1}))
     draft.report({})
-    draft.commit({"iteration": 3}, 5.0)
+    draft.commit({"iteration": 3, "stage": "stage3", "t_env": 0, "clock": {}, "score": None}, 5.0)
     return made
 
 

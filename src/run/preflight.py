@@ -154,7 +154,7 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     from omagd.utils.checkpoint import find_step_folder
 
     cpu = torch.device("cpu")
-    whole = whole_state(config, lambda found: (found.path, found.part("common")))
+    whole = whole_state(config, lambda found: (found.path, found.common()))
     if config.checkpoint_path and whole is None:
         folder = find_step_folder(config.checkpoint_path, config.load_step)
         load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")

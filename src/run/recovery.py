@@ -222,7 +222,10 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> TakenUp:
     for name in names:
         judged = _judge(folder.checkpoints / name, dist)
         newest = not problems and _iteration(name) >= (completed or 0)
-        found, judged = _loaded(judged, judged.usable(mode, newest), dist)
+        kind = judged.usable(mode, newest)
+        found, judged = _loaded(judged, kind, dist)
+        if found is None and (second := judged.usable(mode, newest)) != kind:  # a part is not what it should be
+            found, judged = _loaded(judged, second, dist)
         if found is not None:
             break
         problems[judged.path] = judged.problem
@@ -309,7 +312,7 @@ def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[Recovered | None, _
     try:
         found = _read(judged.checkpoint, dist, kind, frozenset(judged.faults))
     except Damaged as damage:
-        problem = {"part": str(damage)}
+        problem = {str(damage).partition(":")[0]: str(damage)}  # by the name of the part
     except Unreadable as error:
         trouble = error.message
     everyone = dist.gather((problem, trouble))
@@ -323,15 +326,13 @@ def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[Recovered | None, _
 
 
 def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> Recovered:
-    common = checkpoint.part("common")
-    if not {"stage", "finished", "shared", "run", "modules"} <= common.keys():
-        raise Damaged("common.th: something is missing")
+    common = checkpoint.common()
     if kind == "weights":
         return Recovered(checkpoint, common, None, (), kind, lost)
     writers = int(checkpoint.manifest["world_size"])
     if writers == dist.world_size:
-        return Recovered(checkpoint, common, checkpoint.part(f"rank_{dist.rank}"), (), kind, lost)
-    everyone = tuple(checkpoint.part(f"rank_{rank}") for rank in range(writers))
+        return Recovered(checkpoint, common, checkpoint.of_rank(dist.rank), (), kind, lost)
+    everyone = tuple(checkpoint.of_rank(rank) for rank in range(writers))
     return Recovered(checkpoint, common, None, everyone, kind, lost)
 
 

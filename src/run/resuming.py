@@ -168,6 +168,9 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
             try:
                 found = read_checkpoint(path)
                 found.check()
+                found.common()
+                for rank in range(found.manifest["world_size"]):
+                    found.of_rank(rank)
                 return use(found)
             except (Damaged, FileNotFoundError) as problem:
                 problems.append(f"{path.name}: {problem}")

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from omagd.utils.checkpoint_form import CommonForm, Form, ManifestForm, RankForm, misfit
 from omagd.utils.run_folder import plain, write_json
 from omagd.utils.state_tree import thawed
 from omagd.utils.storage import ABSENT, RETRY_SECONDS, Unreadable, listed, patiently, sync
@@ -77,8 +78,22 @@ class Checkpoint:
         return found
 
     def part(self, name: str) -> dict[str, Any]:
-        """Return what was put under `name`. Errors: Damaged."""
+        """Return what was put under `name`. Errors: Damaged, Unreadable."""
         return read_part(self.path / f"{name}.th")
+
+    def common(self) -> dict[str, Any]:
+        """Return what all ranks share. Errors: Damaged, Unreadable."""
+        return self._formed("common", CommonForm)
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Return a rank's part. Errors: Damaged, Unreadable."""
+        return self._formed(f"rank_{rank}", RankForm)
+
+    def _formed(self, name: str, form: type[Form]) -> dict[str, Any]:
+        found = self.part(name)
+        if problem := misfit(form, found):
+            raise Damaged(f"{name}.th: {problem}")
+        return found
 
     def shared(self, name: str) -> Path:
         """Return the path of a file that the manifest names below `checkpoints/`. Errors: Damaged."""
@@ -122,10 +137,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Foreign, Unreadable."""
     text = _content(path / MANIFEST)
     try:
-        manifest = json.loads(text)
+        return Checkpoint(path, _checked(_upgraded(json.loads(text))))
     except (ValueError, RecursionError) as problem:
         raise Damaged(f"{MANIFEST}: no JSON ({problem})") from problem
-    return Checkpoint(path, _checked(_upgraded(manifest)))
 
 
 def _content(path: Path) -> bytes:
@@ -158,16 +172,8 @@ def _upgraded(manifest: Any) -> dict[str, Any]:
 
 def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest that says what it must, and names no file outside `checkpoints/`. Errors: Damaged."""
-    sound = isinstance(manifest.get("world_size"), int) and isinstance(manifest.get("iteration"), int)
-    files = manifest.get("files")
-    if not sound or not isinstance(files, dict) or not isinstance(manifest.get("logs"), list):
-        raise Damaged(f"{MANIFEST}: something is missing")
-    for name, said in files.items():
-        parts = Path(name).parts
-        plain = not any(part.startswith((".", "/")) or "\0" in part for part in parts)
-        inside = len(parts) == 2 and plain
-        if not inside or not isinstance(said, dict) or not {"bytes", "sha256"} <= said.keys():
-            raise Damaged(f"{MANIFEST}: {name[:80]} is no file of a checkpoint")
+    if problem := misfit(ManifestForm, manifest):
+        raise Damaged(f"{MANIFEST}: {problem}")
     return manifest
 
 
