@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from omagd.run.keeper import Keeper
 from omagd.utils.checkpoint_store import (
     FORMAT,
     UPGRADES,
@@ -225,6 +229,21 @@ def test_several_ranks_share_the_work_of_checking(tmp_path):
     assert complaints == [
         f"00000004/rank_2.th: 0 bytes instead of {found.manifest['files']['00000004/rank_2.th']['bytes']}"
     ]
+
+
+def test_a_run_that_ends_early_waits_no_longer_for_the_part_of_a_rank_that_is_gone(tmp_path):
+    store = store_in(tmp_path, world_size=2)
+    draft = store.draft(1)
+    draft.report({})
+    with ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(draft.commit, {"iteration": 1}, 60.0)
+        time.sleep(0.1)
+        assert not saving.done()
+        began = time.monotonic()
+        Keeper.close(SimpleNamespace(_saver=SimpleNamespace(store=store), _thread=thread), 0.1)
+        assert time.monotonic() - began < 10
+    with pytest.raises(OSError, match="rank 1 has not written its part"):
+        saving.result()
 
 
 def test_without_a_ranks_part_there_is_no_checkpoint(tmp_path):

@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
+import torch
 from command_budgets import BUDGETS
 from command_harness import left_behind, run_folders
 from trap_world import exit_state, make_plugin, start, wait_for_training
@@ -21,9 +23,9 @@ from omagd.config.schema import Config
 from omagd.envs.sanity import MatrixGame
 from omagd.run import experiment, launch
 from omagd.run.command_line import config_from, main
-from omagd.run.verdict import verdict
-from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import RankFailed
+from omagd.run.verdict import naming_a_lost_rank, verdict
+from omagd.utils.dist_utils import Dist, Waits
+from omagd.utils.errors import RankFailed, UserError
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,28 @@ def test_an_error_of_one_rank_is_what_the_console_shows(plugin, tmp_path):
     assert exit_state(tmp_path) == "failed"
     record = json.loads((tmp_path / "results" / "sacred" / "1" / "run.json").read_text())
     assert record["status"] == "FAILED"
+
+
+def test_where_torchrun_reports_the_first_rank_the_others_say_one_line(tmp_path):
+    """With what gloo really says when the process at the other end is gone; other errors stay as they are."""
+    child = os.fork()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    try:
+        group = torch.distributed.ProcessGroupGloo(store, 1 if child == 0 else 0, 2, timedelta(seconds=20))
+        group.allreduce(torch.ones(1)).wait()
+    finally:
+        if child == 0:
+            os._exit(0)
+    os.waitpid(child, 0)
+    line = r"^rank 0: the connection to another rank broke \(Connection [a-z ]*by peer\): that rank has ended; [^\n]*$"
+    with pytest.raises(RankFailed, match=line), naming_a_lost_rank(0), Waits().counted():
+        group.allreduce(torch.ones(1)).wait()
+    for error in (RuntimeError("Connection closed by peer"), UserError("x")):  # not within an exchange
+        with pytest.raises(type(error)) as raised, naming_a_lost_rank(0):
+            raise error
+        assert raised.value is error
+    with pytest.raises(RuntimeError, match="sizes differ"), naming_a_lost_rank(0), Waits().counted():
+        raise RuntimeError("sizes differ")
 
 
 @pytest.mark.processes

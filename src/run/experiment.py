@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from omagd.utils.logging import Logger, make_logger, setup_logging
 from omagd.utils.owned_folder import read_entry
 from omagd.utils.progress import close_bars
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.signals import stop_requested, unhurried
+from omagd.utils.signals import CLOSING_SECONDS, stop_requested, unhurried
 from omagd.utils.writing import STORAGE
 
 
@@ -99,7 +100,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
             finally:
                 try:
                     if session is not None:
-                        session.close()
+                        session.close(math.inf if exit_state == "completed" else CLOSING_SECONDS / 2)
                 finally:
                     logger.close(exit_state)
     return summary

@@ -7,6 +7,7 @@ that all save the same one. Episodes are written once, into files that successiv
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -131,8 +132,9 @@ class Keeper:
             self._failed = self._saving.result()
             self._saving = None
 
-    def close(self) -> None:
-        """Wait for the thread and end it."""
+    def close(self, patience: float = math.inf) -> None:
+        """Wait for the thread and end it. patience: seconds that a save may still wait for the other ranks."""
+        self._saver.store.waits_until = time.monotonic() + patience
         self._thread.shutdown(wait=True)
 
     @property

@@ -26,6 +26,7 @@ from omagd.run.shared_folder import require_shared_folder
 from omagd.run.verdict import (
     Verdict,
     hang_noted,
+    naming_a_lost_rank,
     note,
     note_error,
     note_hung,
@@ -126,6 +127,7 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
         config = config.model_copy(update={"auto_resume": True})
     end_with_launcher()
     with (
+        naming_a_lost_rank(rank),
         _group(rank, plan, local_rank(plan.world_size), port, config, attempt, leave_hung) as dist,
         ExitStack() as held,
     ):

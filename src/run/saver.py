@@ -85,7 +85,8 @@ class Saver:
             draft.give_up(reason)
             if self.dist.is_main:
                 draft.discard()
-            self._say(save.facts["iteration"], reason, session)
+            if self.store.waits_until == math.inf:  # else the run ends, and says why
+                self._say(save.facts["iteration"], reason, session)
             return reason
         self.written = {name: written for name, (_, written) in logs.items()}
         self.modules.update(modules)

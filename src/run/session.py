@@ -85,9 +85,12 @@ class Session:
         """Count restarts on from those of earlier starts of this run, which a checkpoint holds."""
         self.past_mishaps, self.told_mishaps = dict(past), dict(past)
 
-    def close(self) -> None:
-        """Release the environment and the files, once what is being saved is saved."""
-        self.keeper.close()
+    def close(self, patience: float = math.inf) -> None:
+        """Release the environment and the files, once what is being saved is saved.
+
+        patience: seconds that the save may still wait for the other ranks, of which one may have ended.
+        """
+        self.keeper.close(patience)
         self.episode_log.close()
         with self.dist.waits.doing(CLOSING):
             self.env.close()

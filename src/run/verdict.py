@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omagd.utils.dist_utils import from_exchange
+from omagd.utils.dist_utils import broken_exchange
 from omagd.utils.errors import RankFailed, RunFailed, UserError, exit_line
 from omagd.utils.signals import SAVING, Stopped
 
@@ -26,6 +26,15 @@ RESERVES, RESERVE_BYTES = 3, 1 << 15
 ENDED = "all ranks have been ended"
 CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
 """Exit codes that the end of another rank can cause."""
+
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "communicator was aborted",
+)
+"""Words of gloo and NCCL for an exchange with a rank that has ended."""
 
 
 @contextmanager
@@ -86,7 +95,7 @@ def note_error(rank: int, folder: Path, error: BaseException) -> None:
         _note_first(rank, folder, {"failed": str(error)})
     else:
         trace = "".join(traceback.format_exception(error))
-        _note_first(rank, folder, {"trace": trace, "exchange": from_exchange(error)})
+        _note_first(rank, folder, {"trace": trace, "exchange": broken_exchange(error) is not None})
 
 
 def note_hung(rank: int, folder: Path, line: str, stack: str) -> None:
@@ -181,3 +190,19 @@ def _hint(number: int) -> str:
     if number != signal.SIGKILL:
         return ""
     return " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"
+
+
+@contextmanager
+def naming_a_lost_rank(rank: int) -> Iterator[None]:
+    """Turn an exchange that broke since another rank has ended into one line; torchrun reports which one, and why."""
+    try:
+        yield
+    except (UserError, RankFailed):
+        raise
+    except Exception as error:
+        said = str(broken_exchange(error) or "")
+        words = next((words for words in LOST_CONNECTION if words in said), "")
+        if not words:
+            raise
+        line = f"rank {rank}: the connection to another rank broke ({words}): that rank has ended"
+        raise RankFailed(f"{line}; torchrun's report names the first one") from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import stat
@@ -183,11 +184,15 @@ class CheckpointStore:
     Args:
         path: `checkpoints/` of the run. rank, world_size: of this process. attempt: text that no other start of this
             run has used; the same on all ranks. keep: how many of the newest stay; that with the best score does too.
+
+    Attributes:
+        waits_until: moment (`time.monotonic()`) at which no save waits for other ranks any more; set when a run ends
+            early, since a rank that is gone never writes its part.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int, attempt: str, keep: int) -> None:
         self.path, self.rank, self.world_size = path, rank, world_size
-        self.attempt, self.keep = attempt, keep
+        self.attempt, self.keep, self.waits_until = attempt, keep, math.inf
 
     def folders(self) -> list[Path]:
         """Return the folders of checkpoints, newest first."""
@@ -324,7 +329,7 @@ class Draft:
     def _report_of(self, rank: int, deadline: float) -> dict[str, Any]:
         path = self.path / f"report_{rank}.json"
         while not path.exists():
-            if time.monotonic() > deadline:
+            if time.monotonic() > min(deadline, self.store.waits_until):
                 raise OSError(None, f"rank {rank} has not written its part")
             time.sleep(POLL_SECONDS)
         report = json.loads(path.read_text(encoding="utf-8"))

@@ -113,14 +113,12 @@ def _exchange(waits: Waits) -> Iterator[None]:
         waits.inside = False
 
 
-def from_exchange(error: BaseException) -> bool:
-    """Return whether an error, or what it was raised from, broke an exchange between the ranks."""
+def broken_exchange(error: BaseException) -> BaseException | None:
+    """Return the error that broke an exchange between the ranks: this one, or one it was raised from; None if none."""
     cause: BaseException | None = error
-    while cause is not None:
-        if getattr(cause, "in_exchange", False):
-            return True
+    while cause is not None and not getattr(cause, "in_exchange", False):
         cause = cause.__cause__ or cause.__context__
-    return False
+    return cause
 
 
 @dataclass(frozen=True)
