@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +185,8 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
 
     An unfinished run that `auto_resume` continues is let through: it may only have its last files to write.
     """
+    from omagd.utils.checkpoint import find_step_folder
+
     steps, episodes = clock.get("t_env", 0), clock.get("episodes", 0)
     if config.max_episodes is not None and episodes >= config.max_episodes:
         key, limit, reached = "max_episodes", config.max_episodes, f"{episodes:,} episodes"
@@ -194,7 +196,10 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
             return
     if config.auto_resume and _is_unfinished(config):
         return
-    mend = f"Give a larger {key}, or play it: python -m omagd evaluate {config.checkpoint_path}"
+    mend = f"Give a larger {key}"
+    with suppress(UserError):  # an interrupted run may have no weights to play yet
+        find_step_folder(config.checkpoint_path, config.load_step)
+        mend += f", or play it: python -m omagd evaluate {config.checkpoint_path}"
     raise UserError(f"{key}={limit}: already reached, checkpoint_path={config.checkpoint_path} is at {reached}. {mend}")
 
 
