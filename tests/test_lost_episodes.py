@@ -16,10 +16,13 @@ from test_adapters import N, Walk, WalkArgs, _all, _gone, _pids
 
 from omagd.envs import worker_processes
 from omagd.envs.adapters import SerialEnvs
+from omagd.envs.parallel import ParallelBattle
 from omagd.envs.process_envs import EnvWorkerError, ProcessEnvs
-from omagd.envs.protocol import StepResult
+from omagd.envs.protocol import LOST_IN_A_ROW, StepResult
+from omagd.run import api
 from omagd.run.session import Session
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)
 PLACES = ("reset", "step", "replay", "show", "stats")
@@ -82,6 +85,64 @@ def test_other_runners_replace_as_well(name):
     assert sum(rollout.steps for rollout in rollouts) == sum(map(length_of, kept))
     assert all(rollout.steps == rollout.stats["ep_length"][0] for rollout in rollouts if rollout.n_episodes)
     assert sum(rollout.lost for rollout in rollouts) == runner.lost == len(begun(env, lost=True)) > 0
+
+
+class Hopeless(FakeEnv):
+    """One slot loses all its episodes, or all but every tenth."""
+
+    def __init__(self, n_slots: int, kept: int = 0) -> None:
+        super().__init__(n_slots)
+        self.kept = kept
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        result = super().step(actions, active)
+        number = sum(slot == 1 for slot, _ in self.begun)
+        lost = active & (np.arange(self.n_slots) == 1) & (self.kept == 0 or number % self.kept != 0)
+        self.over |= lost
+        return StepResult(result.reward, result.terminated | lost, result.truncated & ~lost, result.info, lost)
+
+
+@pytest.mark.parametrize("name", ["parallel", "stream", "ticks"])
+def test_a_slot_that_loses_every_episode_ends_the_run_after_ten(name):
+    env = Hopeless(3)
+    runner, probe = runner_of(env, name=name), Probe()
+    with pytest.raises(UserError, match=r"^env=fake, slot 1, seed \d+, step 1: .*lost, as the 9 episodes of the slot"):
+        for _ in range(100):
+            runner.collect(probe, explore=None)
+    assert sum(slot == 1 for slot, _ in env.begun) == LOST_IN_A_ROW == 10
+
+
+def test_nine_lost_episodes_in_a_row_are_replaced_again_and_again():
+    rollout = runner_of(Hopeless(3, kept=10)).run(Probe(), explore=None, episodes_per_slot=3)
+    assert (rollout.n_episodes, rollout.lost) == (9, 27)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_lost_episodes_in_a_row_are_counted_over_a_restart(known):
+    env, probe = Hopeless(3), Probe()
+    play = runner_of(env)._play(probe, False, True)
+    play.begin(10**6)
+    for _ in range(7):
+        play.tick(None)
+    state = play.snapshot()
+    if not known:
+        del state["clock"]["lost"]  # as it was saved before these were counted
+    again = runner_of(env)._play(probe, False, True)
+    again.restore(state)
+    with pytest.raises(UserError, match="this was lost"):
+        for _ in range(100):
+            again.tick(None)
+    assert sum(slot == 1 for slot, _ in env.begun) == 10 + (0 if known else 7)
+
+
+def test_the_python_interface_gives_up_as_well(monkeypatch):
+    env, policy = ParallelBattle(FakeEnv(1)), SimpleNamespace(reset=print, act=print)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(UserError, match="env=fake: 10 episodes in a row were lost"),
+    ):
+        patch.setattr(api, "_play_one", lambda *_: {"lost": True})
+        api.play(policy, env, 1)
 
 
 # --- what follows starts processes

@@ -22,6 +22,10 @@ AGENT_REWARD = "agent_reward"
 """The entry of a single environment's info that holds [n] who earned what, if its facts say `agent_rewards`."""
 
 
+LOST_IN_A_ROW = 10
+"""Lost episodes of one slot in a row that end a run: what has lost as many will hardly play the next one."""
+
+
 @dataclass
 class Observation:
     """What one tick shows. The arrays belong to the environment and are valid until its next call.

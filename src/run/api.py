@@ -17,7 +17,7 @@ from omagd.controllers.types import Tick
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
-from omagd.envs.protocol import AGENT_REWARD, Observation
+from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
 from omagd.run.build import build_mac, load_agent, load_products, of_checkpoint, read_env_info, require_same_map
 from omagd.run.run import run_seeds
 from omagd.runners.seeds import EpisodeSeeds
@@ -77,7 +77,8 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
     Returns: `returns`, `lengths` and, where battles can be won, `battle_won`: a list with an entry per episode each;
         `totals`: `episodes`, `steps`, `lost_episodes` (void and played again) and the means of what the environment
         reports at an episode's end (`return_mean`, `ep_length_mean`, `battle_won_mean`, ...).
-    Errors: TypeError for other objects; UserError for a policy of another map; ValueError for a closed environment.
+    Errors: TypeError for other objects; UserError for a policy of another map, or when ten episodes in a row are lost;
+        ValueError for a closed environment.
     """
     if not all(callable(getattr(policy, name, None)) for name in ("reset", "act")):
         raise TypeError(
@@ -91,12 +92,15 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
     if isinstance(policy, LoadedPolicy):
         require_same_map(policy.info, env.info, "policy")
         sees_all = policy.wants_full_obs
-    seeds, lost, played = EpisodeSeeds(seed, "test"), 0, list[dict[str, Any]]()
+    seeds, lost, in_a_row, played = EpisodeSeeds(seed, "test"), 0, 0, list[dict[str, Any]]()
     while len(played) < episodes:
         result = _play_one(policy, env, int(seeds.draw(np.ones(1, bool))[0]), sees_all)
         if result.pop("lost", False):
-            lost += 1
+            lost, in_a_row = lost + 1, in_a_row + 1
+            if in_a_row == LOST_IN_A_ROW:
+                raise UserError(f"env={env.info.name}: {in_a_row} episodes in a row were lost; correct the environment")
         else:
+            in_a_row = 0
             played.append(result)
     names = list(dict.fromkeys(name for result in played for name in result))
     each = {name: [result.get(name, 0.0) for result in played] for name in names}

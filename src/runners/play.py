@@ -13,8 +13,8 @@ import numpy as np
 
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.types import Exploration, Policy, Tick
-from omagd.envs.outputs import OutputChecks
-from omagd.envs.protocol import BatchedEnv, StepResult
+from omagd.envs.outputs import OutputChecks, fault
+from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv, StepResult
 from omagd.runners.recorder import Recorder
 from omagd.runners.seeds import EpisodeSeeds
 from omagd.utils.packing import Episode
@@ -68,7 +68,8 @@ class Rollout:
 class Clock:
     """Where each slot stands. All [B]: reset seed, step, return so far, episodes yet to begin, three states.
 
-    `agent_reward` is each agent's return so far, [B, n] where the environment tells it, else [B, 0].
+    `agent_reward` is each agent's return so far, [B, n] where the environment tells it, else [B, 0]. `lost` [B] counts
+    the episodes that were lost since the last one that came to its end.
 
     `playing` slots act and step; `stepping` ones are between their action and what came of it; `closing` ones have
     ended and show their last moment once more, for the closing row.
@@ -82,6 +83,7 @@ class Clock:
     closing: np.ndarray
     stepping: np.ndarray
     agent_reward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    lost: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def at_start(cls, seeds: np.ndarray, episodes_per_slot: int, n_told: int) -> Clock:
@@ -90,7 +92,8 @@ class Clock:
         no, yes = np.zeros(n_slots, bool), np.ones(n_slots, bool)
         left = np.full(n_slots, episodes_per_slot - 1)
         told = np.zeros((n_slots, n_told))
-        return cls(seeds, np.zeros(n_slots, np.int64), np.zeros(n_slots), left, yes, no, no.copy(), told)
+        steps, lost = np.zeros(n_slots, np.int64), np.zeros(n_slots, np.int64)
+        return cls(seeds, steps, np.zeros(n_slots), left, yes, no, no.copy(), told, lost)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return copies of all fields."""
@@ -164,8 +167,8 @@ class Play:
     def tick(self, explore: Exploration | None) -> None:
         """Give every part its turn.
 
-        Errors: UserError when the environment returns what cannot be learned from, RuntimeError when an episode
-        outlives `info.episode_limit`.
+        Errors: UserError when the environment returns what cannot be learned from, when an episode outlives
+        `info.episode_limit`, or when a slot has lost `LOST_IN_A_ROW` episodes in a row.
         """
         self.ticked(True)
         for part in self.parts:
@@ -210,6 +213,8 @@ class Play:
         self.clock = Clock(**{name: values.copy() for name, values in snapshot["clock"].items()})
         if not len(self.clock.agent_reward):  # saved before these were kept: what is not known is not counted
             self.clock.agent_reward = np.full((self.env.n_slots, self._n_told), np.nan)
+        if not len(self.clock.lost):  # likewise
+            self.clock.lost = np.zeros(self.env.n_slots, np.int64)
         self._results = dict(snapshot["results"])
         self.rollout = Rollout(**copy.deepcopy(snapshot["counted"]))
         if self.recorder is not None:
@@ -276,13 +281,23 @@ class Play:
             if lost.any():
                 self._replace(lost)
                 ended &= ~lost
+            clock.lost[ended] = 0
             clock.playing &= ~ended
             clock.closing |= ended
             self._keep_results(ended, result)
 
     def _replace(self, lost: np.ndarray) -> None:
-        """Forget the episodes of the slots `lost` [B] bool; each begins another one at once."""
+        """Forget the episodes of the slots `lost` [B] bool; each begins another one at once.
+
+        Errors: UserError when a slot has lost so many in a row that it will hardly end one.
+        """
         self.rollout.lost += int(lost.sum())
+        self.clock.lost += lost
+        hopeless = self.clock.lost >= LOST_IN_A_ROW
+        if hopeless.any():
+            slot = int(hopeless.argmax())
+            what = f"this was lost, as the {LOST_IN_A_ROW - 1} episodes of the slot before it were"
+            raise fault(self.info.name, slot, int(self.clock.seed[slot]), int(self.clock.step[slot]), what)
         self.clock.seed = np.where(lost, self.seeds.draw(lost), self.clock.seed)
         self.asked(lost, self.clock.seed)
         self.env.reset(lost, self.clock.seed)

@@ -79,7 +79,7 @@ class Runner:
             explore: None to act greedily. full_obs: record `full_obs`. keep: return the episodes, or the stats alone.
 
         An episode that the environment lost is replaced by another one, from the next seed of its slot.
-        Errors: RuntimeError when an episode outlives `info.episode_limit`, or while other battles are in flight.
+        Errors: UserError as in `Play.tick`; RuntimeError while other battles are in flight.
         """
         if self.in_flight:
             raise RuntimeError("battles are in flight: drain them before others are played")

@@ -17,7 +17,7 @@ from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.variant import SMAC, Variant
-from omagd.envs.protocol import Observation, StepResult
+from omagd.envs.protocol import LOST_IN_A_ROW, Observation, StepResult
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.installed import build_of, game_folder
 from omagd.envs.sc2.maps import require_map
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from omagd.envs.sc2.backend import GameBackend
     from omagd.envs.sc2.game import GameLost
 
-LOST_IN_A_ROW = 10
 UNIT_NAMES = [unit.name for unit in UNITS]
 LOG = logging.getLogger("omagd.sc2")
 
