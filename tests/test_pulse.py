@@ -228,6 +228,31 @@ def test_a_process_that_no_error_can_free_is_ended(monkeypatch):
     assert ended[0] == "finished" and CLOSING in ended[1]
 
 
+def test_an_environment_is_watched_while_it_is_saved_and_counted_between_two_iterations():
+    dist, env, policy = Dist(), FakeEnv(3), Probe()
+    runner = runner_of(env, name="stream")
+    runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
+    runner.collect(policy, explore=None)
+    policy.snapshot = dict
+
+    def save(stuck: Callable[[], None]) -> None:
+        env.snapshot = lambda: stuck() or {}
+        runner.snapshot()
+
+    ((line, _),) = watch(dist, 0.2, save)
+    playing = [f"slot {slot} from seed {env.seed[slot]}" for slot in range(3) if not env.over[slot]]
+    assert playing and all(slot in line for slot in playing)
+
+    session = SimpleNamespace(dist=dist, env=SimpleNamespace())
+
+    def count(stuck: Callable[[], None]) -> None:
+        session.env.get_stats = lambda: stuck() or {}
+        Session.env_stats(session)
+
+    ((line, _),) = watch(dist, 0.2, count)
+    assert " hangs: in asking the environment for its counters for " in line
+
+
 def test_long_work_that_goes_on_or_belongs_to_a_disk_or_another_rank_is_no_hang():
     dist = Dist()
     measures = Measures(dist)

@@ -266,7 +266,7 @@ def _ends(config: Config) -> dict[str, int]:
 def _settle(session: Session, card: Card, stages: dict[str, Any]) -> Card:
     """Complete the card by what the game says of itself and what was reached."""
     try:
-        stats = session.env.get_stats()
+        stats = session.env_stats()
     except (RuntimeError, OSError) as error:  # what has been reached is reached, whatever has died since
         session.logger.warning(f"the environment no longer tells what it is: {error}")
         stats = {}

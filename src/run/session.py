@@ -17,7 +17,7 @@ from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.logging import Logger
 from omagd.utils.measures import Measures
 from omagd.utils.metrics import added
-from omagd.utils.pulse import CLOSING
+from omagd.utils.pulse import CLOSING, COUNTING
 from omagd.utils.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -75,11 +75,16 @@ class Session:
         `lost_episodes` were void and replaced, `restarts` are games and `worker_restarts` processes that had died. A
         collective: every rank calls it, and gets the same.
         """
-        stats = self.env.get_stats()
+        stats = self.env_stats()
         counted = {name: float(stats.get(name, 0.0)) + self.past_mishaps.get(name, 0.0) for name in RESTARTS}
         self.told_mishaps = dict(counted)
         counted["lost_episodes"] = float(sum(runner.lost for runner in self.runners.values()))
         return {name: value for name, value in added(self.dist.gather(counted)).items() if value > 0}
+
+    def env_stats(self) -> dict[str, float]:
+        """Return the environment's counters."""
+        with self.dist.waits.doing(COUNTING):
+            return self.env.get_stats()
 
     def go_on_counting(self, past: Mapping[str, float]) -> None:
         """Count restarts on from those of earlier starts of this run, which a checkpoint holds."""

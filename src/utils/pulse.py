@@ -28,7 +28,8 @@ from omagd.utils.signals import CLOSING_SECONDS, ending, raise_in_main_thread
 LOG = logging.getLogger("omagd")
 BUILDING = "building the environment"
 CLOSING = "closing the environment"
-WATCHED = frozenset({BUILDING, CLOSING, "collect", "update", "sample", "replay", "test", "opponents"})
+COUNTING = "asking the environment for its counters"
+WATCHED = frozenset({BUILDING, CLOSING, COUNTING, "collect", "update", "sample", "replay", "test", "opponents"})
 """Phases in which standing still is a hang. Reading and writing files may take as long as the disk needs."""
 
 Hung = Callable[[str, str], None]
