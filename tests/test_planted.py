@@ -23,13 +23,14 @@ from command_budgets import BUDGETS
 from command_harness import ROOT, records, summary_of
 from graph_toys import INFO
 
-from omagd.config.loading import read_saved
+from omagd.config.loading import read_saved, resolve
 from omagd.run import resuming
 from omagd.run.build import _given_to, read_env_info
 from omagd.run.card import read_card
 from omagd.run.command_line import config_from, main
 from omagd.run.comparison import comparison
 from omagd.run.resuming import claimed_folder, rank_at_work
+from omagd.run.seed_list import SeedList
 from omagd.utils import owned_folder
 from omagd.utils.errors import UserError
 from omagd.utils.owned_folder import Untrusted, read_entry, require_own
@@ -239,6 +240,8 @@ def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_o
     if root:
         os.seteuid(65534)
     try:
+        listed = SeedList(resolve("qmix", None, {"local_results_path": "closed", "seeds": (1, 2), "auto_resume": True}))
+        assert listed.take_up() == {}
         if root:  # another user's
             assert found() == [Path("open")]
             os.seteuid(0)

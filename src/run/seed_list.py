@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from omagd.config.checks import is_file
 from omagd.config.schema import Config
 from omagd.run.resuming import RUN_FILE, identity_of
 from omagd.utils.errors import readable
@@ -40,7 +41,7 @@ class SeedList:
         console = setup_logging(None)
         named = ",".join(map(str, self.config.seeds))
         entry = read_entry(self.file).get("runs")
-        if entry is None and self.file.exists():
+        if entry is None and is_file(self.file):
             console.warning(f"auto_resume=True: {self.file} cannot be read; the list seeds={named} starts from scratch")
         begun = {str(seed): name for seed, name in entry.items()} if isinstance(entry, dict) else {}
         found = {}
