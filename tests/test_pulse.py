@@ -212,7 +212,7 @@ def test_an_environment_that_cannot_be_built_or_closed_is_found_before_the_run_b
 def test_a_session_whose_environment_cannot_be_closed_is_ended(late):
     """late: also while the process holds back signals, as it does when it closes the run."""
     dist = Dist()
-    nothing = SimpleNamespace(close=lambda: None)
+    nothing = SimpleNamespace(close=lambda *patience: None)
     session = SimpleNamespace(dist=dist, keeper=nothing, episode_log=nothing, env=SimpleNamespace(close=wait_for_ever))
     with pytest.raises(RankFailed, match=f"in {CLOSING} for"), stoppable(), ended_if_hung(dist, 0.2):
         with unhurried() if late else nullcontext():
