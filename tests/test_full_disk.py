@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import random
 import resource
@@ -242,7 +243,7 @@ def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):
     claimed = log.size()
     assert claimed > log.path.stat().st_size
     draft = SimpleNamespace(give_up=lambda reason: None, discard=lambda: None)
-    saver = Saver(SimpleNamespace(), Dist(), RunFolder(tmp_path), 1.0)  # type: ignore[arg-type]
+    saver = Saver(SimpleNamespace(waits_until=math.inf), Dist(), RunFolder(tmp_path), 1.0)  # type: ignore[arg-type]
     lines: list[str] = []
     session = SimpleNamespace(logger=SimpleNamespace(error=lines.append))
     save = Save(draft, {}, None, {}, {}, {"iteration": 3}, {log.path: claimed})  # type: ignore[arg-type]
