@@ -301,7 +301,7 @@ class Attack:
             if how == "exact" and not lines:
                 wrong += [f"exact, but {line}" for line in differences(self.alone(variant), folder, names)][:3]
             if folder == run:
-                wrong += lost(before, after, self.alone(variant), how)
+                wrong += lost(before, after, self.alone(variant), how, names)
             elif compared(before) != compared(after):
                 wrong.append("a new folder began, but the old one was changed")
             break
@@ -472,18 +472,15 @@ def damage(run: Path, rng: random.Random) -> tuple[str, str]:
     return name, how
 
 
-def lost(before: dict[str, str], after: dict[str, str], alone: Path, how: str) -> list[str]:
-    """Return what was there before a start, was not written again with equal content, and is nowhere any more.
+def lost(before: dict[str, str], after: dict[str, str], alone: Path, how: str, damaged: tuple[str, ...]) -> list[str]:
+    """Return what was intact before a start, was not written again with equal content, and is nowhere any more.
 
     Weights by content; checkpoints may go once newer ones are complete, which keeps what they held.
     """
     kept = set(after.values()) | set(snapshot(alone).values())
-    gone = [
-        name
-        for name, value in before.items()
-        if name.endswith(".th") and name.startswith("models/") and value not in kept
-    ]
-    return [f"{how}: lost {name}" for name in gone][:3]
+    intact = {name: value for name, value in before.items() if not name.startswith(damaged)}
+    weights = [name for name in intact if name.startswith("models/") and name.endswith(".th")]
+    return [f"{how}: lost {name}" for name in weights if intact[name] not in kept][:3]
 
 
 def _nothing_left(run: Path) -> bool:
