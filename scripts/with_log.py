@@ -27,7 +27,9 @@ from types import FrameType
 from omagd.utils.temporary import temporary_folder
 from omagd.utils.writing import APPEND, STORAGE, AppendFile
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+# nohup has it ignored, and so do those that this process starts.
+SIGNALS += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
 COLOURS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 SCRATCH = "{scratch}"
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG

@@ -241,6 +241,21 @@ def test_a_signal_is_handed_on_and_is_the_exit_code(tmp_path, number, code):
 
 
 @pytest.mark.processes
+def test_a_hangup_that_nohup_ignores_is_not_handed_on(tmp_path):
+    def nohup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    script = "import sys\nprint('ready')\nsys.exit(int(sys.stdin.readline()))"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with with_log(tmp_path, script, preexec_fn=nohup, **pipes) as started:
+        assert started.stdout.readline() == b"ready\n"
+        started.send_signal(signal.SIGHUP)
+        started.stdin.write(b"5\n")
+        started.stdin.flush()
+        assert started.wait(20) == 5
+
+
+@pytest.mark.processes
 def test_a_command_on_a_terminal_has_a_terminal(tmp_path):
     outer, inner = pty.openpty()
     script = "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), *os.get_terminal_size(1))"
