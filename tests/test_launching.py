@@ -245,13 +245,15 @@ def test_a_hangup_that_nohup_ignores_is_not_handed_on(tmp_path):
     def nohup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    script = "import sys\nprint('ready')\nsys.exit(int(sys.stdin.readline()))"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with with_log(tmp_path, script, preexec_fn=nohup, **pipes) as started:
+    mark = tmp_path / "go"
+    script = (
+        f"import os, sys, time\nprint('ready')\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.02)\nsys.exit(5)"
+    )
+    with with_log(tmp_path, script, preexec_fn=nohup, stdout=subprocess.PIPE) as started:
         assert started.stdout.readline() == b"ready\n"
         started.send_signal(signal.SIGHUP)
-        started.stdin.write(b"5\n")
-        started.stdin.flush()
+        time.sleep(0.2)
+        mark.touch()
         assert started.wait(20) == 5
 
 
