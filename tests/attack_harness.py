@@ -248,7 +248,8 @@ class Attack:
         """Make one fault and judge what came of it. `seed` and `number` decide everything but the moment."""
         rng = random.Random(f"{seed} {kind} {number}")
         share = rng.random()
-        variant = "two ranks" if share < 0.1 else rng.choice(["one process", "matrix game"])
+        # Spawned ranks do not inherit the spoiled environment.
+        variant = "two ranks" if share < 0.1 and kind != "nan" else rng.choice(["one process", "matrix game"])
         variant = "three stages" if share > 0.94 and kind != "nan" else variant
         place, begun = self.root / f"{kind}_{number}", time.monotonic()
         trial = Trial(place, VARIANTS[variant])
@@ -394,8 +395,11 @@ class Attack:
         at, always = rng.randrange(1, 60), rng.random() < 0.5
 
         code = trial.run(prepare=lambda: _spoil(variant, where, value, at, always))
-        wrong = [f"exit code {code}"] * (code not in (1, 2))
-        wrong += one_line(trial.said[-1], "not finite", needs=("reward",) if where == "reward" else ())
+        if code == 0 and not always:  # what nobody looked at, as the view of a slot that is not in use, changes nothing
+            wrong = [f"exit code 0, but {line}" for line in differences(self.alone(variant), trial.folders[0])][:3]
+        else:
+            wrong = [f"exit code {code}"] * (code not in (1, 2))
+            wrong += one_line(trial.said[-1], "not finite", needs=("reward",) if where == "reward" else ())
         for folder in trial.folders:
             wrong += [f"{path.relative_to(folder)} is not finite" for path in folder.rglob("*.th") if not finite(path)]
         return f"{where}={value} at step {at}{' and after' if always else ''}", [code], wrong
