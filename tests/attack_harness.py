@@ -57,8 +57,8 @@ VARIANTS = {
         "checkpoint_interval=0",
     ),
 }
-# Files that a start may write even if it is then rejected: locks and text logs.
-NOT_COMPARED = ("lock", "lock.ranks", "logs/")
+# What a start may write or clear away even if it is then rejected: locks, text logs, notes of ranks that were killed.
+NOT_COMPARED = ("lock", "lock.ranks", "logs/", ".attempt_")
 
 
 @dataclass
