@@ -46,6 +46,19 @@ def test_the_first_signal_stops_once_and_the_old_handlers_come_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_that_arrives_in_a_finalizer_is_neither_lost_nor_a_traceback(capsys):
+    class Finalized:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Stopped) as stopped, stoppable():
+        finalized = Finalized()
+        del finalized
+        time.sleep(10)
+    assert stopped.value.number == signal.SIGINT
+    assert capsys.readouterr().err == ""
+
+
 def test_what_must_be_written_is_written_before_a_signal_counts():
     done = []
     with pytest.raises(Stopped), stoppable():

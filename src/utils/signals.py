@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from omagd.utils.writing import drop_lost_output
 
@@ -137,6 +139,17 @@ def ask_to_end(cause: str) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def _send_again(lost: Any) -> None:
+    """Send a signal again whose `Stopped` was raised where Python drops errors, as in a finalizer."""
+    if not isinstance(lost.exc_value, Stopped):
+        sys.__unraisablehook__(lost)
+        return
+    _received.number = None
+    timer = threading.Timer(0.01, os.kill, (os.getpid(), lost.exc_value.number))  # once the finalizer is over
+    timer.daemon = True
+    timer.start()
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Within, the first SIGINT, SIGTERM or SIGHUP raises `Stopped`; outside the main thread nothing changes.
@@ -151,9 +164,11 @@ def stoppable() -> Iterator[None]:
     handled = [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, _received.handle) for number in handled}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # `prestart` blocks some in the process that ranks come from
+    hook, sys.unraisablehook = sys.unraisablehook, _send_again
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 
