@@ -272,7 +272,7 @@ class Attack:
         """Kill a run somewhere in its middle; return its folder."""
         pid = trial.begin()
         trial.kill_after(pid, rng.randrange(2, 25), rng.random() * 0.05)
-        _living(pid)  # its ranks may need a moment to notice
+        _living(pid, PATIENCE)  # its ranks may need a moment to notice
         return trial.folders[0]
 
     # damage

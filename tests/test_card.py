@@ -198,7 +198,7 @@ def test_a_card_is_completed_even_where_the_environment_has_died_meanwhile(tmp_p
         raise RuntimeError("worker 0 died")
 
     session = SimpleNamespace(
-        env=SimpleNamespace(get_stats=gone), logger=SimpleNamespace(warning=said.append),
+        env_stats=gone, logger=SimpleNamespace(warning=said.append),
         dist=SimpleNamespace(is_main=True), folder=RunFolder(tmp_path),
     )  # fmt: skip
     final = _settle(session, card_of(), {"stage3": {"clock": {"t_env": 8, "updates": 4}}})

@@ -124,6 +124,7 @@ def test_a_terminal_that_is_closed_saves_the_run(tmp_path):
     command = subprocess.Popen(
         [PYTHON, MAIN, "--config=qmix", "with", *words], cwd=tmp_path, env=environment, start_new_session=True,
         stdin=inner, stdout=inner, stderr=inner,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
     )  # fmt: skip
     os.close(inner)
     seen = b""
