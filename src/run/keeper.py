@@ -238,9 +238,8 @@ class Keeper:
         self._saver.modules = {
             name: {"file": file, "entry": files[file]} for name, file in kept.items() if file in files
         }
-        if (
-            found.own is not None and found.kind == "exact"
-        ):  # what is left of lost episodes is numbered and written again
+        # What is left where episodes were lost is numbered and written again.
+        if found.own is not None and found.kind == "exact":
             for name, said in found.checkpoint.manifest["logs"][self.dist.rank].items():
                 self._saver.written[name] = Written(list(said["parts"]), said["added"])
 

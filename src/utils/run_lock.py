@@ -79,32 +79,14 @@ class Lock:
 
 def take(folder: Path) -> Lock:
     """Return the lock of a run's folder. Errors: Busy; OSError where nothing can be written."""
-    handle = os.open(folder / LOCK, FLAGS | os.O_CREAT, 0o644)
-    try:
-        found = _flock(handle, fcntl.LOCK_EX)
-        if found is False:
-            raise Busy(_holder(handle))
-        if found is True:
-            _write(handle, _own())
-            return Lock(handle)
-    except BaseException:
-        os.close(handle)
-        raise
-    os.close(handle)
-    return _take_numbered(folder)
+    return _flocked(folder / LOCK, fcntl.LOCK_EX) or _take_numbered(folder)
 
 
 def mark_rank(folder: Path) -> Lock:
     """Mark that a rank works in a folder, until `release` or the end of this process."""
-    handle = os.open(folder / RANKS, FLAGS | os.O_CREAT, 0o644)
-    try:
-        if _flock(handle, fcntl.LOCK_SH, wait=True):
-            _write(handle, _own())
-            return Lock(handle)
-    except BaseException:
-        os.close(handle)
-        raise
-    os.close(handle)
+    lock = _flocked(folder / RANKS, fcntl.LOCK_SH, wait=True)
+    if lock is not None:
+        return lock
     own = ProcessIdentity.own()
     path = folder / f"{RANKS}.{re.sub(r'[^A-Za-z0-9-]', '-', own.host)}.{own.pid}"
     handle = os.open(path, FLAGS | os.O_CREAT, 0o644)
@@ -126,6 +108,23 @@ def busy_rank(folder: Path) -> Busy | None:
             if busy is not None:
                 return busy
             path.unlink(missing_ok=True)
+    return None
+
+
+def _flocked(path: Path, kind: int, wait: bool = False) -> Lock | None:
+    """Return the lock of a file that `flock` locks, None where there are no such locks. Errors: Busy, OSError."""
+    handle = os.open(path, FLAGS | os.O_CREAT, 0o644)
+    try:
+        found = _flock(handle, kind, wait)
+        if found is False:
+            raise Busy(_holder(handle))
+        if found is True:
+            _write(handle, _own())
+            return Lock(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+    os.close(handle)
     return None
 
 
