@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import shared_memory
 import torch
 from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES, left_behind, run_folders, summary_of
 from run_equality import differences as bits_of_difference
@@ -103,7 +104,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.temporary = self.place / "tmp"
         self.temporary.mkdir(parents=True)
-        self.shared = set(os.listdir("/dev/shm"))
+        self.shared = shared_memory.names()
         self.groups: list[int] = []
         self.since = 0.0
         self.process: subprocess.Popen[bytes] | None = None
@@ -258,7 +259,7 @@ class Trial:
         """Return what this trial has left: processes, shared memory, temporary and half-written files."""
         found = [f"process {line}" for group in self.groups for line in left_behind(group, 10)]
         found += [f"process {pid}" for pid in _with_variable("TMPDIR", str(self.temporary))]
-        found += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared)]
+        found += shared_memory.left_since(self.shared)
         found += [str(path) for path in self.temporary.rglob("*")]
         half = [path for path in (self.place / "results").rglob(".*") if path.name not in {".", ".."}]
         return found + [str(path) for path in half]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shared_memory
 from pydantic import BaseModel
 
 from omagd.config.env_info import EntityLayout
@@ -211,10 +212,6 @@ def test_the_published_component_tuple_becomes_a_layout():
 # --- what follows starts processes
 
 
-def _left_in_shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("*")}
-
-
 def _running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -237,11 +234,11 @@ def _pids(env: ProcessEnvs) -> list[int]:
 
 @pytest.mark.processes
 def test_workers_tell_exactly_what_this_process_would_and_leave_nothing():
-    before = _left_in_shared_memory()
+    before = shared_memory.names()
     env = ProcessEnvs(Walk, WalkArgs(), 3, name="walk")
     try:
         pids = _pids(env)
-        assert _left_in_shared_memory() <= before
+        assert shared_memory.left_since(before) == []
         serial = SerialEnvs(Walk, WalkArgs(), 3, name="walk")
         assert env.info == serial.info
         told, expected = _record(env, 30), _record(serial, 30)
@@ -328,7 +325,7 @@ def test_workers_end_with_their_parent(tmp_path, how):
     script = tmp_path / "host.py"
     script.write_text(textwrap.dedent(HOST))
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    before = _left_in_shared_memory()
+    before = shared_memory.names()
     host = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
@@ -343,5 +340,5 @@ def test_workers_end_with_their_parent(tmp_path, how):
     (os.killpg if how == signal.SIGINT else os.kill)(host.pid, how)
     _, complaints = host.communicate(timeout=20)
     assert _gone(pids)
-    assert _left_in_shared_memory() <= before
+    assert shared_memory.left_since(before) == []
     assert complaints.count("Traceback") == (1 if how == signal.SIGINT else 0), complaints

@@ -179,6 +179,8 @@ def test_a_sys_exit_of_an_environment_never_ends_with_exit_code_0(when, monkeypa
     if when == "played":
         hooked = sys.exit
         monkeypatch.setattr(sys, "exit", lambda code=None: hooked(code))
+        hook = sys.exit
+        monkeypatch.setattr(sys, "exit", lambda code=None: hook(code))  # W&B's, where a test has started it
 
     def leave(*_: object, **__: object) -> None:
         sys.exit(0)

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import shared_memory
 import torch
 from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, Started, children, left_behind, run_folders, summary_of
@@ -37,14 +38,14 @@ def places(tmp_path: Path) -> tuple[Path, Path, set[str]]:
     here, temporary = tmp_path / "here", tmp_path / "temporary"
     here.mkdir()
     temporary.mkdir()
-    return here, temporary, set(os.listdir("/dev/shm"))
+    return here, temporary, shared_memory.names()
 
 
 def nothing_left(group: int, cwd: Path, temporary: Path, shared: set[str]) -> None:
     assert left_behind(group, patience=60) == []
     assert temporary_files(temporary) == []
     assert [path for folder in run_folders(cwd) for path in folder.glob(".attempt_*")] == []
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert shared_memory.left_since(shared) == []
 
 
 def temporary_files(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sc2_stand_in
+import shared_memory
 from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, Started, children, left_behind, records, run_folders, summary_of
 from runner_toys import runner_of
@@ -48,10 +49,10 @@ def game(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # torch keeps it, whoever runs
     monkeypatch.setenv("SC2_STAND_IN_STAY", "1")
     monkeypatch.setattr("tempfile.tempdir", None)
-    shared = {path.name for path in Path("/dev/shm").iterdir()}
+    shared = shared_memory.names()
     yield folder
     assert wait_until(lambda: not sc2_stand_in.running(folder))
-    assert {path.name for path in Path("/dev/shm").iterdir()} <= shared
+    assert shared_memory.left_since(shared) == []
 
 
 def wait_until(true, seconds: float = 60.0) -> bool:

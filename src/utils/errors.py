@@ -68,12 +68,14 @@ class RankFailed(RunFailed):
 
 def exit_line(error: SystemExit) -> str:
     """Return one line that says where a `sys.exit` ended the run, whatever exit code it asked for."""
-    # Some packages (W&B) replace `sys.exit` by a function of theirs, which is not the place that is looked for.
+    # Some packages (W&B) replace `sys.exit` by a function of theirs, which may call another such function: the place
+    # looked for is the one before the first of them.
     hook = getattr(sys.exit, "__code__", None)
     where = "unknown place"
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is not hook:
-            where = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
+        if frame.f_code is hook:
+            break
+        where = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
     return f"sys.exit({'' if error.code is None else repr(error.code)}) was called before the run had ended ({where})"
 
 
