@@ -152,6 +152,10 @@ class DDPGLearner:
     @torch.no_grad()
     def _follow(self, finite: Tensor) -> None:
         """Move both targets by the share `tau` of the way to what is trained, where `finite` (scalar bool) holds."""
+        if finite.device.type == "cpu":  # a number for all of them is quicker than a tensor for each
+            if finite:
+                torch._foreach_lerp_(self._followers, self._followed, self.config.tau)
+            return
         share = finite * self.config.tau
         torch._foreach_lerp_(self._followers, self._followed, [share] * len(self._followed))
 
