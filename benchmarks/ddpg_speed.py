@@ -17,7 +17,7 @@ from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.ddpg_learner import DDPGLearner
-from omagd.utils.allocator import keep_freed_memory
+from omagd.run.training.device import keep_freed_memory
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
 

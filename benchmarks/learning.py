@@ -15,7 +15,7 @@ from statistics import median
 
 from runs import RunError, play, tests
 
-from omagd.run.card import differences, marks, read_card
+from omagd.run.reporting.card import differences, marks, read_card
 
 
 def first(played: list[tuple[float, float, float]], threshold: float) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
-from omagd.controllers.n_mac import NMAC
+from omagd.controllers.basic_mac import NMAC
 from omagd.learners.nq_learner import NQLearner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes

@@ -36,9 +36,9 @@ from torch import Tensor
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
-from omagd.controllers.n_mac import NMAC
+from omagd.controllers.basic_mac import NMAC
 from omagd.learners.nq_learner import NQLearner
-from omagd.utils.allocator import keep_freed_memory
+from omagd.run.training.device import keep_freed_memory
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 

@@ -13,10 +13,10 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from omagd.config.schema import Config
-from omagd.run.build import build_session
-from omagd.run.command_line import config_from
-from omagd.run.stages.base import Products
-from omagd.run.stages.stage3 import Stage3
+from omagd.run.cli.main import config_from
+from omagd.run.training.build import build_session
+from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.rl import Stage3
 from omagd.utils.dist_utils import Dist, cleanup_distributed, open_rendezvous, setup_distributed
 from omagd.utils.logging import Logger, setup_logging
 from omagd.utils.run_folder import RunFolder

@@ -22,8 +22,8 @@ import torch
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import Observation, StepResult
+from omagd.run.training.device import keep_freed_memory
 from omagd.runners.recorder import Recorder
-from omagd.utils.allocator import keep_freed_memory
 from omagd.utils.packing import Episode, pack_episodes
 
 SLOTS = 8

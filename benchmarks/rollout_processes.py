@@ -31,10 +31,10 @@ from pydantic import BaseModel
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
-from omagd.controllers.n_mac import NMAC
+from omagd.controllers.basic_mac import NMAC
 from omagd.controllers.types import Exploration
-from omagd.envs.process_envs import ProcessEnvs
 from omagd.envs.protocol import MultiAgentEnv
+from omagd.envs.workers.vector import ProcessEnvs
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds
 

@@ -20,7 +20,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.runners.parallel_runner import ParallelRunner
+from omagd.runners.episode_runner import ParallelRunner
 from omagd.runners.rollout import EpisodeSeeds
 
 MEAN_LENGTH = 31

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import sc2_stand_in  # noqa: E402
 
 from omagd.envs.battle.args import SmacArgs  # noqa: E402
-from omagd.envs.sc2 import protocol  # noqa: E402, F401 (before anything of SMAC)
+from omagd.envs.sc2 import client as protocol  # noqa: E402, F401 (before anything of SMAC)
 from omagd.envs.sc2.sc2_env import SC2Env  # noqa: E402
 
 BOUNDS = {"3m": 1 / 2, "27m_vs_30m": 1 / 5}

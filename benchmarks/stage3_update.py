@@ -37,7 +37,7 @@ from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.utils.allocator import keep_freed_memory
+from omagd.run.training.device import keep_freed_memory
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 

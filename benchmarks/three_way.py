@@ -17,7 +17,7 @@ from statistics import mean
 
 from runs import play, tests
 
-from omagd.run.card import Card, marks, read_card
+from omagd.run.reporting.card import Card, marks, read_card
 
 KINDS = {
     "baseline": ["use_graph_reconstruction=False"],

@@ -18,8 +18,8 @@ from pathlib import Path
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import config_names
 from omagd.config.schema import Config
-from omagd.run.command_line import config_from
-from omagd.utils.checkpoint import PREDICTOR_FILE, TOKENIZER_FILE, run_folder_of
+from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, run_folder_of
+from omagd.run.cli.main import config_from
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError
 from omagd.utils.owned_folder import Untrusted, read_entry, require_own
 from omagd.utils.run_folder import RunFolder
@@ -49,7 +49,7 @@ def fitting_pair(config: Config, info: EnvInfo, results: Path) -> tuple[tuple[Pa
     """
     import torch
 
-    from omagd.run.build import load_products
+    from omagd.run.training.build import load_products
 
     reasons: dict[str, str] = {}
 
@@ -94,7 +94,7 @@ def _fits_with(name: str, words: Sequence[str], info: EnvInfo, results: Path) ->
 
 def newest_pair(words: Sequence[str], results: Path) -> tuple[Path, Path]:
     """Return the newest tokenizer and predictor for the command `words`. Errors: UserError where there are none."""
-    from omagd.run.preflight import describe_env
+    from omagd.run.cli.preflight import describe_env
 
     config = config_from(words)
     info = describe_env(config)

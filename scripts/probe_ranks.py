@@ -14,8 +14,8 @@ import time
 
 import torch
 
-from omagd.run.command_line import config_from
-from omagd.run.plan import make_plan
+from omagd.run.cli.main import config_from
+from omagd.run.topology import make_plan
 from omagd.utils.dist_utils import Dist, cleanup_distributed, setup_distributed
 
 SMALL, LARGE = 1, 4 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from omagd.run.command_line import main
+from omagd.run.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

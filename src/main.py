@@ -15,6 +15,6 @@ if __name__ == "__main__":
         sys.exit(f"error: the package omagd is not installed in {sys.executable}: pip install -e {here.parent}")
     if (installed := Path(omagd.__file__).resolve().parent) != here:
         sys.stderr.write(f"warning: running the installed omagd in {installed}, not the files in {here}\n")
-    from omagd.run.command_line import main
+    from omagd.run.cli.main import main
 
     sys.exit(main())

@@ -28,11 +28,11 @@ import torch
 from chaos_harness import TINY as TINY_STAGES
 from run_equality import differences
 
-import omagd.run.experiment
+import omagd.run.reporting.sacred_record
 import omagd.run.run_ddp
-import omagd.run.sacred_record
-import omagd.run.stages  # noqa: F401 (imported here once, for all starts)
-from omagd.run.command_line import main
+import omagd.run.training.experiment
+import omagd.run.training.stages  # noqa: F401 (imported here once, for all starts)
+from omagd.run.cli.main import main
 
 KINDS = ("damage", "kill", "disk", "nan", "link")
 PATIENCE = 120.0

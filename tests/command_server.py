@@ -121,10 +121,8 @@ def _server() -> Server:
 
 def serve(connection: socket.socket) -> None:
     """Start what is asked for until the other side is gone; `reaper.py` ends what still runs then."""
-    import omagd.run.experiment
-    import omagd.run.rank_modules
-    import omagd.run.run_ddp
-    import omagd.run.sacred_record  # noqa: F401 (imported here once, for all commands)
+    import omagd.run.launch.rank_modules
+    import omagd.run.reporting.sacred_record  # noqa: F401 (imported here once, for all commands)
 
     at_start = _read_at_start(dict(os.environ))
     running: dict[int, tuple[int, int]] = {}  # pidfd -> process id, where its exit code goes

@@ -12,11 +12,11 @@ from command_budgets import BUDGET_KEYS, BUDGETS
 from command_harness import ROOT
 
 from omagd.config.loading import to_plain
-from omagd.run.command_line import config_from
+from omagd.run.cli.main import config_from
 
 TEXTS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "examples/*/README.md")
 SCRIPTS = ("run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh", "quickstart.sh")
-HOLDERS = (*SCRIPTS, "scripts/lib.sh", "src/run/command_line.py")
+HOLDERS = (*SCRIPTS, "scripts/lib.sh", "src/run/cli/main.py")
 SHELLS = {"", "bash", "sh", "shell", "console", "text"}
 FENCE = re.compile(r"^ {0,3}```+ *(\w*)[^\n]*\n(.*?)^ {0,3}```+ *$", re.MULTILINE | re.DOTALL)
 PLACEHOLDER = re.compile(r"<[^>]*>|…|\.\.\.|\$\w+|\$\{")

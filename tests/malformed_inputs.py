@@ -20,7 +20,7 @@ import yaml
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import known_keys, resolve, to_plain
 from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
-from omagd.run.preflight import NAMED
+from omagd.run.cli.preflight import NAMED
 
 SECTIONS = {"tokenizer_config": TokenizerConfig, "mask_predictor_config": MaskPredictorConfig}
 # Text that names something is wrong when nothing has that name; other text may be anything.

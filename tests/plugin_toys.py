@@ -14,9 +14,9 @@ my_batched = my_package:MyBatched
 [omagd.learners]
 my_learner = omagd.learners.nq_learner:NQLearner
 [omagd.agents]
-my_agent = omagd.modules.agents.n_rnn_agent:NRNNAgent
+my_agent = omagd.modules.agents.rnn_agent:NRNNAgent
 [omagd.runners]
-my_runner = omagd.runners.parallel_runner:ParallelRunner
+my_runner = omagd.runners.episode_runner:ParallelRunner
 [omagd.run]
 my_run = omagd.run.run:run
 [omagd.config_dirs]

@@ -17,7 +17,7 @@ from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
-from omagd.learners.synced_step import Stats
+from omagd.learners.synced_optimizer import Stats
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
 

@@ -11,9 +11,8 @@ from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
 from omagd.modules.graph_reconstructers import frozen
-from omagd.modules.graph_reconstructers.columns import Columns
 from omagd.modules.graph_reconstructers.frozen import FrozenLinear, FrozenPredictor, FrozenTokenizer
-from omagd.modules.graph_reconstructers.graphs import alive, nodes_to_obs, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import Columns, alive, nodes_to_obs, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor

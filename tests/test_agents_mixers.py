@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import last_actions
-from omagd.modules import recurrent
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents import checkpointing
 from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
 from omagd.modules.agents.inputs import AgentInputs, InputLinear
+from omagd.modules.kernels import recurrent
+from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.modules.recurrent import PackedGRU
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing, pack_episodes
 

@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from omagd.utils.allocator import keep_freed_memory
+from omagd.run.training.device import keep_freed_memory
 
 LARGE = 40 << 20  # bytes; glibc on its own maps every block above 32 MiB anew
 

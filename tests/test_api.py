@@ -26,10 +26,10 @@ from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import BatchedEnv
-from omagd.run.build import build_mac, load_products, of_checkpoint
-from omagd.run.command_line import config_from, main
-from omagd.run.launch import launch
-from omagd.utils.checkpoint import find_step_folder
+from omagd.run.checkpoint.weights import find_step_folder
+from omagd.run.cli.main import config_from, main
+from omagd.run.launch.launcher import launch
+from omagd.run.training.build import build_mac, load_products, of_checkpoint
 from omagd.utils.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python_api.md"

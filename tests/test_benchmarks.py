@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from omagd.run.command_line import main
-from omagd.utils import plots
+from omagd.run.cli.main import main
+from omagd.run.reporting import plots
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")

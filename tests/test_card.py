@@ -14,10 +14,10 @@ from documented import questions
 
 from omagd.config.loading import resolve
 from omagd.run.api import run
-from omagd.run.card import differences, make_card, marks, read_card, settled, start_lines
-from omagd.run.command_line import main
-from omagd.run.experiment import _settle
-from omagd.run.report import runs_table, seeds_table
+from omagd.run.cli.main import main
+from omagd.run.reporting.card import differences, make_card, marks, read_card, settled, start_lines
+from omagd.run.reporting.report import runs_table, seeds_table
+from omagd.run.training.experiment import _settle
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, write_json
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from omagd.run.keeper import Keeper
-from omagd.utils.checkpoint_store import (
+from omagd.run.checkpoint.checkpointer import Keeper
+from omagd.run.checkpoint.serialization import frozen, thawed
+from omagd.run.checkpoint.store import (
     FORMAT,
     UPGRADES,
     CheckpointStore,
@@ -25,7 +26,6 @@ from omagd.utils.checkpoint_store import (
     read_checkpoint,
     sealed,
 )
-from omagd.utils.state_tree import frozen, thawed
 
 FACTS = {"stage": "stage3", "t_env": 0, "clock": {}, "score": None}
 STATE = {

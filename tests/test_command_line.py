@@ -15,10 +15,11 @@ import yaml
 from plugin_toys import own_names
 
 from omagd.config.loading import resolve, to_plain
-from omagd.run import REGISTRY, command_line
-from omagd.run.command_line import config_from, main
-from omagd.run.preflight import writes_replays
-from omagd.run.sacred_record import run_recorded
+from omagd.run import REGISTRY
+from omagd.run.cli import main as command_line
+from omagd.run.cli.main import config_from, main
+from omagd.run.cli.preflight import writes_replays
+from omagd.run.reporting.sacred_record import run_recorded
 from omagd.utils.errors import UserError
 
 MAIN = Path(__file__).resolve().parents[1] / "src" / "main.py"
@@ -137,7 +138,7 @@ def test_list_names_everything(capsys):
 
 def test_a_typo_never_starts_sacred(empty_folder, monkeypatch):
     started = []
-    monkeypatch.setattr("omagd.run.sacred_record.run_recorded", lambda *a, **k: started.append(a))
+    monkeypatch.setattr("omagd.run.reporting.sacred_record.run_recorded", lambda *a, **k: started.append(a))
     assert main(["--config=qmix", "with", "t_max=1", "bufer_size=3"]) == 2
     assert started == []
     assert main(["--config=qmix", "with", "t_max=1"]) == 0
@@ -192,7 +193,7 @@ def test_a_rejected_start_is_one_line_without_a_record(empty_folder, monkeypatch
     def rejected(config, token):
         raise UserError("local_results_path=x: cannot be written. Give another one")
 
-    monkeypatch.setattr("omagd.run.launch.claimed_folder", rejected)
+    monkeypatch.setattr("omagd.run.launch.launcher.claimed_folder", rejected)
     command = ["--config=qmix", "with", "use_cuda=False"]
     assert main(command) == 2
     said = capfd.readouterr()

@@ -16,7 +16,7 @@ from documented import Documented, documented_commands, parse
 from matplotlib.image import imread
 
 from omagd.config.loading import validate
-from omagd.run.command_line import main
+from omagd.run.cli.main import main
 
 PLAIN_FILES = ("config.json", "env_info.json", "metrics.jsonl", "summary.json")
 COMMANDS = documented_commands()

@@ -9,7 +9,7 @@ import torch
 from ddp_harness import run_ranks
 from q_toys import gradients_of, make_learner, random_episode, toy_config
 
-from omagd.modules import compiling
+from omagd.modules.kernels import compiling
 from omagd.modules.mixers import REGISTRY as MIXERS
 
 torch.set_num_threads(1)

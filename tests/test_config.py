@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from omagd.config import loading
 from omagd.config.loading import apply_updates, base_values, known_keys, parse_value, resolve, to_plain, validate
 from omagd.config.schema import Config
-from omagd.run.command_line import config_from
-from omagd.run.preflight import preflight
+from omagd.run.cli.main import config_from
+from omagd.run.cli.preflight import preflight
 from omagd.utils.errors import UserError
 
 PUBLISHED_KEYS = """

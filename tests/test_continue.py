@@ -17,17 +17,17 @@ from run_equality import differences
 import omagd
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
-from omagd.run.build import build_session
-from omagd.run.command_line import config_from, main
-from omagd.run.launch import launch
-from omagd.run.loop import fit
-from omagd.run.preflight import preflight
-from omagd.run.resuming import identity_of
-from omagd.run.stages.base import Products
-from omagd.run.stages.stage3 import Stage3
-from omagd.utils.checkpoint import checksum, find_step_folder
-from omagd.utils.checkpoint_store import folders as checkpoints
-from omagd.utils.checkpoint_store import read_checkpoint
+from omagd.run.checkpoint.resuming import identity_of
+from omagd.run.checkpoint.store import folders as checkpoints
+from omagd.run.checkpoint.store import read_checkpoint
+from omagd.run.checkpoint.weights import checksum, find_step_folder
+from omagd.run.cli.main import config_from, main
+from omagd.run.cli.preflight import preflight
+from omagd.run.launch.launcher import launch
+from omagd.run.training.build import build_session
+from omagd.run.training.loop import fit
+from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.rl import Stage3
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import Logger, setup_logging
@@ -303,7 +303,7 @@ def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.5, 0.9, 0.2))
     monkeypatch.setattr(
-        "omagd.run.stages.stage3.greedy_episodes",
+        "omagd.run.training.stages.rl.greedy_episodes",
         lambda *_: {"test_battle_won_mean": next(won), "test_return_mean": 3.0},
     )
     urgent = []

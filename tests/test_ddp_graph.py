@@ -11,7 +11,7 @@ from ddp_harness import run_ranks
 from graph_toys import INFO, toy_config, toy_episodes, toy_modules
 
 from omagd.learners.predictor_learner import PredictorLearner
-from omagd.learners.synced_step import SKIPPED
+from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes

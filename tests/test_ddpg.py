@@ -18,12 +18,12 @@ from omagd.controllers.types import Exploration, Tick
 from omagd.envs.protocol import Observation
 from omagd.envs.snakes.board import Board
 from omagd.envs.snakes.engine import Engine
-from omagd.envs.snakes.network_opponent import NetworkOpponent
 from omagd.envs.snakes.observer import Observer
+from omagd.envs.snakes.opponents import NetworkOpponent
 from omagd.learners import REGISTRY as LEARNERS
-from omagd.learners.ddpg_objectives import straight_through
-from omagd.run import plan
-from omagd.run.agreement import held_in_common
+from omagd.learners.ddpg_learner import straight_through
+from omagd.run import topology as plan
+from omagd.run.training.replicas import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from omagd.config.loading import HERE, find_yaml, known_keys, read_yaml
-from omagd.run.preflight import NAMED, registry_of
+from omagd.run.cli.preflight import NAMED, registry_of
 from omagd.utils import dist_utils
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,10 +18,10 @@ import pytest
 import sc2_stand_in
 from documented import questions
 
-from omagd.run import doctor
-from omagd.run.command_line import main
-from omagd.run.doctor import CHECKS, examine, game, machine, packages
-from omagd.run.doctor.findings import Check, Settings
+from omagd.run.cli import doctor
+from omagd.run.cli.doctor import CHECKS, examine, game, machine, packages
+from omagd.run.cli.doctor.findings import Check, Settings
+from omagd.run.cli.main import main
 
 MARKS = {"ok", "warning", "missing"}
 
@@ -130,7 +130,7 @@ def no_protobuf(monkeypatch, _tmp_path):
 
 
 def messages_that_do_not_load(monkeypatch, _tmp_path):
-    monkeypatch.setitem(sys.modules, "omagd.envs.sc2.protocol", None)
+    monkeypatch.setitem(sys.modules, "omagd.envs.sc2.client", None)
 
 
 def no_pysc2(monkeypatch, _tmp_path):
@@ -171,7 +171,7 @@ def little_shared_memory(monkeypatch, _tmp_path):
 
 
 def little_memory(monkeypatch, _tmp_path):
-    monkeypatch.setattr("omagd.run.memory.available_bytes", lambda: 2.0**28)
+    monkeypatch.setattr("omagd.run.memory_budget.available_bytes", lambda: 2.0**28)
 
 
 def few_files(monkeypatch, _tmp_path):
@@ -201,7 +201,7 @@ def a_game_that_may_not_run(monkeypatch, tmp_path):
 
 
 def no_game_port(monkeypatch, _tmp_path):
-    monkeypatch.setattr("omagd.envs.sc2.ports._is_free", lambda _port: False)
+    monkeypatch.setattr("omagd.envs.sc2.resources._is_free", lambda _port: False)
 
 
 def slow_protobuf(monkeypatch, _tmp_path):
@@ -320,7 +320,7 @@ def test_without_the_packages_that_read_configurations_the_doctor_still_speaks(c
     def broken(*_):
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
 
-    monkeypatch.setattr("omagd.run.command_line._resolve", broken)
+    monkeypatch.setattr("omagd.run.cli.main._resolve", broken)
     assert ask(capsys, "--env-config=sc2")[2].startswith("sc2 cannot be played")
 
 
@@ -346,7 +346,7 @@ def test_what_is_asked_of_packages_is_the_same_from_the_repository_and_from_the_
 
 def test_the_real_modules_are_what_the_checks_name():
     for name in ("pysc2.run_configs", "pysc2.lib.sc_process"):
-        importlib.import_module("omagd.envs.sc2.protocol")
+        importlib.import_module("omagd.envs.sc2.client")
         assert importlib.import_module(name)
     assert game.GET_MAPS.split()[0] == "./install_sc2.sh"
 

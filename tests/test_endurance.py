@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from omagd.config.loading import resolve
-from omagd.run.keeper import Keeper
-from omagd.run.launch import launch
-from omagd.utils.memory import resident_bytes
+from omagd.run.checkpoint.checkpointer import Keeper
+from omagd.run.launch.launcher import launch
+from omagd.run.memory_budget import resident_bytes
 
 TINY = {
     "run": "default", "use_cuda": False, "batch_size_run": 2, "batch_size": 4, "buffer_size": 8, "t_max": 10**9,

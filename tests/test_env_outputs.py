@@ -14,9 +14,9 @@ from test_adapters import Walk, WalkArgs
 
 from omagd.envs.adapters import SerialEnvs
 from omagd.envs.outputs import RESERVED
-from omagd.envs.process_envs import ProcessEnvs
 from omagd.envs.protocol import Observation, StepResult
-from omagd.utils.episode_log import EpisodeLog
+from omagd.envs.workers.vector import ProcessEnvs
+from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)

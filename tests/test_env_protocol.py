@@ -15,11 +15,11 @@ from plugin_toys import own_names
 
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
-from omagd.envs.battle.lookout import Lookout
+from omagd.envs.battle.visibility import Lookout
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
+from omagd.run.checkpoint.serialization import frozen, thawed
 from omagd.utils.errors import UserError
-from omagd.utils.state_tree import frozen, thawed
 
 SLOTS = 4
 SMALL_ARGS = {

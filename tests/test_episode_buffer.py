@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_stretch import load_stretch
+from omagd.components.episode_range import load_stretch
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)

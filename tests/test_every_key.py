@@ -11,8 +11,8 @@ from every_key import RUNS, Run
 
 import omagd
 from omagd.config.loading import resolve
-from omagd.modules import compiling
-from omagd.run import machine
+from omagd.modules.kernels import compiling
+from omagd.run.training import device as machine
 
 pytestmark = pytest.mark.processes
 
@@ -56,8 +56,10 @@ def folders_of(name: str, place: Path) -> list[Path]:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_these_values_ends_well(name, place, any_machine, capsys, monkeypatch):
     run = RUNS[name]
-    monkeypatch.setattr("omagd.run.ranks.start_method", lambda: "fork")  # as the command line's ranks: imported once
-    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    monkeypatch.setattr(
+        "omagd.run.launch.processes.start_method", lambda: "fork"
+    )  # as the command line's ranks: imported once
+    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
     monkeypatch.setenv("WANDB_MODE", "offline")
     result = omagd.run(resolve(run.config, run.env, updates_of(run, place)))
     summaries = result.get("runs", [result])

@@ -15,7 +15,7 @@ import pytest
 import omagd
 from omagd.envs import REGISTRY as ENVS
 from omagd.learners import REGISTRY as LEARNERS
-from omagd.run.command_line import config_from
+from omagd.run.cli.main import config_from
 
 ROOT = Path(omagd.__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "omagd_example"

@@ -21,9 +21,10 @@ from trap_world import exit_state, make_plugin, start, wait_for_training
 
 from omagd.config.schema import Config
 from omagd.envs.sanity import MatrixGame
-from omagd.run import experiment, launch
-from omagd.run.command_line import config_from, main
-from omagd.run.verdict import naming_a_lost_rank, verdict
+from omagd.run.cli.main import config_from, main
+from omagd.run.launch import launcher as launch
+from omagd.run.launch.failures import naming_a_lost_rank, verdict
+from omagd.run.training import experiment
 from omagd.utils.dist_utils import Dist, Waits
 from omagd.utils.errors import RankFailed, UserError
 

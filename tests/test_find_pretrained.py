@@ -11,10 +11,10 @@ import torch
 from command_harness import ROOT
 
 from omagd.modules.graph_reconstructers.meta import describe
-from omagd.run.build import new_predictor, new_tokenizer
-from omagd.run.command_line import config_from
-from omagd.run.preflight import describe_env
-from omagd.utils.checkpoint import PREDICTOR_FILE, TOKENIZER_FILE
+from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE
+from omagd.run.cli.main import config_from
+from omagd.run.cli.preflight import describe_env
+from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.utils.run_folder import RunFolder
 
 CPU = torch.device("cpu")

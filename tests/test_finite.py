@@ -17,15 +17,15 @@ from command_budgets import BUDGETS
 import omagd
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.predictor_learner import PredictorLearner
-from omagd.learners.synced_step import SKIPPED
+from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
-from omagd.run.agreement import held_in_common
-from omagd.run.command_line import config_from, main
-from omagd.run.stages.health import MOST_SKIPPED, Health
+from omagd.run.checkpoint.serialization import first_not_finite
+from omagd.run.cli.main import config_from, main
+from omagd.run.training.replicas import held_in_common
+from omagd.run.training.stages.health import MOST_SKIPPED, Health
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes
-from omagd.utils.state_tree import first_not_finite
 
 torch.set_num_threads(1)
 

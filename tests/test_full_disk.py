@@ -22,16 +22,15 @@ from command_budgets import BUDGETS
 from command_harness import ROOT, records, run_folders, summary_of
 
 from omagd.config.loading import resolve
-from omagd.run import verdict
-from omagd.run.command_line import main
-from omagd.run.sacred_observer import BoundedObserver
-from omagd.run.sacred_record import run_recorded
-from omagd.run.saver import Save, Saver
-from omagd.run.stages.stage3 import Stage3
+from omagd.run.checkpoint.writer import Save, Saver
+from omagd.run.cli.main import main
+from omagd.run.launch import failures as verdict
+from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
+from omagd.run.training.stages.rl import Stage3
 from omagd.utils import logging as logging_module
 from omagd.utils import writing
 from omagd.utils.dist_utils import Dist
-from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.errors import RunFailed
 from omagd.utils.log_sinks.base import Record, RunFacts
 from omagd.utils.log_sinks.jsonl import JsonLinesSink

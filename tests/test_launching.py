@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from command_harness import ROOT
 
-from omagd.run.command_line import config_from
+from omagd.run.cli.main import config_from
 
 WITH_LOG = str(ROOT / "scripts" / "with_log.py")
 BATCH = ("slurm/one_node.sbatch", "slurm/many_nodes.sbatch", "slurm/snakes.sbatch")

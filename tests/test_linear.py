@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from omagd.modules import linear
-from omagd.modules.linear import FastLinear, fast_linear
+from omagd.modules.kernels import linear
+from omagd.modules.kernels.linear import FastLinear, fast_linear
 
 torch.set_num_threads(1)
 SHAPES = [((7, 5), 3), ((300, 55), 64), ((2, 150, 64), 12), ((5, 0, 4), 3), ((0, 4), 6), ((257, 1), 1)]

@@ -14,13 +14,13 @@ from fragile_walk import Fragile, FragileArgs
 from runner_toys import FakeEnv, Probe, identity, length_of, runner_of
 from test_adapters import N, Walk, WalkArgs, _all, _gone, _pids
 
-from omagd.envs import worker_processes
 from omagd.envs.adapters import SerialEnvs
 from omagd.envs.parallel import ParallelBattle
-from omagd.envs.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.protocol import LOST_IN_A_ROW, StepResult
+from omagd.envs.workers import processes as worker_processes
+from omagd.envs.workers.vector import EnvWorkerError, ProcessEnvs
 from omagd.run import api
-from omagd.run.session import Session
+from omagd.run.training.session import Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 

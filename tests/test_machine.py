@@ -9,9 +9,9 @@ import torch
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
-from omagd.run import machine
-from omagd.run.machine import check_machine, deterministic_algorithms, limit_memory, processor_features
-from omagd.run.plan import Plan
+from omagd.run.topology import Plan
+from omagd.run.training import device as machine
+from omagd.run.training.device import check_machine, deterministic_algorithms, limit_memory, processor_features
 from omagd.utils.errors import UserError
 
 LAYOUT = EntityLayout(4, 6, 5, 4, 5, 1)

@@ -13,7 +13,7 @@ import pytest
 from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES
 from malformed_inputs import FAMILIES, FILES, KINDS, Malformed, generate
 
-from omagd.run.command_line import main
+from omagd.run.cli.main import main
 
 # How many of each family are tried as commands, too: most of them end before torch is imported.
 AS_COMMANDS = {
@@ -59,7 +59,7 @@ def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("omagd.run.sacred_record._experiment", lambda: pytest.fail("it runs"))
+    monkeypatch.setattr("omagd.run.reporting.sacred_record._experiment", lambda: pytest.fail("it runs"))
     return folder
 
 
@@ -163,7 +163,7 @@ def test_networks_that_no_memory_holds_are_refused(here, capsys, monkeypatch):
     def too_large(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 51539607552 bytes.")
 
-    monkeypatch.setattr("omagd.run.preflight._build_learner", too_large)
+    monkeypatch.setattr("omagd.run.cli.preflight._build_learner", too_large)
     assert main(["--config=qmix", "with", "rnn_hidden_dim=65536"]) == 2
     said = capsys.readouterr()
     assert complaint(2, said.out, said.err) == ""

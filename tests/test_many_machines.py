@@ -22,8 +22,8 @@ from command_budgets import BUDGETS
 from command_harness import ROOT, Ended, Started, left_behind, records, run_command, run_folders, summary_of
 from ddp_harness import run_ranks
 
-from omagd.run import shared_folder
-from omagd.run.shared_folder import require_shared_folder
+from omagd.run.launch import shared_folder
+from omagd.run.launch.shared_folder import require_shared_folder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 

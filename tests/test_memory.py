@@ -13,10 +13,10 @@ from omagd import controllers
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
-from omagd.controllers.n_mac import NMAC
+from omagd.controllers.basic_mac import NMAC
 from omagd.envs.protocol import Observation
-from omagd.run import memory
-from omagd.run.memory import (
+from omagd.run import memory_budget as memory
+from omagd.run.memory_budget import (
     asked_bytes,
     available_bytes,
     memory_warnings,
@@ -155,7 +155,8 @@ def test_other_errors_pass():
 
 LIMITED = """
 import resource, sys
-from omagd.run import command_line, experiment
+from omagd.run.cli import main as command_line
+from omagd.run.training import experiment
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
 sys.exit(command_line.main(sys.argv[1:]))
 """

@@ -14,9 +14,9 @@ from test_resume import cut_run
 from omagd.components.opponent_schedules import REGISTRY
 from omagd.config.loading import resolve
 from omagd.envs.factory import make_env
-from omagd.run.command_line import config_from, main
-from omagd.run.launch import launch
-from omagd.run.opponents import Opponents
+from omagd.run.cli.main import config_from, main
+from omagd.run.launch.launcher import launch
+from omagd.run.training.opponents import Opponents
 from omagd.runners.rollout import EpisodeSeeds, Runner
 from omagd.utils.clock import Clock
 from omagd.utils.seeding import seed_everything

@@ -12,17 +12,16 @@ import torch
 from ddp_harness import run_ranks
 from q_toys import make_learner, random_episode, toy_config
 
-from omagd.run.agreement import held_in_common, require_agreement
-from omagd.run.report import phases_table
-from omagd.utils import tracing
+from omagd.run.memory_budget import over_ranks, resident_bytes, usage
+from omagd.run.reporting import profiling as tracing
+from omagd.run.reporting.profiling import OTHER, Measures, Phases, shares
+from omagd.run.reporting.report import phases_table
+from omagd.run.training.replicas import held_in_common, require_agreement
 from omagd.utils.dist_utils import Dist, Waits
 from omagd.utils.errors import UserError
 from omagd.utils.log_sinks.base import Record
 from omagd.utils.log_sinks.console import render_block
-from omagd.utils.measures import Measures
-from omagd.utils.memory import over_ranks, resident_bytes, usage
 from omagd.utils.packing import pack_episodes
-from omagd.utils.phases import OTHER, Phases, shares
 
 torch.set_num_threads(1)
 

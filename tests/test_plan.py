@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from omagd.config.loading import resolve
-from omagd.run import plan as planning
-from omagd.run.plan import local_rank, make_plan, ranks_here, require_own_gpus
+from omagd.run import topology as planning
+from omagd.run.topology import local_rank, make_plan, ranks_here, require_own_gpus
 from omagd.utils.errors import UserError
 
 NAMES = {name for known in planning.LAUNCHERS for name in (known.size, known.local_rank, *known.here, *known.each)}

@@ -24,17 +24,17 @@ from command_harness import ROOT, records, summary_of
 from graph_toys import INFO
 
 from omagd.config.loading import read_saved, resolve
-from omagd.run import resuming
-from omagd.run.build import _given_to, read_env_info
-from omagd.run.card import read_card
-from omagd.run.command_line import config_from, main
-from omagd.run.comparison import comparison
-from omagd.run.resuming import claimed_folder, rank_at_work
-from omagd.run.seed_list import SeedList
+from omagd.run.checkpoint import resuming
+from omagd.run.checkpoint.resuming import claimed_folder, rank_at_work
+from omagd.run.cli.listing import comparison
+from omagd.run.cli.main import config_from, main
+from omagd.run.launch.seed_list import SeedList
+from omagd.run.reporting.card import read_card
+from omagd.run.reporting.plots import _label_beside
+from omagd.run.training.build import _given_to, read_env_info
 from omagd.utils import owned_folder
 from omagd.utils.errors import UserError
 from omagd.utils.owned_folder import Untrusted, read_entry, require_own
-from omagd.utils.plots import _label_beside
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import Unreadable
 
@@ -116,7 +116,7 @@ PLANTED: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
 @pytest.mark.processes
 def test_a_planted_run_is_neither_continued_nor_changed_and_stops_nothing(tmp_path, home, capfd, monkeypatch):
     """All of them at once beside an own unfinished run, the oldest, which is continued."""
-    monkeypatch.setattr("omagd.utils.plots.curves", lambda *_: None)
+    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
     results = tmp_path / "results"
     own = unfinished(results)
     for name, plant, _ in PLANTED.values():

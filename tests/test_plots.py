@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from omagd.utils.battle_plot import _id, _notes, _view
-from omagd.utils.plots import (
+from omagd.run.reporting.battle_plot import _id, _notes, _view
+from omagd.run.reporting.plots import (
     PANELS,
     _bins,
     _extent,

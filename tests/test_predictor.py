@@ -13,8 +13,7 @@ from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
 from omagd.config.env_info import ALLY, ENEMY
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
-from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
-from omagd.modules.graph_reconstructers.matching import cheapest, match_types
+from omagd.modules.graph_reconstructers.graphs import cheapest, feature_mask, match_types, nodes_to_obs, obs_to_nodes
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 

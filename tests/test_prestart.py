@@ -13,8 +13,8 @@ from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, Started, left_behind, run_folders, summary_of
 from sockets import running, tree
 
-from omagd.run import prestart
-from omagd.run.command_line import config_from
+from omagd.run.cli.main import config_from
+from omagd.run.launch import preload as prestart
 
 DDP = ("--config=qmix", "with", "run=ddp", "world_size=2")
 
@@ -94,7 +94,7 @@ def test_a_rank_that_somebody_has_started_in_a_shell_is_not_ended_with_it(monkey
 
 def test_the_end_of_a_launcher_is_seen_also_where_it_came_first():
     """A process that waits for its parent: the parent ends meanwhile, or had ended before it was asked about."""
-    code = "import os, sys, time; from omagd.run.prestart import _wait_for_end\n"
+    code = "import os, sys, time; from omagd.run.launch.preload import _wait_for_end\n"
     code += "now, parent, child = sys.argv[1] == 'now', os.getpid(), os.fork()\n"
     code += "time.sleep(0.5 * (now == (child > 0))); child and os._exit(0)\n"
     code += "_wait_for_end(parent); print('over', flush=True)"

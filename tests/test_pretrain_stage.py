@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omagd.learners.synced_step import SKIPPED
-from omagd.run.session import Session
-from omagd.run.stages.base import Products
-from omagd.run.stages.health import MOST_SKIPPED
-from omagd.run.stages.pretrain import PretrainStage
+from omagd.learners.synced_optimizer import SKIPPED
+from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.health import MOST_SKIPPED
+from omagd.run.training.stages.pretraining import PretrainStage
 from omagd.utils.dist_utils import Dist
-from omagd.utils.episode_log import EpisodeLog
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 

@@ -20,12 +20,12 @@ from steady_walk import SteadyArgs, SteadyWalk
 from omagd.config.loading import resolve
 from omagd.envs import REGISTRY
 from omagd.envs.adapters import SerialEnvs
-from omagd.run.preflight import describe_env
-from omagd.run.session import Session
+from omagd.run.cli.preflight import describe_env
+from omagd.run.launch.watchdog import BUILDING, CLOSING, Pulse, beating, ended_if_hung, watching
+from omagd.run.reporting.profiling import Measures
+from omagd.run.training.session import Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
-from omagd.utils.measures import Measures
-from omagd.utils.pulse import BUILDING, CLOSING, Pulse, beating, ended_if_hung, watching
 from omagd.utils.signals import Stopped, deferred, raise_in_main_thread, stoppable, unhurried
 
 
@@ -221,8 +221,8 @@ def test_a_session_whose_environment_cannot_be_closed_is_ended(late):
 
 def test_a_process_that_no_error_can_free_is_ended(monkeypatch):
     dist, ended = Dist(), []
-    monkeypatch.setattr("omagd.utils.pulse.CLOSING_SECONDS", 0.1)
-    monkeypatch.setattr("omagd.utils.pulse.leave_hung", lambda line, stack: ended.append(line))
+    monkeypatch.setattr("omagd.run.launch.watchdog.CLOSING_SECONDS", 0.1)
+    monkeypatch.setattr("omagd.run.launch.watchdog.leave_hung", lambda line, stack: ended.append(line))
     with ended_if_hung(dist, 0.1, lambda: ended.append("finished")), dist.waits.doing(CLOSING):
         wait_until(lambda: len(ended) == 2)  # outside `stoppable` no error reaches this thread
     assert ended[0] == "finished" and CLOSING in ended[1]

@@ -40,8 +40,8 @@ from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import lr_scale
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
-from omagd.run.build import build_learner
-from omagd.run.stages.base import Products
+from omagd.run.training.build import build_learner
+from omagd.run.training.stages.base import Products
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing, pack_episodes

@@ -23,16 +23,16 @@ from test_adapters import N, Walk, WalkArgs, _gone, _pids
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Exploration
-from omagd.envs import worker_processes
 from omagd.envs.adapters import SerialEnvs
 from omagd.envs.factory import make_env
-from omagd.envs.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.protocol import BatchedEnv
-from omagd.envs.shared_env_worker import NOTE
+from omagd.envs.workers import processes as worker_processes
+from omagd.envs.workers.vector import EnvWorkerError, ProcessEnvs
+from omagd.envs.workers.worker import NOTE
+from omagd.run.checkpoint.serialization import frozen, thawed
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds, Rollout, Runner
 from omagd.utils.errors import UserError
-from omagd.utils.state_tree import frozen, thawed
 
 torch.set_num_threads(1)
 SLOTS = 4

@@ -20,7 +20,7 @@ from command_harness import MAIN, PYTHON, Started, children, left_behind, run_fo
 from sockets import listening, tree
 from trap_world import exit_state, make_plugin, start, wait_for_training
 
-from omagd.run.verdict import note, note_error, note_hung, notes_of, verdict
+from omagd.run.launch.failures import note, note_error, note_hung, notes_of, verdict
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import Stopped

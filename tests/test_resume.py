@@ -17,16 +17,16 @@ from command_harness import summary_of
 from run_equality import differences, told
 
 from omagd.config.schema import Config
-from omagd.run import keeper as keeper_module
-from omagd.run.command_line import config_from, main
-from omagd.run.launch import launch
-from omagd.run.report import runs_table
-from omagd.run.resuming import Claim, claimed_folder, identity_of
-from omagd.run.set_aside import SAVED
-from omagd.utils import checkpoint_store
-from omagd.utils.checkpoint_store import folders, read_checkpoint
+from omagd.run.checkpoint import checkpointer as keeper_module
+from omagd.run.checkpoint import store as checkpoint_store
+from omagd.run.checkpoint.resuming import Claim, claimed_folder, identity_of
+from omagd.run.checkpoint.run_lock import start_ticks
+from omagd.run.checkpoint.set_aside import SAVED
+from omagd.run.checkpoint.store import folders, read_checkpoint
+from omagd.run.cli.main import config_from, main
+from omagd.run.launch.launcher import launch
+from omagd.run.reporting.report import runs_table
 from omagd.utils.errors import UserError
-from omagd.utils.process_identity import start_ticks
 from omagd.utils.run_folder import RunFolder, reproducible, write_json
 
 QMIX = ("--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m", *BUDGETS, "checkpoint_interval=0")
@@ -122,7 +122,7 @@ def test_three_stages_are_cut_off_in_each_of_them(tmp_path):
         assert list(reached) == ["stage1", "stage2", "stage3"][: len(stages)], "the finished ones, and the current one"
         assert [name for name, stage in reached.items() if stage.get("unfinished")] == stages[-1:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("omagd.run.experiment.build_session", lambda *args: 1 / 0)
+        patch.setattr("omagd.run.training.experiment.build_session", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             launch(given, "run")
     assert summary_of(folder.path)["stages"] == reached, "a start that reaches nothing forgets nothing"
@@ -258,7 +258,7 @@ def test_who_is_killed_after_the_last_iteration_finishes_the_same_run(tmp_path, 
     """What is left to do is done again: closing pictures and summary, no second run."""
     given = config(tmp_path, QMIX, "t_max=60")
     with monkeypatch.context() as patch:
-        patch.setattr("omagd.run.report.write_summary", lambda folder, summary: 1 / 0)
+        patch.setattr("omagd.run.reporting.report.write_summary", lambda folder, summary: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             launch(given, "run")
     shutil.rmtree(tmp_path / "run" / "models")  # as where the disk was full

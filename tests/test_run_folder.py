@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omagd.run.report import next_command, render_summary, seeds_table, write_summary
+from omagd.run.reporting.report import next_command, render_summary, seeds_table, write_summary
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, make_token, write_json
 

@@ -19,14 +19,13 @@ import pytest
 from command_budgets import BUDGETS
 
 from omagd.config.schema import Config
-from omagd.run.command_line import config_from, main
-from omagd.run.launch import _claim_together
-from omagd.run.resuming import claimed_folder, rank_at_work
-from omagd.utils import run_lock
+from omagd.run.checkpoint import run_lock
+from omagd.run.checkpoint.resuming import claimed_folder, rank_at_work
+from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, busy_rank, mark_rank, start_ticks, take
+from omagd.run.cli.main import config_from, main
+from omagd.run.launch.launcher import _claim_together
 from omagd.utils.errors import UserError
-from omagd.utils.process_identity import ProcessIdentity, start_ticks
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.run_lock import Busy, busy_rank, mark_rank, take
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 KINDS = ("flock", "ENOLCK", "EOPNOTSUPP", "ENOSYS")
@@ -234,7 +233,7 @@ def test_a_run_that_was_finished_meanwhile_is_not_started_from_scratch(tmp_path)
 
 
 def test_a_rank_that_outlived_its_launcher_is_named(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("omagd.run.resuming.OLD_RANKS_SECONDS", 0.1)
+    monkeypatch.setattr("omagd.run.checkpoint.resuming.OLD_RANKS_SECONDS", 0.1)
     given = config(tmp_path)
     path = unfinished(given)
     with (

@@ -13,8 +13,8 @@ from runner_toys import FakeEnv, Probe, identity, length_of, reward_at, runner_o
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Exploration
-from omagd.run.build import PURPOSES, build_session
-from omagd.run.stages.stage3 import greedy_episodes
+from omagd.run.training.build import PURPOSES, build_session
+from omagd.run.training.stages.rl import greedy_episodes
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.dist_utils import Dist

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 
-from omagd.run.sacred_observer import MOST, BoundedObserver
+from omagd.run.reporting.sacred_record import MOST, BoundedObserver
 
 
 def beat(observer, first, count):

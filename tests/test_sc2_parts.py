@@ -20,15 +20,12 @@ from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.units import UNIT_ID
 from omagd.envs.protocol import MultiAgentEnv, StepResult
+from omagd.envs.sc2.client import Disconnected, Wire, frame, sc_pb
 from omagd.envs.sc2.heuristic import Heuristic
-from omagd.envs.sc2.installed import build_of
-from omagd.envs.sc2.ports import HOST, claimed_port
-from omagd.envs.sc2.protocol import sc_pb
+from omagd.envs.sc2.install import build_of, read_terrain
+from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
 from omagd.envs.sc2.sc2_env import SC2Env
-from omagd.envs.sc2.scratch import Scratch
-from omagd.envs.sc2.terrain import read_terrain
-from omagd.envs.sc2.wire import Disconnected, Wire, frame
-from omagd.envs.shared_env_worker import SlotPlayer, array_specs, array_views, total_size
+from omagd.envs.workers.worker import SlotPlayer, array_specs, array_views, total_size
 from omagd.utils.errors import UserError
 
 
@@ -41,7 +38,7 @@ def test_each_part_that_needs_pysc2_can_come_first(module):
 
 def test_pysc2_shares_the_messages_without_an_environment_variable():
     code = (
-        "from omagd.envs.sc2.protocol import sc_pb, raw_pb\n"
+        "from omagd.envs.sc2.client import sc_pb, raw_pb\n"
         "from pysc2.lib import protocol, remote_controller\n"
         "from s2clientprotocol import sc2api_pb2\n"
         "from google.protobuf.internal import api_implementation\n"
@@ -158,7 +155,7 @@ def test_a_scratch_is_swept_when_its_owner_is_gone(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     code = (
-        "import os\nfrom omagd.envs.sc2.scratch import Scratch\n"
+        "import os\nfrom omagd.envs.sc2.resources import Scratch\n"
         "place = Scratch(); print(place.path, flush=True); os._exit(1)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -19,16 +19,15 @@ from omagd.envs.actions import random_actions
 from omagd.envs.battle.args import SmacArgs
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.features import entity_layout
-from omagd.envs.battle.lookout import Lookout
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_args import CapabilityArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
 from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.battle.vision import Vision
+from omagd.envs.battle.visibility import Lookout, Vision
 from omagd.envs.factory import validate_env_args
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.envs.sc2.teams import draw_lineup
 from omagd.envs.sc2.v2_env import SC2V2Env
-from omagd.run import report
+from omagd.run.reporting import report
 from omagd.utils.errors import UserError
 
 FILES = [name for name in config_names("envs") if name.startswith("sc2_v2")]

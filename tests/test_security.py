@@ -20,11 +20,11 @@ from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, ROOT, Started, records, run_folders, summary_of
 
 from omagd.components.episode_file import MARK, read_episodes
-from omagd.run.command_line import main
-from omagd.utils.checkpoint import load_file
-from omagd.utils.checkpoint_store import CheckpointStore, Damaged, clean, read_checkpoint, read_part, sealed
+from omagd.run.checkpoint.serialization import frozen
+from omagd.run.checkpoint.store import CheckpointStore, Damaged, clean, read_checkpoint, read_part, sealed
+from omagd.run.checkpoint.weights import load_file
+from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
-from omagd.utils.state_tree import frozen
 
 SOURCES = [path for folder in ("src", "scripts", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
 # Here pickled objects come through a pipe from a process that this program has started, never from a file.

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from command_budgets import BUDGETS
 
-from omagd.run import experiment
-from omagd.run import launch as launching
-from omagd.run.command_line import config_from
+from omagd.run.cli.main import config_from
+from omagd.run.launch import launcher as launching
 from omagd.run.run import run_seeds
+from omagd.run.training import experiment
 from omagd.utils.run_folder import write_json
 from omagd.utils.signals import Stopped
 

@@ -29,20 +29,20 @@ from omagd.controllers.types import Exploration
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.learners import nq_learner
 from omagd.learners.predictor_learner import PredictorLearner
-from omagd.learners.synced_step import SKIPPED
+from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
-from omagd.modules.recurrent import PackedGRU
-from omagd.run.build import build_mac, new_predictor, new_tokenizer
-from omagd.run.files import load_learner, save_training_state
-from omagd.run.stages.base import Products
-from omagd.run.stages.health import Health
+from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.run.checkpoint.serialization import frozen
+from omagd.run.checkpoint.weights import checksum
+from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
+from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.health import Health
+from omagd.run.training.training_state import load_learner, save_training_state
 from omagd.runners.rollout import EpisodeSeeds
-from omagd.utils.checkpoint import checksum
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import Packing, pack_episodes
-from omagd.utils.state_tree import frozen
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

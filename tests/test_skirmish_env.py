@@ -12,7 +12,7 @@ from omagd.envs import REGISTRY
 from omagd.envs.battle import scripted
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.envs.sc2.installed import builds
+from omagd.envs.sc2.install import builds
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 

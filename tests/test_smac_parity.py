@@ -16,12 +16,12 @@ from smac_parity import DATA, GROUPS, INFO, SEED, V2_GROUPS, Log, interface_fact
 
 from omagd.envs import REGISTRY
 from omagd.envs.battle.args import BattleArgs
-from omagd.envs.battle.lookout import Lookout
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_args import SmacV2Args, v2_map
 from omagd.envs.battle.v2_semantics import V2Semantics
+from omagd.envs.battle.visibility import Lookout
 
 ON = np.ones(1, bool)
 SCRIPTED = ("heuristic_ai", "heuristic_rest")  # here the environment itself plays, not the semantics' orders

@@ -7,9 +7,8 @@ import pytest
 
 from omagd.envs.snakes.board import NEXT_CELL, TORUS_DISTANCE
 from omagd.envs.snakes.chance import SeededDraws, below, draw, keys_of
-from omagd.envs.snakes.engine import Engine
+from omagd.envs.snakes.engine import Engine, respawn
 from omagd.envs.snakes.opponents import SCRIPTS
-from omagd.envs.snakes.respawn import respawn
 
 BOARDS = 48
 

@@ -11,9 +11,8 @@ import snakes_reference as slow
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
 from omagd.envs.factory import make_env, validate_env_args
-from omagd.envs.snakes.network_opponent import NetworkOpponent
 from omagd.envs.snakes.observer import Observer
-from omagd.envs.snakes.opponents import SCRIPTS, Opponent
+from omagd.envs.snakes.opponents import SCRIPTS, NetworkOpponent, Opponent
 from omagd.envs.snakes.replay import Game, write_gif
 from omagd.envs.snakes.snakes_env import Snakes3v3
 from omagd.utils.errors import UserError

@@ -20,10 +20,10 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.adapters import SerialEnvs
 from omagd.envs.factory import make_env
-from omagd.envs.process_envs import ProcessEnvs
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.run.command_line import config_from
-from omagd.run.stages.stage3 import Stage3
+from omagd.envs.workers.vector import ProcessEnvs
+from omagd.run.cli.main import config_from
+from omagd.run.training.stages.rl import Stage3
 from omagd.runners.rollout import EpisodeSeeds, Rollout
 from omagd.runners.stream_runner import StreamRunner
 from omagd.utils.packing import Episode

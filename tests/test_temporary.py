@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from command_harness import ROOT
 
-from omagd.envs.sc2 import scratch
-from omagd.run import prestart
-from omagd.run.command_line import config_from
-from omagd.utils.process_identity import start_ticks
-from omagd.utils.temporary import NAME, remove_left_behind, temporary_folder
+from omagd.envs.sc2 import resources as scratch
+from omagd.run.checkpoint.run_lock import start_ticks
+from omagd.run.cli.main import config_from
+from omagd.run.launch import preload as prestart
+from omagd.run.launch.preload import NAME, remove_left_behind, temporary_folder
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 

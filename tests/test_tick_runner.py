@@ -13,7 +13,7 @@ from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
-from omagd.run.memory import replay_bytes, replay_spec
+from omagd.run.memory_budget import replay_bytes, replay_spec
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds, Rollout
 from omagd.utils.packing import Episode

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from omagd.components.episode_codec import Codec, RuleBroken, Spec, StoredEpisode, spec_of
 from omagd.components.episode_file import Facts, read_episodes, write_episodes
-from omagd.components.episode_stretch import Stretch
+from omagd.components.episode_range import Stretch
 from omagd.utils.packing import Episode, PackedBatch, time_order
 
 SHORT, TOGETHER = 8, 256

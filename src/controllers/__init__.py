@@ -10,7 +10,7 @@ REGISTRY: Registry[type] = Registry(
     lazy={
         "basic_mac": "omagd.controllers.basic_mac:BasicMAC",
         "ddpg_mac": "omagd.controllers.ddpg_mac:DDPGMAC",
-        "n_mac": "omagd.controllers.n_mac:NMAC",
+        "n_mac": "omagd.controllers.basic_mac:NMAC",
         "n_graph_mac": "omagd.controllers.graph_mac:NGraphMAC",
         "gnn_graph_mac": "omagd.controllers.graph_mac:GNNGraphMAC",
     },

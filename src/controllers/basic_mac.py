@@ -162,3 +162,7 @@ def last_actions(actions: Tensor, packing: Packing) -> Tensor:
     result = actions[before.to(actions.device)].long()
     result[:first] = -1
     return result
+
+
+class NMAC(BasicMAC):
+    """`BasicMAC`: both keep agents apart as [B, n, ...], the shape in which the two once differed."""

@@ -10,11 +10,11 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.config.env_info import EntityLayout, EnvInfo
-from omagd.envs import shared_env_worker as worker
 from omagd.envs.actions import random_actions
-from omagd.envs.journal import Journal
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
 from omagd.envs.single import BatchedAsSingle, single_env
+from omagd.envs.workers import worker
+from omagd.envs.workers.action_log import Journal
 
 __all__ = ["BatchedAsSingle", "ManyEnvs", "SerialEnvs", "env_info_from_dict"]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omagd.config.env_info import ALLY, ENEMY, SELF
-from omagd.learners.synced_step import Stats
+from omagd.learners.synced_optimizer import Stats
 from omagd.modules.graph_reconstructers.predictor import Guess
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 

@@ -17,13 +17,12 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_step import SKIPPED, Objective, Stats, SyncedStep, merge
-from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
+from omagd.learners.synced_optimizer import SKIPPED, Objective, Stats, SyncedStep, merge
+from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, match_types, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
-from omagd.modules.graph_reconstructers.matching import match_types
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.linear import lowered
+from omagd.modules.kernels.linear import lowered
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import stream_seed

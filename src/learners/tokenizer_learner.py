@@ -13,10 +13,10 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import node_stats, perplexity_stats
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_step import SKIPPED, Objective, Stats, SyncedStep, merge
+from omagd.learners.synced_optimizer import SKIPPED, Objective, Stats, SyncedStep, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
-from omagd.modules.linear import lowered
+from omagd.modules.kernels.linear import lowered
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import generator

@@ -18,10 +18,17 @@ from omagd.envs import REGISTRY as ENVS
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
-from omagd.run.build import build_mac, load_agent, load_products, of_checkpoint, read_env_info, require_same_map
+from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.run import run_seeds
+from omagd.run.training.build import (
+    build_mac,
+    load_agent,
+    load_products,
+    of_checkpoint,
+    read_env_info,
+    require_same_map,
+)
 from omagd.runners.seeds import EpisodeSeeds
-from omagd.utils.checkpoint import find_step_folder, run_folder_of
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.run_folder import RunFolder
 
@@ -44,7 +51,7 @@ def run(config: Config) -> dict[str, Any]:
             several ranks, call it under `if __name__ == "__main__":`, since they import the calling script.
     Errors: UserError for what the configuration gets wrong.
     """
-    from omagd.run.preflight import preflight
+    from omagd.run.cli.preflight import preflight
 
     return run_seeds(None, preflight(config).config)
 

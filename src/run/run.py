@@ -10,10 +10,10 @@ from typing import Any
 
 from omagd.config.loading import validate
 from omagd.config.schema import Config
-from omagd.run.launch import launch
-from omagd.run.plan import make_plan, speaks
-from omagd.run.report import render_summary, seeds_table
-from omagd.run.seed_list import SeedList
+from omagd.run.launch.launcher import launch
+from omagd.run.launch.seed_list import SeedList
+from omagd.run.reporting.report import render_summary, seeds_table
+from omagd.run.topology import make_plan, speaks
 from omagd.utils.errors import visible
 from omagd.utils.log_sinks.sacred import SacredRelay
 from omagd.utils.run_folder import make_token

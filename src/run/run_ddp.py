@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from omagd.config.schema import Config
-from omagd.run.launch import worker
-from omagd.run.plan import Plan
+from omagd.run.launch.launcher import worker
+from omagd.run.topology import Plan
 
 
 def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ REGISTRY: Registry[type[Runner]] = Registry(
     "omagd.runners",
     lazy={
         "episode": "omagd.runners.episode_runner:EpisodeRunner",
-        "parallel": "omagd.runners.parallel_runner:ParallelRunner",
+        "parallel": "omagd.runners.episode_runner:ParallelRunner",
         "stream": "omagd.runners.stream_runner:StreamRunner",
         "ticks": "omagd.runners.tick_runner:TickRunner",
     },

@@ -23,3 +23,8 @@ class EpisodeRunner(Runner):
     def slots(config: Config) -> int:
         """Return 1, whatever `batch_size_run` says."""
         return 1
+
+
+@REGISTRY.register("parallel")
+class ParallelRunner(Runner):
+    """Plays `batch_size_run` slots, in this process or in workers: the environment's affair."""

@@ -21,7 +21,7 @@ import numpy as np
 import sc2_stand_in
 import yaml
 
-import omagd.envs.sc2.protocol  # noqa: F401  enters s2clientprotocol's modules, which SMAC then finds
+import omagd.envs.sc2.client  # noqa: F401  enters s2clientprotocol's modules, which SMAC then finds
 from smac_parity import DATA, GROUPS, SEED, V2_GROUPS, Group, Log, interface_facts, moments_to_keep, pack
 
 

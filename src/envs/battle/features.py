@@ -15,8 +15,7 @@ from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.geometry import Geometry
 from omagd.envs.battle.maps import HEALING, MapSpec
-from omagd.envs.battle.tables import UnitTables
-from omagd.envs.battle.variant import SMAC, Variant
+from omagd.envs.battle.variant import SMAC, UnitTables, Variant
 
 SIGHT_RANGE = 9.0
 N_MOVES = WEST - NORTH + 1

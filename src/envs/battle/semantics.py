@@ -21,8 +21,7 @@ from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, entity_layout
 from omagd.envs.battle.geometry import Geometry
 from omagd.envs.battle.maps import HEALING, MapSpec
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
-from omagd.envs.battle.tables import UnitTables
-from omagd.envs.battle.variant import SMAC, Variant
+from omagd.envs.battle.variant import SMAC, UnitTables, Variant
 from omagd.envs.protocol import Observation, StepResult
 
 

@@ -17,13 +17,11 @@ from typing import Any
 import numpy as np
 
 from omagd.envs.battle.backend import Order, Units
-from omagd.envs.battle.combat import heal, regenerate, shoot
+from omagd.envs.battle.combat import acquire, heal, regenerate, shoot, take_orders
 from omagd.envs.battle.ground import advance_goals, build_terrain, start_positions
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.movement import Movement
-from omagd.envs.battle.pairs import Pairs, memory_size
+from omagd.envs.battle.physics import Movement, Pairs, memory_size
 from omagd.envs.battle.roster import Battle, Roster
-from omagd.envs.battle.targeting import acquire, take_orders
 from omagd.utils.errors import UserError
 
 LOOPS_PER_STEP, LOOPS_PER_SUBSTEP = 8, 2

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from omagd.envs.battle.backend import BattleBackend, Order
-from omagd.envs.battle.lookout import Lookout
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.reward import Ending, judge
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.v2_args import SmacV2Args
-from omagd.envs.battle.vision import Vision
+from omagd.envs.battle.visibility import Lookout, Vision
 from omagd.envs.protocol import StepResult
 
 

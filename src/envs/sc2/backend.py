@@ -19,11 +19,9 @@ from omagd.envs.battle.args import SmacArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNIT_ID
+from omagd.envs.sc2.client import debug_pb, frame, sc_pb
 from omagd.envs.sc2.game import ATTEMPTS, Game, GameLost, Match
-from omagd.envs.sc2.maps import GAME_TYPES
-from omagd.envs.sc2.protocol import debug_pb, sc_pb
-from omagd.envs.sc2.terrain import read_terrain
-from omagd.envs.sc2.wire import frame
+from omagd.envs.sc2.install import GAME_TYPES, read_terrain
 from omagd.utils.errors import UserError
 
 ALLY, ENEMY = 1, 2  # owners

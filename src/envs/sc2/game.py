@@ -15,16 +15,13 @@ from typing import Any
 import websocket
 from google.protobuf.message import DecodeError, Message
 
-from omagd.envs.sc2.installed import build_of, game_folder
-from omagd.envs.sc2.maps import DIFFICULTIES, RACES, map_data, map_path
-from omagd.envs.sc2.ports import HOST, claimed_port
-from omagd.envs.sc2.protocol import common_pb, sc_pb
-from omagd.envs.sc2.scratch import Scratch
-from omagd.envs.sc2.wire import Disconnected, Wire, frame
+from omagd.envs.sc2.client import Disconnected, Wire, common_pb, frame, sc_pb
+from omagd.envs.sc2.install import DIFFICULTIES, RACES, build_of, game_folder, map_data, map_path
+from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
 from omagd.utils.errors import UserError
 
 # isort: split
-# pysc2 takes the messages that omagd.envs.sc2.protocol has made.
+# pysc2 takes the messages that omagd.envs.sc2.client has made.
 from pysc2 import run_configs
 from pysc2.lib import sc_process
 

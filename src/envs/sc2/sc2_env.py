@@ -19,8 +19,7 @@ from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.variant import SMAC, Variant
 from omagd.envs.protocol import LOST_IN_A_ROW, Observation, StepResult
 from omagd.envs.sc2.heuristic import Heuristic
-from omagd.envs.sc2.installed import build_of, game_folder
-from omagd.envs.sc2.maps import require_map
+from omagd.envs.sc2.install import build_of, game_folder, require_map
 from omagd.envs.smac import BattleEnv, SmacInterface
 from omagd.utils.errors import UserError
 

@@ -10,9 +10,9 @@ from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNIT_ID
 from omagd.envs.battle.v2_args import SmacV2Args
 from omagd.envs.sc2.backend import ALLY, ENEMY, LOOPS_AFTER_KILL, PATIENCE, GameBackend, UnitsMissing
+from omagd.envs.sc2.client import debug_pb, sc_pb
 from omagd.envs.sc2.game import GameLost
-from omagd.envs.sc2.maps import GAME_TYPES
-from omagd.envs.sc2.protocol import debug_pb, sc_pb
+from omagd.envs.sc2.install import GAME_TYPES
 from omagd.envs.sc2.teams import Lineup, draw_lineup
 
 # The map's own types, which the agents control, are the last that the game knows; in this order.

@@ -12,6 +12,7 @@ import numpy as np
 
 from omagd.envs.snakes.board import (
     BEAN,
+    COL,
     EMPTY,
     EPISODE_LIMIT,
     FIRST_SNAKE,
@@ -19,11 +20,78 @@ from omagd.envs.snakes.board import (
     N_CELLS,
     N_SNAKES,
     NEXT_CELL,
+    PLAIN_DISTANCE,
+    ROW,
     START_LENGTH,
+    TORUS_STEPS,
     Board,
+    between,
 )
 from omagd.envs.snakes.chance import Draws, SeededDraws, keys_of
-from omagd.envs.snakes.respawn import respawn
+
+_SEARCH = NEXT_CELL[:, [3, 1, 0, 2]]
+
+
+def respawn(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return where one snake returns on each of k boards with `codes` [k, 200].
+
+    Returns cells [k, 3] head first, directions [k], found [k] bool; where nothing was found the others say nothing.
+    """
+    free = codes == EMPTY
+    cells, found = np.zeros((len(codes), 3), np.int64), np.zeros(len(codes), bool)
+    scan, left = free.copy(), np.arange(len(codes))
+    while len(left):
+        start = scan[left].argmax(1)
+        scan[left, start] = False
+        cells[left], found[left] = _search(free[left], start)
+        left = left[~found[left]]
+        left = left[scan[left].any(1)]
+    return cells, _facing(cells), found
+
+
+def _search(free: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return three cells around `start` [k], head first, [k, 3], and whether there are three, [k]."""
+    rows = np.arange(len(start))
+    around = _SEARCH[start]
+    empty = free[rows[:, None], around] & free[rows, start][:, None]
+    first = around[rows, empty.argmax(1)]
+    empty[rows, empty.argmax(1)] = False
+    beside = empty.any(1)
+    second = around[rows, empty.argmax(1)]
+    beyond = _SEARCH[first]
+    open_beyond = free[rows[:, None], beyond] & (beyond != start[:, None])
+    third = np.where(beside, second, beyond[rows, open_beyond.argmax(1)])
+    has_first = free[rows, start] & free[rows, first]
+    corner = beside & ((ROW[first] == ROW[start]) != (ROW[third] == ROW[start]))
+    head, neck = np.where(corner, first, start), np.where(corner, start, first)
+    return np.stack([head, neck, third], 1), has_first & (beside | open_beyond.any(1))
+
+
+def _facing(cells: np.ndarray) -> np.ndarray:
+    """Return the directions [k] of snakes of `cells` [k, 3], by numbers alone: an edge in between turns them around."""
+    head, neck = cells[:, 0], cells[:, 1]
+    vertical = np.where(ROW[head] > ROW[neck], 1, 0)
+    return np.where(ROW[head] == ROW[neck], np.where(COL[head] > COL[neck], 3, 2), vertical)
+
+
+def score_rewards(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return [k, 3] from the raw rewards of both teams, [k, 3] each."""
+    return own - others.sum(1, keepdims=True) / 3
+
+
+def potential(heads: np.ndarray, beans: np.ndarray, scale: float) -> np.ndarray:
+    """Return P [k, 3] for `heads` [k, 3] and `beans` [k, 5]."""
+    return -scale * between(TORUS_STEPS, heads[:, :, None], beans[:, None, :]).min(2)
+
+
+def baseline_rewards(
+    own: np.ndarray, lead: np.ndarray, over: np.ndarray, heads: np.ndarray, beans: np.ndarray
+) -> np.ndarray:
+    """Return [k, 3] from own raw rewards [k, 3], lead [k], over [k] bool, own heads [k, 3], beans [k, 5]."""
+    standing = np.where(over, np.where(lead > 0, 50, -25), np.where(lead > 0, 10, -5)) * (lead != 0)
+    distance = between(PLAIN_DISTANCE, heads[:, :, None], beans[:, None, :]).min(2)
+    return standing[:, None] + np.where(own > 0, 20.0, -distance - 10.0 * (own < 0))
+
 
 RING = 256
 _SNAKES = np.arange(N_SNAKES)

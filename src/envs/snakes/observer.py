@@ -8,11 +8,135 @@ import numpy as np
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs.snakes.args import ObsName
-from omagd.envs.snakes.board import Board
-from omagd.envs.snakes.entities import entity_features, entity_layout
-from omagd.envs.snakes.features import SCALES, flat_features
-from omagd.envs.snakes.near import NEAR_DIM, near_features
-from omagd.envs.snakes.planes import PLANES_DIM, plane_features
+from omagd.envs.snakes.board import (
+    COL,
+    DOWN,
+    EPISODE_LIMIT,
+    FIRST_SNAKE,
+    HEIGHT,
+    N_BEANS,
+    N_CELLS,
+    N_SNAKES,
+    N_TEAM,
+    NEXT_CELL,
+    RIGHT,
+    ROW,
+    TORUS_DISTANCE,
+    TORUS_STEPS,
+    WIDTH,
+    Board,
+    between,
+)
+from omagd.envs.snakes.features import AS_SEEN, LONG, NEAR_DIM, OTHERS, SCALES, flat_features, near_features
+
+UNIT_DIM, OWN_DIM, MOVE_DIM = 12, 16, 4
+_EVERYTHING = 10.0
+_TWO_AWAY = np.stack([np.flatnonzero(row == 2) for row in TORUS_STEPS])
+
+
+def entity_layout(sight: float | None) -> EntityLayout:
+    """Return how the observation is laid out. Opponents and beans are "enemies": whatever is not of one's own team."""
+    return EntityLayout(
+        MOVE_DIM, N_TEAM + N_BEANS, UNIT_DIM, N_TEAM - 1, UNIT_DIM - 1, OWN_DIM, sight=sight or _EVERYTHING
+    )
+
+
+def entity_features(
+    sight: float | None, board: Board, team: np.ndarray, full: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return what the snakes of `team` [B] see, [B, 3, obs_dim] float32, and with `full` the same without the limit."""
+    b, scale = len(board), sight or _EVERYTHING
+    heads = board.own_first(board.heads, team)
+    own = heads[:, :N_TEAM]
+    lengths, tails = board.own_first(board.lengths, team) / LONG, board.own_first(board.tails, team)
+    facing = np.eye(4, dtype=np.float32)[board.own_first(board.directions, team)]
+    snakes = np.zeros((b, N_TEAM, 5, UNIT_DIM), np.float32)
+    distance = _relative(snakes, own, heads[:, OTHERS], scale)
+    snakes[..., 4] = lengths[:, OTHERS]
+    snakes[..., 5:9] = facing[:, OTHERS]
+    snakes[..., 9:11] = _way(own, tails[:, OTHERS], scale)
+    beans = np.zeros((b, N_TEAM, N_BEANS, UNIT_DIM), np.float32)
+    to_beans = _relative(beans, own, np.broadcast_to(board.beans_by_slot()[:, None], (b, N_TEAM, N_BEANS)), scale)
+    beans[..., 11] = 1
+    free = board.codes_at(NEXT_CELL[own]) < FIRST_SNAKE
+    mine = np.empty((b, N_TEAM, OWN_DIM), np.float32)
+    mine[..., 0], mine[..., 1:5] = lengths[:, :N_TEAM], facing[:, :N_TEAM]
+    mine[..., 5:7] = _way(own, tails[:, :N_TEAM, None], scale)[:, :, 0]
+    mine[..., 7] = board.steps[:, None] / EPISODE_LIMIT
+    mine[..., 8:] = board.codes_at(_TWO_AWAY[own]) >= FIRST_SNAKE
+    everything = _join(free, snakes, beans, mine)
+    if sight is None:
+        return everything, everything.copy() if full else None
+    snakes[distance > sight] = 0
+    beans[to_beans > sight] = 0
+    return _join(free, snakes, beans, mine), everything if full else None
+
+
+def _relative(out: np.ndarray, own: np.ndarray, cells: np.ndarray, scale: float) -> np.ndarray:
+    """Write visible, distance, dx, dy of `cells` [B, 3, m] into `out` [B, 3, m, D]; return the distances in cells."""
+    distance = between(TORUS_DISTANCE, own[:, :, None], cells)
+    out[..., 0] = 1
+    out[..., 1] = distance / scale
+    out[..., 2:4] = _way(own, cells, scale)
+    return distance
+
+
+def _way(own: np.ndarray, cells: np.ndarray, scale: float) -> np.ndarray:
+    """Return (right, up) / scale from the own heads [B, 3] to `cells` [B, 3, m], [B, 3, m, 2] float32."""
+    start = own[:, :, None]
+    right, down = between(RIGHT, start, cells), between(DOWN, start, cells)
+    return np.stack([right / np.float32(scale), -down / np.float32(scale)], -1)
+
+
+def _join(free: np.ndarray, snakes: np.ndarray, beans: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """Return the parts in the layout's order; `snakes` [B, 3, 5, D] has the two mates first."""
+    lead = free.shape[:2]
+    mates, opponents = snakes[:, :, : N_TEAM - 1, :-1], snakes[:, :, N_TEAM - 1 :]
+    parts = [free, *(part.reshape(*lead, -1) for part in (opponents, beans, mates)), mine]
+    return np.concatenate(parts, 2, dtype=np.float32)
+
+
+N_PLANES = 11
+PLANES_DIM = N_PLANES * N_CELLS
+_MIDDLE = (5, 10)
+
+
+def _windows() -> np.ndarray:
+    """Return [200, 200] the cells in the order in which they stand when the first index's cell is in the middle."""
+    rows = (ROW[None, :] + ROW[:, None] - _MIDDLE[0]) % HEIGHT
+    return rows * WIDTH + (COL[None, :] + COL[:, None] - _MIDDLE[1]) % WIDTH
+
+
+_WINDOWS = _windows()
+
+
+def plane_features(centred: bool, board: Board, team: np.ndarray) -> np.ndarray:
+    """Return the planes of the snakes of `team` [B], [B, 3, 2200] float32, plane after plane."""
+    b = len(board)
+    codes = AS_SEEN[team[:, None], board.codes]
+    heads, tails = _marks(board.heads, codes, board.lengths), _marks(board.tails, codes, board.lengths)
+    planes = np.zeros((b, N_TEAM, N_PLANES, N_CELLS), np.float32)
+    own = board.of_team(board.heads, team)
+    for i in range(N_TEAM):
+        where = _WINDOWS[own[:, i]] if centred else np.broadcast_to(np.arange(N_CELLS), (b, N_CELLS))
+        seen = [np.take_along_axis(each, where, 1) for each in (heads, codes, tails)]
+        planes[:, i, 0] = seen[1] == 1
+        for first, values in zip((1, 2, 3), seen, strict=True):
+            is_own = values == FIRST_SNAKE + i
+            planes[:, i, first] = is_own
+            planes[:, i, first + 4] = (values >= FIRST_SNAKE) & (values < FIRST_SNAKE + N_TEAM) & ~is_own
+            planes[:, i, first + 7] = values >= FIRST_SNAKE + N_TEAM
+    planes[:, :, 4] = (1 - board.steps / EPISODE_LIMIT)[:, None, None]
+    return planes.reshape(b, N_TEAM, PLANES_DIM)
+
+
+def _marks(cells: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return [B, 200] the `codes` at the `cells` [B, 6] of living snakes, 0 elsewhere."""
+    marks = np.zeros_like(codes)
+    boards, snakes = np.nonzero(lengths[:, :N_SNAKES] > 0)
+    at = cells[boards, snakes]
+    marks[boards, at] = codes[boards, at]
+    return marks
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,11 @@ from omagd.envs.actions import random_actions, require_available
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.envs.snakes.args import SnakesArgs
 from omagd.envs.snakes.board import EPISODE_LIMIT, N_ACTIONS, N_TEAM
-from omagd.envs.snakes.engine import Engine, Outcome
+from omagd.envs.snakes.engine import Engine, Outcome, baseline_rewards, potential, score_rewards
 from omagd.envs.snakes.features import STATE_DIM, state_features
-from omagd.envs.snakes.network_opponent import NetworkOpponent
 from omagd.envs.snakes.observer import Observer
-from omagd.envs.snakes.opponents import LADDERS, SCRIPTS, Opponent
-from omagd.envs.snakes.pool import OpponentPool
+from omagd.envs.snakes.opponents import LADDERS, SCRIPTS, NetworkOpponent, Opponent, OpponentPool
 from omagd.envs.snakes.replay import Tape
-from omagd.envs.snakes.rewards import baseline_rewards, potential, score_rewards
 
 
 @dataclass

@@ -9,7 +9,7 @@ REGISTRY: Registry[type] = Registry(
     "omagd.agents",
     lazy={
         "rnn": "omagd.modules.agents.rnn_agent:RNNAgent",
-        "n_rnn": "omagd.modules.agents.n_rnn_agent:NRNNAgent",
+        "n_rnn": "omagd.modules.agents.rnn_agent:NRNNAgent",
         "ff": "omagd.modules.agents.ff_agent:FFAgent",
         "ddpg": "omagd.modules.agents.ddpg_agent:DDPGAgent",
         "bicnet": "omagd.modules.agents.ddpg_agent:BiCNetAgent",

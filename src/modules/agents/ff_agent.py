@@ -13,7 +13,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
-from omagd.modules.linear import SMALL, FastLinear
+from omagd.modules.kernels.linear import SMALL, FastLinear
 from omagd.utils.packing import Packing
 
 

@@ -12,8 +12,8 @@ from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.checkpointing import unroll
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, guess_marks
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.modules.linear import fast_linear
-from omagd.modules.recurrent import PackedGRU
+from omagd.modules.kernels.linear import fast_linear
+from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.linear import to_bf16
+from omagd.modules.kernels.linear import to_bf16
 
 ROWS_AT_ONCE = 2048  # what is worked on at once stays in a core's cache
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.checkpointing import unroll
 from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
-from omagd.modules.linear import FastLinear
-from omagd.modules.recurrent import PackedGRU
+from omagd.modules.kernels.linear import FastLinear
+from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 
@@ -58,3 +58,22 @@ def _n_nodes(config: Config, info: EnvInfo) -> int:
     if info.layout is None:
         raise UserError(f"mark_guesses=True needs an environment with an entity layout; env={config.env} has none")
     return info.layout.n_nodes
+
+
+HEAD_GAIN = 0.01  # as in PyMARL2: values start near zero
+
+
+class NRNNAgent(RNNAgent):
+    """`RNNAgent` with a layer norm before the head (`use_layer_norm`) and an orthogonal start (`use_orthogonal`)."""
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__(config, info)
+        self.norm = nn.LayerNorm(config.rnn_hidden_dim) if config.use_layer_norm else nn.Identity()
+        if config.use_orthogonal:
+            nn.init.orthogonal_(self.fc1.weight)
+            nn.init.orthogonal_(self.fc2.weight, gain=HEAD_GAIN)
+            nn.init.zeros_(self.fc1.bias)
+            nn.init.zeros_(self.fc2.bias)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        return self.fc2(self.norm(hidden))

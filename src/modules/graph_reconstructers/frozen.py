@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import Block, Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer, first_largest
-from omagd.modules.linear import prefers_onednn
+from omagd.modules.kernels.linear import prefers_onednn
 
 WIDE = 128  # smaller products cost less through torch's default than through oneDNN
 SAFE = 80.0  # attention scores up to which exp neither overflows nor vanishes in float32

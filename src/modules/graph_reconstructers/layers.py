@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from omagd.modules.linear import fast_linear
+from omagd.modules.kernels.linear import fast_linear
 
 _LEVELS = 1 << 16  # values of 16 bits
 _BLOCK = 1 << 16  # units that pass through several steps together, so that they stay in the cache

@@ -17,7 +17,7 @@ from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
 from omagd.modules.graph_reconstructers.history import N_SPECIAL, Frames, Specials
 from omagd.modules.graph_reconstructers.layers import attend, dropout, gelu_dropout, linear
-from omagd.modules.linear import fast_linear, whole
+from omagd.modules.kernels.linear import fast_linear, whole
 
 
 def sinusoidal(n: int, d: int) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.columns import Columns
 from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
+from omagd.modules.graph_reconstructers.graphs import Columns
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer

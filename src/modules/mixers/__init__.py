@@ -10,6 +10,6 @@ REGISTRY: Registry[type] = Registry(
     lazy={
         "qmix": "omagd.modules.mixers.qmix:QMixer",
         "vdn": "omagd.modules.mixers.vdn:VDNMixer",
-        "none": "omagd.modules.mixers.independent:NoMixer",
+        "none": "omagd.modules.mixers.vdn:NoMixer",
     },
 )

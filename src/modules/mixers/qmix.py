@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.linear import FastLinear
+from omagd.modules.kernels.linear import FastLinear
 
 
 class QMixer(nn.Module):

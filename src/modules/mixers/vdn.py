@@ -17,3 +17,14 @@ class VDNMixer(nn.Module):
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return [S] from agent_qs [S, n]; the state [S, state_dim] is not read."""
         return agent_qs.sum(dim=-1)
+
+
+class NoMixer(nn.Module):
+    """Leaves the values as they are; each learns from its agent's own reward where that is told, else the team's."""
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+
+    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
+        """Return [S, n] from agent_qs [S, n]; the state [S, state_dim] is not read."""
+        return agent_qs

@@ -18,7 +18,7 @@ class RunFacts:
         name: of the algorithm. env, map_name: what is played. world_size: ranks.
         config: the resolved configuration as plain values.
         totals: where each clock ends, by its name ("t_env", "epoch"), and `episode` where that ends the run.
-        card: what the run's result depends on, see `omagd.run.card`.
+        card: what the run's result depends on, see `omagd.run.reporting.card`.
         saved: what the sinks said of themselves, by name, in the checkpoint that this run goes on from.
         wandb_project: empty for the published name. wandb_entity: empty for the user's own.
     """

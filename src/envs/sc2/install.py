@@ -1,0 +1,145 @@
+"""Where StarCraft II lies and which builds there are, without starting or importing anything of it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omagd.envs.battle.backend import Terrain
+from omagd.envs.battle.custom_maps import is_custom
+from omagd.utils.errors import UserError
+
+MAP_FOLDER = "SMAC_Maps"
+RACES = {"T": "Terran", "P": "Protoss", "Z": "Zerg", "R": "Random"}
+DIFFICULTIES = {
+    "1": "VeryEasy",
+    "2": "Easy",
+    "3": "Medium",
+    "4": "MediumHard",
+    "5": "Hard",
+    "6": "Harder",
+    "7": "VeryHard",
+    "8": "CheatVision",
+    "9": "CheatMoney",
+    "A": "CheatInsane",
+}
+
+# Unit types of the game by number; SMAC's own units, which the agents control, have numbers of their own.
+GAME_TYPES = {
+    4: "colossus",
+    9: "baneling",
+    48: "marine",
+    51: "marauder",
+    54: "medivac",
+    73: "zealot",
+    74: "stalker",
+    98: "spine_crawler",
+    105: "zergling",
+    107: "hydralisk",
+}
+
+
+def map_path(name: str) -> str:
+    """Return the file of the map `name` below the game's folder of maps, as the game wants to hear it."""
+    return f"{MAP_FOLDER}/{name}.SC2Map"
+
+
+def map_data(game: Path, name: str) -> bytes:
+    """Return the content of the map `name` of the game in the folder `game`. Errors: UserError when it is missing."""
+    path = game / "Maps" / map_path(name)
+    try:
+        return path.read_bytes()
+    except OSError:
+        custom = is_custom(name)
+        fix = "put the map of that package there" if custom else "get it with ./install_sc2.sh --maps-only"
+        raise UserError(f"env_args.map_name={name}: the game has no file {path}; {fix}") from None
+
+
+def require_map(game: Path, name: str) -> None:
+    """Raise UserError unless the file of the map `name` is there."""
+    if not (game / "Maps" / map_path(name)).is_file():
+        map_data(game, name)
+
+
+def read_terrain(facts: Any) -> Terrain:
+    """Return the field that a ResponseGameInfo describes. Errors: ValueError for an image of another size."""
+    raw = facts.start_raw
+    size = (raw.map_size.x, raw.map_size.y)
+    low, high = raw.playable_area.p0, raw.playable_area.p1
+    return Terrain(
+        map_x=size[0],
+        map_y=size[1],
+        playable=(low.x, low.y, high.x, high.y),
+        pathing=_pathing(raw.pathing_grid, size),
+        height=(_upright(raw.terrain_height.data, size) / 255).astype(np.float32),
+    )
+
+
+def _pathing(image: Any, size: tuple[int, int]) -> np.ndarray:
+    """Return [x, y] bool. One bit a cell since 4.8 or so: 1 can be walked; before it was a byte a cell: 0 can."""
+    if image.bits_per_pixel == 1:
+        bits = np.unpackbits(np.frombuffer(image.data, np.uint8))
+        return np.ascontiguousarray(bits.reshape(size).T.astype(bool))
+    return _upright(image.data, size) == 0
+
+
+def _upright(data: bytes, size: tuple[int, int]) -> np.ndarray:
+    """Return [x, y] uint8 of an image whose first row is the highest y."""
+    return np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(size).T[:, ::-1])
+
+
+RUNS_TODAY = "what runs without the game: --env-config=skirmish (same maps, same observations)"
+INSTALL = "./install_sc2.sh"
+LATEST = "latest"  # as pysc2 and SMAC name the newest version that is installed
+
+
+def game_folder() -> Path:
+    """Return where StarCraft II is looked for: $SC2PATH, else ~/StarCraftII."""
+    return Path(os.environ.get("SC2PATH") or "~/StarCraftII").expanduser()
+
+
+def builds() -> list[int]:
+    """Return the builds of the Linux game in `game_folder()`, ascending."""
+    programs = (game_folder() / "Versions").glob("Base*/SC2_x64")
+    return sorted(int(path.parent.name[4:]) for path in programs if path.parent.name[4:].isdigit())
+
+
+def build_of(game_version: str | None) -> int:
+    """Return the build that is played: that of `game_version` ("4.10" is 4.10.0); the newest for None or "latest".
+
+    Errors: UserError when there is no game, when the version is unknown, or when its build is not installed.
+    """
+    found, where = builds(), game_folder()
+    if not found:
+        raise UserError(
+            f"env=sc2 needs StarCraft II: no Versions/Base*/SC2_x64 in {where}; {INSTALL} gets it, SC2PATH says where",
+            RUNS_TODAY,
+        )
+    if game_version is None or game_version == LATEST:
+        return found[-1]
+    known = known_versions()
+    version = game_version + ".0" * (game_version.count(".") == 1)
+    if version not in known:
+        raise UserError(
+            f"env_args.game_version={game_version} is no version that pysc2 knows; use 4.10, or latest for the newest"
+        )
+    if known[version] not in found:
+        there = " ".join(f"Base{build}" for build in found)
+        short = version.removesuffix(".0")
+        raise UserError(
+            f"env_args.game_version={game_version}: no Base{known[version]} in {where}/Versions (there: {there});"
+            f" SC2PATH=(a folder of its own) {INSTALL} --version {short} gets it"
+        )
+    return known[version]
+
+
+def known_versions() -> dict[str, int]:
+    """Return version -> build as pysc2 lists them."""
+    importlib.import_module("omagd.envs.sc2.client")  # pysc2 takes the messages that it makes
+    from pysc2.run_configs import lib
+
+    return {version: int(entry.build_version) for version, entry in lib.VERSIONS.items()}

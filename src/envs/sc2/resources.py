@@ -1,0 +1,145 @@
+"""A folder for one game's temporary files and its log, which never stays behind, however its owner ends.
+
+All lie in `<temporary folder>/omagd-sc2-<user>`. The owner holds a lock on a file in its folder; whoever comes next
+removes the folders whose lock is free. The log of a game that died is kept beside them for a week.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import random
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+HOST = "127.0.0.1"
+# Above those that pysc2's own port picker draws from, below those that Linux gives to outgoing connections.
+LOWEST, HIGHEST = 25000, 32000
+TRIES = 1000
+
+
+@contextlib.contextmanager
+def claimed_port() -> Iterator[int]:
+    """Yield a free port that no other caller on this machine gets meanwhile. Errors: OSError when there is none.
+
+    The claim is the name of an abstract Unix socket: valid for all users who share the ports, and gone with the
+    process however that ends.
+    """
+    chance = random.SystemRandom()  # not the run's: workers of one seed must not try the same ports
+    for _ in range(TRIES):
+        port = chance.randrange(LOWEST, HIGHEST)
+        claim = _claim(port)
+        if claim is None:
+            continue
+        with claim:
+            if _is_free(port):
+                yield port
+                return
+    raise OSError(f"no free port between {LOWEST} and {HIGHEST}")
+
+
+def _claim(port: int) -> socket.socket | None:
+    claim = socket.socket(socket.AF_UNIX if sys.platform == "linux" else socket.AF_INET)
+    try:
+        if sys.platform == "linux":
+            claim.bind(f"\0omagd-sc2-port-{port}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+KEEP_LOGS_SECONDS = 7 * 86400.0
+LAST_WORDS = 300
+
+
+class Scratch:
+    """The folder; removed by `close`, with this object, or by the next one.
+
+    Attributes:
+        path: the folder. log: what the game writes to its outputs.
+    """
+
+    def __init__(self) -> None:
+        self._root = _own_root()
+        with _locked(self._root / "lock"):
+            _sweep(self._root)
+            self.path = Path(tempfile.mkdtemp(prefix="game-", dir=self._root))
+            self._lock: IO[bytes] = (self.path / "lock").open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.log = self.path / "game.log"
+        self._finalizer = weakref.finalize(self, _remove, self._lock, self.path)
+
+    def last_words(self) -> str:
+        """Return the end of the log as one line, empty if there is none."""
+        try:
+            text = self.log.read_bytes()[-LAST_WORDS:].decode(errors="replace")
+        except OSError:
+            return ""
+        return " ".join(text.split())
+
+    def keep_log(self) -> Path | None:
+        """Move the log to where it outlives the folder; return where to, None if there is nothing in it."""
+        if not self.log.is_file() or not self.log.stat().st_size:
+            return None
+        kept = self._root / f"died-{time.strftime('%Y%m%d-%H%M%S')}-{self.path.name}.log"
+        return Path(shutil.move(self.log, kept))
+
+    def close(self) -> None:
+        """Remove the folder. May be called twice."""
+        self._finalizer()
+
+
+def _own_root() -> Path:
+    """Return this user's folder, made where it was missing; what others have put in its place is left alone."""
+    for number in itertools.count(1):
+        root = Path(tempfile.gettempdir()) / f"omagd-sc2-{os.getuid()}{f'-{number}' if number > 1 else ''}"
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        about = root.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH:
+            return root
+    raise AssertionError("there is always another number")
+
+
+def _remove(lock: IO[bytes], path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    lock.close()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sweep(root: Path) -> None:
+    """Remove what those who are gone have left."""
+    for log in root.glob("died-*.log"):
+        if time.time() - log.stat().st_mtime > KEEP_LOGS_SECONDS:
+            log.unlink(missing_ok=True)
+    for folder in root.glob("game-*"):
+        with contextlib.suppress(OSError), (folder / "lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

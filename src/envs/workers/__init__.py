@@ -1,0 +1,1 @@
+"""Environments in worker processes."""

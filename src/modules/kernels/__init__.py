@@ -1,0 +1,1 @@
+"""Operations with a backward pass of their own, and compilation."""

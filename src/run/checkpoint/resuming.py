@@ -1,0 +1,346 @@
+"""Which folder a run lives in: a new one, or that of an unfinished run like it; one owner at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omagd.config.schema import Config
+from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
+from omagd.run.checkpoint.set_aside import SAVED, link
+from omagd.run.checkpoint.store import Checkpoint, Damaged, folders, read_checkpoint
+from omagd.utils.errors import UserError, readable
+from omagd.utils.logging import setup_logging
+from omagd.utils.owned_folder import Untrusted, closed_to_others, read_entry, require_own
+from omagd.utils.run_folder import RunFolder, keep_json, write_json
+from omagd.utils.storage import ABSENT, listed, patiently
+from omagd.utils.writing import STORAGE
+
+T = TypeVar("T")
+ELSEWHERE = frozenset(
+    {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
+    | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "use_tensorboard"}
+    | {"log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage"}
+    | {"distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "max_restarts"}
+    | {"auto_resume", "auto_resume_wait", "resume", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
+)
+"""Keys that do not make a run another one: where it runs, on how much, and what it tells."""
+
+READ = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path", "checkpoint_path")
+"""Keys with paths: what lies there makes a run another one, not where it lies."""
+
+OLD_RANKS_SECONDS = 60.0
+"""How long to wait for the ranks of a launcher that was killed."""
+
+WAITING_SECONDS = 60.0
+"""How often a process that waits for another one says so."""
+
+LOOKS = 5
+"""How often a run that is going on is looked at again after it has removed the checkpoint that was being read."""
+
+KEYS_SHOWN = 8
+"""How many keys are named that differ from an unfinished run."""
+
+CONTINUED, RUN_FILE = "continued_from.json", "run.json"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run's folder that is this process's alone. `config` is what to run there."""
+
+    path: str
+    config: Config
+
+
+@contextmanager
+def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lambda: None) -> Iterator[Claim]:
+    """Have the folder that a run lives in, under a lock that ends with the context or the process.
+
+    Args:
+        config: of the run. token: name of a new folder. waits: called every second while another process has the run.
+    Errors: UserError where nothing can be written, another process uses the run, or `checkpoint_path` holds no
+        complete checkpoint.
+    """
+    console = setup_logging(None)
+    identity = identity_of(config)
+    wanted = config.auto_resume and not config.evaluate
+    claimed = _unfinished(config, identity, console, waits) if wanted else None
+    if claimed is None:
+        folder, lock = _new_run(config, token, identity, console)
+    else:
+        folder, lock = claimed
+        console.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
+    STORAGE.begin(folder.path)
+    try:
+        with closed_to_others():
+            adopted = (folder.path / CONTINUED).exists()
+            yield Claim(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
+            # Not before: who is killed while the last files are written goes on with them.
+            keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
+    finally:
+        lock.release()
+
+
+def _new_run(config: Config, token: str, identity: str, console: logging.Logger) -> tuple[RunFolder, Lock]:
+    """Make the folder of a new run and lock it; one that cannot be completed is removed. Errors: UserError."""
+    require_free_token(config)
+    folder: RunFolder | None = None
+    try:
+        made = folder = RunFolder.create(config.local_results_path, token, generated=not config.unique_token)
+        lock = take(folder.path)
+        source = whole_state(config, lambda found: _adopt(found, made))
+        if source is not None:
+            console.info(f"continuing from {source.path} in a new folder: {folder.path}")
+        write_json(folder.config_json, config.model_dump(mode="json"))
+        write_json(folder.path / RUN_FILE, {"identity": identity})
+    except (OSError, UserError) as problem:
+        if folder is not None:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        else:
+            require_free_token(config)  # another process may have taken it a moment ago
+        if isinstance(problem, UserError):
+            raise
+        reason = f"({problem.strerror}); give a folder that can be written"
+        raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
+    return folder, lock
+
+
+def require_free_token(config: Config) -> None:
+    """Refuse a `unique_token` that is the name of a folder already. Errors: UserError."""
+    folder = Path(config.local_results_path).expanduser().absolute() / config.unique_token
+    if config.unique_token and os.path.lexists(folder):
+        raise UserError(
+            f"unique_token={config.unique_token}: {folder} exists already. Give another one, or leave it out;"
+            " auto_resume=True continues an unfinished run of the same command"
+        )
+
+
+def identity_of(config: Config) -> str:
+    """Return a hash of all that makes two runs the same: their keys, without where they run and what they tell."""
+    values: dict[str, Any] = config.model_dump(mode="json")
+    kept = {key: value for key, value in values.items() if key not in ELSEWHERE}
+    for key in READ:
+        kept[key] = _content(Path(kept[key]).expanduser()) if kept[key] else ""
+    policy = Path(config.graph_pretrain_policy).expanduser()
+    kept["graph_pretrain_policy"] = _content(policy) if policy.exists() else config.graph_pretrain_policy
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _content(path: Path) -> str:
+    """Return a hash of a file or of a folder's weights and episodes; the name of a folder that holds neither."""
+    if path.is_file():
+        return hashlib.sha256(patiently(path, path.read_bytes)).hexdigest()
+    weights = {}
+    for file in path.glob("*.th"):
+        with suppress(FileNotFoundError):  # a run that goes on replaces its checkpoints
+            weights[file.name] = hashlib.sha256(patiently(file, file.read_bytes)).hexdigest()
+    episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
+    found = sorted({**weights, **episodes}.items())
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else path.name
+
+
+def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
+    """Return what `use` makes of the newest sound checkpoint that `checkpoint_path` means; None where it means weights.
+
+    A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights. The
+    run may be going on: where files disappear because newer checkpoints have replaced theirs, it is looked again.
+    Errors: UserError where there are checkpoints and none of them is sound.
+    """
+    if not config.checkpoint_path or config.evaluate or config.load_step:
+        return None
+    given = Path(config.checkpoint_path).expanduser().absolute()
+    problems: list[str] = []
+    for _ in range(LOOKS):
+        candidates, problems = _candidates(given), []
+        for path in candidates:
+            try:
+                found = read_checkpoint(path)
+                found.check()
+                found.common()
+                for rank in range(found.manifest["world_size"]):
+                    found.of_rank(rank)
+                return use(found)
+            except (Damaged, FileNotFoundError) as problem:
+                problems.append(f"{path.name}: {problem}")
+        if candidates == _candidates(given):
+            break
+    if problems:
+        raise UserError(
+            f"checkpoint_path={config.checkpoint_path}: no checkpoint there is sound ({problems[0]}); give models/ to"
+            " go on from saved weights"
+        )
+    return None
+
+
+def _candidates(given: Path) -> list[Path]:
+    """Return the folders of checkpoints that a path means, newest first."""
+    if (given / "manifest.json").exists():
+        return [given]
+    return folders(given / "checkpoints") or (folders(given) if given.name == "checkpoints" else [])
+
+
+def _unfinished(
+    config: Config, identity: str, console: logging.Logger, waits: Callable[[], object]
+) -> tuple[RunFolder, Lock] | None:
+    """Return the newest unfinished run of this configuration and its lock; None where there is none.
+
+    Errors: UserError where another process uses it, or the system cannot read it.
+    """
+    finished = None
+    for path in _same_runs(Path(config.local_results_path).expanduser(), identity, console):
+        if read_entry(path / RUN_FILE).get("finished"):
+            finished = finished or path
+            continue
+        try:
+            patiently(path, partial(require_own, path))
+        except (Untrusted, *ABSENT) as problem:
+            reason = problem.strerror if isinstance(problem, OSError) else problem
+            console.warning(f"auto_resume=True: {readable(str(path))} is neither continued nor changed: {reason}")
+            continue
+        return RunFolder(path), _locked(RunFolder(path), config.auto_resume_wait, console, waits)
+    if finished is not None:
+        console.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
+    elif not config.checkpoint_path:
+        _say_what_differs(config, console)
+    return None
+
+
+def _say_what_differs(config: Config, console: logging.Logger) -> None:
+    """Name the newest unfinished run of the same name, environment, map and seed, and the keys that differ from it.
+
+    Only runs with a checkpoint count, and none that a living process uses. What stands in their files is not trusted.
+    """
+    found: list[tuple[float, Path, list[str]]] = []
+    values = config.model_dump(mode="json")
+    for path in (Path(entry.path) for entry in listed(Path(config.local_results_path).expanduser())):
+        about, saved = read_entry(path / RUN_FILE), read_entry(path / SAVED).get("iteration")
+        if "identity" not in about or about.get("finished") or not isinstance(saved, int) or not saved:
+            continue
+        theirs, holder = read_entry(path / "config.json"), ProcessIdentity.read(read_entry(path / LOCK))
+        goes_on = holder is not None and holder.pid != os.getpid() and holder.runs()
+        if _place(theirs) == _place(values) and not theirs.get("evaluate") and not goes_on:
+            with suppress(OSError):
+                differing = sorted(key for key in values.keys() - ELSEWHERE if theirs.get(key) != values[key])
+                found.append(((path / RUN_FILE).stat().st_mtime, path, differing))
+    if found:
+        _, path, keys = max(found)
+        where, which = readable(str(path)), ", ".join(keys[:KEYS_SHOWN]) + (", …" if len(keys) > KEYS_SHOWN else "")
+        console.warning(
+            f"auto_resume=True: a new run begins; {where} is unfinished and differs in {which or 'the files it reads'};"
+            f" to extend it: checkpoint_path={where}"
+        )
+
+
+def _place(values: dict[str, Any]) -> tuple[Any, ...]:
+    """Return name, environment, map and seed of a run, from its configuration."""
+    given = values.get("env_args")
+    map_name = given.get("map_name") if isinstance(given, dict) else None
+    return values.get("name"), values.get("env"), map_name, values.get("seed")
+
+
+def _same_runs(root: Path, identity: str, console: logging.Logger) -> list[Path]:
+    """Return the folders that hold a run of this identity, newest first. Errors: UserError."""
+    found: list[tuple[float, Path]] = []
+    for path in (Path(entry.path) for entry in listed(root)):
+        entry = patiently(path / RUN_FILE, partial(read_entry, path / RUN_FILE, strict=True))
+        if "identity" not in entry and os.path.lexists(path / RUN_FILE):  # False where the folder cannot be entered
+            console.warning(f"auto_resume=True: {readable(str(path / RUN_FILE))} is damaged: that run is not continued")
+        if entry.get("identity") == identity:
+            with suppress(OSError):
+                found.append(((path / RUN_FILE).stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _locked(folder: RunFolder, minutes: float, console: logging.Logger, waits: Callable[[], object]) -> Lock:
+    """Return the lock of an unfinished run, waiting for it as long as the user allows. Errors: UserError."""
+    until, shown = time.monotonic() + 60 * minutes, -math.inf
+    while True:
+        try:
+            lock = _try_lock(folder)
+            break
+        except Busy as busy:
+            now = time.monotonic()
+            if now >= until:
+                mend = "wait with auto_resume_wait=<minutes>, or start another run (auto_resume=False or another seed)"
+                raise UserError(f"auto_resume=True: {folder.path} is in use by {busy}; {mend}") from None
+            if now - shown >= WAITING_SECONDS:
+                shown = now
+                left = math.ceil(until - now)
+                most = f"{left} s" if left < 120 else f"{math.ceil(left / 60)} min"
+                console.info(f"waiting {most} at most: {folder.path} is in use by {busy}")
+        except OSError as problem:
+            reason = f"({problem.strerror}); give a folder that can be written"
+            raise UserError(f"local_results_path: {folder.path} cannot be written {reason}") from problem
+        waits()
+        time.sleep(min(1.0, max(0.0, until - now)))
+    if read_entry(folder.path / RUN_FILE).get("finished"):
+        lock.release()
+        mend = "nothing is left to do; auto_resume=False starts a new run"
+        raise UserError(f"auto_resume=True: {folder.path} was just finished by another process: {mend}")
+    return lock
+
+
+def _try_lock(folder: RunFolder) -> Lock:
+    """Return a run's lock once the ranks of an earlier start have ended, which are waited for. Errors: Busy."""
+    lock = take(folder.path)
+    until = time.monotonic() + OLD_RANKS_SECONDS
+    try:
+        while (busy := busy_rank(folder.path)) is not None:
+            if time.monotonic() > until:
+                raise busy
+            time.sleep(0.05)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+@contextmanager
+def rank_at_work(folder: RunFolder) -> Iterator[None]:
+    """Say, as long as the context or this process lasts, that a rank works in a folder."""
+    try:
+        mark = mark_rank(folder.path)
+    except OSError as problem:
+        raise UserError(f"local_results_path: {folder.path} cannot be written ({problem.strerror})") from problem
+    try:
+        with closed_to_others():
+            yield
+    finally:
+        mark.release()
+
+
+def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
+    """Have a run's checkpoint, and what it had logged until then, in another run's folder; return the checkpoint.
+
+    Errors: FileNotFoundError where the run, which is going on, has just removed the checkpoint.
+    """
+    old = RunFolder(source.path.parents[1])
+    if folder.checkpoints.exists():  # half of one that was removed meanwhile
+        shutil.rmtree(folder.checkpoints)
+    for name in [*source.manifest["files"], f"{source.path.name}/manifest.json"]:
+        link(source.path.parent / name, folder.checkpoints / name)
+    for path in (old.metrics_jsonl, old.card_json, *old.episode_logs()):
+        if path.exists():
+            target = folder.path / path.relative_to(old.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    for stage in ("stage1", "stage2"):
+        for best in (False, True):
+            if old.pretrained(stage, best).is_dir():
+                half = shutil.ignore_patterns(".*")
+                shutil.copytree(
+                    old.pretrained(stage, best), folder.pretrained(stage, best), ignore=half, dirs_exist_ok=True
+                )
+    write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
+    return source

@@ -1,0 +1,281 @@
+"""Cutting a run's files back to where it continues; what cannot be reproduced is kept in `set_aside/`.
+
+A run that continues from its newest complete checkpoint plays what came after it once more, so that may go. In every
+other case (an older checkpoint, lost episodes, weights alone, other ranks or versions) it is moved to
+`set_aside/<time>_<attempt>/`, under the names that it had. Each step may be the last one before a kill: files are
+linked before they are cut, checkpoints move after everything else, and the next start repeats what is left.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omagd.run.checkpoint.store import FORMAT, Damaged, clean, folders, read_checkpoint
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder, rank_of, write_json
+from omagd.utils.storage import ABSENT, listed, patiently, sync
+
+if TYPE_CHECKING:
+    from omagd.run.checkpoint.recovery import TakenUp
+
+SAVED = "saved.json"
+STAGES = ("stage1", "stage2", "stage3")
+Position = tuple[int, float]
+"""A stage's place among the three, and its clock: epochs, or environment steps in stage 3."""
+
+OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+"""Errors where a file stands in the place of a folder, or the other way round."""
+
+
+@dataclass
+class Cut:
+    """What cutting a run's files back has found.
+
+    Attributes:
+        aside: folder of what was set aside, empty where nothing was. missing: bytes of lines that were there when the
+            checkpoint was written and are gone, by file below the run's folder.
+    """
+
+    aside: str = ""
+    missing: dict[str, int] = field(default_factory=dict)
+
+
+def read_saved(folder: RunFolder) -> int | None:
+    """Return the iteration of the last complete save of a run; 0 before the first one.
+
+    None where no version that notes it has run; 1, which is too low but not 0, where the note is damaged.
+    Errors: Unreadable.
+    """
+    path = folder.path / SAVED
+    try:
+        return int(json.loads(patiently(path, path.read_bytes))["iteration"])
+    except FileNotFoundError:
+        return None
+    except (*ABSENT, ValueError, KeyError, TypeError, RecursionError):
+        return 1
+
+
+def note_saved(folder: RunFolder, iteration: int) -> None:
+    """Note the iteration of the last complete save, durably. Errors: OSError."""
+    write_json(folder.path / SAVED, {"iteration": iteration, "format": FORMAT})
+    sync(folder.path)
+
+
+def cut_back(folder: RunFolder, dist: Dist, taken: TakenUp) -> Cut:
+    """Cut a run's files back to what `taken` continues from.
+
+    What killed starts have left half written goes too. Called on every rank, while no rank of another start is alive;
+    rank 0 does it, and no rank returns before. Errors: UserError, on all ranks, where the disk fails.
+    """
+    own = taken.found.own if taken.found is not None else None
+    sizes = dist.gather(None if own is None else int(own["episode_bytes"]))
+    cut, problem = Cut(), ""
+    if dist.is_main:
+        try:
+            cut = _cut(folder, taken, sizes)
+        except OSError as error:
+            fix = "move it away" if error.errno in OCCUPIED else "free the disk or correct the permissions"
+            problem = f"{error.filename or folder.path} ({error.strerror or error}); {fix}"
+        except UserError as error:
+            problem = error.message
+    cut, problem = dist.broadcast((cut, problem))
+    if problem:
+        raise UserError(f"the run cannot be prepared to continue: {problem}, then start again: nothing is lost")
+    return cut
+
+
+def _cut(folder: RunFolder, taken: TakenUp, sizes: list[int | None]) -> Cut:
+    aside = Aside(folder)
+    for path in [*folder.files(), folder.path / SAVED, *folder.episode_logs()]:
+        if path.exists() and not path.is_file():  # a folder, say: the run could not write its file there
+            aside.move(path)
+    missing = _cut_lines(folder, taken, sizes, aside)
+    later = [folder.step(step) for step in folder.saved_steps() if step > taken.t_env]
+    for path in [folder.summary_json, *later]:
+        if taken.behind:
+            aside.move(path)
+        elif path == folder.summary_json:
+            path.unlink(missing_ok=True)
+        else:
+            folder.remove_step(int(path.name))
+    if taken.behind:
+        for path in _pretrained_behind(folder, taken):
+            aside.move(path)
+        _keep_checkpoints(folder, taken, aside)
+    clean(folder.checkpoints)
+    for half in folder.path.rglob(".*.tmp"):
+        half.unlink(missing_ok=True)
+    if taken.completed is not None and taken.completed != read_saved(folder):
+        note_saved(folder, taken.completed)
+    return Cut(str(aside.path) if aside.used else "", missing)
+
+
+def _cut_lines(folder: RunFolder, taken: TakenUp, sizes: list[int | None], aside: Aside) -> dict[str, int]:
+    """Cut the files that are appended to; return how many bytes are missing before the cut, by name."""
+    missing = {}
+    for path, size in _ends(folder, taken, sizes):
+        there = path.stat().st_size if path.exists() else 0
+        if there < size:
+            missing[str(path.relative_to(folder.path))] = size - there
+        elif taken.behind:
+            aside.tail(path, size)
+        elif there > size:
+            _truncate(path, size)
+    return missing
+
+
+def _truncate(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def _ends(folder: RunFolder, taken: TakenUp, sizes: list[int | None]) -> Iterator[tuple[Path, int]]:
+    """Yield the files that are appended to, and how many of their bytes stay."""
+    found, logs = taken.found, folder.episode_logs()
+    if taken.position is not None:  # weights alone: no checkpoint says how long the files were
+        yield folder.metrics_jsonl, _bytes_until(folder.metrics_jsonl, taken.position)
+        for path in logs:
+            yield path, _bytes_until(path, (2, taken.t_env - 0.5))  # `t_env` of a line is when its iteration began
+        return
+    if found is None:
+        yield from ((path, 0) for path in (folder.metrics_jsonl, *logs))
+        return
+    run = found.common["run"]
+    yield folder.metrics_jsonl, int(run["metrics_bytes"])
+    each = sizes if found.own is not None else [int(part["episode_bytes"]) for part in found.everyone]
+    ends = {rank: size or 0 for rank, size in enumerate(each)}
+    if "earlier_ranks" in run:  # checkpoints of earlier versions do not note them: then those logs stay
+        ends = {**{rank_of(path): 0 for path in logs}, **run["earlier_ranks"], **ends}
+    yield from ((folder.episode_log(rank), ends[rank]) for rank in sorted(ends))
+
+
+def _bytes_until(path: Path, position: Position) -> int:
+    """Return the bytes of the lines that were written until a position of the run."""
+    size = 0
+    if not path.exists():
+        return size
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                stage = STAGES.index(record.get("stage", "stage3"))
+                when = stage, float(record["t_env" if stage == 2 else "epoch"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return size
+            if when > position:
+                return size
+            size += len(line)
+    return size
+
+
+def _pretrained_behind(folder: RunFolder, taken: TakenUp) -> list[Path]:
+    """Return the folders of modules whose stage was not finished where the run continues."""
+    behind = [stage for stage in STAGES[:2] if stage not in taken.finished]
+    paths = [folder.pretrained(stage, best) for stage in behind for best in (False, True)]
+    return [path for path in paths if path.exists()]
+
+
+def _keep_checkpoints(folder: RunFolder, taken: TakenUp, aside: Aside) -> None:
+    """Set aside what is newer than the checkpoint that the run continues from, and a copy of that if it is damaged."""
+    for path in folders(folder.checkpoints):
+        source = taken.found is not None and taken.found.checkpoint.path == path
+        if source and taken.kind != "exact":
+            aside.checkpoint(path, stays=True)
+        if source or (taken.found is None and path not in taken.problems):
+            return
+        aside.checkpoint(path, stays=False)
+
+
+class Aside:
+    """A new folder `set_aside/<time>_<attempt>/` of a run, made when something comes into it.
+
+    Attributes:
+        used: whether there is something in it.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.root = folder.path
+        name = f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(4)}"
+        self.path = folder.path / "set_aside" / name
+        self.used = False
+
+    def _place(self, path: Path) -> Path:
+        """Return where a path of the run comes to stand, its folder made."""
+        target = self.path / path.relative_to(self.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not self.used:
+            self.used = True
+            for made in (self.path, self.path.parent, self.root):
+                sync(made)
+        return target
+
+    def move(self, path: Path) -> None:
+        """Move a file or a folder."""
+        if not os.path.lexists(path):
+            return
+        target = self._place(path)
+        path.rename(target)
+        for changed in (target.parent, path.parent):
+            sync(changed)
+
+    def tail(self, path: Path, size: int) -> None:
+        """Keep a whole file here, and its first `size` bytes where it was."""
+        if not path.exists() or path.stat().st_size <= size:
+            return
+        if size == 0:
+            self.move(path)
+            return
+        target = self._place(path)
+        link(path, target)
+        sync(target.parent)
+        head = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            shutil.copyfile(path, head)
+            with head.open("r+b") as file:
+                file.truncate(size)
+                os.fsync(file.fileno())
+            head.replace(path)
+        finally:
+            head.unlink(missing_ok=True)
+        sync(path.parent)
+
+    def checkpoint(self, path: Path, stays: bool) -> None:
+        """Keep a checkpoint with the shared files that it names, so that it is complete here; or move it."""
+        try:
+            names = {name for name in read_checkpoint(path).manifest["files"] if name.startswith("kept/")}
+        except Damaged:
+            names = {f"kept/{entry.name}" for entry in listed(path.parent / "kept")}
+        for name in sorted(names):
+            if (path.parent / name).is_file():
+                link(path.parent / name, self._place(path.parent / name))
+        if not stays:
+            self.move(path)
+            return
+        for entry in listed(path):
+            if entry.is_file(follow_symlinks=False):
+                link(path / entry.name, self._place(path / entry.name))
+            else:  # something that is no file stands where one was
+                self.move(path / entry.name)
+
+
+def link(source: Path, target: Path) -> None:
+    """Have a file that is never changed at another place too, without a copy where the disk can do that."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        if not target.exists():
+            shutil.copy2(source, target)
+            sync(target)

@@ -1,0 +1,400 @@
+"""`checkpoints/` of a run: whole states, each complete or not there, found again and checked before use.
+
+    checkpoints/00000120/manifest.json          what belongs to it, with sizes and SHA-256; written last
+    checkpoints/00000120/common.th rank_0.th …  tensors and plain values
+    checkpoints/kept/…                          files that several checkpoints share: replayed episodes, trained modules
+
+A save is a folder `.<name>.<attempt>.partial` into which every rank writes its part and then `report_<rank>.json`; rank
+0 waits for all reports, writes the manifest and renames the folder. What a kill leaves of it is removed by the next
+attempt. Several machines share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import stat
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omagd.run.checkpoint.manifest import CommonForm, Form, ManifestForm, RankForm, misfit
+from omagd.run.checkpoint.serialization import thawed
+from omagd.utils.run_folder import plain, write_json
+from omagd.utils.storage import ABSENT, RETRY_SECONDS, Unreadable, listed, patiently, sync
+
+FORMAT = 2
+"""Of the manifest and the parts. 1 was `models/<t_env>/opt.th`, which `checkpoint_path` still reads."""
+
+MANIFEST = "manifest.json"
+POLL_SECONDS = 0.02
+
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""What makes a manifest of the next format out of one of an earlier format."""
+
+
+class Damaged(Exception):
+    """A checkpoint whose files are missing or not as they were written; the text says why."""
+
+
+class Foreign(Damaged):
+    """A checkpoint of a format that this version does not read."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        path: its folder. manifest: what it says of itself; `files`: name below `checkpoints/` -> bytes and SHA-256.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    def check(self, part: int = 0, parts: int = 1) -> None:
+        """Compare every file with the manifest, or a share of them. Errors: Damaged, Unreadable."""
+        for problem in self.faults(part, parts).values():
+            raise Damaged(problem)
+
+    def faults(self, part: int = 0, parts: int = 1) -> dict[str, str]:
+        """Return what is wrong with files that are not as the manifest says, by name; of a share of the files.
+
+        Errors: Unreadable.
+        """
+        found = {}
+        for name in sorted(self.manifest["files"])[part::parts]:
+            if problem := fault(self.path.parent / name, self.manifest["files"][name]):
+                found[name] = f"{name}: {problem}"
+        return found
+
+    def part(self, name: str) -> dict[str, Any]:
+        """Return what was put under `name`. Errors: Damaged, Unreadable."""
+        return read_part(self.path / f"{name}.th")
+
+    def common(self) -> dict[str, Any]:
+        """Return what all ranks share. Errors: Damaged, Unreadable."""
+        return self._formed("common", CommonForm)
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Return a rank's part. Errors: Damaged, Unreadable."""
+        return self._formed(f"rank_{rank}", RankForm)
+
+    def _formed(self, name: str, form: type[Form]) -> dict[str, Any]:
+        found = self.part(name)
+        if problem := misfit(form, found):
+            raise Damaged(f"{name}.th: {problem}")
+        return found
+
+    def shared(self, name: str) -> Path:
+        """Return the path of a file that the manifest names below `checkpoints/`. Errors: Damaged."""
+        if name not in self.manifest["files"]:
+            raise Damaged(f"{name} does not belong to it")
+        return self.path.parent / name
+
+
+def fault(path: Path, said: Mapping[str, Any], content: bool = True) -> str:
+    """Return how a file differs from what a manifest says of it, nothing if it does not. Errors: Unreadable.
+
+    content: compare the bytes too, not the size alone.
+    """
+    try:
+        facts = patiently(path, path.stat)
+        size = facts.st_size if stat.S_ISREG(facts.st_mode) else -1  # a pipe would keep its reader waiting
+        if size != said["bytes"]:
+            return f"{size} bytes instead of {said['bytes']}"
+        if content and patiently(path, lambda: _digest(path)) != said["sha256"]:
+            return "its content has changed"
+    except ABSENT as problem:
+        return str(problem.strerror)
+    return ""
+
+
+def read_part(path: Path) -> dict[str, Any]:
+    """Return the state in a file, running nothing that is in it. Errors: Damaged, Unreadable."""
+    raw = io.BytesIO(_content(path))
+    try:
+        with warnings.catch_warnings():  # torch warns about files of other programs
+            warnings.simplefilter("ignore")
+            content = torch.load(raw, map_location="cpu", weights_only=True)
+    except Exception as problem:  # torch raises many kinds for a file that is not its own
+        raise Damaged(f"{path.name}: {(str(problem).splitlines() or [''])[0][:120]}") from problem
+    if not isinstance(content, dict):
+        raise Damaged(f"{path.name}: no state of this program")
+    return dict(thawed(content))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Foreign, Unreadable."""
+    text = _content(path / MANIFEST)
+    try:
+        return Checkpoint(path, _checked(_upgraded(json.loads(text))))
+    except (ValueError, RecursionError) as problem:
+        raise Damaged(f"{MANIFEST}: no JSON ({problem})") from problem
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a regular file. Errors: Damaged where there is none, Unreadable."""
+    try:
+        if not stat.S_ISREG(patiently(path, path.stat).st_mode):
+            raise Damaged(f"{path.name}: not a regular file")
+        return patiently(path, path.read_bytes)
+    except ABSENT as problem:
+        raise Damaged(f"{path.name}: {problem.strerror}") from problem
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with a checksum of what it says, as `seal`."""
+    said = {key: value for key, value in manifest.items() if key != "seal"}
+    return {**said, "seal": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()}
+
+
+def _upgraded(manifest: Any) -> dict[str, Any]:
+    if not isinstance(manifest, dict) or sealed(manifest)["seal"] != manifest.get("seal"):
+        raise Damaged(f"{MANIFEST}: its content has changed")
+    found = manifest.get("format")
+    while isinstance(found, int) and found in UPGRADES:
+        manifest = UPGRADES[found](manifest)
+        found = manifest["format"]
+    if found != FORMAT:
+        raise Foreign(f"{MANIFEST}: format {found}, which this version does not read (it reads up to {FORMAT})")
+    return dict(manifest)
+
+
+def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest that says what it must, and names no file outside `checkpoints/`. Errors: Damaged."""
+    if problem := misfit(ManifestForm, manifest):
+        raise Damaged(f"{MANIFEST}: {problem}")
+    return manifest
+
+
+class CheckpointStore:
+    """The checkpoints of one run, as one rank sees them.
+
+    Args:
+        path: `checkpoints/` of the run. rank, world_size: of this process. attempt: text that no other start of this
+            run has used; the same on all ranks. keep: how many of the newest stay; that with the best score does too.
+
+    Attributes:
+        waits_until: moment (`time.monotonic()`) at which no save waits for other ranks any more; set when a run ends
+            early, since a rank that is gone never writes its part.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int, attempt: str, keep: int) -> None:
+        self.path, self.rank, self.world_size = path, rank, world_size
+        self.attempt, self.keep, self.waits_until = attempt, keep, math.inf
+
+    def folders(self) -> list[Path]:
+        """Return the folders of checkpoints, newest first."""
+        return folders(self.path)
+
+    def draft(self, iteration: int) -> Draft:
+        """Begin to save."""
+        return Draft(self, f"{iteration:08d}")
+
+    def prune(self) -> str:
+        """Remove checkpoints that are neither among the newest nor the best, and the files that they alone name.
+
+        No other file is touched: other ranks may be writing the next checkpoint. Returns why shared files were kept,
+        nothing where none had to be: a manifest that cannot be read may name any of them.
+        """
+        known, unknown = [], []
+        for path in self.folders():
+            try:
+                known.append(read_checkpoint(path))
+            except (Damaged, Unreadable) as problem:
+                unknown.append(f"{path.name}: {problem}")
+        scored = [found for found in known if found.manifest.get("score") is not None]
+        best = max(scored, key=lambda found: found.manifest["score"], default=None)
+        old = [found for found in known[self.keep :] if best is None or found.path != best.path]
+        needed = {name for found in known if found not in old for name in found.manifest["files"]}
+        for each in old:
+            doomed = each.path.with_name(f".{each.path.name}.{self.attempt}.partial")
+            each.path.rename(doomed)  # gone at once, whatever happens while it is removed
+            shutil.rmtree(doomed, ignore_errors=True)
+        unused = {name for found in old for name in found.manifest["files"]} - needed
+        if unknown and unused:
+            return unknown[0]
+        _remove_kept(self.path, {name.partition("/")[2] for name in unused if name.startswith("kept/")})
+        return ""
+
+
+class Draft:
+    """One rank's part of a checkpoint that is being written, in any thread.
+
+    Attributes:
+        files: what this rank has written, as in the manifest.
+    """
+
+    def __init__(self, store: CheckpointStore, name: str) -> None:
+        self.store, self.name = store, name
+        self.path = store.path / f".{name}.{store.attempt}.partial"
+        self.files: dict[str, dict[str, Any]] = {}
+        self._new: set[str] = set()  # of those, the ones that this draft wrote
+        self.final = self._free_name()
+
+    def _free_name(self) -> Path:
+        """Return where the checkpoint will stand: beside a damaged one of the same iteration, not over it."""
+        number, found = 1, self.store.path / self.name
+        while found.exists():
+            number += 1
+            found = self.store.path / f"{self.name}_{number}"
+        return found
+
+    def put(self, name: str, state: Mapping[str, Any]) -> None:
+        """Write a `frozen` state as `<name>.th`. Errors: OSError."""
+        entry = write_part(self.path / f"{name}.th", state)
+        self._add(f"{self.final.name}/{name}.th", entry)
+
+    def keep(self, name: str, write: Callable[[Path], object]) -> str:
+        """Have `kept/<name>` in this checkpoint, which `write` writes; return its name in the manifest."""
+        path = self.store.path / "kept" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._new.add(f"kept/{name}")
+        write(path)
+        self._add(f"kept/{name}", {"bytes": path.stat().st_size, "sha256": _digest(path)})
+        sync(path.parent)
+        return f"kept/{name}"
+
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        self.files[name] = entry
+        self._new.add(name)
+
+    def refer(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have files in this checkpoint that an earlier one has already."""
+        self.files.update({name: dict(said) for name, said in files.items()})
+
+    def report(self, facts: Mapping[str, Any]) -> None:
+        """Say that this rank's part is complete and on the disk."""
+        if self.path.is_dir():
+            sync(self.path)
+        write_json(self.path / f"report_{self.store.rank}.json", {"files": self.files, "facts": facts})
+
+    def give_up(self, reason: str) -> None:
+        """Remove the shared files that this rank wrote, and say, if that is possible, that its part is missing."""
+        _remove_kept(self.store.path, {name.partition("/")[2] for name in self._new if name.startswith("kept/")})
+        try:
+            write_json(self.path / f"report_{self.store.rank}.json", {"failed": reason})
+        except OSError:
+            pass  # the disk is full: rank 0 will not wait for ever
+
+    def commit(self, facts: Mapping[str, Any], patience: float) -> Path:
+        """Wait for all reports, then make the checkpoint appear; rank 0 alone. Return its folder.
+
+        Args:
+            facts: of the manifest. patience: seconds to wait for the other ranks.
+        Errors: OSError where something could not be written or a rank did not report: then there is no checkpoint.
+        """
+        reports = [self._report_of(rank, time.monotonic() + patience) for rank in range(self.store.world_size)]
+        files = {name: said for report in reports for name, said in report["files"].items()}
+        logs = [report["facts"] for report in reports]
+        said = plain({**facts, "world_size": self.store.world_size, "logs": logs, "files": files})
+        write_json(self.path / MANIFEST, sealed({"format": FORMAT, **said}))
+        for rank in range(self.store.world_size):
+            (self.path / f"report_{rank}.json").unlink()
+        sync(self.path)
+        self.path.rename(self.final)
+        return self.final
+
+    def lacks(self) -> str:
+        """Return what this rank misses of its part in the complete checkpoint, nothing if all of it is there.
+
+        Whatever this draft wrote is read again; of files that earlier ones wrote the size is compared.
+        """
+        try:
+            _see(self.final / MANIFEST)
+            named = read_checkpoint(self.final).manifest["files"]
+            for name, said in self.files.items():
+                found = fault(self.store.path / name, said, content=name in self._new)
+                if found or named.get(name) != said:
+                    return f"{name}: {found or 'the manifest names another file'}"
+        except (Damaged, Unreadable) as problem:
+            return str(problem)
+        return ""
+
+    def discard(self) -> None:
+        """Remove what was written into the folder of this draft."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _report_of(self, rank: int, deadline: float) -> dict[str, Any]:
+        path = self.path / f"report_{rank}.json"
+        while not path.exists():
+            if time.monotonic() > min(deadline, self.store.waits_until):
+                raise OSError(None, f"rank {rank} has not written its part")
+            time.sleep(POLL_SECONDS)
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if "failed" in report:
+            raise OSError(None, f"rank {rank}: {report['failed']}")
+        return dict(report)
+
+
+def clean(path: Path) -> None:
+    """Remove what killed starts have left half written below `checkpoints/`. Called while nobody else writes there.
+
+    Shared files stay where a manifest cannot be read: it may name any of them. Errors: Unreadable.
+    """
+    for entry in listed(path):
+        if entry.name.startswith(".") and entry.name.endswith(".partial"):
+            shutil.rmtree(entry.path, ignore_errors=True)
+    needed: set[str] = set()
+    for each in folders(path):
+        try:
+            needed |= set(read_checkpoint(each).manifest["files"])
+        except Damaged:
+            return
+    _remove_kept(path, {entry.name for entry in listed(path / "kept") if f"kept/{entry.name}" not in needed})
+
+
+def _remove_kept(path: Path, names: set[str]) -> None:
+    """Remove shared files below `checkpoints/`. A folder among them is not ours and stays."""
+    kept = path / "kept"
+    for name in () if kept.is_symlink() else sorted(names):  # a link leads to files that are not ours
+        with suppress(IsADirectoryError):
+            (kept / name).unlink(missing_ok=True)
+
+
+def folders(path: Path) -> list[Path]:
+    """Return the folders of checkpoints below `checkpoints/`, newest first. Errors: Unreadable."""
+    found = [Path(entry.path) for entry in listed(path) if entry.name[:1].isdigit() and entry.is_dir()]
+    return sorted((p for p in found if p.name.replace("_", "").isdigit()), key=_age, reverse=True)
+
+
+def _see(path: Path) -> None:
+    """Wait a moment for a file that another host wrote: a network file system may show its name late."""
+    for pause in RETRY_SECONDS:
+        if path.exists():
+            return
+        listed(path.parent.parent)  # makes NFS ask its server again
+        time.sleep(pause)
+
+
+def _age(path: Path) -> tuple[int, ...]:
+    return tuple(int(part) for part in path.name.split("_") if part)
+
+
+def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a `frozen` state and return its size and SHA-256."""
+    stream = io.BytesIO()
+    torch.save(dict(state), stream)
+    content = stream.getbuffer()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,131 @@
+"""Weights on disk: written whole or not at all, read without running anything that is in them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from omagd.run.checkpoint.serialization import first_not_finite
+from omagd.utils.errors import UserError
+from omagd.utils.writing import STORAGE
+
+AGENT_FILE, MIXER_FILE, LEARNER_FILE = "agent.th", "mixer.th", "opt.th"
+TOKENIZER_FILE, PREDICTOR_FILE = "tokenizer.th", "stage2_model.th"
+
+
+def keep_file(path: Path, content: Mapping[str, Any]) -> bool:
+    """Write tensors and plain values whole; where that is impossible, later. Return whether it was possible now."""
+    return STORAGE.write(path, serialized(content))
+
+
+def serialized(content: Mapping[str, Any]) -> bytes:
+    """Return tensors and plain values as the bytes of a weights file.
+
+    Not written by torch itself, which raises an error of its own kind, about its own state, when a disk is full.
+    """
+    stream = io.BytesIO()
+    torch.save(dict(content), stream)
+    return stream.getvalue()
+
+
+def load_file(path: Path, key: str) -> dict[str, Any]:
+    """Read what `keep_file` wrote, onto the CPU.
+
+    Args:
+        path: the file. key: configuration key that named it, for the message.
+    Errors: UserError for a missing, damaged or foreign file.
+    """
+    if not path.is_file():
+        raise UserError(f"{key}={path} does not exist: give a file that this program wrote, or its folder")
+    try:
+        with warnings.catch_warnings():  # torch wonders aloud about files that are none
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as problem:  # torch raises many kinds for a file that is not its own
+        reason = str(problem).split("\n")[0][:120]
+        raise UserError(f"{key}={path} cannot be read ({reason}): it is damaged or not a weights file") from problem
+    if not isinstance(content, dict):
+        raise UserError(f"{key}={path} is not a weights file of this program")
+    return content
+
+
+def load_into(module: nn.Module, weights: Mapping[str, Any], path: Path, key: str) -> None:
+    """Load `weights` into `module`.
+
+    Errors: UserError that names the first tensor that does not fit, or that holds what is not finite.
+    """
+    own = module.state_dict()
+    for name in [*own, *weights]:
+        here, there = own.get(name), weights.get(name)
+        if here is None or there is None or here.shape != there.shape:
+            sizes = f"{_shape(there)} in the file, {_shape(here)} in this configuration"
+            mend = "use the --config, map and sizes that it was trained with"
+            raise UserError(f"{key}={path} does not fit: '{name}' is {sizes}; {mend}")
+    require_finite(weights, path, key)
+    module.load_state_dict(dict(weights))
+
+
+def require_finite(content: Any, path: Path, key: str) -> None:
+    """Refuse to act on or continue from tensors that hold a NaN or an infinity. Errors: UserError."""
+    if broken := first_not_finite(content):
+        raise UserError(
+            f"{key}={path} holds values that are not finite (in '{broken}'): its training failed or the file is"
+            " damaged; give an earlier step's folder or another run"
+        )
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else str(list(tensor.shape))
+
+
+def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path", source: str = "") -> Path:
+    """Return the folder `<t_env>/` with an agent's weights that `path` means.
+
+    `path` is a run folder, its `models/`, or a step's folder; among several steps the one nearest to `load_step` is
+    taken, the last one for 0. key: configuration key that named it; `source`: what the message names instead of
+    `key=path`. Errors: UserError if there is none.
+    """
+    source = source or f"{key}={path}"
+    try:
+        given = Path(path).expanduser()
+        there = given.is_dir()
+    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte, the home of an unknown user
+        there = False
+    if not there:
+        raise UserError(f"{source}: no such folder. Give a run's folder, its models/ or a folder in it")
+    if (given / AGENT_FILE).is_file():
+        return given
+    for folder in (given / "models", given):
+        steps = [p for p in folder.glob("*") if p.name.isdigit() and (p / AGENT_FILE).is_file()]
+        if steps:
+            wanted = load_step or max(int(p.name) for p in steps)
+            return min(steps, key=lambda p: abs(int(p.name) - wanted))
+    run = given.parent if given.name == "models" else given
+    if (run / "run.json").is_file() or (run / "config.json").is_file():
+        raise UserError(
+            f"{source}: this run has saved no weights ({AGENT_FILE}) yet; stage 3 writes the first after"
+            " save_model_interval steps. Continue the run by its command with auto_resume=True, or train with a smaller"
+            " save_model_interval"
+        )
+    raise UserError(f"{source}: holds no {AGENT_FILE}. Give a run's folder, its models/ or a folder in it")
+
+
+def run_folder_of(step_folder: Path) -> Path:
+    """Return the run folder that a step's folder belongs to."""
+    return step_folder.resolve().parent.parent
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash over names and bits of some tensors, to compare what different ranks hold."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

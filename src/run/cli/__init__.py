@@ -1,0 +1,1 @@
+"""The command line: reads what was typed, checks it, lists and compares runs, examines the machine."""

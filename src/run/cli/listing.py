@@ -1,0 +1,94 @@
+"""What `--list` and `--dry-run` print."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omagd import runners
+from omagd.config.loading import config_names, to_plain
+from omagd.config.schema import Config
+from omagd.run.cli.preflight import NAMED, Outlook, registry_of
+from omagd.run.memory_budget import GIGABYTE, replay_bytes
+from omagd.run.reporting.card import make_card, read_card
+from omagd.run.reporting.report import runs_table
+from omagd.run.training.build import n_slots
+from omagd.utils.errors import UserError, readable
+from omagd.utils.owned_folder import read_entry
+from omagd.utils.run_folder import RunFolder
+
+
+def listing() -> str:
+    """Return everything that can be named on the command line, a paragraph for each kind."""
+    from omagd.envs.battle.maps import MAPS
+
+    lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
+    lines += [_paragraph(key, registry_of(package).names()) for key, package in NAMED.items()]
+    lines.append(_paragraph("env_args.map_name (skirmish)", list(MAPS)))
+    return "\n".join(lines) + "\n"
+
+
+def resolved(config: Config, outlook: Outlook) -> str:
+    """Return the configuration as YAML that `--config=FILE` takes again, and what follows from it as comments."""
+    values = to_plain(config)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    return text + "".join(f"# {name}: {value}\n" for name, value in facts(config, outlook).items())
+
+
+def facts(config: Config, outlook: Outlook) -> dict[str, object]:
+    """Return what a configuration comes down to, by name: stages, ranks, effective batch, battles, sizes."""
+    info, plan = outlook.info, outlook.plan
+    start = "torchrun" if plan.joins else "spawn" if plan.spawns else "this process"
+    device = "cuda" if plan.cuda else "cpu"
+    card = make_card(config, plan.world_size, plan.device(0))
+    slots, unit = n_slots(config), runners.REGISTRY.get(config.runner).unit
+    sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
+    return {
+        "stages": ", ".join(outlook.stages),
+        "world size": f"{plan.world_size} ({start}, {device})",
+        "effective batch": f"{config.batch_size * plan.world_size} {unit} per update",
+        "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
+        "environment": f"{sizes}, episodes of at most {info.episode_limit} steps",
+        "card": f"{card['id']} (docs/card.md)",
+        "replay": f"at most {replay_bytes(config, info) / GIGABYTE:.2f} GB on each rank, all episodes at their longest",
+    }
+
+
+def _paragraph(title: str, names: list[str]) -> str:
+    body = textwrap.fill(
+        " ".join(names), width=110, break_on_hyphens=False, initial_indent="  ", subsequent_indent="  "
+    )
+    return f"{title}:\n{body}"
+
+
+def comparison(folders: Sequence[str]) -> str:
+    """Return a table of what the runs in `folders` reached. Errors: UserError where a folder holds no run."""
+    if not folders:
+        raise UserError("compare: name the folders of runs, as in: omagd compare results/<run> results/<other run>")
+    return runs_table([_summary(folder) for folder in folders]) + "\n"
+
+
+def _summary(folder: str) -> dict[str, Any]:
+    path = RunFolder(Path(folder).expanduser()).summary_json
+    known = {key: value for key, value in read_entry(path).items() if value is not None}
+    try:
+        summary: dict[str, Any] = _one_line({"card": read_card(path.parent), **known, "folder": str(path.parent)})
+        runs_table([summary])
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        known = {}
+    if not known:
+        raise UserError(f"compare {folder}: holds no summary.json that can be read. Give a run's folder")
+    return summary
+
+
+def _one_line(value: Any) -> Any:
+    """Return what a file says with all text as single lines that a terminal shows as they are."""
+    if isinstance(value, str):
+        return readable(value)
+    if isinstance(value, dict):
+        return {readable(str(name)): _one_line(item) for name, item in value.items()}
+    return [_one_line(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,257 @@
+"""The command line: `[options] with key=value …` to one run, with every mistake told in a line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from omagd.run import REGISTRY
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, visible
+from omagd.utils.signals import Stopped
+from omagd.utils.writing import drop_lost_output
+
+if TYPE_CHECKING:
+    from omagd.config.schema import Config
+
+# What stands in files that need other packages is imported where it is used, so that `doctor` can say what is missing.
+INTERRUPTED_EXIT_CODE = 130
+RANK_0_SECONDS = 5.0
+"""How long another rank lets rank 0 print an error that both have: torchrun ends all once one has ended."""
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+HELP = """\
+Usage: python src/main.py [--config=NAME] [--env-config=NAME] [options] with key=value ...
+       omagd …, python -m omagd … and torchrun --nproc_per_node=W src/main.py … take the same arguments.
+
+What runs:
+  --config=NAME        algorithm: a name from --list or a YAML file (default: omagd_small)
+  --env-config=NAME    environment: a name from --list or a YAML file (default: skirmish)
+  with key=value ...   any key of the configuration; `env_args.map_name=3m`, `seeds=1,2,3`, `t_max=200000`
+Instead of training:
+  --dry-run            check everything, print the resolved configuration, write nothing
+  --list               show the known configurations, maps, learners, agents, ...
+  --help, --version
+  doctor               what this machine has, what it lacks, and the mend; --env-config=NAME: for that environment
+  evaluate RUN [key=value ...]  play what a run has trained; RUN: its folder, its models/ or one step's folder there
+  compare FOLDER ...   results of several runs in a table, marked where they cannot be compared
+Sacred's options:
+  -c, --comment=TEXT   a comment for the record
+  -n, --name=NAME      the experiment's name in the record
+  -F, --file_storage=DIR  where Sacred's records go (default: <local_results_path>/sacred)
+  -l, --loglevel=LEVEL DEBUG, INFO, WARNING, ERROR
+  -u, --unobserved     no Sacred record
+
+Examples:
+  python src/main.py with run=ddp learner=nq_graph_learner_ddp
+  python src/main.py --config=qmix --env-config=skirmish with env_args.map_name=3m t_max=200000
+  python src/main.py --config=omagd with env_args.map_name=5m_vs_6m run=ddp world_size=2
+  python -m omagd evaluate results/<run> test_nepisode=256
+
+A run writes <local_results_path>/<unique_token>/: config.json, metrics.jsonl, summary.json, models/, plots/, logs/.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line says and return the exit code.
+
+    0; 2 for a user's mistake; 1 when a rank failed; 130 when interrupted, 143 and 129 when asked to end by SIGTERM
+    and SIGHUP.
+
+    Args:
+        argv: arguments without the program's name, sys.argv if None.
+    """
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        if not error.said_by_rank_0 or _is_first():
+            _complain(error.render())
+        else:
+            time.sleep(RANK_0_SECONDS)
+        return USER_ERROR_EXIT_CODE
+    except RunFailed as error:
+        _complain(visible(f"error: {error}", kept="\n"))
+        return 1
+    except SystemExit as error:  # of an environment, while it is checked
+        _complain(f"error: {exit_line(error)}")
+        return 1
+    except Stopped as stop:
+        if _is_first():
+            _complain(visible(stop.render()))
+        return stop.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED_EXIT_CODE
+
+
+def _is_first() -> bool:
+    """Return whether this is rank 0 of torchrun, or no rank of it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _complain(text: str) -> None:
+    """Write to standard error; where that cannot be written (a full disk, a closed terminal), the exit code remains."""
+    drop_lost_output()
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def config_from(argv: Sequence[str]) -> Config:
+    """Return the resolved configuration that the arguments `argv` mean. Errors: UserError."""
+    options, updates = parse(argv)
+    return _resolve(options, updates)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Return the options and the texts of `key=value`, which stand behind `with`. Errors: UserError."""
+    options = _options(argv)
+    return options, _updates(options.words)
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--env-config", "--env_config")
+    for flags in (("--dry-run",), ("--list",), ("--help", "-h"), ("--version",), ("--unobserved", "-u")):
+        parser.add_argument(*flags, action="store_true")
+    parser.add_argument("--print-config", "--print_config", "-p", dest="dry_run", action="store_true")
+    parser.add_argument("--force", "-f", action="store_true")
+    for name, short in (("--comment", "-c"), ("--name", "-n"), ("--file_storage", "-F"), ("--loglevel", "-l")):
+        parser.add_argument(name, short)
+    parser.add_argument("--mongo_db", "-m")
+    parser.add_argument("words", nargs="*")
+    options = parser.parse_intermixed_args(list(argv))
+    if options.mongo_db is not None:
+        raise UserError("--mongo_db: an address with a password could be seen by all in the process list; use -F")
+    if options.loglevel is not None and options.loglevel.upper() not in LOG_LEVELS:
+        raise UserError(f"--loglevel={options.loglevel}: must be one of {', '.join(LOG_LEVELS)}")
+    if options.file_storage is not None and not options.file_storage:
+        raise UserError("--file_storage=: give a folder, or leave it out")
+    return options
+
+
+def _main(argv: list[str]) -> int:
+    options = _options(argv)
+    command, rest = options.words[:1], options.words[1:]
+    if options.help:
+        _say(HELP)
+    elif command == ["doctor"]:
+        return _doctor(options, _updates(rest))
+    elif command == ["compare"]:
+        from omagd.run.cli.listing import comparison
+
+        _say(comparison(rest))
+    elif options.version:
+        from omagd import __version__
+
+        _say(f"omagd {__version__}\n")
+    elif options.list:
+        from omagd.run.cli.listing import listing
+
+        _say(listing())
+    elif command == ["evaluate"]:
+        _run(options, _evaluation(options, rest))
+    else:
+        _run(options, _resolve(options, _updates(options.words)))
+    return 0
+
+
+def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
+    from omagd.run.cli.doctor import examine, render
+    from omagd.run.cli.doctor.findings import Settings
+
+    try:
+        settings = Settings.of(_resolve(options, texts))
+    except ImportError:  # a package that reads configurations is missing, which the doctor says
+        settings = Settings(env=options.env_config or Settings.env)
+    text, ready = render(examine(settings), settings.env)
+    _say(text)
+    return 0 if ready else USER_ERROR_EXIT_CODE
+
+
+def _run(options: argparse.Namespace, config: Config) -> None:
+    """Check, then print the plan (`--dry-run`) or run it."""
+    if not options.dry_run:
+        from omagd.run.launch.preload import begin
+
+        begin(config)
+    from omagd.run.cli.preflight import preflight
+
+    outlook = preflight(config)
+    config = outlook.config
+    if options.dry_run:
+        from omagd.run.cli.listing import resolved
+
+        _say(resolved(config, outlook))
+        return
+    from omagd.run.reporting.sacred_record import run_recorded
+    from omagd.run.topology import speaks
+
+    sacred_options = {f"--{name}": getattr(options, name) for name in ("comment", "name", "loglevel")}
+    run_recorded(
+        config,
+        REGISTRY.get(config.run),
+        observe=not options.unobserved and speaks(),
+        folder=options.file_storage,
+        options={flag: value for flag, value in sacred_options.items() if value is not None},
+    )
+
+
+def _say(text: str) -> None:
+    """Write `text` to standard output; who reads it may stop early (`| head`)."""
+    try:
+        sys.stdout.write(visible(text, kept="\n"))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _resolve(options: argparse.Namespace, texts: Mapping[str, str]) -> Config:
+    from omagd.config.loading import apply_texts, base_values, validate
+
+    return validate(apply_texts(base_values(options.config, options.env_config), texts))
+
+
+def _evaluation(options: argparse.Namespace, words: Sequence[str]) -> Config:
+    """Return the configuration of `evaluate RUN [key=value …]`. Errors: UserError."""
+    if not words or "=" in words[0] or words[0] == "with":
+        raise UserError("evaluate: name the run, as in: python -m omagd evaluate results/<run> test_nepisode=256")
+    for flag, given in (("--config", options.config), ("--env-config", options.env_config)):
+        if given is not None:
+            raise UserError(f"{flag}={given}: evaluate takes the run's own config.json. Leave it out")
+    from omagd.run.training.evaluate import evaluation_config
+
+    run, *rest = words
+    return evaluation_config(run, _updates(rest if rest[:1] == ["with"] else ["with", *rest]))
+
+
+def _updates(words: Sequence[str]) -> dict[str, str]:
+    """Return {key: text} from the words `with key=value …`; of a key that stands twice the last value counts."""
+    if not words:
+        return {}
+    first, *rest = words
+    if first == "print_config":
+        raise UserError("print_config: use --dry-run")
+    if first != "with":
+        mend = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
+        raise UserError(f"{first}: not understood; {mend}")
+    updates: dict[str, str] = {}
+    for word in rest:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"with {word}: expected key=value, without spaces around `=`")
+        updates[key] = text
+    return updates
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong by UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See --help")

@@ -1,0 +1,250 @@
+"""What is checked before anything is written: names, devices, environment, paths; and what follows from it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.loading import validate
+from omagd.config.schema import Config
+from omagd.run.topology import Plan, make_plan
+from omagd.utils.errors import UserError, nearest
+from omagd.utils.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Configuration keys that name something, and the package whose REGISTRY knows the names.
+NAMED = {
+    "run": "omagd.run",
+    "env": "omagd.envs",
+    "learner": "omagd.learners",
+    "runner": "omagd.runners",
+    "mac": "omagd.controllers",
+    "action_selector": "omagd.components.action_selectors",
+    "opponent_difficulty_strategy": "omagd.components.opponent_schedules",
+    "agent": "omagd.modules.agents",
+    "mixer": "omagd.modules.mixers",
+}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a configuration comes down to on this machine.
+
+    Attributes:
+        stages: names of the stages in order; ("evaluate",) when a checkpoint is played.
+        plan: how many ranks, on what. info: facts of the environment.
+        config: the configuration that runs, with `t_max` at most what `max_episodes` can last.
+    """
+
+    stages: tuple[str, ...]
+    plan: Plan
+    info: EnvInfo
+    config: Config
+
+
+def preflight(config: Config) -> Outlook:
+    """Check what the configuration alone cannot tell, without writing anything, and return what follows from it.
+
+    Errors: UserError for unknown names, wrong `env_args`, an environment that cannot be built here, paths without a
+        fitting file, more ranks than devices, `run=default` among several processes, and for keys of precision,
+        compiling and memory that this machine cannot serve.
+    """
+    for key, package in NAMED.items():
+        _known(key, getattr(config, key), registry_of(package))
+    _check_replays(config)
+    plan = make_plan(config)  # torch is imported from here on; a mistyped name is told without it
+    from omagd.run.training.device import check_machine
+    from omagd.run.training.opponents import check_opponents
+
+    info = describe_env(config)
+    if config.max_episodes is not None:  # in steps they end at the latest where each is as long as it may be
+        longest = config.max_episodes * info.episode_limit
+        config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})
+    check_machine(config, plan, info)
+    check_opponents(config, info)
+    if config.use_graph_reconstruction and info.layout is None:
+        raise UserError(
+            f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
+        )
+    with _fitting(config):
+        outlook = Outlook(_check_paths(config, info), plan, info, config)
+    _check_token(config, plan)
+    return outlook
+
+
+def describe_env(config: Config) -> EnvInfo:
+    """Return the facts of the configured environment, asked of one battle that is closed again.
+
+    Errors: RankFailed where building or closing it takes longer than `dist_timeout_minutes`.
+    """
+    from omagd.envs.factory import make_env
+    from omagd.run.launch.watchdog import BUILDING, CLOSING, ended_if_hung
+    from omagd.utils.dist_utils import Dist
+    from omagd.utils.signals import stoppable
+
+    dist = Dist(int(os.environ.get("RANK", 0)))
+    with stoppable(), ended_if_hung(dist, 60 * config.dist_timeout_minutes):
+        with dist.waits.doing(BUILDING):
+            env = make_env(config.env, dict(config.env_args), 1, processes=False)
+        try:
+            return env.info
+        finally:
+            with dist.waits.doing(CLOSING):
+                env.close()
+
+
+def registry_of(package: str) -> Registry:
+    """Return the REGISTRY of a package by its import name."""
+    registry: Registry = importlib.import_module(package).REGISTRY
+    return registry
+
+
+def _known(key: str, name: str, registry: Registry) -> None:
+    """Refuse an unknown name without importing what known names stand for."""
+    if name not in registry:
+        known = registry.names()
+        raise UserError(f"{key}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
+
+
+def _check_replays(config: Config) -> None:
+    """Refuse `save_replay` where the environment has no replays, or where nothing is played greedily."""
+    if config.save_replay and not writes_replays(config.env):
+        raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out")
+    if config.save_replay and not config.evaluate:
+        raise UserError("save_replay=True: replays are written when a checkpoint is played. Add evaluate=True")
+
+
+def writes_replays(env: str) -> bool:
+    """Return whether the environment of that name can write replays."""
+    from omagd.envs import REGISTRY
+    from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
+
+    found = REGISTRY.get(env)
+    base = MultiAgentEnv if issubclass(found, MultiAgentEnv) else BatchedEnv
+    return found.save_replay is not base.save_replay  # type: ignore[attr-defined]
+
+
+def _check_token(config: Config, plan: Plan) -> None:
+    """Refuse a taken `unique_token` before anything is written, where no unfinished run can be meant by it."""
+    from omagd.run.checkpoint.resuming import require_free_token
+    from omagd.run.topology import speaks
+
+    again = plan.joins and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if speaks() and not again and (config.evaluate or not config.auto_resume):
+        require_free_token(config)
+
+
+def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
+    """Refuse paths at which nothing fitting lies; return the stages that are left to run."""
+    import torch
+
+    from omagd.run.checkpoint.resuming import whole_state
+    from omagd.run.checkpoint.weights import find_step_folder
+    from omagd.run.training.build import build_plain_mac, load_agent, load_products, of_checkpoint
+    from omagd.run.training.experiment import stage_names
+    from omagd.run.training.training_state import load_learner
+
+    cpu = torch.device("cpu")
+    whole = whole_state(config, lambda found: (found.path, found.common()))
+    if config.checkpoint_path and whole is None:
+        folder = find_step_folder(config.checkpoint_path, config.load_step)
+        load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
+        if config.evaluate:
+            load_products(of_checkpoint(config, folder), info, cpu)
+            return ("evaluate",)
+    stages = tuple(stage_names(config, load_products(config, info, cpu)))
+    policy, episodes = config.graph_pretrain_policy, config.pretrain_buffer_path
+    if episodes and not Path(episodes).expanduser().is_dir():
+        raise UserError(f"pretrain_buffer_path={episodes}: no such folder. Give the pretrain_buffer/ of another run")
+    if {"stage1", "stage2"} & set(stages) and policy not in {"random", "mixed"}:
+        if not Path(policy).expanduser().exists():
+            raise UserError(f"graph_pretrain_policy={policy}: must be random, mixed, or the path of a checkpoint")
+        key = "graph_pretrain_policy"
+        load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
+    if "stage3" in stages:
+        learner = _build_learner(config, info, cpu)
+        if whole is not None:
+            _require_weights_fit(learner, *whole)
+            _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
+        elif config.checkpoint_path:
+            _require_steps_left(config, load_learner(learner, folder))
+    return stages
+
+
+def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
+    """Refuse a new run that would train nothing, because its checkpoint is at the end already. Errors: UserError.
+
+    An unfinished run that `auto_resume` continues is let through: it may only have its last files to write.
+    """
+    from omagd.run.checkpoint.weights import find_step_folder
+
+    steps, episodes = clock.get("t_env", 0), clock.get("episodes", 0)
+    if config.max_episodes is not None and episodes >= config.max_episodes:
+        key, limit, reached = "max_episodes", config.max_episodes, f"{episodes:,} episodes"
+    else:
+        key, limit, reached = "t_max", config.t_max, f"{steps:,} steps"
+        if steps < limit:
+            return
+    if config.auto_resume and _is_unfinished(config):
+        return
+    mend = f"Give a larger {key}"
+    with suppress(UserError):  # an interrupted run may have no weights to play yet
+        find_step_folder(config.checkpoint_path, config.load_step)
+        mend += f", or play it: python -m omagd evaluate {config.checkpoint_path}"
+    raise UserError(f"{key}={limit}: already reached, checkpoint_path={config.checkpoint_path} is at {reached}. {mend}")
+
+
+def _is_unfinished(config: Config) -> bool:
+    """Return whether a run of this command, or of one of its seeds, has begun and is not finished."""
+    from omagd.run.checkpoint.resuming import RUN_FILE, identity_of
+    from omagd.utils.owned_folder import read_entry
+
+    seeds = config.seeds or (config.seed,)
+    wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}
+    found = map(read_entry, Path(config.local_results_path).expanduser().glob(f"*/{RUN_FILE}"))
+    return any(entry.get("identity") in wanted and not entry.get("finished") for entry in found)
+
+
+def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> None:
+    """Refuse a whole state of stage 3 whose networks are not those of this configuration."""
+    from omagd.run.checkpoint.weights import load_into
+
+    if common.get("stage") != "stage3":
+        return
+    for name, module in learner.modules().items():
+        load_into(module, common["shared"]["modules"].get(name, {}), path, "checkpoint_path")
+
+
+@contextmanager
+def _fitting(config: Config) -> Iterator[None]:
+    """Turn networks that do not fit into memory into a UserError that names their sizes."""
+    from omagd.run.memory_budget import GIGABYTE, asked_bytes
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        asked = asked_bytes(error)
+        if asked is None:
+            raise
+        keys = ("rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "gnn_hidden_dim")
+        sizes = ", ".join(f"{key}={getattr(config, key)}" for key in keys)
+        more = f" ({asked / GIGABYTE:.1f} GB more were asked for)" if asked else ""
+        raise UserError(f"out of memory: the networks do not fit{more}. Lower one of {sizes}") from error
+
+
+def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
+    """Make what stage 3 trains, to be thrown away: what does not fit is said before the stages before it."""
+    from omagd.run.training.build import build_plain_mac
+    from omagd.utils.dist_utils import Dist
+
+    learner = registry_of(NAMED["learner"]).get(config.learner)
+    return learner(build_plain_mac(config, info, device), config, info, Dist())

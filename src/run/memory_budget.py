@@ -1,0 +1,217 @@
+"""What replay will need, what the machine has, and what is told when memory runs out: the key to turn, with figures."""
+
+from __future__ import annotations
+
+import errno
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from omagd import controllers, runners
+from omagd.components.episode_codec import Codec, Spec
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.utils.errors import UserError
+
+MEGABYTE = 2.0**20
+
+
+def usage(device: torch.device) -> dict[str, float]:
+    """Return `memory/rss_mb` and, on a GPU, `memory/gpu_mb`, `memory/gpu_peak_mb` and `gpu/use` (0 to 1), where known.
+
+    Megabytes of 2^20 bytes; the GPU's are those that torch has given out, now and at most since the start.
+    """
+    values = {"memory/rss_mb": resident_bytes() / MEGABYTE}
+    if device.type == "cuda":
+        values["memory/gpu_mb"] = torch.cuda.memory_allocated(device) / MEGABYTE
+        values["memory/gpu_peak_mb"] = torch.cuda.max_memory_allocated(device) / MEGABYTE
+        try:
+            values["gpu/use"] = torch.cuda.utilization(device) / 100.0
+        except Exception:  # noqa: BLE001 (without NVML, whatever its reason, there is no such figure)
+            values.pop("gpu/use", None)
+    return values
+
+
+def resident_bytes() -> int:
+    """Return the bytes of main memory that this process holds; where the system does not tell, the most it held."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def over_ranks(parts: list[dict[str, float]], each: bool) -> dict[str, float]:
+    """Return the largest value of every name over the ranks' `usage`; with `each`, every rank's as `<name>_rank<r>`."""
+    names = sorted({name for part in parts for name in part})
+    values = {name: max(part[name] for part in parts if name in part) for name in names}
+    if each:
+        values |= {
+            f"{name}_rank{rank}": part[name] for rank, part in enumerate(parts) for name in names if name in part
+        }
+    return values
+
+
+GIGABYTE = 2.0**30
+_UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
+_RAN_OUT = re.compile(
+    r"can't allocate memory|out of memory|bad_alloc|bad allocation|RESOURCE_EXHAUSTED|ALLOC_FAILED"
+    r"|Cannot allocate memory|could not create a memory",
+    re.IGNORECASE,
+)
+_ASKED = re.compile(r"(?:allocate|allocating) (\d+(?:\.\d+)?) ?([KMGT]?)i?B?(?:ytes)?\b", re.IGNORECASE)
+
+
+@contextmanager
+def told(config: Config, stage: str, phase: str, device: torch.device | None = None) -> Iterator[None]:
+    """Turn running out of memory within into a UserError that names the key to turn.
+
+    Args:
+        stage: stage1, stage2 or stage3. phase: of the loop (collect, update, test, ...), "replay" for keeping
+            episodes, "start" for making the environment. device: of the rank.
+    Errors: UserError; any other error passes.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        asked = asked_bytes(error)
+        if asked is None:
+            raise
+        text = f"out of memory in {stage} ({phase}): {_figures(error, asked, device)}. {_mend(config, stage, phase)}"
+        raise UserError(text) from error
+
+
+def asked_bytes(error: BaseException) -> float | None:
+    """Return how many bytes were asked for when memory ran out: 0 if that is not said, None for another error."""
+    ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not ran_out and not (isinstance(error, RuntimeError) and _RAN_OUT.search(str(error))):
+        return None
+    found = _ASKED.search(str(error))
+    return float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+
+
+def _figures(error: BaseException, asked: float, device: torch.device | None) -> str:
+    wanted = f"{_gb(asked)} more were asked for" if asked else "more was asked for"
+    if isinstance(error, torch.cuda.OutOfMemoryError) and device is not None and device.type == "cuda":
+        held, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+        return f"{wanted}, this rank holds {_gb(held)} of a GPU of {_gb(total)}"
+    return f"{wanted}, this process holds {_gb(resident_bytes())}"
+
+
+def _mend(config: Config, stage: str, phase: str) -> str:
+    """Say which key makes the phase smaller, with its value now and one to try."""
+    learns = phase in {"update", "prepare"}
+    if phase == "start":
+        return f"Lower batch_size_run={config.batch_size_run}"
+    if phase == "replay":
+        key = "buffer_size" if stage == "stage3" else "graph_pretrain_episodes"
+        return f"Lower {key}={getattr(config, key)}"
+    if stage == "stage3" and learns:
+        more = min(2 * config.accumulate, config.batch_size)
+        turn = f"Give accumulate={more}, or lower" if more > config.accumulate else "Lower"
+        return f"{turn} batch_size={config.batch_size}"
+    if stage != "stage3" and (learns or phase in {"test", "finish"}):
+        half = max(1, config.graph_frames_at_once // 2)
+        other = "graph_pretrain_batch_size" if learns else "graph_pretrain_eval_episodes"
+        return f"Give graph_frames_at_once={half}, or lower {other}={getattr(config, other)}"
+    key = "buffer_size" if stage == "stage3" else "graph_pretrain_episodes"
+    return f"Lower batch_size_run={config.batch_size_run} or {key}={getattr(config, key)}"
+
+
+def replay_bytes(config: Config, info: EnvInfo) -> int:
+    """Return the bytes of a full replay buffer of stage 3 if every entry is as long as can be."""
+    rows = int(runners.REGISTRY.get(config.runner).rows(info))
+    return Codec(replay_spec(config, info)).width * rows * config.buffer_size
+
+
+def replay_spec(config: Config, info: EnvInfo) -> Spec:
+    """Return the fields of the episodes that stage 3 keeps."""
+    n, actions = info.n_agents, torch.uint8 if info.n_actions <= 255 else torch.int16
+    spec: Spec = {
+        "obs": (torch.float32, (n, info.obs_dim)),
+        "state": (torch.float32, (info.state_dim,)),
+        "avail_actions": (torch.uint8, (n, info.n_actions)),
+        "actions": (actions, (n,)),
+        "reward": (torch.float32, ()),
+        "terminated": (torch.uint8, ()),
+    }
+    if info.agent_rewards:
+        spec["agent_reward"] = (torch.float32, (n,))
+    if config.use_full_obs:
+        spec["full_obs"] = spec["obs"]
+    return {**spec, **controllers.REGISTRY.get(config.mac).kept(config, info)}
+
+
+def pretraining_bytes(config: Config, info: EnvInfo) -> int:
+    """Return the bytes of the episodes of stages 1 and 2 over all ranks if every one reached `episode_limit`."""
+    obs = (torch.float32, (info.n_agents, info.obs_dim))
+    return Codec({"obs": obs, "full_obs": obs}).width * (info.episode_limit + 1) * config.graph_pretrain_episodes
+
+
+def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float | None = None) -> list[str]:
+    """Return a line for each key by which episodes may outgrow the memory of a host with `ranks` ranks.
+
+    available: bytes; None asks the system.
+    """
+    available = available_bytes() if available is None else available
+    if available is None:
+        return []
+    on_gpu = config.use_cuda and not config.buffer_cpu_only and torch.cuda.is_available()
+    needs = {}
+    if config.stage in {"stage1", "stage2", "all"} and config.use_graph_reconstruction:
+        needs["graph_pretrain_episodes"] = pretraining_bytes(config, info)
+    if config.stage in {"stage3", "all"} and not config.pretrain_only and not on_gpu:
+        needs["buffer_size"] = ranks * replay_bytes(config, info)
+    of_ranks = f" for {ranks} ranks" if ranks > 1 else ""
+    return [
+        f"{key}={getattr(config, key)}: episodes of {info.episode_limit} steps may take {_gb(need)}{of_ranks}, this"
+        f" machine has {_gb(available)} left. {key}={max(1, int(getattr(config, key) * available / need))} always fits"
+        for key, need in needs.items()
+        if need > available
+    ]
+
+
+def available_bytes() -> float | None:
+    """Return the bytes that this process and its children may still take; None where the system does not tell."""
+    bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup")), _address_space()]
+    known = [bound for bound in bounds if bound is not None]
+    return min(known) if known else None
+
+
+def _meminfo() -> float | None:
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return float(found[1]) * 1024 if found else None
+
+
+def _cgroup(folder: Path) -> float | None:
+    """Return what a container's limit leaves, where there is one (version 2 of Linux's control groups)."""
+    try:
+        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # ValueError: "max"
+        return None
+    return float(max(limit - used, 0))
+
+
+def _address_space() -> float | None:
+    """Return what `ulimit -v` leaves, where it is set."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        used = resident_bytes()
+    return float(max(limit - used, 0))
+
+
+def _gb(count: float) -> str:
+    return f"{count / GIGABYTE:.1f} GB" if count >= 0.1 * GIGABYTE else f"{count / 2.0**20:.0f} MB"

@@ -1,0 +1,272 @@
+"""Curves of a run as one picture, read back from its `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
+from omagd.utils.owned_folder import read_entry
+from omagd.utils.writing import STORAGE
+
+__all__ = ["battle_moment", "battle_nodes", "curves", "evaluation", "read_metrics"]
+
+INK, GRID, FAINT = "#1c2733", "#e3e8ee", "#6b7b8c"
+TRAINING = "#8796a5"
+PALETTE = ("#0f8b8d", "#e4572e", "#4f5d95", "#c49a00", "#8a4f7d", "#5a8f3c")
+CLOCK_LABELS = {"t_env": "environment steps", "epoch": "epoch"}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small diagram: the metrics of `stage` that it shows, each `(name, legend)`.
+
+    unit: of the y axis. top: its upper end if it is known. log: logarithmic where all values are positive.
+    """
+
+    stage: str
+    title: str
+    unit: str
+    lines: tuple[tuple[str, str], ...]
+    top: float | None = None
+    log: bool = False
+
+
+TRAIN_EVAL = (("train/graph_loss", "training"), ("eval/graph_loss", "held out"))
+PANELS = (
+    Panel("stage1", "Tokenizer: loss", "loss per graph", TRAIN_EVAL, log=True),
+    Panel(
+        "stage1",
+        "Tokenizer: reconstruction error",
+        "MSE of features",
+        (("train/mse", "training"), ("eval/mse", "held out")),
+        log=True,
+    ),
+    Panel(
+        "stage1", "Tokenizer: codebook", "codes", (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
+    ),
+    Panel("stage2", "Predictor: loss", "nats per unseen node", TRAIN_EVAL),
+    Panel(
+        "stage2",
+        "Predictor: accuracy on unseen units",
+        "share right",
+        (
+            ("eval/top1", "top 1"),
+            ("eval/top3", "top 3"),
+            ("eval/top5", "top 5"),
+            ("eval/balanced_accuracy", "dead or alive, balanced"),
+        ),
+        top=1.0,
+    ),
+    Panel(
+        "stage2",
+        "Feature error on unseen units",
+        "MSE, slot by slot",
+        (
+            ("eval/error", "reconstruction"),
+            ("eval/error_slot_mean", "baseline: slot mean"),
+            ("eval/error_last_seen", "baseline: last seen"),
+            ("eval/error_last_seen_or_mean", "baseline: last seen, else mean"),
+            ("eval/error_zeros", "baseline: zeros"),
+        ),
+        log=True,
+    ),
+    Panel(
+        "stage3",
+        "Win rate",
+        "share of battles won",
+        (("test_battle_won_mean", "greedy test"), ("battle_won_mean", "training")),
+        top=1.0,
+    ),
+    Panel("stage3", "Return", "reward per episode", (("test_return_mean", "greedy test"), ("return_mean", "training"))),
+    Panel("stage3", "TD loss", "loss, reward²", (("loss_td", "loss"),), log=True),
+    Panel("stage3", "Exploration", "probability", (("epsilon", "epsilon"),), top=1.0),
+    Panel("stage3", "Q values", "discounted reward", (("q_taken_mean", "taken"), ("target_mean", "target"))),
+    Panel(
+        "stage3",
+        "Episode length",
+        "environment steps",
+        (("test_ep_length_mean", "greedy test"), ("ep_length_mean", "training")),
+    ),
+)
+
+
+def read_metrics(jsonl_path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a `metrics.jsonl`; a half-written line of a run that was killed is passed over."""
+    with Path(jsonl_path).open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path | None:
+    """Draw what a run's `metrics.jsonl` holds as small diagrams; return the path, None when there is nothing to draw.
+
+    label: environment and map, part of the title ("skirmish 3m"); from `env_info.json` beside the metrics if empty.
+    Configuration, seed and ranks are those of `card.json` beside them, if it is there.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = list(read_metrics(jsonl_path))
+    found = [(panel, lines) for panel in PANELS if (lines := _lines(panel, records))]
+    if not found:
+        return None
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(4.9 * columns, 3.3 * rows + 0.6), dpi=110, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    title = _title(Path(jsonl_path), label)
+    size = min(15.0, 500 * columns / len(title))  # points, so that it fits the width
+    figure.suptitle(title, fontsize=size, weight="bold", color=INK)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis, (panel, lines) in zip(axes, found, strict=False):
+        _draw(axis, panel, lines)
+        axis.set_xlim(*_extent(panel.stage, found))
+    for axis in axes[len(found) :]:
+        axis.axis("off")
+    path = Path(out_png)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    STORAGE.write(path, picture.getvalue())
+    return path
+
+
+def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None:
+    """Draw how the episodes of an evaluation ended; return the path, None when there are none.
+
+    Args:
+        episode_logs: files with a JSON object per episode (`return`, `length`, `battle_won`); `env_info.json` of their
+            run names the environment in the title.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    episodes = [episode for path in episode_logs for episode in read_metrics(path)]
+    if not episodes:
+        return None
+    figure = Figure(figsize=(9.8, 3.9), dpi=110, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    label = _label_beside(episode_logs[0].parent)
+    groups: dict[str, list[dict[str, Any]]] = {"": episodes}
+    share = ""
+    if any("battle_won" in episode for episode in episodes):
+        groups = {"won": [], "not won": []}
+        for episode in episodes:
+            groups["won" if episode.get("battle_won") else "not won"].append(episode)
+        share = f", {len(groups['won']):,} won ({len(groups['won']) / len(episodes):.1%})"
+    title = f"{label}: evaluation, {len(episodes):,} episodes{share}".removeprefix(": ")
+    figure.suptitle(title, fontsize=13, weight="bold", color=INK)
+    panels = (("return", "Return", "reward per episode"), ("length", "Episode length", "environment steps"))
+    for axis, (name, heading, unit) in zip(figure.subplots(1, 2), panels, strict=True):
+        values = [[each[name] for each in group if each.get(name) is not None] for group in groups.values()]
+        bins = _bins(name, [each for group in values for each in group])
+        axis.hist(values, bins=bins, stacked=True, color=PALETTE[: len(groups)], label=list(groups))
+        axis.set_title(heading, fontsize=11.5, weight="bold", color=INK, loc="left")
+        axis.set_xlabel(unit, fontsize=9, color=FAINT)
+        axis.set_ylabel("episodes", fontsize=9, color=FAINT)
+        axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
+        if name == "length":
+            axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        _dress(axis, legend=len(groups) > 1)
+    path = Path(out_png)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _label_beside(jsonl_path: Path) -> str:
+    facts = read_entry(jsonl_path.with_name("env_info.json"))
+    return f"{facts.get('name', '')} {facts.get('map_name', '')}".strip()
+
+
+def _title(jsonl_path: Path, label: str) -> str:
+    """Return what was trained: environment and map, configuration, seed, ranks, as far as it is known."""
+    parts = [label or _label_beside(jsonl_path)]
+    told = read_entry(jsonl_path.with_name("card.json")).get("told")
+    if isinstance(told, dict) and {"name", "seed", "ranks"} <= told.keys():
+        parts += [str(told["name"]), f"seed {told['seed']}", f"{told['ranks']} rank{'s' * (told['ranks'] != 1)}"]
+    text = " · ".join(part for part in parts if part)
+    return f"{text}: training" if text else "Training"
+
+
+def _extent(stage: str, found: Sequence[tuple[Panel, Sequence[Line]]]) -> tuple[float, float]:
+    """Return the same ends of the x axis for all panels of a stage: their earliest and latest times, and a margin."""
+    times = [time for panel, lines in found if panel.stage == stage for line in lines for time in line[2]]
+    low, high = min(times), max(times)
+    margin = 0.04 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def _bins(name: str, values: Sequence[float]) -> int | list[float]:
+    """Return the bins of a histogram: of whole numbers of steps one for each, or for equally many of them."""
+    if name != "length" or not values:
+        return 20
+    low, high = int(min(values)), int(max(values))
+    width = -(-(high - low + 1) // 60)
+    return [low - 0.5 + width * i for i in range((high - low) // width + 2)]
+
+
+Line = tuple[str, str, list[float], list[float]]
+"""Legend, clock, times, values."""
+
+
+def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Return the lines of a panel that have values."""
+    mine = [record for record in records if record.get("stage") == panel.stage]
+    lines: list[Line] = []
+    for name, legend in panel.lines:
+        clock = "epoch" if any("epoch" in record for record in mine) else "t_env"
+        points = [(r[clock], r[name]) for r in mine if r.get(name) is not None and r.get(clock) is not None]
+        if points:
+            lines.append((legend, clock, [p[0] for p in points], [p[1] for p in points]))
+    return lines
+
+
+def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
+    """Draw one panel: thick lines, dots while there are few points, a legend where there is more than one line."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    colours = iter(PALETTE)
+    for legend, _, times, values in lines:
+        marker = "o" if len(times) <= 25 else ""
+        quiet = legend == "training" and len(lines) > 1
+        colour = TRAINING if quiet else next(colours)
+        axis.plot(times, values, color=colour, lw=1.3 if quiet else 2.0, marker=marker,
+                  ms=3.5, label=legend, zorder=2 if quiet else 3)  # fmt: skip
+    axis.set_title(panel.title, fontsize=11.5, weight="bold", color=INK, loc="left")
+    axis.set_xlabel(f"{CLOCK_LABELS[lines[0][1]]} ({panel.stage})", fontsize=9, color=FAINT)
+    axis.set_ylabel(panel.unit, fontsize=9, color=FAINT)
+    values = [value for line in lines for value in line[3]]
+    if panel.log and min(values) > 0 and max(values) / min(values) > 20:
+        axis.set_yscale("log")
+    elif panel.top is not None:
+        axis.set_ylim(-0.03 * panel.top, 1.03 * panel.top)
+    elif min(values) >= 0:
+        axis.set_ylim(0, 1.06 * max(values) or 1.0)
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    _dress(axis, legend=len(lines) > 1, below=len(lines) > 3)
+
+
+def _dress(axis: Any, legend: bool, below: bool = False) -> None:
+    """Give a diagram its grid, ticks and frame, and a legend if it shall have one; below it, where it hides no line."""
+    axis.grid(color=GRID, lw=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8.5, colors=FAINT, length=0)
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color("#c5ced8")
+    if legend:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncol": 2} if below else {}
+        axis.legend(fontsize=8.5, labelcolor=INK, facecolor="white", framealpha=0.75, edgecolor="none", **place)

@@ -1,0 +1,260 @@
+"""What a rank measures of itself while it runs, and what all ranks make of it when a record is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from omagd.run.memory_budget import over_ranks, usage
+from omagd.utils.dist_utils import Dist
+from omagd.utils.writing import STORAGE
+
+Pairs = dict[str, tuple[float, float]]
+"""(sum, count) by name, as `Metrics.add` takes them."""
+
+OTHER = "other"
+
+
+class Phases:
+    """Timers by name. A phase inside another one interrupts it, so that all phases and `other` add up to the wall.
+
+    What has a clock of its own (the ranks' waiting, the reconstructor) is told by `watch`: the seconds that it counts
+    within a phase are taken from that phase.
+
+    Args:
+        synchronise: called before every reading of the clock, to wait for a device that works asynchronously; None
+            leaves the order of work as it is.
+        mark: opens a named context around every phase, such as a profiler's annotation; None for nothing.
+    """
+
+    def __init__(
+        self,
+        synchronise: Callable[[], None] | None = None,
+        mark: Callable[[str], object] | None = None,
+    ) -> None:
+        self.synchronise = synchronise
+        self.mark = mark
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self._open: list[str] = []
+        self._watched: dict[str, tuple[Callable[[], float], float]] = {}
+        self._at = self._turned = time.perf_counter()
+
+    @property
+    def current(self) -> tuple[str, float]:
+        """The phase that runs, and the moment (of `time.perf_counter`) at which it began or was taken up again."""
+        return (self._open[-1] if self._open else OTHER), self._turned
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the time of a block as `name`."""
+        self._turn()
+        self._open.append(name)
+        self._turned = time.perf_counter()
+        self.calls[name] = self.calls.get(name, 0) + 1
+        try:
+            with self.mark(name) if self.mark is not None else nullcontext():  # type: ignore[attr-defined]
+                yield
+        finally:
+            self._turn()
+            self._open.pop()
+            self._turned = time.perf_counter()
+
+    def watch(self, name: str, seconds: Callable[[], float]) -> None:
+        """From now on count as `name` what a running total, in seconds, grows by; a second call replaces the first."""
+        self._turn()
+        self._watched[name] = (seconds, seconds())
+
+    def totals(self) -> dict[str, float]:
+        """Return the seconds of every phase since the beginning, up to this moment."""
+        self._turn()
+        return dict(self.seconds)
+
+    def since(self, before: Mapping[str, float]) -> dict[str, float]:
+        """Return the seconds of every phase since `before`, which `totals` gave."""
+        return {name: value - before.get(name, 0.0) for name, value in self.totals().items()}
+
+    def _turn(self) -> None:
+        """Give the time since the last reading to whose it was."""
+        if self.synchronise is not None:
+            self.synchronise()
+        now = time.perf_counter()
+        passed, self._at = now - self._at, now
+        for name, (read, before) in self._watched.items():
+            after = read()
+            apart = min(max(after - before, 0.0), passed)  # a clock that ran in a thread of its own cannot take more
+            self._watched[name] = (read, after)
+            passed -= apart
+            self._add(name, apart)
+        self._add(self._open[-1] if self._open else OTHER, passed)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def shares(seconds: Mapping[str, float]) -> Pairs:
+    """Return `time/<phase>` as pairs whose quotient is the phase's share of the wall, a mean over ranks."""
+    wall = sum(seconds.values())
+    return {f"time/{name}": (value, wall) for name, value in seconds.items() if name != OTHER or value > 0}
+
+
+SKIPPED = 2
+"""Iterations with an update that pass first: allocations and first calls are not what a run spends its time on."""
+
+RECORDED = 3
+"""Iterations at most in a trace."""
+
+ENOUGH_SECONDS = 0.3
+"""Once this much is recorded no further iteration is added, which bounds the file."""
+
+
+class Tracer:
+    """Records a few whole iterations and writes them as one file.
+
+    Args:
+        path: the trace's file. gpu: record the kernels of the GPU as well.
+    """
+
+    def __init__(self, path: Path, gpu: bool = False) -> None:
+        self.path = path
+        self.gpu = gpu
+        self.iterations = 0
+        self._skipped = 0
+        self._profile: profile | None = None
+        self._started = 0.0
+        self._over = False
+
+    def step(self, learned: bool) -> bool:
+        """Say that an iteration has ended, one with an update if `learned`; return whether the file is written now."""
+        if self._over:
+            return False
+        if self._profile is None:
+            self._skipped += learned
+            if self._skipped >= SKIPPED:
+                self._start()
+            return False
+        self.iterations += 1
+        if self.iterations < RECORDED and time.perf_counter() - self._started < ENOUGH_SECONDS:
+            return False
+        return self.close()
+
+    def close(self) -> bool:
+        """Write what has been recorded of whole iterations; return whether there was anything."""
+        self._over = True
+        running, self._profile = self._profile, None
+        if running is None:
+            return False
+        running.stop()
+        if not self.iterations:
+            return False
+        with STORAGE.attempt(STORAGE.name(self.path), RuntimeError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(self.path))
+        return self.path.is_file()
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._started = time.perf_counter()
+
+
+class Measures:
+    """Phases, waiting, memory and speed of one rank.
+
+    Args:
+        dist: the ranks. each: show every rank's memory, not only the largest.
+        traces: folder for the profiler's traces; None for no profiling. Under profiling the phases wait for the GPU.
+    """
+
+    def __init__(self, dist: Dist | None = None, *, each: bool = False, traces: Path | None = None) -> None:
+        self.dist = dist or Dist()
+        self.each = each
+        self.traces = traces
+        self.tracer: Tracer | None = None
+        self._acting: Any = None
+        self._acted = (0.0, 0.0, 0.0)
+        on_gpu = self.dist.device.type == "cuda"
+        self.phases = Phases(
+            (lambda: torch.cuda.synchronize(self.dist.device)) if traces and on_gpu else None,
+            torch.profiler.record_function if traces else None,
+        )
+        self.stage = ""
+        self.dist.waits.place = lambda: (self.stage, *self.phases.current)
+        if self.dist.world_size > 1:
+            self.phases.watch("communicate", lambda: self.dist.waits.seconds)
+        self.begin("")
+
+    def begin(self, stage: str) -> None:
+        """Start to count for a stage."""
+        self.stage = stage
+        self._from = self._last = self.phases.totals()
+        self._updates, self._waited, self._syncs = 0, self.dist.waits.seconds, self.dist.waits.calls
+        if self.traces is not None and stage:
+            path = self.traces / f"{stage}_rank{self.dist.rank}.json"
+            self.tracer = Tracer(path, self.dist.device.type == "cuda")
+
+    def watch_acting(self, mac: Any) -> None:
+        """Count the seconds of a controller's reconstructor, where it has one, as `reconstruct`.
+
+        It counts `seconds`, `calls` (ticks) and `frames` (what agents saw, with something missing) by itself.
+        """
+        reconstructor = getattr(mac, "reconstructor", None)
+        if reconstructor is not None:
+            self._acting = reconstructor
+            self._acted = _counts(reconstructor)
+            self.phases.watch("reconstruct", lambda: float(reconstructor.seconds))
+
+    def go_on_from(self, updates: int) -> None:
+        """Count updates from those that a loaded training has behind it."""
+        self._updates = updates
+
+    def end(self) -> dict[str, float]:
+        """End a stage: write what the profiler has; return the `summary`."""
+        if self.tracer is not None:
+            self.tracer.close()
+            self.tracer = None
+        return self.summary()
+
+    def record(self, updates: int) -> dict[str, float]:
+        """Return shares of the phases, speed and memory over all ranks since the last call. The same on every rank.
+
+        updates: optimisation steps since the stage began.
+        """
+        now, waits = self.phases.totals(), self.dist.waits
+        seconds = {name: value - self._last.get(name, 0.0) for name, value in now.items()}
+        pairs = shares(seconds)
+        pairs["updates_per_second"] = (float(updates - self._updates), sum(seconds.values()))
+        pairs["communicate_ms_per_sync"] = (1e3 * (waits.seconds - self._waited), float(waits.calls - self._syncs))
+        if self._acting is not None:
+            before, self._acted = self._acted, _counts(self._acting)
+            spent, ticks, frames = (after - earlier for after, earlier in zip(self._acted, before, strict=True))
+            pairs["reconstruct_ms_per_tick"] = (1e3 * spent, ticks)
+            pairs["reconstruct_frames_per_tick"] = (frames, ticks)
+        self._last, self._updates, self._waited, self._syncs = now, updates, waits.seconds, waits.calls
+        parts = self.dist.gather((pairs, usage(self.dist.device)))
+        names = {name: None for mine, _ in parts for name in mine}
+        values: dict[str, float] = {}
+        for name in names:
+            total = sum(mine[name][0] for mine, _ in parts if name in mine)
+            count = sum(mine[name][1] for mine, _ in parts if name in mine)
+            if count > 0:
+                values[name] = total / count
+        return {**values, **over_ranks([memory for _, memory in parts], self.each)}
+
+    def summary(self) -> dict[str, float]:
+        """Return the seconds of every phase since the stage began, means over ranks, and their sum as `wall`."""
+        parts = self.dist.gather(self.phases.since(self._from))
+        names = [name for name in {name: None for part in parts for name in part} if name != OTHER]
+        means = {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in [*names, OTHER]}
+        return {"wall": sum(means.values()), **{name: value for name, value in means.items() if value > 0}}
+
+
+def _counts(reconstructor: Any) -> tuple[float, float, float]:
+    return float(reconstructor.seconds), float(reconstructor.calls), float(reconstructor.frames)

@@ -1,0 +1,302 @@
+"""What a run says at its end: `summary.json`, the closing text, and the table over several seeds."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omagd.config.loading import config_names, find_yaml, read_yaml
+from omagd.run.reporting.card import Card, is_card, marks, resumed
+from omagd.utils.owned_folder import read_entry
+from omagd.utils.progress import duration
+from omagd.utils.run_folder import RunFolder, keep_json
+
+HEADLINES = {
+    "win_rate": "test_battle_won_mean",
+    "best_win_rate": "best_test_battle_won_mean",
+    "return": "test_return_mean",
+    "best_return": "best_test_return_mean",
+}
+"""Names in the summary, and of the values of stage 3 that they repeat."""
+
+SHOWN = {
+    "graph_loss": "loss",
+    "mse": "MSE",
+    "codes_in_use": "codes in use",
+    "top1": "top-1 accuracy",
+    "balanced_accuracy": "dead or alive",
+    "error": "feature error",
+    "error_rival": "best rival's",
+    "test_battle_won_mean": "win rate",
+    "test_return_mean": "return",
+    "test_ep_length_mean": "episode length",
+    "lost_episodes": "lost episodes",
+    "restarts": "games restarted",
+    "worker_restarts": "workers restarted",
+    "policy_error": "belief error",
+    "policy_error_rival": "best rival's",
+    "policy_balanced_accuracy": "dead or alive",
+}
+"""Values of a stage that the closing text shows, where they are there, and what it calls them."""
+
+LEAST_SHARE = 0.01
+"""Phases with less of every stage are left out of the closing text."""
+
+Summary = Mapping[str, Any]
+
+
+def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
+    """Complete `values` by the headline numbers, the updates of all stages and the artifacts; write `summary.json`.
+
+    values: what is known of the run, `stages` among it: {name: {clock, values, files}}. Completed in place.
+    """
+    results = values.get("stages", {}).get("stage3", {}).get("values", {})
+    for headline, name in HEADLINES.items():
+        values.setdefault(headline, results.get(name))
+    clocks = [stage.get("clock", {}) for stage in values.get("stages", {}).values()]
+    values["updates"] = sum(clock.get("updates", 0) for clock in clocks)
+    values["artifacts"] = {**folder.artifacts(), "summary": str(folder.summary_json)}
+    keep_json(folder.summary_json, values)
+    return folder.summary_json
+
+
+def render_summary(summary: Summary) -> str:
+    """Return the closing text: what was reached, where the files are, what to type next."""
+    lines = ["", "─" * 78, _headline(summary)]
+    for name, stage in summary.get("stages", {}).items():
+        lines.append(f"  {name}   {_reached(stage)}")
+    lines += phases_table(summary)
+    folder = Path(summary["folder"])
+    lines.append(f"Files   {folder}")
+    for label, path in _files(summary):
+        lines.append(f"  {label:<9}{_short(path, folder)}")
+    command = next_command(summary)
+    if command:
+        lines.append(f"Next    {command}")
+    return "\n".join([*lines, "─" * 78])
+
+
+def phases_table(summary: Summary) -> list[str]:
+    """Return where the time of each stage went, a row for each: its seconds, then the shares of its phases."""
+    measured = {name: stage["phases"] for name, stage in summary.get("stages", {}).items() if stage.get("phases")}
+    names = list(dict.fromkeys(phase for seconds in measured.values() for phase in seconds if phase != "wall"))
+    names = [name for name in names if any(_share(seconds, name) >= LEAST_SHARE for seconds in measured.values())]
+    if not names:
+        return []
+    names.sort(key=lambda name: -sum(seconds.get(name, 0.0) for seconds in measured.values()))
+    again = summary.get("restarts") or resumed(_card(summary))
+    rows = [["Time since the last start" if again else "Time", "wall", *names]]
+    for stage, seconds in measured.items():
+        rows.append([f"  {stage}", duration(seconds["wall"]), *(_percent(_share(seconds, n)) for n in names)])
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines with their cells below each other."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= LEAST_SHARE / 10 else "-"
+
+
+def _share(seconds: Mapping[str, float], name: str) -> float:
+    return seconds.get(name, 0.0) / max(seconds["wall"], 1e-9)
+
+
+def next_command(summary: Summary) -> str:
+    """Return the command that a user would type next, or an empty string."""
+    stages = summary.get("stages", {})
+    if summary.get("exit_state") != "completed" or not stages:
+        return ""
+    base = _base_command(summary)
+    if "stage3" in stages:
+        saved = stages["stage3"].get("files", {}).get("agent") and summary.get("kind") != "evaluation"
+        return f"python -m omagd evaluate {_quoted(summary['folder'])}" if saved else ""
+    tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or _given(summary, "pretrained_tokenizer_path")
+    if not tokenizer:
+        return ""
+    paths = f"pretrained_tokenizer_path={_quoted(tokenizer)}"
+    if "stage2" not in stages:
+        return f"{base} reconstructer_stage=stage2 {paths}"
+    predictor = stages["stage2"].get("files", {}).get("stage2")
+    if not predictor:
+        return ""
+    return f"{base} reconstructer_stage=stage3 {paths} pretrained_mask_predictor_path={_quoted(predictor)}"
+
+
+def seeds_table(results: Sequence[Summary]) -> str:
+    """Return a table of several runs: a row for each seed; median, interquartile range and extremes below them."""
+    first = results[0]
+    title = f"{first['env']} {first.get('map_name', '')} · {first['name']} · {len(results)} seeds"
+    columns = _columns(results)
+    (head, *rows), notes = _rows(results, [str(summary["seed"]) for summary in results], "seed", columns)
+    values = [[_value(summary, stage, key) for stage, key, _ in columns] for summary in results]
+    spread = [[number for number in column if number is not None] for column in zip(*values, strict=True)]
+    for label, describe in (("median", _median), ("quartiles", _quartiles), ("min-max", _extremes)):
+        rows.append([label, *(describe(column) if column else "-" for column in spread), "", ""])
+    lines = _aligned([head, *rows])
+    rule = "─" * max(map(len, lines))
+    return "\n".join(["", title, rule, lines[0], rule, *lines[1:-3], rule, *lines[-3:], rule, *notes])
+
+
+def runs_table(results: Sequence[Summary]) -> str:
+    """Return a table of any runs: a row for each, marked where its card is not that of the first.
+
+    Where a row is an evaluation, a column tells evaluations from trainings.
+    """
+    labels = [Path(summary["folder"]).name for summary in results]
+    (head, *rows), notes = _rows(results, labels, "run", _columns(results))
+    kinds = [str(summary.get("kind", "training")) for summary in results]
+    more = ["kind"] if "evaluation" in kinds else []
+    head += [*more, "card"]
+    for row, summary, kind in zip(rows, results, kinds, strict=True):
+        card = _card(summary)
+        row += [*([kind] if more else []), card["id"] if card else "-"]
+    lines = _aligned([head, *rows])
+    rule = "─" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:], rule, *notes])
+
+
+def _rows(
+    results: Sequence[Summary], labels: Sequence[str], title: str, columns: Sequence[tuple[str, str, str]]
+) -> tuple[list[list[str]], list[str]]:
+    """Return the head and a row for each run, and the footnotes on those that are not comparable."""
+    asterisks, notes = marks([_card(summary) for summary in results], [f"{title} {label}" for label in labels])
+    rows = [[title, *(label for _, _, label in columns), "time", "state"]]
+    for summary, label, mark in zip(results, labels, asterisks, strict=True):
+        numbers = [_number(_value(summary, stage, key)) for stage, key, _ in columns]
+        seconds = summary.get("wall_seconds")
+        rows.append([label + mark, *numbers, duration(seconds) if seconds is not None else "-", _state(summary)])
+    return rows, notes
+
+
+def _card(summary: Summary) -> Card | None:
+    card = summary.get("card")
+    return card if is_card(card) else None
+
+
+def _headline(summary: Summary) -> str:
+    ranks = summary.get("world_size", 1)
+    parts = [
+        f"{summary['env']} {summary.get('map_name', '')}".strip(),
+        str(summary["name"]),
+        *(["evaluation"] if summary.get("kind") == "evaluation" else []),
+        f"seed {summary['seed']}",
+        f"{ranks} rank{'s' if ranks != 1 else ''}, {summary.get('environments', ranks)} environments",
+        duration(summary.get("wall_seconds", 0.0)),
+        _state(summary),
+    ]
+    return " · ".join(parts)
+
+
+def _state(summary: Summary) -> str:
+    return str(summary.get("exit_state", "unknown"))
+
+
+def _reached(stage: Mapping[str, Any]) -> str:
+    """Return one line on a stage: how long it ran, and its values with their best."""
+    clock, values = stage.get("clock", {}), stage.get("values", {})
+    names = {"epoch": "epochs"} if not clock.get("t_env") else {"t_env": "steps", "episodes": "episodes"}
+    ran = ", ".join(f"{clock[key]:,} {unit}" for key, unit in names.items() if clock.get(key))
+    shown = []
+    for key, label in SHOWN.items():
+        if values.get(key) is None:
+            continue
+        best = values.get(f"best_{key}")
+        shown.append(f"{label} {_number(values[key])}" + (f" (best {_number(best)})" if best is not None else ""))
+    return " | ".join(part for part in (ran, ", ".join(shown)) if part)
+
+
+def _files(summary: Summary) -> Iterable[tuple[str, str]]:
+    """Yield what a user wants to open first: pictures, weights, numbers."""
+    artifacts = summary.get("artifacts", {})
+    for name, path in artifacts.items():
+        if name.startswith("plots/"):
+            yield ("curves" if name.endswith("curves") else "picture"), path
+    for name in ("model", "pretrain_stage2_best", "pretrain_stage1_best"):
+        if name in artifacts:
+            yield "weights", artifacts[name]
+    for name in ("replays", "metrics", "summary"):
+        if name in artifacts:
+            yield name, artifacts[name]
+
+
+def _short(path: str, folder: Path) -> str:
+    return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
+
+
+def _base_command(summary: Summary) -> str:
+    """Return the command up to its first own key; a configuration that has no file is left out."""
+    name = str(summary["name"])
+    known = name in config_names("algs")
+    parts = ["python src/main.py", f"--config={name}" if known else "", f"--env-config={_env_config(summary)} with"]
+    if summary.get("map_name"):
+        parts.append(f"env_args.map_name={summary['map_name']}")
+    if summary.get("world_size", 1) > 1:
+        parts.append(f"run=ddp world_size={summary['world_size']}")
+    return " ".join(part for part in parts if part)
+
+
+def _env_config(summary: Summary) -> str:
+    """Return the environment's file: the one of its name, else the one for its map."""
+    name, names = str(summary["env"]), config_names("envs")
+    files = {each: read_yaml(find_yaml("envs", each)) for each in ([] if name in names else names)}
+    wanted = (name, summary.get("map_name") or "")
+    told = {each: (file.get("env"), (file.get("env_args") or {}).get("map_name") or "") for each, file in files.items()}
+    return next((each for each, found in told.items() if found == wanted), name)
+
+
+def _given(summary: Summary, key: str) -> str:
+    """Return a path of the run's own configuration, empty where there is none."""
+    return str(read_entry(RunFolder(summary["folder"]).config_json).get(key, ""))
+
+
+def _quoted(path: str) -> str:
+    return shlex.quote(str(path))
+
+
+def _columns(results: Sequence[Summary]) -> list[tuple[str, str, str]]:
+    """Return (stage, value, heading) of the table: those of the last stage that any of the runs reached."""
+    stages = [name for summary in results for name in summary.get("stages", {})]
+    if not stages:
+        return []
+    stage = max(stages)
+    keys = [key for known in SHOWN for key in (known, f"best_{known}")]
+    found = [key for key in keys if any(_value(summary, stage, key) is not None for summary in results)]
+    return [(stage, key, _heading(key)) for key in found]
+
+
+def _heading(key: str) -> str:
+    return f"best {SHOWN[key.removeprefix('best_')]}" if key.startswith("best_") else SHOWN[key]
+
+
+def _value(summary: Summary, stage: str, key: str) -> float | None:
+    value = summary.get("stages", {}).get(stage, {}).get("values", {}).get(key)
+    return None if value is None or not np.isfinite(value) else float(value)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if float(value).is_integer() and abs(value) > 1:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 0.1 else f"{value:.3f}"
+
+
+def _median(values: Sequence[float]) -> str:
+    return _number(float(np.median(values)))
+
+
+def _quartiles(values: Sequence[float]) -> str:
+    low, high = np.percentile(values, [25, 75])
+    return f"{_number(float(low))}-{_number(float(high))}"
+
+
+def _extremes(values: Sequence[float]) -> str:
+    return f"{_number(min(values))}-{_number(max(values))}"

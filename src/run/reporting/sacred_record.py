@@ -1,0 +1,193 @@
+"""Sacred as the recorder of a run: configuration, versions, output, scalars."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sacred.observers import FileStorageObserver
+from sacred.serializer import flatten
+
+from omagd.config.loading import to_plain
+from omagd.config.schema import Config
+from omagd.utils.errors import UserError
+from omagd.utils.logging import setup_logging
+from omagd.utils.writing import STORAGE, AppendFile, open_records
+
+MOST = 500
+"""Values kept of each name; beyond that only every second one, then every fourth, …, and always the last."""
+
+Point = tuple[Any, int, str]
+"""A value, its step, its time."""
+
+
+class Series:
+    """Values of one name, evenly thinned."""
+
+    def __init__(self) -> None:
+        self._kept: list[Point] = []
+        self._last: Point | None = None
+        self._seen, self._every = 0, 1
+
+    def add(self, point: Point) -> None:
+        """Take the next value."""
+        if self._seen % self._every == 0:
+            self._kept.append(point)
+            if len(self._kept) >= MOST:
+                del self._kept[1::2]
+                self._every *= 2
+        self._seen, self._last = self._seen + 1, point
+
+    def shown(self) -> dict[str, list[Any]]:
+        """Return what is kept as Sacred writes it."""
+        points = self._kept if self._last is None or self._last in self._kept[-1:] else [*self._kept, self._last]
+        return {name: [point[i] for point in points] for i, name in enumerate(("values", "steps", "timestamps"))}
+
+
+class BoundedObserver(FileStorageObserver):
+    """Writes what Sacred's own observer writes, with at most `MOST` values of each name in `metrics.json`.
+
+    Sacred's reads and writes all values again at each heartbeat. All of them stand in the run's `metrics.jsonl`.
+    Files are written through `STORAGE`: a full disk neither ends the record nor leaves half a file.
+    """
+
+    def started_event(self, *args: Any, **facts: Any) -> str | None:
+        """Begin a record and return its name; where that is impossible, warn once: the run goes on without a record."""
+        try:
+            return str(super().started_event(*args, **facts))
+        except OSError as problem:
+            if self.dir is not None:
+                with suppress(OSError):
+                    os.rmdir(self.dir)
+            self.dir, self.template, self.run_entry = None, None, {}  # what the later events of Sacred's class need
+            without = "this run has no Sacred record; --file_storage=DIR puts it elsewhere"
+            setup_logging(None).warning(f"{self.basedir} cannot be written ({problem.strerror}): {without}")
+            return None
+
+    def discard(self) -> None:
+        """Remove this record, of a start that was rejected before there was a run folder."""
+        if self.dir is not None:
+            shutil.rmtree(self.dir, ignore_errors=True)
+
+    def save_json(self, obj: Any, filename: str) -> None:
+        """Write a file of the record."""
+        if self.dir is None:
+            return
+        STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
+
+    def save_cout(self) -> None:
+        """Append what was said since the last time."""
+        new = self.cout[self.cout_write_cursor :]
+        self.cout_write_cursor = len(self.cout)
+        if new and self.dir is not None:
+            if not hasattr(self, "_said"):
+                self._said = AppendFile(Path(str(self.dir)) / "cout.txt", open_records)
+            self._said.write(new.encode(errors="backslashreplace"))
+
+    def log_metrics(self, metrics_by_name: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
+        """Add new values, {name: {"values", "steps", "timestamps"}}, and write the file."""
+        if not hasattr(self, "_series"):  # Sacred's observers are made in several ways
+            self._series: dict[str, Series] = {}
+        for name, new in metrics_by_name.items():
+            series = self._series.setdefault(name, Series())
+            for value, step, when in zip(new["values"], new["steps"], new["timestamps"], strict=True):
+                series.add((value, step, when.isoformat()))
+        if metrics_by_name:
+            self.save_json({name: series.shown() for name, series in self._series.items()}, "metrics.json")
+
+
+RunMode = Callable[[Any, Config, logging.Logger], Any]
+
+
+def run_recorded(
+    config: Config,
+    run_mode: RunMode,
+    *,
+    observe: bool = True,
+    folder: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call `run_mode(_run, config, log)` within a Sacred run and return what it returns.
+
+    Args:
+        config: recorded key by key.
+        observe: whether files are written; False on every rank but the first.
+        folder: where Sacred's records go, `<local_results_path>/sacred` if None.
+        options: Sacred's own command-line options by flag, such as {"--comment": "why"}.
+
+    Errors: UserError where the folder of the records cannot be made; whatever `run_mode` raises, recorded as FAILED or
+        INTERRUPTED. A UserError before there is a run folder leaves no record.
+    """
+    where = _records(config, folder) if observe else None
+    experiment = _experiment()
+    experiment.add_config(to_plain(config))
+    if where is not None:
+        experiment.observers.append(BoundedObserver(str(where)))
+    returned: list[Any] = []
+    begun: list[Any] = []
+
+    def main(_run: Any, _log: logging.Logger) -> None:
+        begun.append(_run)
+        result = run_mode(_run, config, _log)
+        returned.append(result)
+        _run.info["result"] = result
+
+    experiment.main(main)
+    logger = logging.getLogger("omagd")
+    logger.addFilter(_is_needed)
+    try:
+        experiment.run(options={**(options or {}), "--unobserved": not observe})
+    except UserError:
+        # Ranks of torchrun do not report their folder here, so their records stay.
+        if begun and "folder" not in begun[0].info and "RANK" not in os.environ:
+            for observer in begun[0].observers:
+                observer.discard()
+        raise
+    finally:
+        logger.removeFilter(_is_needed)
+        STORAGE.close()
+    return returned[0]
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    """Return False for Sacred's lines on the start and the failure of a run: the program has lines of its own."""
+    sacreds = "sacred" in Path(record.pathname).parts and record.module == "run"
+    return not (sacreds and str(record.msg).startswith(("Running command", "Started", "Failed after", "Aborted after")))
+
+
+def _records(config: Config, folder: str | None) -> Path:
+    """Return the folder of the records, made where it was missing. Errors: UserError where it cannot be."""
+    results = Path(config.local_results_path).expanduser()
+    where = results / "sacred" if folder is None else Path(folder).expanduser()
+    if folder is None and where.is_symlink():
+        mend = "Remove it, or name the folder that it leads to by --file_storage"
+        raise UserError(f"local_results_path={config.local_results_path}: its sacred/ is a link. {mend}")
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        told = f"local_results_path={config.local_results_path}" if folder is None else f"--file_storage={folder}"
+        raise UserError(f"{told}: cannot be written ({problem.strerror}). Give a folder that can be") from None
+    return where
+
+
+def _experiment() -> Any:
+    """Return an empty experiment: it records versions, but no environment variables and no address of a git remote."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # pkg_resources announces its own end
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from sacred import SETTINGS, Experiment
+
+        # `fd` waits for children's output and hides from the progress bar that this is a terminal; every rank has a
+        # log file of its own.
+        SETTINGS.CAPTURE_MODE = "sys"
+        SETTINGS.DISCOVER_SOURCES = "none"
+        SETTINGS.DISCOVER_DEPENDENCIES = "pkg"
+        SETTINGS.HOST_INFO.CAPTURED_ENV = []
+        return Experiment("omagd", save_git_info=False, base_dir=str(Path(__file__).resolve().parent))

@@ -1,0 +1,1 @@
+"""Training on one rank: builds the parts, runs the stages, evaluates."""

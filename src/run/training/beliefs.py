@@ -1,0 +1,118 @@
+"""What agents believe about what they do not see: how right it is, and a picture of one moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omagd.learners.graph_metrics import summarise
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.run.reporting.plots import battle_moment, battle_nodes
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Products
+from omagd.utils.dist_utils import Dist
+from omagd.utils.metrics import Metrics
+from omagd.utils.packing import PackedBatch, pack_episodes
+
+
+def judge_beliefs(session: Session, products: Products, mac: Any) -> tuple[dict[str, float], dict[str, str]]:
+    """Let the trained team play and compare its reconstructions with the truth.
+
+    Returns the measures over all ranks and the picture's path; both empty without reconstruction.
+    """
+    if products.tokenizer is None or products.predictor is None or not session.config.use_graph_reconstruction:
+        return {}, {}
+    per_slot = session.rounds(session.config.graph_pretrain_eval_episodes)
+    rollout = session.runners["beliefs"].run(mac, explore=None, episodes_per_slot=per_slot, full_obs=True)
+    batch = pack_episodes(rollout.episodes).to(session.dist.device)
+    # Alone on each rank: it only measures here, and sums and counts are added up below.
+    alone = Dist(device=session.dist.device)
+    judge = PredictorLearner(products.predictor, products.tokenizer, session.config, session.info, alone)
+    metrics = Metrics()
+    metrics.add(judge.evaluate(batch))
+    values = summarise(metrics.reduce(session.dist))
+    return values, {"picture": str(picture(session, products, batch, "beliefs"))} if session.dist.is_main else {}
+
+
+def picture(session: Session, products: Products, batch: PackedBatch, name: str) -> Path:
+    """Draw the moment of `batch` in which the most living units were guessed: as seen, as reconstructed, as it was.
+
+    The picture is `plots/<name>.png`.
+    """
+    assert products.tokenizer is not None and products.predictor is not None and session.info.layout is not None
+    layout = session.info.layout
+    reconstructor = Reconstructor(products.tokenizer, products.predictor, session.config, session.info)
+    obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
+    episode, step, agent = _telling_moment(obs, full, session)
+    reconstructor.begin(1)
+    for t in range(step + 1):
+        made = reconstructor.step(obs[episode, t][None], torch.tensor([t]))
+    guessed = made.guessed[0, agent].cpu().numpy()
+    views = {
+        "seen": obs[episode, step, agent],
+        "reconstructed": made.obs[0, agent],
+        "truth": full[episode, step, agent],
+    }
+    nodes = {key: obs_to_nodes(value, layout).cpu().numpy() for key, value in views.items()}
+    drawn = {
+        key: battle_nodes(
+            value,
+            layout.node_types,
+            scale=layout.sight,
+            position=layout.position,
+            health=layout.health,
+            own_health=_own_health(session),
+            guessed=guessed if key == "reconstructed" else None,
+        )
+        for key, value in nodes.items()
+    }
+    info = {
+        "label": f"{session.info.name} {session.info.map_name}",
+        "step": step,
+        "agent": agent,
+        "sight": layout.sight,
+        "errors": _errors(nodes, guessed),
+    }
+    path = session.folder.plots / f"{name}.png"
+    return battle_moment(path, drawn["seen"], drawn["reconstructed"], drawn["truth"], info)
+
+
+def _telling_moment(obs: Tensor, full: Tensor, session: Session) -> tuple[int, int, int]:
+    """Return (episode, step, agent) of a moment worth a look.
+
+    Living units that were seen before and are hidden now count most, then what is in sight, then what was never seen.
+    """
+    layout = session.info.layout
+    assert layout is not None
+    seen = ~unseen(obs_to_nodes(obs, layout))[..., 1:]
+    there = ~unseen(obs_to_nodes(full, layout))[..., 1:]
+    hidden = there & ~seen
+    remembered = hidden & torch.cummax(seen.byte(), dim=1).values.bool()
+    score = 10 * remembered.sum(-1) + 3 * (seen & there).sum(-1).clamp(max=3) + hidden.sum(-1)
+    score = torch.where(hidden.any(-1), score, 0)
+    flat = int(np.argmax(score.cpu().numpy()))
+    episode, step, agent = np.unravel_index(flat, tuple(score.shape))
+    return int(episode), int(step), int(agent)
+
+
+def _own_health(session: Session) -> int:
+    layout = session.info.layout
+    assert layout is not None
+    return 4 + layout.move_dim if layout.own_dim else -1
+
+
+def _errors(nodes: dict[str, np.ndarray], guessed: np.ndarray) -> dict[str, float]:
+    """Return the mean squared error over guessed nodes of zeros and of the reconstruction."""
+    if not guessed.any():
+        return {}
+    truth = nodes["truth"][guessed]
+    return {
+        "MSE of zeros": float(np.mean(truth**2)),
+        "MSE of the reconstruction": float(np.mean((nodes["reconstructed"][guessed] - truth) ** 2)),
+    }

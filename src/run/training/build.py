@@ -1,0 +1,237 @@
+"""From configuration to objects: the only place that looks things up in registries."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from omagd import controllers, learners, runners
+from omagd.config.checks import pretrained_file
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.scripted_mac import ScriptedPolicy
+from omagd.envs.factory import make_env
+from omagd.modules.graph_reconstructers.meta import check
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, require_one_pretraining
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.run.checkpoint.checkpointer import Keeper
+from omagd.run.checkpoint.weights import (
+    AGENT_FILE,
+    PREDICTOR_FILE,
+    TOKENIZER_FILE,
+    checksum,
+    find_step_folder,
+    load_file,
+    load_into,
+    run_folder_of,
+)
+from omagd.run.launch.watchdog import BUILDING
+from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.reporting.profiling import Measures
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Products
+from omagd.runners.rollout import EpisodeSeeds
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.logging import Logger
+from omagd.utils.owned_folder import read_entry, read_json
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.seeding import seed_everything
+
+PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
+
+
+def n_slots(config: Config) -> int:
+    """Return how many battle slots each rank plays."""
+    return int(runners.REGISTRY.get(config.runner).slots(config))
+
+
+def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger) -> Session:
+    """Return one rank's session: environment, its facts, and a runner for each purpose."""
+    torch.set_num_threads(config.torch_threads)
+    runner_class = runners.REGISTRY.get(config.runner)
+    with dist.waits.doing(BUILDING):
+        env = make_env(config.env, dict(config.env_args), n_slots(config), processes=config.env_processes)
+    # Half, so that the episodes are played again before the other ranks, which wait for them, give up.
+    env.be_patient(30 * config.dist_timeout_minutes)
+    dist.waits.slots = env.slots_at_work
+    info = env.info
+    if config.use_graph_reconstruction and info.layout is None:
+        env.close()
+        raise UserError(
+            f"use_graph_reconstruction=True needs an environment with an entity layout; env={config.env} has none:"
+            " use --config=qmix"
+        )
+    made = {
+        purpose: runner_class(env, config, info, EpisodeSeeds(config.seed, purpose, dist.rank)) for purpose in PURPOSES
+    }
+    for runner in made.values():
+        runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
+    measures = Measures(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
+    log = EpisodeLog(folder.episode_log(dist.rank))
+    return Session(config, dist, env, info, folder, logger, made, Keeper(config, dist, folder), log, measures)
+
+
+def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:
+    """Return an untrained tokenizer, the same on every rank."""
+    assert info.layout is not None
+    seed_everything(config.seed, "tokenizer")
+    return Tokenizer(config.tokenizer_config, info.layout).to(device)
+
+
+def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> MaskPredictor:
+    """Return an untrained predictor, the same on every rank."""
+    assert info.layout is not None
+    seed_everything(config.seed, "predictor")
+    n_codes = config.tokenizer_config.n_codes
+    return MaskPredictor(config.mask_predictor_config, n_codes, info.layout, info.episode_limit).to(device)
+
+
+def load_products(config: Config, info: EnvInfo, device: torch.device) -> Products:
+    """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
+    products = Products()
+    if not config.use_graph_reconstruction:
+        return products
+    if config.pretrained_tokenizer_path:
+        products.tokenizer = new_tokenizer(config, info, device)
+        path = pretrained_file("pretrained_tokenizer_path", config.pretrained_tokenizer_path, TOKENIZER_FILE)
+        _load_pretrained(config, info, products.tokenizer, path, "pretrained_tokenizer_path")
+    if config.pretrained_mask_predictor_path:
+        products.predictor = new_predictor(config, info, device)
+        path = pretrained_file("pretrained_mask_predictor_path", config.pretrained_mask_predictor_path, PREDICTOR_FILE)
+        _load_pretrained(config, info, products.predictor, path, "pretrained_mask_predictor_path")
+    if products.tokenizer is not None and products.predictor is not None:
+        require_one_pretraining(products.tokenizer, products.predictor)
+    return products
+
+
+def restore_products(session: Session, products: Products) -> None:
+    """Put back what finished stages of this run have trained. Errors: UserError for what does not fit."""
+    config, info, device = session.config, session.info, session.dist.device
+    for stage, name, make in (("stage1", "tokenizer", new_tokenizer), ("stage2", "predictor", new_predictor)):
+        weights = session.keeper.trained(stage)
+        if weights is not None and getattr(products, name) is None:
+            module = make(config, info, device)
+            load_into(module, weights, session.folder.checkpoints, "checkpoint")
+            setattr(products, name, module.eval().requires_grad_(False))
+
+
+def of_checkpoint(config: Config, step_folder: Path) -> Config:
+    """Return `config` with the pre-trained modules of the run that `step_folder` belongs to, where none are given.
+
+    They are the run's own, or those that it was given itself.
+    """
+    run_folder = RunFolder(run_folder_of(step_folder))
+    found: dict[str, str] = {}
+    for key, stage in (("pretrained_tokenizer_path", "stage1"), ("pretrained_mask_predictor_path", "stage2")):
+        own = run_folder.pretrained(stage, best=True)
+        found[key] = getattr(config, key) or (str(own) if own.is_dir() else _given_to(run_folder, key))
+    return config.model_copy(update=found)
+
+
+def _given_to(run_folder: RunFolder, key: str) -> str:
+    """Return a path of a run's configuration; the run's folder, which the error then names, where there is none."""
+    given = read_entry(run_folder.config_json).get(key)
+    return given if given and isinstance(given, str) else str(run_folder.path)
+
+
+def _load_pretrained(config: Config, info: EnvInfo, module: torch.nn.Module, path: Path, key: str) -> None:
+    content = load_file(path, key)
+    check(content.get("meta"), config, info, key, str(path))
+    load_into(module, content.get("weights", {}), path, key)
+    module.eval().requires_grad_(False)
+
+
+def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None:
+    """Compare a module's weights over all ranks. Errors: UserError on all of them when they differ."""
+    if len(set(dist.gather(checksum(module.state_dict())))) != 1:
+        raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")
+
+
+def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Products) -> Any:
+    """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
+    reconstructor = None
+    if config.use_graph_reconstruction:
+        assert products.tokenizer is not None and products.predictor is not None
+        frozen = products.tokenizer, products.predictor
+        if config.cpu_inference:
+            frozen = copy.deepcopy(frozen[0]).cpu(), copy.deepcopy(frozen[1]).cpu()
+        reconstructor = Reconstructor(*frozen, config, info)
+    seed_everything(config.seed, "agent")
+    return controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
+
+
+def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> Any:
+    """Return the controller with the same agent, reading plain observations."""
+    return build_mac(config.model_copy(update={"use_graph_reconstruction": False}), info, device, Products())
+
+
+def read_env_info(path: Path, source: str) -> EnvInfo:
+    """Return the facts in a run's `env_info.json`. source: what named the run. Errors: UserError."""
+    try:
+        return EnvInfo.from_dict(read_json(path))
+    except OSError as problem:
+        raise UserError(f"{source}: {path} cannot be read ({problem.strerror}): give the folder of a run") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{source}: {path} is damaged: put back a copy of it") from None
+
+
+def require_same_map(trained: EnvInfo, info: EnvInfo, source: str) -> None:
+    """Refuse what was trained on another map than that of `info`, or in another environment with other sizes.
+
+    A policy of another environment with the same map and sizes may play: `skirmish` and `sc2` differ in nothing else.
+    source: what named the policy. Errors: UserError.
+    """
+    same = (trained.n_agents, trained.n_actions, trained.obs_dim) == (info.n_agents, info.n_actions, info.obs_dim)
+    if trained.map_name == info.map_name and (same or trained.name == info.name):
+        return
+    there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
+    raise UserError(f"{source} was trained on {there}, not on {here}: give one of {here}, or play {there}")
+
+
+def load_agent(mac: Any, step_folder: Path, key: str) -> None:
+    """Load the agent's weights of a step's folder. key: the configuration key that named it.
+
+    Errors: UserError for weights of another map, which the run's `env_info.json` names, or of other sizes.
+    """
+    path = step_folder / AGENT_FILE
+    facts = RunFolder(run_folder_of(step_folder)).env_info_json
+    if facts.is_file():
+        require_same_map(read_env_info(facts, key), mac.info, f"{key}={path}")
+    load_into(mac.agent, load_file(path, key), path, key)
+
+
+def build_learner(session: Session, products: Products) -> tuple[Any, Any]:
+    """Return the controller and the learner of stage 3."""
+    mac = build_mac(session.config, session.info, session.dist.device, products)
+    learner = learners.REGISTRY.get(session.config.learner)(mac, session.config, session.info, session.dist)
+    seed_everything(session.config.seed, "stage3 dropout", session.dist.rank)
+    return mac, learner
+
+
+def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
+    """Return what plays the episodes of stages 1 and 2: random, scripted with random actions, or a trained agent.
+
+    rng: where the chance of the first two comes from.
+    """
+    config = session.config
+    if config.graph_pretrain_policy == "random":
+        return ScriptedPolicy(session.env, ("random",), 0.0, rng)
+    if config.graph_pretrain_policy == "mixed":
+        names = tuple(name for name in session.info.scripted_policies if name != "random") or ("random",)
+        return ScriptedPolicy(session.env, names, config.graph_pretrain_random_share, rng)
+    return _checkpoint_policy(session)
+
+
+def _checkpoint_policy(session: Session) -> Any:
+    """Return the agent of `graph_pretrain_policy`, reading plain observations."""
+    config = session.config
+    mac = build_plain_mac(config, session.info, session.dist.device)
+    key = "graph_pretrain_policy"
+    load_agent(mac, find_step_folder(config.graph_pretrain_policy, key=key), key)
+    return mac

@@ -1,0 +1,151 @@
+"""Whether this machine can serve the keys for precision, compiling and the memory of GPUs; told before a start."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.run.memory_budget import GIGABYTE, replay_bytes
+from omagd.run.topology import Plan, ranks_here
+from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE = 1 << 30
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep freed blocks below 1 GiB for the next request; return whether it agreed (False elsewhere).
+
+    Tensors of some megabytes are otherwise mapped, zeroed and given back at every update: measured, a tenth of a QMIX
+    update. The process holds its peak memory from then on. Call it once, before the first update.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return all([mallopt(_M_MMAP_THRESHOLD, _LARGE), mallopt(_M_TRIM_THRESHOLD, _LARGE)])
+
+
+FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Names under which Linux lists that a processor multiplies bf16 faster than float32 (the last one on Arm)."""
+
+LEAST_COMPILED = 7
+"""CUDA's major compute capability from which Triton compiles for a card."""
+
+
+def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
+    """Refuse what this machine cannot serve. Errors: UserError, one line with what it can."""
+    for key, cuda in (("precision", plan.cuda), ("acting_precision", plan.cuda and not config.cpu_inference)):
+        if getattr(config, key) == "bf16":
+            check_bf16(key, cuda)
+    if config.compile:
+        (_check_triton if plan.cuda else check_compiler)()
+    _check_gpu_memory(config, plan, info)
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Let torch use only algorithms that give the same bits each time (`deterministic=True`) until the block ends."""
+    import torch
+
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def limit_memory(device: torch.device, gigabytes: float | None) -> None:
+    """Let this process take at most `gigabytes` of its GPU (`max_memory_per_gpu_gb`); None or a CPU: as it is."""
+    import torch
+
+    if gigabytes is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * GIGABYTE / total), device)
+
+
+def processor_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
+    """Return what Linux lists of the processor's abilities; empty elsewhere."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return frozenset(found.partition(":")[2].split())
+
+
+def check_bf16(key: str, cuda: bool) -> None:
+    """Refuse bf16, asked for by `key`, where it is not faster than float32. Errors: UserError."""
+    import torch
+
+    if cuda:
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise UserError(f"{key}=bf16: {torch.cuda.get_device_name()} has no bf16. Use {key}=float32")
+    elif not (processor_features() & FAST_BF16 and torch.backends.mkldnn.is_available()):
+        missing = "no avx512_bf16, no amx_bf16" if torch.backends.mkldnn.is_available() else "torch without oneDNN"
+        raise UserError(f"{key}=bf16: is no faster on this processor ({missing}). Use {key}=float32")
+
+
+def check_compiler() -> None:
+    """Refuse `compile` where torch finds nothing that turns its C++ into machine code. Errors: UserError."""
+    named = os.environ.get("CXX")
+    if not any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"])):
+        looked = f"CXX={named} is not found" if named else "neither g++ nor clang++ is installed"
+        raise UserError(f"compile=True: needs a C++ compiler, and {looked}. Install one, or use compile=False")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        raise UserError("compile=True: needs Python's headers (Python.h of python3-dev). Install them, or use False")
+
+
+def _check_triton() -> None:
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("compile=True: needs Triton on a GPU, which this torch came without. Use compile=False")
+    for card in range(torch.cuda.device_count()):
+        if torch.cuda.get_device_capability(card)[0] < LEAST_COMPILED:
+            name = torch.cuda.get_device_name(card)
+            raise UserError(f"compile=True: Triton does not compile for {name}. Use compile=False")
+
+
+def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
+    """Refuse a cap that no card has, and replay that a card cannot hold."""
+    cap = config.max_memory_per_gpu_gb
+    if not plan.cuda:
+        if cap is not None:
+            raise UserError(f"max_memory_per_gpu_gb={cap:g}: this run computes on CPUs. Leave it out")
+        return
+    import torch
+
+    cards = torch.cuda.device_count()
+    sharing = 1 if plan.backend == "nccl" else -(-ranks_here(plan.world_size) // cards)
+    card = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing
+    if cap is not None and cap > card:
+        shared = f", shared by {sharing} ranks" if sharing > 1 else ""
+        raise UserError(f"max_memory_per_gpu_gb={cap:g}: a rank can have {card:.1f} GB of a GPU here{shared}")
+    room = min(card, cap or card)
+    need = replay_bytes(config, info) / GIGABYTE
+    if not config.buffer_cpu_only and need > room:
+        fits = int(config.buffer_size * room / need)
+        raise UserError(
+            f"buffer_cpu_only=False: replay of buffer_size={config.buffer_size} episodes may take {need:.1f} GB of a"
+            f" GPU, a rank can have {room:.1f} GB. Use buffer_cpu_only=True, or a buffer_size well below {fits}"
+        )

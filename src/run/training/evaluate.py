@@ -1,0 +1,72 @@
+"""Playing what was trained: `evaluate RUN [key=value …]`, or `evaluate=True checkpoint_path=…`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omagd.config.loading import apply_texts, read_saved, validate
+from omagd.config.schema import Config
+from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+from omagd.run.training.build import build_mac, load_agent, load_products, of_checkpoint, require_same_weights
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import StageResult
+from omagd.run.training.stages.rl import greedy_episodes
+from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.writing import STORAGE
+
+FIXED = {
+    "evaluate": True, "load_step": 0, "seeds": (), "unique_token": "", "auto_resume": False, "pretrain_only": False,
+    "evaluation_only": False, "use_wandb": False, "use_tensorboard": False, "profile": False,
+}  # fmt: skip
+"""What an evaluation does not take from the run that it plays, whoever has written that run's `config.json`."""
+
+HERE = {
+    "run": "default", "world_size": None, "dist_backend": None, "max_memory_per_gpu_gb": None, "precision": "float32",
+    "compile": False, "buffer_cpu_only": True,
+}  # fmt: skip
+"""Keys of where and how a run learns, which another machine may not be able to serve: one process, as it is."""
+
+
+def evaluation_config(run: str, texts: Mapping[str, str]) -> Config:
+    """Return the configuration that plays what a run has trained: the run's own, with the keys in `texts` changed.
+
+    Args:
+        run: the run's folder, its `models/` or one step's folder. texts: the text of each `key=value`.
+    Errors: UserError for a folder that holds no run, a `config.json` that cannot be read, wrong keys and values.
+    """
+    source = f"evaluate {run}"
+    for key in ("evaluate", "checkpoint_path"):
+        if key in texts:
+            raise UserError(f"{key}={texts[key]}: `{source}` says so already. Leave it out")
+    step = find_step_folder(run, source=source)
+    folder = RunFolder(run_folder_of(step))
+    paths = {"checkpoint_path": str(Path(run).expanduser().absolute()), "local_results_path": str(folder.path.parent)}
+    values: dict[str, Any] = {**read_saved(folder.config_json, source), **FIXED, **HERE, **paths}
+    if "test_nepisode" in texts:  # a number of its own for reports would hide it
+        values["eval_report_episodes"] = 0
+    return validate(apply_texts(values, texts))
+
+
+def evaluate(session: Session) -> StageResult:
+    """Play `eval_report_episodes` (or `test_nepisode`) greedy episodes over all ranks with the saved agent."""
+    config, info, device = session.config, session.info, session.dist.device
+    folder = find_step_folder(config.checkpoint_path, config.load_step)
+    session.logger.info(f"evaluation of {folder}")
+    products = load_products(of_checkpoint(config, folder), info, device)
+    mac = build_mac(config, info, device, products)
+    load_agent(mac, folder, "checkpoint_path")
+    require_same_weights(session.dist, mac.agent, "checkpoint_path")
+    t_env = int(folder.name) if folder.name.isdigit() else 0
+    values = greedy_episodes(session, mac, config.eval_report_episodes or config.test_nepisode, t_env)
+    values.update(session.mishaps())
+    session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
+    if config.save_replay:
+        try:
+            with STORAGE.attempt("replays"):
+                session.env.save_replay(str(session.folder.replays))
+        except NotImplementedError:  # a wrapper of an environment that has none
+            raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out") from None
+    return StageResult("stage3", {"t_env": t_env}, values, {"agent": str(folder)})

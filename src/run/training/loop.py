@@ -1,0 +1,32 @@
+"""The one loop: every stage, one process or many."""
+
+from __future__ import annotations
+
+from omagd.run.training.stages.base import Stage, StageResult
+
+
+def fit(stage: Stage) -> StageResult:
+    """Run a stage from its beginning, or from where a checkpoint stands: collect, learn, count, and whatever is due."""
+    keeper = stage.session.keeper
+    stage.begin()
+    with stage.phase("prepare"):
+        stage.prepare()
+        keeper.restore(stage)
+    with keeper.until_boundary():
+        while not stage.done():
+            keeper.ask()
+            with stage.phase("collect"):
+                stage.collect()
+            if learned := stage.ready():
+                with stage.phase("update"):
+                    stage.update()
+            stage.advance()
+            stage.inspect(learned)
+            for task in stage.tasks:
+                if task.due():
+                    with stage.phase(task.name):
+                        task.run()
+            with stage.phase("checkpoint"):
+                keeper.boundary(stage)
+    with stage.phase("finish"):
+        return stage.finish()

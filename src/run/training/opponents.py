@@ -1,0 +1,166 @@
+"""Opponents that change while a run trains: a schedule over the global clock, and a pool of frozen earlier selves.
+
+Training plays whom the schedule says; everything else (tests) plays whom `env_args` name, and can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omagd import envs
+from omagd.components.opponent_schedules import REGISTRY
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.types import Policy
+from omagd.envs.protocol import ChangingOpponents
+from omagd.modules import agents
+from omagd.run.training.session import Session
+from omagd.utils.clock import Clock, Due
+from omagd.utils.errors import UserError, nearest
+
+EVASION = "evasion"
+
+
+def change(config: Config) -> bool:
+    """Return whether a run's opponents change."""
+    return config.opponent_difficulty_strategy != "none" or config.enable_opponent_evasion
+
+
+def check_opponents(config: Config, info: EnvInfo) -> None:
+    """Refuse changing opponents that cannot be. Errors: UserError, one line."""
+    env = envs.REGISTRY.get(config.env)
+    ladders = getattr(env, "ladders", {config.opponent_order: ()})
+    if config.opponent_order not in ladders:
+        hint = nearest(config.opponent_order, list(ladders))
+        raise UserError(f"opponent_order={config.opponent_order} is not known.{hint}", f"known: {', '.join(ladders)}")
+    if not change(config):
+        return
+    given = f"opponent_difficulty_strategy={config.opponent_difficulty_strategy}"
+    if config.opponent_difficulty_strategy == "none":
+        given = "enable_opponent_evasion=True"
+    if not hasattr(env, "set_opponents"):
+        raise UserError(f"{given}: env={config.env} has no team that others play. Use another --env-config")
+    if config.env_processes:
+        raise UserError(f"{given}: needs env_processes=False")
+    if config.enable_opponent_evasion:
+        _check_evasion(config, info)
+    if REGISTRY.get(config.opponent_difficulty_strategy).selves:
+        kind = agents.REGISTRY.get(config.agent)
+        if not hasattr(kind, "frozen_needs"):
+            mend = "Use an agent without memory: agent=ddpg for DDPG, agent=ff for Q-learning"
+            raise UserError(f"{given}: agent={config.agent} cannot be frozen as an opponent. {mend}")
+        if needs := kind.frozen_needs(config):
+            raise UserError(f"{given}: agent={config.agent} can be frozen as an opponent only with {', '.join(needs)}")
+
+
+def _check_evasion(config: Config, info: EnvInfo) -> None:
+    start, length = config.opponent_evasion_start_episode, info.episode_limit
+    if EVASION not in info.scripted_policies:
+        raise UserError(f"enable_opponent_evasion=True: env={config.env} has no opponent called {EVASION}")
+    if start * length >= config.t_max:
+        raise UserError(
+            f"opponent_evasion_start_episode={start}: is beyond the run's end, t_max={config.t_max} are"
+            f" {config.t_max // length} episodes of {length} steps. Give a smaller one"
+        )
+
+
+class Opponents:
+    """Says before each play who the opponents of the episodes are that begin then.
+
+    Args:
+        session: whose environment and runners; nothing is asked of them where opponents do not change.
+        policy: whose agent is frozen. clock: of the stage; what is played follows from it and from the pool alone.
+    """
+
+    def __init__(self, session: Session, policy: Policy, clock: Clock) -> None:
+        self._session, self._policy, self._clock = session, policy, clock
+        config = session.config
+        self._schedule = REGISTRY.get(config.opponent_difficulty_strategy)()
+        self._change = change(config)
+        self._usual: list[str] = []
+        self._ladder: tuple[str, ...] = ()
+        self._pool: list[tuple[str, Any]] = []  # name and layers, oldest first
+        self._made: dict[str, Any] = {}
+        self._copy = Due(config.opponent_pool_interval)
+        self._copy_now = False
+        self._playing: list[str] = []
+        if not self._change:
+            return
+        check_opponents(config, session.info)
+        self._usual = sorted(set(self._env.opponents))
+        self._ladder = self._env.ladders[config.opponent_order]
+        for purpose, runner in session.runners.items():
+            runner.prepare = self._before_training if purpose == "train" else self._before_others
+        self.settle()
+
+    @property
+    def _env(self) -> ChangingOpponents:
+        assert isinstance(self._session.env, ChangingOpponents), "checked before"
+        return self._session.env
+
+    @property
+    def playing(self) -> tuple[str, ...]:
+        """Names of whom training plays now, each as often as the others."""
+        return tuple(self._playing)
+
+    @property
+    def level(self) -> int | None:
+        """The schedule's level, at most the ladder's last; None where there is none."""
+        level = self._schedule.level(self._clock.t_env / self._session.config.t_max)
+        return None if level is None else min(level, len(self._ladder) - 1)
+
+    def due(self) -> bool:
+        """Whether other opponents are to be played from now on."""
+        if not self._change:
+            return False
+        self._copy_now = self._schedule.selves and self._copy.due(self._clock.updates)
+        return self._copy_now or self._wanted() != self._playing
+
+    def run(self) -> None:
+        """Freeze the policy if that is due, and have the opponents of this moment played."""
+        if self._copy_now:
+            self._pool.append((f"self_{self._clock.updates}", self._policy.agent.layers()))  # type: ignore[attr-defined]
+            self._pool = self._pool[-self._session.config.opponent_pool_size :]
+        self.settle()
+        self._session.logger.info(f"opponents from here on: {', '.join(self._playing)}")
+
+    def settle(self) -> None:
+        """Have the opponents of this moment, whatever was before."""
+        if not self._change:
+            return
+        kind: Any = type(self._policy.agent)
+        self._made = {name: self._env.frozen_opponent(name, layers, kind.samples) for name, layers in self._pool}
+        self._playing = self._wanted()
+
+    def stats(self) -> dict[str, tuple[float, float]]:
+        """Return what is logged: `opponent_level`, or how many selves there are."""
+        if self._schedule.selves:
+            return {"opponent_selves": (float(len(self._pool)), 1.0)}
+        return {} if self.level is None else {"opponent_level": (float(self.level), 1.0)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pool; everything else follows from the clock."""
+        pool = [{"name": name, "layers": layers} for name, layers in self._pool]
+        return {"pool": pool, "copied": self._copy.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, once the clock is loaded; an empty one is that of a run without a pool."""
+        if state:
+            self._pool = [(kept["name"], [tuple(pair) for pair in kept["layers"]]) for kept in state["pool"]]
+            self._copy.load_state_dict(state["copied"])
+        self.settle()
+
+    def _wanted(self) -> list[str]:
+        config, level = self._session.config, self.level
+        names = list(self._usual) if level is None else [self._ladder[level]]
+        if self._schedule.selves:
+            names = [name for name, _ in self._pool] or [self._ladder[0]]
+        late = self._clock.episodes >= config.opponent_evasion_start_episode
+        return names + [EVASION] * (config.enable_opponent_evasion and late and EVASION not in names)
+
+    def _before_training(self) -> None:
+        self._env.set_opponents([self._made.get(name, name) for name in self._playing])
+
+    def _before_others(self) -> None:
+        self._env.set_opponents(self._usual)

@@ -1,0 +1,91 @@
+"""Whether a training still computes with finite numbers, and the error that ends it where it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from omagd.config.schema import Config
+from omagd.learners.synced_optimizer import SKIPPED, Stats
+from omagd.utils.errors import UserError
+
+MOST_SKIPPED = 10
+"""Skipped updates in a row that end a run. A rare batch overflows now and then, and the next one is learned from; a
+training that has diverged never recovers, as no skipped update changes a weight. Ten tell the two apart."""
+
+MOST_UNREAD = 4096  # updates between two readings: what they say is small, but must not grow without end
+
+
+class Health:
+    """Counts the updates that were skipped because their gradient was not finite; the same on all ranks.
+
+    What each update says stays on its device until the counts are read.
+
+    Args:
+        config: the run. key: of the learning rate.
+    """
+
+    def __init__(self, config: Config, key: str) -> None:
+        self.config, self.key = config, key
+        self._unread: list[Tensor] = []  # of each update since the last reading: 1 where it was skipped
+        self._counts = [0, 0, 0]  # skipped in all, in a row by now, most in a row
+        self._losses: dict[str, float] = {}  # as last logged
+
+    def note(self, stats: Stats) -> Stats:
+        """Count one update; return its `stats` without the entry that says whether it was skipped."""
+        if SKIPPED not in stats:
+            return stats
+        self._unread.append(stats[SKIPPED][0])
+        if len(self._unread) == MOST_UNREAD:
+            self._read()
+        return {name: pair for name, pair in stats.items() if name != SKIPPED}
+
+    def _read(self) -> list[int]:
+        """Return the counts; waits for the device."""
+        total, row, most = self._counts
+        for skipped in torch.stack(self._unread).tolist() if self._unread else []:
+            row = row + 1 if skipped else 0
+            total, most = total + int(skipped), max(most, row)
+        self._unread, self._counts = [], [total, row, most]
+        return self._counts
+
+    def record(self) -> dict[str, float]:
+        """Return what the log says: `skipped_updates` in all, if there were any. Waits for the device."""
+        total, _, _ = self._read()
+        return {SKIPPED: float(total)} if total else {}
+
+    def require_progress(self, when: str) -> None:
+        """End a run that skips one update after another. when: stage and time. Errors: UserError."""
+        _, _, most = self._read()
+        if most >= MOST_SKIPPED:
+            losses = ", ".join(f"{name}={value:.4g}" for name, value in self._losses.items()) or "none"
+            reason = f"the gradient was not finite in {most} updates in a row, which changed no weight"
+            raise self.diverged(when, f"{reason} (losses last logged: {losses})")
+
+    def require_finite(self, values: Mapping[str, float], when: str, also: str = "") -> None:
+        """End a run whose logged `values` hold a loss that is not finite, or the value named `also`. Errors: UserError.
+
+        when: stage and time.
+        """
+        self._losses = {name: value for name, value in values.items() if "loss" in name.rpartition("/")[2]}
+        for name, value in values.items():
+            if (name in self._losses or name == also) and not math.isfinite(value):
+                raise self.diverged(when, f"{name}={value} is not finite")
+
+    def diverged(self, when: str, reason: str) -> UserError:
+        """Return the error of a training that has left the finite numbers."""
+        config, key = self.config, self.key
+        keys = f"{key}={getattr(config, key):g}, grad_norm_clip={config.grad_norm_clip:g}, precision={config.precision}"
+        other = "" if config.precision == "float32" else ", or with precision=float32"
+        return UserError(f"{when}: {reason}; {keys}. Start again with a smaller {key}{other}")
+
+    def state_dict(self) -> list[int]:
+        """Return the counts; waits for the device."""
+        return list(self._read())
+
+    def load_state_dict(self, state: list[int]) -> None:
+        """Continue from `state_dict()`."""
+        self._unread, self._counts = [], [int(count) for count in state]

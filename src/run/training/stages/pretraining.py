@@ -1,0 +1,330 @@
+"""Stage 2: the predictor learns to fill in what an agent does not see."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.learners.graph_metrics import summarise
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.modules.graph_reconstructers.meta import describe
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
+from omagd.run.training.beliefs import picture
+from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy, require_same_weights
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Products, Stage, StageResult, Task
+from omagd.utils.clock import Due
+from omagd.utils.metrics import Metrics
+from omagd.utils.progress import Progress, duration
+from omagd.utils.seeding import generator, seed_everything
+from omagd.utils.writing import STORAGE
+
+FIELDS = ("obs", "full_obs")
+REHEARSAL_EPISODES = 8
+
+
+class PretrainStage(Stage):
+    """Base of stages 1 and 2. A subclass says which learner and which file; the learner, what "best" means."""
+
+    clock_name = "epoch"
+    lr_key = "graph_lr"
+    weights_name: str
+
+    def __init__(self, session: Session, products: Products) -> None:
+        super().__init__(session, products)
+        config = session.config
+        self.learner = self.make_learner()
+        seed_everything(config.seed, f"{self.name} dropout", session.dist.rank)
+        self.trained_on = Metrics()
+        self.metrics = {"trained_on": self.trained_on}
+        self.best: tuple[float, int, dict[str, Any]] = (math.nan, 0, {})
+        self.last: dict[str, float] = {}
+        evaluation = Due(config.graph_pretrain_eval_interval)
+        self.dues = {"test": evaluation}
+        self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._learned_all(), self.evaluate)]
+        self._missing: dict[str, int] = {}
+        self._make_room()
+        self._policies: dict[str, Any] = {}
+        self._learned = False
+        self._rehearsed = False
+        self._bar: Progress | None = None
+
+    @abstractmethod
+    def make_learner(self) -> Any:
+        """Return the learner of this stage over freshly initialised modules."""
+
+    @abstractmethod
+    def trained(self) -> nn.Module:
+        """Return the module that this stage trains."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return the facts that are stored beside the weights."""
+
+    def prepare(self) -> None:
+        """Fix the order of sums."""
+        if not self.session.config.evaluation_only:
+            self.learner.warm_up()
+
+    def start(self) -> None:
+        """Begin with the episodes of the stage before; without them, by playing some."""
+        self._missing = {} if any(len(buffer) for buffer in self.buffers().values()) else self._wanted()
+
+    def done(self) -> bool:
+        """Whether all epochs have been run; under `evaluation_only`, whether the given module has been measured."""
+        return self._learned_all() and (not self.session.config.evaluation_only or bool(self.last))
+
+    def _learned_all(self) -> bool:
+        """Whether there is nothing left to learn from or to learn."""
+        config = self.session.config
+        return not self._missing and (config.evaluation_only or self.clock.epoch >= config.graph_pretrain_epochs)
+
+    def collect(self) -> None:
+        """Play a round of the episodes that are still missing: first those to learn from, then those to measure on."""
+        if not self._missing:
+            return
+        config, purpose = self.session.config, next(iter(self._missing))
+        buffer = self.buffers()[purpose]
+        if purpose == "pretrain" and config.pretrain_buffer_path:
+            path = Path(config.pretrain_buffer_path).expanduser() / _buffer_file(self.session.dist.rank)
+            buffer.load(path, self._facts(), "pretrain_buffer_path")
+            played = self._missing[purpose]
+        else:
+            played = self._play(purpose, buffer)
+        self._missing[purpose] -= played
+        if self._missing[purpose] <= 0:
+            del self._missing[purpose]
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+            if purpose == "pretrain" and config.save_pretrain_buffer:
+                path = self.session.folder.path / "pretrain_buffer" / _buffer_file(self.session.dist.rank)
+                with STORAGE.attempt(STORAGE.name(path)):
+                    buffer.save(path, self._facts())
+
+    def ready(self) -> bool:
+        """Whether there is a batch to learn from: once all episodes are there."""
+        self._learned = not self._missing and not self._learned_all()
+        return self._learned
+
+    def update(self) -> None:
+        """One epoch: one sampled batch on each rank, one update."""
+        if not self._rehearsed:
+            self._rehearse()
+        size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
+        with self.session.measures.phases("sample"):
+            batch = self._episodes.sample(size, self.chance(f"{self.name} sampling")).to(self.session.dist.device)
+        self.trained_on.add(self.health.note(self.learner.update(batch)), prefix="train/")
+
+    def advance(self) -> None:
+        """Count the epoch, if there was one."""
+        if not self._learned:
+            return
+        self.clock.epoch += 1
+        self.clock.updates += 1
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all ranks share: the best model too, and which episodes are missing."""
+        more = {"best": list(self.best), "last": dict(self.last), "missing": dict(self._missing)}
+        return {**super().shared_state(), **more}
+
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Continue from a `shared_state`."""
+        super().load_shared(state)
+        reached, epoch, weights = state["best"]
+        self.best, self.last = (float(reached), int(epoch), dict(weights)), dict(state["last"])
+        self._missing = {name: int(count) for name, count in state["missing"].items()}
+
+    def without_episodes(self) -> None:
+        """Play again what a rank has nothing of any more."""
+        wanted = self._wanted()
+        for purpose, buffer in self.buffers().items():
+            if purpose in wanted and not self.session.dist.all(len(buffer) > 0):
+                self._missing[purpose] = wanted[purpose]
+
+    def evaluate(self) -> None:
+        """Measure on the held-out episodes, keep the best model, write one record.
+
+        Errors: UserError where training has diverged.
+        """
+        assert self.products.held_out is not None
+        held_out, buffer = Metrics(), self.products.held_out
+        batch = buffer.batch(range(len(buffer)))
+        held_out.add(self.learner.evaluate(batch.to(self.session.dist.device)))
+        values = summarise(held_out.reduce(self.session.dist))
+        self.last = values
+        record = {f"eval/{name}": value for name, value in values.items()}
+        measured = {**self.session.measures.record(self.clock.updates), **self.health.record()}
+        record = {**self.trained_on.reduce(self.session.dist), **record, **measured, **self.session.mishaps()}
+        self.log(record)
+        self.health.require_finite(record, self.when, also=f"eval/{self.learner.best_metric}")
+        self.require_sound()
+        reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
+        if reached < self.best[0] or math.isnan(self.best[0]):
+            self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
+
+    def standing(self) -> dict[str, float]:
+        """Return the last measurement on the held-out episodes, and the best one with its epoch."""
+        if not self.last:
+            return {}
+        return {**self.last, f"best_{self.learner.best_metric}": self.best[0], "best_epoch": float(self.best[1])}
+
+    def finish(self) -> StageResult:
+        """Save the last and the best model, and hand the best one on."""
+        if self._bar is not None:
+            self._bar.close()
+        self.require_sound()
+        module, folder = self.trained(), self.session.folder
+        last = {name: value.clone() for name, value in module.state_dict().items()}
+        module.load_state_dict(self.best[2])
+        require_same_weights(self.session.dist, module, self.name)
+        files: dict[str, str] = {}
+        if self.session.dist.is_main and self.session.config.save_model:
+            meta = self.describe()
+            for best, weights in ((False, last), (True, self.best[2])):
+                path = folder.pretrained(self.name, best) / self.weights_name
+                keep_file(path, {"weights": weights, "meta": meta})
+            files[self.name] = str(folder.pretrained(self.name, best=True) / self.weights_name)
+        module.eval().requires_grad_(False)
+        return StageResult(self.name, self.clock.state_dict(), self.standing(), files)
+
+    @property
+    def _episodes(self) -> EpisodeBuffer:
+        assert self.products.train_episodes is not None
+        return self.products.train_episodes
+
+    def _rehearse(self) -> None:
+        """Pass a few episodes through the learner without learning, and say from it how long the stage will take."""
+        config, self._rehearsed = self.session.config, True
+        size = min(config.graph_pretrain_batch_size, len(self._episodes))
+        few = self._episodes.sample(min(REHEARSAL_EPISODES, size), generator(config.seed, "rehearsal"))
+        started = time.monotonic()
+        passes = self.learner.warm_up(few.to(self.session.dist.device))
+        seconds = (time.monotonic() - started) / passes * size / few.packing.n_episodes
+        left = config.graph_pretrain_epochs - self.clock.epoch
+        self.session.logger.info(
+            f"{self.name}: {left} epochs, each of {size} of {len(self._episodes)} episodes on every rank; about"
+            f" {duration(seconds * left)}"
+        )
+        self._bar = Progress(
+            config.graph_pretrain_epochs,
+            "epoch",
+            self.name,
+            enabled=self.session.dist.is_main,
+            initial=self.clock.epoch,
+        )
+
+    def _wanted(self) -> dict[str, int]:
+        """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""
+        config = self.session.config
+        judged = config.eval_report_episodes if config.evaluation_only else 0
+        wanted = {} if config.evaluation_only else {"pretrain": config.graph_pretrain_episodes}
+        wanted["held_out"] = judged or config.graph_pretrain_eval_episodes
+        return wanted
+
+    def _make_room(self) -> None:
+        """Have buffers for the episodes that are missing."""
+        products, slots = self.products, self.session.env.n_slots
+        room = {name: self.session.rounds(count) * slots for name, count in self._wanted().items()}
+        if products.train_episodes is None or products.held_out is None:
+            products.train_episodes = EpisodeBuffer(room.get("pretrain", 1))
+            products.held_out = EpisodeBuffer(room["held_out"])
+
+    def _play(self, purpose: str, into: EpisodeBuffer) -> int:
+        """Play one round of all slots; return how many episodes that are over all ranks."""
+        session = self.session
+        if self._bar is None:
+            text = f"{self.name}: playing"
+            self._bar = Progress(into.capacity, "episode", text, enabled=session.dist.is_main, initial=len(into))
+        if purpose not in self._policies:
+            self._policies[purpose] = pretrain_policy(session, self.chance(f"{purpose} policy"))
+        policy = self._policies[purpose]
+        rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
+        with self.phase("replay"):
+            into.add([{name: episode[name] for name in FIELDS} for episode in rollout.episodes])
+        session.say_first_episodes()
+        self._bar.update(rollout.n_episodes)
+        return session.env.n_slots * session.dist.world_size
+
+    def _facts(self) -> dict[str, str]:
+        return {"shape_key": self.session.info.shape_key()}
+
+
+def _buffer_file(rank: int) -> str:
+    return f"rank_{rank}.episodes"
+
+
+class Stage1(PretrainStage):
+    """Trains a fresh tokenizer on `full_obs`."""
+
+    name = "stage1"
+    weights_name = TOKENIZER_FILE
+    learner: TokenizerLearner
+
+    def make_learner(self) -> TokenizerLearner:
+        """Return the learner over a new tokenizer, or over the given one when it is only evaluated."""
+        session = self.session
+        tokenizer = self.products.tokenizer or new_tokenizer(session.config, session.info, session.dist.device)
+        tokenizer.requires_grad_(True)
+        return TokenizerLearner(tokenizer, session.config, session.info, session.dist)
+
+    def trained(self) -> Tokenizer:
+        """Return the tokenizer."""
+        return self.learner.tokenizer
+
+    def describe(self) -> dict[str, Any]:
+        """Return the tokenizer's facts."""
+        return describe(self.session.config, self.session.info, predictor=False)
+
+    def finish(self) -> StageResult:
+        """Hand the best tokenizer on."""
+        result = super().finish()
+        self.products.tokenizer = self.trained()
+        return result
+
+
+class Stage2(PretrainStage):
+    """Trains a fresh predictor over the frozen tokenizer's tokens."""
+
+    name = "stage2"
+    weights_name = PREDICTOR_FILE
+    learner: PredictorLearner
+
+    def make_learner(self) -> PredictorLearner:
+        """Return the learner over a new predictor, or over the given one when it is only evaluated."""
+        session, tokenizer = self.session, self.products.tokenizer
+        assert tokenizer is not None, "stage 2 runs after stage 1 or with its file"
+        predictor = self.products.predictor or new_predictor(session.config, session.info, session.dist.device)
+        predictor.requires_grad_(True)
+        return PredictorLearner(predictor, tokenizer, session.config, session.info, session.dist)
+
+    def trained(self) -> MaskPredictor:
+        """Return the predictor."""
+        return self.learner.predictor
+
+    def describe(self) -> dict[str, Any]:
+        """Return the predictor's facts."""
+        return describe(self.session.config, self.session.info, predictor=True)
+
+    def finish(self) -> StageResult:
+        """Hand the best predictor on and draw one moment as seen, as reconstructed and as it was."""
+        result = super().finish()
+        self.products.predictor = self.trained()
+        if self.session.dist.is_main:
+            assert self.products.held_out is not None
+            held_out = self.products.held_out
+            path = picture(self.session, self.products, held_out.batch(range(len(held_out))), "beliefs_stage2")
+            result.files["picture"] = str(path)
+        return result

@@ -1,0 +1,300 @@
+"""Stage 3: reinforcement learning, on reconstructed graphs where the configuration has them."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.sampler import Sampler
+from omagd.components.schedules import epsilon_schedule
+from omagd.controllers.types import Exploration, Policy
+from omagd.run.training.beliefs import judge_beliefs
+from omagd.run.training.build import build_learner
+from omagd.run.training.opponents import Opponents
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Products, Stage, StageResult, Task
+from omagd.run.training.training_state import load_training_state, save_training_state
+from omagd.runners.rollout import Rollout
+from omagd.utils.clock import Due
+from omagd.utils.dist_utils import Pending
+from omagd.utils.metrics import Metrics
+from omagd.utils.progress import Progress, duration
+
+BEST_OF = ("test_battle_won_mean", "test_return_mean")
+
+
+class Stage3(Stage):
+    """Trains agent and mixer with the learner that the configuration names."""
+
+    name = "stage3"
+    clock_name = "t_env"
+    lr_key = "lr"
+
+    def __init__(self, session: Session, products: Products) -> None:
+        super().__init__(session, products)
+        config = session.config
+        self.mac, self.learner = build_learner(session, products)
+        session.measures.watch_acting(self.mac)
+        self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
+        self.schedule = epsilon_schedule(config)
+        self.opponents = Opponents(session, self.mac, self.clock)
+        self.played, self.learned = Metrics(), Metrics()
+        self.metrics = {"played": self.played, "learned": self.learned}
+        self.last_test: tuple[int, dict[str, float]] = (-1, {})
+        self.best: dict[str, float] = {}
+        self._tested_now = self._best_now = False  # in this iteration
+        replay, workers = self.chance("replay"), config.num_workers
+        self._sampler = Sampler(self.buffer, config.batch_size, replay, session.dist.device, workers=workers)
+        self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
+        self._ready = False
+        self._bar: Progress | None = None
+        self._started = time.monotonic()
+        self._since = (self._started, 0)
+        test, save = Due(config.test_interval, first=True), Due(config.save_model_interval)
+        self._log_due = {
+            "run": Due(config.log_interval),
+            "played": Due(config.runner_log_interval),
+            "learned": Due(config.learner_log_interval),
+        }
+        self.dues = {"test": test, "save": save, **{f"log {name}": due for name, due in self._log_due.items()}}
+        self._parts_due: set[str] = set()
+        self.tasks = [
+            Task("opponents", self.opponents.due, self.opponents.run),
+            Task("test", lambda: test.due(self.clock.t_env) or self.done(), self.test),
+            Task("log", self._something_to_log, self.write_log),
+            Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
+        ]
+
+    def prepare(self) -> None:
+        """Fix the order of sums."""
+        self.learner.warm_up()
+
+    def start(self) -> None:
+        """Begin with the weights of `checkpoint_path`, if it is given: its replay starts empty, and tests at once."""
+        if self.session.config.checkpoint_path:
+            load_training_state(self)
+            for name, due in self.dues.items():
+                due.last = None if name == "test" else self.clock.t_env
+            self.session.measures.go_on_from(self.clock.updates)
+            self.opponents.settle()
+        self._go()
+
+    def _go(self) -> None:
+        """Start to measure speed, and to show how far it is."""
+        session, now = self.session, self.clock.t_env
+        self._since = (time.monotonic(), now)
+        self._bar = Progress(self._end(), "step", self.name, enabled=session.dist.is_main, initial=now)
+
+    def buffers(self) -> dict[str, EpisodeBuffer]:
+        """Return the replay buffer."""
+        return {"replay": self.buffer}
+
+    def policies(self) -> dict[str, Policy]:
+        """Return the controller, which plays the training battles."""
+        return {"train": self.mac}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all ranks share, tests included."""
+        tests = {"last_test": list(self.last_test), "best": dict(self.best), "ready": self._ready}
+        others = {"opponents": self.opponents.state_dict(), "seconds": self._seconds()}
+        return {**super().shared_state(), **tests, **others}
+
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Continue from a `shared_state`."""
+        super().load_shared(state)
+        when, values = state["last_test"]
+        self.last_test, self.best = (int(when), dict(values)), dict(state["best"])
+        self._ready = bool(state["ready"])
+        self.opponents.load_state_dict(state.get("opponents", {}))  # earlier versions had none
+        self._started = time.monotonic() - float(state["seconds"])
+        self._go()
+
+    def renew(self, everyone: list[dict[str, Any]], generation: int) -> None:
+        """Continue among another number of ranks, whose buffers may not give a batch yet."""
+        super().renew(everyone, generation)
+        self._ready = False
+
+    def without_episodes(self) -> None:
+        """Wait again until every rank can give a batch."""
+        self._ready = False
+
+    def urgent(self) -> bool:
+        """Whether a test of this iteration was the best one so far."""
+        return self._best_now
+
+    def standing(self) -> dict[str, float]:
+        """Return the numbers of the last test, and the best of all tests."""
+        return {**self.last_test[1], **self.best}
+
+    def score(self) -> float | None:
+        """Return the last test's share of battles won, or its return."""
+        return next((self.last_test[1][name] for name in BEST_OF if name in self.last_test[1]), None)
+
+    def _seconds(self) -> float:
+        """Return how long the stage has taken, starts that were killed included."""
+        return time.monotonic() - self._started
+
+    def done(self) -> bool:
+        """Whether `t_max` environment steps or `max_episodes` episodes have been played, over all ranks."""
+        config, clock = self.session.config, self.clock
+        enough = config.max_episodes is not None and clock.episodes >= config.max_episodes
+        return enough or clock.t_env >= config.t_max
+
+    def _end(self) -> int:
+        """Return at how many steps the stage ends: `t_max`, or what `max_episodes` of the mean length so far make."""
+        config, clock = self.session.config, self.clock
+        if config.max_episodes is None or not clock.episodes:
+            return config.t_max
+        return min(config.t_max, max(clock.t_env, clock.t_env * config.max_episodes // clock.episodes))
+
+    def collect(self) -> None:
+        """Play what the runner plays in an iteration and keep it."""
+        explore = self._exploration()
+        self._tested_now = self._best_now = False
+        full_obs = self.mac.wants_full_obs
+        self._keep(self.session.runners["train"].collect(self.mac, explore=explore, full_obs=full_obs))
+        self.session.say_first_episodes()
+        self.played.add({"epsilon": (explore.epsilon, 1.0), **self.opponents.stats()})
+
+    def _exploration(self) -> Exploration:
+        return Exploration(self.schedule.value(self.clock.t_env), self.chance("explore"))
+
+    def _keep(self, rollout: Rollout) -> None:
+        """Keep what was played, and begin to count it over all ranks."""
+        with self.phase("replay"):
+            self.buffer.add(rollout.episodes)
+            self.session.episode_log.write(rollout.log, t_env=self.clock.t_env)
+        self.played.add(means(rollout.stats))
+        counts = rollout.steps, rollout.n_episodes, self.buffer.can_sample(self.session.config.batch_size)
+        self._counts = self.session.dist.sum_later(torch.tensor(counts, dtype=torch.int64))
+
+    def ready(self) -> bool:
+        """Whether every rank's buffer can give a batch."""
+        if not self._ready:  # a buffer that can give a batch once can do so for good: nobody has to wait for the sum
+            assert self._counts is not None
+            self._ready = int(self._counts.wait()[2]) == self.session.dist.world_size
+        return self._ready
+
+    def update(self) -> None:
+        """Sample and learn as often as the configuration says."""
+        config = self.session.config
+        batches = self._sampler.batches(config.updates_per_iteration)
+        for _ in range(config.updates_per_iteration):
+            with self.session.measures.phases("sample"):
+                batch = next(batches)
+            self.learned.add(self.health.note(self.learner.update(batch, episodes=self.clock.episodes)))
+            self.clock.updates += 1
+
+    def advance(self) -> None:
+        """Count what all ranks have played."""
+        self._count()
+        self.clock.epoch += 1
+
+    def _count(self) -> None:
+        assert self._counts is not None
+        steps, episodes, _ = self._counts.wait().tolist()
+        self.clock.t_env += steps
+        self.clock.episodes += episodes
+        if self._bar is not None:
+            self._bar.set(self.clock.t_env, total=self._end())
+
+    def _drain(self) -> None:
+        """Play to its end, keep and count what is in flight, since others are about to play in the same environment."""
+        train = self.session.runners["train"]
+        if train.in_flight:
+            self._keep(train.drain(self.mac, explore=self._exploration()))
+            self._count()
+
+    def test(self) -> None:
+        """Play this rank's share of the test episodes greedily."""
+        self._drain()
+        values = greedy_episodes(self.session, self.mac, self.session.config.test_nepisode)
+        before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
+        self.last_test = (self.clock.t_env, values)
+        self._tested_now = True
+        self._best_now = (self.score() or -math.inf) > before
+        for name in BEST_OF:
+            if name in values:
+                self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
+
+    def write_log(self) -> None:
+        """Write what is due, gathered since its last time, as one record.
+
+        Errors: UserError where training has diverged.
+        """
+        values: dict[str, float] = {}
+        for name, metrics in (("played", self.played), ("learned", self.learned)):
+            if name in self._parts_due:
+                values.update(metrics.reduce(self.session.dist))
+        now = time.monotonic()
+        values.update(self.session.measures.record(self.clock.updates))
+        values.update({**self.session.mishaps(), **self.health.record()})
+        values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
+        self._since = (now, self.clock.t_env)
+        values["wall_seconds"] = self._seconds()
+        values["episode"] = float(self.clock.episodes)
+        values["updates"] = float(self.clock.updates)
+        if self._tested_now:
+            values.update(self.last_test[1])
+        self.log(values)
+        speed = values["steps_per_second"]
+        if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed says little
+            left = (self._end() - self.clock.t_env) / speed
+            self.session.logger.info(f"{self.name}: {duration(self._seconds())} passed, about {duration(left)} left")
+        self.health.require_finite(values, self.when)
+        self.health.require_progress(self.when)
+
+    def save(self) -> None:
+        """Write the weights and what continuing needs. Errors: UserError for values that are not finite."""
+        if self.session.config.save_model:
+            self.require_sound()
+            save_training_state(self)
+
+    def finish(self) -> StageResult:
+        """Judge the beliefs of the trained policy, where it has any."""
+        if self._bar is not None:
+            self._bar.close()
+        values = self.standing()
+        beliefs, pictures = judge_beliefs(self.session, self.products, self.mac)
+        if beliefs:
+            self.log({f"policy/{name}": value for name, value in beliefs.items()})
+            values.update({f"policy_{name}": value for name, value in beliefs.items()})
+        saved = self.session.folder.step(self.clock.t_env)
+        if not saved.is_dir():  # a start that continues after the last iteration, and the one before could not write
+            self.save()
+        models = {"agent": str(saved)} if saved.is_dir() else {}
+        return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures})
+
+    def _something_to_log(self) -> bool:
+        self._parts_due = {name for name, due in self._log_due.items() if due.due(self.clock.t_env)}
+        if self.done():
+            self._parts_due = set(self._log_due)
+        return bool(self._parts_due) or self._tested_now
+
+
+def greedy_episodes(session: Session, mac: object, wanted: int, log_at: int | None = None) -> dict[str, float]:
+    """Play `wanted` test episodes (at least), as many in each slot of all ranks; return `test_*` means.
+
+    log_at: the `t_env` with which each episode is written to `episodes/`; None to write none.
+    """
+    rollout = session.runners["test"].run(
+        mac,
+        explore=None,
+        episodes_per_slot=session.rounds(wanted),
+        full_obs=mac.wants_full_obs,  # type: ignore[attr-defined]
+        keep=False,
+    )
+    if log_at is not None:  # before the sum, so that rank 0 finds the lines of all ranks after it
+        session.episode_log.write(rollout.log, t_env=log_at)
+    metrics = Metrics()
+    metrics.add(means(rollout.stats), prefix="test_")
+    return metrics.reduce(session.dist)
+
+
+def means(stats: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return rollout stats under PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ..."""
+    return {f"{name}_mean": pair for name, pair in stats.items()}
