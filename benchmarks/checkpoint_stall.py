@@ -32,14 +32,14 @@ def measure(config: str, map_name: str, stored: int, saves: int) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         stage = ready_stage(given, Dist(), folder)
         fill(stage, stored)
-        keeper = stage.session.keeper
+        checkpointer = stage.session.checkpointer
         for _ in range(saves + 1):
             iterate(stage)
-            keeper.iteration += 1
+            checkpointer.iteration += 1
             before, started = time.process_time(), time.perf_counter()
-            keeper._begin(stage, stage.buffers())
+            checkpointer._begin(stage, stage.buffers())
             stalls.append(1e3 * (time.perf_counter() - started))
-            keeper.finish()
+            checkpointer.finish()
             written.append(1e3 * (time.perf_counter() - started))
             busy.append(1e3 * (time.process_time() - before))
         found = max((Path(path) for path in stage.session.folder.checkpoints.glob("0*")), key=lambda path: path.name)

@@ -24,7 +24,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, Observation
 from omagd.runners.seeds import EpisodeSeeds
-from omagd.utils.clock import Due
+from omagd.utils.clock import Every
 from omagd.utils.seeding import seed_everything
 
 TEST_SLOTS = 128
@@ -154,7 +154,7 @@ def train(
     env = make_env("skirmish", {"map_name": map_name}, n_slots, processes=False)
     test_env = make_env("skirmish", {"map_name": map_name}, min(TEST_SLOTS, episodes), processes=False)
     train_seeds, tested = EpisodeSeeds(seed, "train"), TestBattles(seed, n_slots, episodes)
-    due, started = Due(test_interval, first=True), time.monotonic()
+    due, started = Every(test_interval, first=True), time.monotonic()
     t_env, played, updates, tests = 0, 0, 0, []
     with torch.no_grad():
         while t_env < t_max:

@@ -15,8 +15,8 @@ import torch.multiprocessing as multiprocessing
 from omagd.config.schema import Config
 from omagd.run.cli.main import config_from
 from omagd.run.training.build import build_session
-from omagd.run.training.stages.base import Products
-from omagd.run.training.stages.rl import Stage3
+from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist, cleanup_distributed, open_rendezvous, setup_distributed
 from omagd.utils.logging import Logger, setup_logging
 from omagd.utils.run_folder import RunFolder
@@ -58,11 +58,11 @@ def stage_config(config: str, env: str, map_name: str, words: list[str]) -> Conf
     return config_from([f"--config={config}", f"--env-config={env}", "with", *given])
 
 
-def ready_stage(config: Config, dist: Dist, folder: str) -> Stage3:
+def ready_stage(config: Config, dist: Dist, folder: str) -> RLStage:
     """Return stage 3 of this rank after its first updates, with a buffer that gives batches, ready to be timed."""
     path = RunFolder.create(folder, f"rank{dist.rank}of{dist.world_size}")
     session = build_session(config, dist, path, Logger(setup_logging(None, rank=1), minimal=True))
-    stage = Stage3(session, Products())
+    stage = RLStage(session, PretrainedModules())
     stage.begin()
     stage.prepare()
     learned = 0
@@ -71,7 +71,7 @@ def ready_stage(config: Config, dist: Dist, folder: str) -> Stage3:
     return stage
 
 
-def iterate(stage: Stage3) -> bool:
+def iterate(stage: RLStage) -> bool:
     """Run one iteration; return whether it had an update."""
     phases = stage.session.measures.phases
     with phases("collect"):

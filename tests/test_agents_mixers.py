@@ -212,7 +212,7 @@ def test_acting_follows_every_update(agent):
     mac, batch = learner.mac, pack_episodes([random_episode(i, 4) for i in range(3)])
     for _ in range(3):
         mac.begin(3)
-        inputs, _ = mac._look(batch["obs"][:3].numpy(), np.zeros(3))
+        inputs, _ = mac._build_inputs(batch["obs"][:3].numpy(), np.zeros(3))
         with torch.inference_mode():
             acted = torch.from_numpy(mac._values(inputs, None))
         learned, _ = mac.agent.step(inputs, mac.agent.init_hidden(3))

@@ -17,11 +17,11 @@ import torch
 from chaos_harness import PATIENCE, Trial, differences
 from command_harness import run_folders, summary_of
 
-from omagd.run.checkpoint import checkpointer as keeper
+from omagd.run.checkpoint import checkpointer as checkpointer
 from omagd.run.checkpoint import set_aside
 from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint import writer as saver
-from omagd.run.checkpoint.checkpointer import Keeper
+from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.recovery import recover
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.store import FORMAT, Checkpoint, CheckpointStore, sealed
@@ -75,11 +75,11 @@ def unfinished(tmp_path_factory) -> tuple[Path, Path]:
     """Return the folders of a run that was left alone, and of one that was killed in its middle."""
     torch.set_num_threads(1)
     places = [tmp_path_factory.mktemp(name) for name in ("alone", "torn")]
-    before, calls = Keeper.boundary, []
+    before, calls = Checkpointer.boundary, []
 
-    def boundary(keeper, stage):
-        before(keeper, stage)
-        keeper.finish()
+    def boundary(checkpointer, stage):
+        before(checkpointer, stage)
+        checkpointer.finish()
         calls.append(stage)
         if len(calls) == KILLED_AT:
             raise KilledError
@@ -87,7 +87,7 @@ def unfinished(tmp_path_factory) -> tuple[Path, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
         assert main([*COMMAND, f"local_results_path={places[0]}/results"]) == 0
-        patch.setattr(Keeper, "boundary", boundary)
+        patch.setattr(Checkpointer, "boundary", boundary)
         with pytest.raises(KilledError):
             main([*COMMAND, f"local_results_path={places[1]}/results"])
     (alone,), (torn,) = (run_folders(place) for place in places)
@@ -107,17 +107,17 @@ def resaved(run: Path, part: str, change: Callable[[dict], object]) -> None:
 
 def kill_at(boundary: int, run: Path, monkeypatch) -> None:
     """Continue a run and end it after some iterations, each of them saved."""
-    inner, left = Keeper.boundary, [None] * boundary
+    inner, left = Checkpointer.boundary, [None] * boundary
 
-    def ended(keeper, stage):
-        inner(keeper, stage)
-        keeper.finish()
+    def ended(checkpointer, stage):
+        inner(checkpointer, stage)
+        checkpointer.finish()
         left.pop()
         if not left:
             raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Keeper, "boundary", ended)
+        patch.setattr(Checkpointer, "boundary", ended)
         with pytest.raises(KilledError):
             main([*COMMAND, f"local_results_path={run.parent}"])
 
@@ -234,14 +234,14 @@ def test_lossy_continues_without_the_damaged_episodes_and_counts_them(every, unf
     seen: dict[str, int] = {}
 
     with monkeypatch.context() as patch:
-        inner = Keeper.restore
+        inner = Checkpointer.restore
 
-        def restore(keeper, stage):
-            inner(keeper, stage)
-            seen.update(left=len(stage.buffer), t_env=stage.clock.t_env, iteration=keeper.iteration)
+        def restore(checkpointer, stage):
+            inner(checkpointer, stage)
+            seen.update(left=len(stage.buffer), t_env=stage.clock.t_env, iteration=checkpointer.iteration)
             raise KilledError
 
-        patch.setattr(Keeper, "restore", restore)
+        patch.setattr(Checkpointer, "restore", restore)
         with pytest.raises(KilledError):
             main([*COMMAND, f"local_results_path={run.parent}", "resume=lossy"])
     assert seen == {"left": said["kept"] - lost, "t_env": manifest["t_env"], "iteration": manifest["iteration"]}
@@ -290,14 +290,14 @@ def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
     assert "resume=weights" in rejected(run, capsys)
     assert "resume=weights" in rejected(run, capsys, "resume=lossy")
     seen: dict[str, object] = {}
-    inner = Keeper.restore
+    inner = Checkpointer.restore
 
-    def restore(keeper, stage):
-        inner(keeper, stage)
+    def restore(checkpointer, stage):
+        inner(checkpointer, stage)
         weights = [value.clone() for value in stage.mac.agent.state_dict().values()]
-        seen.setdefault("start", (len(stage.buffer), stage.clock.t_env, keeper.iteration >= KILLED_AT, weights))
+        seen.setdefault("start", (len(stage.buffer), stage.clock.t_env, checkpointer.iteration >= KILLED_AT, weights))
 
-    monkeypatch.setattr(Keeper, "restore", restore)
+    monkeypatch.setattr(Checkpointer, "restore", restore)
     assert main([*COMMAND, f"local_results_path={run.parent}", "resume=weights"]) == 0, capsys.readouterr().err
     left, began, later, weights = seen["start"]
     assert (left, later) == (0, True)
@@ -678,7 +678,7 @@ def test_ranks_decide_alike(tmp_path, monkeypatch):
 
 
 def test_a_stop_says_saved_only_where_the_files_are_found(unfinished, tmp_path, monkeypatch):
-    monkeypatch.setattr(keeper, "stop_wanted", lambda: True)
+    monkeypatch.setattr(checkpointer, "stop_wanted", lambda: True)
     inner = CheckpointStore.prune
 
     def prune(store):
@@ -714,7 +714,7 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(unfinish
         record(module, "sync")
     record(Path, "rename")
     record(set_aside, "write_json")
-    monkeypatch.setattr(keeper, "stop_wanted", lambda: True)
+    monkeypatch.setattr(checkpointer, "stop_wanted", lambda: True)
     assert main([*COMMAND, f"local_results_path={run.parent}"]) == 143
     (newest,) = {path.name for path in newest_first(run)} - before
     (draft,) = {name for what, name in done if what == "rename" and name.startswith(f".{newest}.")}

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from omagd.run.checkpoint.checkpointer import Keeper
-from omagd.run.checkpoint.serialization import frozen, thawed
+from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.checkpoint.serialization import pack, unpack
 from omagd.run.checkpoint.store import (
     FORMAT,
     UPGRADES,
@@ -42,12 +42,12 @@ def save(store: CheckpointStore, iteration: int, others: tuple[CheckpointStore, 
     draft = store.draft(iteration)
     for other in others:
         theirs = other.draft(iteration)
-        theirs.put(f"rank_{other.rank}", frozen({"number": other.rank}))
+        theirs.put(f"rank_{other.rank}", pack({"number": other.rank}))
         theirs.report({})
     name = f"replay_{iteration}.bin"
     draft.keep(name, lambda path: path.write_bytes(os.urandom(100)))
-    draft.put("common", frozen(STATE))
-    draft.put("rank_0", frozen({"number": iteration}))
+    draft.put("common", pack(STATE))
+    draft.put("rank_0", pack({"number": iteration}))
     draft.report({"replay": {"added": iteration, "kept": 0, "parts": []}})
     path = draft.commit({**FACTS, "iteration": iteration, "score": None, **facts}, 5.0)
     store.prune()
@@ -77,13 +77,13 @@ def test_what_is_saved_comes_back_with_every_bit(tmp_path):
 
 def test_a_copy_does_not_change_with_what_it_was_made_from():
     weights, array = torch.ones(2), np.ones(2)
-    kept = frozen({"w": weights, "a": array})
+    kept = pack({"w": weights, "a": array})
     weights.add_(1)
     array += 1
     assert kept["w"].tolist() == [1.0, 1.0]
-    assert thawed(kept)["a"].tolist() == [1.0, 1.0]
+    assert unpack(kept)["a"].tolist() == [1.0, 1.0]
     with pytest.raises(TypeError, match="set has no place in a checkpoint"):
-        frozen({"x": {1, 2}})
+        pack({"x": {1, 2}})
 
 
 def test_the_newest_and_the_best_stay_with_the_files_that_they_need(tmp_path):
@@ -105,7 +105,7 @@ def test_a_file_that_several_checkpoints_share_stays_until_the_last_of_them_goes
         draft = store.draft(iteration)
         if refers:
             draft.refer(shared)
-        draft.put("common", frozen(STATE))
+        draft.put("common", pack(STATE))
         draft.report({})
         path = draft.commit({**FACTS, "iteration": iteration}, 5.0)
         store.prune()
@@ -125,7 +125,7 @@ def test_what_a_kill_leaves_half_written_is_no_checkpoint_and_goes(tmp_path):
     store = store_in(tmp_path)
     whole = save(store, 1)
     draft = store.draft(2)
-    draft.put("common", frozen(STATE))
+    draft.put("common", pack(STATE))
     draft.keep("replay_2.bin", lambda path: path.write_bytes(b"x"))
     assert [path.name for path in folders(store.path)] == ["00000001"]
     clean(store.path)
@@ -172,7 +172,7 @@ def test_a_rank_finds_out_what_is_missing_of_its_part(tmp_path):
     store = store_in(tmp_path)
     draft = store.draft(1)
     draft.keep("replay_1.bin", lambda path: path.write_bytes(b"episodes"))
-    draft.put("rank_0", frozen({"number": 1}))
+    draft.put("rank_0", pack({"number": 1}))
     draft.report({})
     path = draft.commit({**FACTS, "iteration": 1, "score": None}, 5.0)
     assert draft.lacks() == ""
@@ -240,7 +240,7 @@ def test_a_run_that_ends_early_waits_no_longer_for_the_part_of_a_rank_that_is_go
         time.sleep(0.1)
         assert not saving.done()
         began = time.monotonic()
-        Keeper.close(SimpleNamespace(_saver=SimpleNamespace(store=store), _thread=thread), 0.1)
+        Checkpointer.close(SimpleNamespace(_saver=SimpleNamespace(store=store), _thread=thread), 0.1)
         assert time.monotonic() - began < 10
     with pytest.raises(OSError, match="rank 1 has not written its part"):
         saving.result()

@@ -26,8 +26,8 @@ from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.build import build_session
 from omagd.run.training.loop import fit
-from omagd.run.training.stages.base import Products
-from omagd.run.training.stages.rl import Stage3
+from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import Logger, setup_logging
@@ -90,7 +90,7 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
     config = qmix(tmp_path, *saved_weights, f"t_max={t_env + 100}", "target_update_interval=1000")
     folder = RunFolder.create(tmp_path, "again")
     session = build_session(config, Dist(), folder, Logger(setup_logging(None, rank=1), minimal=True))
-    stage = Stage3(session, Products())
+    stage = RLStage(session, PretrainedModules())
     fresh = checksum(stage.mac.agent.state_dict())
     stage.prepare()
     stage.start()
@@ -185,7 +185,7 @@ def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], 
     updates = {"t_max": 300, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
     config = resolve("qmix", "skirmish", {**updates, "use_cuda": False, "local_results_path": folder})
     logger = Logger(setup_logging(None, rank=1), minimal=True)
-    stage = Stage3(build_session(config, dist, RunFolder(Path(folder) / "run"), logger), Products())
+    stage = RLStage(build_session(config, dist, RunFolder(Path(folder) / "run"), logger), PretrainedModules())
     fit(stage)
     state = stage.learner.state_dict()
     tensors = {
@@ -264,7 +264,7 @@ def written_by_two(run: Path) -> list[dict]:
 
 def test_learning_waits_until_every_rank_can_give_a_batch(tmp_path):
     logger = Logger(setup_logging(None, rank=1), minimal=True)
-    stage = Stage3(build_session(qmix(tmp_path), Dist(), RunFolder(tmp_path / "run"), logger), Products())
+    stage = RLStage(build_session(qmix(tmp_path), Dist(), RunFolder(tmp_path / "run"), logger), PretrainedModules())
     stage.session.dist = Dist(0, 2)
     for ranks, ready in ((1, False), (2, True), (1, True)):  # one that can give a batch can do so for good
         stage._counts = Pending(torch.tensor([9, 1, ranks]), None)
@@ -280,7 +280,7 @@ def test_stage3_ends_after_the_episodes_asked_for(tmp_path):
     config = preflight(qmix(tmp_path, *words, "t_max=100000")).config
     assert config.t_max == 7 * 60
     logger = Logger(setup_logging(None, rank=1), minimal=True)
-    stage = Stage3(build_session(config, Dist(), RunFolder(tmp_path / "run"), logger), Products())
+    stage = RLStage(build_session(config, Dist(), RunFolder(tmp_path / "run"), logger), PretrainedModules())
     assert (stage.done(), stage._end()) == (False, 7 * 60)
     stage.clock.t_env, stage.clock.episodes = 40, 2
     assert stage._end() == 140
@@ -299,7 +299,7 @@ def test_stage3_ends_after_the_episodes_asked_for(tmp_path):
 
 def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     logger = Logger(setup_logging(None, rank=1), minimal=True)
-    stage = Stage3(build_session(qmix(tmp_path), Dist(), RunFolder(tmp_path / "run"), logger), Products())
+    stage = RLStage(build_session(qmix(tmp_path), Dist(), RunFolder(tmp_path / "run"), logger), PretrainedModules())
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.5, 0.9, 0.2))
     monkeypatch.setattr(

@@ -176,7 +176,7 @@ def acted(config, epsilon, calls=400, slots=5, logits=None):
     tick = Tick(seen, np.zeros(slots, np.int64), np.ones(slots, bool))
     explore = None if epsilon is None else Exploration(epsilon, rng)
     made = [mac.act(tick, explore) for _ in range(calls)]
-    policy = mac.agent(mac._look(obs, tick.step)[0]).softmax(-1)[0].detach().numpy()
+    policy = mac.agent(mac._build_inputs(obs, tick.step)[0]).softmax(-1)[0].detach().numpy()
     return np.stack([d.actions for d in made]), np.stack([d.extras["action_probs"] for d in made]), policy
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from omagd.config.loading import resolve
-from omagd.run.checkpoint.checkpointer import Keeper
+from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import resident_bytes
 
@@ -36,11 +36,11 @@ class Sampler:
         self.ending, self.calls = ending, 0
         self.objects, self.blocks, self.resident, self.files, self.threads = [], [], [], [], []
 
-    def __call__(self, keeper, stage) -> None:
-        self.ending(keeper, stage)
+    def __call__(self, checkpointer, stage) -> None:
+        self.ending(checkpointer, stage)
         self.calls += 1
         if self.calls % EVERY == 0:
-            keeper.finish()
+            checkpointer.finish()
             gc.collect()
             self.objects.append(len(gc.get_objects()))
             self.blocks.append(sys.getallocatedblocks())
@@ -53,8 +53,8 @@ class Sampler:
 
 def test_nothing_grows_with_the_iterations(tmp_path, monkeypatch):
     torch.set_num_threads(1)
-    sampler = Sampler(Keeper.boundary)
-    monkeypatch.setattr(Keeper, "boundary", lambda keeper, stage: sampler(keeper, stage))
+    sampler = Sampler(Checkpointer.boundary)
+    monkeypatch.setattr(Checkpointer, "boundary", lambda checkpointer, stage: sampler(checkpointer, stage))
     config = resolve("qmix", "matrix_game", {**TINY, "local_results_path": str(tmp_path)})
     with pytest.raises(EnoughError):
         launch(config, "endurance")

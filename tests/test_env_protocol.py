@@ -15,10 +15,10 @@ from plugin_toys import own_names
 
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
-from omagd.envs.battle.visibility import Lookout
+from omagd.envs.battle.visibility import EnemyVisibility
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
-from omagd.run.checkpoint.serialization import frozen, thawed
+from omagd.run.checkpoint.serialization import pack, unpack
 from omagd.utils.errors import UserError
 
 SLOTS = 4
@@ -212,9 +212,9 @@ def test_a_reset_of_some_slots_leaves_the_others_alone(env):
 def _filed(tree: Any) -> Any:
     """Return `tree` after a way through a file that nothing can run from."""
     file = io.BytesIO()
-    torch.save(frozen(tree), file)
+    torch.save(pack(tree), file)
     file.seek(0)
-    return thawed(torch.load(file, weights_only=True))
+    return unpack(torch.load(file, weights_only=True))
 
 
 def test_a_snapshot_continues_the_same_battle_elsewhere(name, env):
@@ -237,7 +237,7 @@ def test_a_snapshot_continues_the_same_battle_elsewhere(name, env):
 
 def test_who_knows_of_whom_is_saved_with_its_chance():
     rng, everyone = np.random.default_rng(0), np.ones(2, bool)
-    one, other = Lookout(0.5, 2, 5, 4), Lookout(0.5, 2, 5, 4)
+    one, other = EnemyVisibility(0.5, 2, 5, 4), EnemyVisibility(0.5, 2, 5, 4)
     one.begin(everyone, np.array([1, 2]))
     for number in range(6):
         in_sight = rng.random((2, 5, 4)) < 0.2

@@ -27,7 +27,7 @@ from omagd.run.cli.main import main
 from omagd.run.launch import failures as verdict
 from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
-from omagd.run.training.stages.rl import Stage3
+from omagd.run.training.stages.rl import RLStage
 from omagd.utils import logging as logging_module
 from omagd.utils import writing
 from omagd.utils.dist_utils import Dist
@@ -325,7 +325,7 @@ def test_a_run_that_could_not_write_its_weights_fails_in_one_line(tmp_path, caps
 def test_a_run_catches_up_once_there_is_room(tmp_path, capsys, monkeypatch):
     """Its files are those of a run that always had room."""
     torch.set_num_threads(1)
-    inner, calls, lifted = Stage3.write_log, [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    inner, calls, lifted = RLStage.write_log, [], resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write_log(stage):
         calls.append(None)
@@ -335,7 +335,7 @@ def test_a_run_catches_up_once_there_is_room(tmp_path, capsys, monkeypatch):
     alone, full = tmp_path / "alone", tmp_path / "full"
     assert main([*COMMAND, *LOGS, f"local_results_path={alone}/results"]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(Stage3, "write_log", write_log)
+    monkeypatch.setattr(RLStage, "write_log", write_log)
     with limited(1 << 30):
         assert main([*COMMAND, *LOGS, f"local_results_path={full}/results"]) == 0
     said = capsys.readouterr()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from omagd.utils import progress as progress_module
-from omagd.utils.clock import Clock, Due
+from omagd.utils.clock import Counters, Every
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.log_sinks.base import Record, RunFacts, Sink
@@ -115,24 +115,24 @@ def test_many_small_numbers_are_summed_in_double_precision():
 
 def test_due_depends_on_the_times_alone_and_continues_from_its_state():
     times = [0, 30, 99, 100, 130, 199, 230, 299, 1000, 1001]
-    due = Due(100)
+    due = Every(100)
     fired = [t for t in times if due.due(t)]
     assert fired == [100, 230, 1000]  # the first at or after each multiple of 100
-    late = Due(100)
+    late = Every(100)
     assert [t for t in (150, 210, 290, 300) if late.due(t)] == [150, 210, 300]  # no drift
-    first, resumed = Due(100), Due(100)
+    first, resumed = Every(100), Every(100)
     early = [t for t in times[:5] if first.due(t)]
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert early + [t for t in times[5:] if resumed.due(t)] == fired
-    eager = Due(100, first=True)
+    eager = Every(100, first=True)
     assert [t for t in times if eager.due(t)] == [0, 100, 230, 1000]
     with pytest.raises(ValueError, match="interval=0"):
-        Due(0)
+        Every(0)
 
 
 def test_clock_comes_back_whole():
-    clock = Clock(epoch=1, t_env=2**40, episodes=3, updates=4)
-    other = Clock()
+    clock = Counters(epoch=1, t_env=2**40, episodes=3, updates=4)
+    other = Counters()
     other.load_state_dict(json.loads(json.dumps(clock.state_dict())))
     assert other == clock
 

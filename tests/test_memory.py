@@ -20,10 +20,10 @@ from omagd.run.memory_budget import (
     asked_bytes,
     available_bytes,
     memory_warnings,
+    oom_hint,
     pretraining_bytes,
     replay_bytes,
     replay_spec,
-    told,
 )
 from omagd.runners.recorder import Recorder
 from omagd.utils.errors import UserError
@@ -63,7 +63,7 @@ def test_the_estimate_is_what_a_recorded_episode_takes(name, updates, extras):
 def test_what_a_controller_of_ones_own_keeps_is_counted(monkeypatch):
     class Moody(NMAC):
         @classmethod
-        def kept(cls, config, info):
+        def extra_fields(cls, config, info):
             return {"mood": (torch.float32, (info.n_agents, 7))}
 
     made = config()
@@ -140,16 +140,16 @@ def test_what_is_memory_and_how_much_was_asked_for(error, asked):
 )
 def test_running_out_names_the_key_to_turn(stage, phase, words):
     made = config("omagd", batch_size=128, accumulate=2, batch_size_run=8, graph_frames_at_once=2048)
-    with pytest.raises(UserError) as error, told(made, stage, phase):
+    with pytest.raises(UserError) as error, oom_hint(made, stage, phase):
         raise MemoryError("Unable to allocate 3.00 GiB for an array")
     assert all(word in error.value.message for word in [*words, stage, "3.0 GB more were asked for", "holds"])
     assert "\n" not in error.value.render()
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="shapes"), told(config(), "stage3", "update"):
+    with pytest.raises(RuntimeError, match="shapes"), oom_hint(config(), "stage3", "update"):
         raise RuntimeError("shapes do not fit")
-    with pytest.raises(UserError, match="^mine$"), told(config(), "stage3", "update"):
+    with pytest.raises(UserError, match="^mine$"), oom_hint(config(), "stage3", "update"):
         raise UserError("mine")
 
 

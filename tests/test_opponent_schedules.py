@@ -18,7 +18,7 @@ from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.training.opponents import Opponents
 from omagd.runners.rollout import EpisodeSeeds, Runner
-from omagd.utils.clock import Clock
+from omagd.utils.clock import Counters
 from omagd.utils.seeding import seed_everything
 
 torch.set_num_threads(1)
@@ -104,7 +104,7 @@ def followed(session, clock, moments):
 
 def test_training_climbs_the_ladder_and_tests_play_whom_env_args_name():
     session = FakeSession(opponent_difficulty_strategy="curriculum")
-    clock = Clock()
+    clock = Counters()
     moments = [(t, 0, 0) for t in (0, 9_999, 10_000, 30_000, 60_000, 85_000, 100_000)]
     playing, opponents = followed(session, clock, moments)
     assert playing == [(name,) for name in ("random", "random", "l1", "l3", "l4", "greedy", "greedy")]
@@ -113,14 +113,14 @@ def test_training_climbs_the_ladder_and_tests_play_whom_env_args_name():
     assert session.begun("train") == ["greedy"] * 4
     assert opponents.stats() == {"opponent_level": (4.0, 1.0)}
     published, _ = followed(
-        FakeSession(opponent_difficulty_strategy="linear", opponent_order="published"), Clock(), [(50_000, 0, 0)]
+        FakeSession(opponent_difficulty_strategy="linear", opponent_order="published"), Counters(), [(50_000, 0, 0)]
     )
     assert published == [("greedy",)]
 
 
 def test_evasion_comes_in_by_the_number_of_games_over_all_ranks():
     session = FakeSession(enable_opponent_evasion=True, opponent_evasion_start_episode=100)
-    playing, _ = followed(session, Clock(), [(0, 0, 0), (19_000, 99, 0), (20_000, 100, 0)])
+    playing, _ = followed(session, Counters(), [(0, 0, 0), (19_000, 99, 0), (20_000, 100, 0)])
     assert playing == [("l4",), ("l4",), ("l4", "evasion")]
     assert set(session.begun("train")) == {"l4", "evasion"}
     assert set(session.begun("test")) == {"l4"}
@@ -128,7 +128,7 @@ def test_evasion_comes_in_by_the_number_of_games_over_all_ranks():
 
 def test_the_pool_holds_the_newest_selves_and_comes_back_from_its_state():
     session = FakeSession(opponent_difficulty_strategy="self_play", opponent_pool_size=2, opponent_pool_interval=10)
-    clock = Clock()
+    clock = Counters()
     playing, opponents = followed(session, clock, [(0, 0, u) for u in (0, 9, 10, 15, 27, 31)])
     pool = [("self_10",), ("self_10",), ("self_10", "self_27"), ("self_27", "self_31")]
     assert playing == [("random",), ("random",), *pool]
@@ -152,7 +152,7 @@ def test_a_frozen_self_plays_as_its_kind_of_agent_does(kind):
     """An actor's copy draws, one that tells values takes the best."""
     updates = {"opponent_difficulty_strategy": "self_play", "opponent_pool_interval": 10, "agent": kind}
     session = FakeSession(**updates, **({} if kind == "ddpg" else {"mac": "n_mac", "learner": "nq_learner"}))
-    clock = Clock(updates=10)
+    clock = Counters(updates=10)
     policy = Policy(session)
     opponents = Opponents(session, policy, clock)
     assert opponents.due()
@@ -172,7 +172,7 @@ def test_a_frozen_self_plays_as_its_kind_of_agent_does(kind):
 def test_nothing_is_asked_of_an_environment_whose_opponents_stay():
     session = FakeSession()
     before = session.runners["train"].prepare
-    opponents = Opponents(session, Policy(session), Clock())
+    opponents = Opponents(session, Policy(session), Counters())
     assert not opponents.due()
     assert session.runners["train"].prepare is before
     assert opponents.stats() == {}

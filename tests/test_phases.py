@@ -14,9 +14,9 @@ from q_toys import make_learner, random_episode, toy_config
 
 from omagd.run.memory_budget import over_ranks, resident_bytes, usage
 from omagd.run.reporting import profiling as tracing
-from omagd.run.reporting.profiling import OTHER, Measures, Phases, shares
+from omagd.run.reporting.profiling import OTHER, Phases, Profiler, shares
 from omagd.run.reporting.report import phases_table
-from omagd.run.training.replicas import held_in_common, require_agreement
+from omagd.run.training.replicas import check_replicas, held_in_common
 from omagd.utils.dist_utils import Dist, Waits
 from omagd.utils.errors import UserError
 from omagd.utils.log_sinks.base import Record
@@ -88,7 +88,7 @@ def test_the_phases_of_real_work_do_not_exceed_the_wall():
 
 
 def test_a_record_has_shares_and_speed_since_the_last_one(clock):
-    measures = Measures()
+    measures = Profiler()
     measures.begin("stage3")
     with measures.phases("update"):
         clock[0] += 6
@@ -145,7 +145,7 @@ def test_the_report_has_a_row_for_each_stage():
 
 
 def test_a_trace_is_bounded_and_holds_the_phases(tmp_path, monkeypatch):
-    measures = Measures(traces=tmp_path / "profile")
+    measures = Profiler(traces=tmp_path / "profile")
     measures.begin("stage1")
     written = []
     for number in range(12):
@@ -176,14 +176,14 @@ def nudged(rank, dist, payload):
         batch = pack_episodes([random_episode(10 * update + 100 * rank + i, 3 + i) for i in range(2)])
         learner.update(batch, episodes=update)
     calls = dist.waits.calls
-    require_agreement(dist, learner, "in iteration 3")
+    check_replicas(dist, learner, "in iteration 3")
     said = []
     for name in payload:
         tensor = held_in_common(learner)[name]
         if rank == 1:
             tensor.view(-1)[0] += 1e-6
         try:
-            require_agreement(dist, learner, "in iteration 4 of stage3")
+            check_replicas(dist, learner, "in iteration 4 of stage3")
         except UserError as error:
             said.append(error.message)
         if rank == 1:

@@ -11,7 +11,7 @@ import torch
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import MOST_SKIPPED
 from omagd.run.training.stages.pretraining import PretrainStage
 from omagd.utils.dist_utils import Dist
@@ -54,7 +54,7 @@ def stage_of(tmp_path, dist=None, episodes=8):
     env = SimpleNamespace(n_slots=SLOTS, get_stats=dict)
     log = EpisodeLog(tmp_path / "episodes.jsonl")
     session = Session(config, dist or Dist(), env, None, RunFolder(tmp_path), logger, {}, None, log)
-    return Measured(session, Products())
+    return Measured(session, PretrainedModules())
 
 
 class HeldOut:
@@ -118,7 +118,7 @@ def test_every_rank_and_purpose_has_chance_of_its_own(tmp_path):
         stages.append(stage_of(tmp_path, Dist(rank, 3)))
         dropout.add(torch.initial_seed())
     assert len(dropout) == 3
-    drawn = [stage.chance(purpose).random(4).tolist() for stage in stages for purpose in ("explore", "replay")]
+    drawn = [stage.rng(purpose).random(4).tolist() for stage in stages for purpose in ("explore", "replay")]
     assert len({value for values in drawn for value in values}) == 3 * 2 * 4
 
 

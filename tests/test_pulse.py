@@ -21,8 +21,8 @@ from omagd.config.loading import resolve
 from omagd.envs import REGISTRY
 from omagd.envs.adapters import SerialEnvs
 from omagd.run.cli.preflight import describe_env
-from omagd.run.launch.watchdog import BUILDING, CLOSING, Pulse, beating, ended_if_hung, watching
-from omagd.run.reporting.profiling import Measures
+from omagd.run.launch.watchdog import BUILDING, CLOSING, Heartbeat, beating, ended_if_hung, watching
+from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
@@ -49,11 +49,11 @@ class Board:
             return self.texts[key].encode()
 
 
-def group(timeout: float, world_size: int = 3) -> tuple[Board, list[Dist], list[Pulse], list[list[str]]]:
+def group(timeout: float, world_size: int = 3) -> tuple[Board, list[Dist], list[Heartbeat], list[list[str]]]:
     board, said = Board(), [[] for _ in range(world_size)]
     ranks = [Dist(rank, world_size) for rank in range(world_size)]
     hear = [lambda line, stack, heard=heard: heard.append(line) for heard in said]
-    pulses = [Pulse(dist, board, timeout, one) for dist, one in zip(ranks, hear, strict=True)]
+    pulses = [Heartbeat(dist, board, timeout, one) for dist, one in zip(ranks, hear, strict=True)]
     for pulse in pulses:
         pulse.start()
     for rank in ranks:
@@ -61,7 +61,7 @@ def group(timeout: float, world_size: int = 3) -> tuple[Board, list[Dist], list[
     return board, ranks, pulses, said
 
 
-def end(pulses: list[Pulse]) -> None:
+def end(pulses: list[Heartbeat]) -> None:
     for pulse in pulses:
         pulse.stop()
         pulse.join(30)
@@ -80,7 +80,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def test_the_rank_that_does_not_come_is_named_by_those_that_wait():
     _, ranks, pulses, said = group(1.2)
-    late = Measures(ranks[1])
+    late = Profiler(ranks[1])
     late.begin("stage3")
     with late.phases("collect"):
         for rank in (0, 2):
@@ -148,7 +148,7 @@ def watch(dist: Dist, timeout: float, work: Callable[[Callable[[], None]], None]
 def test_a_rank_that_stands_still_is_named_with_slot_seed_and_stack():
     dist, env = Dist(1, 2), SerialEnvs(SteadyWalk, SteadyArgs(), 2)
     dist.waits.slots = env.slots_at_work
-    measures = Measures(dist)
+    measures = Profiler(dist)
     measures.begin("stage3")
 
     def play(stuck: Callable[[], None]) -> None:
@@ -213,7 +213,9 @@ def test_a_session_whose_environment_cannot_be_closed_is_ended(late):
     """late: also while the process holds back signals, as it does when it closes the run."""
     dist = Dist()
     nothing = SimpleNamespace(close=lambda *patience: None)
-    session = SimpleNamespace(dist=dist, keeper=nothing, episode_log=nothing, env=SimpleNamespace(close=wait_for_ever))
+    session = SimpleNamespace(
+        dist=dist, checkpointer=nothing, episode_log=nothing, env=SimpleNamespace(close=wait_for_ever)
+    )
     with pytest.raises(RankFailed, match=f"in {CLOSING} for"), stoppable(), ended_if_hung(dist, 0.2):
         with unhurried() if late else nullcontext():
             Session.close(session)
@@ -255,7 +257,7 @@ def test_an_environment_is_watched_while_it_is_saved_and_counted_between_two_ite
 
 def test_long_work_that_goes_on_or_belongs_to_a_disk_or_another_rank_is_no_hang():
     dist = Dist()
-    measures = Measures(dist)
+    measures = Profiler(dist)
 
     def work(_: Callable[[], None]) -> None:
         with measures.phases("collect"):
@@ -287,7 +289,7 @@ def test_an_error_arrives_in_the_main_thread_wherever_it_is():
 def test_a_rank_that_ends_leaves_the_board_alone():
     """The board is often gone by then, with the rank or the launcher that held it: torch reports that in C++ frames."""
     board, dist = Board(), Dist(0, 2)
-    pulse = Pulse(dist, board, 1.0, lambda line, stack: None)
+    pulse = Heartbeat(dist, board, 1.0, lambda line, stack: None)
     with pytest.raises(Stopped), stoppable():
         try:
             os.kill(os.getpid(), signal.SIGTERM)

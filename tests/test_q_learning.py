@@ -41,7 +41,7 @@ from omagd.learners.nq_learner import lr_scale
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.run.training.build import build_learner
-from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing, pack_episodes
@@ -336,7 +336,7 @@ def test_ranks_begin_with_equal_weights_and_random_numbers_of_their_own(monkeypa
     for rank in range(2):
         torch.manual_seed(rank)
         session = SimpleNamespace(config=toy_config(), info=INFO, dist=Dist(rank, 2))
-        weights.append(weights_of(build_learner(session, Products())[1]))
+        weights.append(weights_of(build_learner(session, PretrainedModules())[1]))
         seeds.append(torch.initial_seed())
     assert all(map(torch.equal, *weights))
     assert seeds[0] != seeds[1], "dropout"

@@ -29,7 +29,7 @@ from omagd.envs.protocol import BatchedEnv
 from omagd.envs.workers import processes as worker_processes
 from omagd.envs.workers.vector import EnvWorkerError, ProcessEnvs
 from omagd.envs.workers.worker import NOTE
-from omagd.run.checkpoint.serialization import frozen, thawed
+from omagd.run.checkpoint.serialization import pack, unpack
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds, Rollout, Runner
 from omagd.utils.errors import UserError
@@ -41,9 +41,9 @@ SLOTS = 4
 def filed(tree: Any) -> Any:
     """Return `tree` after a way through a file that nothing can run from."""
     file = io.BytesIO()
-    torch.save(frozen(tree), file)
+    torch.save(pack(tree), file)
     file.seek(0)
-    return thawed(torch.load(file, weights_only=True))
+    return unpack(torch.load(file, weights_only=True))
 
 
 def story(env: BatchedEnv, rounds: int, meddle: Callable[[str], None], seed: int = 0) -> list[Any]:

@@ -19,7 +19,7 @@ from run_equality import differences, told
 from omagd.config.schema import Config
 from omagd.run.checkpoint import checkpointer as keeper_module
 from omagd.run.checkpoint import store as checkpoint_store
-from omagd.run.checkpoint.resuming import Claim, claimed_folder, identity_of
+from omagd.run.checkpoint.resuming import RunLock, claimed_folder, identity_of
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.checkpoint.set_aside import SAVED
 from omagd.run.checkpoint.store import folders, read_checkpoint
@@ -45,7 +45,7 @@ class Cut(Exception):
 
 def cut_at(monkeypatch: pytest.MonkeyPatch, iteration: int, during: str = "advance") -> None:
     """Let the run end in the middle of its `iteration`, counted over its stages, and its last save be complete."""
-    inner = keeper_module.Keeper.ask
+    inner = keeper_module.Checkpointer.ask
 
     def ask(self) -> None:
         self.finish()
@@ -53,7 +53,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, iteration: int, during: str = "advan
             raise Cut
         inner(self)
 
-    monkeypatch.setattr(keeper_module.Keeper, "ask", ask)
+    monkeypatch.setattr(keeper_module.Checkpointer, "ask", ask)
 
 
 def cut_run(given: Config, iteration: int) -> RunFolder:
@@ -270,7 +270,7 @@ def test_who_is_killed_after_the_last_iteration_finishes_the_same_run(tmp_path, 
 
 
 @contextmanager
-def claim_cut_off(given: Config, token: str) -> Iterator[Claim]:
+def claim_cut_off(given: Config, token: str) -> Iterator[RunLock]:
     """Have a folder and leave it unfinished."""
     with suppress(Cut), claimed_folder(given, token) as claim:
         yield claim

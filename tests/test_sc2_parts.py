@@ -29,9 +29,9 @@ from omagd.envs.workers.worker import SlotPlayer, array_specs, array_views, tota
 from omagd.utils.errors import UserError
 
 
-@pytest.mark.parametrize("module", ["installed", "game", "backend"])
+@pytest.mark.parametrize("module", ["install", "game", "backend"])
 def test_each_part_that_needs_pysc2_can_come_first(module):
-    code = f"from omagd.envs.sc2 import {module}, installed\nassert installed.known_versions()['4.10.0'] == 75689"
+    code = f"from omagd.envs.sc2 import {module}, install\nassert install.known_versions()['4.10.0'] == 75689"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -22,7 +22,7 @@ from omagd.envs.battle.features import entity_layout
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_args import CapabilityArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
 from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.battle.visibility import Lookout, Vision
+from omagd.envs.battle.visibility import EnemyVisibility, Vision
 from omagd.envs.factory import validate_env_args
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.envs.sc2.teams import draw_lineup
@@ -99,7 +99,7 @@ def look(lookout, in_sight, order):
 def test_who_is_looked_at_first_sees_less():
     """Agent 0 sees enemies 0 and 1, agent 1 all three: only agent 1 finds enemy 2, which hides the others before."""
     in_sight = [[1, 1, 0], [1, 1, 1]]
-    first, second = (Lookout(1.0, 1, 2, 3) for _ in range(2))
+    first, second = (EnemyVisibility(1.0, 1, 2, 3) for _ in range(2))
     assert look(first, in_sight, [0, 1]) == [[0, 0, 0], [1, 1, 1]]
     assert look(first, in_sight, [0, 1]) == [[1, 1, 1], [1, 1, 1]]  # told meanwhile
     assert look(second, in_sight, [1, 0]) == [[1, 1, 1], [1, 1, 1]]
@@ -108,7 +108,7 @@ def test_who_is_looked_at_first_sees_less():
 
 
 def test_orders_follow_from_the_seed():
-    one, other = Lookout(1.0, 1, 9, 3), Lookout(1.0, 1, 9, 3)
+    one, other = EnemyVisibility(1.0, 1, 9, 3), EnemyVisibility(1.0, 1, 9, 3)
     for lookout in (one, other):
         lookout.begin(ON, np.array([5]))
     orders = [one.order(0).tolist() for _ in range(5)]

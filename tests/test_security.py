@@ -20,7 +20,7 @@ from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, ROOT, Started, records, run_folders, summary_of
 
 from omagd.components.episode_file import MARK, read_episodes
-from omagd.run.checkpoint.serialization import frozen
+from omagd.run.checkpoint.serialization import pack
 from omagd.run.checkpoint.store import CheckpointStore, Damaged, clean, read_checkpoint, read_part, sealed
 from omagd.run.checkpoint.weights import load_file
 from omagd.run.cli.main import main
@@ -28,7 +28,7 @@ from omagd.utils.errors import UserError
 
 SOURCES = [path for folder in ("src", "scripts", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
 # Here pickled objects come through a pipe from a process that this program has started, never from a file.
-BETWEEN_OWN_PROCESSES = {"shared_env_worker.py", "process_envs.py", "worker_processes.py"}
+BETWEEN_OWN_PROCESSES = {"worker.py", "vector.py", "processes.py"}
 OWN_RESULTS = "ranks.py"  # of the benchmarks: what its own processes have measured
 SECRETS = {
     "WANDB_API_KEY": "5ec2e7000000000000000000000000000000cafe",
@@ -211,8 +211,8 @@ def store(tmp_path) -> CheckpointStore:
     path = tmp_path / "run" / "checkpoints"
     made = CheckpointStore(path, 0, 1, "a", 2)
     draft = made.draft(3)
-    draft.put("common", frozen({"x": torch.ones(2)}))
-    draft.put("rank_0", frozen({"y": 1}))
+    draft.put("common", pack({"x": torch.ones(2)}))
+    draft.put("rank_0", pack({"y": 1}))
     draft.report({})
     draft.commit({"iteration": 3, "stage": "stage3", "t_env": 0, "clock": {}, "score": None}, 5.0)
     return made

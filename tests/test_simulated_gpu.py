@@ -32,10 +32,10 @@ from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.kernels.recurrent import PackedGRU
-from omagd.run.checkpoint.serialization import frozen
+from omagd.run.checkpoint.serialization import pack
 from omagd.run.checkpoint.weights import checksum
 from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
-from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import Health
 from omagd.run.training.training_state import load_learner, save_training_state
 from omagd.runners.rollout import EpisodeSeeds
@@ -97,7 +97,7 @@ class Made:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
         self.env = Toy(config, config.batch_size_run)
-        products = Products()
+        products = PretrainedModules()
         if config.use_graph_reconstruction:
             products.tokenizer = new_tokenizer(config, self.env.info, device).eval()
             products.predictor = new_predictor(config, self.env.info, device).eval()
@@ -121,7 +121,7 @@ class Made:
 
     def weights(self) -> dict[str, torch.Tensor]:
         state = {name: module.state_dict() for name, module in self.learner.modules().items()}
-        return {f"{name}.{key}": value for name, of in frozen(state).items() for key, value in of.items()}
+        return {f"{name}.{key}": value for name, of in pack(state).items() for key, value in of.items()}
 
 
 KINDS = (
@@ -172,7 +172,7 @@ def test_a_learner_plays_learns_is_saved_and_goes_on_on_a_gpu(preset: str, learn
         values = metrics.reduce(Dist(device=DEVICE))
         assert all(math.isfinite(value) for value in values.values()) and "loss_td" in values
         trained = made.weights()
-        frozen({"learner": made.learner.state_dict(), "memory": made.mac.snapshot()})
+        pack({"learner": made.learner.state_dict(), "memory": made.mac.snapshot()})
         stage = _stage(made, tmp_path)
         save_training_state(stage)
         again = Made(config, DEVICE)
@@ -224,9 +224,7 @@ def test_pre_training_learns_measures_is_saved_and_goes_on_on_a_gpu(use_gru: boo
         stages = both(DEVICE)
         found = measured(stages, DEVICE)
         for stage in stages:
-            kept = frozen(
-                {"modules": {n: m.state_dict() for n, m in stage.modules().items()}, "of": stage.state_dict()}
-            )
+            kept = pack({"modules": {n: m.state_dict() for n, m in stage.modules().items()}, "of": stage.state_dict()})
             for name, module in stage.modules().items():
                 module.load_state_dict(kept["modules"][name])
             stage.load_state_dict(kept["of"])
@@ -242,13 +240,13 @@ def test_a_step_is_skipped_on_the_device_and_the_host_does_not_wait() -> None:
         made = Made(config_of("qmix"), DEVICE)
         batch = made.batch(made.play())
         made.learner.update(batch, episodes=0)
-        before = {**made.weights(), **frozen({"step": made.learner.optimizer.state_dict()["state"][0]["step"]})}
+        before = {**made.weights(), **pack({"step": made.learner.optimizer.state_dict()["state"][0]["step"]})}
         batch["reward"].view(-1)[0] = math.nan
         gpu.waits.clear()
         stats = made.learner.update(batch, episodes=0)
         assert not gpu.waits
         assert float(stats[SKIPPED][0]) == 1 and float(stats["loss_td"][1]) == 0
-        after = {**made.weights(), **frozen({"step": made.learner.optimizer.state_dict()["state"][0]["step"]})}
+        after = {**made.weights(), **pack({"step": made.learner.optimizer.state_dict()["state"][0]["step"]})}
         assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 

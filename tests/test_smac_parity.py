@@ -21,7 +21,7 @@ from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_args import SmacV2Args, v2_map
 from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.battle.visibility import Lookout
+from omagd.envs.battle.visibility import EnemyVisibility
 
 ON = np.ones(1, bool)
 SCRIPTED = ("heuristic_ai", "heuristic_rest")  # here the environment itself plays, not the semantics' orders
@@ -195,7 +195,7 @@ def recorded_orders(monkeypatch):
             orders += [arrays["order_at_reset"][number], *arrays["order"][start : start + steps + 1]]
             start += steps + 1
         left = iter(orders)
-        monkeypatch.setattr(Lookout, "order", lambda self, slot: next(left))
+        monkeypatch.setattr(EnemyVisibility, "order", lambda self, slot: next(left))
 
     return use
 

@@ -23,7 +23,7 @@ from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.envs.workers.vector import ProcessEnvs
 from omagd.run.cli.main import config_from
-from omagd.run.training.stages.rl import Stage3
+from omagd.run.training.stages.rl import RLStage
 from omagd.runners.rollout import EpisodeSeeds, Rollout
 from omagd.runners.stream_runner import StreamRunner
 from omagd.utils.packing import Episode
@@ -245,8 +245,8 @@ def test_stage_3_keeps_and_counts_every_episode_of_a_stream(tmp_path, monkeypatc
 
     monkeypatch.setattr(EpisodeBuffer, "add", watch)
     words = ["--config=vdn", "with", *BUDGETS, f"local_results_path={tmp_path}", "runner=stream", "test_interval=60"]
-    learned, update = [], Stage3.update
-    monkeypatch.setattr(Stage3, "update", lambda stage: (learned.append(1), update(stage)))
+    learned, update = [], RLStage.update
+    monkeypatch.setattr(RLStage, "update", lambda stage: (learned.append(1), update(stage)))
     result = omagd.run(config_from([*words, "epsilon_anneal_time=200", "updates_per_iteration=3"]))
     lines = [json.loads(line) for line in (Path(result["folder"]) / "metrics.jsonl").read_text().splitlines()]
     assert result["stages"]["stage3"]["clock"]["updates"] == 3 * len(learned) > 0

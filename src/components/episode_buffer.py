@@ -12,7 +12,7 @@ from torch import Tensor
 
 from omagd.components.episode_codec import Codec, RuleBroken, Spec, StoredEpisode, spec_of
 from omagd.components.episode_file import Facts, read_episodes, write_episodes
-from omagd.components.episode_range import Stretch
+from omagd.components.episode_range import EpisodeRange
 from omagd.utils.packing import Episode, PackedBatch, time_order
 
 SHORT, TOGETHER = 8, 256
@@ -138,13 +138,13 @@ class EpisodeBuffer:
         self._records, self._oldest = [], 0
         self._codec, self._bytes, self.added = None, 0, 0
 
-    def since(self, number: int) -> Stretch:
+    def since(self, number: int) -> EpisodeRange:
         """Return the episodes that are still here of those from the one that was the `number`-th to be added."""
         first = min(max(number, self.added - len(self)), self.added)
         found = [self._at(i) for i in range(first - (self.added - len(self)), len(self))]
-        return Stretch(first, self._codec, tuple(found))
+        return EpisodeRange(first, self._codec, tuple(found))
 
-    def restore(self, stretches: Iterable[Stretch], added: int) -> None:
+    def restore(self, stretches: Iterable[EpisodeRange], added: int) -> None:
         """Replace everything by the newest episodes of `stretches`, oldest first; `added` were added in all.
 
         Errors: ValueError unless all have the same fields.

@@ -18,7 +18,7 @@ from omagd.utils.storage import ABSENT, Unreadable, patiently
 
 
 @dataclass(frozen=True)
-class Stretch:
+class EpisodeRange:
     """Episodes number `first` to `first + len(records) - 1` of all that were ever added.
 
     Attributes:
@@ -38,13 +38,13 @@ class Stretch:
         """Write the records to a file that appears whole or not at all."""
         write_episodes(path, [{"records": records} for records in self.records], {})
 
-    def from_number(self, number: int) -> Stretch:
+    def from_number(self, number: int) -> EpisodeRange:
         """Return the episodes from the `number`-th on."""
         skipped = min(max(0, number - self.first), len(self.records))
-        return Stretch(self.first + skipped, self.codec, self.records[skipped:])
+        return EpisodeRange(self.first + skipped, self.codec, self.records[skipped:])
 
 
-def load_stretch(path: Path, said: Mapping[str, Any]) -> Stretch:
+def load_stretch(path: Path, said: Mapping[str, Any]) -> EpisodeRange:
     """Return the stretch of a file that `describe` has said something of.
 
     Errors: ValueError for what does not fit; Unreadable where the system cannot read the file.
@@ -62,7 +62,7 @@ def load_stretch(path: Path, said: Mapping[str, Any]) -> Stretch:
         raise ValueError(f"what is said of {path.name} is incomplete ({problem})") from problem
     if len(records) != said["count"] or any(each.shape[1:] != (codec.width,) for each in records):
         raise ValueError(f"{path.name} does not hold what is said of it")
-    return Stretch(int(said["first"]), codec, tuple(records))
+    return EpisodeRange(int(said["first"]), codec, tuple(records))
 
 
 def _read(path: Path, most: int) -> list[Episode]:

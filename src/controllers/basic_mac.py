@@ -56,7 +56,7 @@ class BasicMAC:
         self.begin(0)
 
     @classmethod
-    def kept(cls, config: Config, info: EnvInfo) -> Spec:
+    def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
         """Return the fields that decisions add to the rows of episodes, as `Decision.extras` holds them."""
         return {}
 
@@ -98,15 +98,15 @@ class BasicMAC:
         obs = seen.full_obs if self.wants_full_obs else seen.obs
         if obs is None:
             raise ValueError("a controller that wants full_obs was shown none")
-        inputs, extras = self._look(obs, tick.step)
+        inputs, extras = self._build_inputs(obs, tick.step)
         part = None if tick.active.all() else np.flatnonzero(tick.active)
         with torch.inference_mode():
             q = self._values(inputs, part)
-        actions, chosen = self._choose(q, seen.avail_actions, explore)
-        self._remember(actions, part)
+        actions, chosen = self._select_actions(q, seen.avail_actions, explore)
+        self._update_state(actions, part)
         return Decision(actions, {**extras, **chosen})
 
-    def _choose(
+    def _select_actions(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return actions [B, n] from values and `available` [B, n, A] each, and what is stored of the choice."""
@@ -125,7 +125,7 @@ class BasicMAC:
         values[part] = q.cpu().numpy()
         return values
 
-    def _remember(self, actions: np.ndarray, part: np.ndarray | None) -> None:
+    def _update_state(self, actions: np.ndarray, part: np.ndarray | None) -> None:
         """Keep the `actions` [B, n] as the last ones, of the slot numbers `part` alone if given."""
         if part is None:
             self._last_action = torch.tensor(actions, device=self.acting_device)
@@ -135,14 +135,14 @@ class BasicMAC:
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch, as they were when its episodes were played."""
-        features, guessed = self._recall(batch)
+        features, guessed = self._inputs_from_batch(batch)
         return AgentInputs(features.to(self.dtype), last_actions(batch["actions"], batch.packing), guessed)
 
-    def _look(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
+    def _build_inputs(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         """Return the inputs of one tick and what must be kept of them."""
         return AgentInputs(torch.from_numpy(obs).to(self.acting_device, self._hidden.dtype), self._last_action), {}
 
-    def _recall(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+    def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """Return features [S, n, obs_dim] and guess marks of a batch."""
         return batch["full_obs" if self.wants_full_obs else "obs"], None
 

@@ -41,16 +41,16 @@ class DDPGMAC(BasicMAC):
         super().__init__(config, info, device, reconstructor)
 
     @classmethod
-    def kept(cls, config: Config, info: EnvInfo) -> Spec:
+    def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
         """Return the field of the vectors."""
         return {TAKEN: (torch.float32, (info.n_agents, info.n_actions))}
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch; agents here are told no last actions."""
-        features, guessed = self._recall(batch)
+        features, guessed = self._inputs_from_batch(batch)
         return AgentInputs(features.to(self.dtype), torch.full_like(batch["actions"], -1, dtype=torch.int64), guessed)
 
-    def _choose(
+    def _select_actions(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return actions [B, n] and the vectors that are stored; `q` are logits [B, n, A].

@@ -42,7 +42,7 @@ class NGraphMAC(BasicMAC):
         super().__init__(config, info, device, reconstructor)
 
     @classmethod
-    def kept(cls, config: Config, info: EnvInfo) -> Spec:
+    def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
         """Return the field of the guesses, where they are made."""
         if not config.use_graph_reconstruction or info.layout is None:
             return {}
@@ -78,17 +78,17 @@ class NGraphMAC(BasicMAC):
         self._active = tick.active
         return super().act(tick, explore)
 
-    def _look(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
+    def _build_inputs(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         if self.reconstructor is None:
-            return super()._look(obs, step)
+            return super()._build_inputs(obs, step)
         made = self.reconstructor.step(obs, step, self._active)
         features = made.obs.to(self.acting_device, self.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
         return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device)), extras
 
-    def _recall(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+    def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         if self.reconstructor is None:
-            return super()._recall(batch)
+            return super()._inputs_from_batch(batch)
         return self.reconstructor.restore(batch.data)
 
 

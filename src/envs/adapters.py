@@ -14,9 +14,9 @@ from omagd.envs.actions import random_actions
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
 from omagd.envs.single import BatchedAsSingle, single_env
 from omagd.envs.workers import worker
-from omagd.envs.workers.action_log import Journal
+from omagd.envs.workers.action_log import ActionLog
 
-__all__ = ["BatchedAsSingle", "ManyEnvs", "SerialEnvs", "env_info_from_dict"]
+__all__ = ["BatchedAsSingle", "VectorEnv", "SerialEnvs", "env_info_from_dict"]
 
 
 def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvInfo:
@@ -56,7 +56,7 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
     )
 
 
-class ManyEnvs(BatchedEnv):
+class VectorEnv(BatchedEnv):
     """What both adapters share: arrays of all slots, and orders to some of them.
 
     Attributes:
@@ -65,7 +65,7 @@ class ManyEnvs(BatchedEnv):
 
     _arrays: worker.Arrays
     _said: dict[int, Any]
-    _journal: Journal | None
+    _journal: ActionLog | None
     _chosen: bool
     _results: dict[str, None]
 
@@ -79,7 +79,7 @@ class ManyEnvs(BatchedEnv):
         label = name or env_cls.__name__
         map_name = args.model_dump().get("map_name") or facts.get("map_name") or label
         self.info = env_info_from_dict(label, str(map_name), facts)
-        self._journal = Journal(self.n_slots, self.info.n_agents) if self.deterministic else None
+        self._journal = ActionLog(self.n_slots, self.info.n_agents) if self.deterministic else None
 
     @abstractmethod
     def _order(self, order: int, slots: np.ndarray) -> None:
@@ -232,7 +232,7 @@ class ManyEnvs(BatchedEnv):
             super().save_replay(folder)
 
 
-class SerialEnvs(ManyEnvs):
+class SerialEnvs(VectorEnv):
     """Single environments in this process, one after another."""
 
     def __init__(self, env_cls: type, args: BaseModel, n_slots: int, name: str | None = None) -> None:

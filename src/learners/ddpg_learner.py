@@ -21,7 +21,7 @@ from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
 from omagd.learners.nq_learner import lr_scale
 from omagd.learners.predictor_learner import uniform
-from omagd.learners.synced_optimizer import SKIPPED, Objective, Stats, SyncedStep
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer
 from omagd.modules.agents.ddpg_agent import DDPGAgent
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.modules.kernels.linear import lowered
@@ -34,7 +34,7 @@ Judge = Callable[[AgentInputs, Tensor], Tensor]
 """From what agents read and vectors over their actions [S, n, A] to values [S, n]."""
 
 
-class CriticObjective(Objective):
+class CriticLoss(LossModule):
     """Squared error of each agent's value, summed over steps and agents.
 
     Args:
@@ -65,7 +65,7 @@ class CriticObjective(Objective):
         return loss, stats
 
 
-class ActorObjective(Objective):
+class ActorLoss(LossModule):
     """What the agents' own actions are worth, negated, summed over steps and agents.
 
     The critic is an argument, not a part: its gradients are neither computed nor exchanged here.
@@ -142,13 +142,13 @@ class DDPGLearner:
         self.device = dist.device
         self.critic = mac.agent.new_critic(config, info).to(self.device, mac.dtype)
         bf16, scale = config.precision == "bf16", lr_scale(config, dist.world_size)
-        actor, critic = ActorObjective(mac.agent, bf16), CriticObjective(self.critic, bf16)
+        actor, critic = ActorLoss(mac.agent, bf16), CriticLoss(self.critic, bf16)
         self.optimizer = torch.optim.Adam(actor.parameters(), lr=config.lr * scale, fused=True)
         critic_lr = config.lr if config.critic_lr is None else config.critic_lr
         self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=critic_lr * scale, fused=True)
         limits = config.grad_norm_clip, config.bucket_cap_mb
-        self._actor_step = SyncedStep(actor, self.optimizer, dist, *limits)
-        self._critic_step = SyncedStep(critic, self.critic_optimizer, dist, *limits)
+        self._actor_step = SyncedOptimizer(actor, self.optimizer, dist, *limits)
+        self._critic_step = SyncedOptimizer(critic, self.critic_optimizer, dist, *limits)
         # Copied after wrapping, which made the ranks' weights equal.
         self.target_agent = copy.deepcopy(mac.agent).requires_grad_(False)
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)

@@ -15,7 +15,7 @@ from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
-from omagd.learners.synced_optimizer import SKIPPED, Objective, Stats, SyncedStep, all_finite, copy_where
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, all_finite, copy_where
 from omagd.modules import mixers
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.modules.kernels.compiling import maybe_compile
@@ -27,7 +27,7 @@ MakeTargets = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Played:
+class Transitions:
     """What was done in the rows of a batch.
 
     Args:
@@ -36,11 +36,11 @@ class Played:
 
     actions: Tensor
     state: Tensor
-    happened: Tensor
+    valid_mask: Tensor
     packing: Packing
 
 
-class QObjective(Objective):
+class QLoss(LossModule):
     """Half the squared error of the joint value of the actions taken, summed over the steps that happened.
 
     The half is PyMARL2's and PyMARL3's, so that `grad_norm_clip` cuts the same gradient here as there.
@@ -56,7 +56,7 @@ class QObjective(Objective):
         self.agent = agent
         self.mixer = mixer
 
-    def forward(self, inputs: AgentInputs, played: Played, targets: MakeTargets) -> tuple[Tensor, Stats]:
+    def forward(self, inputs: AgentInputs, played: Transitions, targets: MakeTargets) -> tuple[Tensor, Stats]:
         """Return half the sum of squared errors, and stats over the steps that happened.
 
         targets: called once, without gradients, with the values [S, n, A] of this forward (double Q-learning chooses
@@ -71,18 +71,18 @@ class QObjective(Objective):
                 target = targets(q.detach().to(played.state.dtype))
             taken = q.gather(-1, played.actions.unsqueeze(-1)).squeeze(-1)
             joint = self.mixer(taken, played.state).to(played.state.dtype)
-        happened = played.happened.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))
-        error = (joint - target) * happened
+        valid_mask = played.valid_mask.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))
+        error = (joint - target) * valid_mask
         values = joint.shape[1:].numel()  # of a row: 1, or one of each agent, over which is averaged
         loss = 0.5 * error.square().sum() / values
         with torch.no_grad():
-            count = happened.sum()
+            count = valid_mask.sum()
             shares = count * taken.shape[1]
             stats = {
                 "loss_td": (loss.detach(), count),
                 "td_error_abs": (loss.detach(), count),
-                "q_taken_mean": ((joint * happened).sum(), shares),
-                "target_mean": ((target * happened).sum(), shares),
+                "q_taken_mean": ((joint * valid_mask).sum(), shares),
+                "target_mean": ((target * valid_mask).sum(), shares),
             }
         return loss, stats
 
@@ -100,10 +100,10 @@ class NQLearner:
         self.info = info
         self.device = dist.device
         self.mixer: nn.Module = mixers.REGISTRY.get(config.mixer)(config, info).to(self.device, mac.dtype)
-        objective = QObjective(mac.agent, self.mixer, config.precision == "bf16")
+        objective = QLoss(mac.agent, self.mixer, config.precision == "bf16")
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(objective.parameters(), lr=lr, fused=True)
-        self._step = SyncedStep(objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self._step = SyncedOptimizer(objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
         # Copied after wrapping, which made the ranks' weights equal.
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
@@ -126,7 +126,7 @@ class NQLearner:
         inputs = AgentInputs.blank(rows, self.info, like)
         actions = torch.zeros(rows, self.info.n_agents, dtype=torch.int64, device=self.device)
         state = like.new_zeros(rows, self.info.state_dim)
-        played = Played(actions, state, ~packing.closing.to(self.device), packing)
+        played = Transitions(actions, state, ~packing.closing.to(self.device), packing)
         self._step.warm_up(inputs, played, lambda q: torch.zeros_like(self.mixer(q[..., 0], state)))
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
@@ -141,11 +141,11 @@ class NQLearner:
         self._copy_targets_if_due(episodes)
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
-    def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Played, MakeTargets]:
+    def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Transitions, MakeTargets]:
         """Return the objective's arguments for some episodes."""
         inputs = self.mac.inputs(batch)
         state = batch["state"].to(self.mac.dtype)
-        played = Played(batch["actions"].long(), state, batch.happened, batch.packing)
+        played = Transitions(batch["actions"].long(), state, batch.valid_mask, batch.packing)
         return inputs, played, lambda q: self.targets(q, inputs, batch, state)
 
     @torch.no_grad()
@@ -159,8 +159,8 @@ class NQLearner:
             target_q = self.target_agent(inputs, batch.packing).to(q.dtype)
         choosing = q if self.config.double_q else target_q
         # Added rather than filled in, which takes six times as long on a CPU.
-        barred = (batch["avail_actions"].to(choosing.dtype) - 1) * torch.finfo(choosing.dtype).max
-        best = (choosing + barred).max(dim=-1, keepdim=True).indices
+        action_mask = (batch["avail_actions"].to(choosing.dtype) - 1) * torch.finfo(choosing.dtype).max
+        best = (choosing + action_mask).max(dim=-1, keepdim=True).indices
         with lowered(self.device, bf16):
             values = self.target_mixer(target_q.gather(-1, best).squeeze(-1), state).to(q.dtype)
         reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)

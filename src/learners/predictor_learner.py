@@ -17,7 +17,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_optimizer import SKIPPED, Objective, Stats, SyncedStep, merge
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, merge
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, match_types, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
@@ -73,7 +73,7 @@ class Graphs:
     missing: Tensor
 
 
-class PredictorObjective(Objective):
+class PredictorLoss(LossModule):
     """Weighted cross-entropy of the masked tokens, summed.
 
     Args:
@@ -133,11 +133,11 @@ class PredictorLearner:
         predictor.bind(tokenizer.table())
         self._real = feature_mask(info.layout).to(dist.device)
         self._kinds = torch.tensor(info.layout.node_types, device=dist.device)
-        self._objective = PredictorObjective(predictor, info, config.precision == "bf16")
+        self._objective = PredictorLoss(predictor, info, config.precision == "bf16")
         predictor.recompute = config.enable_gradient_checkpointing
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(predictor.parameters(), lr=lr, fused=True)
-        self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self._step = SyncedOptimizer(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
@@ -186,7 +186,7 @@ class PredictorLearner:
     def graphs(self, batch: PackedBatch) -> Graphs:
         """Return all graphs of a batch. Dead observers and closing rows have nothing seen and nothing missing."""
         nodes, full = obs_to_nodes(batch["obs"], self.layout), obs_to_nodes(batch["full_obs"], self.layout)
-        counts = (alive(batch["obs"]) & batch.happened[:, None])[..., None]
+        counts = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None]
         hidden = unseen(nodes)
         present = ~unseen(full) & counts
         ids = torch.full(present.shape, self.predictor.specials.absent, device=full.device)

@@ -29,7 +29,7 @@ def merge(one: Stats, other: Stats) -> Stats:
     return out
 
 
-class Objective(nn.Module):
+class LossModule(nn.Module):
     """What has gradients in a stage, behind one forward; this is what is wrapped for several ranks.
 
     `forward(*batch)` returns `(loss_sum, stats)`: the **sum** of the loss over this rank's samples (differentiable, and
@@ -68,7 +68,7 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm([t for t in tensors if t.is_floating_point()])).isfinite().all()
 
 
-class SyncedStep:
+class SyncedOptimizer:
     """Forward, backward, clip and step with sums and counts over all ranks.
 
     A step whose global gradient norm is not finite changes neither weights nor the optimizer's state. Gradients are
@@ -84,7 +84,7 @@ class SyncedStep:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: LossModule,
         optimizer: torch.optim.Optimizer,
         dist: Dist,
         max_norm: float,

@@ -13,7 +13,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import node_stats, perplexity_stats
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_optimizer import SKIPPED, Objective, Stats, SyncedStep, merge
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
 from omagd.modules.kernels.linear import lowered
@@ -54,7 +54,7 @@ class Nodes:
         return Nodes(self.features[cut], self.slot[cut], self.graph[cut] - first, self.episode[cut], end - first)
 
 
-class TokenizerObjective(Objective):
+class TokenizerLoss(LossModule):
     """Squared error over each graph's present features plus commitment, summed over graphs.
 
     Args:
@@ -114,10 +114,10 @@ class TokenizerLearner:
         self.total_updates = config.graph_pretrain_epochs if total_updates is None else total_updates
         self.updates = 0
         self._started = False
-        self._objective = TokenizerObjective(tokenizer, config.precision == "bf16")
+        self._objective = TokenizerLoss(tokenizer, config.precision == "bf16")
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(tokenizer.parameters(), lr=lr, fused=True)
-        self._step = SyncedStep(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self._step = SyncedOptimizer(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
@@ -166,7 +166,7 @@ class TokenizerLearner:
         """Return what of `batch` counts: present nodes, living observers, steps that happened."""
         assert self.info.layout is not None
         full = batch["full_obs"]
-        counts = alive(full) & batch.happened[:, None]
+        counts = alive(full) & batch.valid_mask[:, None]
         episode = torch.tensor(batch.sample_index)[batch.packing.episode].to(full.device)
         episode = episode[:, None].expand_as(counts)[counts]
         graphs = obs_to_nodes(full[counts], self.info.layout)

@@ -69,7 +69,7 @@ _ASKED = re.compile(r"(?:allocate|allocating) (\d+(?:\.\d+)?) ?([KMGT]?)i?B?(?:y
 
 
 @contextmanager
-def told(config: Config, stage: str, phase: str, device: torch.device | None = None) -> Iterator[None]:
+def oom_hint(config: Config, stage: str, phase: str, device: torch.device | None = None) -> Iterator[None]:
     """Turn running out of memory within into a UserError that names the key to turn.
 
     Args:
@@ -145,7 +145,7 @@ def replay_spec(config: Config, info: EnvInfo) -> Spec:
         spec["agent_reward"] = (torch.float32, (n,))
     if config.use_full_obs:
         spec["full_obs"] = spec["obs"]
-    return {**spec, **controllers.REGISTRY.get(config.mac).kept(config, info)}
+    return {**spec, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
 
 
 def pretraining_bytes(config: Config, info: EnvInfo) -> int:

@@ -13,7 +13,7 @@ from omagd.config.schema import Config
 from omagd.run.launch.launcher import launch
 from omagd.run.launch.seed_list import SeedList
 from omagd.run.reporting.report import render_summary, seeds_table
-from omagd.run.topology import make_plan, speaks
+from omagd.run.topology import is_main, make_plan
 from omagd.utils.errors import visible
 from omagd.utils.log_sinks.sacred import SacredRelay
 from omagd.utils.run_folder import make_token
@@ -87,7 +87,7 @@ def _run_one(_run: Any, config: Config, begun: Callable[[str], None]) -> dict[st
 
 
 def _show(text: str) -> None:
-    if not speaks():
+    if not is_main():
         return
     try:
         sys.stdout.write(visible(text + "\n", kept="\n"))

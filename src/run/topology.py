@@ -163,7 +163,7 @@ def require_own_gpus(places: Sequence[tuple[str, str]]) -> None:
             )
 
 
-def speaks() -> bool:
+def is_main() -> bool:
     """Return whether this process is the one that talks to the user: not one of torchrun's further ranks."""
     return os.environ.get("RANK", "0") == "0"
 

@@ -65,7 +65,7 @@ class Rollout:
 
 
 @dataclass
-class Clock:
+class SlotState:
     """Where each slot stands. All [B]: reset seed, step, return so far, episodes yet to begin, three states.
 
     `agent_reward` is each agent's return so far, [B, n] where the environment tells it, else [B, 0]. `lost` [B] counts
@@ -86,7 +86,7 @@ class Clock:
     lost: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
-    def at_start(cls, seeds: np.ndarray, episodes_per_slot: int, n_told: int) -> Clock:
+    def at_start(cls, seeds: np.ndarray, episodes_per_slot: int, n_told: int) -> SlotState:
         """Return the clock of slots whose first episode begins, from `seeds` [B]; `n_told` agents' rewards are told."""
         n_slots = len(seeds)
         no, yes = np.zeros(n_slots, bool), np.ones(n_slots, bool)
@@ -138,7 +138,7 @@ class Play:
         self.ticked: Callable[[bool], None] = _nothing
         self.asked: Callable[[np.ndarray, np.ndarray], None] = _nothing
         self._n_told = info.n_agents if info.agent_rewards else 0
-        self.clock = Clock.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_told)
+        self.clock = SlotState.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_told)
         self._results: dict[int, dict[str, float]] = {}
         self._checks = OutputChecks(info, env.n_slots)
 
@@ -152,7 +152,7 @@ class Play:
         self.env.reset(everyone, seeds)
         self.policy.begin(n)
         self.policy.reset(everyone)
-        self.clock = Clock.at_start(seeds, episodes_per_slot, self._n_told)
+        self.clock = SlotState.at_start(seeds, episodes_per_slot, self._n_told)
 
     @property
     def over(self) -> bool:
@@ -210,7 +210,7 @@ class Play:
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from a `snapshot`, with policy and environment as they were then."""
-        self.clock = Clock(**{name: values.copy() for name, values in snapshot["clock"].items()})
+        self.clock = SlotState(**{name: values.copy() for name, values in snapshot["clock"].items()})
         if not len(self.clock.agent_reward):  # saved before these were kept: what is not known is not counted
             self.clock.agent_reward = np.full((self.env.n_slots, self._n_told), np.nan)
         if not len(self.clock.lost):  # likewise

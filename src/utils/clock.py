@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 
 
 @dataclass
-class Clock:
+class Counters:
     """The global clock of one stage; the same on every rank, part of the checkpoint.
 
     Attributes:
@@ -29,7 +29,7 @@ class Clock:
             setattr(self, spec.name, int(state[spec.name]))
 
 
-class Due:
+class Every:
     """Whether something that happens every `interval` of a clock is due: a function of the times asked about alone.
 
     Due at the first time at or after each multiple of the interval, so that what has one interval comes together.

@@ -100,7 +100,7 @@ class PackedBatch:
         return name in self.data
 
     @property
-    def happened(self) -> Tensor:
+    def valid_mask(self) -> Tensor:
         """Whether a step was taken from this row (all but the closing rows), [S] bool, on the batch's device."""
         return ~self.packing.closing.to(self.device)
 

@@ -1,8 +1,8 @@
 """SMACv2's semantics: unit types and their ranges change from battle to battle, and agents may look one way only.
 
 Follows oxwhirl/smacv2 (starcraft2.py) where that differs from SMAC: actions that turn the view, sight and reach by unit
-type, which enemies are known (`Lookout`), own position and direction in the observation, allies that win when the enemy
-has medivacs only, a reward that never pays for regenerating shields. Shapes as in `semantics`.
+type, which enemies are known (`EnemyVisibility`), own position and direction in the observation, allies that win when
+the enemy has medivacs only, a reward that never pays for regenerating shields. Shapes as in `semantics`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.reward import Ending, judge
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.v2_args import SmacV2Args
-from omagd.envs.battle.visibility import Lookout, Vision
+from omagd.envs.battle.visibility import EnemyVisibility, Vision
 from omagd.envs.protocol import StepResult
 
 
@@ -34,7 +34,7 @@ class V2Semantics(BattleSemantics):
         self._vision = Vision(args, unit_names, *sizes[:2])
         self._sight, self._writer.direction = self._vision.sight, self._vision.direction
         self._ledger.keep_scale = not args.reward_scale_fix
-        self._lookout = None if args.obs_order_fix else Lookout(args.prob_obs_enemy, *sizes)
+        self._lookout = None if args.obs_order_fix else EnemyVisibility(args.prob_obs_enemy, *sizes)
         self._hides, self._masks_reach = not args.fully_observable, args.action_mask
         self._scripted = args.heuristic_ai  # the script turns nobody
         if not args.action_mask:

@@ -97,7 +97,7 @@ class Vision:
         return np.abs(np.arctan(dy / dx) - np.arctan(view_y / view_x)) < (2 * np.pi) / len(self._sectors) / 2
 
 
-class Lookout:
+class EnemyVisibility:
     """Who knows of whom in all battles.
 
     Args:

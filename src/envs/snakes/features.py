@@ -134,7 +134,7 @@ NEAR_DIM = 174
 _SCALE, _REACH = 10, 3
 # What lies between two cells has a number: 39 (difference of rows + 9) + difference of columns + 19.
 _COLUMNS = 2 * WIDTH - 1
-_PLACE = ROW * _COLUMNS + COL
+_NEAR_PLACE = ROW * _COLUMNS + COL
 _SAME = (HEIGHT - 1) * _COLUMNS + WIDTH - 1
 
 
@@ -166,7 +166,7 @@ _STEPS = TORUS_STEPS[_FROM, _TO].astype(np.int64)
 # dx, dy, steps as they are seen; is the second cell up, down, left, right of the first.
 _AWAY = np.stack([RIGHT[_FROM, _TO] / _SCALE, -DOWN[_FROM, _TO] / _SCALE, _STEPS / _SCALE], -1).astype(np.float32)
 _SIDES = np.stack([_AWAY[:, 1] > 0, _AWAY[:, 1] < 0, _AWAY[:, 0] < 0, _AWAY[:, 0] > 0], -1)
-_WAY = np.concatenate([_SIDES, _AWAY], 1, dtype=np.float32)
+_NEAR_WAY = np.concatenate([_SIDES, _AWAY], 1, dtype=np.float32)
 # Bit a: where action a leads to from the first cell is one step from the second.
 _MEETS = ((TORUS_STEPS[NEXT_CELL[_FROM], _TO[:, None]] == 1) << np.arange(4)).sum(1)
 _BITS = (np.arange(16)[:, None] >> np.arange(4) & 1).astype(np.float32)
@@ -182,12 +182,12 @@ def near_features(board: Board, team: np.ndarray) -> np.ndarray:
     b = len(board)
     heads, lengths = board.own_first(board.heads, team), board.own_first(board.lengths, team)
     directions, tails = board.own_first(board.directions, team), board.own_first(board.tails, team)
-    own, places = heads[:, :N_TEAM], _PLACE.take(heads)
+    own, places = heads[:, :N_TEAM], _NEAR_PLACE.take(heads)
     start = places[:, :N_TEAM] - _SAME
     out = np.empty((b, N_TEAM, NEAR_DIM), np.float32)
     out[..., 126:] = _blocked(board, own)
     np.subtract(1, out[..., 126:][..., _BESIDE], out=out[..., 0:4])
-    to_beans = _PLACE.take(board.beans)[:, None] - (places - _SAME)[:, :, None]  # [B, 6, 5]
+    to_beans = _NEAR_PLACE.take(board.beans)[:, None] - (places - _SAME)[:, :, None]  # [B, 6, 5]
     steps = _STEPS.take(to_beans)
     _show_beans(out[..., 12:72].reshape(b, N_TEAM, N_BEANS, 12), to_beans[:, :N_TEAM], steps)
     to_others = places.take(OTHERS, 1) - start[..., None]  # [B, 3, 5], mates first
@@ -199,7 +199,7 @@ def near_features(board: Board, team: np.ndarray) -> np.ndarray:
     _show_snakes(out[..., 72:117].reshape(b, N_TEAM, 5, 9), to_others, facts.take(OTHERS, 1))
     out[..., 117] = _LENGTH.take(lengths[:, :N_TEAM])
     out[..., 118:122] = _FACING.take(directions[:, :N_TEAM], 0)
-    out[..., 122:124] = _AWAY.take(_PLACE.take(tails[:, :N_TEAM]) - start, 0)[..., :2]
+    out[..., 122:124] = _AWAY.take(_NEAR_PLACE.take(tails[:, :N_TEAM]) - start, 0)[..., :2]
     out[..., 124] = ((lengths[:, :N_TEAM].sum(1) - lengths[:, N_TEAM:].sum(1)) / LONG)[:, None]
     out[..., 125] = (board.steps / EPISODE_LIMIT)[:, None]
     return out
@@ -220,7 +220,7 @@ def _show_beans(out: np.ndarray, ways: np.ndarray, steps: np.ndarray) -> None:
     opponents = steps[:, N_TEAM:].min(1)[:, None] - mine
     packed = mine << 23 | np.arange(N_BEANS) << 20 | ways << 10 | mates + 16 << 5 | opponents + 16
     packed.sort(2)
-    out[..., :7] = _WAY.take(packed >> 10 & 1023, 0)
+    out[..., :7] = _NEAR_WAY.take(packed >> 10 & 1023, 0)
     out[..., 7:] = _GAPS.take(packed & 1023, 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 
-class Journal:
+class ActionLog:
     """The reset seed of each slot's episode and the actions since.
 
     Args:

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.envs.adapters import ManyEnvs
+from omagd.envs.adapters import VectorEnv
 from omagd.envs.protocol import StepResult
 from omagd.envs.single import single_env
 from omagd.envs.workers import worker
@@ -19,7 +19,7 @@ from omagd.envs.workers.processes import EnvWorkerError, Workers
 __all__ = ["EnvWorkerError", "ProcessEnvs"]
 
 
-class ProcessEnvs(ManyEnvs):
+class ProcessEnvs(VectorEnv):
     """Single environments in worker processes that write into shared memory.
 
     The workers are started by spawn, compute with one thread, end with this process, and leave Ctrl-C to it. An
@@ -89,7 +89,7 @@ class ProcessEnvs(ManyEnvs):
         return result
 
     def get_stats(self) -> dict[str, float]:
-        """Return the counters of all slots, as `ManyEnvs` does, and `worker_restarts`.
+        """Return the counters of all slots, as `VectorEnv` does, and `worker_restarts`.
 
         What a worker that died had counted since the last call is not in them.
         """

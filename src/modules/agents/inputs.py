@@ -89,7 +89,7 @@ class InputLinear(nn.Linear):
         if not torch.is_inference_mode_enabled():
             return *self._tables(), index
         # While acting, tables stay the same from tick to tick until the weights are written, moved or exchanged. What
-        # does not count its writing (`weight.data`, torch's fused optimizers) must do so: see `SyncedStep`.
+        # does not count its writing (`weight.data`, torch's fused optimizers) must do so: see `SyncedOptimizer`.
         state = (self.weight._version, self.bias._version, self.weight.data_ptr())
         if self._kept is None or self._kept[0] != state:
             self._kept = (state, *self._tables())

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_range import Stretch
+from omagd.components.episode_range import EpisodeRange
 from omagd.config.schema import Config
 from omagd.run.checkpoint.recovery import Recovered, TakenUp, unusable
-from omagd.run.checkpoint.serialization import frozen
-from omagd.run.checkpoint.store import CheckpointStore, Damaged, Draft, read_part
+from omagd.run.checkpoint.serialization import pack
+from omagd.run.checkpoint.store import CheckpointStore, CheckpointWriter, Damaged, read_part
 from omagd.run.checkpoint.weights import checksum
 from omagd.run.checkpoint.writer import Save, Saver, Written
 from omagd.utils.dist_utils import Dist, Pending
@@ -35,10 +35,10 @@ from omagd.utils.writing import STORAGE
 
 if TYPE_CHECKING:
     from omagd.run.training.session import Session
-    from omagd.run.training.stages.base import Products, Stage, StageResult
+    from omagd.run.training.stages.base import PretrainedModules, Stage, StageResult
 
 
-class Keeper:
+class Checkpointer:
     """Saves and restores one run on this rank.
 
     Args:
@@ -104,7 +104,7 @@ class Keeper:
             self._say_saved(draft, stage.session)
             stop_now()
 
-    def _say_saved(self, draft: Draft, session: Session) -> None:
+    def _say_saved(self, draft: CheckpointWriter, session: Session) -> None:
         """Say that an iteration is saved once every rank has found its part in the complete checkpoint."""
         failed = self.dist.gather(self._failed)  # rank 0 comes here when the checkpoint is complete, or cannot be
         lacks = self.dist.gather("" if any(failed) else draft.lacks())
@@ -146,7 +146,7 @@ class Keeper:
     def _busy(self) -> bool:
         return self._saving is not None and not self._saving.done()
 
-    def _begin(self, stage: Stage, buffers: dict[str, EpisodeBuffer], over: bool = False) -> Draft:
+    def _begin(self, stage: Stage, buffers: dict[str, EpisodeBuffer], over: bool = False) -> CheckpointWriter:
         """Copy everything and let the thread write it. Errors: UserError where something is not finite."""
         stage.require_sound()
         session = stage.session
@@ -154,13 +154,13 @@ class Keeper:
             "stage": {} if over else stage.own_state(),
             "random": random_state(),
             "runners": {name: runner.snapshot() for name, runner in session.runners.items()},
-            "past": session.told_mishaps,
+            "past": session.logged_failures,
             "episode_bytes": session.episode_log.size(),
         }
         save = Save(
             draft=self._saver.store.draft(self.iteration),
-            own=frozen(own),
-            common=frozen(self._common(stage, over)) if self.dist.is_main else None,
+            own=pack(own),
+            common=pack(self._common(stage, over)) if self.dist.is_main else None,
             modules=self._new_modules(stage.products) if self.dist.is_main else {},
             episodes={name: self._new_episodes(name, buffer) for name, buffer in buffers.items()},
             facts={
@@ -198,7 +198,7 @@ class Keeper:
         found = {rank_of(path): path.stat().st_size for path in self.folder.episode_logs()}
         return {rank: size for rank, size in found.items() if rank >= self.dist.world_size}
 
-    def _checksums(self, products: Products) -> dict[str, str]:
+    def _checksums(self, products: PretrainedModules) -> dict[str, str]:
         """Return checksums of the trained modules that there are; nothing changes them any more."""
         modules = {"tokenizer": products.tokenizer, "predictor": products.predictor}
         for name, module in modules.items():
@@ -206,13 +206,13 @@ class Keeper:
                 self._sums[name] = checksum(module.state_dict())
         return dict(self._sums)
 
-    def _new_modules(self, products: Products) -> dict[str, dict[str, Any]]:
+    def _new_modules(self, products: PretrainedModules) -> dict[str, dict[str, Any]]:
         """Return copies of the weights of modules that this run has trained and no file holds."""
         trained = {"stage1": products.tokenizer, "stage2": products.predictor}
         names = {result.name for result in self.results} - self._saver.modules.keys()
-        return {name: frozen(module.state_dict()) for name, module in trained.items() if name in names and module}
+        return {name: pack(module.state_dict()) for name, module in trained.items() if name in names and module}
 
-    def _new_episodes(self, name: str, buffer: EpisodeBuffer) -> tuple[Stretch, dict[str, Any]]:
+    def _new_episodes(self, name: str, buffer: EpisodeBuffer) -> tuple[EpisodeRange, dict[str, Any]]:
         """Return a buffer's episodes that are in no file, and what is said of all of it."""
         written = self._saver.written.setdefault(name, Written())
         oldest = buffer.added - len(buffer)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_range import Stretch, load_stretch
+from omagd.components.episode_range import EpisodeRange, load_stretch
 from omagd.config.schema import Config
 from omagd.run.checkpoint.set_aside import STAGES, Position, read_saved
 from omagd.run.checkpoint.store import MANIFEST, Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part
@@ -95,20 +95,20 @@ class Recovered:
         except (Damaged, ValueError, KeyError, TypeError) as problem:
             raise unusable(self.checkpoint.path, problem) from problem
 
-    def _stretches(self, said: dict[str, Any]) -> Iterator[Stretch]:
+    def _stretches(self, said: dict[str, Any]) -> Iterator[EpisodeRange]:
         for part in said["parts"]:
             if part["file"] not in self.lost:
                 yield load_stretch(self.checkpoint.shared(part["file"]), part)
 
-    def _aged(self, log: str) -> list[Stretch]:
+    def _aged(self, log: str) -> list[EpisodeRange]:
         """Return the episodes of all ranks one by one, oldest first."""
-        found: list[tuple[int, int, Stretch]] = []
+        found: list[tuple[int, int, EpisodeRange]] = []
         for rank in range(self.world_size):
             said = self.said_of(log, rank)
             for part in self._stretches(said) if said else ():
                 kept = part.from_number(said["added"] - said["kept"])
                 for place, records in enumerate(kept.records, start=kept.first):
-                    found.append((place - said["added"], rank, Stretch(place, kept.codec, (records,))))
+                    found.append((place - said["added"], rank, EpisodeRange(place, kept.codec, (records,))))
         return [stretch for _, _, stretch in sorted(found, key=lambda each: each[:2])]
 
 

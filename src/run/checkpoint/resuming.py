@@ -56,7 +56,7 @@ CONTINUED, RUN_FILE = "continued_from.json", "run.json"
 
 
 @dataclass(frozen=True)
-class Claim:
+class RunLock:
     """A run's folder that is this process's alone. `config` is what to run there."""
 
     path: str
@@ -64,7 +64,7 @@ class Claim:
 
 
 @contextmanager
-def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lambda: None) -> Iterator[Claim]:
+def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lambda: None) -> Iterator[RunLock]:
     """Have the folder that a run lives in, under a lock that ends with the context or the process.
 
     Args:
@@ -85,7 +85,7 @@ def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lam
     try:
         with closed_to_others():
             adopted = (folder.path / CONTINUED).exists()
-            yield Claim(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
+            yield RunLock(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
             # Not before: who is killed while the last files are written goes on with them.
             keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
     finally:

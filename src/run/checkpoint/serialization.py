@@ -11,7 +11,7 @@ import torch
 _ARRAY = "__ndarray__"
 
 
-def frozen(tree: Any) -> Any:
+def pack(tree: Any) -> Any:
     """Return a copy of `tree` that nothing changes any more: tensors on the CPU, NumPy arrays as tensors under a mark.
 
     tree: dicts, lists and tuples of tensors, arrays, numbers, text, bytes, None. Errors: TypeError for anything else.
@@ -23,22 +23,22 @@ def frozen(tree: Any) -> Any:
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, Mapping):
-        return {key: frozen(value) for key, value in tree.items()}
+        return {key: pack(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(frozen(value) for value in tree)
+        return type(tree)(pack(value) for value in tree)
     if tree is None or isinstance(tree, (bool, int, float, str, bytes)):
         return tree
     raise TypeError(f"{type(tree).__name__} has no place in a checkpoint")
 
 
-def thawed(tree: Any) -> Any:
-    """Return what `frozen` was given: arrays are arrays again; tensors stay on the CPU."""
+def unpack(tree: Any) -> Any:
+    """Return what `pack` was given: arrays are arrays again; tensors stay on the CPU."""
     if isinstance(tree, Mapping):
         if tree.keys() == {_ARRAY}:
             return tree[_ARRAY].numpy()
-        return {key: thawed(value) for key, value in tree.items()}
+        return {key: unpack(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(thawed(value) for value in tree)
+        return type(tree)(unpack(value) for value in tree)
     return tree
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from omagd.run.checkpoint.manifest import CommonForm, Form, ManifestForm, RankForm, misfit
-from omagd.run.checkpoint.serialization import thawed
+from omagd.run.checkpoint.serialization import unpack
 from omagd.utils.run_folder import plain, write_json
 from omagd.utils.storage import ABSENT, RETRY_SECONDS, Unreadable, listed, patiently, sync
 
@@ -131,7 +131,7 @@ def read_part(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path.name}: {(str(problem).splitlines() or [''])[0][:120]}") from problem
     if not isinstance(content, dict):
         raise Damaged(f"{path.name}: no state of this program")
-    return dict(thawed(content))
+    return dict(unpack(content))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -198,9 +198,9 @@ class CheckpointStore:
         """Return the folders of checkpoints, newest first."""
         return folders(self.path)
 
-    def draft(self, iteration: int) -> Draft:
+    def draft(self, iteration: int) -> CheckpointWriter:
         """Begin to save."""
-        return Draft(self, f"{iteration:08d}")
+        return CheckpointWriter(self, f"{iteration:08d}")
 
     def prune(self) -> str:
         """Remove checkpoints that are neither among the newest nor the best, and the files that they alone name.
@@ -229,7 +229,7 @@ class CheckpointStore:
         return ""
 
 
-class Draft:
+class CheckpointWriter:
     """One rank's part of a checkpoint that is being written, in any thread.
 
     Attributes:
@@ -252,7 +252,7 @@ class Draft:
         return found
 
     def put(self, name: str, state: Mapping[str, Any]) -> None:
-        """Write a `frozen` state as `<name>.th`. Errors: OSError."""
+        """Write a `pack` state as `<name>.th`. Errors: OSError."""
         entry = write_part(self.path / f"{name}.th", state)
         self._add(f"{self.final.name}/{name}.th", entry)
 
@@ -383,7 +383,7 @@ def _age(path: Path) -> tuple[int, ...]:
 
 
 def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a `frozen` state and return its size and SHA-256."""
+    """Write a `pack` state and return its size and SHA-256."""
     stream = io.BytesIO()
     torch.save(dict(state), stream)
     content = stream.getbuffer()

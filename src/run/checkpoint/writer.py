@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omagd.components.episode_range import Stretch
+from omagd.components.episode_range import EpisodeRange
 from omagd.run.checkpoint.set_aside import note_saved
-from omagd.run.checkpoint.store import CheckpointStore, Draft, write_part
+from omagd.run.checkpoint.store import CheckpointStore, CheckpointWriter, write_part
 from omagd.utils.dist_utils import Dist
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import Unreadable, sync
@@ -35,11 +35,11 @@ class Save:
     `episodes`: those that are new, and facts of all. `flushed`: bytes of the lines that belong to it, by file.
     """
 
-    draft: Draft
+    draft: CheckpointWriter
     own: dict[str, Any]
     common: dict[str, Any] | None
     modules: dict[str, dict[str, Any]]
-    episodes: dict[str, tuple[Stretch, dict[str, Any]]]
+    episodes: dict[str, tuple[EpisodeRange, dict[str, Any]]]
     facts: dict[str, Any]
     flushed: dict[Path, int]
 
@@ -119,7 +119,7 @@ class Saver:
             session.logger.warning(f"files of old checkpoints stay in {self.store.path / 'kept'}: {unknown}")
 
     def _write_episodes(
-        self, name: str, stretch: Stretch, said: dict[str, Any], draft: Draft
+        self, name: str, stretch: EpisodeRange, said: dict[str, Any], draft: CheckpointWriter
     ) -> tuple[dict[str, Any], Written]:
         """Write the episodes that are in no file; return what the manifest says of them, and what is written now."""
         parts = list(self.written[name].parts)
@@ -130,6 +130,6 @@ class Saver:
             parts.append({**stretch.describe(), "file": path, "entry": draft.files[path]})
         return {**said, "parts": parts}, Written(parts, stretch.first + len(stretch.records))
 
-    def _write_module(self, name: str, state: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    def _write_module(self, name: str, state: dict[str, Any], draft: CheckpointWriter) -> dict[str, Any]:
         file = draft.keep(f"{name}_{self.store.attempt}.th", lambda path: write_part(path, state))
         return {"file": file, "entry": draft.files[file]}

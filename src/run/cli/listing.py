@@ -12,7 +12,7 @@ import yaml
 from omagd import runners
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
-from omagd.run.cli.preflight import NAMED, Outlook, registry_of
+from omagd.run.cli.preflight import NAMED, PreflightResult, registry_of
 from omagd.run.memory_budget import GIGABYTE, replay_bytes
 from omagd.run.reporting.card import make_card, read_card
 from omagd.run.reporting.report import runs_table
@@ -32,14 +32,14 @@ def listing() -> str:
     return "\n".join(lines) + "\n"
 
 
-def resolved(config: Config, outlook: Outlook) -> str:
+def resolved(config: Config, outlook: PreflightResult) -> str:
     """Return the configuration as YAML that `--config=FILE` takes again, and what follows from it as comments."""
     values = to_plain(config)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
     return text + "".join(f"# {name}: {value}\n" for name, value in facts(config, outlook).items())
 
 
-def facts(config: Config, outlook: Outlook) -> dict[str, object]:
+def facts(config: Config, outlook: PreflightResult) -> dict[str, object]:
     """Return what a configuration comes down to, by name: stages, ranks, effective batch, battles, sizes."""
     info, plan = outlook.info, outlook.plan
     start = "torchrun" if plan.joins else "spawn" if plan.spawns else "this process"

@@ -190,13 +190,13 @@ def _run(options: argparse.Namespace, config: Config) -> None:
         _say(resolved(config, outlook))
         return
     from omagd.run.reporting.sacred_record import run_recorded
-    from omagd.run.topology import speaks
+    from omagd.run.topology import is_main
 
     sacred_options = {f"--{name}": getattr(options, name) for name in ("comment", "name", "loglevel")}
     run_recorded(
         config,
         REGISTRY.get(config.run),
-        observe=not options.unobserved and speaks(),
+        observe=not options.unobserved and is_main(),
         folder=options.file_storage,
         options={flag: value for flag, value in sacred_options.items() if value is not None},
     )

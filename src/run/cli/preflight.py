@@ -36,7 +36,7 @@ NAMED = {
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PreflightResult:
     """What a configuration comes down to on this machine.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outlook:
     config: Config
 
 
-def preflight(config: Config) -> Outlook:
+def preflight(config: Config) -> PreflightResult:
     """Check what the configuration alone cannot tell, without writing anything, and return what follows from it.
 
     Errors: UserError for unknown names, wrong `env_args`, an environment that cannot be built here, paths without a
@@ -76,7 +76,7 @@ def preflight(config: Config) -> Outlook:
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
         )
     with _fitting(config):
-        outlook = Outlook(_check_paths(config, info), plan, info, config)
+        outlook = PreflightResult(_check_paths(config, info), plan, info, config)
     _check_token(config, plan)
     return outlook
 
@@ -136,10 +136,10 @@ def writes_replays(env: str) -> bool:
 def _check_token(config: Config, plan: Plan) -> None:
     """Refuse a taken `unique_token` before anything is written, where no unfinished run can be meant by it."""
     from omagd.run.checkpoint.resuming import require_free_token
-    from omagd.run.topology import speaks
+    from omagd.run.topology import is_main
 
     again = plan.joins and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if speaks() and not again and (config.evaluate or not config.auto_resume):
+    if is_main() and not again and (config.evaluate or not config.auto_resume):
         require_free_token(config)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from omagd.config.schema import Config
-from omagd.run.checkpoint.resuming import Claim, claimed_folder
+from omagd.run.checkpoint.resuming import RunLock, claimed_folder
 from omagd.run.checkpoint.set_aside import SAVED
 from omagd.run.launch.failures import (
     Verdict,
@@ -36,7 +36,7 @@ from omagd.run.launch.preload import end_with_launcher, end_with_parent
 from omagd.run.launch.processes import Ranks
 from omagd.run.launch.shared_folder import require_shared_folder
 from omagd.run.launch.watchdog import Hung, beating, ended_if_hung, leave_hung, watching
-from omagd.run.topology import Plan, local_rank, make_plan, require_own_gpus, speaks
+from omagd.run.topology import Plan, is_main, local_rank, make_plan, require_own_gpus
 from omagd.utils.dist_utils import (
     Dist,
     abort_distributed,
@@ -103,7 +103,7 @@ def _saying_how_to_continue(config: Config, path: str) -> Iterator[None]:
             else:
                 how = "" if config.auto_resume else " and auto_resume=True"
                 stop.where += f"; the newest checkpoint is of iteration {saved}; continue with the same command{how}"
-        if speaks():
+        if is_main():
             append_to_log(RunFolder(path).log(0), stop.render())
         raise
 
@@ -137,9 +137,9 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
         return run_experiment(claim.config, dist, claim.path, channel if rank == 0 else None, attempt=attempt)
 
 
-def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> Claim:
+def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> RunLock:
     """Return the folder that rank 0 has claimed, on every rank; while it waits for one, all do. Errors: UserError."""
-    claim: Claim | UserError | None
+    claim: RunLock | UserError | None
     if dist.is_main:
         try:
             claim = held.enter_context(claimed_folder(config, token, waits=lambda: dist.broadcast(None)))

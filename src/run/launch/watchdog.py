@@ -36,7 +36,7 @@ Hung = Callable[[str, str], None]
 """Called with one line that names who hangs, and the Python stack of the thread that does, empty where unknown."""
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """Where ranks leave texts for each other; it may block, so that it is used by the pulse's thread alone."""
 
     def set(self, key: str, value: str) -> None:
@@ -54,7 +54,7 @@ class Seen:
     since: float
 
 
-class Pulse(threading.Thread):
+class Heartbeat(threading.Thread):
     """Leaves this rank's sign of life on the board, every few seconds; looks at the others' once an exchange is late.
 
     Args:
@@ -63,7 +63,7 @@ class Pulse(threading.Thread):
             the ranks that hold the others up.
     """
 
-    def __init__(self, dist: Dist, board: Board, timeout: float, hung: Hung) -> None:
+    def __init__(self, dist: Dist, board: KeyValueStore, timeout: float, hung: Hung) -> None:
         super().__init__(name="pulse", daemon=True)
         self.dist, self.board, self.timeout, self.hung = dist, board, timeout, hung
         self.interval = min(5.0, max(0.1, timeout / 16))
@@ -168,7 +168,7 @@ class Watchdog(threading.Thread):
     """Notices that this rank stands still, though no other one may wait for it.
 
     Progress is a tick of the environments, another slot, a backward pass, an exchange, another phase. A rank that waits
-    in an exchange is left to `Pulse`, which can name the one that it waits for.
+    in an exchange is left to `Heartbeat`, which can name the one that it waits for.
 
     Args:
         dist: this rank; the thread that makes this is the one that is watched. timeout: seconds without progress, not
@@ -265,9 +265,9 @@ def ended_if_hung(dist: Dist, timeout: float, finish: Callable[[], None] = lambd
 
 
 @contextmanager
-def beating(dist: Dist, board: Board, timeout: float, hung: Hung) -> Iterator[None]:
-    """Within, this rank gives signs of life and watches the others'; see `Pulse`."""
-    pulse = Pulse(dist, board, timeout, hung)
+def beating(dist: Dist, board: KeyValueStore, timeout: float, hung: Hung) -> Iterator[None]:
+    """Within, this rank gives signs of life and watches the others'; see `Heartbeat`."""
+    pulse = Heartbeat(dist, board, timeout, hung)
     pulse.start()
     try:
         yield

@@ -165,7 +165,7 @@ class Tracer:
         self._started = time.perf_counter()
 
 
-class Measures:
+class Profiler:
     """Phases, waiting, memory and speed of one rank.
 
     Args:

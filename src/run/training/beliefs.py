@@ -15,13 +15,13 @@ from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.reporting.plots import battle_moment, battle_nodes
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch, pack_episodes
 
 
-def judge_beliefs(session: Session, products: Products, mac: Any) -> tuple[dict[str, float], dict[str, str]]:
+def judge_beliefs(session: Session, products: PretrainedModules, mac: Any) -> tuple[dict[str, float], dict[str, str]]:
     """Let the trained team play and compare its reconstructions with the truth.
 
     Returns the measures over all ranks and the picture's path; both empty without reconstruction.
@@ -40,7 +40,7 @@ def judge_beliefs(session: Session, products: Products, mac: Any) -> tuple[dict[
     return values, {"picture": str(picture(session, products, batch, "beliefs"))} if session.dist.is_main else {}
 
 
-def picture(session: Session, products: Products, batch: PackedBatch, name: str) -> Path:
+def picture(session: Session, products: PretrainedModules, batch: PackedBatch, name: str) -> Path:
     """Draw the moment of `batch` in which the most living units were guessed: as seen, as reconstructed, as it was.
 
     The picture is `plots/<name>.png`.

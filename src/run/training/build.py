@@ -19,7 +19,7 @@ from omagd.modules.graph_reconstructers.meta import check
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.run.checkpoint.checkpointer import Keeper
+from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.weights import (
     AGENT_FILE,
     PREDICTOR_FILE,
@@ -32,9 +32,9 @@ from omagd.run.checkpoint.weights import (
 )
 from omagd.run.launch.watchdog import BUILDING
 from omagd.run.reporting.episode_log import EpisodeLog
-from omagd.run.reporting.profiling import Measures
+from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import Products
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -72,9 +72,9 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
     }
     for runner in made.values():
         runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
-    measures = Measures(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
+    measures = Profiler(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
     log = EpisodeLog(folder.episode_log(dist.rank))
-    return Session(config, dist, env, info, folder, logger, made, Keeper(config, dist, folder), log, measures)
+    return Session(config, dist, env, info, folder, logger, made, Checkpointer(config, dist, folder), log, measures)
 
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:
@@ -92,9 +92,9 @@ def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> MaskPr
     return MaskPredictor(config.mask_predictor_config, n_codes, info.layout, info.episode_limit).to(device)
 
 
-def load_products(config: Config, info: EnvInfo, device: torch.device) -> Products:
+def load_products(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
     """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
-    products = Products()
+    products = PretrainedModules()
     if not config.use_graph_reconstruction:
         return products
     if config.pretrained_tokenizer_path:
@@ -110,11 +110,11 @@ def load_products(config: Config, info: EnvInfo, device: torch.device) -> Produc
     return products
 
 
-def restore_products(session: Session, products: Products) -> None:
+def restore_products(session: Session, products: PretrainedModules) -> None:
     """Put back what finished stages of this run have trained. Errors: UserError for what does not fit."""
     config, info, device = session.config, session.info, session.dist.device
     for stage, name, make in (("stage1", "tokenizer", new_tokenizer), ("stage2", "predictor", new_predictor)):
-        weights = session.keeper.trained(stage)
+        weights = session.checkpointer.trained(stage)
         if weights is not None and getattr(products, name) is None:
             module = make(config, info, device)
             load_into(module, weights, session.folder.checkpoints, "checkpoint")
@@ -153,7 +153,7 @@ def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None
         raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")
 
 
-def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Products) -> Any:
+def build_mac(config: Config, info: EnvInfo, device: torch.device, products: PretrainedModules) -> Any:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor = None
     if config.use_graph_reconstruction:
@@ -168,7 +168,7 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Pro
 
 def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> Any:
     """Return the controller with the same agent, reading plain observations."""
-    return build_mac(config.model_copy(update={"use_graph_reconstruction": False}), info, device, Products())
+    return build_mac(config.model_copy(update={"use_graph_reconstruction": False}), info, device, PretrainedModules())
 
 
 def read_env_info(path: Path, source: str) -> EnvInfo:
@@ -206,7 +206,7 @@ def load_agent(mac: Any, step_folder: Path, key: str) -> None:
     load_into(mac.agent, load_file(path, key), path, key)
 
 
-def build_learner(session: Session, products: Products) -> tuple[Any, Any]:
+def build_learner(session: Session, products: PretrainedModules) -> tuple[Any, Any]:
     """Return the controller and the learner of stage 3."""
     mac = build_mac(session.config, session.info, session.dist.device, products)
     learner = learners.REGISTRY.get(session.config.learner)(mac, session.config, session.info, session.dist)

@@ -61,7 +61,7 @@ def evaluate(session: Session) -> StageResult:
     require_same_weights(session.dist, mac.agent, "checkpoint_path")
     t_env = int(folder.name) if folder.name.isdigit() else 0
     values = greedy_episodes(session, mac, config.eval_report_episodes or config.test_nepisode, t_env)
-    values.update(session.mishaps())
+    values.update(session.failure_counts())
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
     if config.save_replay:
         try:

@@ -14,7 +14,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.recovery import Recovered, TakenUp, recover
 from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.set_aside import Cut, cut_back
-from omagd.run.memory_budget import memory_warnings, told
+from omagd.run.memory_budget import memory_warnings, oom_hint
 from omagd.run.reporting.card import (
     Card,
     changed_versions,
@@ -32,7 +32,7 @@ from omagd.run.training.evaluate import evaluate
 from omagd.run.training.loop import fit
 from omagd.run.training.session import Session
 from omagd.run.training.stages import REGISTRY as STAGES
-from omagd.run.training.stages.base import Products, StageResult
+from omagd.run.training.stages.base import PretrainedModules, StageResult
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed
 from omagd.utils.log_sinks.base import RunFacts
@@ -77,9 +77,9 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     exit_state = "failed"
     session = None
     try:
-        with told(config, "all stages", "start", dist.device):
+        with oom_hint(config, "all stages", "start", dist.device):
             session = build_session(_with_weights(config, taken), dist, folder, logger)
-        session.keeper.take_up(taken)
+        session.checkpointer.take_up(taken)
         if dist.is_main:
             keep_json(folder.config_json, config.model_dump(mode="json"))
             keep_json(folder.env_info_json, session.info.to_dict())
@@ -97,7 +97,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     finally:
         with unhurried():
             close_bars()
-            seconds = time.time() - started if session is None else session.keeper.wall_seconds
+            seconds = time.time() - started if session is None else session.checkpointer.wall_seconds
             summary.update(exit_state=exit_state, wall_seconds=round(seconds, 1))
             if exit_state != "completed" and session is not None and not config.evaluate:
                 summary["stages"] = _reached(session, summary["stages"])
@@ -117,26 +117,26 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
 def run_stages(session: Session) -> list[StageResult]:
     """Run the stages of this configuration in order, skipping those whose result is given."""
     if session.config.evaluate:
-        with told(session.config, "stage3", "test", session.dist.device):
+        with oom_hint(session.config, "stage3", "test", session.dist.device):
             return [evaluate(session)]
     products = load_products(session.config, session.info, session.dist.device)
     for module in (products.tokenizer, products.predictor):
         if module is not None:
             require_same_weights(session.dist, module, "pre-trained modules")
     restore_products(session, products)
-    results = session.keeper.results
+    results = session.checkpointer.results
     finished = {result.name for result in results}
     names = [name for name in stage_names(session.config, products) if name not in finished]
     for name in names:
         session.logger.stage = name
-        with told(session.config, name, "prepare", session.dist.device):
+        with oom_hint(session.config, name, "prepare", session.dist.device):
             stage = STAGES.get(name)(session, products)
         result = fit(stage)
         result.facts["phases"] = session.measures.end()
-        result.values.update(session.mishaps())
+        result.values.update(session.failure_counts())
         if name == "stage2":
             products.train_episodes = products.held_out = None  # stage 3 plays its own; give the memory back
-        session.keeper.stage_finished(stage, result, more=name != names[-1])
+        session.checkpointer.stage_finished(stage, result, more=name != names[-1])
     return results
 
 
@@ -190,7 +190,7 @@ def _said(taken: TakenUp, cut: Cut, folder: RunFolder, versions: str) -> list[st
     return lines + ([f"this run continues with other versions: {versions}"] if versions else [])
 
 
-def stage_names(config: Config, products: Products) -> list[str]:
+def stage_names(config: Config, products: PretrainedModules) -> list[str]:
     """Return the names of the stages that are run: under `evaluation_only`, those whose trained module is given."""
     given = {"stage1": products.tokenizer is not None, "stage2": products.predictor is not None}
     if config.evaluation_only:
@@ -280,8 +280,8 @@ def _settle(session: Session, card: Card, stages: dict[str, Any]) -> Card:
         stats = {}
     final = settled(card, stats, stages)
     if final["id"] != card["id"]:
-        game, told = card["compared"]["game"], final["compared"]["game"]
-        session.logger.warning(f"the game says that it is {told}, not {game}: the card is {final['id']}")
+        game, said = card["compared"]["game"], final["compared"]["game"]
+        session.logger.warning(f"the game says that it is {said}, not {game}: the card is {final['id']}")
     if session.dist.is_main:
         keep_json(session.folder.card_json, final)
     return final
@@ -317,9 +317,9 @@ def _earlier_stages(folder: RunFolder) -> dict[str, Any]:
 
 def _reached(session: Session, earlier: dict[str, Any]) -> dict[str, Any]:
     """Return the stages of a run that ends early: the finished ones, and the one in progress as far as it has come."""
-    keeper = session.keeper
-    reached = {result.name: _plain(result) for result in keeper.reached()}
-    return reached if keeper.stage is not None else {**earlier, **reached}
+    checkpointer = session.checkpointer
+    reached = {result.name: _plain(result) for result in checkpointer.reached()}
+    return reached if checkpointer.stage is not None else {**earlier, **reached}
 
 
 def _plain(result: StageResult) -> dict[str, Any]:

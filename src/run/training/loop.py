@@ -7,14 +7,14 @@ from omagd.run.training.stages.base import Stage, StageResult
 
 def fit(stage: Stage) -> StageResult:
     """Run a stage from its beginning, or from where a checkpoint stands: collect, learn, count, and whatever is due."""
-    keeper = stage.session.keeper
+    checkpointer = stage.session.checkpointer
     stage.begin()
     with stage.phase("prepare"):
         stage.prepare()
-        keeper.restore(stage)
-    with keeper.until_boundary():
+        checkpointer.restore(stage)
+    with checkpointer.until_boundary():
         while not stage.done():
-            keeper.ask()
+            checkpointer.ask()
             with stage.phase("collect"):
                 stage.collect()
             if learned := stage.ready():
@@ -27,6 +27,6 @@ def fit(stage: Stage) -> StageResult:
                     with stage.phase(task.name):
                         task.run()
             with stage.phase("checkpoint"):
-                keeper.boundary(stage)
+                checkpointer.boundary(stage)
     with stage.phase("finish"):
         return stage.finish()

@@ -16,7 +16,7 @@ from omagd.controllers.types import Policy
 from omagd.envs.protocol import ChangingOpponents
 from omagd.modules import agents
 from omagd.run.training.session import Session
-from omagd.utils.clock import Clock, Due
+from omagd.utils.clock import Counters, Every
 from omagd.utils.errors import UserError, nearest
 
 EVASION = "evasion"
@@ -73,7 +73,7 @@ class Opponents:
         policy: whose agent is frozen. clock: of the stage; what is played follows from it and from the pool alone.
     """
 
-    def __init__(self, session: Session, policy: Policy, clock: Clock) -> None:
+    def __init__(self, session: Session, policy: Policy, clock: Counters) -> None:
         self._session, self._policy, self._clock = session, policy, clock
         config = session.config
         self._schedule = REGISTRY.get(config.opponent_difficulty_strategy)()
@@ -82,7 +82,7 @@ class Opponents:
         self._ladder: tuple[str, ...] = ()
         self._pool: list[tuple[str, Any]] = []  # name and layers, oldest first
         self._made: dict[str, Any] = {}
-        self._copy = Due(config.opponent_pool_interval)
+        self._copy = Every(config.opponent_pool_interval)
         self._copy_now = False
         self._playing: list[str] = []
         if not self._change:

@@ -23,7 +23,7 @@ def held_in_common(learner: Any) -> dict[str, torch.Tensor]:
     return {f"{module}.{name}": tensor for module, state in modules.items() for name, tensor in state.items()}
 
 
-def require_agreement(dist: Dist, learner: Any, when: str) -> None:
+def check_replicas(dist: Dist, learner: Any, when: str) -> None:
     """Compare everything that the ranks hold in common. Called on every rank.
 
     when: the iteration, for the message. Errors: UserError, on all ranks, that names the first tensor that differs.

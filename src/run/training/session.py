@@ -13,7 +13,7 @@ from omagd.config.schema import Config
 from omagd.envs.protocol import BatchedEnv
 from omagd.run.launch.watchdog import CLOSING, COUNTING
 from omagd.run.reporting.episode_log import EpisodeLog
-from omagd.run.reporting.profiling import Measures
+from omagd.run.reporting.profiling import Profiler
 from omagd.runners.rollout import Runner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
@@ -21,7 +21,7 @@ from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from omagd.run.checkpoint.checkpointer import Keeper
+    from omagd.run.checkpoint.checkpointer import Checkpointer
 
 RESTARTS = ("restarts", "worker_restarts")
 """Counters of an environment that tell what had died there."""
@@ -37,7 +37,7 @@ class Session:
     """One rank's run: configuration, place among the ranks, environment, folder, logs, measures, checkpoints.
 
     `runners` play the session's one environment; each purpose ("train", "test", "pretrain", "held_out") has its own
-    stream of episode seeds. `past_mishaps` are restarts that earlier starts of this run have counted.
+    stream of episode seeds. `past_failures` are restarts that earlier starts of this run have counted.
     """
 
     config: Config
@@ -47,11 +47,11 @@ class Session:
     folder: RunFolder
     logger: Logger
     runners: dict[str, Runner]
-    keeper: Keeper
+    checkpointer: Checkpointer
     episode_log: EpisodeLog
-    measures: Measures = field(default_factory=Measures)
-    past_mishaps: dict[str, float] = field(default_factory=dict)
-    told_mishaps: dict[str, float] = field(default_factory=dict)
+    measures: Profiler = field(default_factory=Profiler)
+    past_failures: dict[str, float] = field(default_factory=dict)
+    logged_failures: dict[str, float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
     _played: bool = False
 
@@ -69,15 +69,15 @@ class Session:
             passed = time.monotonic() - self._began
             self.logger.info(f"first episodes played {passed:.1f} s after the environments were made")
 
-    def mishaps(self) -> dict[str, float]:
+    def failure_counts(self) -> dict[str, float]:
         """Return what has gone wrong in the environments since the start, over all ranks; only what has.
 
         `lost_episodes` were void and replaced, `restarts` are games and `worker_restarts` processes that had died. A
         collective: every rank calls it, and gets the same.
         """
         stats = self.env_stats()
-        counted = {name: float(stats.get(name, 0.0)) + self.past_mishaps.get(name, 0.0) for name in RESTARTS}
-        self.told_mishaps = dict(counted)
+        counted = {name: float(stats.get(name, 0.0)) + self.past_failures.get(name, 0.0) for name in RESTARTS}
+        self.logged_failures = dict(counted)
         counted["lost_episodes"] = float(sum(runner.lost for runner in self.runners.values()))
         return {name: value for name, value in added(self.dist.gather(counted)).items() if value > 0}
 
@@ -88,14 +88,14 @@ class Session:
 
     def go_on_counting(self, past: Mapping[str, float]) -> None:
         """Count restarts on from those of earlier starts of this run, which a checkpoint holds."""
-        self.past_mishaps, self.told_mishaps = dict(past), dict(past)
+        self.past_failures, self.logged_failures = dict(past), dict(past)
 
     def close(self, patience: float = math.inf) -> None:
         """Release the environment and the files, once what is being saved is saved.
 
         patience: seconds that the save may still wait for the other ranks, of which one may have ended.
         """
-        self.keeper.close(patience)
+        self.checkpointer.close(patience)
         self.episode_log.close()
         with self.dist.waits.doing(CLOSING):
             self.env.close()

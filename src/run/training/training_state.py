@@ -10,10 +10,10 @@ from omagd.run.training.build import require_same_weights
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from omagd.run.training.stages.rl import Stage3
+    from omagd.run.training.stages.rl import RLStage
 
 
-def save_training_state(stage: Stage3) -> None:
+def save_training_state(stage: RLStage) -> None:
     """Write `models/<t_env>/`: one file per module, `opt.th` with optimizer, targets, counters and clock.
 
     Where the disk is full the files are written later; a run that ends without them fails.
@@ -44,7 +44,7 @@ def load_learner(learner: Any, folder: Path) -> dict[str, int]:
         raise UserError(f"checkpoint_path={path} does not fit this learner ({reason}); {mend}") from problem
 
 
-def load_training_state(stage: Stage3) -> None:
+def load_training_state(stage: RLStage) -> None:
     """Continue from `checkpoint_path`: weights, targets, optimizer and clock. The replay buffer starts empty."""
     config = stage.session.config
     folder = find_step_folder(config.checkpoint_path, config.load_step)

@@ -10,6 +10,6 @@ REGISTRY: Registry[type] = Registry(
     lazy={
         "stage1": "omagd.run.training.stages.pretraining:Stage1",
         "stage2": "omagd.run.training.stages.pretraining:Stage2",
-        "stage3": "omagd.run.training.stages.rl:Stage3",
+        "stage3": "omagd.run.training.stages.rl:RLStage",
     },
 )

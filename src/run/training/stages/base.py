@@ -15,11 +15,11 @@ from omagd.controllers.types import Policy
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.serialization import first_not_finite
-from omagd.run.memory_budget import told
-from omagd.run.training.replicas import require_agreement
+from omagd.run.memory_budget import oom_hint
+from omagd.run.training.replicas import check_replicas
 from omagd.run.training.session import Session
 from omagd.run.training.stages.health import Health
-from omagd.utils.clock import Clock, Due
+from omagd.utils.clock import Counters, Every
 from omagd.utils.metrics import Metrics
 from omagd.utils.seeding import generator, seed_everything
 
@@ -34,7 +34,7 @@ class Task:
 
 
 @dataclass
-class Products:
+class PretrainedModules:
     """What stages hand on: trained modules, and the episodes that stages 1 and 2 share."""
 
     tokenizer: Tokenizer | None = None
@@ -72,18 +72,18 @@ class Stage(ABC):
     tasks: list[Task]
     learner: Any
 
-    def __init__(self, session: Session, products: Products) -> None:
+    def __init__(self, session: Session, products: PretrainedModules) -> None:
         self.session = session
         self.products = products
-        self.clock = Clock()
+        self.clock = Counters()
         self.tasks = []
-        self.dues: dict[str, Due] = {}
+        self.dues: dict[str, Every] = {}
         self.generators: dict[str, np.random.Generator] = {}
         self._generation: tuple[int, ...] = ()
         self.metrics: dict[str, Metrics] = {}
         self.health = Health(session.config, self.lr_key)
 
-    def chance(self, purpose: str) -> np.random.Generator:
+    def rng(self, purpose: str) -> np.random.Generator:
         """Return this rank's generator for `purpose`, which checkpoints hold."""
         if purpose not in self.generators:
             place = (self.session.dist.rank, *self._generation)
@@ -98,7 +98,7 @@ class Stage(ABC):
     def phase(self, name: str) -> Iterator[None]:
         """Count the time within as a phase; where memory runs out in it, say which key to turn (UserError)."""
         session = self.session
-        with session.measures.phases(name), told(session.config, self.name, name, session.dist.device):
+        with session.measures.phases(name), oom_hint(session.config, self.name, name, session.dist.device):
             yield
 
     def inspect(self, learned: bool) -> None:
@@ -114,7 +114,7 @@ class Stage(ABC):
         if session.config.distributed_debug and learned:
             with session.measures.phases("debug"):
                 when = f"in iteration {self.clock.epoch} of {self.name}, after update {self.clock.updates}"
-                require_agreement(session.dist, self.learner, when)
+                check_replicas(session.dist, self.learner, when)
 
     def require_sound(self) -> None:
         """Refuse to save what is not finite, and end a training that only skips updates; called before each save.
@@ -219,7 +219,7 @@ class Stage(ABC):
         """Continue from an `own_state`."""
         self._generation = tuple(state["generation"])
         for name, saved in state["generators"].items():
-            self.chance(name).bit_generator.state = saved
+            self.rng(name).bit_generator.state = saved
         for name, metrics in self.metrics.items():
             metrics.load_state_dict(state["metrics"][name])
 
@@ -234,7 +234,7 @@ class Stage(ABC):
         self._generation = (generation,)
         before, self.generators = self.generators, {}
         for name, rng in before.items():  # who holds one keeps it
-            rng.bit_generator.state = self.chance(name).bit_generator.state
+            rng.bit_generator.state = self.rng(name).bit_generator.state
             self.generators[name] = rng
         seed_everything(config.seed, f"{self.name} dropout", rank, generation)
         if self.session.dist.is_main:

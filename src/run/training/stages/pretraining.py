@@ -22,8 +22,8 @@ from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_fi
 from omagd.run.training.beliefs import picture
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy, require_same_weights
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import Products, Stage, StageResult, Task
-from omagd.utils.clock import Due
+from omagd.run.training.stages.base import PretrainedModules, Stage, StageResult, Task
+from omagd.utils.clock import Every
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
 from omagd.utils.seeding import generator, seed_everything
@@ -40,7 +40,7 @@ class PretrainStage(Stage):
     lr_key = "graph_lr"
     weights_name: str
 
-    def __init__(self, session: Session, products: Products) -> None:
+    def __init__(self, session: Session, products: PretrainedModules) -> None:
         super().__init__(session, products)
         config = session.config
         self.learner = self.make_learner()
@@ -49,7 +49,7 @@ class PretrainStage(Stage):
         self.metrics = {"trained_on": self.trained_on}
         self.best: tuple[float, int, dict[str, Any]] = (math.nan, 0, {})
         self.last: dict[str, float] = {}
-        evaluation = Due(config.graph_pretrain_eval_interval)
+        evaluation = Every(config.graph_pretrain_eval_interval)
         self.dues = {"test": evaluation}
         self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._learned_all(), self.evaluate)]
         self._missing: dict[str, int] = {}
@@ -123,7 +123,7 @@ class PretrainStage(Stage):
             self._rehearse()
         size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
         with self.session.measures.phases("sample"):
-            batch = self._episodes.sample(size, self.chance(f"{self.name} sampling")).to(self.session.dist.device)
+            batch = self._episodes.sample(size, self.rng(f"{self.name} sampling")).to(self.session.dist.device)
         self.trained_on.add(self.health.note(self.learner.update(batch)), prefix="train/")
 
     def advance(self) -> None:
@@ -167,7 +167,7 @@ class PretrainStage(Stage):
         self.last = values
         record = {f"eval/{name}": value for name, value in values.items()}
         measured = {**self.session.measures.record(self.clock.updates), **self.health.record()}
-        record = {**self.trained_on.reduce(self.session.dist), **record, **measured, **self.session.mishaps()}
+        record = {**self.trained_on.reduce(self.session.dist), **record, **measured, **self.session.failure_counts()}
         self.log(record)
         self.health.require_finite(record, self.when, also=f"eval/{self.learner.best_metric}")
         self.require_sound()
@@ -249,7 +249,7 @@ class PretrainStage(Stage):
             text = f"{self.name}: playing"
             self._bar = Progress(into.capacity, "episode", text, enabled=session.dist.is_main, initial=len(into))
         if purpose not in self._policies:
-            self._policies[purpose] = pretrain_policy(session, self.chance(f"{purpose} policy"))
+            self._policies[purpose] = pretrain_policy(session, self.rng(f"{purpose} policy"))
         policy = self._policies[purpose]
         rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
         with self.phase("replay"):

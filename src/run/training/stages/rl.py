@@ -16,10 +16,10 @@ from omagd.run.training.beliefs import judge_beliefs
 from omagd.run.training.build import build_learner
 from omagd.run.training.opponents import Opponents
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import Products, Stage, StageResult, Task
+from omagd.run.training.stages.base import PretrainedModules, Stage, StageResult, Task
 from omagd.run.training.training_state import load_training_state, save_training_state
 from omagd.runners.rollout import Rollout
-from omagd.utils.clock import Due
+from omagd.utils.clock import Every
 from omagd.utils.dist_utils import Pending
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
@@ -27,14 +27,14 @@ from omagd.utils.progress import Progress, duration
 BEST_OF = ("test_battle_won_mean", "test_return_mean")
 
 
-class Stage3(Stage):
+class RLStage(Stage):
     """Trains agent and mixer with the learner that the configuration names."""
 
     name = "stage3"
     clock_name = "t_env"
     lr_key = "lr"
 
-    def __init__(self, session: Session, products: Products) -> None:
+    def __init__(self, session: Session, products: PretrainedModules) -> None:
         super().__init__(session, products)
         config = session.config
         self.mac, self.learner = build_learner(session, products)
@@ -47,18 +47,18 @@ class Stage3(Stage):
         self.last_test: tuple[int, dict[str, float]] = (-1, {})
         self.best: dict[str, float] = {}
         self._tested_now = self._best_now = False  # in this iteration
-        replay, workers = self.chance("replay"), config.num_workers
+        replay, workers = self.rng("replay"), config.num_workers
         self._sampler = Sampler(self.buffer, config.batch_size, replay, session.dist.device, workers=workers)
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready = False
         self._bar: Progress | None = None
         self._started = time.monotonic()
         self._since = (self._started, 0)
-        test, save = Due(config.test_interval, first=True), Due(config.save_model_interval)
+        test, save = Every(config.test_interval, first=True), Every(config.save_model_interval)
         self._log_due = {
-            "run": Due(config.log_interval),
-            "played": Due(config.runner_log_interval),
-            "learned": Due(config.learner_log_interval),
+            "run": Every(config.log_interval),
+            "played": Every(config.runner_log_interval),
+            "learned": Every(config.learner_log_interval),
         }
         self.dues = {"test": test, "save": save, **{f"log {name}": due for name, due in self._log_due.items()}}
         self._parts_due: set[str] = set()
@@ -161,7 +161,7 @@ class Stage3(Stage):
         self.played.add({"epsilon": (explore.epsilon, 1.0), **self.opponents.stats()})
 
     def _exploration(self) -> Exploration:
-        return Exploration(self.schedule.value(self.clock.t_env), self.chance("explore"))
+        return Exploration(self.schedule.value(self.clock.t_env), self.rng("explore"))
 
     def _keep(self, rollout: Rollout) -> None:
         """Keep what was played, and begin to count it over all ranks."""
@@ -232,7 +232,7 @@ class Stage3(Stage):
                 values.update(metrics.reduce(self.session.dist))
         now = time.monotonic()
         values.update(self.session.measures.record(self.clock.updates))
-        values.update({**self.session.mishaps(), **self.health.record()})
+        values.update({**self.session.failure_counts(), **self.health.record()})
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
         values["wall_seconds"] = self._seconds()
