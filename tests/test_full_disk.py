@@ -305,7 +305,7 @@ def test_where_not_even_a_record_can_begin_the_run_goes_on_with_a_warning(tmp_pa
 @pytest.mark.processes
 def test_a_run_that_could_not_write_its_weights_fails_in_one_line(tmp_path, capsys):
     torch.set_num_threads(1)
-    with limited(6000):
+    with limited(9000):
         code = main([*COMMAND[1:], *LOGS, "use_tensorboard=True", f"local_results_path={tmp_path}/results"])
         said = capsys.readouterr()
     assert code == 1
