@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 from scripted_table import parser, show
 
+from omagd.envs.battle.actions import Geometry
 from omagd.envs.battle.backend import Units
-from omagd.envs.battle.geometry import Geometry
 from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.scripted import Scene, choose
 from omagd.envs.battle.units import UNIT_ID

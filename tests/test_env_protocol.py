@@ -15,7 +15,7 @@ from plugin_toys import own_names
 
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
-from omagd.envs.battle.visibility import EnemyVisibility
+from omagd.envs.battle.v2_semantics import EnemyVisibility
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
 from omagd.run.checkpoint.serialization import pack, unpack

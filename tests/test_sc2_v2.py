@@ -16,17 +16,14 @@ from test_smac_parity import V2_PLAIN, Semantics, battles, stored, v2_facts
 
 from omagd.config.loading import config_names
 from omagd.envs.actions import random_actions
-from omagd.envs.battle.args import SmacArgs
+from omagd.envs.battle.args import CapabilityArgs, SmacArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.features import entity_layout
 from omagd.envs.battle.units import UNIT_ID, UNITS
-from omagd.envs.battle.v2_args import CapabilityArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
-from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.battle.visibility import EnemyVisibility, Vision
+from omagd.envs.battle.v2_semantics import EnemyVisibility, V2Semantics, Vision
 from omagd.envs.factory import validate_env_args
-from omagd.envs.sc2.sc2_env import SC2Env
-from omagd.envs.sc2.teams import draw_lineup
-from omagd.envs.sc2.v2_env import SC2V2Env
+from omagd.envs.sc2.sc2_env import SC2Env, SC2V2Env
+from omagd.envs.sc2.v2_backend import draw_lineup
 from omagd.run.reporting import report
 from omagd.utils.errors import UserError
 

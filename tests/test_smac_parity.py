@@ -15,13 +15,11 @@ from sc2_stand_in.world import V2_TYPE_IDS
 from smac_parity import DATA, GROUPS, INFO, SEED, V2_GROUPS, Log, interface_facts, moments_to_keep
 
 from omagd.envs import REGISTRY
-from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.args import BattleArgs, SmacV2Args, v2_map
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNIT_ID, UNITS
-from omagd.envs.battle.v2_args import SmacV2Args, v2_map
-from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.battle.visibility import EnemyVisibility
+from omagd.envs.battle.v2_semantics import EnemyVisibility, V2Semantics
 
 ON = np.ones(1, bool)
 SCRIPTED = ("heuristic_ai", "heuristic_rest")  # here the environment itself plays, not the semantics' orders
@@ -337,7 +335,7 @@ def test_an_older_game_sends_another_image_of_the_ground(name, tmp_path, monkeyp
 def test_the_game_environment_equals_smacv2(name, game, recorded_orders, tmp_path, monkeypatch):
     """Line-ups, too, are those recorded: units are created where they say, and appear as the tape has them."""
     from omagd.envs.sc2 import v2_backend
-    from omagd.envs.sc2.teams import Lineup
+    from omagd.envs.sc2.v2_backend import Lineup
 
     args, resets = v2_facts(name)
     lineups = iter(resets)

@@ -11,7 +11,7 @@ REGISTRY: Registry[type] = Registry(
         "skirmish": "omagd.envs.battle.skirmish_env:SkirmishEnv",
         "smax": "omagd.envs.smax:SmaxEnv",
         "sc2": "omagd.envs.sc2.sc2_env:SC2Env",
-        "sc2_v2": "omagd.envs.sc2.v2_env:SC2V2Env",
+        "sc2_v2": "omagd.envs.sc2.sc2_env:SC2V2Env",
         "snakes_3v3": "omagd.envs.snakes.snakes_env:Snakes3v3",
         "matrix_game": "omagd.envs.sanity:MatrixGame",
         "memory_game": "omagd.envs.sanity:MemoryGame",

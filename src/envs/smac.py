@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.args import BattleArgs, Variant
 from omagd.envs.battle.features import state_component, state_unit_dims
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.variant import Variant
 from omagd.envs.protocol import BatchedEnv
 from omagd.envs.single import BatchedAsSingle
 from omagd.utils.errors import UserError

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 
 from omagd.envs.actions import require_available
-from omagd.envs.battle.actions import ActionRules
-from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.actions import ActionRules, Geometry
+from omagd.envs.battle.args import SMAC, BattleArgs, Variant
 from omagd.envs.battle.backend import BattleBackend
-from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, entity_layout, state_dim, state_unit_dims
-from omagd.envs.battle.geometry import Geometry
+from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, UnitTables, entity_layout, state_dim, state_unit_dims
 from omagd.envs.battle.maps import HEALING, MapSpec
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
-from omagd.envs.battle.variant import SMAC, UnitTables, Variant
 from omagd.envs.protocol import Observation, StepResult
 
 

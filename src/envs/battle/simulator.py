@@ -18,9 +18,8 @@ import numpy as np
 
 from omagd.envs.battle.backend import Order, Units
 from omagd.envs.battle.combat import acquire, heal, regenerate, shoot, take_orders
-from omagd.envs.battle.ground import advance_goals, build_terrain, start_positions
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.physics import Movement, Pairs, memory_size
+from omagd.envs.battle.physics import Movement, Pairs, advance_goals, build_terrain, memory_size, start_positions
 from omagd.envs.battle.roster import Battle, Roster
 from omagd.utils.errors import UserError
 

@@ -9,14 +9,12 @@ from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.battle.actions import N_NORMAL_ACTIONS
-from omagd.envs.battle.args import SkirmishArgs
-from omagd.envs.battle.custom_maps import is_custom
-from omagd.envs.battle.maps import get_map
+from omagd.envs.battle.args import SMAC, SkirmishArgs
+from omagd.envs.battle.maps import get_map, is_custom
 from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNITS
-from omagd.envs.battle.variant import SMAC
 from omagd.envs.protocol import Observation, StepResult
 from omagd.envs.smac import BattleEnv
 from omagd.utils.errors import UserError

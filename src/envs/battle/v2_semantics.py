@@ -12,13 +12,160 @@ from typing import Any
 
 import numpy as np
 
-from omagd.envs.battle.backend import BattleBackend, Order
+from omagd.envs.battle.actions import N_NORMAL_ACTIONS, NORTH, SHOOT_RANGE, WEST, Geometry
+from omagd.envs.battle.args import SmacV2Args
+from omagd.envs.battle.backend import BattleBackend, Order, Units
+from omagd.envs.battle.features import SIGHT_RANGE
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.reward import Ending, judge
 from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.v2_args import SmacV2Args
-from omagd.envs.battle.visibility import EnemyVisibility, Vision
 from omagd.envs.protocol import StepResult
+from omagd.utils.seeding import generator
+
+# Cells. Source: oxwhirl/smacv2, starcraft2.py (`unit_sight_range`, `unit_shoot_range`).
+SIGHT = {
+    "marine": 9, "marauder": 10, "medivac": 11, "stalker": 10, "zealot": 9, "colossus": 10, "zergling": 8,
+    "hydralisk": 9, "baneling": 8,
+}  # fmt: skip
+REACH = {
+    "marine": 5, "marauder": 6, "medivac": 4, "stalker": 6, "zealot": 0.1, "colossus": 7, "zergling": 0.1,
+    "hydralisk": 5, "baneling": 0.25,
+}  # fmt: skip
+MOVE_SECTORS = (1, 3, 0, 2)  # of four sectors, which lie north, south, east, west
+_TINY = 1e-7
+
+
+class Vision:
+    """Sight, reach and direction of view of all agents.
+
+    Args:
+        args: which of them are limited. unit_names: unit types in the order of their ids. n_slots, n_agents: sizes.
+
+    Attributes:
+        sight, reach: [B, n, 1] float64, cells. direction: [B, n, 2] float64, unit vectors.
+    """
+
+    def __init__(self, args: SmacV2Args, unit_names: Sequence[str], n_slots: int, n_agents: int) -> None:
+        self._args, self._n = args, n_agents
+        self._sight_of = np.array([float(SIGHT.get(name, SIGHT_RANGE)) for name in unit_names])
+        self._reach_of = np.array([max(REACH.get(name, SHOOT_RANGE), args.min_attack_range) for name in unit_names])
+        self.sight = np.full((n_slots, n_agents, 1), SIGHT_RANGE)
+        self.reach = np.full((n_slots, n_agents, 1), SHOOT_RANGE)
+        self.direction = np.zeros((n_slots, n_agents, 2))
+        angles = [2 * np.pi * (sector / args.n_sectors) for sector in range(args.n_sectors)]
+        self._sectors = np.array([(np.cos(angle), np.sin(angle)) for angle in angles])
+
+    def begin(self, which: np.ndarray, units: Units) -> None:
+        """Take the ranges of the units that stand in the slots `which` [B] bool; they look east."""
+        self.direction[which] = 1.0, 0.0
+        if self._args.use_unit_ranges:
+            kind = units.type_id[which, : self._n, None]
+            self.sight[which], self.reach[which] = self._sight_of.take(kind), self._reach_of.take(kind)
+
+    def turn(self, actions: np.ndarray, active: np.ndarray) -> None:
+        """Let the agents of the `active` slots [B] that chose so in `actions` [B, n] look elsewhere."""
+        if not self._args.conic_fov:
+            return
+        if self._args.change_fov_with_move:
+            turns = (actions >= NORTH) & (actions <= WEST)
+            sector = np.take(MOVE_SECTORS, actions - NORTH, mode="clip")
+        else:
+            sector = actions - N_NORMAL_ACTIONS
+            turns = (sector >= 0) & (sector < len(self._sectors))
+        turns &= active[:, None]
+        self.direction[turns] = self._sectors[sector[turns]]
+
+    def in_sight(self, geometry: Geometry) -> np.ndarray:
+        """Return [B, n, U] bool: the unit's place, dead or alive, is within sight (and sector) of the agent."""
+        if self._args.conic_fov:
+            return (geometry.place[0] <= self.sight) & self._in_sector(geometry)
+        return geometry.place[0] < self.sight
+
+    def in_reach(self, geometry: Geometry) -> np.ndarray:
+        """Return [B, n, U] bool likewise for attacks and healing."""
+        near = geometry.place[0] <= self.reach
+        return near & self._in_sector(geometry) if self._args.conic_fov else near
+
+    def _in_sector(self, geometry: Geometry) -> np.ndarray:
+        """Return [B, n, U] bool: the angle to the unit's place differs by less than half a sector from the view.
+
+        As published, both angles are those of straight lines, not of rays, and the line of view is upright for units on
+        the other side of it; so an agent that looks east sees to the west too.
+        """
+        dx, dy = geometry.place[1], geometry.place[2]
+        right = dx > 0
+        dx = np.where(right, np.maximum(dx, _TINY), np.minimum(dx, -_TINY))
+        view_x, view_y = self.direction[..., :1], self.direction[..., 1:]
+        view_x = np.where(right, np.maximum(view_x, _TINY), np.minimum(view_x, -_TINY))
+        return np.abs(np.arctan(dy / dx) - np.arctan(view_y / view_x)) < (2 * np.pi) / len(self._sectors) / 2
+
+
+class EnemyVisibility:
+    """Who knows of whom in all battles.
+
+    Args:
+        share: chance that an agent is told. n_slots, n_agents, n_enemies: sizes.
+    """
+
+    def __init__(self, share: float, n_slots: int, n_agents: int, n_enemies: int) -> None:
+        self._share, self._n = share, n_agents
+        self._known = np.zeros((n_slots, n_agents, n_enemies), bool)
+        self._finder = np.full((n_slots, n_enemies), -1)
+        self._rng = [np.random.default_rng(0) for _ in range(n_slots)]
+        self._numbers = np.arange(n_enemies)
+
+    def begin(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Forget everything in the slots `which` [B] bool, whose orders follow from `seeds` [B]."""
+        self._known[which], self._finder[which] = False, -1
+        for slot in np.flatnonzero(which):
+            self._rng[slot] = generator(int(seeds[slot]), "look")
+
+    def order(self, slot: int) -> np.ndarray:
+        """Return [n] in which order the agents of a slot are looked at next."""
+        return self._rng[slot].permutation(self._n)
+
+    def look(self, which: np.ndarray, in_sight: np.ndarray, living: np.ndarray) -> np.ndarray:
+        """Look at all agents once; return [B, n, m] bool, whom an agent may see if it is in sight.
+
+        which: [B] bool, the slots; others are False. in_sight: [B, n, m] bool, where the enemy is or has died.
+        living: [B, n] bool, the agents.
+        """
+        clear = np.zeros_like(self._known)
+        for slot in np.flatnonzero(which):
+            known, finder = self._known[slot], self._finder[slot]
+            for agent in self.order(int(slot)):
+                if not living[slot, agent]:
+                    continue
+                found = in_sight[slot, agent] & (finder < 0)
+                if found.any():
+                    finder[found] = agent
+                    known[:, found] |= self._rng[slot].random((self._n, int(found.sum()))) < self._share
+                    known[agent, found] = True
+                unknown = np.flatnonzero(~known[agent])
+                clear[slot, agent] = self._numbers > (unknown[-1] if len(unknown) else -1)
+        return clear
+
+    def bury(self, which: np.ndarray, alive: np.ndarray) -> None:
+        """Forget the dead, `alive` [B, n + m] bool, and whom they had found, in the slots `which` [B] bool."""
+        for slot in np.flatnonzero(which):
+            known, finder = self._known[slot], self._finder[slot]
+            for agent in np.flatnonzero(~alive[slot, : self._n]):
+                orphaned = finder == agent
+                if orphaned.any():
+                    known[:, orphaned], known[agent], finder[orphaned] = False, False, -1
+            dead = ~alive[slot, self._n :]
+            known[:, dead], finder[dead] = False, -1
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return everything that the future depends on."""
+        states = [rng.bit_generator.state for rng in self._rng]
+        return {"known": self._known.copy(), "finder": self._finder.copy(), "rng": states}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot`."""
+        self._known[:], self._finder[:] = snapshot["known"], snapshot["finder"]
+        for rng, state in zip(self._rng, snapshot["rng"], strict=True):
+            rng.bit_generator.state = state
 
 
 class V2Semantics(BattleSemantics):

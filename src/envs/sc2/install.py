@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from omagd.envs.battle.backend import Terrain
-from omagd.envs.battle.custom_maps import is_custom
+from omagd.envs.battle.maps import is_custom
 from omagd.utils.errors import UserError
 
 MAP_FOLDER = "SMAC_Maps"

@@ -10,17 +10,16 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
-from omagd.envs.battle.args import SmacArgs
-from omagd.envs.battle.custom_maps import get_game_map
+from omagd.envs.battle.args import SMAC, SmacArgs, SmacV2Args, Variant, v2_map
 from omagd.envs.battle.features import entity_layout, state_dim
-from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.maps import MapSpec, get_game_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
-from omagd.envs.battle.variant import SMAC, Variant
+from omagd.envs.battle.v2_semantics import V2Semantics
 from omagd.envs.protocol import LOST_IN_A_ROW, Observation, StepResult
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.install import build_of, game_folder, require_map
-from omagd.envs.smac import BattleEnv, SmacInterface
+from omagd.envs.smac import BattleEnv, SmacInterface, SmacV2Interface
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -209,3 +208,40 @@ def _log_to_stderr() -> None:
     LOG.setLevel(logging.DEBUG)
     if not LOG.handlers:
         LOG.addHandler(logging.StreamHandler())
+
+
+class SC2V2Battle(SC2Battle):
+    """One slot: SMACv2's semantics over the real game. Teams, places and what agents know follow from reset seeds.
+
+    Args:
+        args: the published keys. n_slots: 1.
+
+    Errors: UserError when the game, its version or the map is missing; ValueError for more slots.
+    """
+
+    args_model: ClassVar[type[BaseModel]] = SmacV2Args
+    name: ClassVar[str] = "sc2_v2"
+    args: SmacV2Args
+
+    @staticmethod
+    def _battle_of(args: SmacV2Args) -> tuple[MapSpec, Variant]:
+        return v2_map(args), args.variant
+
+    def _new_backend(self) -> GameBackend:
+        from omagd.envs.sc2.v2_backend import V2Backend  # pysc2 takes its time
+
+        return V2Backend(self.spec, self.args)
+
+    def _new_semantics(self, backend: GameBackend) -> BattleSemantics:
+        return V2Semantics(self.spec, self.args, backend, UNIT_NAMES)
+
+
+class SC2V2Env(SmacV2Interface, SC2Env):
+    """`SC2V2Battle` as the field's single environment; the thread that resets it first must outlive the game.
+
+    Args:
+        args: the published keys.
+    """
+
+    args_model: ClassVar[type[BaseModel]] = SmacV2Args
+    battle: ClassVar[type[SC2Battle]] = SC2V2Battle

@@ -29,8 +29,7 @@ def game(settings: Settings) -> Finding:
 
 def smac_maps(settings: Settings) -> Finding:
     """Look for the files of SMAC's maps."""
-    from omagd.envs.battle.custom_maps import is_custom
-    from omagd.envs.battle.maps import MAPS
+    from omagd.envs.battle.maps import MAPS, is_custom
 
     chosen = settings.map_name if settings.env == "sc2" else ""
     names = [spec.game_file for spec in MAPS.values()]
@@ -39,7 +38,7 @@ def smac_maps(settings: Settings) -> Finding:
 
 def smacv2_maps(_settings: Settings) -> Finding:
     """Look for the field of SMACv2's battles."""
-    from omagd.envs.battle.v2_args import FIELD
+    from omagd.envs.battle.args import FIELD
 
     return _maps([FIELD], FIELD)
 
