@@ -15,8 +15,10 @@ import torch
 from command_budgets import BUDGETS
 
 import omagd
+from omagd import learners
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.protocol import METHODS, learner_class
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.run.checkpoint.serialization import first_not_finite
@@ -170,6 +172,39 @@ def test_a_training_that_diverges_ends_in_one_line_and_leaves_finite_files(words
     for path in folder.rglob("*.th"):
         assert first_not_finite(torch.load(path, weights_only=True)) is None, path
     assert not list(folder.glob("models/pretrain*"))
+
+
+def test_a_loss_under_any_name_is_checked(tmp_path, monkeypatch) -> None:
+    """A plug-in's loss that becomes NaN ends the run; one that `loss_name` does not name is an error at once."""
+
+    class Plugin(NQLearner):
+        loss_name = "objective"
+
+        def update(self, batch: PackedBatch, *, episodes: int) -> Any:
+            super().update(batch, episodes=episodes)
+            one = torch.ones(())
+            return {"objective": (one / 0 if self.updates < 3 else one * math.nan, one)}
+
+    class Unnamed(Plugin):
+        loss_name = NQLearner.loss_name
+
+    class NotALearner:
+        update = warm_up = None
+
+    kinds = {"plugin": Plugin, "unnamed": Unnamed, "not_a_learner": NotALearner}
+    monkeypatch.setattr(learners.REGISTRY, "_objects", {**learners.REGISTRY._objects, **kinds})
+    messages = {"plugin": "objective=(inf|nan) is not finite", "unnamed": "loss_name=loss_td .*objective"}
+    for name, message in {**messages, "not_a_learner": "learner=not_a_learner: .*warm_up, update, modules"}.items():
+        words = ["--config=qmix", "with", *BUDGETS, f"learner={name}", f"local_results_path={tmp_path / name}"]
+        with pytest.raises(UserError, match=message):
+            omagd.run(config_from(words))
+        assert all("completed" not in file.read_text() for file in tmp_path.glob(f"{name}/*/summary.json"))
+    Old = type("Old", (), dict.fromkeys(METHODS, lambda self: None))
+    monkeypatch.setitem(learners.REGISTRY._objects, "old", Old)
+    assert learner_class("old").data == "replay" and Old.loss_name == "loss_td"
+    Old.data = "neither"
+    with pytest.raises(UserError, match="learner=old: .*neither.*replay, on_policy"):
+        learner_class("old")
 
 
 def test_a_checkpoint_never_holds_what_is_not_finite(tmp_path, monkeypatch) -> None:

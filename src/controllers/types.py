@@ -1,13 +1,23 @@
-"""What passes between the runner and whoever acts."""
+"""Interfaces of policies and controllers, and the data that they exchange with runners."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
 from omagd.envs.protocol import Observation
+
+if TYPE_CHECKING:
+    import torch
+
+    from omagd.components.episode_codec import Spec
+    from omagd.modules.agents.agent import Agent
+    from omagd.modules.agents.inputs import AgentInputs
+    from omagd.utils.packing import PackedBatch
 
 
 @dataclass
@@ -48,7 +58,7 @@ class Exploration:
 
 
 class Policy(Protocol):
-    """Whoever acts in an environment."""
+    """Chooses actions in an environment: a controller, or scripts."""
 
     @property
     def wants_full_obs(self) -> bool:
@@ -75,3 +85,30 @@ class Policy(Protocol):
 
     def load_snapshot(self, snapshot: dict[str, Any]) -> None:
         """Have the memory of a `snapshot` of as many slots."""
+
+
+class MAC(Policy, Protocol):
+    """A multi-agent controller, built as `cls(config, info, device, reconstructor)`: a trainable policy.
+
+    Runners and evaluation use it as a `Policy`; learners read `agent`, `dtype` and `inputs`; loaded policies and
+    checkpoints `agent` and `info`.
+
+    Attributes:
+        agent: the network that is trained; acting uses the same weights. info: facts of the environment. device: where
+            the agent is trained.
+    """
+
+    agent: Agent
+    info: EnvInfo
+    device: torch.device
+
+    @classmethod
+    def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
+        """Return the fields that `Decision.extras` adds to the rows of episodes: name -> (type, shape)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Float type of the agent."""
+
+    def inputs(self, batch: PackedBatch) -> AgentInputs:
+        """Return the agents' inputs of all rows of a batch, equal to those that were acted on."""

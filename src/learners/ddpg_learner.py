@@ -21,6 +21,7 @@ from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
 from omagd.learners.nq_learner import lr_scale
 from omagd.learners.predictor_learner import uniform
+from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer
 from omagd.modules.agents.ddpg_agent import DDPGAgent
 from omagd.modules.agents.inputs import AgentInputs
@@ -132,6 +133,9 @@ class DDPGLearner:
 
     Errors: UserError for another controller or agent.
     """
+
+    data: Data = "replay"
+    loss_name = "loss_td"
 
     def __init__(self, mac: DDPGMAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         if not isinstance(mac, DDPGMAC):

@@ -15,6 +15,7 @@ from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
+from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, all_finite, copy_where
 from omagd.modules import mixers
 from omagd.modules.agents.inputs import AgentInputs
@@ -93,6 +94,9 @@ class NQLearner:
     Args:
         mac: whose agent is trained. config, info: the run and its environment. dist: the ranks.
     """
+
+    data: Data = "replay"
+    loss_name = "loss_td"
 
     def __init__(self, mac: BasicMAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         self.mac = mac

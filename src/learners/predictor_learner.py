@@ -120,6 +120,7 @@ class PredictorLearner:
         predictor: trained in place. tokenizer: frozen here. config, info: the run and its environment. dist: the ranks.
     """
 
+    loss_name = "graph_loss"
     best_metric = "error"  # held-out feature error as the agent receives it, lower is better
 
     def __init__(

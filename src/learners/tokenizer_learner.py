@@ -105,6 +105,7 @@ class TokenizerLearner:
         total_updates: of the whole stage (default: `graph_pretrain_epochs`); none of the last tenth revives codes.
     """
 
+    loss_name = "graph_loss"
     best_metric = "mse"  # held-out, lower is better
 
     def __init__(

@@ -243,8 +243,8 @@ def _fitting(config: Config) -> Iterator[None]:
 
 def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
     """Make what stage 3 trains, to be thrown away: what does not fit is said before the stages before it."""
+    from omagd.learners.protocol import learner_class
     from omagd.run.training.build import build_plain_mac
     from omagd.utils.dist_utils import Dist
 
-    learner = registry_of(NAMED["learner"]).get(config.learner)
-    return learner(build_plain_mac(config, info, device), config, info, Dist())
+    return learner_class(config.learner)(build_plain_mac(config, info, device), config, info, Dist())

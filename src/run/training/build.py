@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from omagd import controllers, learners, runners
+from omagd import controllers, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
+from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
+from omagd.learners.protocol import Learner, learner_class
 from omagd.modules.graph_reconstructers.meta import check
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, require_one_pretraining
@@ -153,7 +155,7 @@ def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None
         raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")
 
 
-def build_mac(config: Config, info: EnvInfo, device: torch.device, products: PretrainedModules) -> Any:
+def build_mac(config: Config, info: EnvInfo, device: torch.device, products: PretrainedModules) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor = None
     if config.use_graph_reconstruction:
@@ -163,10 +165,11 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Pre
             frozen = copy.deepcopy(frozen[0]).cpu(), copy.deepcopy(frozen[1]).cpu()
         reconstructor = Reconstructor(*frozen, config, info)
     seed_everything(config.seed, "agent")
-    return controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
+    mac: MAC = controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
+    return mac
 
 
-def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> Any:
+def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> MAC:
     """Return the controller with the same agent, reading plain observations."""
     return build_mac(config.model_copy(update={"use_graph_reconstruction": False}), info, device, PretrainedModules())
 
@@ -194,7 +197,7 @@ def require_same_map(trained: EnvInfo, info: EnvInfo, source: str) -> None:
     raise UserError(f"{source} was trained on {there}, not on {here}: give one of {here}, or play {there}")
 
 
-def load_agent(mac: Any, step_folder: Path, key: str) -> None:
+def load_agent(mac: MAC, step_folder: Path, key: str) -> None:
     """Load the agent's weights of a step's folder. key: the configuration key that named it.
 
     Errors: UserError for weights of another map, which the run's `env_info.json` names, or of other sizes.
@@ -206,10 +209,11 @@ def load_agent(mac: Any, step_folder: Path, key: str) -> None:
     load_into(mac.agent, load_file(path, key), path, key)
 
 
-def build_learner(session: Session, products: PretrainedModules) -> tuple[Any, Any]:
+def build_learner(session: Session, products: PretrainedModules) -> tuple[MAC, Learner]:
     """Return the controller and the learner of stage 3."""
     mac = build_mac(session.config, session.info, session.dist.device, products)
-    learner = learners.REGISTRY.get(session.config.learner)(mac, session.config, session.info, session.dist)
+    config = session.config
+    learner: Learner = learner_class(config.learner)(mac, config, session.info, session.dist)
     seed_everything(session.config.seed, "stage3 dropout", session.dist.rank)
     return mac, learner
 

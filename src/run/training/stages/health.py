@@ -25,17 +25,27 @@ class Health:
     What each update says stays on its device until the counts are read.
 
     Args:
-        config: the run. key: of the learning rate.
+        config: the run. key: of the learning rate. loss_name: of the loss that every update must report; empty where
+            a rank may have nothing to report.
     """
 
-    def __init__(self, config: Config, key: str) -> None:
-        self.config, self.key = config, key
+    def __init__(self, config: Config, key: str, loss_name: str = "") -> None:
+        self.config, self.key, self.loss_name = config, key, loss_name
         self._unread: list[Tensor] = []  # of each update since the last reading: 1 where it was skipped
         self._counts = [0, 0, 0]  # skipped in all, in a row by now, most in a row
         self._losses: dict[str, float] = {}  # as last logged
 
     def note(self, stats: Stats) -> Stats:
-        """Count one update; return its `stats` without the entry that says whether it was skipped."""
+        """Count one update; return its `stats` without the entry that says whether it was skipped.
+
+        Errors: UserError where they lack the loss that the learner's `loss_name` names.
+        """
+        if self.loss_name not in stats and self.loss_name:
+            reported = ", ".join(sorted(set(stats) - {SKIPPED})) or "nothing"
+            raise UserError(
+                f"learner={self.config.learner}: loss_name={self.loss_name} is not reported by its update, which "
+                f"reports {reported}. Set loss_name to the name of the loss"
+            )
         if SKIPPED not in stats:
             return stats
         self._unread.append(stats[SKIPPED][0])
@@ -68,9 +78,11 @@ class Health:
     def require_finite(self, values: Mapping[str, float], when: str, also: str = "") -> None:
         """End a run whose logged `values` hold a loss that is not finite, or the value named `also`. Errors: UserError.
 
-        when: stage and time.
+        Losses are what `loss_name` names, and all values with "loss" in their names. when: stage and time.
         """
-        self._losses = {name: value for name, value in values.items() if "loss" in name.rpartition("/")[2]}
+        self._losses = {
+            name: value for name, value in values.items() if "loss" in name.rpartition("/")[2] or name == self.loss_name
+        }
         for name, value in values.items():
             if (name in self._losses or name == also) and not math.isfinite(value):
                 raise self.diverged(when, f"{name}={value} is not finite")

@@ -38,6 +38,7 @@ class RLStage(Stage):
         super().__init__(session, products)
         config = session.config
         self.mac, self.learner = build_learner(session, products)
+        self.health.loss_name = self.learner.loss_name
         session.measures.watch_acting(self.mac)
         self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
         self.schedule = epsilon_schedule(config)

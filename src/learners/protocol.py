@@ -1,0 +1,95 @@
+"""Interfaces of learners: all that the training loop, the checkpoints and the divergence check call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, get_args
+
+from torch import nn
+
+from omagd.learners import REGISTRY
+from omagd.learners.synced_optimizer import Stats
+from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch
+
+Data = Literal["replay", "on_policy"]
+METHODS = ("warm_up", "update", "modules", "state_dict", "load_state_dict")
+
+
+class Trainable(Protocol):
+    """What checkpoints and the divergence check need of every learner, pre-training included.
+
+    Attributes:
+        loss_name: name of the loss in the stats of `update`. The run ends with an error when its mean is not finite.
+    """
+
+    loss_name: str
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the trained modules by the names of their weight files."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything else that a resumed run needs: optimizers, target networks, counters."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`. The caller loads the weights of `modules()`."""
+
+
+class Learner(Trainable, Protocol):
+    """A learner of stage 3, built as `cls(mac, config, info, dist)`.
+
+    Optional: `args_model`, a pydantic model of the keys in `learner_args`; and a static method
+    `how_targets_move(config, environments) -> str`, a few words about target updates for the log.
+
+    Attributes:
+        data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were
+            collected last, which are then discarded.
+    """
+
+    data: Data
+
+    def warm_up(self) -> None:
+        """Run discarded passes on a made-up batch, before anything is loaded; fixes the order of sums over ranks."""
+
+    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
+        """Take one step on this rank's batch; return (sum, count) pairs by name, `loss_name` among them.
+
+        episodes: number of episodes collected so far by all ranks.
+        """
+
+
+class PretrainingLearner(Trainable, Protocol):
+    """A learner of stage 1 or 2.
+
+    Attributes:
+        best_metric: name in the stats of `evaluate` that selects the best model; lower is better.
+    """
+
+    best_metric: str
+
+    def warm_up(self, batch: PackedBatch | None = None) -> int:
+        """Run discarded passes on `batch`, or on an empty one; return their number."""
+
+    def update(self, batch: PackedBatch) -> Stats:
+        """Take one step on this rank's batch; return (sum, count) pairs by name."""
+
+    def evaluate(self, batch: PackedBatch) -> Stats:
+        """Return (sum, count) pairs by name on held-out episodes. Called by all ranks."""
+
+
+def learner_class(name: str) -> type[Any]:
+    """Return the learner called `name`, after checking that it has what the training loop calls.
+
+    A class without `data` or `loss_name` (written before these existed) gets "replay" and "loss_td".
+    Errors: UserError naming what is missing or wrong.
+    """
+    found: type[Any] = REGISTRY.get(name)
+    missing = [method for method in METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        raise UserError(f"learner={name}: {found.__name__} has no {', '.join(missing)}. See docs/extending.md")
+    for attribute, default in (("data", "replay"), ("loss_name", "loss_td")):
+        if not hasattr(found, attribute):
+            setattr(found, attribute, default)
+    if found.data not in get_args(Data):
+        options = ", ".join(get_args(Data))
+        raise UserError(f"learner={name}: {found.__name__}.data={found.data} must be one of {options}")
+    return found
