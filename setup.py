@@ -1,8 +1,20 @@
-"""Maps the package `omagd` to the folder `src`; everything else stands in pyproject.toml."""
+"""Build the package `omagd` from the folder `src`, through the link `.package/omagd` that this file makes.
+
+`pip install -e` puts `.package` on the import path, so editors and type checkers find `omagd` as a folder there.
+"""
+
+from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-HIDDEN = ["*__pycache__*"]
-packages = ["omagd", *(f"omagd.{name}" for name in find_namespace_packages("src", exclude=HIDDEN))]
+LINK = Path(".package", "omagd")
+if not LINK.is_dir():
+    LINK.parent.mkdir(exist_ok=True)
+    LINK.symlink_to(Path("..", "src"))
 
-setup(package_dir={"omagd": "src"}, packages=packages, package_data={"omagd": ["config/*.yaml", "config/*/*.yaml"]})
+packages = find_namespace_packages(".package", include=["omagd*"], exclude=["*__pycache__*"])
+setup(
+    package_dir={"": ".package"},
+    packages=packages,
+    package_data={"omagd": ["py.typed", "config/*.yaml", "config/*/*.yaml"]},
+)

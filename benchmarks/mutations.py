@@ -32,7 +32,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_name("mutations.yaml")
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "results", "*.egg-info", ".typing")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "results", "*.egg-info")
 PASSED, FAILED = 0, 1  # exit codes of pytest; others say that it could not run the test
 
 

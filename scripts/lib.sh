@@ -90,7 +90,7 @@ setup_venv() { # extras ("" or "dev,smax"): makes the virtual environment and in
     fi
     stamp=$venv/.installed-${extras:-plain}
     wanted=$(cd "$root" && cksum pyproject.toml setup.py constraints.txt && printf '%s\n' "$root")
-    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ] || [ ! -d "$root/.package/omagd" ]; then
         printf 'installing into %s (once; some minutes, mostly torch) ...\n' "$venv" >&2
         "$venv_python" -m pip install --quiet --disable-pip-version-check \
             -e "$root${extras:+[$extras]}" -c "$root/constraints.txt" || fail 'the installation failed, see above'

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 if __name__ != "omagd":
     raise ImportError(f"this package is 'omagd', not {__name__!r}: install it (pip install -e .) and import omagd")
 
+# An editable install imports through the link .package/omagd; modules, tracebacks and breakpoints are in src/.
+__path__ = [os.path.realpath(folder) for folder in __path__]
 __version__ = "0.1.0"
-
 
 __all__ = ["__version__", "load_policy", "make", "play", "run"]  # noqa: F822 the functions are loaded on first use
 

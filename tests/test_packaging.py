@@ -1,0 +1,96 @@
+"""Installing the package: an editable install that editors can follow, and a wheel that has all files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PIP = ["-m", "pip", "--disable-pip-version-check", "--quiet"]
+OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """Return a folder named `omagd` with a copy of the files that a build reads."""
+    folder = tmp_path_factory.mktemp("parent") / "omagd"
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(clone, tmp_path_factory):
+    """Return a function that runs Python in a new environment with an editable install of the clone.
+
+    The environment sees the packages of the present one, but not its `.pth` files and so not its omagd.
+    """
+    venv = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    site = venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: str | Path, cwd: Path = clone) -> str:
+        command = [str(venv / "bin" / "python"), *map(str, words)]
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(*PIP, "install", *OFFLINE, "-e", clone)
+    run.site = site
+    return run
+
+
+def test_an_editable_install_names_a_folder_that_holds_the_package(python, clone):
+    """Editors and type checkers follow a path in a `.pth` file, but no import hook."""
+    lines = [line for file in python.site.glob("__editable__*.pth") for line in file.read_text().splitlines()]
+    assert lines == [str(clone / ".package")]
+    assert (Path(lines[0]) / "omagd" / "py.typed").is_file()
+
+
+def test_a_clone_named_omagd_in_the_current_folder_hides_nothing(python, clone, tmp_path):
+    """A folder without `__init__.py` is a namespace package, which must not be found before the installed one."""
+    show = "import omagd.utils.registry as module; print(module.__file__)"
+    for folder in (clone.parent, clone, clone / "src", tmp_path):
+        assert python("-c", show, cwd=folder).strip() == str(clone / "src" / "utils" / "registry.py")
+
+
+def test_a_new_file_needs_no_new_installation(python, clone):
+    (clone / "src" / "added.py").write_text("VALUE = 7\n")
+    assert python("-c", "from omagd.added import VALUE; print(VALUE)").strip() == "7"
+    (clone / "src" / "added.py").unlink()
+
+
+def test_commands_start_from_any_folder(python, clone, tmp_path):
+    shown = python("-m", "omagd", "--help", cwd=clone.parent)
+    assert "--config" in shown
+    assert python(clone / "src" / "main.py", "--help", cwd=tmp_path) == shown
+
+
+def test_spawned_processes_import_the_package(python, clone, tmp_path):
+    script = tmp_path / "spawn.py"
+    script.write_text(
+        "import multiprocessing\nimport omagd.utils.errors\nif __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.apply(omagd.utils.errors.UserError, ['found']))\n"
+    )
+    assert python(script, cwd=clone.parent).strip() == "found"
+
+
+def test_a_wheel_has_every_file_of_the_source(python, clone, tmp_path):
+    python(*PIP, "wheel", *OFFLINE, "--wheel-dir", tmp_path, clone)
+    (wheel,) = tmp_path.glob("omagd-*.whl")
+    packed = {name.removeprefix("omagd/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("omagd/")}
+    files = {path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*") if path.is_file()}
+    assert packed == {str(path) for path in files if "__pycache__" not in path.parts}
