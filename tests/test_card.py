@@ -17,7 +17,7 @@ from omagd.run.api import run
 from omagd.run.cli.main import main
 from omagd.run.reporting.card import differences, make_card, marks, read_card, settled, start_lines
 from omagd.run.reporting.report import runs_table, seeds_table
-from omagd.run.training.experiment import _settle
+from omagd.run.training.records import complete_card
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, write_json
 
@@ -201,7 +201,7 @@ def test_a_card_is_completed_even_where_the_environment_has_died_meanwhile(tmp_p
         env_stats=gone, logger=SimpleNamespace(warning=said.append),
         dist=SimpleNamespace(is_main=True), folder=RunFolder(tmp_path),
     )  # fmt: skip
-    final = _settle(session, card_of(), {"stage3": {"clock": {"t_env": 8, "updates": 4}}})
+    final = complete_card(session, card_of(), {"stage3": {"clock": {"t_env": 8, "updates": 4}}})
     assert final["id"] == card_of()["id"] and final["reached"]["updates_per_environment_step"] == 0.5
     assert read_card(tmp_path) == final and len(said) == 1 and "worker 0 died" in said[0]
 

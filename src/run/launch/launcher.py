@@ -338,7 +338,7 @@ def _attempt(config: Config, plan: Plan, path: str, port: int, channel: Any, att
 def _close_books(config: Config, plan: Plan, path: str, started: float, exit_state: str, restarts: int) -> None:
     """Write the summary where rank 0 was killed before it could."""
     from omagd.run.reporting.card import read_card
-    from omagd.run.training.experiment import first_summary
+    from omagd.run.training.records import first_summary
 
     folder = RunFolder(path)
     if not folder.summary_json.exists():

@@ -1,0 +1,191 @@
+"""Records of a run: its log, its card and its summary."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from omagd import learners
+from omagd.config.schema import Config
+from omagd.run.checkpoint.recovery import Recovered, TakenUp
+from omagd.run.checkpoint.set_aside import Cut
+from omagd.run.memory_budget import memory_warnings
+from omagd.run.reporting.card import Card, settled, start_lines
+from omagd.run.topology import ranks_here
+from omagd.run.training.build import n_slots
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import StageResult
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import RunFailed
+from omagd.utils.log_sinks.base import RunFacts
+from omagd.utils.logging import Logger, make_logger, setup_logging
+from omagd.utils.owned_folder import read_entry
+from omagd.utils.run_folder import RunFolder, keep_json
+from omagd.utils.writing import STORAGE
+
+
+def open_logger(
+    config: Config, dist: Dist, folder: RunFolder, channel: Any, card: Card, found: Recovered | None
+) -> Logger:
+    """Return the logger of this rank, with a sink for each configured output."""
+    console = setup_logging(folder.log(dist.rank), dist.rank)
+    sinks = ["console", "jsonl", "sacred"]
+    sinks += ["wandb"] * config.use_wandb + ["tensorboard"] * config.use_tensorboard
+    facts = RunFacts(
+        folder=folder.path,
+        token=folder.token,
+        name=config.name,
+        env=config.env,
+        map_name=config.map_name,
+        world_size=dist.world_size,
+        config=config.model_dump(mode="json"),
+        totals={"epoch": config.graph_pretrain_epochs, **_ends(config)},
+        card=card,
+        saved={} if found is None else found.common["run"]["sinks"],
+        wandb_project=config.wandb_project,
+        wandb_entity=config.wandb_entity,
+    )
+    return make_logger(facts, sinks, console, minimal=not dist.is_main, sacred=channel)
+
+
+def log_start(session: Session, card: Card) -> None:
+    """Log sizes, batch, card and folder of the run, and warn if its episodes may not fit in memory."""
+    config, dist, info = session.config, session.dist, session.info
+    environments = session.env.n_slots * dist.world_size
+    learner = learners.REGISTRY.get(config.learner)
+    targets = f", {learner.how_targets_move(config, environments)}" if hasattr(learner, "how_targets_move") else ""
+    sizes = (
+        f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}, at most"
+        f" {info.episode_limit} steps"
+    )
+    runner = session.runners["train"]
+    batch = f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments"
+    if not config.evaluate:
+        batch += (
+            f", effective batch {config.batch_size * dist.world_size} {runner.unit}, {config.updates_per_iteration}"
+            f" update(s) per {runner.per_iteration(config, environments)}{targets}"
+        )
+    for line in start_lines(card, sizes, batch):
+        session.logger.info(line)
+    for line in memory_warnings(config, info, ranks_here(dist.world_size)):
+        session.logger.warning(line)
+    session.logger.info(f"results: {session.folder.path}")
+
+
+def resume_entry(taken: TakenUp, cut: Cut, folder: RunFolder) -> dict[str, Any]:
+    """Return the entry of the card's list `resumed` for this start."""
+    salvaged = taken.salvaged
+    files = [] if salvaged is None else [salvaged.step, *salvaged.trained.values()]
+    source = taken.found.checkpoint.path if taken.found is not None else next(path for path in files if path)
+    return {
+        "kind": taken.kind,
+        "from": str(source.relative_to(folder.path)),
+        "iteration": taken.least if taken.found is None else taken.found.iteration,
+        "t_env": taken.t_env,
+        "lost_episodes": 0 if taken.found is None or taken.kind == "exact" else taken.found.lost_episodes(),
+        "set_aside": str(Path(cut.aside).relative_to(folder.path)) if cut.aside else "",
+        "missing_bytes": cut.missing,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def resume_warnings(taken: TakenUp, cut: Cut, folder: RunFolder, versions: str) -> list[str]:
+    """Return a warning for everything that was lost, damaged or changed since the last start."""
+    lines = [f"{path} is damaged ({problem}): it is not used" for path, problem in taken.problems.items()]
+    if taken.found is not None and taken.kind == "exact" and taken.older:
+        lines.append(f"the newest checkpoint cannot be used; {taken.found.checkpoint.path}, an earlier one, is used")
+    if taken.found is not None and taken.kind == "lossy":
+        lost = f"{taken.found.lost_episodes()} episode(s) in {', '.join(sorted(taken.found.lost))}"
+        lines.append(f"resume=lossy: {lost} cannot be read, and the run continues without them")
+    if taken.kind == "weights":
+        lines.append("resume=weights: the replay starts empty")
+    for name, size in cut.missing.items():
+        lines.append(f"{folder.path / name}: {size} bytes that were there at that checkpoint are missing")
+    if cut.aside:
+        after = "after that" if taken.kind else "before the first complete checkpoint"
+        lines.append(f"what was written {after}, or cannot be used, is kept in {cut.aside}")
+    return lines + ([f"this run continues with other versions: {versions}"] if versions else [])
+
+
+def complete_card(session: Session, card: Card, stages: dict[str, Any]) -> Card:
+    """Return the card with the version that the game reports and the results; write it to the run's folder."""
+    try:
+        stats = session.env_stats()
+    except (RuntimeError, OSError) as error:  # the results stand, whatever has died since
+        session.logger.warning(f"the environment cannot report its version: {error}")
+        stats = {}
+    final = settled(card, stats, stages)
+    if final["id"] != card["id"]:
+        game, said = card["compared"]["game"], final["compared"]["game"]
+        session.logger.warning(f"the game reports {said}, not {game}: the card is {final['id']}")
+    if session.dist.is_main:
+        keep_json(session.folder.card_json, final)
+    return final
+
+
+def first_summary(
+    config: Config, world_size: int, folder: RunFolder, started: float, card: Card | None
+) -> dict[str, Any]:
+    """Return the summary of a run without results."""
+    return {
+        "kind": "evaluation" if config.evaluate else "training",
+        "name": config.name,
+        "env": config.env,
+        "map_name": config.map_name,
+        "seed": config.seed,
+        "world_size": world_size,
+        "environments": n_slots(config) * world_size,
+        "effective_batch": config.batch_size * world_size,
+        "updates_per_iteration": config.updates_per_iteration,
+        "card": card,
+        "folder": str(folder.path),
+        "started": started,
+        "stages": {},
+    }
+
+
+def earlier_stages(folder: RunFolder) -> dict[str, Any]:
+    """Return the stages in the summary of an earlier start."""
+    stages = read_entry(folder.summary_json).get("stages")
+    return stages if isinstance(stages, dict) and all(isinstance(stage, dict) for stage in stages.values()) else {}
+
+
+def stages_so_far(session: Session, earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of a run that ends early: finished stages, and the state of the stage in progress."""
+    checkpointer = session.checkpointer
+    reached = {result.name: stage_entry(result) for result in checkpointer.reached()}
+    return reached if checkpointer.stage is not None else {**earlier, **reached}
+
+
+def stage_entry(result: StageResult) -> dict[str, Any]:
+    """Return a stage's entry in the summary."""
+    return {"clock": result.clock, "values": result.values, "files": result.files, **result.facts}
+
+
+def require_weights(folder: RunFolder) -> None:
+    """Fail a run whose weights could not be written. Errors: RunFailed."""
+    missing = STORAGE.unwritten(folder.models)
+    if missing:
+        where, why = missing[-1].parent, STORAGE.why(missing[0])
+        fix = "Free some space and run the same command with auto_resume=True: it resumes from the newest checkpoint"
+        raise RunFailed(f"{where} could not be written ({why}): the run ends without its weights. {fix}")
+
+
+def finish_files(folder: RunFolder, summary: dict[str, Any]) -> None:
+    """Draw the plots of a completed run and write `summary.json`."""
+    from omagd.run.reporting.plots import curves, evaluation  # imports Matplotlib
+    from omagd.run.reporting.report import write_summary
+
+    if summary["exit_state"] == "completed" and folder.metrics_jsonl.is_file():
+        if summary["kind"] == "evaluation":
+            evaluation(folder.episode_logs(), folder.plots / "evaluation.png")
+        else:
+            curves(folder.metrics_jsonl, folder.plots / "curves.png")
+    summary["artifacts"] = folder.artifacts()
+    write_summary(folder, summary)
+
+
+def _ends(config: Config) -> dict[str, int]:
+    """Return the clock and the value at which stage 3 ends: `max_episodes` if given, else `t_max`."""
+    return {"t_env": config.t_max} if config.max_episodes is None else {"episode": config.max_episodes}
