@@ -176,5 +176,8 @@ RUNS: dict[str, Run] = {
 # Keys that no short run can have, with the test that gives them another value.
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "use_per": ("is rejected, whatever else is set", "tests/test_config.py"),
+    "learner_args": ("needs a component with keys of its own", "tests/test_component_args.py"),
+    "agent_args": ("needs a component with keys of its own", "tests/test_component_args.py"),
+    "mixer_args": ("needs a component with keys of its own", "tests/test_component_args.py"),
     "max_memory_per_gpu_gb": ("needs a GPU", "tests/test_machine.py"),
 }

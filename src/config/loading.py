@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from omagd.config.checks import check, is_file
 from omagd.config.messages import shorten, validation_message
-from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
+from omagd.config.schema import COMPONENT_ARGS, Config, MaskPredictorConfig, TokenizerConfig
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.owned_folder import read_json
 
@@ -28,6 +28,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "tokenizer_config": TokenizerConfig,
     "mask_predictor_config": MaskPredictorConfig,
 }
+OPEN_SECTIONS = frozenset({"env_args", *COMPONENT_ARGS})
+"""Sections whose keys the environment, the learner, the agent or the mixer defines."""
 # libyaml's loader where PyYAML was built with it: the same values, ten times as fast.
 SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MERGE = "tag:yaml.org,2002:merge"
@@ -213,7 +215,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def known_keys() -> list[str]:
-    """Return every key by its dotted name, in the schema's order; what is below `env_args` is the environment's."""
+    """Return every key by its dotted name, in the schema's order; what is below `OPEN_SECTIONS` is not listed."""
     keys: list[str] = []
     for key in Config.model_fields:
         keys += [f"{key}.{inner}" for inner in SECTIONS[key].model_fields] if key in SECTIONS else [key]
@@ -226,9 +228,9 @@ def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, show
     for key, value in over.items():
         if key not in Config.model_fields:
             raise _unknown(key, source, value if shown is None else shown)
-        if key in {"env_args", *SECTIONS} and not isinstance(value, Mapping):
+        if key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):
             raise UserError(f"{key}={shorten(value)}: must be a mapping of keys to values")
-        if key == "env_args":
+        if key in OPEN_SECTIONS:
             result[key] = {**result.get(key, {}), **value}
         elif key in SECTIONS:
             for inner in value:

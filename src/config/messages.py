@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from omagd.utils.errors import UserError, nearest
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -17,6 +20,7 @@ EXPECTED = {
     "dict_type": "a mapping of keys to values",
     "model_type": "a mapping of keys to values",
 }
+MOST_NAMES = 200  # characters of known names that fit into the line of an error
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
@@ -79,3 +83,46 @@ def shorten(value: Any) -> str:
     except (ValueError, RecursionError):  # whole numbers of thousands of digits
         text = f"a {type(value).__name__} too long to be shown"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def typed_args(section: str, owner: str, model: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:
+    """Return the validated keys of a section that a component defines.
+
+    Args:
+        section: name of the section ("env_args"). owner: the component as it was chosen ("env=skirmish").
+        model: the component's `args_model`. values: as given.
+    Errors: UserError for an unknown key, a wrong type, or a value out of range.
+    """
+    known = sorted(model.model_fields)
+    for key, value in values.items():
+        if key not in known and model.model_config.get("extra") != "allow":
+            names = f"known: {', '.join(known) or 'none'}"
+            line = f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{nearest(str(key), known)}"
+            raise UserError(line, names) if len(names) > MOST_NAMES else UserError(f"{line} {names}")
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _as_user_error(section, owner, error) from None
+
+
+def _as_user_error(section: str, owner: str, error: ValidationError) -> UserError:
+    """Return the first complaint as one line: key, value, mend."""
+    first = error.errors()[0]
+    key = ".".join([section, *(str(part) for part in first["loc"])])
+    if first["type"] == "missing":
+        return UserError(f"{key} is missing; {owner} needs it")
+    mend = (
+        first["msg"]
+        .removeprefix("Value error, ")
+        .replace("Input should be", "must be")
+        .replace("String should", "must")
+    )
+    hint = ""
+    if first["type"] == "literal_error":
+        options = [part.strip(" '") for part in first["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        hint = nearest(str(first["input"]), options)
+    if first["type"] == "string_type" and isinstance(first["input"], int | float):
+        mend, hint = "must be text", " Write it in quotes"
+    if not first["loc"]:
+        return UserError(f"{mend}.")  # about several keys, which it names
+    return UserError(f"{key}={shorten(first['input'])}: {mend}.{hint}")

@@ -77,6 +77,10 @@ class MaskPredictorConfig(Frozen):
     decode: Literal["argmax", "mean"]  # features of the likeliest code, or their mean over all codes
 
 
+COMPONENT_ARGS = ("learner_args", "agent_args", "mixer_args")
+"""Sections whose keys and types the named component defines, by a pydantic model in its class (`args_model`)."""
+
+
 class Config(Frozen):
     """One run, resolved and checked."""
 
@@ -84,9 +88,12 @@ class Config(Frozen):
     env: str  # environment by name
     env_args: dict[str, Any]  # arguments of the environment, see below
     learner: str  # learner by name; the *_ddp names are the same learners
+    learner_args: dict[str, Any]  # keys of the learner itself: those of its `args_model`, for learners that have one
     mac: str  # controller by name; ddpg_mac draws actions, for the ddpg learners
     agent: str  # network of the agents by name
+    agent_args: dict[str, Any]  # keys of the agent itself, likewise
     mixer: str  # network that joins the agents' values by name
+    mixer_args: dict[str, Any]  # keys of the mixer itself, likewise
     runner: str  # parallel: rounds of battles | stream: each begins its next at once | ticks: some steps | episode: one
     action_selector: str  # epsilon_greedy | greedy (explores never)
     name: str  # of the configuration; begins the run folder's name

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omagd.config.schema import Config
+from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
 from omagd.run.checkpoint.set_aside import SAVED, link
 from omagd.run.checkpoint.store import Checkpoint, Damaged, folders, read_checkpoint
@@ -129,7 +129,10 @@ def require_free_token(config: Config) -> None:
 def identity_of(config: Config) -> str:
     """Return a hash of all that makes two runs the same: their keys, without where they run and what they tell."""
     values: dict[str, Any] = config.model_dump(mode="json")
-    kept = {key: value for key, value in values.items() if key not in ELSEWHERE}
+    # Earlier versions had no COMPONENT_ARGS: their runs are those where these are empty.
+    kept = {
+        key: value for key, value in values.items() if key not in ELSEWHERE and (value or key not in COMPONENT_ARGS)
+    }
     for key in READ:
         kept[key] = _content(Path(kept[key]).expanduser()) if kept[key] else ""
     policy = Path(config.graph_pretrain_policy).expanduser()
@@ -231,7 +234,11 @@ def _say_what_differs(config: Config, console: logging.Logger) -> None:
         goes_on = holder is not None and holder.pid != os.getpid() and holder.runs()
         if _place(theirs) == _place(values) and not theirs.get("evaluate") and not goes_on:
             with suppress(OSError):
-                differing = sorted(key for key in values.keys() - ELSEWHERE if theirs.get(key) != values[key])
+                differing = sorted(
+                    key
+                    for key in values.keys() - ELSEWHERE
+                    if theirs.get(key, {} if key in COMPONENT_ARGS else None) != values[key]
+                )
                 found.append(((path / RUN_FILE).stat().st_mtime, path, differing))
     if found:
         _, path, keys = max(found)

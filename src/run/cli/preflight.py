@@ -62,10 +62,11 @@ def preflight(config: Config) -> PreflightResult:
         _known(key, getattr(config, key), registry_of(package))
     _check_replays(config)
     plan = make_plan(config)  # torch is imported from here on; a mistyped name is told without it
+    from omagd.run.training.build import complete_args
     from omagd.run.training.device import check_machine
     from omagd.run.training.opponents import check_opponents
 
-    info = describe_env(config)
+    config, info = complete_args(config), describe_env(config)
     if config.max_episodes is not None:  # in steps they end at the latest where each is as long as it may be
         longest = config.max_episodes * info.episode_limit
         config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})

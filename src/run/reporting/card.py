@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import omagd
-from omagd.config.schema import Config
+from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.training.session import rounds
 from omagd.utils.errors import readable
@@ -264,6 +264,7 @@ def _told(config: Config, world_size: int, device: torch.device) -> dict[str, An
     keys = ("name", "learner", "mac", "agent", "mixer", "use_graph_reconstruction", "lr_scaling", "seed")
     return {
         **{key: getattr(config, key) for key in keys},
+        **{key: values for key in COMPONENT_ARGS if (values := getattr(config, key))},
         "ranks": world_size,
         "device": device.type + card,
         "versions": versions(),

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 
-from omagd import controllers, runners
+from omagd import controllers, learners, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
-from omagd.config.schema import Config
+from omagd.config.messages import typed_args
+from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
 from omagd.learners.protocol import Learner, learner_class
+from omagd.modules import agents, mixers
 from omagd.modules.graph_reconstructers.meta import check
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, require_one_pretraining
@@ -48,6 +52,10 @@ from omagd.utils.seeding import seed_everything
 PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
 
 
+class NoArgs(BaseModel):
+    """Keys of a component that has none."""
+
+
 def n_slots(config: Config) -> int:
     """Return how many battle slots each rank plays."""
     return int(runners.REGISTRY.get(config.runner).slots(config))
@@ -77,6 +85,23 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
     measures = Profiler(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
     log = EpisodeLog(folder.episode_log(dist.rank))
     return Session(config, dist, env, info, folder, logger, made, Checkpointer(config, dist, folder), log, measures)
+
+
+def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> Config:
+    """Return `config` with all keys of the learner, the agent and the mixer: those that were given, and defaults.
+
+    Errors: UserError for keys and values that their `args_model` rejects, and for keys of one that has no model.
+    """
+    registries = dict(zip(COMPONENT_ARGS, (learners.REGISTRY, agents.REGISTRY, mixers.REGISTRY), strict=True))
+    complete = {}
+    for section in sections:
+        kind, given = section.removesuffix("_args"), getattr(config, section)
+        owner = f"{kind}={getattr(config, kind)}"
+        model = getattr(registries[section].get(getattr(config, kind)), "args_model", NoArgs)
+        values = typed_args(section, owner, model, given).model_dump(mode="json")
+        typed_args(section, owner, model, values)  # as config.json will hold them
+        complete[section] = values
+    return config.model_copy(update=complete)
 
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:
@@ -165,6 +190,7 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, products: Pre
             frozen = copy.deepcopy(frozen[0]).cpu(), copy.deepcopy(frozen[1]).cpu()
         reconstructor = Reconstructor(*frozen, config, info)
     seed_everything(config.seed, "agent")
+    config = complete_args(config, ("agent_args",))
     mac: MAC = controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
     return mac
 
