@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import omagd
 from omagd.config.schema import COMPONENT_ARGS
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.learners.nq_learner import NQLearner
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.rnn_agent import NRNNAgent
 from omagd.modules.mixers import REGISTRY as MIXERS
@@ -54,23 +56,25 @@ def words(monkeypatch, tmp_path):
     """Return the beginning of a command that uses both mixers' and an agent's keys."""
     mixers = {**MIXERS._objects, "scaled": ScaledVDN, "unreadable": Unreadable}
     monkeypatch.setattr(MIXERS, "_objects", mixers)
-    agent = type("Agent", (NRNNAgent,), {"args_model": ScaleArgs})
-    monkeypatch.setattr(AGENTS, "_objects", {**AGENTS._objects, "scaled": agent})
+    for registry, base in ((AGENTS, NRNNAgent), (LEARNERS, NQLearner)):
+        found = type("Scaled", (base,), {"args_model": ScaleArgs})
+        monkeypatch.setattr(registry, "_objects", {**registry._objects, "scaled": found})
     (tmp_path / "mine.yaml").write_text("name: mine\nrun: default\nmixer: scaled\nmixer_args: {factor: 2}\n")
     return [f"--config={tmp_path}/mine.yaml", "--env-config=matrix_game"]
 
 
 def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tmp_path):
-    given = ["with", "mixer_args.shift=5e-1", "agent=scaled", "agent_args.names=['a','b']"]
+    given = ["with", "mixer_args.shift=5e-1", "agent=scaled", "agent_args={'names': ['a', 'b']}"]
+    given += ["learner=scaled", "learner_args={'shift': 3}"]
     assert main([*words, "--dry-run", *given]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["mixer_args"] == {"factor": 2.0, "shift": 0.5, "names": []} and shown["learner_args"] == {}
+    assert shown["mixer_args"] == {"factor": 2.0, "shift": 0.5, "names": []}
+    assert shown["learner_args"]["shift"] == 3.0
     assert shown["agent_args"] == {"factor": 1.0, "shift": 0.0, "names": ["a", "b"]}
     assert main([*words, "-F", f"{tmp_path}/sacred", *given, *BUDGETS, f"local_results_path={tmp_path}/runs"]) == 0
     (folder,) = (tmp_path / "runs").glob("*")
     saved, card = (json.loads((folder / name).read_text()) for name in ("config.json", "card.json"))
     assert saved["mixer_args"] == card["told"]["mixer_args"] == shown["mixer_args"]
-    assert "learner_args" not in card["told"]
     assert omagd.load_policy(folder)
     assert main(["evaluate", str(folder), "test_nepisode=2", "use_cuda=False"]) == 0
 
