@@ -26,15 +26,14 @@ from omagd.run.checkpoint.writer import Save, Saver
 from omagd.run.cli.main import main
 from omagd.run.launch import failures as verdict
 from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.reporting.log_sinks import JsonLinesSink
 from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils import logging as logging_module
 from omagd.utils import writing
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed
-from omagd.utils.log_sinks.base import Record, RunFacts
-from omagd.utils.log_sinks.jsonl import JsonLinesSink
-from omagd.utils.logging import setup_logging
+from omagd.utils.logging import Record, RunFacts, setup_logging
 from omagd.utils.run_folder import RunFolder, reproducible
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from omagd.run.reporting.log_sinks import make_logger, render_block
+from omagd.run.reporting.sacred_sink import SacredRelay, SacredSink
 from omagd.utils import progress as progress_module
 from omagd.utils.clock import Counters, Every
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.log_sinks.base import Record, RunFacts, Sink
-from omagd.utils.log_sinks.console import render_block
-from omagd.utils.log_sinks.sacred import SacredRelay, SacredSink
-from omagd.utils.logging import Logger, make_logger, setup_logging
+from omagd.utils.logging import Logger, Record, RunFacts, Sink, setup_logging
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import BarSafeHandler, Progress, close_bars
 

@@ -14,13 +14,13 @@ from q_toys import make_learner, random_episode, toy_config
 
 from omagd.run.memory_budget import over_ranks, resident_bytes, usage
 from omagd.run.reporting import profiling as tracing
+from omagd.run.reporting.log_sinks import render_block
 from omagd.run.reporting.profiling import OTHER, Phases, Profiler, shares
 from omagd.run.reporting.report import phases_table
 from omagd.run.training.replicas import check_replicas, held_in_common
 from omagd.utils.dist_utils import Dist, Waits
 from omagd.utils.errors import UserError
-from omagd.utils.log_sinks.base import Record
-from omagd.utils.log_sinks.console import render_block
+from omagd.utils.logging import Record
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from omagd.utils.log_sinks.base import RunFacts
-from omagd.utils.log_sinks.wandb import WandbSink, choose_mode, has_key, project_name
-from omagd.utils.logging import make_logger
+from omagd.run.reporting.log_sinks import make_logger
+from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, project_name
+from omagd.utils.logging import RunFacts
 
 wandb = pytest.importorskip("wandb")
 BLOCK = 32768
@@ -199,7 +199,7 @@ def test_an_unreachable_service_is_replaced_by_an_offline_run(tmp_path, monkeypa
     monkeypatch.setattr(wandb, "init", init)
     sink = WandbSink()
     sink.open(RunFacts(tmp_path))
-    from omagd.utils.log_sinks.base import Record
+    from omagd.utils.logging import Record
 
     sink.log(Record({"a": 1.0}, "stage3", "t_env", 7))
     sink.close("failed")

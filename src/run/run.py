@@ -13,9 +13,9 @@ from omagd.config.schema import Config
 from omagd.run.launch.launcher import launch
 from omagd.run.launch.seed_list import SeedList
 from omagd.run.reporting.report import render_summary, seeds_table
+from omagd.run.reporting.sacred_sink import SacredRelay
 from omagd.run.topology import is_main, make_plan
 from omagd.utils.errors import visible
-from omagd.utils.log_sinks.sacred import SacredRelay
 from omagd.utils.run_folder import make_token
 from omagd.utils.writing import OUTPUT, STORAGE
 

@@ -1,27 +1,126 @@
-"""What a run tells: one logger that hands every log to all sinks, and text logs for every rank."""
+"""The logger that sends each log to all sinks, the base class of sinks, and a text log for every rank."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omagd.utils.errors import visible
-from omagd.utils.log_sinks import REGISTRY
-from omagd.utils.log_sinks.base import Record, RunFacts, Sink
 from omagd.utils.progress import BarSafeHandler
 from omagd.utils.writing import STORAGE, AppendFile
 
 PACKAGE = "omagd"
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about the run that a sink may use.
+
+    Attributes:
+        folder: the run's folder. token: its unique name, which groups the stages.
+        name: of the configuration. env, map_name: environment and map. world_size: ranks.
+        config: the resolved configuration as plain values.
+        totals: where each clock ends, by its name ("t_env", "epoch"), and `episode` if that ends the run.
+        card: the comparability card, see `omagd.run.reporting.card`.
+        saved: state of the sinks by name, from the checkpoint that this run resumes.
+        wandb_project: empty for the published name. wandb_entity: empty for the user's own.
+    """
+
+    folder: Path
+    token: str = "run"
+    name: str = ""
+    env: str = ""
+    map_name: str = ""
+    world_size: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=dict)
+    saved: dict[str, Any] = field(default_factory=dict)
+    wandb_project: str = ""
+    wandb_entity: str = ""
+
+    @property
+    def label(self) -> str:
+        """Environment and map, the label of every result ("skirmish 3m")."""
+        return f"{self.env} {self.map_name}".strip()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One log: values by name at time `t` of the clock ("t_env" or "epoch") of a stage.
+
+    `private` names are not sent to Sacred.
+    """
+
+    values: dict[str, float]
+    stage: str
+    clock: str
+    t: int
+    private: frozenset[str] = frozenset()
+
+
+class Sink(ABC):
+    """Base of log sinks. Subclasses write `_open`, `_log` and `_close`; callers use `open`, `log` and `close`.
+
+    The first error of a sink that is not `essential` is logged as one warning and switches the sink off; training
+    continues.
+    """
+
+    name: str = "sink"
+    essential: bool = False
+
+    def __init__(self) -> None:
+        self.alive = True
+
+    def open(self, facts: RunFacts) -> None:
+        """Prepare for the records of a run."""
+        self._guard(self._open, facts)
+
+    def log(self, record: Record) -> None:
+        """Write one record."""
+        self._guard(self._log, record)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for the checkpoint; the sink of a resumed run finds them in `RunFacts.saved`."""
+        return {}
+
+    def close(self, exit_state: str) -> None:
+        """Flush and close; `exit_state` is "completed", "interrupted" or "failed". May be called twice."""
+        self._guard(self._close, exit_state)
+        self.alive = False
+
+    def _guard(self, call: Any, argument: Any) -> None:
+        if not self.alive:
+            return
+        try:
+            call(argument)
+        except Exception as error:
+            if self.essential:
+                raise
+            self.alive = False
+            reason = " ".join(str(error).split()) or type(error).__name__
+            logging.getLogger(PACKAGE).warning("%s is off from here on: %s", self.name, reason[:300])
+
+    @abstractmethod
+    def _open(self, facts: RunFacts) -> None: ...
+
+    @abstractmethod
+    def _log(self, record: Record) -> None: ...
+
+    @abstractmethod
+    def _close(self, exit_state: str) -> None: ...
+
+
 class Logger:
-    """Hands each log to all sinks. With `minimal=True`, which other ranks than 0 get, it does nothing at all.
+    """Sends each log to all sinks; with `minimal=True`, on ranks other than 0, it does nothing.
 
     Args:
-        console_logger: Python's logger for text. minimal: be silent.
-        facts: what sinks are told when they are added.
+        console_logger: Python's logger for text. minimal: ignore all logs.
+        facts: passed to each sink when it is added.
     """
 
     def __init__(self, console_logger: logging.Logger, minimal: bool = False, facts: RunFacts | None = None) -> None:
@@ -35,15 +134,15 @@ class Logger:
         self._pending_t = 0
 
     def info(self, message: str) -> None:
-        """Say one line of text; other ranks than 0 say it in their text log only."""
+        """Log one line of text; on ranks other than 0 it goes to the log file only."""
         self.console_logger.info(message)
 
     def warning(self, message: str) -> None:
-        """Say one line that the user should not miss."""
+        """Log a warning."""
         self.console_logger.warning(message)
 
     def error(self, message: str) -> None:
-        """Say one line about what has gone wrong though the run goes on; other ranks say it on the console too."""
+        """Log an error that does not end the run; other ranks print it on the console too."""
         self.console_logger.error(message)
 
     def add_sink(self, sink: Sink) -> None:
@@ -74,18 +173,18 @@ class Logger:
             self._private.add(key)
 
     def print_recent_stats(self) -> None:
-        """Send what `log_stat` has gathered."""
+        """Send the values collected by `log_stat`."""
         if self._pending:
             values, private = self._pending, frozenset(self._private)
             self._pending, self._private = {}, set()
             self._send(Record(values, self.stage, "t_env", self._pending_t, private))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the sinks of a run that goes on from here must know."""
+        """Return the state of the sinks for the checkpoint, by name."""
         return {sink.name: sink.state_dict() for sink in self.sinks}
 
     def close(self, exit_state: str = "completed") -> None:
-        """Send what is left and close all sinks."""
+        """Send the remaining values and close all sinks."""
         self.print_recent_stats()
         for sink in self.sinks:
             sink.close(exit_state)
@@ -97,32 +196,10 @@ class Logger:
             sink.log(record)
 
 
-def make_logger(
-    facts: RunFacts, names: Iterable[str], console_logger: logging.Logger, *, minimal: bool = False, sacred: Any = None
-) -> Logger:
-    """Return a logger with the sinks `names`.
-
-    sacred: the Sacred run, or the `sender` of a `SacredRelay`; without it the sink "sacred" is left out.
-    Errors: UserError for an unknown name.
-    """
-    logger = Logger(console_logger, minimal, facts)
-    if minimal:
-        return logger
-    for name in names:
-        if name == "sacred":
-            if sacred is not None:
-                logger.add_sink(REGISTRY.get(name)(sacred))
-        elif name == "console":
-            logger.add_sink(REGISTRY.get(name)(console_logger))
-        else:
-            logger.add_sink(REGISTRY.get(name)())
-    return logger
-
-
 def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = logging.INFO) -> logging.Logger:
-    """Return the package's Python logger: rank 0 speaks on the console, every rank writes `log_file` (appending).
+    """Return the package's Python logger: rank 0 prints on the console, every rank appends to `log_file`.
 
-    Other ranks show errors on the console, with their number. May be called again: handlers are replaced.
+    Other ranks print only errors, with their number. May be called again: handlers are replaced.
     """
     logger = logging.getLogger(PACKAGE)
     for handler in list(logger.handlers):
@@ -140,7 +217,7 @@ def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = loggi
 
 
 def append_to_log(log_file: str | Path, message: str) -> None:
-    """Append one line to a log file, also where its logger is closed already or belongs to another process."""
+    """Append one line to a log file whose logger is closed or belongs to another process."""
     handler = _file_handler(log_file)
     handler.handle(logging.LogRecord(PACKAGE, logging.WARNING, "", 0, message, None, None))
     handler.close()
@@ -153,7 +230,7 @@ def _file_handler(log_file: str | Path) -> logging.Handler:
 
 
 class _FileHandler(logging.Handler):
-    """Appends lines to a file; on a full disk they wait in memory."""
+    """Appends lines to a file; while the disk is full they wait in memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -164,7 +241,7 @@ class _FileHandler(logging.Handler):
         try:
             with STORAGE.logging():
                 self._file.write((self.format(record) + "\n").encode(errors="backslashreplace"))
-        except Exception:  # noqa: BLE001 (as every logging handler does)
+        except Exception:  # noqa: BLE001 (like every logging handler)
             self.handleError(record)
 
     def close(self) -> None:
@@ -174,7 +251,7 @@ class _FileHandler(logging.Handler):
 
 
 class _ConsoleFormatter(logging.Formatter):
-    """`[16:55:01] text`; the level only where it is more than information."""
+    """`[16:55:01] text`, with the level for warnings and errors."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__(datefmt="%H:%M:%S")
@@ -187,7 +264,7 @@ class _ConsoleFormatter(logging.Formatter):
 
 
 class _FileFormatter(logging.Formatter):
-    """The lines of a log file: no text that a terminal would take for a command."""
+    """Lines of a log file, with control characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record), kept="\n")

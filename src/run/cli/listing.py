@@ -17,6 +17,7 @@ from omagd.run.memory_budget import GIGABYTE, replay_bytes
 from omagd.run.reporting.card import make_card, read_card
 from omagd.run.reporting.report import runs_table
 from omagd.run.training.build import n_slots
+from omagd.run.training.evaluate import trained_card
 from omagd.utils.errors import UserError, readable
 from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder
@@ -44,7 +45,7 @@ def facts(config: Config, outlook: PreflightResult) -> dict[str, object]:
     info, plan = outlook.info, outlook.plan
     start = "torchrun" if plan.joins else "spawn" if plan.spawns else "this process"
     device = "cuda" if plan.cuda else "cpu"
-    card = make_card(config, plan.world_size, plan.device(0))
+    card = make_card(config, plan.world_size, plan.device(0), trained_card(config))
     slots, unit = n_slots(config), runners.REGISTRY.get(config.runner).unit
     sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
     return {

@@ -1,4 +1,4 @@
-"""The comparability card: what a result depends on, kept with every result; tables mark rows whose cards differ."""
+"""The comparability card: what a result depends on. It is saved with every result; tables mark rows that differ."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import omagd
+from omagd import runners
 from omagd.config.schema import COMPONENT_ARGS, Config
-from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
-from omagd.run.training.session import rounds
 from omagd.utils.errors import readable
 from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder, plain
@@ -23,46 +22,49 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Card = dict[str, Any]
-"""`id`; `kind`: training or evaluation; `compared`: what must agree for two results to be compared; `told`: what may
-differ; `reached`: at the end.
+"""A card as in `card.json`.
 
-`resumed`, where a run has continued: what each of its later starts continued from, and with which versions.
+`id`: hash of `compared`. `kind`: training or evaluation. `compared`: what must be equal for two results to be
+comparable. `told`: what may differ. `reached`: steps and updates at the end. `resumed`: for each later start of a
+resumed run, the checkpoint and the versions.
 """
 
 IRRELEVANT = frozenset(
     {"map_name", "difficulty", "game_version", "game_timeout", "debug", "replay_dir", "replay_prefix"}
     | {"jax_platform", "jax_threads"}
 )
-"""Arguments of environments that results do not depend on, or that the card names by themselves."""
+"""Environment arguments that do not affect results, or have their own entry in the card."""
 
 GAME_VERSIONS = {75689: "4.10", 69232: "4.6.2"}
 NO_CARD = "no card"
 
 
-def make_card(config: Config, world_size: int, device: torch.device) -> Card:
-    """Return the card of a run that has reached nothing yet.
+def make_card(config: Config, world_size: int, device: torch.device, trained: Card | None = None) -> Card:
+    """Return the card of a run at its start.
 
-    Errors: UserError for arguments that the environment does not take, or without the game or the checkpoint.
+    Args:
+        world_size: ranks. device: of rank 0. trained: card of the training that an evaluation plays.
+
+    Errors: UserError for arguments that the environment rejects, or when its game is not installed.
     """
-    from omagd.run.training.build import n_slots
-
-    environments = n_slots(config) * world_size
-    compared = {**_world(config), **_effort(config, world_size, environments), "precision": _precision(config)}
+    slots = int(runners.REGISTRY.get(config.runner).slots(config)) * world_size
+    budget = _evaluation(config, slots, trained) if config.evaluate else _training(config, world_size, slots)
+    compared = {**_environment(config), **budget, "precision": _precision(config)}
     kind = "evaluation" if config.evaluate else "training"
-    told = _told(config, world_size, device)
-    return {"id": card_id(compared), "kind": kind, "compared": compared, "told": told, "reached": {}}
+    facts = _may_differ(config, world_size, device)
+    return {"id": card_id(compared), "kind": kind, "compared": compared, "told": facts, "reached": {}}
 
 
 def card_id(compared: Mapping[str, Any]) -> str:
-    """Return a short hash of what must agree."""
+    """Return a short hash of what must be equal."""
     return hashlib.sha256(json.dumps(plain(compared), sort_keys=True).encode()).hexdigest()[:8]
 
 
-def settled(card: Card, stats: Mapping[str, float], stages: Mapping[str, Any]) -> Card:
-    """Return the card at a run's end: with the game as it has named itself, and what was reached.
+def final_card(card: Card, stats: Mapping[str, float], stages: Mapping[str, Any]) -> Card:
+    """Return the card at the end of a run: with the build that the game reports, and the steps and updates reached.
 
     Args:
-        stats: of the environment; `game_build` is what the game says of itself. stages: as in `summary.json`.
+        stats: of the environment, with `game_build` if the game reports one. stages: as in `summary.json`.
     """
     compared = dict(card["compared"])
     if stats.get("game_build"):
@@ -76,13 +78,13 @@ def settled(card: Card, stats: Mapping[str, float], stages: Mapping[str, Any]) -
 
 
 def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
-    """Return what a run says of its card when it starts.
+    """Return the lines that a run logs at its start.
 
     Args:
-        sizes: of the environment, in words. batch: ranks, environments and updates, in words.
+        sizes: text on the sizes of the environment. batch: text on ranks, environments and updates.
     """
     compared, told = card["compared"], card["told"]
-    world = f"{compared['env']} {compared['map']} ({compared['game']})".replace("  ", " ")
+    env = f"{compared['env']} {compared['map']} ({compared['game']})".replace("  ", " ")
     level = f", difficulty {compared['difficulty']}" if "difficulty" in compared else ""
     other = ", ".join(f"{key.removeprefix('env_args.')}={compared[key]}" for key in _other_args(compared))
     facts = [
@@ -93,31 +95,31 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     facts += [str(compared["precision"]), f"seed {told['seed']}"]
     facts += [f"{name} {number}" for name, number in told["versions"].items()]
     return [
-        f"{world}{level}: {sizes}" + (f"; not the usual arguments: {other}" if other else ""),
+        f"{env}{level}: {sizes}" + (f"; changed arguments: {other}" if other else ""),
         batch,
         f"card {card['id']}: {', '.join(facts)}",
     ]
 
 
 def differences(card: Card | None, first: Card | None) -> str:
-    """Return what in `card` must agree with `first` and does not, in words; empty where nothing differs."""
+    """Return the entries of `card` that must equal those of `first` and do not, as text; empty if all are equal."""
     if card is None or first is None:
-        return "" if card is first else f"{NO_CARD}, so it cannot be told" if card is None else "the first row has none"
+        return "" if card is first else f"{NO_CARD}, so unknown" if card is None else "the first row has no card"
     ours, theirs = card["compared"], first["compared"]
     names = [name for name in dict.fromkeys([*theirs, *ours]) if ours.get(name) != theirs.get(name)]
     kind, first_kind = (each.get("kind", "training") for each in (card, first))
     words = []
-    if kind != first_kind:  # a training has facts that an evaluation does not have, such as its updates
+    if kind != first_kind:  # only a training has some entries, such as its updates
         words = [f"{kind}, not {first_kind}"]
         names = [name for name in names if name.startswith("env_args.") or name in ours and name in theirs]
-    return "; ".join([*words, *(f"{name} {_said(ours, name)}, not {_said(theirs, name)}" for name in names)])
+    return "; ".join([*words, *(f"{name} {_shown(ours, name)}, not {_shown(theirs, name)}" for name in names)])
 
 
 def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return an asterisk for each row whose card differs from the first row's (else nothing), and the footnotes.
+    """Return a mark for each row, `*` if its card differs from the first row's, and the footnotes.
 
     Args:
-        cards: of the rows, None where a run has none. labels: what the footnotes call the rows.
+        cards: of the rows, None for a run without one. labels: names of the rows in the footnotes.
     """
     differ = [differences(card, cards[0]) for card in cards]
     rows: dict[str, dict[str, None]] = {text: {} for text in differ if text}
@@ -129,19 +131,19 @@ def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str
 
 
 def read_card(folder: str | Path) -> Card | None:
-    """Return the card in a run's folder, None where there is none that can be read."""
+    """Return the card in a run's folder, None if there is none or it cannot be read."""
     card = read_entry(RunFolder(folder).card_json)
     return card if is_card(card) else None
 
 
 def resumed(card: Card | None) -> list[dict[str, Any]]:
-    """Return what a card says of the starts that have continued its run."""
+    """Return the entries for the later starts of a resumed run."""
     entries = (card or {}).get("resumed", [])
     return [dict(entry) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def versions_of(before: Card | None, now: Card) -> dict[str, Any]:
-    """Return the versions of a start that continues a run, and those of the start before where they differ."""
+    """Return the versions of a start that resumes a run, and those of the start before if they differ."""
     versions, told = now["told"]["versions"], (before or {}).get("told")
     old = told.get("versions") if isinstance(told, dict) else None
     changed = isinstance(old, dict) and old != versions
@@ -149,7 +151,7 @@ def versions_of(before: Card | None, now: Card) -> dict[str, Any]:
 
 
 def changed_versions(card: Card) -> str:
-    """Return which versions of a run's last start differ from those of the start before, in words; none: nothing."""
+    """Return the versions that changed between a run's last two starts, as text; empty if none did."""
     entry = resumed(card)[-1] if resumed(card) else {}
     old, new = entry.get("versions_before", {}), entry.get("versions", {})
     names = [name for name in new if old and old.get(name) != new[name]]
@@ -157,26 +159,26 @@ def changed_versions(card: Card) -> str:
 
 
 def is_card(value: object) -> bool:
-    """Return whether a value of a JSON file has what a card has."""
+    """Return whether a value from a JSON file has the form of a card."""
     return isinstance(value, dict) and isinstance(value.get("compared"), dict) and isinstance(value.get("id"), str)
 
 
-def _world(config: Config) -> dict[str, Any]:
-    """Return what is played: environment, map, game, difficulty, arguments other than the published ones."""
+def _environment(config: Config) -> dict[str, Any]:
+    """Return environment, map, game, difficulty, and the arguments that differ from the published ones."""
     from omagd.envs import REGISTRY
     from omagd.envs.factory import validate_env_args
 
     args = validate_env_args(config.env, dict(config.env_args))
     values = args.model_dump(mode="json")
     module = REGISTRY.get(config.env).__module__
-    world = {"env": config.env, "map": str(values.get("map_name", "")), "game": _game(args, module)}
+    facts = {"env": config.env, "map": str(values.get("map_name", "")), "game": _game(args, module)}
     if "difficulty" in values:
-        world["difficulty"] = values["difficulty"]
-    return world | {f"env_args.{name}": value for name, value in _differing(args).items()}
+        facts["difficulty"] = values["difficulty"]
+    return facts | {f"env_args.{name}": value for name, value in _differing(args).items()}
 
 
 def _game(args: BaseModel, module: str) -> str:
-    """Return what plays the battles, with its version, as far as it can be known before the start."""
+    """Return the game and its version, as far as they are known before the start."""
     if "game_version" in type(args).model_fields:
         from omagd.envs.sc2.install import build_of
 
@@ -191,12 +193,12 @@ def _game(args: BaseModel, module: str) -> str:
 
 
 def game_name(build: int) -> str:
-    """Return how results call the game of a build."""
+    """Return the name of the game of a build in results."""
     return f"StarCraft II {GAME_VERSIONS[build]} ({build})" if build in GAME_VERSIONS else f"StarCraft II ({build})"
 
 
 def _differing(args: BaseModel) -> dict[str, Any]:
-    """Return the arguments that differ from the environment's defaults (for battles SMAC's); nested ones dotted."""
+    """Return the arguments that differ from the environment's defaults (for battles SMAC's), nested ones dotted."""
     fields, found = type(args).model_fields, {}
     for name, value in args.model_dump(mode="json").items():
         default: Any = fields[name].get_default(call_default_factory=True) if name in fields else None  # type: ignore[call-arg]
@@ -214,15 +216,19 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     return {key: item for part, inner in value.items() for key, item in _flat(f"{name}.{part}", inner).items()}
 
 
-def _effort(config: Config, world_size: int, environments: int) -> dict[str, Any]:
-    """Return how much is learned from how much, and how the result is measured."""
-    reads = {"observations": "everything (use_full_obs)" if config.use_full_obs else "each agent's own"}
-    if config.evaluate:
-        folder = find_step_folder(config.checkpoint_path, config.load_step)
-        trained = read_card(run_folder_of(folder))
-        asked = config.eval_report_episodes or config.test_nepisode
-        known = readable(trained["id"]) if trained else NO_CARD
-        return reads | {"trained": known, **_tests(asked, environments)}
+def _observations(config: Config) -> dict[str, Any]:
+    return {"observations": "everything (use_full_obs)" if config.use_full_obs else "each agent's own"}
+
+
+def _evaluation(config: Config, environments: int, trained: Card | None) -> dict[str, Any]:
+    """Return what an evaluation plays, and how many episodes."""
+    episodes = config.eval_report_episodes or config.test_nepisode
+    known = readable(trained["id"]) if trained else NO_CARD
+    return {**_observations(config), "trained": known, **_tests(episodes, environments)}
+
+
+def _training(config: Config, world_size: int, environments: int) -> dict[str, Any]:
+    """Return the data and the updates that a training uses, and how its result is measured."""
     if config.stage in {"stage1", "stage2"} or config.pretrain_only or config.evaluation_only:
         return {
             "environments": environments,
@@ -232,7 +238,7 @@ def _effort(config: Config, world_size: int, environments: int) -> dict[str, Any
             "effective_batch": config.graph_pretrain_batch_size * world_size,
             "held_out_episodes": _whole_rounds(config.graph_pretrain_eval_episodes, environments),
         }
-    return reads | {
+    return _observations(config) | {
         "environments": environments,
         "updates_per_round": config.updates_per_iteration,
         **({"ticks_per_round": config.ticks_per_iteration} if config.runner == "ticks" else {}),
@@ -248,7 +254,7 @@ def _tests(asked: int, environments: int) -> dict[str, Any]:
 
 
 def _whole_rounds(episodes: int, environments: int) -> int:
-    return rounds(episodes, environments) * environments
+    return -(-episodes // environments) * environments
 
 
 def _precision(config: Config) -> str:
@@ -256,8 +262,8 @@ def _precision(config: Config) -> str:
     return config.precision if acting == config.precision else f"{config.precision} (acting {acting})"
 
 
-def _told(config: Config, world_size: int, device: torch.device) -> dict[str, Any]:
-    """Return what the card says without asking that it agrees."""
+def _may_differ(config: Config, world_size: int, device: torch.device) -> dict[str, Any]:
+    """Return what the card records but does not compare."""
     import torch
 
     card = f" {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
@@ -272,7 +278,7 @@ def _told(config: Config, world_size: int, device: torch.device) -> dict[str, An
 
 
 def versions() -> dict[str, str]:
-    """Return the versions on which the bits of a result depend."""
+    """Return the versions that the exact bits of a result depend on."""
     import numpy
     import torch
 
@@ -288,6 +294,6 @@ def _other_args(compared: Mapping[str, Any]) -> list[str]:
     return [key for key in compared if key.startswith("env_args.")]
 
 
-def _said(compared: Mapping[str, Any], name: str) -> str:
-    missing = "as usual" if name.startswith("env_args.") else "none"
+def _shown(compared: Mapping[str, Any], name: str) -> str:
+    missing = "the default" if name.startswith("env_args.") else "none"
     return str(compared[name]) if name in compared else missing

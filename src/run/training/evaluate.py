@@ -9,6 +9,7 @@ from typing import Any
 from omagd.config.loading import apply_texts, read_saved, validate
 from omagd.config.schema import Config
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+from omagd.run.reporting.card import Card, read_card
 from omagd.run.training.build import build_mac, load_agent, load_products, of_checkpoint, require_same_weights
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import StageResult
@@ -48,6 +49,13 @@ def evaluation_config(run: str, texts: Mapping[str, str]) -> Config:
     if "test_nepisode" in texts:  # a number of its own for reports would hide it
         values["eval_report_episodes"] = 0
     return validate(apply_texts(values, texts))
+
+
+def trained_card(config: Config) -> Card | None:
+    """Return the card of the training that an evaluation plays; None where there is none. Errors: UserError."""
+    if not config.evaluate:
+        return None
+    return read_card(run_folder_of(find_step_folder(config.checkpoint_path, config.load_step)))
 
 
 def evaluate(session: Session) -> StageResult:

@@ -17,7 +17,7 @@ from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
 from omagd.run.training.build import build_session, load_products, require_same_weights, restore_products
 from omagd.run.training.device import deterministic_algorithms, keep_freed_memory, limit_memory
-from omagd.run.training.evaluate import evaluate
+from omagd.run.training.evaluate import evaluate, trained_card
 from omagd.run.training.loop import fit
 from omagd.run.training.records import (
     complete_card,
@@ -64,7 +64,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     STORAGE.begin(folder.path)
     earlier = earlier_stages(folder)  # before `cut_back` removes the file
     taken, cut = _take_up(config, dist, folder)
-    card = make_card(config, dist.world_size, dist.device)
+    card = make_card(config, dist.world_size, dist.device, trained_card(config))
     before = read_card(folder.path)
     if taken.kind:
         card["resumed"] = [*resumed(before), {**resume_entry(taken, cut, folder), **versions_of(before, card)}]

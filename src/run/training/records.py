@@ -11,15 +11,15 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.recovery import Recovered, TakenUp
 from omagd.run.checkpoint.set_aside import Cut
 from omagd.run.memory_budget import memory_warnings
-from omagd.run.reporting.card import Card, settled, start_lines
+from omagd.run.reporting.card import Card, final_card, start_lines
+from omagd.run.reporting.log_sinks import make_logger
 from omagd.run.topology import ranks_here
 from omagd.run.training.build import n_slots
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import StageResult
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed
-from omagd.utils.log_sinks.base import RunFacts
-from omagd.utils.logging import Logger, make_logger, setup_logging
+from omagd.utils.logging import Logger, RunFacts, setup_logging
 from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.writing import STORAGE
@@ -115,7 +115,7 @@ def complete_card(session: Session, card: Card, stages: dict[str, Any]) -> Card:
     except (RuntimeError, OSError) as error:  # the results stand, whatever has died since
         session.logger.warning(f"the environment cannot report its version: {error}")
         stats = {}
-    final = settled(card, stats, stages)
+    final = final_card(card, stats, stages)
     if final["id"] != card["id"]:
         game, said = card["compared"]["game"], final["compared"]["game"]
         session.logger.warning(f"the game reports {said}, not {game}: the card is {final['id']}")

@@ -83,7 +83,7 @@ def wandb(_settings: Settings) -> Finding:
     """Look whether W&B would record, and where."""
     if trouble := _trouble({"wandb": requirements().get("wandb", "")}):
         return missing(trouble, f"{INSTALL}, or leave use_wandb=False")
-    from omagd.utils.log_sinks.wandb import choose_mode
+    from omagd.run.reporting.wandb_sink import choose_mode
 
     mode = choose_mode()
     kinds = {"online": "online, a key is there", "offline": "offline, there is no key (`wandb login` takes one)"}

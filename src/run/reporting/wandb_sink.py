@@ -1,4 +1,4 @@
-"""Weights & Biases, on request (`use_wandb=True`): each stage its own run, all in one group; offline without a key."""
+"""Sends values to Weights & Biases (`use_wandb=True`): one W&B run per stage, grouped; offline without a key."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from omagd.utils.log_sinks.base import Record, RunFacts, Sink
+from omagd.utils.logging import Record, RunFacts, Sink
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}
 
 
 class WandbSink(Sink):
-    """Values with the stage's clock as step. Whatever goes wrong there, training goes on."""
+    """Logs values to W&B with the stage's clock as step. Errors are logged; training continues."""
 
     name = "W&B"
 
@@ -29,13 +29,13 @@ class WandbSink(Sink):
         self._ids: dict[str, str] = {}
 
     def _open(self, facts: RunFacts) -> None:
-        import wandb  # noqa: F401  (say now that it is missing, not at the first log)
+        import wandb  # noqa: F401  (fail at the start, not at the first log)
 
         self._facts = facts
         self._ids = dict(facts.saved.get(self.name, {}).get("ids", {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return W&B's id of each stage's run, so that who goes on from here goes on there too."""
+        """Return the W&B id of each stage's run; a resumed run keeps it."""
         return {"ids": dict(self._ids)}
 
     def _log(self, record: Record) -> None:
@@ -48,7 +48,7 @@ class WandbSink(Sink):
         self._finish(EXIT_CODES.get(exit_state, 1))
 
     def _start(self, stage: str) -> None:
-        """Begin the run of a stage; where the service cannot be had, offline."""
+        """Start the W&B run of a stage, offline if the service cannot be reached."""
         assert self._facts is not None, "log before open"
         mode = choose_mode()
         log = logging.getLogger("omagd")
@@ -93,7 +93,7 @@ class WandbSink(Sink):
 
 
 def project_name(facts: RunFacts, stage: str) -> str:
-    """Return the project of a stage's run: `wandb_project`, or the published name."""
+    """Return the W&B project of a stage: `wandb_project`, or the published name."""
     if facts.wandb_project:
         return facts.wandb_project
     what = facts.map_name or facts.env
@@ -102,7 +102,7 @@ def project_name(facts: RunFacts, stage: str) -> str:
 
 
 def choose_mode() -> str:
-    """Return W&B's mode: WANDB_MODE where it is set, online where there is a key, offline else."""
+    """Return the W&B mode: WANDB_MODE if it is set, else online with a key and offline without one."""
     asked = os.environ.get("WANDB_MODE")
     if asked:
         return asked
@@ -110,7 +110,7 @@ def choose_mode() -> str:
 
 
 def has_key() -> bool:
-    """Return whether the user has a W&B key, in the environment or in the netrc file. It is not read further."""
+    """Return whether there is a W&B key in the environment or in the netrc file; the key itself is not used."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or "api.wandb.ai"

@@ -1,4 +1,4 @@
-"""Sacred's scalars: written here when the run is here, sent to the process that has it otherwise."""
+"""Sends values to Sacred: directly in the process of the Sacred run, through a pipe from its workers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import multiprocessing
 import threading
 from typing import Any, Protocol
 
-from omagd.utils.log_sinks.base import Record, RunFacts, Sink
+from omagd.utils.logging import Record, RunFacts, Sink
 
 
 class HasLogScalar(Protocol):
-    """The one method of a Sacred run that is used."""
+    """The method of a Sacred run that is used."""
 
     def log_scalar(self, metric_name: str, value: float, step: int | None = None) -> None:
         """Record one value."""
 
 
 class SacredSink(Sink):
-    """Every value as a Sacred scalar. A Sacred run cannot be pickled, so a worker sends `(key, value, t)` to it.
+    """Records every value as a Sacred scalar, `(key, value, t)`.
 
-    Names of stages 1 and 2 get the stage in front, since Sacred has one axis for each name.
+    Sacred has one time axis per name, so names of stages 1 and 2 are prefixed with the stage.
 
     Args:
-        target: the Sacred run itself; or a queue, or the sender of a `SacredRelay`.
+        target: the Sacred run; in a worker, where it cannot be pickled, a queue or the `sender` of a `SacredRelay`.
     """
 
     name = "Sacred's scalars"
@@ -32,15 +32,15 @@ class SacredSink(Sink):
     def __init__(self, target: Any) -> None:
         super().__init__()
         self._target = target
-        self._before: list[str] = []
+        self._earlier: list[str] = []
 
     def _open(self, facts: RunFacts) -> None:
-        self._before = list(facts.saved.get(self.name, {}).get("ids", []))
+        self._earlier = list(facts.saved.get(self.name, {}).get("ids", []))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ids of Sacred's records of this run, one for each start."""
+        """Return the ids of this run's Sacred records, one for each start."""
         own = getattr(self._target, "_id", None)
-        return {"ids": [*self._before, *([] if own is None else [str(own)])]}
+        return {"ids": [*self._earlier, *([] if own is None else [str(own)])]}
 
     def _log(self, record: Record) -> None:
         for key, value in record.values.items():
@@ -61,7 +61,7 @@ class Sender:
     """A worker's end of a `SacredRelay`.
 
     Args:
-        connection: to the parent. run_id: of Sacred's run there.
+        connection: to the parent. run_id: of the parent's Sacred run.
     """
 
     def __init__(self, connection: Any, run_id: Any) -> None:
@@ -72,25 +72,25 @@ class Sender:
         self._connection.send(message)
 
     def fileno(self) -> int:
-        """Return the number of the pipe's handle."""
+        """Return the file descriptor of the pipe."""
         return int(self._connection.fileno())
 
     def close(self) -> None:
-        """Hang up."""
+        """Close this end of the pipe."""
         self._connection.close()
 
 
 class SacredRelay:
-    """The parent's end: a thread that hands what workers send to the Sacred run.
+    """The parent's end: a thread that passes the workers' values to the Sacred run.
 
-    A pipe, not a queue: a worker has no thread that could keep it from ending, and gets an error, not a full pipe,
-    when its parent is gone.
+    It is a pipe, not a queue: a queue's feeder thread can keep a worker from exiting, and blocks on a full pipe when
+    the parent has died.
 
     Args:
         run: the Sacred run.
 
     Attributes:
-        sender: goes to the workers as an argument of theirs.
+        sender: to be passed to the workers as an argument.
     """
 
     def __init__(self, run: HasLogScalar) -> None:
@@ -102,9 +102,9 @@ class SacredRelay:
         self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Take what is still there and stop; return whether that was done within `timeout` seconds.
+        """Receive the remaining values and stop; return whether that took less than `timeout` seconds.
 
-        A worker that died in the middle of a message cannot hold the parent: the thread is left behind then.
+        A worker that died in the middle of a message cannot block the parent: the thread is abandoned then.
         """
         self._stop.set()
         self._thread.join(timeout)
@@ -128,7 +128,7 @@ class SacredRelay:
                 return
             try:
                 self._run.log_scalar(key, value, t)
-            except Exception as error:  # noqa: BLE001 (workers must never wait for a Sacred run that has broken)
+            except Exception as error:  # noqa: BLE001 (workers must not wait for a failed Sacred run)
                 if not warned:
-                    logging.getLogger("omagd").warning("Sacred takes no more scalars: %s", error)
+                    logging.getLogger("omagd").warning("Sacred rejects scalars: %s", error)
                 warned = True

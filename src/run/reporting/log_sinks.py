@@ -1,0 +1,244 @@
+"""Log sinks: the places that a run's values go to. Console, `metrics.jsonl` and TensorBoard are here.
+
+Sacred is in `sacred_sink.py`, W&B in `wandb_sink.py`. To add a sink, derive a class from `omagd.utils.logging.Sink` and
+name it in `REGISTRY`, or in the entry-point group `omagd.log_sinks` of an installed package.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from omagd.utils.logging import Logger, Record, RunFacts, Sink
+from omagd.utils.registry import Registry
+from omagd.utils.run_folder import RunFolder, plain
+from omagd.utils.writing import AppendFile, open_records
+
+BUILT_IN = {
+    "console": "omagd.run.reporting.log_sinks:ConsoleSink",
+    "jsonl": "omagd.run.reporting.log_sinks:JsonLinesSink",
+    "tensorboard": "omagd.run.reporting.log_sinks:TensorBoardSink",
+    "sacred": "omagd.run.reporting.sacred_sink:SacredSink",
+    "wandb": "omagd.run.reporting.wandb_sink:WandbSink",
+}
+REGISTRY: Registry[Callable[..., Sink]] = Registry("log sink", "omagd.log_sinks", lazy=BUILT_IN)
+
+
+def make_logger(
+    facts: RunFacts, names: Iterable[str], console_logger: logging.Logger, *, minimal: bool = False, sacred: Any = None
+) -> Logger:
+    """Return a logger with the sinks `names` and every sink that a plug-in has registered.
+
+    sacred: the Sacred run, or the `sender` of a `SacredRelay`; without it the sink "sacred" is left out.
+    Errors: UserError for an unknown name.
+    """
+    logger = Logger(console_logger, minimal, facts)
+    if minimal:
+        return logger
+    arguments = {"sacred": (sacred,), "console": (console_logger,)}
+    plug_ins = [name for name in REGISTRY.names() if name not in BUILT_IN]
+    for name in [*names, *plug_ins]:
+        if name != "sacred" or sacred is not None:
+            logger.add_sink(REGISTRY.get(name)(*arguments.get(name, ())))
+    return logger
+
+
+class JsonLinesSink(Sink):
+    """Appends one line per log to `metrics.jsonl`: stage, clock, values. NaN and infinities become null."""
+
+    name = "metrics.jsonl"
+    essential = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: AppendFile | None = None
+
+    def _open(self, facts: RunFacts) -> None:
+        self._file = AppendFile(RunFolder(facts.folder).metrics_jsonl)
+
+    def _log(self, record: Record) -> None:
+        assert self._file is not None, "log before open"
+        line = {"stage": record.stage, record.clock: record.t, **record.values}
+        self._file.write((json.dumps(plain(line), allow_nan=False) + "\n").encode())
+
+    def _close(self, exit_state: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class TensorBoardSink(Sink):
+    """Writes event files to `<run folder>/tb/<stage>` (`use_tensorboard=True`); the step is the stage's clock."""
+
+    name = "TensorBoard"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._facts: RunFacts | None = None
+        self._writers: dict[str, EventFile] = {}
+        self._last: dict[str, int] = {}
+
+    def _open(self, facts: RunFacts) -> None:
+        import torch.utils.tensorboard  # noqa: F401  (fail at the start, not at the first log)
+
+        self._facts = facts
+        self._last = dict(facts.saved.get(self.name, {}).get("last", {}))
+
+    def _log(self, record: Record) -> None:
+        assert self._facts is not None, "log before open"
+        if record.stage not in self._writers:
+            # A resumed run logs again what the killed one logged after the checkpoint: hide the first version.
+            purge = self._facts.saved.get(self.name, {}).get("last", {}).get(record.stage)
+            folder = self._facts.folder / "tb" / record.stage
+            self._writers[record.stage] = EventFile(folder, None if purge is None else purge + 1)
+        self._last[record.stage] = record.t
+        self._writers[record.stage].add(record.values, record.t)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the time of the last record of each stage."""
+        return {"last": dict(self._last)}
+
+    def _close(self, exit_state: str) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+
+class EventFile:
+    """A TensorBoard event file, written in the calling thread.
+
+    `SummaryWriter` writes in its own thread: a full disk ends that thread with a traceback, and its queue is lost.
+
+    Args:
+        folder: of a stage. purge: TensorBoard hides events of earlier files from this step on, if given.
+    """
+
+    def __init__(self, folder: Path, purge: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = AppendFile(folder / name, open_records)
+        self._records = RecordWriter(self._file)
+        self._write(Event(file_version="brain.Event:2"))
+        if purge is not None:
+            self._write(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, values: dict[str, float], step: int) -> None:
+        """Write scalars by name."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Event(step=step, summary=Summary(value=scalars)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+
+NAME_WIDTH = 27
+VALUE_WIDTH = 11
+GAP = 3
+HEADLINE = ("t_env", "epoch", "episode")
+WHOLE = {"updates", "lost_episodes", "restarts", "worker_restarts"}
+DETAIL = re.compile(r"_(self|ally|enemy)(_f\d+)?$")
+PHASE = "time/"
+RANK = re.compile(r"^(.+)_rank(\d+)$")
+RANKS_SHOWN = 16
+LEAST_SHARE = 0.001
+
+
+class ConsoleSink(Sink):
+    """Prints one block of values per record through Python's logging.
+
+    Args:
+        logger: where the block goes; the package's own if None.
+    """
+
+    name = "console"
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        super().__init__()
+        self.logger = logger or logging.getLogger("omagd")
+        self._facts: RunFacts | None = None
+
+    def _open(self, facts: RunFacts) -> None:
+        self._facts = facts
+
+    def _log(self, record: Record) -> None:
+        self.logger.info("%s", render_block(record, self._facts))
+
+    def _close(self, exit_state: str) -> None:
+        self._facts = None
+
+
+def render_block(record: Record, facts: RunFacts | None = None, width: int | None = None) -> str:
+    """Return a headline, then the values in aligned columns, sorted by name, test results first.
+
+    Values of one type of node (`…_ally`) or feature (`…_ally_f3`) are only in the files. Shares of the wall time and
+    values of single ranks have lines of their own.
+
+    width: of the terminal in characters; None asks the terminal.
+    """
+    totals = facts.totals if facts else {}
+    head = ["Recent Stats", f"{record.clock}: {_progress(record.t, totals.get(record.clock))}"]
+    if "episode" in record.values:
+        head.append(f"Episode: {_progress(int(record.values['episode']), totals.get('episode'))}")
+    head.append(" · ".join(part for part in (record.stage, facts.label if facts else "") if part))
+    apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name)}
+    shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
+    names = sorted(shown, key=lambda name: (not name.startswith("test_"), name))
+    width = width or shutil.get_terminal_size((120, 24)).columns
+    name_width = max([NAME_WIDTH, *map(len, names)])
+    cell = name_width + VALUE_WIDTH
+    columns = max(1, min(4, (width + GAP - 2) // (cell + GAP)))
+    rows = math.ceil(len(names) / columns)
+    lines = [" | ".join(head)]
+    for row in range(rows):  # column by column, so that similar names stay together
+        cells = [
+            f"{name:<{name_width}}{_number(name, record.values[name]):>{VALUE_WIDTH}}" for name in names[row::rows]
+        ]
+        lines.append("  " + (" " * GAP).join(cells))
+    return "\n".join([*lines, *_separate_lines(record.values)])
+
+
+def _progress(at: int, total: int | None) -> str:
+    return f"{at:,}" + (f" / {total:,}" if total else "")
+
+
+def _separate_lines(values: dict[str, float]) -> list[str]:
+    """Return the line of time shares, largest first, and a line for each value that the ranks report separately."""
+    phases = {name.removeprefix(PHASE): value for name, value in values.items() if name.startswith(PHASE)}
+    largest = sorted(phases.items(), key=lambda item: -item[1])
+    parts = " · ".join(f"{name} {100 * share:.1f} %" for name, share in largest if share >= LEAST_SHARE)
+    lines = [f"  time   {parts}"] * bool(phases)
+    ranks: dict[str, list[str]] = {}
+    for name, value in values.items():
+        if found := RANK.match(name):
+            ranks.setdefault(found[1], []).append(f"{value:.4g}")
+    return [*lines, *(f"  {name} by rank: {', '.join(each[:RANKS_SHOWN])}" for name, each in ranks.items())]
+
+
+def _number(name: str, value: float) -> str:
+    """Return a number in at most 10 characters: four decimals, an integer if large, else in scientific notation."""
+    if value == 0 and name not in WHOLE or not math.isfinite(value):
+        return f"{value:.4f}"
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{int(value)}" if abs(value) >= 1000 or name in WHOLE else f"{value:.4f}"
+    if abs(value) < 1e-3 or abs(value) >= 1e6:
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.1f}"
