@@ -122,7 +122,8 @@ class SyncedOptimizer:
         where: scalar bool on the device; where it is False, this step is skipped as well.
         """
         total = self.dist.sum_later(count)
-        loss, stats, scale, some = torch.zeros(()), {}, None, torch.zeros(())
+        stats: Stats = {}
+        loss, scale, some = torch.zeros(()), None, torch.zeros(())
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == len(parts) else self.dist.apart(self._wrapped):
                 loss_sum, of_part = self._wrapped(*part)

@@ -177,7 +177,7 @@ class Dist:
         box: list[Any] = [value]
         with self.waits.counted():
             dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]  # type: ignore[no-any-return]
+        return box[0]
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's `value` (picklable, small), in rank order, on every rank."""
@@ -242,7 +242,7 @@ def open_rendezvous(wanted: int = DEFAULT_PORT) -> dist.TCPStore:
     The parent calls it once and keeps it until its ranks have ended: from here on no other job can take the port. Only
     this host reaches it: by itself a TCPStore listens on every interface, so it is handed a socket that does not.
     """
-    return _listening(LOOPBACK, wanted) or _listening(LOOPBACK, 0)  # type: ignore[return-value]
+    return _listening(LOOPBACK, wanted) or _listening(LOOPBACK, 0)
 
 
 def _listening(host: str, port: int) -> dist.TCPStore | None:

@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-class _Bar(tqdm):
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """Leaves room at the end of the line for the ^C that a terminal shows: else it would go over to the next line."""
 
     @property

@@ -103,13 +103,13 @@ def describe_env(config: Config) -> EnvInfo:
                 env.close()
 
 
-def registry_of(package: str) -> Registry:
+def registry_of(package: str) -> Registry[Any]:
     """Return the REGISTRY of a package by its import name."""
-    registry: Registry = importlib.import_module(package).REGISTRY
+    registry: Registry[Any] = importlib.import_module(package).REGISTRY
     return registry
 
 
-def _known(key: str, name: str, registry: Registry) -> None:
+def _known(key: str, name: str, registry: Registry[Any]) -> None:
     """Refuse an unknown name without importing what known names stand for."""
     if name not in registry:
         known = registry.names()

@@ -143,7 +143,7 @@ def _nameless() -> Iterator[None]:
             yield
         finally:
             settings["tempdir"] = None
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server: Any = forkserver._forkserver
         if server._forkserver_address is not None:
             entry = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
             server._forkserver_address = f"/proc/self/fd/{entry}"

@@ -46,7 +46,7 @@ class Ranks:
         while running and time.monotonic() < deadline:
             timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
             for sentinel in multiprocessing.connection.wait(list(running), timeout):
-                rank = running.pop(sentinel)  # type: ignore[index]
+                rank = running.pop(sentinel)
                 self.processes[rank].join()
                 if self.processes[rank].exitcode != 0:
                     failed[rank] = self.processes[rank].exitcode

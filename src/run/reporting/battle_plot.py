@@ -227,7 +227,7 @@ def _body(kind: str, x: float, y: float, r: float, guessed: bool) -> Any:
     from matplotlib.patches import Circle, Polygon, RegularPolygon
 
     colour = COLOURS[kind]
-    style = {"fc": BACKGROUND if guessed else colour, "ec": colour, "lw": 1.3 if guessed else 0.8}
+    style: dict[str, Any] = {"fc": BACKGROUND if guessed else colour, "ec": colour, "lw": 1.3 if guessed else 0.8}
     if kind == "ally":
         return Circle((x, y), r, **style)
     if kind == "enemy":

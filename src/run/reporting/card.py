@@ -201,7 +201,7 @@ def _differing(args: BaseModel) -> dict[str, Any]:
     """Return the arguments that differ from the environment's defaults (for battles SMAC's), nested ones dotted."""
     fields, found = type(args).model_fields, {}
     for name, value in args.model_dump(mode="json").items():
-        default: Any = fields[name].get_default(call_default_factory=True) if name in fields else None  # type: ignore[call-arg]
+        default: Any = fields[name].get_default(call_default_factory=True) if name in fields else None
         default = default.model_dump(mode="json") if hasattr(default, "model_dump") else default
         usual = _flat(name, list(default) if isinstance(default, tuple) else default)
         if name not in IRRELEVANT:

@@ -120,7 +120,7 @@ class Opponents:
     def run(self) -> None:
         """Freeze the policy if that is due, and have the opponents of this moment played."""
         if self._copy_now:
-            self._pool.append((f"self_{self._clock.updates}", self._policy.agent.layers()))  # type: ignore[attr-defined]
+            self._pool.append((f"self_{self._clock.updates}", self._policy.agent.layers()))
             self._pool = self._pool[-self._session.config.opponent_pool_size :]
         self.settle()
         self._session.logger.info(f"opponents from here on: {', '.join(self._playing)}")

@@ -45,7 +45,7 @@ def gpu(_settings: Settings) -> Finding:
         return ok("none: runs compute on CPUs")
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     names = ", ".join(f"{card.name} {card.total_memory / GIGABYTE:.0f} GB" for card in cards)
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return ok(f"{len(cards)} ({names}), CUDA {torch.version.cuda}, NCCL {nccl}")
 
 
