@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omagd.utils.registry import Registry
 
-REGISTRY: Registry[type] = Registry(
+if TYPE_CHECKING:
+    from omagd.controllers.types import MAC
+
+REGISTRY: Registry[type[MAC]] = Registry(
     "mac",
     "omagd.controllers",
     lazy={

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec
     from omagd.modules.agents.agent import Agent
     from omagd.modules.agents.inputs import AgentInputs
+    from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
     from omagd.utils.packing import PackedBatch
 
 
@@ -101,6 +102,10 @@ class MAC(Policy, Protocol):
     agent: Agent
     info: EnvInfo
     device: torch.device
+
+    def __init__(
+        self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None
+    ) -> None: ...
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:

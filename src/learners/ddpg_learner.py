@@ -158,8 +158,8 @@ class DDPGLearner:
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
         self._judge = _frozen_twin(self.critic)
         pairs = ((self.target_agent, mac.agent), (self.target_critic, self.critic))
-        self._followers = [p for old, _ in pairs for p in old.parameters()]
-        self._followed = [p for _, new in pairs for p in new.parameters()]
+        self._followers: list[Tensor] = [p for old, _ in pairs for p in old.parameters()]
+        self._followed: list[Tensor] = [p for _, new in pairs for p in new.parameters()]
         self.updates = 0
 
     @staticmethod

@@ -278,7 +278,7 @@ def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor)
 
     log_p: the logits' log_softmax, without a gradient.
     """
-    return _CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))
+    return _CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))  # type: ignore[no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -29,7 +29,7 @@ def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
     return run_seeds(_run, _config)
 
 
-def run_seeds(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
+def run_seeds(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
     """Run once, or once for each of `seeds`; show what was reached and return it."""
     if _run is not None:  # "Aborted after …": the last line of an interrupted run says more
         _run.run_logger.addFilter(lambda record: not str(record.msg).startswith("Aborted after"))
@@ -40,7 +40,7 @@ def run_seeds(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
             STORAGE.close()
 
 
-def _run_all(_run: Any, _config: Mapping[str, Any]) -> dict[str, Any]:
+def _run_all(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
     config = _absolute(_config if isinstance(_config, Config) else validate(dict(_config)))
     if len(config.seeds) < 2:
         (seed,) = config.seeds or (config.seed,)

@@ -242,7 +242,7 @@ def open_rendezvous(wanted: int = DEFAULT_PORT) -> dist.TCPStore:
     The parent calls it once and keeps it until its ranks have ended: from here on no other job can take the port. Only
     this host reaches it: by itself a TCPStore listens on every interface, so it is handed a socket that does not.
     """
-    return _listening(LOOPBACK, wanted) or _listening(LOOPBACK, 0)
+    return _listening(LOOPBACK, wanted) or _listening(LOOPBACK, 0)  # type: ignore[return-value]  # port 0 raises instead
 
 
 def _listening(host: str, port: int) -> dist.TCPStore | None:

@@ -61,7 +61,7 @@ class BoundedObserver(FileStorageObserver):
     def started_event(self, *args: Any, **facts: Any) -> str | None:
         """Begin a record and return its name; where that is impossible, warn once: the run goes on without a record."""
         try:
-            return str(super().started_event(*args, **facts))
+            return str(super().started_event(*args, **facts))  # type: ignore[no-untyped-call]
         except OSError as problem:
             if self.dir is not None:
                 with suppress(OSError):

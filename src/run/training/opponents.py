@@ -12,7 +12,7 @@ from omagd import envs
 from omagd.components.opponent_schedules import REGISTRY
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.types import Policy
+from omagd.controllers.types import MAC
 from omagd.envs.protocol import ChangingOpponents
 from omagd.modules import agents
 from omagd.run.training.session import Session
@@ -73,7 +73,7 @@ class Opponents:
         policy: whose agent is frozen. clock: of the stage; what is played follows from it and from the pool alone.
     """
 
-    def __init__(self, session: Session, policy: Policy, clock: Counters) -> None:
+    def __init__(self, session: Session, policy: MAC, clock: Counters) -> None:
         self._session, self._policy, self._clock = session, policy, clock
         config = session.config
         self._schedule = REGISTRY.get(config.opponent_difficulty_strategy)()
@@ -120,7 +120,8 @@ class Opponents:
     def run(self) -> None:
         """Freeze the policy if that is due, and have the opponents of this moment played."""
         if self._copy_now:
-            self._pool.append((f"self_{self._clock.updates}", self._policy.agent.layers()))
+            agent: Any = self._policy.agent
+            self._pool.append((f"self_{self._clock.updates}", agent.layers()))
             self._pool = self._pool[-self._session.config.opponent_pool_size :]
         self.settle()
         self._session.logger.info(f"opponents from here on: {', '.join(self._playing)}")

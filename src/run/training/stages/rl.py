@@ -11,7 +11,7 @@ import torch
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.sampler import Sampler
 from omagd.components.schedules import epsilon_schedule
-from omagd.controllers.types import Exploration, Policy
+from omagd.controllers.types import MAC, Exploration, Policy
 from omagd.run.training.beliefs import judge_beliefs
 from omagd.run.training.build import build_learner
 from omagd.run.training.opponents import Opponents
@@ -277,7 +277,7 @@ class RLStage(Stage):
         return bool(self._parts_due) or self._tested_now
 
 
-def greedy_episodes(session: Session, mac: object, wanted: int, log_at: int | None = None) -> dict[str, float]:
+def greedy_episodes(session: Session, mac: MAC, wanted: int, log_at: int | None = None) -> dict[str, float]:
     """Play `wanted` test episodes (at least), as many in each slot of all ranks; return `test_*` means.
 
     log_at: the `t_env` with which each episode is written to `episodes/`; None to write none.
@@ -286,7 +286,7 @@ def greedy_episodes(session: Session, mac: object, wanted: int, log_at: int | No
         mac,
         explore=None,
         episodes_per_slot=session.rounds(wanted),
-        full_obs=mac.wants_full_obs,  # type: ignore[attr-defined]
+        full_obs=mac.wants_full_obs,
         keep=False,
     )
     if log_at is not None:  # before the sum, so that rank 0 finds the lines of all ranks after it
