@@ -4,9 +4,8 @@
 
 The environment has the sizes of 5m_vs_6m and costs nothing but the sleep that it is given (0 ms and 2 ms); its episodes
 last 10 to 70 steps, 31 on average. Both sides act with a fresh n_rnn agent of 64 units, epsilon 0.05, and keep the
-episodes. Ours plays in three ways: rounds of one episode for each environment, as the peer does; a stream; a stream in
-two halves that take turns. All take turns in one run; wall time, medians over the rounds. "ideal" is the number of
-processes divided by the measured sleep.
+episodes. Ours plays in two ways: rounds of one episode for each environment, as the peer does, and a stream. All take
+turns in one run; wall time, medians over the rounds. "ideal" is the number of processes divided by the measured sleep.
 """
 
 from __future__ import annotations
@@ -98,13 +97,12 @@ def config_for(**updates: object) -> Config:
     return resolve("qmix", "skirmish", {"env_args.map_name": "5m_vs_6m", **updates})
 
 
-def ours(seconds: float, processes: int, name: str, halves: bool) -> Callable[[int], int]:
+def ours(seconds: float, processes: int, name: str) -> Callable[[int], int]:
     """Return a function that plays about so many steps with the runner `name` and returns how many it played."""
     env = ProcessEnvs(Sleep, SleepArgs(seconds=seconds), processes)
     config = config_for(runner=name)
     mac = NMAC(config, EnvInfo("skirmish", "5m_vs_6m", AGENTS, ACTIONS, OBS, STATE, LIMIT), torch.device("cpu"))
     runner = REGISTRY.get(name)(env, config, env.info, EpisodeSeeds(0, name))
-    runner.halves = halves
     explore = Exploration(0.05, np.random.default_rng(0))
 
     def play(wanted: int) -> int:
@@ -170,9 +168,8 @@ def measured_sleep(seconds: float) -> float:
 def row(seconds: float, options: argparse.Namespace) -> None:
     """Measure and print one row."""
     works = {
-        "rounds": ours(seconds, options.processes, "parallel", False),
-        "stream": ours(seconds, options.processes, "stream", False),
-        "stream in halves": ours(seconds, options.processes, "stream", True),
+        "rounds": ours(seconds, options.processes, "parallel"),
+        "stream": ours(seconds, options.processes, "stream"),
     }
     if options.peer:
         works["PyMARL3"] = peer(options.peer, seconds, options.processes)

@@ -80,7 +80,7 @@ RUNS: dict[str, Run] = {
         "qmix", "matrix_game",
         {
             **TINY, "t_max": 16, "precision": "bf16", "acting_precision": "bf16", "compile": True, "runner": "stream",
-            "env_processes": True, "act_in_halves": True, "lr_scaling": "sqrt", **NETWORKS,
+            "env_processes": True, "lr_scaling": "sqrt", **NETWORKS,
         },
     ),
     "snakes by DDPG": Run(

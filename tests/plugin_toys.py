@@ -16,7 +16,7 @@ my_learner = omagd.learners.nq_learner:NQLearner
 [omagd.agents]
 my_agent = omagd.modules.agents.rnn_agent:NRNNAgent
 [omagd.runners]
-my_runner = omagd.runners.episode_runner:ParallelRunner
+my_runner = omagd.runners.runner:ParallelRunner
 [omagd.run]
 my_run = omagd.run.run:run
 [omagd.config_dirs]

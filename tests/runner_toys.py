@@ -11,7 +11,8 @@ from omagd.config.loading import resolve
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.runners import REGISTRY
-from omagd.runners.rollout import EpisodeSeeds, Runner
+from omagd.runners.rollout import EpisodeSeeds
+from omagd.runners.runner import Runner
 
 LIMIT, AGENTS, ACTIONS = 9, 2, 4
 

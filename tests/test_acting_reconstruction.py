@@ -184,7 +184,6 @@ def test_a_controller_in_turns_does_what_it_does_for_all() -> None:
         macs.append(NGraphMAC(config, INFO, torch.device("cpu"), reconstructor))
         macs[-1].begin(4)
     together, turns = macs
-    assert turns.acts_in_parts
     shown = torch.stack([toy_episodes(1, seed=50 + i, longest=1)[0]["obs"] for i in range(16)], 1).numpy()
     first = np.array([True, False, False, True])
     for step, obs in enumerate(shown.reshape(-1, 4, *shown.shape[2:])):

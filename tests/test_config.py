@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,8 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omagd.config import loading
-from omagd.config.loading import apply_updates, base_values, known_keys, parse_value, resolve, to_plain, validate
+from omagd.config.loading import (
+    REMOVED,
+    apply_updates,
+    base_values,
+    known_keys,
+    parse_value,
+    read_saved,
+    resolve,
+    to_plain,
+    validate,
+)
 from omagd.config.schema import Config
+from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.utils.errors import UserError
@@ -207,6 +219,7 @@ def test_numbers_may_have_an_exponent_and_versions_a_last_zero(tmp_path):
         ({"lerner": "x"}, ["with lerner=x", "unknown key 'lerner'", "Did you mean 'learner'?"]),
         ({"tokenizer_config.n_code": 3}, ["tokenizer_config.n_code=3", "Did you mean 'tokenizer_config.n_codes'?"]),
         ({"n_codes": 3}, ["with n_codes=3", "Did you mean 'tokenizer_config.n_codes'?"]),
+        ({"act_in_halves": True}, ["with act_in_halves=True", "removed", "leave it out"]),
         ({"lr.scale": 3}, ["with lr.scale=3", "unknown key 'lr.scale'"]),
         ({"lr": "abc"}, ["lr=abc", "must be a number"]),
         ({"lr": "1e-3"}, ["lr=1e-3", "must be a number", "write 1e-3 without quotes"]),
@@ -231,6 +244,19 @@ def test_numbers_may_have_an_exponent_and_versions_a_last_zero(tmp_path):
 def test_wrong_keys_and_values_are_told_with_their_mend(updates, words):
     text = refusal(updates)
     assert [word for word in words if word not in text] == []
+
+
+def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monkeypatch):
+    """`config.json` and identity of a run that an earlier version has started."""
+    config = resolve("qmix", "skirmish", {"env_args.map_name": "3m"})
+    today = identity_of(config)
+    monkeypatch.setitem(REMOVED, "gone", (7, "use another one"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**to_plain(config), "gone": 7}))
+    assert validate(read_saved(path, "run")) == config
+    assert identity_of(config) != today
+    monkeypatch.undo()
+    assert identity_of(config) == today
 
 
 @pytest.mark.parametrize(

@@ -120,14 +120,14 @@ def test_nine_lost_episodes_in_a_row_are_replaced_again_and_again():
 @pytest.mark.parametrize("known", [True, False])
 def test_lost_episodes_in_a_row_are_counted_over_a_restart(known):
     env, probe = Hopeless(3), Probe()
-    play = runner_of(env)._play(probe, False, True)
+    play = runner_of(env)._loop(probe, False, True)
     play.begin(10**6)
     for _ in range(7):
         play.tick(None)
     state = play.snapshot()
     if not known:
         del state["clock"]["lost"]  # as it was saved before these were counted
-    again = runner_of(env)._play(probe, False, True)
+    again = runner_of(env)._loop(probe, False, True)
     again.restore(state)
     with pytest.raises(UserError, match="this was lost"):
         for _ in range(100):

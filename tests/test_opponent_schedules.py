@@ -17,7 +17,8 @@ from omagd.envs.factory import make_env
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.training.opponents import Opponents
-from omagd.runners.rollout import EpisodeSeeds, Runner
+from omagd.runners.rollout import EpisodeSeeds
+from omagd.runners.runner import Runner
 from omagd.utils.clock import Counters
 from omagd.utils.seeding import seed_everything
 

@@ -31,7 +31,8 @@ from omagd.envs.workers.vector import EnvWorkerError, ProcessEnvs
 from omagd.envs.workers.worker import NOTE
 from omagd.run.checkpoint.serialization import pack, unpack
 from omagd.runners import REGISTRY
-from omagd.runners.rollout import EpisodeSeeds, Rollout, Runner
+from omagd.runners.rollout import EpisodeSeeds, Rollout
+from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)
@@ -98,9 +99,8 @@ def rounds_of(env: BatchedEnv, name: str, calls: int, snapshots: bool = False, s
     return [*rollouts, runner.drain(policy, explore=explore)]
 
 
-def cast(env: BatchedEnv, name: str, scripted: bool = False, halves: bool = False) -> tuple[Runner, Any, Exploration]:
+def cast(env: BatchedEnv, name: str, scripted: bool = False) -> tuple[Runner, Any, Exploration]:
     runner = REGISTRY.get(name)(env, toy_config(), env.info, EpisodeSeeds(1, "train"))
-    runner.halves = halves
     torch.manual_seed(0)
     policy: Any = BasicMAC(toy_config(mac="n_mac"), env.info, torch.device("cpu"))
     if scripted:
@@ -258,23 +258,23 @@ def test_a_battle_in_a_process_of_its_own_is_the_same_battle():
         played = rounds_of(env, "stream", 3)
         assert_same(played, rounds_of(plain, "stream", 3))
         assert env.get_stats()["worker_restarts"] == 1
-        _continue_in_halves(env)
+        _continue_mid_battle(env)
     finally:
         env.close()
 
 
-def _continue_in_halves(env: ProcessEnvs) -> None:
-    runner, mac, explore = cast(env, "stream", halves=True)
+def _continue_mid_battle(env: ProcessEnvs) -> None:
+    runner, mac, explore = cast(env, "stream")
     runner.collect(mac, explore=explore)
     snapshot, state = filed(runner.snapshot()), explore.rng.bit_generator.state
     expected = [runner.collect(mac, explore=explore) for _ in range(2)]
-    again, mac, other = cast(env, "stream", halves=True)
+    again, mac, other = cast(env, "stream")
     other.rng.bit_generator.state = state
     again.restore(snapshot, mac)
     os.kill(_pids(env)[0], signal.SIGKILL)
     found = [again.collect(mac, explore=other) for _ in range(2)]
     assert_same(found, expected)
-    undisturbed, mac, explore = cast(env, "stream", halves=True)
+    undisturbed, mac, explore = cast(env, "stream")
     assert_same([undisturbed.collect(mac, explore=explore) for _ in range(3)][1:], expected)
 
 

@@ -17,10 +17,10 @@ from test_adapters import Walk, WalkArgs
 import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.basic_mac import BasicMAC
-from omagd.controllers.types import Decision, Exploration, Tick
+from omagd.controllers.types import Exploration, Tick
 from omagd.envs.adapters import SerialEnvs
 from omagd.envs.factory import make_env
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.protocol import BatchedEnv
 from omagd.envs.workers.vector import ProcessEnvs
 from omagd.run.cli.main import config_from
 from omagd.run.training.stages.rl import RLStage
@@ -91,75 +91,6 @@ def test_nobody_else_plays_while_battles_are_in_flight():
     assert not runner.in_flight and runner.drain(probe, explore=None).n_episodes == 0
     runner_of(env, "test", "stream").run(probe, explore=None, episodes_per_slot=2, keep=False)
     assert runner.collect(probe, explore=None).n_episodes >= 3
-
-
-class ApartEnv(FakeEnv):
-    """A world whose slots step apart, and which shows nonsense where a step is under way."""
-
-    steps_apart = True
-
-    def __init__(self, n_slots: int) -> None:
-        super().__init__(n_slots)
-        self.under_way = np.zeros(n_slots, bool)
-        self.most_apart = 0
-        self.orders = np.zeros((n_slots, 2), np.int64)
-
-    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        assert not (which & self.under_way).any()
-        super().reset(which, seeds)
-
-    def step_start(self, actions: np.ndarray, active: np.ndarray) -> None:
-        assert not (active & self.under_way).any()
-        self.orders[active] = actions[active]
-        self.under_way |= active
-
-    def step_finish(self, active: np.ndarray) -> StepResult:
-        assert self.under_way[active].all()
-        self.most_apart = max(self.most_apart, len(np.unique(active[self.under_way])))
-        self.under_way &= ~active
-        return self.step(np.where(active[:, None], self.orders, 0), active)
-
-    def observe(self, full: bool = False) -> Observation:
-        seen = super().observe(full)
-        avail = seen.avail_actions | self.under_way[:, None, None]
-        obs = np.where(self.under_way[:, None, None], np.float32(np.nan), seen.obs)
-        return Observation(obs, seen.state, avail, seen.full_obs)
-
-
-class PartProbe(Probe):
-    """The same, for those slots alone that it is asked for."""
-
-    acts_in_parts = True
-
-    def act(self, tick: Tick, explore: Exploration | None) -> Decision:
-        assert not np.isnan(tick.observation.obs[tick.active]).any()
-        return super().act(tick, explore)
-
-
-@pytest.mark.parametrize("name", ["parallel", "stream"])
-def test_halves_that_take_turns_play_the_episodes_of_the_whole(name):
-    def played(halves: bool, snapshots: bool = False) -> tuple[dict[int, Episode], list[int], ApartEnv]:
-        env, probe = ApartEnv(5), PartProbe()
-        runner = runner_of(env, name=name)
-        runner.halves = halves
-        rollouts = []
-        for _ in range(4):
-            rollouts.append(runner.collect(probe, explore=None))
-            if snapshots:
-                assert runner.snapshot().get("dropped", 0) == 5 * runner.in_flight
-        rollouts.append(runner.drain(probe, explore=None))
-        episodes = [episode for rollout in rollouts for episode in rollout.episodes]
-        assert sum(rollout.steps for rollout in rollouts) == len(env.log)
-        return {identity(episode): episode for episode in episodes}, [identity(e) for e in episodes], env
-
-    whole, _, _ = played(False)
-    halves, order, env = played(True)
-    assert order == played(True, snapshots=True)[1]
-    assert env.most_apart == 2  # one half was under way while the other was heard
-    assert order == played(True)[1]
-    shared = whole.keys() & halves.keys()
-    assert len(shared) >= 20
-    assert all(same(whole[number], halves[number]) for number in shared)
 
 
 def _mac(env: BatchedEnv, **updates: Any) -> BasicMAC:
@@ -289,22 +220,3 @@ def test_workers_that_step_apart_tell_what_this_process_would(per_process):
             assert (env.observe().obs == serial.observe().obs).all()
     finally:
         env.close()
-
-
-@pytest.mark.processes
-def test_a_stream_in_halves_over_workers_is_a_function_of_its_seed():
-    def played() -> list[Episode]:
-        env = ProcessEnvs(Walk, WalkArgs(limit=6), 4)
-        try:
-            runner = StreamRunner(env, toy_config(), env.info, EpisodeSeeds(1, "train"))
-            runner.halves = True
-            mac, explore = _mac(env), Exploration(0.2, np.random.default_rng(0))
-            assert len(runner._parts(mac)) == 2
-            rollouts = [runner.collect(mac, explore=explore) for _ in range(4)]
-            return [episode for rollout in rollouts for episode in rollout.episodes]
-        finally:
-            env.close()
-
-    first, second = played(), played()
-    assert len(first) >= 16
-    assert all(same(one, other) for one, other in zip(first, second, strict=True))

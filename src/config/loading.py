@@ -36,6 +36,11 @@ MERGE = "tag:yaml.org,2002:merge"
 FLOAT = "tag:yaml.org,2002:float"
 VERSIONS = frozenset({"game_version"})
 """Keys whose value is text that looks like a number: version 4.10 is not the number 4.1."""
+REMOVED: dict[str, tuple[Any, str]] = {
+    "act_in_halves": (False, "it brought no measurable gain; leave it out"),
+}
+"""Keys that earlier versions had, each with its default there and what to do instead. Runs that were started with them
+still continue: their `config.json` may hold them."""
 NO_END_IN_STEPS = 10**12
 """`t_max` where only episodes end a run: the most that the key takes, more than any number of episodes needs."""
 
@@ -100,6 +105,7 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
         raise UserError(f"{source}: {path} cannot be read ({reason}): give the folder of a run") from None
     if not isinstance(values, dict):
         raise UserError(f"{source}: {path} must hold a mapping of keys to values: give the folder of a run")
+    values = {key: value for key, value in values.items() if key not in REMOVED}
     return _merge(read_yaml(HERE / "default.yaml"), values, source=str(path))
 
 
@@ -246,6 +252,9 @@ def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, show
 
 def _unknown(key: str, source: str, value: Any) -> UserError:
     """Return the error for a key that is not in the schema, with the nearest one that is."""
+    if key in REMOVED:
+        given = f"with {key}={shorten(value)}" if source == "with" else f"{source}: {key}"
+        return UserError(f"{given}: this key was removed: {REMOVED[key][1]}")
     names = {name.rpartition(".")[2]: name for name in reversed(known_keys())} | {name: name for name in known_keys()}
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     mend = f" Did you mean '{names[close[0]]}'?" if close else " `--dry-run` shows all keys"

@@ -122,7 +122,6 @@ class Config(Frozen):
 
     batch_size_run: Count  # battles per rank
     env_processes: bool  # each battle in a process of its own; without, batched environments play in this one
-    act_in_halves: bool  # with environments in processes: decide for one half while the other half steps
     ticks_per_iteration: Count  # runner=ticks: steps of every battle between updates
     buffer_size: Count  # episodes kept for replay (runner=ticks: steps); a new one replaces the oldest
     t_max: Count  # environment steps over all ranks after which stage 3 ends

@@ -37,7 +37,6 @@ class BasicMAC:
     """
 
     reads_reconstructions = False
-    acts_in_parts = True  # `act` reads and writes the active slots alone
 
     def __init__(
         self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None

@@ -29,7 +29,6 @@ class ScriptedPolicy:
     """
 
     wants_full_obs = False
-    acts_in_parts = False  # chance is drawn for all slots, by what all of them may do
 
     def __init__(
         self, env: BatchedEnv, policies: tuple[str, ...], random_share: float, rng: np.random.Generator

@@ -65,10 +65,6 @@ class Policy(Protocol):
     def wants_full_obs(self) -> bool:
         """Whether it reads `full_obs`."""
 
-    @property
-    def acts_in_parts(self) -> bool:
-        """Whether `act` may be called for some slots while the environment is still writing what the others show."""
-
     def begin(self, n_slots: int) -> None:
         """Prepare for B = `n_slots` slots."""
 

@@ -28,7 +28,7 @@ from omagd.run.training.build import (
     read_env_info,
     require_same_map,
 )
-from omagd.runners.seeds import EpisodeSeeds
+from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.run_folder import RunFolder
 

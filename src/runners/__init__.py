@@ -1,4 +1,4 @@
-"""Playing episodes; `REGISTRY` maps `runner=` names to runners."""
+"""Runners play episodes; `REGISTRY` maps `runner=` names to them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from omagd.utils.registry import Registry
 
 if TYPE_CHECKING:
-    from omagd.runners.rollout import Runner
+    from omagd.runners.runner import Runner
 
 REGISTRY: Registry[type[Runner]] = Registry(
     "runner",
     "omagd.runners",
     lazy={
-        "episode": "omagd.runners.episode_runner:EpisodeRunner",
-        "parallel": "omagd.runners.episode_runner:ParallelRunner",
+        "episode": "omagd.runners.runner:EpisodeRunner",
+        "parallel": "omagd.runners.runner:ParallelRunner",
         "stream": "omagd.runners.stream_runner:StreamRunner",
-        "ticks": "omagd.runners.tick_runner:TickRunner",
+        "ticks": "omagd.runners.stream_runner:TickRunner",
     },
 )

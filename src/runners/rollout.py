@@ -1,153 +1,370 @@
-"""What every runner can do."""
+"""The vectorised rollout loop: one policy plays in all slots of an environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
 from omagd.config.env_info import EnvInfo
-from omagd.config.schema import Config
-from omagd.controllers.types import Exploration, Policy
-from omagd.envs.protocol import BatchedEnv
-from omagd.runners.play import Play, Rollout
+from omagd.controllers.types import Exploration, Policy, Tick
+from omagd.envs.outputs import OutputChecks, fault
+from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.runners.recorder import Recorder
-from omagd.runners.seeds import EpisodeSeeds
+from omagd.utils.packing import Episode, EpisodeMeta, RecordedEpisode
+from omagd.utils.seeding import stream_seed
 
-__all__ = ["EpisodeSeeds", "Rollout", "Runner"]
-
-HALVES_FROM = 4
+ENDLESS = 2**62
 
 
-class Runner:
-    """Plays fixed numbers of episodes per slot, so that no short episode is preferred to a long one.
-
-    Args:
-        env: all slots. config: the run. info: facts of `env`. stream: reset seeds, this runner's own.
+@dataclass
+class Rollout:
+    """The result of playing.
 
     Attributes:
-        halves: whether to decide for half of the slots while the others step, where environment and policy can.
-        lost: episodes that were void, and replaced, since this was made.
-        ticked, asked: called at every tick, and with every call of the environment; see `Play`.
-        prepare: called before episodes begin or go on: who plays in the environment has it to itself from here on.
+        episodes: in order of their last tick, then of their slot; empty unless they were recorded.
+        n_episodes: number of finished episodes. steps: their environment steps.
+        lost: void episodes, because the process that played them died. Nothing else here counts them or their steps.
+        stats: name -> (sum, count) over episodes: return, ep_length, the environment's results, and return_agent_0 ...
+            where it reports agents' rewards.
+        log: one entry for each episode, in order: slot, reset seed, length, return, results; all finite.
     """
 
-    unit: ClassVar[str] = "episodes"  # what replay and batches count
+    episodes: list[Episode] = field(default_factory=list)
+    n_episodes: int = 0
+    steps: int = 0
+    lost: int = 0
+    stats: dict[str, tuple[float, float]] = field(default_factory=dict)
+    log: list[dict[str, float | int]] = field(default_factory=list)
 
-    def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
-        self.env = env
-        self.config = config
-        self.info = info
-        self.stream = stream
-        self.halves = config.act_in_halves
-        self.lost = 0
-        self.prepare: Callable[[], None] = _nothing
-        self.ticked: Callable[[bool], None] = _nothing
-        self.asked: Callable[[np.ndarray, np.ndarray], None] = _nothing
-        self._recorders: dict[bool, Recorder] = {}
+    def count(self, name: str, value: float) -> None:
+        """Add one episode's `value` to the stats; NaN means unknown and is left out."""
+        if math.isfinite(value):
+            total, count = self.stats.get(name, (0.0, 0.0))
+            self.stats[name] = (total + float(value), count + 1.0)
 
-    @staticmethod
-    def slots(config: Config) -> int:
-        """Return how many battle slots the environment shall be built with."""
-        return config.batch_size_run
+    def end(self, slot: int, seed: int, length: int, reward: float, results: dict[str, float]) -> None:
+        """Count and log a finished episode."""
+        self.n_episodes += 1
+        self.steps += length
+        self.count("return", reward)
+        self.count("ep_length", length)
+        entry: dict[str, float | int] = {"slot": slot, "seed": seed, "length": length}
+        if math.isfinite(reward):
+            entry["return"] = reward
+        for name, value in results.items():
+            self.count(name, value)
+            if math.isfinite(value):
+                entry.setdefault(name, value)
+        self.log.append(entry)
 
-    @staticmethod
-    def rows(info: EnvInfo) -> int:
-        """Return the most rows of one entry of the replay."""
-        return info.episode_limit + 1
 
-    @staticmethod
-    def per_iteration(config: Config, environments: int) -> str:
-        """Return, in words, what `environments` of all ranks play between updates."""
-        return f"{environments} episodes"
+class EpisodeSeeds:
+    """Reset seeds of one purpose on one rank; an episode's seed is a function of its slot and its number there.
 
-    def run(
-        self,
-        policy: Policy,
-        *,
-        explore: Exploration | None,
-        episodes_per_slot: int = 1,
-        full_obs: bool = False,
-        keep: bool = True,
-    ) -> Rollout:
-        """Play `episodes_per_slot` episodes in every slot; a slot that has ended one begins its next at once.
+    Args:
+        seed: the run's seed. purpose: "train", "test", "pretrain", ... rank: of this process.
+    """
 
-        Args:
-            policy: who acts; also asked for what an episode's last moment shows, since its own fields belong to the
-                closing row too. `active` of its ticks includes those slots; their actions are not played.
-            explore: None to act greedily. full_obs: record `full_obs`. keep: return the episodes, or the stats alone.
-
-        An episode that the environment lost is replaced by another one, from the next seed of its slot.
-        Errors: UserError as in `Play.tick`; RuntimeError while other battles are in flight.
-        """
-        if self.in_flight:
-            raise RuntimeError("battles are in flight: drain them before others are played")
-        self.prepare()
-        play = self._play(policy, full_obs, keep)
-        play.begin(episodes_per_slot)
-        while not play.over:
-            play.tick(explore)
-        return self._take(play)
-
-    def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
-        """Play what one iteration of training asks for: here, one episode in every slot. Arguments as in `run`."""
-        return self.run(policy, explore=explore, full_obs=full_obs)
-
-    def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
-        """Play the battles that `collect` left in flight to their end and return them: here, none."""
-        return Rollout()
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether `collect` has left battles unfinished."""
-        return False
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return all that continuing needs between two calls, as arrays, tensors and plain values; changes nothing."""
-        return {"stream": self.stream.state_dict(), "lost": self.lost}
-
-    def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
-        """Continue from a `snapshot`; where battles are in flight, with a policy of the same weights."""
-        self.stream.load_state_dict(snapshot["stream"])
-        self.lost = int(snapshot["lost"])
+    def __init__(self, seed: int, purpose: str, rank: int = 0) -> None:
+        self._place = (seed, f"env/{purpose}", rank)
+        self._generation = 0
+        self._played: list[int] = []
 
     def renew(self, generation: int) -> None:
-        """Play other episodes from here on, reproducible ones: see `EpisodeSeeds.renew`.
+        """Draw from another stream from here on: that of the same place and `generation` > 0."""
+        self._generation = generation
+        self._played = []
 
-        Errors: RuntimeError while battles are in flight.
-        """
-        if self.in_flight:
-            raise RuntimeError("battles are in flight: drain them before their seeds are renewed")
-        self.stream.renew(generation)
+    def draw(self, which: np.ndarray) -> np.ndarray:
+        """Return the next seed of each slot in `which` [B] bool as [B] int64, 0 elsewhere."""
+        self._played += [0] * (len(which) - len(self._played))
+        seeds = np.zeros(len(which), np.int64)
+        seed, purpose, rank = self._place
+        if self._generation:
+            purpose = f"{purpose}/{self._generation}"
+        for slot in np.flatnonzero(which):
+            seeds[slot] = stream_seed(seed, purpose, rank, int(slot), self._played[slot])
+            self._played[slot] += 1
+        return seeds
 
-    def _play(self, policy: Policy, full_obs: bool, keep: bool, kind: type[Play] = Play) -> Play:
-        """Return battles that have not begun."""
-        recorder = self._recorder(full_obs) if keep else None
-        see_all = full_obs or policy.wants_full_obs
-        play = kind(self.env, self.info, policy, recorder, see_all, self.stream, self._parts(policy))
-        play.ticked, play.asked = self.ticked, self.asked
-        return play
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many episodes each slot has begun, and in which generation."""
+        return {"played": list(self._played), "generation": self._generation}
 
-    def _take(self, play: Play) -> Rollout:
-        rollout = play.take()
-        self.lost += rollout.lost
-        return rollout
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the episodes of `state`."""
+        self._played = [int(count) for count in state["played"]]
+        self._generation = int(state["generation"])
 
-    def _parts(self, policy: Policy) -> list[np.ndarray]:
-        """Return masks of the slots that have their turns together."""
+
+@dataclass
+class SlotState:
+    """State of each slot. All [B]: reset seed, step, return so far, episodes yet to begin, three masks.
+
+    `agent_reward` is each agent's return so far, [B, n] where the environment reports it, else [B, 0]. `lost` [B]
+    counts the episodes lost in a row.
+
+    `playing` slots act and step; `stepping` slots wait for the result of their action; `closing` slots have ended and
+    show their last observation once more, for the closing row. The field names are keys of checkpoints.
+    """
+
+    seed: np.ndarray
+    step: np.ndarray
+    reward: np.ndarray
+    left: np.ndarray
+    playing: np.ndarray
+    closing: np.ndarray
+    stepping: np.ndarray
+    agent_reward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    lost: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @classmethod
+    def at_start(cls, seeds: np.ndarray, episodes_per_slot: int, n_rewarded: int) -> SlotState:
+        """Return the state at the first episodes' beginning, from `seeds` [B]; `n_rewarded` agents have rewards."""
+        n_slots = len(seeds)
+        no, yes = np.zeros(n_slots, bool), np.ones(n_slots, bool)
+        left = np.full(n_slots, episodes_per_slot - 1)
+        agent_reward = np.zeros((n_slots, n_rewarded))
+        steps, lost = np.zeros(n_slots, np.int64), np.zeros(n_slots, np.int64)
+        return cls(seeds, steps, np.zeros(n_slots), left, yes, no, no.copy(), agent_reward, lost)
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Return copies of all fields."""
+        return {spec.name: getattr(self, spec.name).copy() for spec in fields(self)}
+
+
+class RolloutLoop:
+    """Plays one policy in all slots of an environment.
+
+    A tick collects the results of the last steps, observes, acts, records and starts the next steps. Between two ticks
+    an environment in processes keeps stepping.
+
+    Args:
+        env, info: what is played. policy: acts; `begin` or a restored snapshot initialises its memory.
+        recorder: stores rows; None to record no episodes. see_all: whether to request `full_obs`. seeds: of episodes.
+
+    Attributes:
+        rollout: finished episodes since the last `take`.
+        ticked: called with True before each tick, with False by `take`.
+        asked: called with mask [B] and seeds [B] of the slots before each call of the environment about them.
+    """
+
+    def __init__(
+        self,
+        env: BatchedEnv,
+        info: EnvInfo,
+        policy: Policy,
+        recorder: Recorder | None,
+        see_all: bool,
+        seeds: EpisodeSeeds,
+    ) -> None:
+        self.env = env
+        self.info = info
+        self.policy = policy
+        self.recorder = recorder
+        self.see_all = see_all
+        self.seeds = seeds
+        self.rollout = Rollout()
+        self.ticked: Callable[[bool], None] = _nothing
+        self.asked: Callable[[np.ndarray, np.ndarray], None] = _nothing
+        self._n_rewarded = info.n_agents if info.agent_rewards else 0
+        self.clock = SlotState.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_rewarded)
+        self._results: dict[int, dict[str, float]] = {}
+        self._meta: dict[int, EpisodeMeta] = {}
+        self._checks = OutputChecks(info, env.n_slots)
+
+    def begin(self, episodes_per_slot: int) -> None:
+        """Start the first episode of every slot; a slot whose episode has ended begins its next one at once."""
+        self.ticked(True)
         n = self.env.n_slots
-        if self.halves and n >= HALVES_FROM and self.env.steps_apart and policy.acts_in_parts:
-            first = np.arange(n) < n // 2
-            return [first, ~first]
-        return [np.ones(n, bool)]
+        everyone = np.ones(n, bool)
+        seeds = self.seeds.draw(everyone)
+        self.asked(everyone, seeds)
+        self.env.reset(everyone, seeds)
+        self.policy.begin(n)
+        self.policy.reset(everyone)
+        self.clock = SlotState.at_start(seeds, episodes_per_slot, self._n_rewarded)
 
-    def _recorder(self, full_obs: bool) -> Recorder:
-        if full_obs not in self._recorders:
-            self._recorders[full_obs] = Recorder(self.info, self.env.n_slots, full_obs)
-        self._recorders[full_obs].begin()
-        return self._recorders[full_obs]
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to play."""
+        return not (self.clock.playing.any() or self.clock.closing.any())
+
+    @property
+    def n_unfinished(self) -> int:
+        """Number of episodes that have begun and are not counted yet."""
+        return int((self.clock.playing | self.clock.closing).sum())
+
+    def tick(self, explore: Exploration | None) -> None:
+        """Play one step of every slot.
+
+        Errors: UserError for invalid outputs of the environment, an episode longer than `info.episode_limit`, and a
+        slot that has lost `LOST_IN_A_ROW` episodes in a row.
+        """
+        self.ticked(True)
+        self.finish_steps()
+        clock, recorder = self.clock, self.recorder
+        closing, stepping = clock.closing.copy(), clock.playing.copy()
+        active = closing | stepping
+        slots = np.flatnonzero(active)
+        if not len(slots):
+            return
+        self.asked(active, clock.seed)
+        shown = self.env.observe(self.see_all)
+        seen = self._checks.observation(shown, active, clock.seed, clock.step, self.see_all)
+        steps, lasting = clock.step[slots], self.env.steps_apart
+        if recorder is not None and not lasting:  # the next call of the environment overwrites the observation
+            recorder.saw(slots, steps, seen)
+        decision = self.policy.act(Tick(seen, clock.step.copy(), active), explore)
+        actions = np.where(stepping[:, None], decision.actions, 0)
+        again = closing & (clock.left > 0)
+        seeds = clock.seed
+        if again.any():
+            seeds = np.where(again, self.seeds.draw(again), seeds)
+            self.asked(again, seeds)
+            self.env.reset(again, seeds)
+        if stepping.any():
+            self.asked(stepping, clock.seed)
+            self.env.step_start(actions, stepping)
+            clock.stepping |= stepping
+        if recorder is not None:
+            if lasting:  # copied while the slots step
+                recorder.saw(slots, steps, seen)
+            recorder.chose(slots, steps, actions, decision.extras)
+            self._rows_written(recorder, slots, steps)
+        if closing.any():
+            self._close(closing, again)
+            clock.seed = seeds
+
+    def finish_steps(self) -> None:
+        """Wait for the steps in progress and process their results."""
+        clock = self.clock
+        stepped = clock.stepping.copy()
+        slots = np.flatnonzero(stepped)
+        if not len(slots):
+            return
+        self.asked(stepped, clock.seed)
+        returned = self.env.step_finish(stepped)
+        clock.stepping[:] = False
+        result = self._checks.result(returned, stepped, clock.seed, clock.step)
+        if self.recorder is not None:
+            self.recorder.got(slots, clock.step[slots], result)
+        clock.reward[slots] += result.reward[slots]
+        if result.agent_reward is not None and self._n_rewarded:
+            clock.agent_reward[slots] += result.agent_reward[slots]
+        clock.step[slots] += 1
+        ended = result.terminated & stepped
+        self._checks.lengths(stepped & ~ended, clock.seed, clock.step)
+        if ended.any():
+            lost = ended & result.lost
+            if lost.any():
+                self._replace(lost)
+                ended &= ~lost
+            clock.lost[ended] = 0
+            clock.playing &= ~ended
+            clock.closing |= ended
+            for slot in np.flatnonzero(ended).tolist():
+                self._results[slot] = {name: float(values[slot]) for name, values in result.info.items()}
+
+    def take(self) -> Rollout:
+        """Return what was played since the last time."""
+        self.ticked(False)
+        taken, self.rollout = self.rollout, Rollout()
+        return taken
+
+    @contextmanager
+    def asking_all(self) -> Iterator[None]:
+        """Mark a call of the environment about all unfinished episodes, between two ticks."""
+        self.ticked(True)
+        self.asked(self.clock.playing | self.clock.closing, self.clock.seed)
+        try:
+            yield
+        finally:
+            self.ticked(False)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the slots' state, results that are not counted yet and the rows of unfinished episodes."""
+        self.finish_steps()
+        rows = self.recorder.snapshot(int(self.clock.step.max()) + 1) if self.recorder is not None else {}
+        counted = {
+            "n_episodes": self.rollout.n_episodes,
+            "steps": self.rollout.steps,
+            "lost": self.rollout.lost,
+            "stats": dict(self.rollout.stats),
+            "log": [dict(entry) for entry in self.rollout.log],
+        }
+        return {"clock": self.clock.snapshot(), "results": dict(self._results), "rows": rows, "counted": counted}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot`, with policy and environment in the state of that moment."""
+        self.clock = SlotState(**{name: values.copy() for name, values in snapshot["clock"].items()})
+        if not len(self.clock.agent_reward):  # an earlier version did not save them: unknown, so not counted
+            self.clock.agent_reward = np.full((self.env.n_slots, self._n_rewarded), np.nan)
+        if not len(self.clock.lost):  # likewise
+            self.clock.lost = np.zeros(self.env.n_slots, np.int64)
+        self._results = dict(snapshot["results"])
+        self.rollout = Rollout(**copy.deepcopy(snapshot["counted"]))
+        if self.recorder is not None:
+            self.recorder.restore(snapshot["rows"])
+
+    def _replace(self, lost: np.ndarray) -> None:
+        """Discard the episodes of the slots `lost` [B] bool; each begins another one at once.
+
+        Errors: UserError when a slot has lost so many in a row that it will hardly finish one.
+        """
+        self.rollout.lost += int(lost.sum())
+        self.clock.lost += lost
+        hopeless = self.clock.lost >= LOST_IN_A_ROW
+        if hopeless.any():
+            slot = int(hopeless.argmax())
+            what = f"this was lost, as the {LOST_IN_A_ROW - 1} episodes of the slot before it were"
+            raise fault(self.info.name, slot, int(self.clock.seed[slot]), int(self.clock.step[slot]), what)
+        self.clock.seed = np.where(lost, self.seeds.draw(lost), self.clock.seed)
+        self.asked(lost, self.clock.seed)
+        self.env.reset(lost, self.clock.seed)
+        self.policy.reset(lost)
+        self.clock.step[lost] = 0
+        self.clock.reward[lost] = 0.0
+        self.clock.agent_reward[lost] = 0.0
+
+    def _close(self, closing: np.ndarray, again: np.ndarray) -> None:
+        """Count and take the finished episodes; the slots `again` begin another one. Masks [B]."""
+        clock, rollout = self.clock, self.rollout
+        for slot in np.flatnonzero(closing).tolist():
+            length = int(clock.step[slot])
+            each = {f"return_agent_{i}": value for i, value in enumerate(clock.agent_reward[slot].tolist())}
+            results = {**self._results.pop(slot), **each}
+            rollout.end(slot, int(clock.seed[slot]), length, float(clock.reward[slot]), results)
+            if self.recorder is not None:
+                self._episode_ended(self.recorder, slot, length)
+        clock.closing &= ~closing
+        if again.any():
+            self.policy.reset(again)
+            clock.step[again] = 0
+            clock.reward[again] = 0.0
+            clock.agent_reward[again] = 0.0
+            clock.left[again] -= 1
+            clock.playing |= again
+
+    def meta(self, slot: int) -> EpisodeMeta:
+        """Return the metadata of a slot's episode; all its steps share one object."""
+        seed = int(self.clock.seed[slot])
+        if slot not in self._meta or self._meta[slot].seed != seed:
+            self._meta[slot] = EpisodeMeta(slot, seed)
+        return self._meta[slot]
+
+    def _rows_written(self, recorder: Recorder, slots: np.ndarray, steps: np.ndarray) -> None:
+        """Hook: the rows `steps` of `slots` are complete but for the results of their steps."""
+
+    def _episode_ended(self, recorder: Recorder, slot: int, length: int) -> None:
+        self.rollout.episodes.append(RecordedEpisode(recorder.take(slot, length), self.meta(slot)))
 
 
 def _nothing(*_: object) -> None:
-    """Prepare and note nothing."""
+    """Do nothing."""

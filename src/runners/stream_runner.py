@@ -1,51 +1,54 @@
-"""Many battles side by side that never wait for one another."""
+"""Runners that keep episodes in flight from one iteration to the next."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
+
+import numpy as np
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.protocol import BatchedEnv
 from omagd.runners import REGISTRY
-from omagd.runners.play import ENDLESS, Play, Rollout
-from omagd.runners.rollout import Runner
-from omagd.runners.seeds import EpisodeSeeds
+from omagd.runners.recorder import Recorder
+from omagd.runners.rollout import ENDLESS, EpisodeSeeds, Rollout, RolloutLoop
+from omagd.runners.runner import Runner
+from omagd.utils.packing import RecordedEpisode
 
 
 @REGISTRY.register("stream")
 class StreamRunner(Runner):
-    """A slot that has ended an episode begins its next at once, and battles go on from one iteration to the next.
+    """Starts the next episode of a slot at once, so that no slot waits for the longest episode.
 
     An iteration plays ticks of all slots until as many episodes have ended as there are slots: as many as in a round of
-    `ParallelRunner`, though not one of each slot, and the longest of them began under older weights. The order is that
-    of the ticks, whichever environment answers first, so that a run is a function of its seed.
+    `ParallelRunner`, but not one of each slot, and the longest of them began under older weights. Episodes come in the
+    order of their ticks, whichever environment answers first, so a run is a function of its seed.
     """
 
-    play_kind: ClassVar[type[Play]] = Play
+    loop_kind: ClassVar[type[RolloutLoop]] = RolloutLoop
 
     def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
         super().__init__(env, config, info, stream)
-        self._flying: Play | None = None
+        self._flying: RolloutLoop | None = None
         self._full_obs = False
 
     def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
-        """Play until as many episodes have ended as there are slots, and return those; the others stay in flight.
+        """Play until as many episodes have ended as there are slots and return those; the others stay in flight.
 
-        `steps` counts those of the episodes that are returned, wherever they began. Errors: RuntimeError when battles
-        of another policy are in flight.
+        `steps` counts all steps of the returned episodes. Errors: RuntimeError when episodes of another policy are in
+        flight.
         """
         self.prepare()
-        play = self._under_way(policy, full_obs)
-        while play.rollout.n_episodes < self.env.n_slots:
-            play.tick(explore)
-        return self._take(play)
+        loop = self._in_flight(policy, full_obs)
+        while loop.rollout.n_episodes < self.env.n_slots:
+            loop.tick(explore)
+        return self._take(loop)
 
-    def _under_way(self, policy: Policy, full_obs: bool) -> Play:
-        """Return the battles in flight, with what `policy` has learned meanwhile; new ones where there are none."""
+    def _in_flight(self, policy: Policy, full_obs: bool) -> RolloutLoop:
+        """Return the loop in flight, with the policy's newest weights; a new loop where there is none."""
         if self._flying is None:
-            self._flying = self._play(policy, full_obs, keep=True, kind=self.play_kind)
+            self._flying = self._loop(policy, full_obs, keep=True, kind=self.loop_kind)
             self._full_obs = full_obs
             self._flying.begin(ENDLESS)
         else:
@@ -54,49 +57,49 @@ class StreamRunner(Runner):
         return self._flying
 
     def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
-        """Play the battles in flight to their end, start no others but for those that are lost, and return them."""
+        """Finish the episodes in flight, start no others except replacements of lost ones, and return them."""
         if self._flying is None:
             return Rollout()
         self._require_same(policy, self._full_obs)
         policy.refresh()
-        play, self._flying = self._flying, None
-        play.clock.left[:] = 0
-        while not play.over:
-            play.tick(explore)
-        return self._take(play)
+        loop, self._flying = self._flying, None
+        loop.clock.left[:] = 0
+        while not loop.over:
+            loop.tick(explore)
+        return self._take(loop)
 
     @property
     def in_flight(self) -> bool:
-        """Whether battles are unfinished."""
+        """Whether episodes are unfinished."""
         return self._flying is not None
 
     def snapshot(self) -> dict[str, Any]:
-        """Return also what the battles in flight consist of: environment, policy's memory, rows.
+        """Return also the state of the episodes in flight: environment, policy's memory, rows.
 
-        Of an environment that cannot be saved only how many they are: they will be lost.
+        Where the environment cannot be saved, return only their number: they will be lost.
         """
-        play = self._flying
-        if play is None:
+        loop = self._flying
+        if loop is None:
             return {**super().snapshot(), "flying": None, "dropped": 0}
-        play.settle()
-        state = super().snapshot()  # what was lost in steps under way has drawn other seeds
+        loop.finish_steps()
+        state = super().snapshot()  # after finishing: lost episodes have drawn other seeds
         try:
-            return {**state, "flying": self._saved(play), "dropped": 0}
+            return {**state, "flying": self._saved(loop), "dropped": 0}
         except NotImplementedError:
-            return {**state, "flying": None, "dropped": play.n_unfinished + play.rollout.lost}
+            return {**state, "flying": None, "dropped": loop.n_unfinished + loop.rollout.lost}
 
-    def _saved(self, play: Play) -> dict[str, Any]:
-        """Return all that battles consist of. Errors: NotImplementedError where the environment cannot be saved."""
-        play.settle()
-        with play.asking_all():
+    def _saved(self, loop: RolloutLoop) -> dict[str, Any]:
+        """Return the state of a loop. Errors: NotImplementedError where the environment cannot be saved."""
+        loop.finish_steps()
+        with loop.asking_all():
             env = self.env.snapshot()
-        memory = play.policy.snapshot()
-        return {"env": env, "play": play.snapshot(), "policy": memory, "full_obs": self._full_obs}
+        memory = loop.policy.snapshot()
+        return {"env": env, "play": loop.snapshot(), "policy": memory, "full_obs": self._full_obs}
 
     def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
-        """Continue from a `snapshot`, with a policy of the same weights; battles that are not in it are `lost`.
+        """Continue from a `snapshot`, with a policy of the same weights; episodes that are not in it are `lost`.
 
-        Errors: ValueError where battles are in flight and nobody is there to play them.
+        Errors: ValueError where episodes are in flight and no policy is given.
         """
         super().restore(snapshot, policy)
         self.lost += int(snapshot["dropped"])
@@ -106,12 +109,12 @@ class StreamRunner(Runner):
             return
         if policy is None:
             raise ValueError("battles are in flight: who plays them must be given")
-        self._take_up(flying, policy)
+        self._resume(flying, policy)
 
-    def _take_up(self, flying: dict[str, Any], policy: Policy) -> None:
-        """Have battles in flight again that were `_saved`."""
+    def _resume(self, flying: dict[str, Any], policy: Policy) -> None:
+        """Continue the episodes of `_saved`."""
         self._full_obs = bool(flying["full_obs"])
-        self._flying = self._play(policy, self._full_obs, keep=True, kind=self.play_kind)
+        self._flying = self._loop(policy, self._full_obs, keep=True, kind=self.loop_kind)
         policy.begin(self.env.n_slots)
         policy.load_snapshot(flying["policy"])
         self._flying.restore(flying["play"])
@@ -122,3 +125,90 @@ class StreamRunner(Runner):
         assert self._flying is not None
         if self._flying.policy is not policy or self._full_obs != full_obs:
             raise RuntimeError("battles of another policy are in flight: drain them first")
+
+
+class StepLoop(RolloutLoop):
+    """Returns every step as an episode of two rows, as soon as its second row is observed."""
+
+    def _rows_written(self, recorder: Recorder, slots: np.ndarray, steps: np.ndarray) -> None:
+        later = slots[steps > 0]
+        for slot, rows in zip(later.tolist(), recorder.latest(later, steps[steps > 0]), strict=True):
+            self.rollout.episodes.append(RecordedEpisode(rows, self.meta(slot)))
+
+    def _episode_ended(self, recorder: Recorder, slot: int, length: int) -> None:
+        """Do nothing: all steps have been returned."""
+
+
+@REGISTRY.register("ticks")
+class TickRunner(StreamRunner):
+    """Plays `ticks_per_iteration` ticks of all slots per iteration; for learners that learn from single steps.
+
+    The episodes that `collect` returns are single steps, of two rows each, and `steps` is their number; `n_episodes`,
+    stats and log count the episodes that ended. A slot needs one tick to observe an episode's end and one to begin the
+    next episode: such a tick adds no step. Where the environment can be saved, episodes in flight are set aside while
+    tests are played and continue with the next `collect`; otherwise they are finished first. Tests and episodes for
+    pre-training are played in rounds, as by any runner.
+    """
+
+    unit: ClassVar[str] = "steps"
+    loop_kind: ClassVar[type[RolloutLoop]] = StepLoop
+
+    def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
+        super().__init__(env, config, info, stream)
+        self._aside: dict[str, Any] | None = None
+
+    @staticmethod
+    def rows(info: EnvInfo) -> int:
+        """Return 2: before and after a step."""
+        return 2
+
+    @staticmethod
+    def per_iteration(config: Config, environments: int) -> str:
+        """Return, in words, what `environments` of all ranks play between updates."""
+        return f"{environments * config.ticks_per_iteration} steps"
+
+    def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
+        """Play the ticks of an iteration and return their steps. Arguments and errors as in `StreamRunner`."""
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            self._resume(aside, policy)
+        self.prepare()
+        loop = self._in_flight(policy, full_obs)
+        for _ in range(self.config.ticks_per_iteration):
+            loop.tick(explore)
+        return self._take(loop)
+
+    def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
+        """Set the episodes in flight aside where the environment can be saved; otherwise finish them."""
+        if self._flying is None:
+            return Rollout()
+        self._require_same(policy, self._full_obs)
+        try:
+            self._aside = self._saved(self._flying)
+        except NotImplementedError:
+            return super().drain(policy, explore=explore)
+        self._flying = None
+        return Rollout()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return also the state of the episodes in flight or set aside."""
+        state = super().snapshot()
+        return state if self._aside is None else {**state, "flying": self._aside}
+
+    def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
+        """Continue from a `snapshot`; its episodes continue with the next `collect`."""
+        self._flying = None
+        Runner.restore(self, snapshot, policy)
+        self.lost += int(snapshot["dropped"])
+        self._aside = snapshot["flying"]
+
+    def renew(self, generation: int) -> None:
+        """Draw other seeds from here on; episodes set aside are dropped. Errors: as in `Runner`."""
+        super().renew(generation)
+        self._aside = None
+
+    def _take(self, loop: RolloutLoop) -> Rollout:
+        rollout = super()._take(loop)
+        if isinstance(loop, StepLoop):
+            rollout.steps = len(rollout.episodes)
+        return rollout

@@ -8,7 +8,7 @@ reach it is one contiguous block of `batch_sizes[t]` rows. S is the number of ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -79,6 +79,24 @@ class Packing:
         return padded[self.episode.to(padded.device), self.step.to(padded.device)]
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeMeta:
+    """Origin of an episode.
+
+    Attributes:
+        slot: on its rank. seed: reset seed. task: index of its task. group: name that episodes share which are compared
+            with one another, such as several from one start.
+    """
+
+    slot: int = 0
+    seed: int = 0
+    task: int = 0
+    group: str = ""
+
+
+UNKNOWN = EpisodeMeta()
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """Named tensors [S, ...] of some episodes, packed.
@@ -86,12 +104,14 @@ class PackedBatch:
     Attributes:
         data: tensors by name. packing: where their rows belong.
         sample_index: [B], place of each (sorted) episode in the sample as it was drawn, for draws that must not
-            depend on how a batch is dealt to ranks.
+            depend on how a batch is distributed over ranks.
+        meta: [B], origin of each episode, in the order of the packing; empty where it is not recorded.
     """
 
     data: Mapping[str, Tensor]
     packing: Packing
     sample_index: tuple[int, ...]
+    meta: tuple[EpisodeMeta, ...] = ()
 
     def __getitem__(self, name: str) -> Tensor:
         return self.data[name]
@@ -112,29 +132,52 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         """Return the batch on `device`."""
         moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
-        return PackedBatch(moved, self.packing, self.sample_index)
+        return replace(self, data=moved)
 
     def pinned(self) -> PackedBatch:
         """Return a copy in page-locked memory, from which a GPU copies while both go on; needs CUDA."""
         held = {name: value.pin_memory() for name, value in self.data.items()}
-        return PackedBatch(held, self.packing, self.sample_index)
+        return replace(self, data=held)
 
     def split(self, parts: int) -> list[PackedBatch]:
-        """Return the episodes dealt to at most `parts` batches of about one size, long and short ones alike."""
+        """Return the episodes in at most `parts` batches of about equal size, each with long and short ones."""
         parts = min(parts, self.packing.n_episodes)
         if parts == 1:
             return [self]
-        owner = self.packing.episode % parts
-        return [self._dealt(owner, place, parts) for place in range(parts)]
+        return [self.select(range(place, self.packing.n_episodes, parts)) for place in range(parts)]
 
-    def _dealt(self, owner: Tensor, place: int, parts: int) -> PackedBatch:
-        rows = torch.nonzero(owner == place).flatten().to(self.device)
+    def select(self, episodes: Sequence[int]) -> PackedBatch:
+        """Return the batch of some episodes, at least one, by their places in the packing, in falling length."""
+        places = sorted(episodes)
+        chosen = torch.zeros(self.packing.n_episodes, dtype=torch.bool)
+        chosen[places] = True
+        rows = torch.nonzero(chosen[self.packing.episode]).flatten().to(self.device)
         data = {name: value[rows] for name, value in self.data.items()}
-        return PackedBatch(data, Packing(self.packing.lengths[place::parts]), self.sample_index[place::parts])
+        lengths, index = self.packing.lengths, self.sample_index
+        meta = tuple(self.meta[place] for place in places) if self.meta else ()
+        return PackedBatch(data, Packing(tuple(lengths[i] for i in places)), tuple(index[i] for i in places), meta)
 
 
 Episode = Mapping[str, Tensor]
 """One episode: tensors [L + 1, ...] by name."""
+
+
+class RecordedEpisode(dict[str, Tensor]):
+    """An episode with its origin.
+
+    Args:
+        fields: tensors [L + 1, ...] by name. meta: where it comes from.
+    """
+
+    def __init__(self, fields: Episode, meta: EpisodeMeta) -> None:
+        super().__init__(fields)
+        self.meta = meta
+
+
+def meta_of(episode: Episode) -> EpisodeMeta:
+    """Return the origin of an episode, `UNKNOWN` where it is not recorded."""
+    meta: EpisodeMeta = getattr(episode, "meta", UNKNOWN)
+    return meta
 
 
 def time_order(rows: Sequence[int]) -> tuple[Packing, tuple[int, ...], Tensor]:
@@ -155,4 +198,4 @@ def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:
     # Episode after episode first (cheap concatenation), then one gather into time order.
     laid = {name: torch.cat([episodes[i][name] for i in order]) for name in episodes[0]}
     data = {name: value.index_select(0, gather.to(value.device)) for name, value in laid.items()}
-    return PackedBatch(data, packing, order)
+    return PackedBatch(data, packing, order, tuple(meta_of(episodes[i]) for i in order))

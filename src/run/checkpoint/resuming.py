@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from omagd.config.loading import REMOVED
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
 from omagd.run.checkpoint.set_aside import SAVED, link
@@ -128,7 +129,8 @@ def require_free_token(config: Config) -> None:
 
 def identity_of(config: Config) -> str:
     """Return a hash of all that makes two runs the same: their keys, without where they run and what they tell."""
-    values: dict[str, Any] = config.model_dump(mode="json")
+    removed = {key: default for key, (default, _) in REMOVED.items()}  # earlier versions hashed them
+    values: dict[str, Any] = {**removed, **config.model_dump(mode="json")}
     # Earlier versions had no COMPONENT_ARGS: their runs are those where these are empty.
     kept = {
         key: value for key, value in values.items() if key not in ELSEWHERE and (value or key not in COMPONENT_ARGS)

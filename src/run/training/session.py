@@ -14,7 +14,7 @@ from omagd.envs.protocol import BatchedEnv
 from omagd.run.launch.watchdog import CLOSING, COUNTING
 from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
-from omagd.runners.rollout import Runner
+from omagd.runners.runner import Runner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
 from omagd.utils.metrics import added
