@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from graph_toys import INFO, toy_config, toy_episodes, toy_modules
 
-from omagd.learners.predictor_learner import PredictorLearner, cross_entropy, uniform
+from omagd.learners.predictor_learner import PredictorLearner, cross_entropy
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.layers import attend, dropout, gelu_dropout
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
+from omagd.utils.seeding import uniform
 
 torch.set_num_threads(1)
 

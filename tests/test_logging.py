@@ -1,4 +1,4 @@
-"""Metrics, clocks, logger and sinks: what a run writes while it runs."""
+"""Metrics, counters, logger, log sinks and progress bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from omagd.run.reporting.log_sinks import make_logger, render_block
+from omagd.run.reporting.log_sinks import REGISTRY, make_logger, render_block
 from omagd.run.reporting.sacred_sink import SacredRelay, SacredSink
 from omagd.utils import progress as progress_module
 from omagd.utils.clock import Counters, Every
@@ -26,7 +26,7 @@ from omagd.utils.progress import BarSafeHandler, Progress, close_bars
 
 
 class Ranks:
-    """A stand-in for `Dist` on several ranks: `gather` returns what all of them hold."""
+    """Stands in for `Dist` on several ranks."""
 
     def __init__(self, everyone):
         self.everyone = [metrics.state_dict() for metrics in everyone]
@@ -37,7 +37,7 @@ class Ranks:
 
 
 class FakeRun:
-    """The one method of a Sacred run that sinks call."""
+    """A Sacred run."""
 
     def __init__(self, error=None):
         self.scalars = []
@@ -86,7 +86,7 @@ def test_means_over_ranks_weigh_every_sample_alike():
     reduced = [metrics.reduce(dist) for metrics in ranks]
     assert reduced[0] == reduced[1] == reduced[2]
     assert reduced[0] == pytest.approx({"train/loss": np.concatenate(samples).mean(), "won_mean": 2 / 3})
-    assert all(metrics.reduce(Dist()) == {} for metrics in ranks), "reduce starts anew"
+    assert all(metrics.reduce(Dist()) == {} for metrics in ranks), "reduce starts again"
 
 
 def test_metrics_keep_no_graph_do_not_change_what_is_added_and_skip_empty_counts():
@@ -108,8 +108,7 @@ def test_many_small_numbers_are_summed_in_double_precision():
         metrics.add({"x": (torch.tensor(1e8 + 1, dtype=torch.float64), torch.tensor(1))})
         metrics.add({"y": (torch.tensor(0.1), torch.tensor(1))})
     values = metrics.reduce(Dist())
-    assert values["x"] == 1e8 + 1
-    assert values["y"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
+    assert values == {"x": 1e8 + 1, "y": pytest.approx(float(torch.tensor(0.1)), rel=1e-12)}
 
 
 def test_due_depends_on_the_times_alone_and_continues_from_its_state():
@@ -127,13 +126,9 @@ def test_due_depends_on_the_times_alone_and_continues_from_its_state():
     assert [t for t in times if eager.due(t)] == [0, 100, 230, 1000]
     with pytest.raises(ValueError, match="interval=0"):
         Every(0)
-
-
-def test_clock_comes_back_whole():
-    clock = Counters(epoch=1, t_env=2**40, episodes=3, updates=4)
-    other = Counters()
-    other.load_state_dict(json.loads(json.dumps(clock.state_dict())))
-    assert other == clock
+    counters, other = Counters(epoch=1, t_env=2**40, episodes=3, updates=4), Counters()
+    other.load_state_dict(json.loads(json.dumps(counters.state_dict())))
+    assert other == counters
 
 
 def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_path, text_log):
@@ -174,29 +169,47 @@ def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, text_log):
     assert list(tmp_path.iterdir()) == [] and run.scalars == [] and text_log[1].getvalue() == ""
 
 
-def test_unknown_sink_is_told_with_the_known_ones(tmp_path, text_log):
+def test_an_unknown_sink_is_an_error_and_a_plug_in_gets_every_record(tmp_path, text_log, monkeypatch):
+    class Own(Sink):
+        def _open(self, facts):
+            seen.append(facts.label)
+
+        def _log(self, record):
+            seen.append((record.stage, record.t, record.values))
+
+        def _close(self, exit_state):
+            seen.append(exit_state)
+
     with pytest.raises(UserError, match="jsonl"):
         make_logger(RunFacts(tmp_path), ["jsnl"], text_log[0])
+    seen = []
+    monkeypatch.setattr(REGISTRY, "_objects", {"own": Own})
+    facts = RunFacts(tmp_path, env="skirmish", map_name="8m")
+    logger = make_logger(facts, ["jsonl"], text_log[0])
+    logger.log({"a": 1.0}, stage="stage2", clock="epoch", t=3)
+    logger.close("interrupted")
+    assert seen == ["skirmish 8m", ("stage2", 3, {"a": 1.0}), "interrupted"]
+    logger = Logger(text_log[0], facts=facts)
+    logger.add_sink(Own())
+    assert seen[3:] == ["skirmish 8m"]
 
 
-def test_a_failing_service_warns_once_and_the_others_go_on(tmp_path, text_log, caplog):
+def test_a_failing_sink_warns_once_and_the_others_continue(tmp_path, text_log, caplog):
     logging.getLogger("omagd").propagate = True
     run = FakeRun(error=RuntimeError("no\nspace"))
     logger = make_logger(RunFacts(tmp_path), ["sacred", "jsonl"], text_log[0], sacred=run)
     for t in range(3):
         logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=t)
     logger.close()
-    assert [r.getMessage() for r in caplog.records] == ["Sacred's scalars is off from here on: no space"]
+    (warning,) = caplog.records
+    assert SacredSink.name in warning.getMessage() and "no space" in warning.getMessage()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_the_block_says_of_how_many_episodes(tmp_path):
+def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp_path):
     facts = RunFacts(tmp_path, env="skirmish", map_name="3m", totals={"epoch": 200, "episode": 6250})
     head = render_block(Record({"episode": 320.0}, "stage3", "t_env", 10240), facts).splitlines()[0]
     assert head == "Recent Stats | t_env: 10,240 | Episode: 320 / 6,250 | stage3 · skirmish 3m"
-
-
-def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp_path):
     values = {"episode": 320.0, "test_return_mean": 19.5, "epsilon": 0.05, "loss_td": 1.23e-5, "q_taken_mean": math.nan}
     values |= {f"metric_{i}": float(i) for i in range(8)} | {"eval/mse_ally_f3": 1.0}
     facts = RunFacts(tmp_path, env="skirmish", map_name="3m", totals={"t_env": 2_000_000})
@@ -212,7 +225,7 @@ def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp
         assert rows[0].split()[:2] == ["test_return_mean", "19.5000"]
 
 
-def test_rank_0_speaks_and_every_rank_writes_its_file(tmp_path, capsys):
+def test_rank_0_prints_and_every_rank_writes_its_file(tmp_path, capsys):
     setup_logging(tmp_path / "rank_1.log", rank=1)
     logging.getLogger("omagd").info("hidden")
     logging.getLogger("omagd.learners").error("broken")
@@ -259,13 +272,23 @@ def test_bar_shows_time_and_lines_do_not_tear_it(monkeypatch):
     assert [line.strip() for line in written] == ["a line"]
 
 
-def test_sacred_gets_finite_values_with_the_stage_in_the_name():
+def test_sacred_gets_finite_values_with_the_stage_in_the_name_and_keeps_the_ids_of_all_starts(tmp_path, text_log):
     run = FakeRun()
     sink = SacredSink(run)
     sink.open(RunFacts(None))
     sink.log(Record({"eval/graph_loss": 1.0, "bad": math.nan}, "stage1", "epoch", 20))
     sink.log(Record({"loss_td": 2.0}, "stage3", "t_env", 30))
     assert run.scalars == [("stage1/eval/graph_loss", 1.0, 20), ("loss_td", 2.0, 30)]
+    saved = {}
+    for number in (3, 8):
+        run = FakeRun()
+        run._id = number
+        relay = SacredRelay(run)
+        logger = make_logger(RunFacts(tmp_path, saved=saved), ["sacred"], text_log[0], sacred=relay.sender)
+        saved = logger.state_dict()
+        logger.close()
+        relay.stop()
+    assert list(saved.values()) == [{"ids": ["3", "8"]}]
 
 
 def _worker(sender, dies):
@@ -279,30 +302,28 @@ def _worker(sender, dies):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("dies", [False, True])
-def test_relay_takes_all_that_a_worker_sent_and_never_waits_for_a_dead_one(dies):
-    run = FakeRun()
-    relay = SacredRelay(run)
-    process = multiprocessing.get_context("spawn").Process(target=_worker, args=(relay.sender, dies))
-    process.start()
-    process.join(60)
-    assert process.exitcode == int(dies)
-    started = time.monotonic()
-    assert relay.stop(timeout=10)
-    assert time.monotonic() - started < 8
-    assert [scalar[2] for scalar in run.scalars] == list(range(5000))
-
-
-def test_relay_does_not_wait_for_a_message_that_never_ends():
+def test_relay_receives_all_that_workers_sent_and_never_waits_for_a_dead_one():
+    workers = []
+    for dies in (False, True):
+        run = FakeRun()
+        relay = SacredRelay(run)
+        process = multiprocessing.get_context("spawn").Process(target=_worker, args=(relay.sender, dies))
+        process.start()
+        workers.append((run, relay, process, dies))
+    for run, relay, process, dies in workers:
+        process.join(60)
+        assert process.exitcode == int(dies)
+        started = time.monotonic()
+        assert relay.stop(timeout=10) and time.monotonic() - started < 8
+        assert [scalar[2] for scalar in run.scalars] == list(range(5000))
     relay = SacredRelay(FakeRun())
     os.write(relay.sender.fileno(), b"\x00\x00\x10\x00half a message")
-    time.sleep(0.3)
+    time.sleep(0.1)
     started = time.monotonic()
-    assert relay.stop(timeout=0.5) is False
-    assert time.monotonic() - started < 2
+    assert relay.stop(timeout=0.3) is False and time.monotonic() - started < 2
 
 
-def test_relay_keeps_taking_when_sacred_has_broken(caplog):
+def test_relay_keeps_receiving_when_sacred_fails(caplog):
     logging.getLogger("omagd").propagate = True
     relay = SacredRelay(FakeRun(error=RuntimeError("database is gone")))
     for t in range(2000):
@@ -311,24 +332,7 @@ def test_relay_keeps_taking_when_sacred_has_broken(caplog):
     assert sum("database is gone" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_tensorboard_files_hold_values_and_steps_by_stage(tmp_path, text_log):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = make_logger(RunFacts(tmp_path), ["tensorboard"], text_log[0])
-    logger.log({"eval/graph_loss": 0.25}, stage="stage1", clock="epoch", t=20)
-    for t, won in ((1000, 0.0), (2000, 0.5)):
-        logger.log({"test_battle_won_mean": won}, stage="stage3", clock="t_env", t=t)
-    logger.close()
-    read = {}
-    for stage, name in (("stage1", "eval/graph_loss"), ("stage3", "test_battle_won_mean")):
-        events = EventAccumulator(str(tmp_path / "tb" / stage))
-        events.Reload()
-        read[stage] = [(event.step, event.value) for event in events.Scalars(name)]
-    assert read == {"stage1": [(20, 0.25)], "stage3": [(1000, 0.0), (2000, 0.5)]}
-
-
-def test_tensorboard_shows_once_what_a_killed_run_had_written_after_its_checkpoint(tmp_path, text_log):
+def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run_logs_again(tmp_path, text_log):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -338,52 +342,24 @@ def test_tensorboard_shows_once_what_a_killed_run_had_written_after_its_checkpoi
         for t, loss in values:
             logger.log({"loss": loss}, stage="stage3", clock="t_env", t=t)
             states.append(logger.state_dict())
+        logger.log({"eval/graph_loss": 0.25}, stage="stage1", clock="epoch", t=20)
         logger.close()
         return states
 
+    def read(stage, name):
+        events = EventAccumulator(str(tmp_path / "tb" / stage))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars(name)]
+
     states = write({}, [(100, 1.0), (200, 0.5), (300, 7.0)])
-    time.sleep(1.1)  # files are told apart by whole seconds
+    time.sleep(1.1)  # the names of files hold whole seconds
     write(states[1], [(300, 0.25), (400, 0.125)])
-    events = EventAccumulator(str(tmp_path / "tb" / "stage3"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (100, 1.0), (200, 0.5), (300, 0.25), (400, 0.125)
-    ]  # fmt: skip
-
-
-def test_sacreds_records_of_all_starts_of_a_run_are_known(tmp_path, text_log):
-    saved = {}
-    for number in (3, 8):
-        run = FakeRun()
-        run._id = number
-        relay = SacredRelay(run)
-        logger = make_logger(RunFacts(tmp_path, saved=saved), ["sacred"], text_log[0], sacred=relay.sender)
-        saved = logger.state_dict()
-        logger.close()
-        relay.stop()
-    assert list(saved.values()) == [{"ids": ["3", "8"]}]
-
-
-def test_a_sink_of_ones_own_gets_every_record(tmp_path, text_log):
-    class Own(Sink):
-        def _open(self, facts):
-            self.seen = [facts.label]
-
-        def _log(self, record):
-            self.seen.append((record.stage, record.t, record.values))
-
-        def _close(self, exit_state):
-            self.seen.append(exit_state)
-
-    logger, sink = Logger(text_log[0], facts=RunFacts(tmp_path, env="skirmish", map_name="8m")), Own()
-    logger.add_sink(sink)
-    logger.log({"a": 1.0}, stage="stage2", clock="epoch", t=3)
-    logger.close("interrupted")
-    assert sink.seen == ["skirmish 8m", ("stage2", 3, {"a": 1.0}), "interrupted"]
+    assert read("stage3", "loss") == [(100, 1.0), (200, 0.5), (300, 0.25), (400, 0.125)]
+    assert read("stage1", "eval/graph_loss")[0] == (20, 0.25)
 
 
 def test_bars_are_taken_away_before_the_last_lines_of_a_run(monkeypatch):
-    """With the ^C that the terminal shows behind the bar, for which there is room in the line."""
+    """There is room in the line for the ^C that the terminal prints behind the bar."""
     stream = Terminal()
     monkeypatch.setattr(progress_module.sys, "stderr", stream)
     bar = Progress(1000, "step", "stage3")

@@ -1,4 +1,4 @@
-"""Where the time goes: timers that add up, the block that shows them, memory, a bounded trace."""
+"""Phases, memory and traces of a run; replicas that differ."""
 
 from __future__ import annotations
 
@@ -53,16 +53,13 @@ def test_every_second_is_counted_once(clock):
     assert phases.since(before) == {OTHER: 0, "update": 64, "sample": 0}
 
 
-def test_a_phase_that_ends_in_an_error_is_closed(clock):
+def test_an_error_ends_its_phase_and_a_watched_clock_is_subtracted(clock):
     phases = Phases()
     with pytest.raises(ZeroDivisionError), phases("collect"):
         clock[0] += 3
         raise ZeroDivisionError
     clock[0] += 5
     assert phases.totals() == {"collect": 3, OTHER: 5}
-
-
-def test_what_has_a_clock_of_its_own_is_taken_from_the_phase_it_ran_in(clock):
     phases, own = Phases(), SimpleNamespace(seconds=7.0)
     phases.watch("communicate", lambda: own.seconds)
     with phases("update"):
@@ -70,21 +67,9 @@ def test_what_has_a_clock_of_its_own_is_taken_from_the_phase_it_ran_in(clock):
         own.seconds += 2
     with phases("collect"):
         clock[0] += 1
-        own.seconds += 50  # more than has passed: it ran beside this phase
+        own.seconds += 50  # more than the phase took: it ran in another thread
     assert phases.totals() == {OTHER: 0, "communicate": 3, "update": 3, "collect": 0}
-
-
-def test_the_phases_of_real_work_do_not_exceed_the_wall():
-    started = time.perf_counter()
-    phases = Phases()
-    for _ in range(20):
-        with phases("outer"), phases("inner"):
-            sum(range(2000))
-    seconds = phases.totals()
-    wall = time.perf_counter() - started
-    assert 0 < sum(seconds.values()) <= wall
-    assert seconds["inner"] > seconds["outer"] > 0
-    assert sum(total / wall for total, wall in shares(seconds).values()) == pytest.approx(1.0)
+    assert sum(total / wall for total, wall in shares(phases.totals()).values()) == pytest.approx(1.0)
 
 
 def test_a_record_has_shares_and_speed_since_the_last_one(clock):
@@ -96,7 +81,7 @@ def test_a_record_has_shares_and_speed_since_the_last_one(clock):
         clock[0] += 2
     values = measures.record(4)
     assert (values["time/update"], values["time/log"], values["updates_per_second"]) == (0.75, 0.25, 0.5)
-    assert "communicate_ms_per_sync" not in values, "one rank waits for nobody"
+    assert "communicate_ms_per_sync" not in values
     with measures.phases("collect"):
         clock[0] += 10
     values = measures.record(14)
@@ -166,47 +151,37 @@ def test_a_trace_is_bounded_and_holds_the_phases(tmp_path, monkeypatch):
     assert tracer.iterations == 1, "one long iteration is enough"
 
 
-# --- ranks that have come apart
+# --- replicas that differ
 
 
 def nudged(rank, dist, payload):
-    """Learn on two ranks, agree; then nudge a tensor on rank 1; return what is said, and what the waiting cost."""
+    """Learn on two ranks, nudge a tensor on rank 1; return the errors and what waiting cost."""
     learner = make_learner(toy_config(learner="nq_learner_ddp"), dist=dist)
     for update in range(3):
         batch = pack_episodes([random_episode(10 * update + 100 * rank + i, 3 + i) for i in range(2)])
         learner.update(batch, episodes=update)
-    calls = dist.waits.calls
+    calls, errors = dist.waits.calls, []
     check_replicas(dist, learner, "in iteration 3")
-    said = []
     for name in payload:
-        tensor = held_in_common(learner)[name]
-        if rank == 1:
-            tensor.view(-1)[0] += 1e-6
+        value = held_in_common(learner)[name].view(-1)
+        value[0] += 1e-6 * rank
         try:
             check_replicas(dist, learner, "in iteration 4 of stage3")
         except UserError as error:
-            said.append(error.message)
-        if rank == 1:
-            tensor.view(-1)[0] -= 1e-6
-    return said, calls, dist.waits.seconds
+            errors.append(error.message)
+        value[0] -= 1e-6 * rank
+    return errors, calls, dist.waits.seconds
 
 
 @pytest.mark.processes
 def test_a_nudged_weight_is_found_and_named():
     learner = make_learner(toy_config(), dist=Dist())
     names = [next(name for name in held_in_common(learner) if name.startswith(part)) for part in ("mixer", "target_a")]
-    results = run_ranks(nudged, names)
-    for said, calls, seconds in results:
-        assert len(said) == 2
-        for message, name in zip(said, names, strict=True):
-            assert f"'{name}'" in message
-            assert "in iteration 4 of stage3" in message
-            assert "of rank 1 differs from that of rank 0" in message or "of rank 0 differs from" in message
-        assert calls >= 3 * 2, "each update waits for a count and for gradients"
-        assert 0 < seconds < 30
-
-
-def test_waits_are_not_part_of_what_a_rank_is():
-    assert Dist(1, 2) == Dist(1, 2, waits=Waits(3.0, 4))
+    for errors, calls, seconds in run_ranks(nudged, names):
+        assert len(errors) == 2
+        for message, name in zip(errors, names, strict=True):
+            assert f"'{name}'" in message and "in iteration 4 of stage3" in message and "rank" in message
+        assert calls >= 3 * 2 and 0 < seconds < 30, "each update waits for a count and for gradients"
+    assert Dist(1, 2) == Dist(1, 2, waits=Waits(3.0, 4)), "waits are not part of a rank's identity"
     alone = Dist()
     assert alone.sum_int(3) == 3 and alone.gather("x") == ["x"] and alone.waits.calls == 0

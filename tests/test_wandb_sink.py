@@ -31,13 +31,13 @@ def no_account(monkeypatch, tmp_path_factory):
 
 
 def finished_records(path):
-    """Return the records once the exit is among them: W&B's own process writes on after `finish` returns."""
+    """Return the records once the exit is among them: W&B's own process still writes after `finish` returns."""
     until = time.monotonic() + 20
-    while True:
-        found = records(path)
-        if any(record.WhichOneof("record_type") == "exit" for record in found) or time.monotonic() > until:
-            return found
+    found = records(path)
+    while not any(record.WhichOneof("record_type") == "exit" for record in found) and time.monotonic() < until:
         time.sleep(0.05)
+        found = records(path)
+    return found
 
 
 def records(path):
@@ -103,15 +103,16 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path):
     assert (stage3["_step"], stage3["test_battle_won_mean"], stage3["loss_td"]) == (10240, 0.5, 0.01)
 
 
-@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("interrupted", 130), ("failed", 1)])
-def test_a_run_ends_there_with_the_commands_exit_code(state, code):
-    sink, codes = WandbSink(), []
-    sink._run = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
-    sink._close(state)
-    assert codes == [code]
+def test_a_run_ends_there_with_the_commands_exit_code():
+    codes = []
+    for state in ("completed", "interrupted", "failed"):
+        sink = WandbSink()
+        sink._run = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
+        sink._close(state)
+    assert codes == [0, 130, 1]
 
 
-def test_a_run_that_goes_on_after_a_kill_is_the_same_run_there(tmp_path):
+def test_a_resumed_run_keeps_its_wandb_ids(tmp_path):
     before = make_logger(RunFacts(tmp_path / "a", "token"), ["wandb"], logging.getLogger("test"))
     (tmp_path / "a").mkdir()
     before.log({"loss": 1.0}, stage="stage1", clock="epoch", t=10)
@@ -165,42 +166,26 @@ def test_published_project_names(tmp_path):
     assert project_name(RunFacts(tmp_path, env="skirmish", wandb_project="mine"), "stage1") == "mine"
 
 
-def test_training_goes_on_when_wandb_fails(tmp_path, monkeypatch, caplog):
-    def refuse(**_):
-        raise RuntimeError("service is down")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    logger = make_logger(RunFacts(tmp_path), ["wandb", "jsonl"], logging.getLogger("test"))
-    logging.getLogger("omagd").propagate = True
-    for t in range(3):
-        logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=t)
-    logger.close()
-    assert sum("service is down" in record.getMessage() for record in caplog.records) == 1
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_an_unreachable_service_is_replaced_by_an_offline_run(tmp_path, monkeypatch, caplog):
-    modes = []
-
-    class Run:
-        def log(self, values, step):
-            modes.append((step, values))
-
-        def finish(self, exit_code):
-            modes.append(exit_code)
+def test_an_unreachable_service_is_replaced_by_an_offline_run_or_switched_off(tmp_path, monkeypatch, caplog):
+    calls, down = [], {"online"}
 
     def init(**arguments):
-        modes.append(arguments["mode"])
-        if arguments["mode"] == "online":
-            raise RuntimeError("cannot connect")
-        return Run()
+        calls.append(arguments["mode"])
+        if arguments["mode"] in down:
+            raise RuntimeError("service is down")
+        return SimpleNamespace(
+            log=lambda values, step: calls.append((step, values)), finish=lambda exit_code: calls.append(exit_code)
+        )
 
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     monkeypatch.setattr(wandb, "init", init)
-    sink = WandbSink()
-    sink.open(RunFacts(tmp_path))
-    from omagd.utils.logging import Record
-
-    sink.log(Record({"a": 1.0}, "stage3", "t_env", 7))
-    sink.close("failed")
-    assert modes == ["online", "offline", (7, {"a": 1.0}), 1]
+    logging.getLogger("omagd").propagate = True
+    for mode in ("online", "offline"):
+        down.add(mode)
+        logger = make_logger(RunFacts(tmp_path), ["wandb", "jsonl"], logging.getLogger("test"))
+        for t in (7, 8):
+            logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=t)
+        logger.close("failed")
+    assert calls == ["online", "offline", (7, {"a": 1.0}), (8, {"a": 1.0}), 1, "online", "offline"]
+    assert sum("W&B is off" in record.getMessage() for record in caplog.records) == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4

@@ -20,7 +20,6 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
 from omagd.learners.nq_learner import lr_scale
-from omagd.learners.predictor_learner import uniform
 from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer
 from omagd.modules.agents.ddpg_agent import DDPGAgent
@@ -29,7 +28,7 @@ from omagd.modules.kernels.linear import lowered
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
-from omagd.utils.seeding import stream_seed
+from omagd.utils.seeding import stream_seed, uniform
 
 Judge = Callable[[AgentInputs, Tensor], Tensor]
 """From what agents read and vectors over their actions [S, n, A] to values [S, n]."""

@@ -25,10 +25,7 @@ from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.kernels.linear import lowered
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
-from omagd.utils.seeding import stream_seed
-
-_MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of SplitMix64 (Steele et al. 2014), as int64
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+from omagd.utils.seeding import stream_seed, uniform
 
 
 @dataclass(frozen=True)
@@ -296,11 +293,3 @@ class _CrossEntropy(torch.autograd.Function):
         log_p, target, weight = ctx.saved_tensors
         scale = (weight * grad)[:, None]
         return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None, None
-
-
-def uniform(number: Tensor, key: int) -> Tensor:
-    """Return a float64 in [0, 1) for each `number` (int64), the same wherever it is drawn: SplitMix64 at that place."""
-    x = (number + 1) * _GOLDEN + key
-    for shift, factor in zip((30, 27), _MIX, strict=True):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -1,12 +1,38 @@
-"""Every random number of a run follows from `seed=`: one independent stream for each purpose and place."""
+"""Random numbers: every one follows from `seed=`, with an independent stream for each purpose and place."""
 
 from __future__ import annotations
 
 import random
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. Output n of the seed s
+# is mix(s + n * GOLDEN), a function of the counter: a number is the same whether drawn alone or among others.
+GOLDEN = 0x9E3779B97F4A7C15
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def splitmix64(counter: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's output function of uint64 values, one to one."""
+    z = (counter ^ (counter >> np.uint64(30))) * np.uint64(FACTORS[0])
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(FACTORS[1])
+    return z ^ (z >> np.uint64(31))
+
+
+def uniform(number: Tensor, key: int) -> Tensor:
+    """Return a float64 in [0, 1) for each `number` (int64) of the stream `key`, on the tensor's device.
+
+    SplitMix64 without its last shift, which changes low bits only. Signed arithmetic: torch has no uint64 products.
+    """
+    x = (number + 1) * (GOLDEN - 2**64) + key
+    for shift, factor in zip((30, 27), FACTORS, strict=True):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * (factor - 2**64)
+    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def stream_seed(seed: int, purpose: str, *place: int) -> int:
@@ -16,12 +42,12 @@ def stream_seed(seed: int, purpose: str, *place: int) -> int:
 
 
 def generator(seed: int, purpose: str, *place: int) -> np.random.Generator:
-    """Return a NumPy generator for that stream."""
+    """Return a NumPy generator with that seed."""
     return np.random.default_rng(stream_seed(seed, purpose, *place))
 
 
 def seed_everything(seed: int, purpose: str, *place: int) -> None:
-    """Seed the global generators (random, numpy, torch): model initialisation, then dropout per rank."""
+    """Seed the global generators of random, NumPy and torch, which draw initial weights and dropout."""
     import torch
 
     value = stream_seed(seed, purpose, *place)
@@ -31,7 +57,7 @@ def seed_everything(seed: int, purpose: str, *place: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of the global generators, of the GPUs' too where they have been used."""
+    """Return the state of the global generators, including that of the GPU if it has been used."""
     import torch
 
     version, words, gauss = random.getstate()
@@ -46,7 +72,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set the global generators to a `random_state`."""
+    """Restore a `random_state`."""
     import torch
 
     version, words, gauss = state["python"]

@@ -8,6 +8,7 @@ from omagd.envs.battle.backend import Order, Terrain
 from omagd.envs.battle.maps import MapSpec, Wall
 from omagd.envs.battle.roster import Battle, Roster
 from omagd.envs.battle.units import UNIT_ID, UNITS
+from omagd.utils.seeding import GOLDEN, splitmix64
 
 FLAT_HEIGHT, HIGH_GROUND = 0.4, 0.9
 WIDTH, ENEMY_WIDTH = 1.6, 0.6  # formations: units per line over number of lines; enemies with guns come in columns
@@ -79,16 +80,10 @@ def formation(
 
 
 def seeded_uniform(seeds: np.ndarray, count: int) -> np.ndarray:
-    """Return [count, B] float32 in [0, 1), column b a function of `seeds[b]` alone (SplitMix64, Steele et al. 2014)."""
-    step = np.uint64(0x9E3779B97F4A7C15)
-    z = _mix(seeds.astype(np.uint64) + step)[None, :] + step * np.arange(1, count + 1, dtype=np.uint64)[:, None]
-    return (_mix(z) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    """Return [count, B] float32 in [0, 1), column b a function of `seeds[b]` alone (SplitMix64)."""
+    step = np.uint64(GOLDEN)
+    z = splitmix64(seeds.astype(np.uint64) + step)[None, :] + step * np.arange(1, count + 1, dtype=np.uint64)[:, None]
+    return (splitmix64(z) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def start_positions(spec: MapSpec, seeds: np.ndarray) -> np.ndarray:

@@ -1,8 +1,7 @@
 """Chance without a state: a number follows from a board's key, the moment and the number of the draw.
 
-SplitMix64's output function (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014) over a
-counter, so that many boards draw at once and each is the same alone as among others. Moments: 0 is the start, t + 1 the
-step after t.
+SplitMix64 over a counter (`omagd.utils.seeding`): a board draws the same alone as among others. Moments: 0 is the
+start, t + 1 the step after t.
 """
 
 from __future__ import annotations
@@ -11,29 +10,23 @@ from typing import Protocol
 
 import numpy as np
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+from omagd.utils.seeding import GOLDEN, splitmix64
+
+_STEP = np.uint64(GOLDEN)
 # Numbers of draws within a moment: turns 0 to 5, beans from BEANS on, players' from PLAYERS on, the episode's opponent.
 BEANS, PLAYERS, OPPONENT = 16, 4096, 8192
 _TRIES = 32
 
 
-def mix(values: np.ndarray) -> np.ndarray:
-    """Return well-mixed bits of uint64 `values`, one to one."""
-    z = (values ^ (values >> np.uint64(30))) * _FIRST
-    z = (z ^ (z >> np.uint64(27))) * _SECOND
-    return z ^ (z >> np.uint64(31))
-
-
 def keys_of(seeds: np.ndarray) -> np.ndarray:
     """Return the keys of boards with the reset `seeds` (int64 ≥ 0), uint64."""
-    return mix(seeds.astype(np.uint64) * GOLDEN + GOLDEN)
+    return splitmix64(seeds.astype(np.uint64) * _STEP + _STEP)
 
 
 def draw(keys: np.ndarray, moments: np.ndarray, index: np.ndarray | int) -> np.ndarray:
     """Return uint64 for boards with `keys` [k] at their `moments` [k]; `index` (below 65536) tells draws apart."""
     counter = np.asarray(moments).astype(np.uint64) * np.uint64(65536) + np.asarray(index).astype(np.uint64)
-    return mix(keys + counter * GOLDEN)
+    return splitmix64(keys + counter * _STEP)
 
 
 def below(values: np.ndarray, n: np.ndarray | int) -> np.ndarray:
