@@ -24,7 +24,7 @@ import termios
 from pathlib import Path
 from types import FrameType
 
-from omagd.run.launch.preload import temporary_folder
+from omagd.run.launch.processes import temporary_folder
 from omagd.utils.writing import APPEND, STORAGE, AppendFile
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]

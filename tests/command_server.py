@@ -8,6 +8,7 @@ Every other command is executed as it stands. Linux only.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -121,8 +122,11 @@ def _server() -> Server:
 
 def serve(connection: socket.socket) -> None:
     """Start what is asked for until the other side is gone; `reaper.py` ends what still runs then."""
-    import omagd.run.launch.rank_modules
     import omagd.run.reporting.sacred_record  # noqa: F401 (imported here once, for all commands)
+    from omagd.run.launch.processes import MODULES
+
+    for name in MODULES:
+        importlib.import_module(name)
 
     at_start = _read_at_start(dict(os.environ))
     running: dict[int, tuple[int, int]] = {}  # pidfd -> process id, where its exit code goes

@@ -23,8 +23,9 @@ from omagd.config.schema import Config
 from omagd.envs.sanity import MatrixGame
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch import launcher as launch
-from omagd.run.launch.failures import naming_a_lost_rank, verdict
-from omagd.run.training import experiment
+from omagd.run.launch import watchdog
+from omagd.run.launch.failures import verdict
+from omagd.run.launch.group import naming_a_lost_rank
 from omagd.utils.dist_utils import Dist, Waits
 from omagd.utils.errors import RankFailed, UserError
 
@@ -77,7 +78,7 @@ def test_where_torchrun_reports_the_first_rank_the_others_say_one_line(tmp_path)
     [
         ("kill", 0, 1, "rank 0 was killed by SIGKILL"),
         ("kill", 1, 1, "rank 1 was killed by SIGKILL"),
-        ("exit", 1, 1, "rank 1 ended with exit code 0 and said nothing"),
+        ("exit", 1, 1, "rank 1 ended with exit code 0 without an error message"),
         ("user", 1, 2, "env_args.how=user: take another"),
         ("leave", 1, 1, "rank 1: sys.exit(0) was called before the run had ended"),
     ],
@@ -199,7 +200,7 @@ def test_a_sys_exit_of_an_environment_never_ends_with_exit_code_0(when, monkeypa
 def test_a_single_process_that_hangs_where_no_error_arrives_ends_with_its_books_closed(monkeypatch, tmp_path, capsys):
     """The environment swallows every error: the watchdog's thread writes the summary and ends the process."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "CLOSING_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "CLOSING_SECONDS", 0.1)
     codes: list[int] = []
     released = threading.Event()
 
@@ -215,8 +216,8 @@ def test_a_single_process_that_hangs_where_no_error_arrives_ends_with_its_books_
                 released.wait(0.05)
         return {}
 
-    monkeypatch.setattr(launch.os, "_exit", end)
-    monkeypatch.setattr(experiment, "run_experiment", swallow)
+    monkeypatch.setattr(watchdog.os, "_exit", end)
+    monkeypatch.setattr(launch, "run_experiment", swallow)
     words = ["--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "dist_timeout_minutes=0.005"]
     launch.launch(config_from(words), "hung")
     assert codes == [1]

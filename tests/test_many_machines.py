@@ -22,8 +22,8 @@ from command_budgets import BUDGETS
 from command_harness import ROOT, Ended, Started, left_behind, records, run_command, run_folders, summary_of
 from ddp_harness import run_ranks
 
-from omagd.run.launch import shared_folder
-from omagd.run.launch.shared_folder import require_shared_folder
+from omagd.run.launch import group
+from omagd.run.launch.group import require_shared_folder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 
@@ -33,7 +33,7 @@ RUN = ("--gpus", "1", "--config", "qmix", "--env-config", "skirmish", "env_args.
 
 def look(rank: int, dist: Dist, paths: list[list[str]]) -> list[str]:
     """Return for each case what this rank is told about its folder, nothing where all is well."""
-    shared_folder.WAITS, told = (0.0, 0.1), []
+    group.WAITS, told = (0.0, 0.1), []
     for case in paths:
         try:
             require_shared_folder(dist, case[rank])

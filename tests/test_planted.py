@@ -28,9 +28,9 @@ from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint.resuming import claimed_folder, rank_at_work
 from omagd.run.cli.listing import comparison
 from omagd.run.cli.main import config_from, main
-from omagd.run.launch.seed_list import SeedList
 from omagd.run.reporting.card import read_card
 from omagd.run.reporting.plots import _label_beside
+from omagd.run.run import SeedList
 from omagd.run.training.build import _given_to, read_env_info
 from omagd.utils import owned_folder
 from omagd.utils.errors import UserError
@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_o
         os.seteuid(65534)
     try:
         listed = SeedList(resolve("qmix", None, {"local_results_path": "closed", "seeds": (1, 2), "auto_resume": True}))
-        assert listed.take_up() == {}
+        assert listed.finished_runs() == {}
         if root:  # another user's
             assert found() == [Path("open")]
             os.seteuid(0)

@@ -14,7 +14,7 @@ from command_harness import MAIN, PYTHON, Started, left_behind, run_folders, sum
 from sockets import running, tree
 
 from omagd.run.cli.main import config_from
-from omagd.run.launch import preload as prestart
+from omagd.run.launch import group, processes
 
 DDP = ("--config=qmix", "with", "run=ddp", "world_size=2")
 
@@ -33,16 +33,16 @@ def test_it_is_begun_where_ranks_will_be_started_here(words, rank, wanted, monke
     started = []
     monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(True))
     monkeypatch.setattr(forkserver, "set_forkserver_preload", lambda modules: None)
-    monkeypatch.setattr(prestart, "_begun", False)
+    monkeypatch.setattr(processes, "_preloading", False)
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    assert prestart.start_method() == "spawn"
+    assert processes.start_method() == "spawn"
     config = config_from(list(words))
-    prestart.begin(config)
-    prestart.begin(config)
+    processes.preload(config)
+    processes.preload(config)
     assert started == [True] * wanted
-    assert prestart.start_method() == ("forkserver" if wanted else "spawn")
+    assert processes.start_method() == ("forkserver" if wanted else "spawn")
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -81,20 +81,20 @@ def test_ranks_end_with_the_process_that_started_them(how, tmp_path):
 def test_a_rank_that_somebody_has_started_in_a_shell_is_not_ended_with_it(monkeypatch):
     """A single process, or ranks whose variables were set by hand and left running, outlive the shell."""
     watched = []
-    monkeypatch.setattr(prestart, "_when_over", lambda wait, launcher: watched.append(launcher))
-    for name in prestart.LAUNCHERS:
+    monkeypatch.setattr(group, "_when_over", lambda wait, launcher: watched.append(launcher))
+    for name in group.LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    prestart.end_with_launcher()
+    group.end_with_launcher()
     assert watched == []
     monkeypatch.setenv("SLURM_PROCID", "0")
-    prestart.end_with_launcher()
-    assert watched == [prestart.STARTED_BY]
+    group.end_with_launcher()
+    assert watched == [group.STARTED_BY]
 
 
 def test_the_end_of_a_launcher_is_seen_also_where_it_came_first():
     """A process that waits for its parent: the parent ends meanwhile, or had ended before it was asked about."""
-    code = "import os, sys, time; from omagd.run.launch.preload import _wait_for_end\n"
+    code = "import os, sys, time; from omagd.run.launch.group import _wait_for_end\n"
     code += "now, parent, child = sys.argv[1] == 'now', os.getpid(), os.fork()\n"
     code += "time.sleep(0.5 * (now == (child > 0))); child and os._exit(0)\n"
     code += "_wait_for_end(parent); print('over', flush=True)"

@@ -21,9 +21,9 @@ from omagd.config.loading import resolve
 from omagd.envs import REGISTRY
 from omagd.envs.adapters import SerialEnvs
 from omagd.run.cli.preflight import describe_env
-from omagd.run.launch.watchdog import BUILDING, CLOSING, Heartbeat, beating, ended_if_hung, watching
+from omagd.run.launch.watchdog import Heartbeat, beating, ended_if_hung, watching
 from omagd.run.reporting.profiling import Profiler
-from omagd.run.training.session import Session
+from omagd.run.training.session import BUILDING, CLOSING, Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import Stopped, deferred, raise_in_main_thread, stoppable, unhurried
@@ -102,7 +102,7 @@ def test_a_rank_that_has_stopped_in_the_middle_of_an_exchange_is_named():
     wait_until(lambda: bool(said[0]))
     end(pulses)
     assert said[0][0].startswith("rank 1 (host ")
-    assert "hangs: no sign of life for " in said[0][0]
+    assert "hangs: no heartbeat for " in said[0][0]
 
 
 def test_nobody_is_named_where_all_compute_for_long_or_have_left():
@@ -252,7 +252,7 @@ def test_an_environment_is_watched_while_it_is_saved_and_counted_between_two_ite
         Session.env_stats(session)
 
     ((line, _),) = watch(dist, 0.2, count)
-    assert " hangs: in asking the environment for its counters for " in line
+    assert " hangs: in reading environment counters for " in line
 
 
 def test_long_work_that_goes_on_or_belongs_to_a_disk_or_another_rank_is_no_hang():

@@ -161,7 +161,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(plugin, tmp_path):
     """One was stopped, all hang at once, a single process hangs; their runs, which mostly wait, are side by side."""
     found = {}
     cases = {
-        "stop": ((), "1", "no sign of life for"),
+        "stop": ((), "1", "no heartbeat for"),
         "endless": (("env_args.rank=-1",), "[01]", "in stage3 (collect) for"),
         "alone": (("env_args.rank=-1", "run=default", "world_size=None"), "0", "in stage3 (collect) for"),
     }

@@ -12,7 +12,6 @@ from command_budgets import BUDGETS
 from omagd.run.cli.main import config_from
 from omagd.run.launch import launcher as launching
 from omagd.run.run import run_seeds
-from omagd.run.training import experiment
 from omagd.utils.run_folder import write_json
 from omagd.utils.signals import Stopped
 
@@ -44,7 +43,7 @@ def trainer(monkeypatch, tmp_path) -> Trainer:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     made = Trainer()
-    monkeypatch.setattr(experiment, "run_experiment", made)
+    monkeypatch.setattr(launching, "run_experiment", made)
     return made
 
 

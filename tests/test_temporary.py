@@ -15,8 +15,8 @@ from command_harness import ROOT
 from omagd.envs.sc2 import resources as scratch
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.cli.main import config_from
-from omagd.run.launch import preload as prestart
-from omagd.run.launch.preload import NAME, remove_left_behind, temporary_folder
+from omagd.run.launch import processes
+from omagd.run.launch.processes import NAME, remove_left_behind, temporary_folder
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 
@@ -85,7 +85,7 @@ def test_only_own_folders_of_dead_processes_of_this_host_are_removed(place, tmp_
         patch.setattr(os, "geteuid", lambda: 4321)
         remove_left_behind()
     assert (place / dead).is_dir()
-    prestart.begin(config_from(["--config=qmix"]))
+    processes.preload(config_from(["--config=qmix"]))
     assert not (place / dead).exists(), "every start of the program removes it"
 
 

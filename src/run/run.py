@@ -1,22 +1,26 @@
-"""`run=default`: one process."""
+"""`run=default`: train in this process; a list of seeds one after another."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omagd.config.checks import is_file
 from omagd.config.loading import validate
 from omagd.config.schema import Config
+from omagd.run.checkpoint.resuming import RUN_FILE, identity_of
 from omagd.run.launch.launcher import launch
-from omagd.run.launch.seed_list import SeedList
 from omagd.run.reporting.report import render_summary, seeds_table
 from omagd.run.reporting.sacred_sink import SacredRelay
 from omagd.run.topology import is_main, make_plan
-from omagd.utils.errors import visible
-from omagd.utils.run_folder import make_token
+from omagd.utils.errors import readable, visible
+from omagd.utils.logging import setup_logging
+from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+from omagd.utils.run_folder import RunFolder, keep_json, make_token
 from omagd.utils.writing import OUTPUT, STORAGE
 
 
@@ -30,8 +34,8 @@ def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
 
 
 def run_seeds(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
-    """Run once, or once for each of `seeds`; show what was reached and return it."""
-    if _run is not None:  # "Aborted after …": the last line of an interrupted run says more
+    """Run once, or once for each of `seeds`; print the results and return them."""
+    if _run is not None:  # hide Sacred's "Aborted after …": the command line ends with a better line
         _run.run_logger.addFilter(lambda record: not str(record.msg).startswith("Aborted after"))
     try:
         return _run_all(_run, _config)
@@ -44,9 +48,9 @@ def _run_all(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
     config = _absolute(_config if isinstance(_config, Config) else validate(dict(_config)))
     if len(config.seeds) < 2:
         (seed,) = config.seeds or (config.seed,)
-        return _run_one(_run, config.model_copy(update={"seed": seed, "seeds": ()}), _nothing)
+        return _run_one(_run, config.model_copy(update={"seed": seed, "seeds": ()}), lambda folder: None)
     listed = SeedList(config)
-    finished = listed.take_up()
+    finished = listed.finished_runs()
     summaries = []
     for single in listed.singles:
         begun = partial(listed.begun, single.seed)
@@ -56,17 +60,15 @@ def _run_all(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
 
 
 def _absolute(config: Config) -> Config:
-    """Return `config` with the paths of pre-trained modules made absolute: who plays the run may stand elsewhere."""
+    """Return `config` with absolute paths of pre-trained modules: it may be evaluated from another directory."""
     keys = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path")
     given = {key: getattr(config, key) for key in keys if getattr(config, key)}
     return config.model_copy(update={key: str(Path(path).expanduser().absolute()) for key, path in given.items()})
 
 
-def _nothing(folder: str) -> None:
-    """Note nothing about a run that has begun in `folder`."""
-
-
 def _run_one(_run: Any, config: Config, begun: Callable[[str], None]) -> dict[str, Any]:
+    """Launch one run; `begun` is called with its folder before it trains."""
+
     def found(folder: str) -> None:
         if _run is not None:
             _run.info["folder"] = folder
@@ -94,3 +96,71 @@ def _show(text: str) -> None:
         sys.stdout.flush()
     except OSError as problem:
         STORAGE.failed(OUTPUT, problem)
+
+
+class SeedList:
+    """The runs of `seeds=1,2,3`, which a later start can resume.
+
+    A file in `local_results_path` names the run folder of each seed that has started. It is written before the run
+    trains, so finished runs are always found.
+
+    Args:
+        config: with all its `seeds`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.singles = [config.model_copy(update={"seed": seed, "seeds": ()}) for seed in config.seeds]
+        self.root = Path(config.local_results_path).expanduser().absolute()
+        common = identity_of(config.model_copy(update={"seed": 0, "seeds": ()}))
+        name = hashlib.sha256(f"{common} {config.seeds}".encode()).hexdigest()[:16]
+        self.file = self.root / f".seeds_{name}.json"
+        self._folders: dict[str, str] = {}
+
+    def finished_runs(self) -> dict[int, dict[str, Any]]:
+        """Return the summaries of an interrupted list's finished runs by seed; none if a new list starts."""
+        if not self.config.auto_resume or self.config.evaluate:
+            return {}
+        console = setup_logging(None)
+        named = ",".join(map(str, self.config.seeds))
+        entry = read_entry(self.file).get("runs")
+        if entry is None and is_file(self.file):
+            console.warning(f"auto_resume=True: {self.file} cannot be read; the list seeds={named} starts from scratch")
+        begun = {str(seed): name for seed, name in entry.items()} if isinstance(entry, dict) else {}
+        found = {}
+        for single in self.singles:
+            summary = self._summary(single, begun.get(str(single.seed)))
+            if summary is not None:
+                found[single.seed] = summary
+        if len(found) == len(self.singles):
+            console.info(f"auto_resume=True: all runs of seeds={named} are finished already; a new list begins")
+            return {}
+        self._folders = {seed: name for seed, name in begun.items() if isinstance(name, str)} if found else {}
+        for seed, summary in found.items():
+            console.info(f"auto_resume=True: seed {seed} is finished: {readable(summary['folder'])}")
+        return found
+
+    def begun(self, seed: int, folder: str) -> None:
+        """Record the run folder of a seed before it trains."""
+        if not self.config.evaluate:
+            self._folders[str(seed)] = Path(folder).name
+            keep_json(self.file, {"seeds": list(self.config.seeds), "runs": self._folders})
+
+    def _summary(self, single: Config, name: object) -> dict[str, Any] | None:
+        """Return the summary of a seed's finished run; None if there is none."""
+        if not isinstance(name, str) or Path(name).name != name:
+            return None
+        folder = RunFolder(self.root / name)
+        run = read_entry(folder.path / RUN_FILE)
+        if not run.get("finished") or run.get("identity") != identity_of(single):
+            return None
+        try:
+            require_own(folder.path)
+        except (Untrusted, OSError) as problem:
+            why = problem.strerror if isinstance(problem, OSError) else problem
+            setup_logging(None).warning(
+                f"auto_resume=True: {readable(str(folder.path))} does not count as finished: {why}"
+            )
+            return None
+        known = {"name": single.name, "env": single.env, "map_name": single.map_name, "exit_state": "completed"}
+        return {**known, **read_entry(folder.summary_json), "seed": single.seed, "folder": str(folder.path)}

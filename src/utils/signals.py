@@ -163,7 +163,7 @@ def stoppable() -> Iterator[None]:
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     handled = [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, _received.handle) for number in handled}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # `prestart` blocks some in the process that ranks come from
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # the fork server of ranks blocks some
     hook, sys.unraisablehook = sys.unraisablehook, _send_again
     try:
         yield

@@ -177,9 +177,9 @@ def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
 def _run(options: argparse.Namespace, config: Config) -> None:
     """Check, then print the plan (`--dry-run`) or run it."""
     if not options.dry_run:
-        from omagd.run.launch.preload import begin
+        from omagd.run.launch.processes import preload
 
-        begin(config)
+        preload(config)
     from omagd.run.cli.preflight import preflight
 
     outlook = preflight(config)

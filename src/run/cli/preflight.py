@@ -88,7 +88,8 @@ def describe_env(config: Config) -> EnvInfo:
     Errors: RankFailed where building or closing it takes longer than `dist_timeout_minutes`.
     """
     from omagd.envs.factory import make_env
-    from omagd.run.launch.watchdog import BUILDING, CLOSING, ended_if_hung
+    from omagd.run.launch.watchdog import ended_if_hung
+    from omagd.run.training.session import BUILDING, CLOSING
     from omagd.utils.dist_utils import Dist
     from omagd.utils.signals import stoppable
 

@@ -1,6 +1,6 @@
-"""What the ranks wrote down before they ended, and what follows from it: whose fault it was, and whether to try again.
+"""Failure notes of ranks, and the verdict on a failed attempt: which rank caused it, and whether to restart.
 
-Each attempt of a run has a folder of notes inside the run's folder, for as long as it lasts.
+Each attempt of a run has a temporary folder of notes inside the run's folder.
 """
 
 from __future__ import annotations
@@ -21,25 +21,16 @@ from omagd.utils.errors import RankFailed, RunFailed, UserError, exit_line
 from omagd.utils.signals import SAVING, Stopped
 
 RESERVES, RESERVE_BYTES = 3, 1 << 15
-"""Files for notes on a disk that has become full: a summary and two errors."""
+"""Reserved files for notes on a full disk: a summary and two errors."""
 
 ENDED = "all ranks have been ended"
 CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
-"""Exit codes that the end of another rank can cause."""
-
-LOST_CONNECTION = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "communicator was aborted",
-)
-"""Words of gloo and NCCL for an exchange with a rank that has ended."""
+"""Exit codes that the failure of another rank can cause."""
 
 
 @contextmanager
 def notes_of(path: str, attempt: int) -> Iterator[Path]:
-    """Make the folder of an attempt's notes; it goes with the block, as do those of killed attempts."""
+    """Make the folder of an attempt's notes for the duration of a block; remove those of killed attempts."""
     for stale in Path(path).glob(".attempt_*"):
         shutil.rmtree(stale, ignore_errors=True)
     folder = notes_folder(path, attempt)
@@ -57,12 +48,12 @@ def notes_of(path: str, attempt: int) -> Iterator[Path]:
 
 
 def notes_folder(path: str, attempt: int) -> Path:
-    """Return the folder in the run's folder `path` where the ranks of an attempt leave their notes."""
+    """Return the folder of an attempt's notes in the run's folder `path`."""
     return Path(path) / f".attempt_{attempt}"
 
 
 def note(folder: Path, name: str, content: Any) -> None:
-    """Write something down, whole or not at all."""
+    """Write a note, completely or not at all."""
     temporary, text = folder / f".{name}", json.dumps(content).encode()
     try:
         temporary.write_bytes(text)
@@ -73,7 +64,7 @@ def note(folder: Path, name: str, content: Any) -> None:
 
 
 def _into_reserve(folder: Path, target: Path, text: bytes) -> bool:
-    """Write a note into space that was taken while there was some; return whether that was possible."""
+    """Write a note into a reserved file; return whether that was possible."""
     target.unlink(missing_ok=True)
     for reserve in folder.glob("reserve_*") if len(text) <= RESERVE_BYTES else ():
         with suppress(OSError):  # another rank may have taken this one
@@ -86,7 +77,7 @@ def _into_reserve(folder: Path, target: Path, text: bytes) -> bool:
 
 
 def note_error(rank: int, folder: Path, error: BaseException) -> None:
-    """Write down what went wrong on a rank; the first error counts."""
+    """Write the error of a rank as a note; only its first error counts."""
     if isinstance(error, UserError):
         _note_first(rank, folder, {"user": [error.message, *error.help_lines]})
     elif isinstance(error, SystemExit):
@@ -99,22 +90,22 @@ def note_error(rank: int, folder: Path, error: BaseException) -> None:
 
 
 def note_hung(rank: int, folder: Path, line: str, stack: str) -> None:
-    """Write down what a rank says of another one that holds it up, or of itself; then with its stack."""
+    """Write a note about a hanging rank. stack: of this rank, if it is the one that hangs."""
     _note_first(rank, folder, {"line": line, "stack": stack})
 
 
 def summary_in(folder: Path) -> dict[str, Any]:
-    """Return the summary that rank 0 has noted."""
+    """Return the summary in rank 0's note."""
     return dict(json.loads((folder / "summary.json").read_text()))
 
 
 def hang_noted(folder: Path) -> bool:
-    """Return whether a rank has said that another one hangs."""
+    """Return whether a note names a hanging rank."""
     return any("line" in found for found in _notes(folder))
 
 
 def without_result(codes: Mapping[int, int], folder: Path) -> dict[int, int]:
-    """Return the exit codes by rank of those that ended with 0, as `os._exit(0)` does, but had not reached the end."""
+    """Return the exit codes by rank of those that ended with 0 before the end of the run, as by `os._exit(0)`."""
     return {rank: code for rank, code in codes.items() if code == 0 and not (folder / f"done_{rank}.json").exists()}
 
 
@@ -133,8 +124,8 @@ class Verdict:
     """Why an attempt ended.
 
     Attributes:
-        error: to be raised. killed: "rank 1 was killed by SIGKILL" where a signal was the cause, so that trying again
-            may help; else empty.
+        error: to be raised. killed: "rank 1 was killed by SIGKILL" if a signal was the cause, when a restart may help;
+            else empty.
     """
 
     error: BaseException
@@ -142,14 +133,14 @@ class Verdict:
 
 
 def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict:
-    """Return what came first: a rank killed from outside, one that ended without a word, the earliest note.
+    """Return the first cause: a rank killed from outside, a rank that ended without a note, or the earliest note.
 
     Args:
-        failed: exit code by rank, the first first. folder: the ranks' notes. world_size: number of ranks.
+        failed: exit code by rank, in order of time. folder: the ranks' notes. world_size: number of ranks.
     """
     codes = set(failed.values())
     if len(failed) == world_size > 1 and codes <= {128 + number for number in SAVING}:
-        return Verdict(Stopped(min(codes) - 128))  # one was told, and they have stopped together
+        return Verdict(Stopped(min(codes) - 128))  # one received a signal and all stopped together
     found = _notes(folder)
     if found and "line" in found[0]:
         return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}\n{found[0]['stack']}".rstrip()))
@@ -158,7 +149,7 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
             return Verdict(Stopped(signal.SIGINT))
         number = -code if code < 0 else code - 128 if code - 128 in SAVING else 0
         if not number:
-            return Verdict(RankFailed(f"rank {rank} ended with exit code {code} and said nothing; {ENDED}"))
+            return Verdict(RankFailed(f"rank {rank} ended with exit code {code} without an error message; {ENDED}"))
         killed = f"rank {rank} was killed by {signal.Signals(number).name}"
         return Verdict(RankFailed(f"{killed}{_hint(number)}; {ENDED}"), killed)
     first = found[0]
@@ -172,11 +163,11 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
 
 
 def _silent_causes(failed: Mapping[int, int], found: list[dict[str, Any]]) -> dict[int, int]:
-    """Return the exit codes by rank of those that left no note and are the cause; none where the first note is it.
+    """Return the exit codes by rank of ranks that left no note and are the cause; none if the first note is the cause.
 
-    The end of one rank can abort another, so SIGABRT is the cause only where the first note is an exchange that broke,
-    which in turn is what a rank notes when another one is gone. SIGTERM comes from outside: no rank has been asked to
-    end before the verdict.
+    The end of one rank can abort another one. So SIGABRT is the cause only if the first note reports a broken exchange,
+    which is what other ranks see when a rank is gone. SIGTERM always comes from outside: before the verdict the
+    launcher sends none.
     """
     silent = {rank: code for rank, code in failed.items() if rank not in {note["rank"] for note in found}}
     causes = {rank: code for rank, code in silent.items() if code not in CONSEQUENCES}
@@ -190,19 +181,3 @@ def _hint(number: int) -> str:
     if number != signal.SIGKILL:
         return ""
     return " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"
-
-
-@contextmanager
-def naming_a_lost_rank(rank: int) -> Iterator[None]:
-    """Turn an exchange that broke since another rank has ended into one line; torchrun reports which one, and why."""
-    try:
-        yield
-    except (UserError, RankFailed):
-        raise
-    except Exception as error:
-        said = str(broken_exchange(error) or "")
-        words = next((words for words in LOST_CONNECTION if words in said), "")
-        if not words:
-            raise
-        line = f"rank {rank}: the connection to another rank broke ({words}): that rank has ended"
-        raise RankFailed(f"{line}; torchrun's report names the first one") from error

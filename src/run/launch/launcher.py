@@ -1,20 +1,16 @@
-"""Starting a run: in this process, in one worker per device, or as a rank of a group that torchrun made."""
+"""Launch a run: in this process, in one spawned process per device, or as a rank of a group that torchrun started."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-
-import torch
 
 from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import RunLock, claimed_folder
@@ -22,7 +18,6 @@ from omagd.run.checkpoint.set_aside import SAVED
 from omagd.run.launch.failures import (
     Verdict,
     hang_noted,
-    naming_a_lost_rank,
     note,
     note_error,
     note_hung,
@@ -32,24 +27,26 @@ from omagd.run.launch.failures import (
     verdict,
     without_result,
 )
-from omagd.run.launch.preload import end_with_launcher, end_with_parent
-from omagd.run.launch.processes import Ranks
-from omagd.run.launch.shared_folder import require_shared_folder
-from omagd.run.launch.watchdog import Hung, beating, ended_if_hung, leave_hung, watching
-from omagd.run.topology import Plan, is_main, local_rank, make_plan, require_own_gpus
-from omagd.utils.dist_utils import (
-    Dist,
-    abort_distributed,
-    cleanup_distributed,
-    open_board,
-    open_rendezvous,
-    setup_distributed,
+from omagd.run.launch.group import (
+    end_with_launcher,
+    end_with_parent,
+    exit_code,
+    joined_group,
+    naming_a_lost_rank,
+    require_shared_folder,
 )
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
+from omagd.run.launch.processes import Ranks
+from omagd.run.launch.watchdog import ended_if_hung, leave_hung
+from omagd.run.reporting.card import read_card
+from omagd.run.topology import Plan, is_main, local_rank, make_plan
+from omagd.run.training.experiment import run_experiment
+from omagd.run.training.records import first_summary
+from omagd.utils.dist_utils import Dist, open_rendezvous
+from omagd.utils.errors import RankFailed, UserError, exit_line
 from omagd.utils.logging import append_to_log, setup_logging
 from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.signals import CLOSING_SECONDS, Stopped, stop_requested, stoppable, unhurried
+from omagd.utils.signals import Stopped, stop_requested, stoppable, unhurried
 from omagd.utils.writing import STORAGE, drop_lost_output
 
 
@@ -59,15 +56,15 @@ def launch(
     """Run an experiment to its end and return its summary.
 
     Args:
-        config: resolved. token: name of the run's folder. channel: takes what Sacred records, or None.
-        begun: called with the run's folder before it trains, except under torchrun.
-    Errors: UserError; RankFailed with the failing rank's own traceback; Stopped by SIGINT, SIGTERM or SIGHUP.
+        config: resolved. token: name of the run's folder. channel: receives Sacred's scalars, or None.
+        begun: called with the run's folder before training, except under torchrun.
+    Errors: UserError; RankFailed with the traceback of the failed rank; Stopped by SIGINT, SIGTERM or SIGHUP.
     """
     plan = make_plan(config)
     with stoppable(), _no_silent_exit():
         if plan.joins:
             return _join_group(config, plan, token, channel)
-        with claimed_folder(config, token) as claim, _saying_how_to_continue(config, claim.path):
+        with claimed_folder(config, token) as claim, _resume_hint(config, claim.path):
             begun(claim.path)
             if plan.spawns:
                 return _spawn(claim.config, plan, claim.path, channel)
@@ -75,20 +72,18 @@ def launch(
 
 
 def _run_alone(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any]:
-    """Run in this process."""
-    from omagd.run.training.experiment import run_experiment
-
+    """Run one rank in this process."""
     dist = Dist(device=plan.device(0))
-    finish = partial(_close_books, config, plan, path, time.time(), "failed", 0)
+    finish = partial(_ensure_summary, config, plan, path, time.time(), "failed", 0)
     with ended_if_hung(dist, 60 * config.dist_timeout_minutes, finish):
         return run_experiment(config, dist, path, channel)
 
 
 @contextmanager
-def _saying_how_to_continue(config: Config, path: str) -> Iterator[None]:
-    """Tell a stop which run it has interrupted, what of it is saved, and how to continue it; log that too.
+def _resume_hint(config: Config, path: str) -> Iterator[None]:
+    """Add to a `Stopped` the run's folder, the newest checkpoint and how to resume; write that to the log as well.
 
-    The terminal may be gone, as after SIGHUP.
+    After SIGHUP there is no terminal to read it.
     """
     try:
         yield
@@ -110,7 +105,7 @@ def _saying_how_to_continue(config: Config, path: str) -> Iterator[None]:
 
 @contextmanager
 def _no_silent_exit() -> Iterator[None]:
-    """Turn a `sys.exit` of an environment, which could end the program with exit code 0, into an error."""
+    """Turn `sys.exit` of an environment into an error: its exit code may be 0."""
     try:
         yield
     except SystemExit as error:
@@ -118,27 +113,26 @@ def _no_silent_exit() -> Iterator[None]:
 
 
 def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[str, Any]:
-    from omagd.run.training.experiment import run_experiment
-
+    """Run as one rank of a group that torchrun, srun or MPI has started."""
     rank = int(os.environ["RANK"])
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     port = int(os.environ["MASTER_PORT"])
-    if attempt > 0 and config.enable_checkpointing:  # the run that torchrun has started again is the one to continue
+    if attempt > 0 and config.enable_checkpointing:  # torchrun has restarted this run
         config = config.model_copy(update={"auto_resume": True})
     end_with_launcher()
     with (
         naming_a_lost_rank(rank),
-        _group(rank, plan, local_rank(plan.world_size), port, config, attempt, leave_hung) as dist,
+        joined_group(rank, plan, local_rank(plan.world_size), port, config, attempt, leave_hung) as dist,
         ExitStack() as held,
     ):
         claim = _claim_together(config, token, dist, held)
-        held.enter_context(_saying_how_to_continue(config, claim.path))
+        held.enter_context(_resume_hint(config, claim.path))
         require_shared_folder(dist, claim.path)
         return run_experiment(claim.config, dist, claim.path, channel if rank == 0 else None, attempt=attempt)
 
 
 def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> RunLock:
-    """Return the folder that rank 0 has claimed, on every rank; while it waits for one, all do. Errors: UserError."""
+    """Return rank 0's lock of the run's folder on every rank; all ranks wait with rank 0. Errors: UserError."""
     claim: RunLock | UserError | None
     if dist.is_main:
         try:
@@ -154,90 +148,14 @@ def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> 
     return claim
 
 
-@contextmanager
-def _group(
-    rank: int,
-    plan: Plan,
-    place: int,
-    port: int,
-    config: Config,
-    attempt: int,
-    hung: Hung,
-    failed: Callable[[BaseException], None] = lambda error: None,
-) -> Iterator[Dist]:
-    """Be one of the ranks.
-
-    After an error the group is not left in an orderly way, which can wait for the other ranks for ever: a spawned rank
-    keeps it until its process ends, which is next; under torchrun the exchanges are aborted first.
-
-    Args:
-        place: of the rank on this host.
-        hung: called, in a thread, where this rank stands still, or another one does not come to an exchange in time.
-        failed: called with the error that ends the run, before anything is closed.
-    """
-    device = plan.device(place)
-    if plan.cuda:
-        torch.cuda.set_device(device)
-    hosted, minutes = not plan.joins, config.dist_timeout_minutes
-    # The pulse says who is missing once the time is over; the backend, which cannot tell, comes a little later.
-    later = minutes + min(1.0, minutes)
-    setup_distributed(rank, plan.world_size, plan.backend, port, later, hosted=hosted, attempt=attempt)
-    with _closing_in_time(failed) as on_error:
-        try:
-            dist = Dist(rank, plan.world_size, device)
-            dist.waits.on_error = on_error
-            board = open_board(rank, port, minutes, hosted=hosted, attempt=attempt)
-            with beating(dist, board, 60 * minutes, hung), watching(dist, 60 * minutes, hung):
-                if plan.joins and plan.backend == "nccl":
-                    gpu = str(torch.cuda.get_device_properties(device).uuid)
-                    require_own_gpus(dist.gather((socket.gethostname(), gpu)))
-                yield dist
-        except BaseException as error:
-            on_error(error)
-            if plan.joins:
-                abort_distributed()
-                cleanup_distributed()
-            raise
-        cleanup_distributed()
-
-
-@contextmanager
-def _closing_in_time(failed: Callable[[BaseException], None]) -> Iterator[Callable[[BaseException], None]]:
-    """Give what to call with an error, before anything is closed: from then on the block has `CLOSING_SECONDS`.
-
-    What is closed may wait for other ranks, a GPU or a disk that never answers; then the process ends without it.
-    """
-    timers: list[threading.Timer] = []
-
-    def on_error(error: BaseException) -> None:
-        if timers or isinstance(error, Stopped) or stop_requested():
-            return
-        failed(error)
-
-        def end() -> None:
-            sys.stderr.write(f"error: {error or type(error).__name__} (and closing the run did not come to an end)\n")
-            sys.stderr.flush()
-            os._exit(_exit_code(error))
-
-        timers.append(threading.Timer(CLOSING_SECONDS, end))
-        timers[0].daemon = True
-        timers[0].start()
-
-    try:
-        yield on_error
-    finally:
-        for timer in timers:
-            timer.cancel()
-
-
 def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> None:
-    """Be one spawned rank, then end the process: 0, 1, 2 for a user's mistake, 128 + the signal that asked for it."""
+    """Run one spawned rank and exit: 0, 1 for an error, 2 for a user error, 128 + n after signal n."""
     end_with_parent()
     code = _work(rank, config, plan, path, port, channel, attempt)
     STORAGE.close()
     drop_lost_output()
-    # All that matters is written and closed. Threads of the collectives that outlived Python's finalization could
-    # abort a rank that has done its work ("terminate called without an active exception"), so there is none.
+    # Skip Python's finalization: threads of collectives that outlive it can abort a rank that has finished its work
+    # ("terminate called without an active exception"). Everything is written and closed by now.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -245,9 +163,7 @@ def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel:
 
 
 def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> int:
-    """Run the experiment as `rank`; note the summary or the error for the parent."""
-    from omagd.run.training.experiment import run_experiment
-
+    """Run the experiment as `rank` and write its summary or its error for the parent; return the exit code."""
     notes = notes_folder(path, attempt)
 
     def hung(line: str, stack: str) -> None:
@@ -258,28 +174,25 @@ def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: 
         note_error(rank, notes, error)
 
     try:
-        with stoppable(), _stopped_together(), _group(rank, plan, rank, port, config, attempt, hung, failed) as dist:
+        joined = joined_group(rank, plan, rank, port, config, attempt, hung, failed)
+        with stoppable(), _stopped_together(), joined as dist:
             summary = run_experiment(config, dist, path, channel if rank == 0 else None, attempt=attempt)
         note(notes, f"done_{rank}", True)
         if rank == 0:
             note(notes, "summary", summary)
     except Stopped as stop:
-        if rank == 0 and stop.cause:  # the launcher, which says so otherwise, is gone
+        if rank == 0 and stop.cause:  # the launcher is gone and cannot log it
             append_to_log(RunFolder(path).log(0), stop.render())
         return stop.exit_code
-    except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must be able to tell it)
+    except BaseException as error:  # noqa: BLE001 (the parent reports it)
         note_error(rank, notes, error)
-        return _exit_code(error)
+        return exit_code(error)
     return 0
-
-
-def _exit_code(error: BaseException) -> int:
-    return USER_ERROR_EXIT_CODE if isinstance(error, UserError) else 1
 
 
 @contextmanager
 def _stopped_together() -> Iterator[None]:
-    """Take an error for the stop that was asked for: other ranks, which stopped a moment earlier, have caused it."""
+    """Turn an error after a stop request into `Stopped`: ranks that stop first break the exchanges of the others."""
     try:
         yield
     except Stopped:
@@ -291,7 +204,7 @@ def _stopped_together() -> Iterator[None]:
 
 
 def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any]:
-    """Run all ranks here, again after one was killed; return the summary."""
+    """Run all ranks on this host, restart them after one was killed, and return the summary."""
     started, exit_state, attempt = time.time(), "failed", 0
     allowed = config.max_restarts if config.enable_checkpointing else 0
     rendezvous = open_rendezvous(config.ddp_port)
@@ -312,22 +225,20 @@ def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any
         exit_state = "interrupted"
         raise
     finally:
-        _close_books(config, plan, path, started, exit_state, attempt)
+        _ensure_summary(config, plan, path, started, exit_state, attempt)
 
 
 def _attempt(config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> dict[str, Any] | Verdict:
-    """Start all ranks and wait for their end; return the summary, or why there is none."""
-    from omagd.run.run_ddp import ddp_worker
-
+    """Start all ranks and wait for them; return the summary, or the verdict on a failure."""
     ranks, hung = Ranks(saves=config.enable_checkpointing), False
     with notes_of(path, attempt) as notes:
         try:
             with unhurried():
-                ranks.start(ddp_worker, (config, plan, path, port, channel, attempt), plan.world_size)
+                ranks.start(worker, (config, plan, path, port, channel, attempt), plan.world_size)
             failed = ranks.watch(hopeless=lambda: hang_noted(notes))
             hung = hang_noted(notes)
         except Stopped as stop:
-            ranks.tell(stop.number)
+            ranks.forward(stop.number)
             raise
         finally:
             ranks.end(at_once=hung)
@@ -335,11 +246,8 @@ def _attempt(config: Config, plan: Plan, path: str, port: int, channel: Any, att
         return verdict(failed, notes, plan.world_size) if failed else summary_in(notes)
 
 
-def _close_books(config: Config, plan: Plan, path: str, started: float, exit_state: str, restarts: int) -> None:
-    """Write the summary where rank 0 was killed before it could."""
-    from omagd.run.reporting.card import read_card
-    from omagd.run.training.records import first_summary
-
+def _ensure_summary(config: Config, plan: Plan, path: str, started: float, exit_state: str, restarts: int) -> None:
+    """Write `summary.json` if rank 0 was killed before it could."""
     folder = RunFolder(path)
     if not folder.summary_json.exists():
         summary = first_summary(config, plan.world_size, folder, started, read_card(path))

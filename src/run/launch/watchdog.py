@@ -1,7 +1,7 @@
-"""Hangs: a watchdog on this rank's own progress, and signs of life by which ranks name who holds up an exchange.
+"""Detect hanging ranks: a watchdog on this rank's own progress, and heartbeats that name a rank missing an exchange.
 
-Both are threads that need nothing of what hangs, so they work where it blocks the main thread: in an environment, in a
-sum, in a backward pass, on a GPU's stream.
+Both are threads that share no lock with the main thread, so they work wherever it blocks: in an environment, an
+all-reduce, a backward pass or on a GPU stream.
 """
 
 from __future__ import annotations
@@ -21,50 +21,48 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from omagd.run.training.session import BUILDING, CLOSING, COUNTING
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import CLOSING_SECONDS, ending, raise_in_main_thread
 
 LOG = logging.getLogger("omagd")
-BUILDING = "building the environment"
-CLOSING = "closing the environment"
-COUNTING = "asking the environment for its counters"
 WATCHED = frozenset({BUILDING, CLOSING, COUNTING, "collect", "update", "sample", "replay", "test", "opponents"})
-"""Phases in which standing still is a hang. Reading and writing files may take as long as the disk needs."""
+"""Phases in which no progress means a hang. Reading and writing files may take as long as the disk needs."""
 
 Hung = Callable[[str, str], None]
-"""Called with one line that names who hangs, and the Python stack of the thread that does, empty where unknown."""
+"""Called with one line that names the hanging rank, and the Python stack of its main thread (empty if unknown)."""
 
 
 class KeyValueStore(Protocol):
-    """Where ranks leave texts for each other; it may block, so that it is used by the pulse's thread alone."""
+    """Shared store of texts by key; calls may block, so only the heartbeat thread uses it."""
 
     def set(self, key: str, value: str) -> None:
-        """Leave a text."""
+        """Store a text."""
 
     def get(self, key: str) -> bytes:
-        """Return a text, waiting for it to be there."""
+        """Return a text; waits until it exists."""
 
 
 @dataclass
 class Seen:
-    """What was last read of a rank. since: moment (of this process) at which its pulse was first seen at `beat`."""
+    """Last heartbeat read from a rank. since: time (of this process) at which its number `beat` was first seen."""
 
     beat: int
     since: float
 
 
 class Heartbeat(threading.Thread):
-    """Leaves this rank's sign of life on the board, every few seconds; looks at the others' once an exchange is late.
+    """Writes this rank's heartbeat every few seconds, and reads those of the others when an exchange is late.
 
     Args:
-        dist: this rank. board: shared by all ranks. timeout: seconds that an exchange may take; a little longer is
-            waited, for a rank that hangs to say so itself. hung: called once, in this thread, with one line that names
-            the ranks that hold the others up.
+        dist: this rank. board: store shared by all ranks. timeout: seconds that an exchange may take; the thread waits
+            a little longer, so that a hanging rank can report itself. hung: called once, in this thread, with one line
+            that names the ranks that the others wait for.
     """
 
     def __init__(self, dist: Dist, board: KeyValueStore, timeout: float, hung: Hung) -> None:
-        super().__init__(name="pulse", daemon=True)
+        super().__init__(name="heartbeat", daemon=True)
         self.dist, self.board, self.timeout, self.hung = dist, board, timeout, hung
         self.interval = min(5.0, max(0.1, timeout / 16))
         self._ended = threading.Event()
@@ -75,33 +73,33 @@ class Heartbeat(threading.Thread):
         self._unreadable: set[int] = set()
 
     def run(self) -> None:
-        """Beat until `stop`, or until the board has gone with the process that holds it."""
+        """Beat until `stop`, or until the process that holds the store has ended."""
         try:
-            self._tell(left=False)
+            self._write(left=False)
             at = time.perf_counter()
             while not self._ended.wait(self.interval):
                 now = time.perf_counter()
-                # Not the time in which this whole process was stopped, as by Ctrl-Z.
+                # Without the time in which this process was stopped, as by Ctrl-Z.
                 self._late = self._late + min(now - at, 3 * self.interval)
                 at = now
                 if self._entered != self.dist.waits.entered:
                     self._entered, self._late = self.dist.waits.entered, 0.0
-                self._tell(left=False)
+                self._write(left=False)
                 if line := "" if ending() else self._look():
-                    self._tell(left=True)  # so that nobody takes this rank's end for the cause
+                    self._write(left=True)  # this rank's end must not look like the cause
                     self.hung(line, "")
                     return
-            self._tell(left=True)
+            self._write(left=True)
         except (RuntimeError, OSError):
-            return  # the ranks' own connections break as well, and what they say counts
+            return  # the main thread's connections break as well and report the cause
 
     def stop(self) -> None:
-        """Say that this rank has left, and end."""
+        """Write that this rank has left, and end the thread."""
         self._ended.set()
         self.join(2 * self.interval)
 
-    def _tell(self, left: bool) -> None:
-        if ending():  # who holds the board may be gone already, of which torch would write its C++ frames to stderr
+    def _write(self, left: bool) -> None:
+        if ending():  # the store may be gone; torch would print its C++ stack
             return
         self._beat += 1
         waits, now = self.dist.waits, time.perf_counter()
@@ -119,7 +117,7 @@ class Heartbeat(threading.Thread):
         self.board.set(str(self.dist.rank), json.dumps(pulse))
 
     def _look(self) -> str:
-        """Return a line that names who holds this rank up, empty while nobody does."""
+        """Return a line that names the ranks that this one waits for too long, else an empty one."""
         late = self._late
         if late < self.timeout / 2:
             self._seen.clear()
@@ -133,17 +131,17 @@ class Heartbeat(threading.Thread):
         return "; ".join(_describe(pulse, silent) for pulse in behind or present if behind or pulse["rank"] in silent)
 
     def _read(self, rank: int) -> dict[str, Any]:
-        """Return what a rank says; what cannot be read is no sign of life, so the last one that could be counts."""
+        """Return a rank's last readable heartbeat."""
         try:
             pulse = json.loads(self.board.get(str(rank)))
             kinds = {name: type(value) for name, value in pulse.items()}
             if kinds != KINDS or pulse["rank"] != rank:
-                raise ValueError(f"not a sign of life: {pulse!r}"[:200])
+                raise ValueError(f"not a heartbeat: {pulse!r}"[:200])
             self._last[rank] = pulse
         except (ValueError, AttributeError, RecursionError) as problem:
             if rank not in self._unreadable:
                 self._unreadable.add(rank)
-                LOG.warning("the sign of life of rank %d cannot be read: %r", rank, problem)
+                LOG.warning("the heartbeat of rank %d cannot be read: %r", rank, problem)
         nothing = {"beat": 0, "entered": 0, "place": "an unknown phase", "seconds": 0.0, "left": False}
         return self._last.get(rank, {"rank": rank, "host": "unknown", "pid": 0, **nothing})
 
@@ -151,7 +149,7 @@ class Heartbeat(threading.Thread):
         return [rank for rank in range(self.dist.world_size) if rank != self.dist.rank]
 
     def _quiet(self, pulse: dict[str, Any]) -> float:
-        """Return for how many seconds a rank has given no sign; clocks of other hosts do not matter."""
+        """Return the seconds since a rank's last new heartbeat; does not use the clocks of other hosts."""
         now, seen = time.perf_counter(), self._seen.get(pulse["rank"])
         if seen is None or seen.beat != pulse["beat"]:
             seen = self._seen[pulse["rank"]] = Seen(pulse["beat"], now)
@@ -161,18 +159,18 @@ class Heartbeat(threading.Thread):
 KINDS = {
     "rank": int, "host": str, "pid": int, "beat": int, "entered": int, "place": str, "seconds": float, "left": bool,
 }  # fmt: skip
-"""Types of what a sign of life says."""
+"""Fields of a heartbeat and their types."""
 
 
 class Watchdog(threading.Thread):
-    """Notices that this rank stands still, though no other one may wait for it.
+    """Detects that this rank makes no progress.
 
-    Progress is a tick of the environments, another slot, a backward pass, an exchange, another phase. A rank that waits
-    in an exchange is left to `Heartbeat`, which can name the one that it waits for.
+    Progress is a tick of the environments, another slot, a backward pass, an exchange or another phase. While a rank
+    waits in an exchange, `Heartbeat` is responsible: it can name the rank that is missing.
 
     Args:
-        dist: this rank; the thread that makes this is the one that is watched. timeout: seconds without progress, not
-            counting those in which the whole process was stopped. hung: called once, in this thread.
+        dist: this rank; the thread that calls the constructor is watched. timeout: seconds without progress, without
+            the time in which the process was stopped. hung: called once, in this thread.
     """
 
     def __init__(self, dist: Dist, timeout: float, hung: Hung) -> None:
@@ -183,7 +181,7 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look every few seconds until `stop`."""
+        """Check every few seconds until `stop`."""
         waits, last, quiet, at = self.dist.waits, None, 0.0, time.perf_counter()
         while not self._ended.wait(self.interval):
             now = time.perf_counter()
@@ -198,12 +196,12 @@ class Watchdog(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """Watch no longer; return once no more errors can arrive from here."""
+        """Stop watching; after this no error comes from this thread."""
         self._ended.set()
         self.join(1.0)
 
     def _slots(self) -> tuple[tuple[int, int], ...]:
-        """Return slots at work with their seeds: those that the environment names, else all that it is asked for."""
+        """Return busy slots with their seeds: those that the environment names, else all that were requested."""
         try:
             named, asked = self.dist.waits.slots(), self.dist.waits.asked
         except Exception:  # noqa: BLE001 (an environment that is being closed; the watch goes on)
@@ -225,7 +223,7 @@ class Watchdog(threading.Thread):
 
 @contextmanager
 def watching(dist: Dist, timeout: float, hung: Hung) -> Iterator[None]:
-    """Within, this rank's progress is watched; see `Watchdog`."""
+    """Watch this rank's progress within a block; see `Watchdog`."""
     watchdog = Watchdog(dist, timeout, hung)
     watchdog.start()
     try:
@@ -235,7 +233,7 @@ def watching(dist: Dist, timeout: float, hung: Hung) -> Iterator[None]:
 
 
 def leave_hung(line: str, stack: str) -> NoReturn:
-    """End this process, whose main thread hangs or waits in vain for another rank; torchrun ends the others."""
+    """End this process, whose main thread hangs or waits for a lost rank; torchrun ends the others."""
     sys.stderr.write(f"error: {line}\n{stack}")
     sys.stderr.flush()
     os._exit(1)
@@ -243,10 +241,10 @@ def leave_hung(line: str, stack: str) -> NoReturn:
 
 @contextmanager
 def ended_if_hung(dist: Dist, timeout: float, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within, and within `stoppable`, a hang of this process raises RankFailed in its main thread.
+    """Within the block and `stoppable`, a hang raises RankFailed in the main thread.
 
-    The process ends with exit code 1 where that changes nothing. timeout: as in `Watchdog`. finish: called before it
-    ends in that way.
+    If the main thread does not end within `CLOSING_SECONDS`, `finish` is called and the process exits with code 1.
+    timeout: as in `Watchdog`.
     """
     over = threading.Event()
 
@@ -266,17 +264,17 @@ def ended_if_hung(dist: Dist, timeout: float, finish: Callable[[], None] = lambd
 
 @contextmanager
 def beating(dist: Dist, board: KeyValueStore, timeout: float, hung: Hung) -> Iterator[None]:
-    """Within, this rank gives signs of life and watches the others'; see `Heartbeat`."""
-    pulse = Heartbeat(dist, board, timeout, hung)
-    pulse.start()
+    """Send heartbeats and watch those of the others within a block; see `Heartbeat`."""
+    heartbeat = Heartbeat(dist, board, timeout, hung)
+    heartbeat.start()
     try:
         yield
     finally:
-        pulse.stop()
+        heartbeat.stop()
 
 
 def _describe(pulse: dict[str, Any], silent: dict[int, float]) -> str:
     who = f"rank {pulse['rank']} (host {pulse['host']}, process {pulse['pid']})"
     if pulse["rank"] in silent:
-        return f"{who} hangs: no sign of life for {silent[pulse['rank']]:.0f} s, last seen in {pulse['place']}"
+        return f"{who} hangs: no heartbeat for {silent[pulse['rank']]:.0f} s, last seen in {pulse['place']}"
     return f"{who} hangs: in {pulse['place']} for {pulse['seconds']:.0f} s, while the others wait for it"

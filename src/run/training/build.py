@@ -36,10 +36,9 @@ from omagd.run.checkpoint.weights import (
     load_into,
     run_folder_of,
 )
-from omagd.run.launch.watchdog import BUILDING
 from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
-from omagd.run.training.session import Session
+from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.dist_utils import Dist

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import BatchedEnv
-from omagd.run.launch.watchdog import CLOSING, COUNTING
 from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.runners.runner import Runner
@@ -22,6 +21,9 @@ from omagd.utils.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from omagd.run.checkpoint.checkpointer import Checkpointer
+
+BUILDING, CLOSING, COUNTING = "building the environment", "closing the environment", "reading environment counters"
+"""Names of phases outside a stage, as the watchdog reports them."""
 
 RESTARTS = ("restarts", "worker_restarts")
 """Counters of an environment that tell what had died there."""
