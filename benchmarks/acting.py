@@ -80,7 +80,7 @@ class Driven:
 
 
 class EveryAgent(Reconstructor):
-    """The rival: every agent's frame at every step, dead or alive, missing something or not."""
+    """The baseline: every agent's frame at every step, dead or alive, missing something or not."""
 
     @torch.no_grad()
     def step(
@@ -127,15 +127,15 @@ def modules(config: Config, info: EnvInfo, tokenizer: Tokenizer | None = None) -
     return tokenizer, predictor
 
 
-def rollouts(config: Config, rivals: dict[str, Reconstructor | None], rounds: int) -> dict[str, list[float]]:
+def rollouts(config: Config, baselines: dict[str, Reconstructor | None], rounds: int) -> dict[str, list[float]]:
     """Return steps per second of each controller, round by round."""
     made = {}
-    for name, reconstructor in rivals.items():
+    for name, reconstructor in baselines.items():
         env = make_env(config.env, dict(config.env_args), config.batch_size_run, processes=False)
         torch.manual_seed(0)
         runner = ParallelRunner(env, config, env.info, EpisodeSeeds(0, "train"))
         made[name] = runner, Driven(NGraphMAC(config, env.info, CPU, reconstructor), env)
-    speeds: dict[str, list[float]] = {name: [] for name in rivals}
+    speeds: dict[str, list[float]] = {name: [] for name in baselines}
     for number in range(rounds + 1):
         for name, (runner, policy) in made.items():
             explore = Exploration(0.05, np.random.default_rng(number))
@@ -146,9 +146,9 @@ def rollouts(config: Config, rivals: dict[str, Reconstructor | None], rounds: in
     return speeds
 
 
-def ratio(speeds: dict[str, list[float]], ours: str, rival: str) -> float:
+def ratio(speeds: dict[str, list[float]], ours: str, baseline: str) -> float:
     """Return the median over rounds of the ratio of two controllers' speeds."""
-    return statistics.median(a / b for a, b in zip(speeds[ours], speeds[rival], strict=True))
+    return statistics.median(a / b for a, b in zip(speeds[ours], speeds[baseline], strict=True))
 
 
 def compare(arguments: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ COLUMNS = {
     "last seen": "error_last_seen",
     "last seen, else slot mean": "error_last_seen_or_mean",
     "reconstruction": "error",
-    "ratio to the best rival": "error_ratio",
+    "ratio to the best baseline": "error_ratio",
     "dead or unseen (balanced accuracy)": "balanced_accuracy",
     "top-1": "top1",
     "top-5": "top5",

@@ -215,7 +215,7 @@ def test_metrics_against_loops_over_tokens() -> None:
     logits = stage.predictor.eval()(sample.frames, sample.masked)
     guess, real = stage.predictor.guess(logits), feature_mask(LAYOUT)
     mean = stage.predictor.slot_sum / stage.predictor.slot_count.clamp(min=1)[:, None]
-    top3, mrr, errors, rivals, absent, token = [], [], [], {"slot_mean": [], "last_seen": [], "zeros": []}, [], 0
+    top3, mrr, errors, baselines, absent, token = [], [], [], {"slot_mean": [], "last_seen": [], "zeros": []}, [], 0
     for _, row, agent, targets in by_frame(sample):
         episode = episodes[batch.sample_index[int(batch.packing.episode[row])]]
         step = int(batch.packing.step[row])
@@ -227,9 +227,9 @@ def test_metrics_against_loops_over_tokens() -> None:
             past = obs_to_nodes(episode["obs"][:step, agent], LAYOUT)[:, slot].double()[:, real[slot]]
             past = past[past.any(-1)]
             errors.append(float((guess.features.detach()[token][real[slot]] - truth).square().mean()))
-            rivals["slot_mean"].append(float((mean[slot][real[slot]] - truth).square().mean()))
-            rivals["last_seen"].append(float(((past[-1] if len(past) else 0 * truth) - truth).square().mean()))
-            rivals["zeros"].append(float(truth.square().mean()))
+            baselines["slot_mean"].append(float((mean[slot][real[slot]] - truth).square().mean()))
+            baselines["last_seen"].append(float(((past[-1] if len(past) else 0 * truth) - truth).square().mean()))
+            baselines["zeros"].append(float(truth.square().mean()))
             absent.append((bool(guess.absent[token]), not truth.any()))
             token += 1
     assert values["top3"] == pytest.approx(np.mean(top3)) and values["mrr"] == pytest.approx(np.mean(mrr))
@@ -237,7 +237,7 @@ def test_metrics_against_loops_over_tokens() -> None:
     of_living = [error for error, (_, dead) in zip(errors, absent, strict=True) if not dead]
     assert 0 < len(of_living) < len(errors)
     assert values["error_alive"] == pytest.approx(np.mean(of_living), rel=1e-5)
-    for name, wanted in rivals.items():
+    for name, wanted in baselines.items():
         assert values[f"error_{name}"] == pytest.approx(np.mean(wanted), rel=1e-5), name
     said, true = np.array(absent).T
     assert values["balanced_accuracy"] == pytest.approx((said[true].mean() + (~said)[~true].mean()) / 2)

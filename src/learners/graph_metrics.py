@@ -65,18 +65,18 @@ class Tokens:
 
     Attributes:
         target: [M] int64, code or ABSENT = K. truth: [M, D], features (zero where dead). real: [M, D], 1 for features
-            that exist, else 0. kind: [M], node type. rivals: other guesses [M, D] by name.
+            that exist, else 0. kind: [M], node type. baselines: other guesses [M, D] by name.
     """
 
     target: Tensor
     truth: Tensor
     real: Tensor
     kind: Tensor
-    rivals: Mapping[str, Tensor]
+    baselines: Mapping[str, Tensor]
 
 
 def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) -> Stats:
-    """Return accuracies, feature errors slot by slot and after matching, and the rivals' errors.
+    """Return accuracies, feature errors slot by slot and after matching, and the baselines' errors.
 
     log_p: [M, K + 1]. matched: [M], index of the target that each prediction is compared with after matching.
     """
@@ -92,8 +92,8 @@ def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) ->
     errors["error_matched"] = feature_error(guess.features, tokens.truth[matched], tokens.real)
     hits = {"accuracy": log_p.argmax(1) == tokens.target, "accuracy_matched": log_p.argmax(1) == tokens.target[matched]}
     errors["error_zeros"] = feature_error(torch.zeros_like(tokens.truth), tokens.truth, tokens.real)
-    for name, rival in tokens.rivals.items():
-        errors[f"error_{name}"] = feature_error(rival, tokens.truth, tokens.real)
+    for name, baseline in tokens.baselines.items():
+        errors[f"error_{name}"] = feature_error(baseline, tokens.truth, tokens.real)
     for name, values in {**errors, **{k: v.to(log_p.dtype) for k, v in hits.items()}}.items():
         stats[name] = mean_of(values)
         for kind in (ALLY, ENEMY):
@@ -110,14 +110,14 @@ def feature_error(guess: Tensor, truth: Tensor, real: Tensor) -> Tensor:
 def summarise(values: Mapping[str, float]) -> dict[str, float]:
     """Return means with what follows from them.
 
-    `balanced_accuracy`: mean of the recalls of ABSENT and alive. `error_rival`: the best of the rivals that stand for
-    *slot mean* and *last seen*. `error_ratio`: `error` over it.
+    `balanced_accuracy`: mean of the recalls of ABSENT and alive. `error_rival`: the best of the baselines *slot mean*
+    and *last seen*. `error_ratio`: `error` over it.
     """
     out = dict(values)
     if "recall_absent" in out and "recall_alive" in out:
         out["balanced_accuracy"] = (out["recall_absent"] + out["recall_alive"]) / 2
-    rivals = [out[name] for name in ("error_slot_mean", "error_last_seen", "error_last_seen_or_mean") if name in out]
-    if rivals:
-        out["error_rival"] = min(rivals)
+    baselines = [out[name] for name in ("error_slot_mean", "error_last_seen", "error_last_seen_or_mean") if name in out]
+    if baselines:
+        out["error_rival"] = min(baselines)
         out["error_ratio"] = out["error"] / max(out["error_rival"], 1e-12)
     return out

@@ -255,7 +255,7 @@ class PredictorLearner:
         last = graphs.seen_nodes[last_rows, sample.agents[:, None], nodes][sample.masked]
         never = never[sample.masked][:, None]
         mean = (self.predictor.slot_sum / self.predictor.slot_count.clamp(min=1)[:, None]).to(last.dtype)[slot]
-        rivals = {
+        baselines = {
             "slot_mean": mean,
             "last_seen": torch.where(never, 0.0, last),
             "last_seen_or_mean": torch.where(never, mean, last),
@@ -263,7 +263,7 @@ class PredictorLearner:
         }
         truth = graphs.full_nodes[sample.rows, sample.agents][sample.masked]
         real = self._real[slot].to(log_p.dtype)
-        tokens = Tokens(sample.target, truth, real, self._kinds[slot], rivals)
+        tokens = Tokens(sample.target, truth, real, self._kinds[slot], baselines)
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
         loss = -(log_p.gather(1, compared[:, None])[:, 0] * sample.weight.to(log_p.dtype)).sum()

@@ -1,4 +1,4 @@
-"""What time it is in a run, summed over all ranks, and what is due at that time."""
+"""Counters of a stage over all ranks, and events at regular intervals of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass
 class Counters:
-    """The global clock of one stage; the same on every rank, part of the checkpoint.
+    """The counters of one stage, equal on every rank and part of the checkpoint.
 
     Attributes:
         epoch: updates of a pre-training stage. t_env: environment steps. episodes: episodes played for training.
@@ -24,19 +24,19 @@ class Counters:
         return {name: int(value) for name, value in asdict(self).items()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Set all counters from `state_dict()`. Errors: KeyError where one is missing."""
+        """Restore `state_dict()`. Errors: KeyError for a missing counter."""
         for spec in fields(self):
             setattr(self, spec.name, int(state[spec.name]))
 
 
 class Every:
-    """Whether something that happens every `interval` of a clock is due: a function of the times asked about alone.
+    """Decides whether an event that happens every `interval` is due.
 
-    Due at the first time at or after each multiple of the interval, so that what has one interval comes together.
+    It is due at the first time at or after each multiple of the interval: events with the same interval coincide.
 
     Args:
-        interval: at least 1, in the clock's unit. first: be due at the first question already.
-        start: time up to which everything counts as done.
+        interval: at least 1, in the unit of the times. first: also due at the first call.
+        start: time of the last event.
     """
 
     def __init__(self, interval: int, *, first: bool = False, start: int = 0) -> None:
@@ -46,16 +46,16 @@ class Every:
         self.last: int | None = None if first else start
 
     def due(self, t: int) -> bool:
-        """Return True, and remember `t`, when a multiple of `interval` has been passed since it was last due."""
+        """Return True, and remember `t`, if a multiple of `interval` has been passed since the last event."""
         if self.last is not None and t // self.interval == self.last // self.interval:
             return False
         self.last = int(t)
         return True
 
     def state_dict(self) -> dict[str, int | None]:
-        """Return what has to be remembered."""
+        """Return the time of the last event."""
         return {"last": self.last}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Remember what `state_dict()` returned; the interval stays this object's own."""
+        """Restore `state_dict()`; the interval is not part of it."""
         self.last = state["last"]

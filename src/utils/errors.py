@@ -1,4 +1,4 @@
-"""Errors meant for the person at the terminal."""
+"""Errors that are shown to the user, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LONGEST_LINE = 1000
 
 
 class UserError(Exception):
-    """A mistake the user can mend: printed as one line plus at most two of help, exit code 2, no traceback.
+    """An error that the user can fix: one line plus at most two lines of help, exit code 2, no traceback.
 
     Args:
-        message: one line that names the key, the value and the mend.
+        message: one line with the key, the value and the fix.
         help_lines: at most two further lines.
 
     Attributes:
-        said_by_rank_0: rank 0 raises the same error, so that no other rank needs to print it.
+        said_by_rank_0: rank 0 raises the same error; other ranks do not print it.
     """
 
     def __init__(self, message: str, *help_lines: str) -> None:
@@ -29,47 +29,47 @@ class UserError(Exception):
         self.said_by_rank_0 = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the help lines, so that a worker's error arrives whole in the parent."""
+        """Pickle with the help lines, for the parent of a worker."""
         return (type(self), (self.message, *self.help_lines))
 
     def on_all_ranks(self) -> UserError:
-        """Note that rank 0 raises the same error; return this one."""
+        """Mark the error as one that rank 0 also raises; return it."""
         self.said_by_rank_0 = True
         return self
 
     def render(self) -> str:
-        """Return the text that the terminal shows."""
+        """Return the text for the terminal."""
         return "\n".join([f"error: {self.message}", *(f"  {line}" for line in self.help_lines)])
 
 
 def readable(text: str) -> str:
-    """Return `text` as one line that a terminal shows as it is: of a very long one the beginning and the end.
+    """Return `text` as one printable line, shortened in the middle if it is very long.
 
-    For every name that was found on disk and all that stands in a file: it may hold control characters.
+    Use it for names and contents of files, which may hold control characters.
     """
     line = visible(" ".join(text.split()))
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 255]} … {line[-250:]}"
 
 
 def visible(text: str, kept: str = "") -> str:
-    """Return `text` with characters that a terminal does not print escaped, but for those in `kept`."""
+    """Return `text` with unprintable characters escaped, except those in `kept`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 class RunFailed(RuntimeError):
-    """A run has ended without what it was for; the text says why, in a line for the person at the terminal."""
+    """A run has failed; the text is one line with the reason."""
 
 
 class RankFailed(RunFailed):
-    """One of several ranks has failed; the text says which, with that rank's own traceback."""
+    """One of several ranks has failed; the text holds its number and its traceback."""
 
 
 def exit_line(error: SystemExit) -> str:
-    """Return one line that says where a `sys.exit` ended the run, whatever exit code it asked for."""
-    # Some packages (W&B) replace `sys.exit` by a function of theirs, which may call another such function: the place
-    # looked for is the one before the first of them.
+    """Return one line on the place of the `sys.exit` that ended the run."""
+    # Packages such as W&B replace `sys.exit` by their own function, which calls the next one: the
+    # caller is in the frame before the first of them.
     hook = getattr(sys.exit, "__code__", None)
     where = "unknown place"
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -1,4 +1,4 @@
-"""Means over updates, episodes and ranks: sums and counts are collected, and divided once, when they are logged."""
+"""Means over updates, episodes and ranks: sums and counts are collected and divided when they are logged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Number = Tensor | float
 
 
 class Metrics:
-    """Running sums and counts by name. Tensors stay on their device, and nothing waits for them before `reduce`."""
+    """Running sums and counts by name. Tensors stay on their device; only `reduce` waits for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Number] = {}
@@ -27,22 +27,13 @@ class Metrics:
             self._counts[key] = _plus(self._counts.get(key), count)
 
     def reduce(self, dist: Dist) -> dict[str, float]:
-        """Return the sum of all sums over the sum of all counts, over all ranks, by name, and start again from nothing.
-
-        Every rank gets the same. Names may differ between ranks; a name that nobody counted anything for is left out.
-        """
+        """Return the means over all ranks by name and clear the sums; a collective, equal on every rank."""
         parts = dist.gather(self.state_dict())
         self.clear()
-        totals: dict[str, list[float]] = {}
-        for part in parts:
-            for name, (total, count) in part.items():
-                both = totals.setdefault(name, [0.0, 0.0])
-                both[0] += total
-                both[1] += count
-        return {name: total / count for name, (total, count) in totals.items() if count != 0}
+        return means(parts)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all sums and counts."""
         self._sums.clear()
         self._counts.clear()
 
@@ -58,8 +49,22 @@ class Metrics:
         self.add(state)
 
 
+def means(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Return the sum of all sums over the sum of all counts by name, without names whose count is 0.
+
+    parts: (sum, count) by name, one part for each rank; the names may differ.
+    """
+    totals: dict[str, list[float]] = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            both = totals.setdefault(name, [0.0, 0.0])
+            both[0] += total
+            both[1] += count
+    return {name: total / count for name, (total, count) in totals.items() if count != 0}
+
+
 def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums of numbers by name; a name need not be in all parts."""
+    """Return the sums of numbers by name; the names may differ between the parts."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -68,7 +73,7 @@ def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _plus(total: Number | None, value: Number) -> Number:
-    """Return `total + value` in double precision, without waiting for the device."""
+    """Return `total + value` in double precision without waiting for the device."""
     if isinstance(value, Tensor):
         value = value.detach()
         if total is None:
@@ -82,7 +87,7 @@ def _plus(total: Number | None, value: Number) -> Number:
 
 
 def _numbers(values: list[Number]) -> list[float]:
-    """Return the values as floats, with one wait per device."""
+    """Return the values as floats; waits once per device."""
     out = [0.0] * len(values)
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(values):

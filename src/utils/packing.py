@@ -1,8 +1,8 @@
-"""Ragged episodes without padding: the rows of a batch stand packed, time step by time step.
+"""Batches of episodes of different lengths without padding, packed time step by time step.
 
-An episode of L steps has L + 1 rows: row t holds what was seen before action t, that action and what followed; the last
-row holds the closing observation only. Episodes stand in order of falling length, so that step t of all episodes that
-reach it is one contiguous block of `batch_sizes[t]` rows. S is the number of rows of all episodes together.
+An episode of L steps has L + 1 rows: row t holds the observation before action t, the action and its result; the last
+row holds the closing observation only. Episodes are sorted by decreasing length: step t of all episodes that reach it
+is one contiguous block of `batch_sizes[t]` rows. S is the number of rows of all episodes together.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each row of a packed batch belongs.
+    """The place of each row of a packed batch in its episode.
 
     Args:
-        lengths: rows of each episode, falling, all ≥ 1.
+        lengths: rows of each episode, decreasing, all ≥ 1.
     """
 
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if any(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False)) or min(self.lengths) < 1:
-            raise ValueError("a packing needs falling lengths of at least one row")
+            raise ValueError("a packing needs decreasing lengths of at least one row")
 
     @property
     def n_episodes(self) -> int:
@@ -42,7 +42,7 @@ class Packing:
 
     @cached_property
     def batch_sizes(self) -> list[int]:
-        """Episodes that reach each time step, [T], falling."""
+        """Number of episodes that reach each time step, [T], decreasing."""
         lengths = np.asarray(self.lengths)
         return [int(k) for k in (lengths[None, :] > np.arange(self.n_steps)[:, None]).sum(axis=1)]
 
@@ -65,17 +65,17 @@ class Packing:
 
     @cached_property
     def closing(self) -> Tensor:
-        """Whether a row is its episode's closing observation, [S] bool (CPU)."""
+        """True for the closing observation of an episode, [S] bool (CPU)."""
         return self.step == torch.tensor(self.lengths)[self.episode] - 1
 
     def pad(self, packed: Tensor, fill: float = 0) -> Tensor:
-        """Lay packed rows [S, ...] out as [B, T, ...], with `fill` where an episode has ended."""
+        """Return packed rows [S, ...] as [B, T, ...], with `fill` after the end of an episode."""
         out = packed.new_full((self.n_episodes, self.n_steps, *packed.shape[1:]), fill)
         out[self.episode.to(packed.device), self.step.to(packed.device)] = packed
         return out
 
     def pack(self, padded: Tensor) -> Tensor:
-        """Take the rows that exist out of [B, T, ...]: [S, ...]."""
+        """Return the existing rows of [B, T, ...] as [S, ...]."""
         return padded[self.episode.to(padded.device), self.step.to(padded.device)]
 
 
@@ -121,12 +121,12 @@ class PackedBatch:
 
     @property
     def valid_mask(self) -> Tensor:
-        """Whether a step was taken from this row (all but the closing rows), [S] bool, on the batch's device."""
+        """True for rows with a step, which are all but the closing rows, [S] bool, on the batch's device."""
         return ~self.packing.closing.to(self.device)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return next(iter(self.data.values())).device
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -135,7 +135,7 @@ class PackedBatch:
         return replace(self, data=moved)
 
     def pinned(self) -> PackedBatch:
-        """Return a copy in page-locked memory, from which a GPU copies while both go on; needs CUDA."""
+        """Return a copy in page-locked memory, for asynchronous copies to a GPU; needs CUDA."""
         held = {name: value.pin_memory() for name, value in self.data.items()}
         return replace(self, data=held)
 
@@ -181,10 +181,10 @@ def meta_of(episode: Episode) -> EpisodeMeta:
 
 
 def time_order(rows: Sequence[int]) -> tuple[Packing, tuple[int, ...], Tensor]:
-    """Return how episodes of so many `rows` are packed.
+    """Return the packing of episodes with these numbers of `rows`.
 
-    Returns the packing, the order in which the episodes stand in it, and of each of its S rows the place that it has
-    when the episodes are laid one after another in that order ([S] int64).
+    Returns the packing, the order of the episodes in it, and for each of its S rows the index in the concatenation of
+    the episodes in that order ([S] int64).
     """
     order = tuple(sorted(range(len(rows)), key=lambda i: -rows[i]))
     packing = Packing(tuple(rows[i] for i in order))
@@ -193,9 +193,9 @@ def time_order(rows: Sequence[int]) -> tuple[Packing, tuple[int, ...], Tensor]:
 
 
 def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:
-    """Pack episodes; the order in which they are given is kept in `sample_index`. All must have the same names."""
+    """Pack episodes with equal names; `sample_index` keeps the order in which they were given."""
     packing, order, gather = time_order([len(next(iter(episode.values()))) for episode in episodes])
-    # Episode after episode first (cheap concatenation), then one gather into time order.
+    # Concatenating episodes first, then one gather into time order, is the cheapest way.
     laid = {name: torch.cat([episodes[i][name] for i in order]) for name in episodes[0]}
     data = {name: value.index_select(0, gather.to(value.device)) for name, value in laid.items()}
     return PackedBatch(data, packing, order, tuple(meta_of(episodes[i]) for i in order))

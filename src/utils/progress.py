@@ -1,4 +1,4 @@
-"""A bar for long work, and log lines that do not tear it."""
+"""Progress bars, and log lines that do not disturb them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tqdm import tqdm
 from omagd.utils.writing import OUTPUT, STORAGE, drop_lost_output
 
 GONE = frozenset({errno.EIO, errno.EPIPE})
-"""Errors of a terminal that was closed, and of a pipe that nobody reads."""
+"""Errors of a closed terminal and of a pipe without a reader."""
 
 ECHO = 2
 """Columns of ^C."""
 
-# One bar per process: tqdm's default lock is a semaphore between processes, which an ended worker leaves behind.
+# tqdm's default lock is a semaphore between processes, which a dead worker would leave behind.
 tqdm.set_lock(threading.RLock())
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it: `48 s`, `9 min 05 s`, `3 h 07 min`."""
+    """Return a duration as text: `48 s`, `9 min 05 s`, `3 h 07 min`."""
     whole = int(round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """Leaves room at the end of the line for the ^C that a terminal shows: else it would go over to the next line."""
+    """A bar that leaves space for the ^C of a terminal, which would wrap to the next line otherwise."""
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -44,11 +44,11 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
 
 class Progress:
-    """How far long work is, how fast it goes and how long it will take, on stderr; quiet where that is no terminal.
+    """A progress bar with speed and time left on stderr; nothing if that is no terminal.
 
     Args:
-        total: where it ends, in `unit`. unit: what is counted ("step", "epoch", "episode").
-        description: what is done. enabled: False on other ranks. initial: where it starts, after a restart.
+        total: the end, in `unit`. unit: "step", "epoch" or "episode".
+        description: text before the bar. enabled: False on ranks other than 0. initial: the start, after a restart.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class Progress:
         self._at = initial
 
     def update(self, amount: int) -> None:
-        """Go `amount` further."""
+        """Advance by `amount`."""
         self.set(self._at + amount)
 
     def set(self, at: int, total: int | None = None) -> None:
-        """Go to `at`; a clock that passes the total fills the bar and no more. total: a new estimate of the end."""
+        """Set the position to `at`, at most the total. total: a new estimate of the end."""
         self._at = at
         if not self._bar.disable:
             self._bar.total = self._bar.total if total is None else total
             self._bar.update(max(0, min(at, self._bar.total) - self._bar.n))
 
     def note(self, **values: float) -> None:
-        """Show values behind the bar."""
+        """Show values after the bar."""
         if not self._bar.disable:
             self._bar.set_postfix({name: f"{value:.3g}" for name, value in values.items()}, refresh=False)
 
     def close(self) -> None:
-        """Take the bar away. May be called twice."""
+        """Remove the bar. May be called twice."""
         self._bar.close()
 
     def __enter__(self) -> Self:
@@ -99,7 +99,7 @@ class Progress:
 
 
 def _show(text: str, stream: TextIO) -> None:
-    """Write a line; its reader may have gone, or the disk be full that it is sent to."""
+    """Write a line; a closed reader or a full disk is recorded, not raised."""
     try:
         tqdm.write(text, file=stream)
         stream.flush()
@@ -113,20 +113,20 @@ def _show(text: str, stream: TextIO) -> None:
 
 
 def close_bars() -> None:
-    """Take all bars away, as before the last lines of a run that was interrupted."""
+    """Remove all bars, before the last lines of an interrupted run."""
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
     with contextlib.suppress(OSError, ValueError):
-        if sys.stderr.isatty():  # the terminal has shown Ctrl-C as ^C behind the bar
+        if sys.stderr.isatty():  # erase the ^C that the terminal has printed
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
 
 class BarSafeHandler(logging.Handler):
-    """Writes log lines above the bars instead of through them.
+    """Writes log lines above the bars.
 
     Args:
-        stream: where to; this process's stdout at the time of writing if None.
+        stream: output; None: the process's stdout at the time of writing.
     """
 
     def __init__(self, stream: TextIO | None = None, level: int = logging.INFO) -> None:
@@ -139,5 +139,5 @@ class BarSafeHandler(logging.Handler):
             stream = self._stream or sys.stdout
             with STORAGE.logging():
                 _show(self.format(record), stream)
-        except Exception:  # noqa: BLE001 (as every logging handler does)
+        except Exception:  # noqa: BLE001 (like every logging handler)
             self.handleError(record)

@@ -1,4 +1,4 @@
-"""Registries: names in the configuration become objects here, and plugins add their own."""
+"""Registries: names in the configuration stand for classes; plug-ins add their own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Objects of one kind by name: registered by decorator, lazily by import string, or by a plugin's entry point.
+    """Objects of one kind by name, from a decorator, an import string or a plug-in's entry point.
 
     Args:
-        kind: what the names stand for, singular, used in messages ("learner").
+        kind: of the objects, singular, for messages ("learner").
         group: entry-point group that other packages use ("omagd.learners").
-        lazy: import strings "package.module:attribute" by name, imported on first use only.
+        lazy: import strings "package.module:attribute" by name, imported at the first use.
     """
 
     def __init__(self, kind: str, group: str, lazy: dict[str, str] | None = None) -> None:
@@ -32,7 +32,7 @@ class Registry(Generic[T]):
         """Return a decorator that registers its object under `name`. A taken name raises ValueError."""
 
         def add(obj: T) -> T:
-            # A lazy entry is fulfilled by the decorator in its own module; anything else is a clash.
+            # A module whose lazy entry is being loaded may register the same name.
             if name in self._objects and self._objects[name] is not obj:
                 raise ValueError(f"{self.kind} '{name}' is registered twice")
             self._objects[name] = obj
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
         return self._objects[name]
 
     def names(self) -> list[str]:
-        """Return all known names, sorted; imports nothing."""
+        """Return all names, sorted, without importing anything."""
         self._read_plugins()
         return sorted({*self._objects, *self._lazy})
 
@@ -59,7 +59,7 @@ class Registry(Generic[T]):
         return name in self.names()
 
     def _load(self, name: str) -> T:
-        """Import what `name` stands for. Errors: UserError where a package registers what it does not have."""
+        """Import the object called `name`. Errors: UserError if its package does not have it."""
         module, _, attribute = self._lazy[name].partition(":")
         try:
             loaded = importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""One battle moment in three panels: as one agent sees it, as it is reconstructed, and as it was."""
+"""Draws one moment of a battle in three panels: as one agent sees it, as reconstructed, as it was."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def battle_nodes(
     own_health: int = -1,
     guessed: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
-    """Return what `battle_moment` draws, from one agent's graph.
+    """Return the units that `battle_moment` draws, from one agent's graph.
 
     Args:
         nodes: [N, D], self first. node_types: [N] of 0 self, 1 ally, 2 enemy.
-        scale: cells that a relative position of 1 stands for, the sight range.
+        scale: cells for a relative position of 1, the sight range.
         position: columns of relative x and y. health: its column among other units' features, -1 where not shown.
         own_health: its column in the first node, -1 where not shown. guessed: [N] bool.
     """
@@ -75,12 +75,12 @@ def battle_moment(
     Args:
         out_png: the picture. seen, reconstructed, truth: the same units in the same order, each
             `{type: self | ally | enemy, slot, x, y, health, present, guessed}`: x and y in cells relative to the agent,
-            health 0 to 1 or None, present False for what is not there, guessed for what was filled in. Slots of allies
+            health 0 to 1 or None, present False for absent units, guessed True for reconstructed ones. Slots of allies
             are in the order of agents, without the observer; those of enemies are their numbers.
-        info: `label` (environment and map), `step`, `agent` (who observes), `sight` in cells; where wanted `errors`,
+        info: `label` (environment and map), `step`, `agent` (the observer), `sight` in cells; optionally `errors`,
             numbers by name.
 
-    Errors: ValueError when the three do not list the same units.
+    Errors: ValueError if the three lists differ in their units.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -123,14 +123,14 @@ def _id(node: Mapping[str, Any], observer: int) -> str:
 
 
 def _view(nodes: Nodes, sight: float) -> _View:
-    """Return the smallest view with all units and the sight circle in it, at most 3.2 sights wide to each side."""
+    """Return the smallest view that holds all units and the sight circle, at most 3.2 sight ranges to each side."""
     reach = [max(abs(n["x"]), abs(n["y"])) for n in nodes if n["present"]]
     limit = min(max([sight * 1.1, *(r * 1.08 + 0.6 for r in reach)]), 3.2 * sight)
     return _View(limit, 0.052 * limit, sight)
 
 
 def _notes(seen: Nodes, reconstructed: Nodes, truth: Nodes) -> tuple[str, str, str]:
-    """Return what is said below the names of the panels, counted over all units but the agent itself."""
+    """Return the line below each panel's name, with counts over all units except the agent."""
     alive = [n for n in truth if n["present"] and n["type"] != "self"]
     in_sight = [n for n in seen if n["present"] and n["type"] != "self"]
     guesses = [n for n in reconstructed if n["guessed"] and n["present"]]
@@ -152,7 +152,7 @@ def _pairs(reconstructed: Nodes, truth: Nodes) -> list[tuple[Mapping[str, Any], 
 
 
 def _ground(axis: Any, view: _View) -> None:
-    """Draw fog, what lies within sight, and rings to judge distances by."""
+    """Draw fog, the area in sight, and rings at equal distances."""
     from matplotlib.patches import Circle
 
     axis.set_facecolor(FOG)
@@ -184,7 +184,7 @@ def _heading(axis: Any, name: str, note: str) -> None:
 
 
 def _error_lines(axis: Any, reconstructed: Nodes, truth: Nodes, view: _View) -> None:
-    """Join every guess to where the unit really was, and say which believed living one was dead."""
+    """Draw a line from every guess to the real position; mark guesses of dead units."""
     for guess, real in _pairs(reconstructed, truth):
         colour = COLOURS[guess["type"]]
         axis.plot([guess["x"], real["x"]], [guess["y"], real["y"]], color=colour, lw=1.1, ls=":", alpha=0.9, zorder=3)
@@ -198,7 +198,7 @@ def _error_lines(axis: Any, reconstructed: Nodes, truth: Nodes, view: _View) -> 
 def _unit(axis: Any, node: Mapping[str, Any], name: str, view: _View, depth: float) -> None:
     """Draw one unit: shape and colour by type, hollow if guessed, health as a ring around it; `name` in or below it.
 
-    depth: drawing order; what is nearer to the agent lies on top, whole.
+    depth: drawing order; units near the agent are on top.
     """
     from matplotlib.patches import Arc, Circle
     from matplotlib.patheffects import withStroke
@@ -213,7 +213,7 @@ def _unit(axis: Any, node: Mapping[str, Any], name: str, view: _View, depth: flo
         arc = Arc((x, y), 2 * r, 2 * r, theta1=90 - 360 * share, theta2=90, color=colour, lw=2.6, zorder=depth)
         arc.set_linestyle(GUESS_RING if guessed else "-")
         axis.add_patch(arc)
-    own = node["type"] == "self"  # a star has no room for it
+    own = node["type"] == "self"  # a star is too small for text
     ground = [withStroke(linewidth=1.6, foreground=BACKGROUND if guessed or own else colour)]
     axis.text(
         x, y - 1.2 * r if own else y, name, color=colour if guessed or own else BACKGROUND,
@@ -223,7 +223,7 @@ def _unit(axis: Any, node: Mapping[str, Any], name: str, view: _View, depth: flo
 
 
 def _body(kind: str, x: float, y: float, r: float, guessed: bool) -> Any:
-    """Return the shape of a unit, hollow where it is a guess."""
+    """Return the shape of a unit, hollow for a guess."""
     from matplotlib.patches import Circle, Polygon, RegularPolygon
 
     colour = COLOURS[kind]
@@ -249,12 +249,12 @@ def _title(figure: Any, info: Mapping[str, Any]) -> None:
 
 
 def _legend(figure: Any, observer: str) -> None:
-    """Explain the marks in one line at the lower left, with the shapes that the panels have."""
+    """Draw the legend in one line at the lower left."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Circle, Patch
 
     class Mark(Patch):
-        """Units of these kinds, side by side."""
+        """A legend entry: units of these kinds, side by side."""
 
         def __init__(self, *kinds: str, label: str, guessed: bool = False) -> None:
             super().__init__(label=label)

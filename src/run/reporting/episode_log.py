@@ -1,4 +1,4 @@
-"""One line for each episode that training has played: `episodes/rank_<r>.jsonl`."""
+"""The log of episodes: `episodes/rank_<r>.jsonl`, one line for each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from omagd.utils.writing import STORAGE, AppendFile
 
 
 class EpisodeLog:
-    """Appends to a rank's notes; a run that goes on from a checkpoint cuts them back first.
+    """Appends episodes to a rank's file; a resumed run truncates the file first.
 
     Args:
-        path: the file; made with the first episode.
+        path: the file, created with the first episode.
     """
 
     def __init__(self, path: Path) -> None:
@@ -23,13 +23,13 @@ class EpisodeLog:
         self._file = AppendFile(path)
 
     def write(self, episodes: Iterable[Mapping[str, Any]], **common: Any) -> None:
-        """Note episodes, each with what they have in `common` in front."""
+        """Write episodes, each with the `common` values in front."""
         lines = [json.dumps(plain({**common, **episode, **common}), allow_nan=False) for episode in episodes]
         if lines:
             self._file.write(("\n".join(lines) + "\n").encode())
 
     def size(self) -> int:
-        """Return the bytes of all lines so far, with those that wait for room on the disk."""
+        """Return the bytes of all lines so far, including lines that wait for space on the disk."""
         return STORAGE.size(self.path)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Curves of a run as one picture, read back from its `metrics.jsonl`."""
+"""Plots of a run: curves from `metrics.jsonl`, histograms of an evaluation's episodes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CLOCK_LABELS = {"t_env": "environment steps", "epoch": "epoch"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One small diagram: the metrics of `stage` that it shows, each `(name, legend)`.
+    """One small diagram with the metrics `lines` of `stage`, each `(name, legend)`.
 
-    unit: of the y axis. top: its upper end if it is known. log: logarithmic where all values are positive.
+    unit: of the y axis. top: its upper end, if fixed. log: logarithmic if all values are positive.
     """
 
     stage: str
@@ -96,7 +96,7 @@ PANELS = (
 
 
 def read_metrics(jsonl_path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a `metrics.jsonl`; a half-written line of a run that was killed is passed over."""
+    """Yield the objects of a `metrics.jsonl`; skips the half-written line of a killed run."""
     with Path(jsonl_path).open(encoding="utf-8") as file:
         for line in file:
             try:
@@ -108,10 +108,10 @@ def read_metrics(jsonl_path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path | None:
-    """Draw what a run's `metrics.jsonl` holds as small diagrams; return the path, None when there is nothing to draw.
+    """Draw the values of a run's `metrics.jsonl`; return the path, None if there is nothing to draw.
 
-    label: environment and map, part of the title ("skirmish 3m"); from `env_info.json` beside the metrics if empty.
-    Configuration, seed and ranks are those of `card.json` beside them, if it is there.
+    label: environment and map for the title ("skirmish 3m"); if empty, from `env_info.json` in the same folder.
+    Configuration, seed and ranks come from `card.json` there, if it exists.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -125,7 +125,7 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     figure = Figure(figsize=(4.9 * columns, 3.3 * rows + 0.6), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     title = _title(Path(jsonl_path), label)
-    size = min(15.0, 500 * columns / len(title))  # points, so that it fits the width
+    size = min(15.0, 500 * columns / len(title))  # points that fit the width
     figure.suptitle(title, fontsize=size, weight="bold", color=INK)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis, (panel, lines) in zip(axes, found, strict=False):
@@ -175,7 +175,7 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
         axis.set_xlabel(unit, fontsize=9, color=FAINT)
         axis.set_ylabel("episodes", fontsize=9, color=FAINT)
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # room for the legend
+        axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # space for the legend
         if name == "length":
             axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         _dress(axis, legend=len(groups) > 1)
@@ -191,17 +191,17 @@ def _label_beside(jsonl_path: Path) -> str:
 
 
 def _title(jsonl_path: Path, label: str) -> str:
-    """Return what was trained: environment and map, configuration, seed, ranks, as far as it is known."""
+    """Return the title: environment and map, configuration, seed and ranks, as far as they are known."""
     parts = [label or _label_beside(jsonl_path)]
-    told = read_entry(jsonl_path.with_name("card.json")).get("told")
-    if isinstance(told, dict) and {"name", "seed", "ranks"} <= told.keys():
-        parts += [str(told["name"]), f"seed {told['seed']}", f"{told['ranks']} rank{'s' * (told['ranks'] != 1)}"]
+    facts = read_entry(jsonl_path.with_name("card.json")).get("told")
+    if isinstance(facts, dict) and {"name", "seed", "ranks"} <= facts.keys():
+        parts += [str(facts["name"]), f"seed {facts['seed']}", f"{facts['ranks']} rank{'s' * (facts['ranks'] != 1)}"]
     text = " · ".join(part for part in parts if part)
     return f"{text}: training" if text else "Training"
 
 
 def _extent(stage: str, found: Sequence[tuple[Panel, Sequence[Line]]]) -> tuple[float, float]:
-    """Return the same ends of the x axis for all panels of a stage: their earliest and latest times, and a margin."""
+    """Return the common x range of all panels of a stage: earliest and latest time, with a margin."""
     times = [time for panel, lines in found if panel.stage == stage for line in lines for time in line[2]]
     low, high = min(times), max(times)
     margin = 0.04 * (high - low) or 0.5
@@ -209,7 +209,7 @@ def _extent(stage: str, found: Sequence[tuple[Panel, Sequence[Line]]]) -> tuple[
 
 
 def _bins(name: str, values: Sequence[float]) -> int | list[float]:
-    """Return the bins of a histogram: of whole numbers of steps one for each, or for equally many of them."""
+    """Return the bins of a histogram: 20, or for lengths bins of equally many whole steps."""
     if name != "length" or not values:
         return 20
     low, high = int(min(values)), int(max(values))
@@ -234,7 +234,7 @@ def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
-    """Draw one panel: thick lines, dots while there are few points, a legend where there is more than one line."""
+    """Draw one panel: dots if there are few points, a legend if there are several lines."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     colours = iter(PALETTE)
@@ -260,7 +260,7 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
 
 
 def _dress(axis: Any, legend: bool, below: bool = False) -> None:
-    """Give a diagram its grid, ticks and frame, and a legend if it shall have one; below it, where it hides no line."""
+    """Set grid, ticks and frame, and a legend if asked for, `below` the axes if it would cover lines."""
     axis.grid(color=GRID, lw=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5, colors=FAINT, length=0)

@@ -1,4 +1,4 @@
-"""What a rank measures of itself while it runs, and what all ranks make of it when a record is written."""
+"""Profiling of one rank: time by phase, traces, memory, speed; and their reduction over all ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from omagd.run.memory_budget import over_ranks, usage
 from omagd.utils.dist_utils import Dist
+from omagd.utils.metrics import means
 from omagd.utils.writing import STORAGE
 
 Pairs = dict[str, tuple[float, float]]
@@ -22,15 +23,13 @@ OTHER = "other"
 
 
 class Phases:
-    """Timers by name. A phase inside another one interrupts it, so that all phases and `other` add up to the wall.
+    """Timers by name. A nested phase interrupts the outer one: all phases and `other` add up to the wall time.
 
-    What has a clock of its own (the ranks' waiting, the reconstructor) is told by `watch`: the seconds that it counts
-    within a phase are taken from that phase.
+    Work with its own timer (waiting for ranks, the reconstructor) is added by `watch` and subtracted from its phase.
 
     Args:
-        synchronise: called before every reading of the clock, to wait for a device that works asynchronously; None
-            leaves the order of work as it is.
-        mark: opens a named context around every phase, such as a profiler's annotation; None for nothing.
+        synchronise: called before every reading of the clock, to wait for an asynchronous device; None: do not wait.
+        mark: opens a named context around every phase, such as a profiler's annotation; None: no context.
     """
 
     def __init__(
@@ -41,14 +40,13 @@ class Phases:
         self.synchronise = synchronise
         self.mark = mark
         self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
         self._open: list[str] = []
         self._watched: dict[str, tuple[Callable[[], float], float]] = {}
         self._at = self._turned = time.perf_counter()
 
     @property
     def current(self) -> tuple[str, float]:
-        """The phase that runs, and the moment (of `time.perf_counter`) at which it began or was taken up again."""
+        """The running phase and the time (`time.perf_counter`) since which it has run without interruption."""
         return (self._open[-1] if self._open else OTHER), self._turned
 
     @contextmanager
@@ -57,7 +55,6 @@ class Phases:
         self._turn()
         self._open.append(name)
         self._turned = time.perf_counter()
-        self.calls[name] = self.calls.get(name, 0) + 1
         try:
             with self.mark(name) if self.mark is not None else nullcontext():  # type: ignore[attr-defined]
                 yield
@@ -67,28 +64,24 @@ class Phases:
             self._turned = time.perf_counter()
 
     def watch(self, name: str, seconds: Callable[[], float]) -> None:
-        """From now on count as `name` what a running total, in seconds, grows by; a second call replaces the first."""
+        """Count the increase of a running total of seconds as `name` from now on; a second call replaces the first."""
         self._turn()
         self._watched[name] = (seconds, seconds())
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds of every phase since the beginning, up to this moment."""
+        """Return the seconds of every phase since the beginning."""
         self._turn()
         return dict(self.seconds)
 
-    def since(self, before: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds of every phase since `before`, which `totals` gave."""
-        return {name: value - before.get(name, 0.0) for name, value in self.totals().items()}
-
     def _turn(self) -> None:
-        """Give the time since the last reading to whose it was."""
+        """Add the time since the last reading to the watched timers and the running phase."""
         if self.synchronise is not None:
             self.synchronise()
         now = time.perf_counter()
         passed, self._at = now - self._at, now
         for name, (read, before) in self._watched.items():
             after = read()
-            apart = min(max(after - before, 0.0), passed)  # a clock that ran in a thread of its own cannot take more
+            apart = min(max(after - before, 0.0), passed)  # a timer in another thread may have run longer
             self._watched[name] = (read, after)
             passed -= apart
             self._add(name, apart)
@@ -98,24 +91,28 @@ class Phases:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
+def _since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+
 def shares(seconds: Mapping[str, float]) -> Pairs:
-    """Return `time/<phase>` as pairs whose quotient is the phase's share of the wall, a mean over ranks."""
+    """Return `time/<phase>` as (seconds, wall seconds) pairs; their quotient is the mean share over ranks."""
     wall = sum(seconds.values())
     return {f"time/{name}": (value, wall) for name, value in seconds.items() if name != OTHER or value > 0}
 
 
 SKIPPED = 2
-"""Iterations with an update that pass first: allocations and first calls are not what a run spends its time on."""
+"""Iterations with an update before a trace begins, since first calls and allocations are not typical."""
 
 RECORDED = 3
 """Iterations at most in a trace."""
 
 ENOUGH_SECONDS = 0.3
-"""Once this much is recorded no further iteration is added, which bounds the file."""
+"""A trace of this length takes no further iteration, which bounds the file."""
 
 
 class Tracer:
-    """Records a few whole iterations and writes them as one file.
+    """Records a few whole iterations with torch's profiler and writes them to one file.
 
     Args:
         path: the trace's file. gpu: record the kernels of the GPU as well.
@@ -131,7 +128,7 @@ class Tracer:
         self._over = False
 
     def step(self, learned: bool) -> bool:
-        """Say that an iteration has ended, one with an update if `learned`; return whether the file is written now."""
+        """End an iteration, `learned` if it had an update; return whether the file was written."""
         if self._over:
             return False
         if self._profile is None:
@@ -145,7 +142,7 @@ class Tracer:
         return self.close()
 
     def close(self) -> bool:
-        """Write what has been recorded of whole iterations; return whether there was anything."""
+        """Write the recorded iterations; return whether there is a file."""
         self._over = True
         running, self._profile = self._profile, None
         if running is None:
@@ -166,11 +163,11 @@ class Tracer:
 
 
 class Profiler:
-    """Phases, waiting, memory and speed of one rank.
+    """Measures the phases, communication, memory and speed of one rank.
 
     Args:
-        dist: the ranks. each: show every rank's memory, not only the largest.
-        traces: folder for the profiler's traces; None for no profiling. Under profiling the phases wait for the GPU.
+        dist: the ranks. each: report every rank's memory, not only the largest.
+        traces: folder for traces; None for no tracing. With tracing, phases wait for the GPU.
     """
 
     def __init__(self, dist: Dist | None = None, *, each: bool = False, traces: Path | None = None) -> None:
@@ -192,7 +189,7 @@ class Profiler:
         self.begin("")
 
     def begin(self, stage: str) -> None:
-        """Start to count for a stage."""
+        """Start a stage."""
         self.stage = stage
         self._from = self._last = self.phases.totals()
         self._updates, self._waited, self._syncs = 0, self.dist.waits.seconds, self.dist.waits.calls
@@ -201,9 +198,9 @@ class Profiler:
             self.tracer = Tracer(path, self.dist.device.type == "cuda")
 
     def watch_acting(self, mac: Any) -> None:
-        """Count the seconds of a controller's reconstructor, where it has one, as `reconstruct`.
+        """Count the time of a controller's reconstructor, if it has one, as `reconstruct`.
 
-        It counts `seconds`, `calls` (ticks) and `frames` (what agents saw, with something missing) by itself.
+        The reconstructor counts its `seconds`, `calls` (ticks) and `frames` (agents' views with unseen units).
         """
         reconstructor = getattr(mac, "reconstructor", None)
         if reconstructor is not None:
@@ -211,24 +208,24 @@ class Profiler:
             self._acted = _counts(reconstructor)
             self.phases.watch("reconstruct", lambda: float(reconstructor.seconds))
 
-    def go_on_from(self, updates: int) -> None:
-        """Count updates from those that a loaded training has behind it."""
+    def resume_at(self, updates: int) -> None:
+        """Start the update counter at that of a resumed stage."""
         self._updates = updates
 
     def end(self) -> dict[str, float]:
-        """End a stage: write what the profiler has; return the `summary`."""
+        """End a stage: write the trace; return the `summary`."""
         if self.tracer is not None:
             self.tracer.close()
             self.tracer = None
         return self.summary()
 
     def record(self, updates: int) -> dict[str, float]:
-        """Return shares of the phases, speed and memory over all ranks since the last call. The same on every rank.
+        """Return time shares, speed and memory over all ranks since the last call; a collective, equal on every rank.
 
         updates: optimisation steps since the stage began.
         """
         now, waits = self.phases.totals(), self.dist.waits
-        seconds = {name: value - self._last.get(name, 0.0) for name, value in now.items()}
+        seconds = _since(self._last, now)
         pairs = shares(seconds)
         pairs["updates_per_second"] = (float(updates - self._updates), sum(seconds.values()))
         pairs["communicate_ms_per_sync"] = (1e3 * (waits.seconds - self._waited), float(waits.calls - self._syncs))
@@ -239,18 +236,11 @@ class Profiler:
             pairs["reconstruct_frames_per_tick"] = (frames, ticks)
         self._last, self._updates, self._waited, self._syncs = now, updates, waits.seconds, waits.calls
         parts = self.dist.gather((pairs, usage(self.dist.device)))
-        names = {name: None for mine, _ in parts for name in mine}
-        values: dict[str, float] = {}
-        for name in names:
-            total = sum(mine[name][0] for mine, _ in parts if name in mine)
-            count = sum(mine[name][1] for mine, _ in parts if name in mine)
-            if count > 0:
-                values[name] = total / count
-        return {**values, **over_ranks([memory for _, memory in parts], self.each)}
+        return {**means(mine for mine, _ in parts), **over_ranks([memory for _, memory in parts], self.each)}
 
     def summary(self) -> dict[str, float]:
         """Return the seconds of every phase since the stage began, means over ranks, and their sum as `wall`."""
-        parts = self.dist.gather(self.phases.since(self._from))
+        parts = self.dist.gather(_since(self._from, self.phases.totals()))
         names = [name for name in {name: None for part in parts for name in part} if name != OTHER]
         means = {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in [*names, OTHER]}
         return {"wall": sum(means.values()), **{name: value for name, value in means.items() if value > 0}}

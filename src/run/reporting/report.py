@@ -1,4 +1,4 @@
-"""What a run says at its end: `summary.json`, the closing text, and the table over several seeds."""
+"""Summaries: `summary.json`, the text at the end of a run, and tables over seeds and runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADLINES = {
     "return": "test_return_mean",
     "best_return": "best_test_return_mean",
 }
-"""Names in the summary, and of the values of stage 3 that they repeat."""
+"""Headline numbers of the summary, and the stage 3 values that they repeat."""
 
 SHOWN = {
     "graph_loss": "loss",
@@ -30,7 +30,7 @@ SHOWN = {
     "top1": "top-1 accuracy",
     "balanced_accuracy": "dead or alive",
     "error": "feature error",
-    "error_rival": "best rival's",
+    "error_rival": "best baseline",
     "test_battle_won_mean": "win rate",
     "test_return_mean": "return",
     "test_ep_length_mean": "episode length",
@@ -38,21 +38,21 @@ SHOWN = {
     "restarts": "games restarted",
     "worker_restarts": "workers restarted",
     "policy_error": "belief error",
-    "policy_error_rival": "best rival's",
+    "policy_error_rival": "best baseline",
     "policy_balanced_accuracy": "dead or alive",
 }
-"""Values of a stage that the closing text shows, where they are there, and what it calls them."""
+"""Values of a stage that the closing text shows, with their labels."""
 
 LEAST_SHARE = 0.01
-"""Phases with less of every stage are left out of the closing text."""
+"""Phases with a smaller share in every stage are left out of the closing text."""
 
 Summary = Mapping[str, Any]
 
 
 def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
-    """Complete `values` by the headline numbers, the updates of all stages and the artifacts; write `summary.json`.
+    """Add the headline numbers, the total of updates and the artifacts to `values`; write `summary.json`.
 
-    values: what is known of the run, `stages` among it: {name: {clock, values, files}}. Completed in place.
+    values: facts and results of the run, with `stages`: {name: {clock, values, files}}. Changed in place.
     """
     results = values.get("stages", {}).get("stage3", {}).get("values", {})
     for headline, name in HEADLINES.items():
@@ -65,7 +65,7 @@ def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
 
 
 def render_summary(summary: Summary) -> str:
-    """Return the closing text: what was reached, where the files are, what to type next."""
+    """Return the closing text: results, files, and the next command."""
     lines = ["", "─" * 78, _headline(summary)]
     for name, stage in summary.get("stages", {}).items():
         lines.append(f"  {name}   {_reached(stage)}")
@@ -81,7 +81,7 @@ def render_summary(summary: Summary) -> str:
 
 
 def phases_table(summary: Summary) -> list[str]:
-    """Return where the time of each stage went, a row for each: its seconds, then the shares of its phases."""
+    """Return a row of time for each stage: its duration, then the shares of its phases."""
     measured = {name: stage["phases"] for name, stage in summary.get("stages", {}).items() if stage.get("phases")}
     names = list(dict.fromkeys(phase for seconds in measured.values() for phase in seconds if phase != "wall"))
     names = [name for name in names if any(_share(seconds, name) >= LEAST_SHARE for seconds in measured.values())]
@@ -110,7 +110,7 @@ def _share(seconds: Mapping[str, float], name: str) -> float:
 
 
 def next_command(summary: Summary) -> str:
-    """Return the command that a user would type next, or an empty string."""
+    """Return the command for the next step, or an empty string."""
     stages = summary.get("stages", {})
     if summary.get("exit_state") != "completed" or not stages:
         return ""
@@ -131,7 +131,7 @@ def next_command(summary: Summary) -> str:
 
 
 def seeds_table(results: Sequence[Summary]) -> str:
-    """Return a table of several runs: a row for each seed; median, interquartile range and extremes below them."""
+    """Return a table of several seeds: a row for each, then median, interquartile range and extremes."""
     first = results[0]
     title = f"{first['env']} {first.get('map_name', '')} · {first['name']} · {len(results)} seeds"
     columns = _columns(results)
@@ -146,9 +146,9 @@ def seeds_table(results: Sequence[Summary]) -> str:
 
 
 def runs_table(results: Sequence[Summary]) -> str:
-    """Return a table of any runs: a row for each, marked where its card is not that of the first.
+    """Return a table of any runs: a row for each, marked if its card differs from the first row's.
 
-    Where a row is an evaluation, a column tells evaluations from trainings.
+    With an evaluation among them there is a column `kind`.
     """
     labels = [Path(summary["folder"]).name for summary in results]
     (head, *rows), notes = _rows(results, labels, "run", _columns(results))
@@ -166,7 +166,7 @@ def runs_table(results: Sequence[Summary]) -> str:
 def _rows(
     results: Sequence[Summary], labels: Sequence[str], title: str, columns: Sequence[tuple[str, str, str]]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the head and a row for each run, and the footnotes on those that are not comparable."""
+    """Return the head and a row for each run, and the footnotes on rows that are not comparable."""
     asterisks, notes = marks([_card(summary) for summary in results], [f"{title} {label}" for label in labels])
     rows = [[title, *(label for _, _, label in columns), "time", "state"]]
     for summary, label, mark in zip(results, labels, asterisks, strict=True):
@@ -200,7 +200,7 @@ def _state(summary: Summary) -> str:
 
 
 def _reached(stage: Mapping[str, Any]) -> str:
-    """Return one line on a stage: how long it ran, and its values with their best."""
+    """Return one line on a stage: steps or epochs, then the values, each with its best."""
     clock, values = stage.get("clock", {}), stage.get("values", {})
     names = {"epoch": "epochs"} if not clock.get("t_env") else {"t_env": "steps", "episodes": "episodes"}
     ran = ", ".join(f"{clock[key]:,} {unit}" for key, unit in names.items() if clock.get(key))
@@ -214,7 +214,7 @@ def _reached(stage: Mapping[str, Any]) -> str:
 
 
 def _files(summary: Summary) -> Iterable[tuple[str, str]]:
-    """Yield what a user wants to open first: pictures, weights, numbers."""
+    """Yield the most useful files, as (label, path): pictures, weights, numbers."""
     artifacts = summary.get("artifacts", {})
     for name, path in artifacts.items():
         if name.startswith("plots/"):
@@ -232,7 +232,7 @@ def _short(path: str, folder: Path) -> str:
 
 
 def _base_command(summary: Summary) -> str:
-    """Return the command up to its first own key; a configuration that has no file is left out."""
+    """Return the start of a command that trains the same environment, with `--config` if it names a known file."""
     name = str(summary["name"])
     known = name in config_names("algs")
     parts = ["python src/main.py", f"--config={name}" if known else "", f"--env-config={_env_config(summary)} with"]
@@ -244,16 +244,18 @@ def _base_command(summary: Summary) -> str:
 
 
 def _env_config(summary: Summary) -> str:
-    """Return the environment's file: the one of its name, else the one for its map."""
+    """Return the name of the environment's file: its own name, else the file with its map."""
     name, names = str(summary["env"]), config_names("envs")
     files = {each: read_yaml(find_yaml("envs", each)) for each in ([] if name in names else names)}
     wanted = (name, summary.get("map_name") or "")
-    told = {each: (file.get("env"), (file.get("env_args") or {}).get("map_name") or "") for each, file in files.items()}
-    return next((each for each, found in told.items() if found == wanted), name)
+    for each, file in files.items():
+        if (file.get("env"), (file.get("env_args") or {}).get("map_name") or "") == wanted:
+            return each
+    return name
 
 
 def _given(summary: Summary, key: str) -> str:
-    """Return a path of the run's own configuration, empty where there is none."""
+    """Return a path from the run's configuration, empty if there is none."""
     return str(read_entry(RunFolder(summary["folder"]).config_json).get(key, ""))
 
 
@@ -262,7 +264,7 @@ def _quoted(path: str) -> str:
 
 
 def _columns(results: Sequence[Summary]) -> list[tuple[str, str, str]]:
-    """Return (stage, value, heading) of the table: those of the last stage that any of the runs reached."""
+    """Return (stage, value, heading) for each column: the values of the last stage that any run reached."""
     stages = [name for summary in results for name in summary.get("stages", {})]
     if not stages:
         return []

@@ -1,4 +1,4 @@
-"""Sacred as the recorder of a run: configuration, versions, output, scalars."""
+"""Records a run with Sacred: configuration, versions, output, scalars."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from omagd.utils.logging import setup_logging
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 MOST = 500
-"""Values kept of each name; beyond that only every second one, then every fourth, …, and always the last."""
+"""Values kept for each name; with more, only every second one, then every fourth, …, and always the last."""
 
 Point = tuple[Any, int, str]
-"""A value, its step, its time."""
+"""Value, step, time."""
 
 
 class Series:
-    """Values of one name, evenly thinned."""
+    """At most `MOST` values of one name, evenly spaced."""
 
     def __init__(self) -> None:
         self._kept: list[Point] = []
@@ -37,7 +37,7 @@ class Series:
         self._seen, self._every = 0, 1
 
     def add(self, point: Point) -> None:
-        """Take the next value."""
+        """Add the next value."""
         if self._seen % self._every == 0:
             self._kept.append(point)
             if len(self._kept) >= MOST:
@@ -46,33 +46,33 @@ class Series:
         self._seen, self._last = self._seen + 1, point
 
     def shown(self) -> dict[str, list[Any]]:
-        """Return what is kept as Sacred writes it."""
+        """Return the kept values in Sacred's format."""
         points = self._kept if self._last is None or self._last in self._kept[-1:] else [*self._kept, self._last]
         return {name: [point[i] for point in points] for i, name in enumerate(("values", "steps", "timestamps"))}
 
 
 class BoundedObserver(FileStorageObserver):
-    """Writes what Sacred's own observer writes, with at most `MOST` values of each name in `metrics.json`.
+    """Writes Sacred's files, with at most `MOST` values of each name in `metrics.json`.
 
-    Sacred's reads and writes all values again at each heartbeat. All of them stand in the run's `metrics.jsonl`.
+    Sacred's own observer reads and writes all values again at each heartbeat; the run's `metrics.jsonl` has them all.
     Files are written through `STORAGE`: a full disk neither ends the record nor leaves half a file.
     """
 
     def started_event(self, *args: Any, **facts: Any) -> str | None:
-        """Begin a record and return its name; where that is impossible, warn once: the run goes on without a record."""
+        """Start a record and return its name; if the folder cannot be written, warn and continue without a record."""
         try:
             return str(super().started_event(*args, **facts))  # type: ignore[no-untyped-call]
         except OSError as problem:
             if self.dir is not None:
                 with suppress(OSError):
                     os.rmdir(self.dir)
-            self.dir, self.template, self.run_entry = None, None, {}  # what the later events of Sacred's class need
+            self.dir, self.template, self.run_entry = None, None, {}  # later events of Sacred's class read them
             without = "this run has no Sacred record; --file_storage=DIR puts it elsewhere"
             setup_logging(None).warning(f"{self.basedir} cannot be written ({problem.strerror}): {without}")
             return None
 
     def discard(self) -> None:
-        """Remove this record, of a start that was rejected before there was a run folder."""
+        """Remove the record of a start that was rejected before it had a run folder."""
         if self.dir is not None:
             shutil.rmtree(self.dir, ignore_errors=True)
 
@@ -83,17 +83,17 @@ class BoundedObserver(FileStorageObserver):
         STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
 
     def save_cout(self) -> None:
-        """Append what was said since the last time."""
+        """Append the new output."""
         new = self.cout[self.cout_write_cursor :]
         self.cout_write_cursor = len(self.cout)
         if new and self.dir is not None:
-            if not hasattr(self, "_said"):
-                self._said = AppendFile(Path(str(self.dir)) / "cout.txt", open_records)
-            self._said.write(new.encode(errors="backslashreplace"))
+            if not hasattr(self, "_cout"):
+                self._cout = AppendFile(Path(str(self.dir)) / "cout.txt", open_records)
+            self._cout.write(new.encode(errors="backslashreplace"))
 
     def log_metrics(self, metrics_by_name: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
         """Add new values, {name: {"values", "steps", "timestamps"}}, and write the file."""
-        if not hasattr(self, "_series"):  # Sacred's observers are made in several ways
+        if not hasattr(self, "_series"):  # Sacred creates observers in several ways
             self._series: dict[str, Series] = {}
         for name, new in metrics_by_name.items():
             series = self._series.setdefault(name, Series())
@@ -114,16 +114,16 @@ def run_recorded(
     folder: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call `run_mode(_run, config, log)` within a Sacred run and return what it returns.
+    """Call `run_mode(_run, config, log)` within a Sacred run and return its result.
 
     Args:
         config: recorded key by key.
-        observe: whether files are written; False on every rank but the first.
-        folder: where Sacred's records go, `<local_results_path>/sacred` if None.
+        observe: whether to write files; False on ranks other than 0.
+        folder: of Sacred's records; None: `<local_results_path>/sacred`.
         options: Sacred's own command-line options by flag, such as {"--comment": "why"}.
 
-    Errors: UserError where the folder of the records cannot be made; whatever `run_mode` raises, recorded as FAILED or
-        INTERRUPTED. A UserError before there is a run folder leaves no record.
+    Errors: UserError if the folder cannot be created; errors of `run_mode`, recorded as FAILED or INTERRUPTED. A
+        UserError before the run has a folder leaves no record.
     """
     where = _records(config, folder) if observe else None
     experiment = _experiment()
@@ -145,7 +145,7 @@ def run_recorded(
     try:
         experiment.run(options={**(options or {}), "--unobserved": not observe})
     except UserError:
-        # Ranks of torchrun do not report their folder here, so their records stay.
+        # Ranks of torchrun do not report their folder here: keep their records.
         if begun and "folder" not in begun[0].info and "RANK" not in os.environ:
             for observer in begun[0].observers:
                 observer.discard()
@@ -157,35 +157,34 @@ def run_recorded(
 
 
 def _is_needed(record: logging.LogRecord) -> bool:
-    """Return False for Sacred's lines on the start and the failure of a run: the program has lines of its own."""
+    """Return False for Sacred's messages on the start and the failure of a run, which the program reports itself."""
     sacreds = "sacred" in Path(record.pathname).parts and record.module == "run"
     return not (sacreds and str(record.msg).startswith(("Running command", "Started", "Failed after", "Aborted after")))
 
 
 def _records(config: Config, folder: str | None) -> Path:
-    """Return the folder of the records, made where it was missing. Errors: UserError where it cannot be."""
+    """Return the folder of the records, created if missing. Errors: UserError if it cannot be created."""
     results = Path(config.local_results_path).expanduser()
     where = results / "sacred" if folder is None else Path(folder).expanduser()
     if folder is None and where.is_symlink():
-        mend = "Remove it, or name the folder that it leads to by --file_storage"
-        raise UserError(f"local_results_path={config.local_results_path}: its sacred/ is a link. {mend}")
+        fix = "Remove it, or pass the folder that it points to as --file_storage"
+        raise UserError(f"local_results_path={config.local_results_path}: its sacred/ is a link. {fix}")
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        told = f"local_results_path={config.local_results_path}" if folder is None else f"--file_storage={folder}"
-        raise UserError(f"{told}: cannot be written ({problem.strerror}). Give a folder that can be") from None
+        given = f"local_results_path={config.local_results_path}" if folder is None else f"--file_storage={folder}"
+        raise UserError(f"{given}: cannot be written ({problem.strerror}). Give a writable folder") from None
     return where
 
 
 def _experiment() -> Any:
-    """Return an empty experiment: it records versions, but no environment variables and no address of a git remote."""
+    """Return a Sacred experiment that records versions, but neither environment variables nor git remotes."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # pkg_resources announces its own end
+        warnings.simplefilter("ignore", UserWarning)  # pkg_resources is deprecated
         warnings.simplefilter("ignore", DeprecationWarning)
         from sacred import SETTINGS, Experiment
 
-        # `fd` waits for children's output and hides from the progress bar that this is a terminal; every rank has a
-        # log file of its own.
+        # `fd` would wait for the output of children and hide the terminal from the progress bar.
         SETTINGS.CAPTURE_MODE = "sys"
         SETTINGS.DISCOVER_SOURCES = "none"
         SETTINGS.DISCOVER_DEPENDENCIES = "pkg"

@@ -205,7 +205,7 @@ class Stage(ABC):
             module.load_state_dict(state["modules"][name])
         self.learner.load_state_dict(state["learner"])
         self.health.load_state_dict(state.get("health", [0, 0, 0]))  # earlier versions had none
-        self.session.measures.go_on_from(self.clock.updates)
+        self.session.measures.resume_at(self.clock.updates)
 
     def own_state(self) -> dict[str, Any]:
         """Return what this rank alone has: its generators, and what it has measured since the last log."""

@@ -80,7 +80,7 @@ class RLStage(Stage):
             load_training_state(self)
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
-            self.session.measures.go_on_from(self.clock.updates)
+            self.session.measures.resume_at(self.clock.updates)
             self.opponents.settle()
         self._go()
 
