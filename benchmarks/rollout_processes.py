@@ -33,7 +33,7 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import NMAC
 from omagd.controllers.types import Exploration
 from omagd.envs.protocol import MultiAgentEnv
-from omagd.envs.workers.vector import ProcessEnvs
+from omagd.envs.workers.process_envs import ProcessEnvs
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds
 

@@ -17,12 +17,13 @@ import shared_memory
 from pydantic import BaseModel
 
 from omagd.config.env_info import EntityLayout
-from omagd.envs.adapters import BatchedAsSingle, SerialEnvs, env_info_from_dict
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
+from omagd.envs.single import BatchedAsSingle, env_info_from_dict
 from omagd.envs.snakes.args import SnakesArgs
 from omagd.envs.snakes.snakes_env import Snakes3v3
-from omagd.envs.workers.vector import EnvWorkerError, ProcessEnvs
+from omagd.envs.workers.process_envs import EnvWorkerError, ProcessEnvs
+from omagd.envs.workers.vector import SerialEnvs
 from omagd.utils.errors import UserError
 
 N, A = 2, 3
@@ -302,7 +303,7 @@ def test_a_mistake_of_the_user_arrives_as_one():
 HOST = """
     import sys, time
     import numpy as np
-    from omagd.envs.workers.vector import ProcessEnvs
+    from omagd.envs.workers.process_envs import ProcessEnvs
     from test_adapters import Walk, WalkArgs
 
     if __name__ == "__main__":

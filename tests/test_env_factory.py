@@ -10,10 +10,10 @@ import pytest
 from pydantic import BaseModel
 
 from omagd.envs import REGISTRY
-from omagd.envs.adapters import SerialEnvs
 from omagd.envs.factory import make_env, validate_env_args
 from omagd.envs.protocol import MultiAgentEnv
 from omagd.envs.sanity import MemoryGame
+from omagd.envs.workers.vector import SerialEnvs
 from omagd.utils.errors import UserError
 
 

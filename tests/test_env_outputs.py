@@ -12,10 +12,10 @@ import torch
 from runner_toys import FakeEnv, Probe, length_of, runner_of
 from test_adapters import Walk, WalkArgs
 
-from omagd.envs.adapters import SerialEnvs
 from omagd.envs.outputs import RESERVED
 from omagd.envs.protocol import Observation, StepResult
-from omagd.envs.workers.vector import ProcessEnvs
+from omagd.envs.workers.process_envs import ProcessEnvs
+from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.utils.errors import UserError
 

@@ -14,11 +14,11 @@ from fragile_walk import Fragile, FragileArgs
 from runner_toys import FakeEnv, Probe, identity, length_of, runner_of
 from test_adapters import N, Walk, WalkArgs, _all, _gone, _pids
 
-from omagd.envs.adapters import SerialEnvs
 from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import LOST_IN_A_ROW, StepResult
-from omagd.envs.workers import processes as worker_processes
-from omagd.envs.workers.vector import EnvWorkerError, ProcessEnvs
+from omagd.envs.workers import pool as worker_pool
+from omagd.envs.workers.process_envs import EnvWorkerError, ProcessEnvs
+from omagd.envs.workers.vector import SerialEnvs
 from omagd.run import api
 from omagd.run.training.session import Session
 from omagd.utils.dist_utils import Dist
@@ -248,7 +248,7 @@ def test_counters_outlive_the_worker_that_had_them():
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["step", "reset"])
 def test_a_worker_that_dies_again_and_again_is_an_error(where, monkeypatch):
-    monkeypatch.setattr(worker_processes, "DEATHS_IN_A_ROW", 3)
+    monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 3)
     env = ProcessEnvs(Fragile, FragileArgs(die_on=[where]), 1)
     everyone, still = _all(env), np.zeros((1, N), int)
     with pytest.raises(EnvWorkerError, match="worker 0 died 3 times"):
@@ -261,7 +261,7 @@ def test_a_worker_that_dies_again_and_again_is_an_error(where, monkeypatch):
 
 @pytest.mark.processes
 def test_a_worker_that_ends_episodes_between_its_deaths_goes_on(monkeypatch):
-    monkeypatch.setattr(worker_processes, "DEATHS_IN_A_ROW", 2)
+    monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 2)
     env = ProcessEnvs(Walk, WalkArgs(limit=1), 1)
     everyone, still = _all(env), np.zeros((1, N), int)
     try:

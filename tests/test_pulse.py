@@ -19,7 +19,7 @@ from steady_walk import SteadyArgs, SteadyWalk
 
 from omagd.config.loading import resolve
 from omagd.envs import REGISTRY
-from omagd.envs.adapters import SerialEnvs
+from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.cli.preflight import describe_env
 from omagd.run.launch.watchdog import Heartbeat, beating, ended_if_hung, watching
 from omagd.run.reporting.profiling import Profiler
@@ -147,7 +147,7 @@ def watch(dist: Dist, timeout: float, work: Callable[[Callable[[], None]], None]
 
 def test_a_rank_that_stands_still_is_named_with_slot_seed_and_stack():
     dist, env = Dist(1, 2), SerialEnvs(SteadyWalk, SteadyArgs(), 2)
-    dist.waits.slots = env.slots_at_work
+    dist.waits.slots = env.busy_slots
     measures = Profiler(dist)
     measures.begin("stage3")
 

@@ -23,11 +23,11 @@ from test_adapters import N, Walk, WalkArgs, _gone, _pids
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Exploration
-from omagd.envs.adapters import SerialEnvs
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
-from omagd.envs.workers import processes as worker_processes
-from omagd.envs.workers.vector import EnvWorkerError, ProcessEnvs
+from omagd.envs.workers import pool as worker_pool
+from omagd.envs.workers.process_envs import EnvWorkerError, ProcessEnvs
+from omagd.envs.workers.vector import SerialEnvs
 from omagd.envs.workers.worker import NOTE
 from omagd.run.checkpoint.serialization import pack, unpack
 from omagd.runners import REGISTRY
@@ -234,7 +234,7 @@ def test_a_worker_that_dies_in_the_replay_is_replaced_again(tmp_path, monkeypatc
         assert stats["worker_restarts"] == 3 and sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
     finally:
         env.close()
-    monkeypatch.setattr(worker_processes, "DEATHS_IN_A_ROW", 2)
+    monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 2)
     for mark in tmp_path.iterdir():
         mark.unlink()
     env = ProcessEnvs(SteadyWalk, args, 1)
@@ -282,7 +282,7 @@ def _continue_mid_battle(env: ProcessEnvs) -> None:
 @pytest.mark.parametrize("moment", ["facts", "share"])
 def test_a_worker_that_is_killed_while_it_starts_is_started_again(moment, monkeypatch):
     """Before it has said what it plays, and before it has the shared arrays."""
-    inner, killed = getattr(worker_processes.Workers, moment), []
+    inner, killed = getattr(worker_pool.WorkerPool, moment), []
 
     def kill_first(self, *given):
         if not killed:
@@ -291,7 +291,7 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(moment, monkey
             self.processes[1].join()
         return inner(self, *given)
 
-    monkeypatch.setattr(worker_processes.Workers, moment, kill_first)
+    monkeypatch.setattr(worker_pool.WorkerPool, moment, kill_first)
     env = make_env("matrix_game", {}, 2, processes=True)
     try:
         env.reset(np.ones(2, bool), np.arange(2))
@@ -308,7 +308,7 @@ def test_what_a_worker_noted_in_its_last_moment_is_read_before_it_is_found_dead(
     class Looks:
         """Looks at the notes first, then at a worker that notes something and dies in between."""
 
-        def __init__(self, workers: worker_processes.Workers) -> None:
+        def __init__(self, workers: worker_pool.WorkerPool) -> None:
             self.workers, self.before = workers, False
 
         def poll(self, timeout: int | None = None) -> list[tuple[int, int]]:
@@ -318,14 +318,14 @@ def test_what_a_worker_noted_in_its_last_moment_is_read_before_it_is_found_dead(
             self.before = True
             return [*noted, (-7, select.POLLHUP)]
 
-    workers = worker_processes.Workers()
+    workers = worker_pool.WorkerPool()
     workers.owed, workers._number = [1], {-7: 0}
     workers._poll = Looks(workers)
     try:
         assert workers.notes() == ([(0, 2)], [])
         assert workers.owed == [0]
     finally:
-        workers.release()
+        workers.close()
 
 
 @pytest.mark.processes
@@ -340,14 +340,14 @@ def test_a_worker_that_does_not_answer_is_named_killed_and_replayed(tmp_path, ca
         args = SteadyArgs(die_at=[2], marks=str(marks), how=how)
         env = ProcessEnvs(SteadyWalk, args, 2, per_process=2)
         try:
-            env.be_patient(1.0)
-            kill = env._workers._kill_the_stuck
+            env.set_worker_timeout(1.0)
+            kill = env._workers._kill_hung_workers
 
             def once(seconds: float, env: ProcessEnvs = env, kill: Callable[[float], None] = kill) -> None:
                 kill(seconds)
-                env.be_patient(60.0)  # the one that replaces it has to start
+                env.set_worker_timeout(60.0)  # the one that replaces it has to start
 
-            monkeypatch.setattr(env._workers, "_kill_the_stuck", once)
+            monkeypatch.setattr(env._workers, "_kill_hung_workers", once)
             assert same_story(story(env, 3, peace), plain)
             assert env.get_stats()["worker_restarts"] == 1
         finally:
@@ -356,9 +356,9 @@ def test_a_worker_that_does_not_answer_is_named_killed_and_replayed(tmp_path, ca
         assert re.match(r"environment worker 0 \(process \d+, slot 0 from seed 0, slot 1 from seed 1; ", said)
         assert says in said and ("steady_walk.py" in said) == (how == "hang")
     env = ProcessEnvs(SteadyWalk, SteadyArgs(die_at=[2], marks=str(tmp_path), how="always"), 1)
-    env.be_patient(1.0)
-    monkeypatch.setattr(worker_processes, "DEATHS_OF_A_HANG", worker_processes.DEATHS_IN_A_ROW)
-    with pytest.raises(EnvWorkerError, match="environment worker 0 hung again and again without"):
+    env.set_worker_timeout(1.0)
+    monkeypatch.setattr(worker_pool, "DEATHS_OF_A_HANG", worker_pool.DEATHS_IN_A_ROW)
+    with pytest.raises(EnvWorkerError, match="environment worker 0 hung repeatedly without"):
         story(env, 3, peace)
     (tmp_path / "0").unlink()
     env = ProcessEnvs(SteadyWalk, SteadyArgs(die_at=[2], marks=str(tmp_path), how="leave"), 1)

@@ -25,7 +25,8 @@ from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.install import build_of, read_terrain
 from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
 from omagd.envs.sc2.sc2_env import SC2Env
-from omagd.envs.workers.worker import SlotPlayer, array_specs, array_views, total_size
+from omagd.envs.workers.shared_memory import array_specs, array_views, total_size
+from omagd.envs.workers.slot import STEP, EnvSlot
 from omagd.utils.errors import UserError
 
 
@@ -242,8 +243,8 @@ def test_a_lost_episode_is_marked_and_reports_nothing():
     info = EnvInfo("dies", "x", n_agents=1, n_actions=1, obs_dim=1, state_dim=1, episode_limit=1)
     specs = array_specs(info, 1)
     arrays = array_views(bytearray(total_size(specs)), specs)
-    player = SlotPlayer(Dies(), 0, arrays)
-    player.step()
+    player = EnvSlot(Dies(), 0, arrays)
+    player.execute(STEP)
     assert arrays["lost"][0] and arrays["terminated"][0] and player.info_names == []
     usual = StepResult(np.zeros(3, np.float32), np.zeros(3, bool), np.zeros(3, bool), {})
     assert usual.lost.tolist() == [False] * 3

@@ -18,10 +18,10 @@ import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Exploration, Tick
-from omagd.envs.adapters import SerialEnvs
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
-from omagd.envs.workers.vector import ProcessEnvs
+from omagd.envs.workers.process_envs import ProcessEnvs
+from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.cli.main import config_from
 from omagd.run.training.stages.rl import RLStage
 from omagd.runners.rollout import EpisodeSeeds, Rollout

@@ -36,8 +36,8 @@ def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool)
         if not cls.divisible:
             raise UserError(f"env_processes=True: env={name} computes all battles at once; use env_processes=False")
     # The adapters bring multiprocessing along; environments that are batched themselves do without.
-    from omagd.envs.adapters import SerialEnvs
-    from omagd.envs.workers.vector import ProcessEnvs
+    from omagd.envs.workers.process_envs import ProcessEnvs
+    from omagd.envs.workers.vector import SerialEnvs
 
     adapter = ProcessEnvs if processes else SerialEnvs
     return adapter(cls, args, n_slots, name=name)

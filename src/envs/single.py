@@ -1,4 +1,4 @@
-"""A batched environment that looks single: the field's view of one slot, and slots that are played apart."""
+"""One slot of a batched environment as a single environment, and sizes of single environments as `EnvInfo`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,50 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, BatchedEnv, MultiAgentEnv, Observation, StepResult
 
 
+def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvInfo:
+    """Return the sizes in the dictionary of SMAC's `get_env_info()`; an `env_info` in it is returned as it is.
+
+    facts: `obs_component` gives the entity layout. `entity_position` and `entity_health` may give the columns of
+        (dx, dy) and health in a unit's block; default: SMAC's.
+    """
+    if "env_info" in facts:
+        info: EnvInfo = facts["env_info"]
+        return info
+    layout = None
+    if facts.get("obs_component") is not None:
+        move, (n_enemies, enemy_dim), (n_allies, ally_dim), own = facts["obs_component"]
+        layout = EntityLayout(
+            int(np.prod(move)),
+            n_enemies,
+            enemy_dim,
+            n_allies,
+            ally_dim,
+            int(np.prod(own)),
+            position=tuple(facts.get("entity_position", (2, 3))),
+            health=int(facts.get("entity_health", 4 if min(enemy_dim, ally_dim) > 4 else -1)),
+        )
+    return EnvInfo(
+        name=name,
+        map_name=map_name,
+        n_agents=int(facts["n_agents"]),
+        n_actions=int(facts["n_actions"]),
+        obs_dim=int(np.prod(facts["obs_shape"])),
+        state_dim=int(np.prod(facts["state_shape"])),
+        episode_limit=int(facts["episode_limit"]),
+        n_normal_actions=int(facts.get("n_normal_actions", 0)),
+        layout=layout,
+        scripted_policies=tuple(dict.fromkeys(("random", *facts.get("scripted_policies", ())))),
+        has_win=bool(facts.get("has_win", True)),
+        agent_rewards=bool(facts.get("agent_rewards", False)),
+    )
+
+
 class BatchedAsSingle(MultiAgentEnv):
-    """The only slot of a batched environment as the field's single environment.
+    """A batched environment with one slot as a single environment.
 
     Args:
         env: a batched environment with one slot.
@@ -30,8 +69,8 @@ class BatchedAsSingle(MultiAgentEnv):
         self._slot = np.ones(1, bool)
         self._seen: Observation | None = None
 
-    def reset(self, seed: int | None = None) -> None:
-        """Start an episode; without a seed, the next one of a fixed stream."""
+    def reset(self, seed: int | None = None) -> Any:
+        """Start an episode; without a seed, from the next seed of a fixed stream."""
         self._seen = None
         chosen = int(self._rng.integers(2**62)) if seed is None else seed
         self.env.reset(self._slot, np.array([chosen], np.int64))
@@ -40,45 +79,42 @@ class BatchedAsSingle(MultiAgentEnv):
         """Play [n] actions; `episode_limit` in the info means truncated, as PyMARL reads it."""
         self._seen = None
         result = self.env.step(np.asarray(actions)[None], self._slot)
-        return result.reward.item(0), result.terminated.item(0), self._info_of(result)
+        info = self._episode_info(result)
+        if result.agent_reward is not None:
+            info[AGENT_REWARD] = result.agent_reward[0].copy()
+        return result.reward.item(0), result.terminated.item(0), info
 
-    def _info_of(self, result: StepResult) -> dict[str, Any]:
+    def _episode_info(self, result: StepResult) -> dict[str, Any]:
         info = {name: values.item(0) for name, values in result.info.items()}
         info["episode_limit"] = result.truncated.item(0)
-        if result.lost.item(0):
-            info["lost"] = 1
-        return {**info, **self._rewards_of(result)}
-
-    def _rewards_of(self, result: StepResult) -> dict[str, np.ndarray]:
-        """Return the entry that tells each agent's reward, where the environment does."""
-        return {AGENT_REWARD: result.agent_reward[0].copy()} if result.agent_reward is not None else {}
+        return {**info, "lost": 1} if result.lost.item(0) else info
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32."""
-        seen = self._look(full=no_range_limit)
+        seen = self._observe(full=no_range_limit)
         return (seen.full_obs if no_range_limit and seen.full_obs is not None else seen.obs)[0].copy()
 
     def get_state(self) -> np.ndarray:
         """Return [state_dim] float32."""
-        return self._look().state[0].copy()
+        return self._observe().state[0].copy()
 
     def get_avail_actions(self) -> np.ndarray:
         """Return [n, A] bool."""
-        return self._look().avail_actions[0].copy()
+        return self._observe().avail_actions[0].copy()
 
     def get_scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [n] actions of one of the environment's scripts."""
+        """Return [n] actions of one of the environment's scripted policies."""
         self._seen = None
         return self.env.scripted_actions(policy, rng)[0]
 
-    def _look(self, full: bool = False) -> Observation:
-        """Return what this moment shows, computed once."""
+    def _observe(self, full: bool = False) -> Observation:
+        """Return the current observation, computed once per step."""
         if self._seen is None or (full and self._seen.full_obs is None):
             self._seen = self.env.observe(full=full)
         return self._seen
 
     def get_env_info(self) -> dict[str, Any]:
-        """Return the field's dictionary; the entries on entities only where there is a layout."""
+        """Return SMAC's dictionary; entries about entities only if there is a layout."""
         info = self.env.info
         facts: dict[str, Any] = {
             "n_agents": info.n_agents,
@@ -114,19 +150,19 @@ class BatchedAsSingle(MultiAgentEnv):
 
 
 class OneSlot(BatchedAsSingle):
-    """A slot of a batched environment that is played apart from the others and tells what it would tell among them."""
+    """One slot of a batched environment, played in a process of its own with the results it has in the batch."""
 
     def __init__(self, env: BatchedEnv) -> None:
         super().__init__(env, {"env_info": env.info})
 
-    def _info_of(self, result: StepResult) -> dict[str, Any]:
-        rewards = self._rewards_of(result)
+    def _episode_info(self, result: StepResult) -> dict[str, Any]:
         if not result.terminated.item(0):
-            return rewards
+            return {}
         info = {name: values.item(0) for name, values in result.info.items()}
-        return {**info, **rewards, TRUNCATED: result.truncated.item(0), "lost": result.lost.item(0)}
+        return {**info, TRUNCATED: result.truncated.item(0), "lost": result.lost.item(0)}
 
 
 def single_env(env_cls: type, args: BaseModel) -> MultiAgentEnv:
-    """Return an environment of the class as a single one; a batched one with the only slot that it then has."""
-    return OneSlot(env_cls(args, 1)) if issubclass(env_cls, BatchedEnv) else env_cls(args)
+    """Return a single environment; a batched class becomes one with a single slot."""
+    env: MultiAgentEnv = OneSlot(env_cls(args, 1)) if issubclass(env_cls, BatchedEnv) else env_cls(args)
+    return env

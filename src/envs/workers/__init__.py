@@ -1,1 +1,1 @@
-"""Environments in worker processes."""
+"""Single environments as one batched environment, in this process or in worker processes."""

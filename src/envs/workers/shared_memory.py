@@ -1,4 +1,4 @@
-"""Memory that processes share and that has no name, so that nothing of it stays behind however they end."""
+"""Arrays shared between processes, in anonymous memory: nothing remains on the system however the processes end."""
 
 from __future__ import annotations
 
@@ -6,36 +6,97 @@ import contextlib
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+import numpy as np
 
-class NamelessMemory:
-    """Memory that a process hands to those that it spawns, as an argument: also to those that it spawns later.
+from omagd.config.env_info import EnvInfo
+
+MAX_INFO = 32  # numbers that an environment may report in its info
+MAX_PATH = 4096
+RANDOM = "random"  # the scripted policy that is drawn by the caller, for all slots at once
+
+Specs = dict[str, tuple[tuple[int, ...], str]]
+Arrays = dict[str, np.ndarray]
+
+
+def slot_scripts(policies: Iterable[str]) -> list[str]:
+    """Return the scripted policies that each slot computes itself, in the order of their rows in `scripted`."""
+    return [policy for policy in policies if policy != RANDOM]
+
+
+def array_specs(info: EnvInfo, n_slots: int) -> Specs:
+    """Return name -> (shape, dtype) of the arrays shared by all slots."""
+    b, n = n_slots, info.n_agents
+    return {
+        "obs": ((b, n, info.obs_dim), "float32"),
+        "full_obs": ((b, n, info.obs_dim), "float32"),
+        "state": ((b, info.state_dim), "float32"),
+        "avail": ((b, n, info.n_actions), "bool"),
+        "reward": ((b,), "float32"),
+        "agent_reward": ((b, n if info.agent_rewards else 0), "float32"),
+        "terminated": ((b,), "bool"),
+        "truncated": ((b,), "bool"),
+        "lost": ((b,), "bool"),
+        "info": ((b, MAX_INFO), "float64"),
+        "actions": ((b, n), "int64"),
+        "scripted": ((b, len(slot_scripts(info.scripted_policies)), n), "int64"),
+        "seeds": ((b,), "int64"),
+        "want_full": ((1,), "bool"),
+        "folder": ((MAX_PATH,), "uint8"),
+        "commands": ((b,), "uint8"),
+    }
+
+
+def _offsets(specs: Specs) -> tuple[dict[str, int], int]:
+    """Return the offset of each array, aligned to 64 bytes, and the total size."""
+    offsets, end = {}, 0
+    for name, (shape, dtype) in specs.items():
+        offsets[name] = end
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        end += (size + 63) // 64 * 64
+    return offsets, max(end, 64)
+
+
+def total_size(specs: Specs) -> int:
+    """Return the number of bytes of all arrays."""
+    return _offsets(specs)[1]
+
+
+def array_views(buffer: mmap.mmap | bytearray, specs: Specs) -> Arrays:
+    """Return the arrays in `buffer`, by name."""
+    offsets, _ = _offsets(specs)
+    return {name: np.ndarray(shape, dtype, buffer, offsets[name]) for name, (shape, dtype) in specs.items()}
+
+
+class AnonymousMemory:
+    """Memory without a name that a process passes to the processes it spawns, now or later, as an argument.
 
     Args:
-        descriptor: what a pickled one arrives with; None makes new memory, of no size yet.
+        descriptor: file descriptor of existing memory; None creates new memory of size zero.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._descriptor = _new() if descriptor is None else descriptor
+        self._descriptor = _create() if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
 
     def resize(self, size: int) -> None:
-        """Have `size` bytes, zero. Before anybody maps them. Errors: OSError where there is no room."""
+        """Reserve `size` zeroed bytes. Call before any process maps them. Errors: OSError without enough memory."""
         os.ftruncate(self._descriptor, size)
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._descriptor, 0, size)
 
     def map(self) -> mmap.mmap:
-        """Return the bytes."""
+        """Return the memory as a buffer."""
         if self._map is None:
             self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
         return self._map
 
     def close(self) -> None:
-        """Let go of it; the memory goes with the last who has it. May be called twice."""
-        with contextlib.suppress(BufferError):  # an error on its way up may still hold a view
+        """Release this process's reference; the last one frees the memory. May be called twice."""
+        with contextlib.suppress(BufferError):  # a traceback may still hold a view
             if self._map is not None:
                 self._map.close()
         self._map = None
@@ -44,17 +105,17 @@ class NamelessMemory:
             self._descriptor = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to a process that is being spawned."""
-        return _arrived, (DupFd(self._descriptor),)
+        """Pickle for a process that is being spawned: it receives a duplicate of the descriptor."""
+        return _receive, (DupFd(self._descriptor),)
 
 
-def _new() -> int:
-    """Return the descriptor of a file that lies in memory (Linux), else of one that has no name any more."""
+def _create() -> int:
+    """Return the descriptor of a file in memory (Linux), elsewhere of a deleted temporary file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("omagd-envs")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-def _arrived(handle: Any) -> NamelessMemory:
-    return NamelessMemory(handle.detach())
+def _receive(handle: Any) -> AnonymousMemory:
+    return AnonymousMemory(handle.detach())

@@ -1,183 +1,285 @@
-"""Single environments in worker processes, which write into shared memory, and step while others are decided for."""
+"""Single environments as one batched environment: the part shared by `SerialEnvs` and `ProcessEnvs`, and the former."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import weakref
-from functools import partial
+import json
+from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.envs.adapters import VectorEnv
-from omagd.envs.protocol import StepResult
-from omagd.envs.single import single_env
-from omagd.envs.workers import worker
-from omagd.envs.workers.processes import EnvWorkerError, Workers
+from omagd.envs.actions import random_actions
+from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
+from omagd.envs.single import env_info_from_dict, single_env
+from omagd.envs.workers.shared_memory import (
+    MAX_PATH,
+    RANDOM,
+    Arrays,
+    array_specs,
+    array_views,
+    slot_scripts,
+    total_size,
+)  # fmt: skip
+from omagd.envs.workers.slot import CHOOSE, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
 
-__all__ = ["EnvWorkerError", "ProcessEnvs"]
 
-
-class ProcessEnvs(VectorEnv):
-    """Single environments in worker processes that write into shared memory.
-
-    The workers are started by spawn, compute with one thread, end with this process, and leave Ctrl-C to it. An
-    environment's error arrives as EnvWorkerError with its traceback (a UserError as itself) and closes all workers;
-    that of a reset arrives with the next call. A worker that is killed or crashes is replaced. Where the environment is
-    deterministic, the new one plays the same episodes from the same seeds with the same actions, then does what the
-    other was to do: nothing is lost. Else the episodes that its slots were playing are `lost` in their next step; those
-    that they were about to start start in the new one. One that dies ten times without an episode that comes to its end
-    is an EnvWorkerError. The thread that constructs this and plays must live as long as it: Linux ends the workers with
-    that thread.
+class ActionLog:
+    """Seeds and actions of the running episodes: enough to replay them where the environment is deterministic.
 
     Args:
-        env_cls, args: the environment, a single one or a batched one, whose slots then are played apart. n_slots: B.
-        name: for results. per_process: slots that share a worker and step there one after another; for environments
-            that cost less than waking a process.
+        n_slots: B. n_agents: n.
+
+    Attributes:
+        begun: [B] bool, an episode was started. seeds: [B] int64. lengths: [B] int64, steps so far.
     """
 
-    steps_apart = True
+    def __init__(self, n_slots: int, n_agents: int) -> None:
+        self.begun = np.zeros(n_slots, bool)
+        self.seeds = np.zeros(n_slots, np.int64)
+        self.lengths = np.zeros(n_slots, np.int64)
+        self._actions = np.zeros((n_slots, 64, n_agents), np.int32)
 
-    def __init__(
-        self,
-        env_cls: type,
-        args: BaseModel,
-        n_slots: int,
-        name: str | None = None,
-        per_process: int = 1,
-    ) -> None:
-        self.n_slots = n_slots
-        self._host = [slot // per_process for slot in range(n_slots)]
-        self._names: list[list[str]] = [[] for _ in range(n_slots)]
-        self._pending = np.zeros(n_slots, np.uint8)  # what each slot was ordered and may not have done yet
-        self._void = np.zeros(n_slots, bool)  # what these slots played has died with their worker
-        self._told: dict[int, dict[str, float]] = {}  # counters of each slot when they were last asked for
-        self._past: dict[str, float] = {}  # those of workers that died
-        self._workers = Workers()
-        self._arrays = self._workers.arrays
-        self._finalizer = weakref.finalize(self, self._workers.release)
-        hosts = [range(first, min(first + per_process, n_slots)) for first in range(0, n_slots, per_process)]
-        try:
-            self._workers.start(pickle.dumps(partial(single_env, env_cls, args)), hosts)
-            self._begin(env_cls, args, pickle.loads(self._workers.facts()), name)
-            self._workers.share(worker.array_specs(self.info, n_slots))
-        except BaseException:
-            self.close()
-            raise
+    def begin(self, slots: np.ndarray, seeds: np.ndarray) -> None:
+        """Start episodes in the slot numbers `slots`, from `seeds` [len(slots)]."""
+        self.begun[slots] = True
+        self.seeds[slots] = seeds
+        self.lengths[slots] = 0
 
+    def add(self, slots: np.ndarray, actions: np.ndarray) -> None:
+        """Append the next `actions` [len(slots), n] of `slots`."""
+        steps = self.lengths[slots]
+        if len(steps) and steps.max() == self._actions.shape[1]:
+            self._actions = np.concatenate([self._actions, np.zeros_like(self._actions)], 1)
+        self._actions[slots, steps] = actions
+        self.lengths[slots] = steps + 1
+
+    def actions(self, slot: int, leave_out: int = 0) -> np.ndarray:
+        """Return [T, n] int64, the actions of a slot's episode without the last `leave_out`."""
+        return self._actions[slot, : self.lengths[slot] - leave_out].astype(np.int64)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of all arrays; `actions` is [B, T, n] int32, where T is the longest episode."""
+        longest = int(self.lengths.max(initial=0))
+        kept = {
+            "begun": self.begun,
+            "seeds": self.seeds,
+            "lengths": self.lengths,
+            "actions": self._actions[:, :longest],
+        }
+        return {name: values.copy() for name, values in kept.items()}
+
+
+class VectorEnv(BatchedEnv):
+    """Base of `SerialEnvs` and `ProcessEnvs`: the shared arrays of all slots, and commands to some of them.
+
+    Attributes:
+        deterministic: that of the environment class; then a snapshot is the action log.
+    """
+
+    _arrays: Arrays
+    _replies: dict[int, Any]
+    _log: ActionLog | None
+    _chosen: bool
+    _info_order: dict[str, None]
+
+    def _setup(self, env_cls: type, args: BaseModel, facts: dict[str, Any], name: str | None) -> None:
+        """Set the attributes that follow from `get_env_info()`. name: label of results, by default the class's name."""
+        self.args_model = type(args)  # type: ignore[misc]
+        self.deterministic = env_cls.deterministic  # type: ignore[misc, attr-defined]
+        self._replies = {}
+        self._info_order = {}  # names in the infos of ended episodes, in order of appearance
+        self._chosen = False  # whether the array `scripted` belongs to the current observations
+        label = name or env_cls.__name__
+        map_name = args.model_dump().get("map_name") or facts.get("map_name") or label
+        self.info = env_info_from_dict(label, str(map_name), facts)
+        self._log = ActionLog(self.n_slots, self.info.n_agents) if self.deterministic else None
+
+    @abstractmethod
+    def _start(self, command: int, slots: np.ndarray) -> None:
+        """Let the slot numbers `slots` start to execute a command."""
+
+    @abstractmethod
+    def _wait(self, slots: np.ndarray) -> None:
+        """Wait until the slot numbers `slots` have executed their commands."""
+
+    @abstractmethod
     def _info_names(self, slot: int) -> list[str]:
-        return self._names[slot]
+        """Return the names of the columns of `info` in that slot."""
 
-    def _starting(self) -> np.ndarray:
-        return np.flatnonzero(self._pending == worker.RESET)
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Start new episodes in the slots `which`, slot b from `seeds[b]`. Later calls wait for it."""
+        slots = np.flatnonzero(which)
+        self._wait(slots)
+        chosen = np.asarray(seeds)[slots]
+        self._arrays["seeds"][slots] = chosen
+        self._chosen = False
+        if self._log is not None:
+            self._log.begin(slots, chosen)
+        self._start(RESET, slots)
 
-    def slots_at_work(self) -> dict[int, int]:
-        """Return the seeds of the slots whose workers owe an answer."""
-        return self._workers.at_work()
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Play `actions` in the active slots."""
+        self.step_start(actions, active)
+        return self.step_finish(active)
 
-    def be_patient(self, seconds: float) -> None:
-        """Kill a worker that has not answered for `seconds`; it is replaced, as one that died is."""
-        self._workers.patience = seconds
+    def step_start(self, actions: np.ndarray, active: np.ndarray) -> None:
+        """Start to play `actions` in the active slots."""
+        slots = np.flatnonzero(active)
+        self._wait(slots)
+        chosen = np.asarray(actions)[slots]
+        self._arrays["actions"][slots] = chosen
+        self._chosen = False
+        if self._log is not None:
+            self._log.add(slots, chosen)
+        self._start(STEP, slots)
 
     def step_finish(self, active: np.ndarray) -> StepResult:
-        """Wait for the active slots and return what their step brought."""
-        result = super().step_finish(active)
-        if result.terminated.any():
-            for slot in np.flatnonzero(result.terminated & ~result.lost).tolist():
-                self._workers.deaths[self._host[slot]] = 0
-        return result
+        """Wait for the active slots and return the results of their step."""
+        active = np.asarray(active, bool)
+        self._wait(np.flatnonzero(active))
+        terminated = self._arrays["terminated"] & active
+        each = np.where(active[:, None], self._arrays["agent_reward"], np.float32(0.0))
+        return StepResult(
+            reward=np.where(active, self._arrays["reward"], np.float32(0.0)),
+            agent_reward=each if self.info.agent_rewards else None,
+            terminated=terminated,
+            truncated=self._arrays["truncated"] & active,
+            lost=self._arrays["lost"] & active,
+            info=self._episode_info(terminated) if terminated.any() else {},
+        )
+
+    def _episode_info(self, terminated: np.ndarray) -> dict[str, np.ndarray]:
+        slots = np.flatnonzero(terminated).tolist()
+        names = {slot: list(self._info_names(slot)) for slot in slots}
+        self._info_order.update(dict.fromkeys(name for slot in slots for name in names[slot]))
+        found = {name: np.zeros(self.n_slots, np.float32) for name in self._info_order}
+        for slot in slots:
+            for column, name in enumerate(names[slot]):
+                found[name][slot] = self._arrays["info"][slot, column]
+        return found
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return copies of all slots' observations; once requested, `full_obs` is computed with each step.
+
+        Waits for resets. Rows of slots between `step_start` and `step_finish` are undefined.
+        """
+        if full and not self._arrays["want_full"][0]:
+            self._ask(SHOW_FULL)
+        else:
+            self._wait(self._starting())
+        self._arrays["want_full"][0] = full
+        obs, state, avail = (self._arrays[name].copy() for name in ("obs", "state", "avail"))
+        return Observation(obs, state, avail, self._arrays["full_obs"].copy() if full else None)
+
+    def _starting(self) -> np.ndarray:
+        """Return the slot numbers whose reset has not been waited for."""
+        return np.empty(0, np.int64)
+
+    def _ask(self, command: int) -> list[Any]:
+        """Broadcast a command and return the replies in slot order, None for slots that sent none."""
+        everyone = np.arange(self.n_slots)
+        self._wait(everyone)
+        self._replies.clear()
+        self._start(command, everyone)
+        self._wait(everyone)
+        return [self._replies.get(slot) for slot in range(self.n_slots)]
+
+    def _store_reply(self, kind: bytes, body: bytes) -> int:
+        """Store a message of a slot; return the slot's number."""
+        slot, content = json.loads(body)
+        self._replies[slot] = UNSUPPORTED if kind == UNSUPPORTED else content
+        return int(slot)
+
+    def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
+        """Return [B, n] actions: "random" is drawn here, other policies are computed by each environment."""
+        if policy not in self.info.scripted_policies:
+            return super().scripted_actions(policy, rng)
+        if policy == RANDOM:
+            self._wait(self._starting())
+            return random_actions(self._arrays["avail"], rng)
+        if not self._chosen:
+            self._ask(CHOOSE)
+            self._chosen = True
+        return self._arrays["scripted"][:, slot_scripts(self.info.scripted_policies).index(policy)].copy()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the action log. Errors: NotImplementedError if the environment is not deterministic."""
+        if self._log is None:
+            return super().snapshot()
+        self._wait(np.arange(self.n_slots))
+        return {**self._log.snapshot(), "results": list(self._info_order)}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Replay the episodes of a `snapshot`. Errors: ValueError for other sizes, NotImplementedError."""
+        if self._log is None:
+            return super().restore(snapshot)
+        begun, lengths, actions = snapshot["begun"], snapshot["lengths"], snapshot["actions"]
+        if len(begun) != self.n_slots or actions.shape[2] != self.info.n_agents:
+            found = f"{actions.shape[2]} agents in {len(begun)} slots"
+            raise ValueError(f"the snapshot is of {found}, not {self.info.n_agents} in {self.n_slots}")
+        self.reset(begun, snapshot["seeds"])
+        for step in range(actions.shape[1]):
+            self.step_start(actions[:, step], lengths > step)
+        self._wait(np.arange(self.n_slots))
+        self._arrays["want_full"][0] = False
+        self._info_order = dict.fromkeys(snapshot["results"])
 
     def get_stats(self) -> dict[str, float]:
-        """Return the counters of all slots, as `VectorEnv` does, and `worker_restarts`.
+        """Return counters summed over the slots; "*_rate" is averaged, "*_build" the maximum."""
+        each = [stats or {} for stats in self._ask(STATS)]
+        names = dict.fromkeys(name for stats in each for name in stats)
+        total = {name: sum(stats.get(name, 0.0) for stats in each) for name in names}
+        for name in names:
+            if name.endswith("_rate"):
+                total[name] /= len(each)
+            elif name.endswith("_build"):
+                total[name] = max(stats.get(name, 0.0) for stats in each)
+        return total
 
-        What a worker that died had counted since the last call is not in them.
-        """
-        total = super().get_stats()
-        self._told = {slot: stats for slot, stats in self._said.items() if stats}
-        for name, value in self._past.items():
-            total[name] = total.get(name, 0.0) + value
-        return {**total, "worker_restarts": self._workers.replaced}
+    def save_replay(self, folder: str) -> None:
+        """Let each environment write its replay into `folder`. Errors: NotImplementedError."""
+        path = np.frombuffer(folder.encode()[:MAX_PATH], np.uint8)
+        self._arrays["folder"][:] = 0
+        self._arrays["folder"][: len(path)] = path
+        if UNSUPPORTED in self._ask(REPLAY):
+            super().save_replay(folder)
 
-    def _order(self, order: int, slots: np.ndarray) -> None:
-        self._require_open()
-        if order == worker.RESET:
-            self._void[slots] = False
-        elif self._void.any():
-            slots = slots[~self._void[slots]]  # nothing has begun there that could be stepped or shown
-        self._pending[slots] = order
-        self._arrays["orders"][slots] = order
-        for number in dict.fromkeys(self._host[slot] for slot in slots.tolist()):
-            self._workers.wake(number)
 
-    def _settle(self, slots: np.ndarray) -> None:
-        self._require_open()
-        owed = self._workers.owed
-        hosts = [self._host[slot] for slot in slots.tolist()]
-        if any(owed[number] for number in hosts):
-            os.sched_yield()  # where processors are few, the workers do better before we wait than one by one between
-        try:
-            while any(owed[number] for number in hosts):
-                notes, dead = self._workers.notes()
-                for number, messages in notes:
-                    for _ in range(messages):
-                        self._listen(number)
-                for number in dead:
-                    self._replace(number)
-        except BaseException:
-            self.close()
-            raise
-        self._pending[slots] = 0
+class SerialEnvs(VectorEnv):
+    """Single environments in this process, stepped one after another."""
 
-    def _listen(self, number: int) -> None:
-        """Take in one message of a worker, if it did not die while it spoke."""
-        message = self._workers.message(number)
-        if message is not None:
-            slot = self._take(*message)
-            if message[0] == worker.NAMES:
-                self._names[slot] = self._said[slot]
+    def __init__(self, env_cls: type, args: BaseModel, n_slots: int, name: str | None = None) -> None:
+        self.n_slots = n_slots
+        self._envs: list[MultiAgentEnv] = [single_env(env_cls, args) for _ in range(n_slots)]
+        self._setup(env_cls, args, self._envs[0].get_env_info(), name)
+        specs = array_specs(self.info, n_slots)
+        self._arrays = array_views(bytearray(total_size(specs)), specs)
+        self._running: int | None = None
+        self._slots = [EnvSlot(env, slot, self._arrays) for slot, env in enumerate(self._envs)]
 
-    def _replace(self, number: int) -> None:
-        """Have another worker for one that died; its slots do again what they had done and were doing, or are void."""
-        slots = np.array(self._workers.hosts[number])
-        pasts = {slot: self._past_of(slot) for slot in slots.tolist()} if self.deterministic else {}
-        self._workers.replace(number, pasts)
-        for slot in slots.tolist():
-            for name, counted in self._told.pop(slot, {}).items():
-                if not name.endswith(("_rate", "_build")):
-                    self._past[name] = self._past.get(name, 0.0) + counted
-        if not self.deterministic:
-            self._drop(slots)
-        self._arrays["orders"][slots] = self._pending[slots]
-        if self._pending[slots].any():
-            self._workers.wake(number)
+    def _info_names(self, slot: int) -> list[str]:
+        return self._slots[slot].info_names
 
-    def _past_of(self, slot: int) -> worker.Past:
-        """Return what a slot has done without what it is doing."""
-        journal, pending = self._journal, self._pending[slot]
-        assert journal is not None
-        if not journal.begun[slot] or pending == worker.RESET:
-            return worker.Past(None, journal.actions(slot), self._names[slot])
-        played = journal.actions(slot, leave_out=int(pending == worker.STEP))
-        return worker.Past(int(journal.seeds[slot]), played, self._names[slot])
+    def _start(self, command: int, slots: np.ndarray) -> None:
+        for number in slots.tolist():
+            self._running = number
+            slot = self._slots[number]
+            slot.execute(command)
+            for message in slot.messages:
+                self._store_reply(message[:1], message[1:])
+            slot.messages.clear()
+        self._running = None
 
-    def _drop(self, slots: np.ndarray) -> None:
-        """The episodes of `slots` are void, but for those that have yet to begin."""
-        arrays = self._arrays
-        for name in ("reward", "agent_reward", "truncated", "info"):
-            arrays[name][slots] = 0
-        for name in ("terminated", "lost"):
-            arrays[name][slots] = True
-        for slot in slots.tolist():
-            self._names[slot] = []
-        begin = self._pending[slots] == worker.RESET
-        self._void[slots] = ~begin
-        self._pending[slots] = np.where(begin, worker.RESET, 0)
+    def busy_slots(self) -> dict[int, int]:
+        """Return slot -> seed for the slot that is being reset or stepped."""
+        at = self._running
+        return {} if at is None else {at: int(self._arrays["seeds"][at])}
 
-    def _require_open(self) -> None:
-        if not self._finalizer.alive:
-            raise EnvWorkerError("the environment workers are closed")
+    def _wait(self, slots: np.ndarray) -> None:
+        """Do nothing: commands are executed at once."""
 
     def close(self) -> None:
-        """End all workers and release the shared memory. May be called twice."""
-        self._finalizer()
+        """Close every environment."""
+        for env in self._envs:
+            env.close()

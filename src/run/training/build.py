@@ -67,8 +67,8 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
     with dist.waits.doing(BUILDING):
         env = make_env(config.env, dict(config.env_args), n_slots(config), processes=config.env_processes)
     # Half, so that the episodes are played again before the other ranks, which wait for them, give up.
-    env.be_patient(30 * config.dist_timeout_minutes)
-    dist.waits.slots = env.slots_at_work
+    env.set_worker_timeout(30 * config.dist_timeout_minutes)
+    dist.waits.slots = env.busy_slots
     info = env.info
     if config.use_graph_reconstruction and info.layout is None:
         env.close()

@@ -1,0 +1,180 @@
+"""Single environments in worker processes, as one batched environment."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from functools import partial
+
+import numpy as np
+from pydantic import BaseModel
+
+from omagd.envs.protocol import StepResult
+from omagd.envs.single import single_env
+from omagd.envs.workers.pool import EnvWorkerError, WorkerPool
+from omagd.envs.workers.shared_memory import array_specs
+from omagd.envs.workers.slot import NAMES, RESET, STEP, History
+from omagd.envs.workers.vector import VectorEnv
+
+__all__ = ["EnvWorkerError", "ProcessEnvs"]
+
+
+class ProcessEnvs(VectorEnv):
+    """Single environments in worker processes that write into shared memory.
+
+    Workers are spawned, compute with one thread, ignore Ctrl-C and end with this process. An environment's error is
+    raised here as EnvWorkerError with its traceback (a UserError as itself) and closes all workers; an error in `reset`
+    is raised by the next call. A worker that is killed, crashes or hangs is replaced:
+
+    - deterministic environment: the new worker replays the same episodes from their seeds and actions; nothing is lost.
+    - otherwise: episodes in progress are `lost` in their next step; pending resets are done by the new worker.
+
+    Ten deaths without a completed episode are an EnvWorkerError. The thread that constructs this object must outlive
+    it: Linux ends the workers with that thread.
+
+    Args:
+        env_cls, args: the environment, single or batched (then each slot is a batch of one). n_slots: B.
+        name: label of results. per_process: slots per worker, stepped one after another; for environments that are
+            cheaper than waking a process.
+    """
+
+    steps_apart = True
+
+    def __init__(
+        self, env_cls: type, args: BaseModel, n_slots: int, name: str | None = None, per_process: int = 1
+    ) -> None:
+        self.n_slots = n_slots
+        self._worker_of = [slot // per_process for slot in range(n_slots)]
+        self._names: list[list[str]] = [[] for _ in range(n_slots)]
+        self._pending = np.zeros(n_slots, np.uint8)  # last command of each slot until it is known to be executed
+        self._void = np.zeros(n_slots, bool)  # slots whose episode was lost with their worker
+        self._counted: dict[int, dict[str, float]] = {}  # last counters of each slot
+        self._counted_before: dict[str, float] = {}  # counters of workers that died
+        self._workers = WorkerPool()
+        self._arrays = self._workers.arrays
+        self._finalizer = weakref.finalize(self, self._workers.close)
+        slots = [range(first, min(first + per_process, n_slots)) for first in range(0, n_slots, per_process)]
+        try:
+            self._workers.start(pickle.dumps(partial(single_env, env_cls, args)), slots)
+            self._setup(env_cls, args, pickle.loads(self._workers.facts()), name)
+            self._workers.share(array_specs(self.info, n_slots))
+        except BaseException:
+            self.close()
+            raise
+
+    def _info_names(self, slot: int) -> list[str]:
+        return self._names[slot]
+
+    def _starting(self) -> np.ndarray:
+        return np.flatnonzero(self._pending == RESET)
+
+    def busy_slots(self) -> dict[int, int]:
+        """Return slot -> seed for the slots whose workers owe an answer."""
+        return self._workers.busy_slots()
+
+    def set_worker_timeout(self, seconds: float) -> None:
+        """Kill and replace a worker that has not answered for `seconds`."""
+        self._workers.timeout = seconds
+
+    def step_finish(self, active: np.ndarray) -> StepResult:
+        """Wait for the active slots and return the results of their step."""
+        result = super().step_finish(active)
+        if result.terminated.any():
+            for slot in np.flatnonzero(result.terminated & ~result.lost).tolist():
+                self._workers.deaths[self._worker_of[slot]] = 0
+        return result
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the counters of all slots, as `VectorEnv` does, and `worker_restarts`.
+
+        Excludes what a dead worker had counted since the last call.
+        """
+        total = super().get_stats()
+        self._counted = {slot: stats for slot, stats in self._replies.items() if stats}
+        for name, value in self._counted_before.items():
+            total[name] = total.get(name, 0.0) + value
+        return {**total, "worker_restarts": self._workers.replaced}
+
+    def _start(self, command: int, slots: np.ndarray) -> None:
+        self._require_open()
+        if command == RESET:
+            self._void[slots] = False
+        elif self._void.any():
+            slots = slots[~self._void[slots]]  # without an episode there is nothing to step or show
+        self._pending[slots] = command
+        self._arrays["commands"][slots] = command
+        for number in dict.fromkeys(self._worker_of[slot] for slot in slots.tolist()):
+            self._workers.wake(number)
+
+    def _wait(self, slots: np.ndarray) -> None:
+        self._require_open()
+        owed = self._workers.owed
+        numbers = [self._worker_of[slot] for slot in slots.tolist()]
+        if any(owed[number] for number in numbers):
+            os.sched_yield()  # with few cores, let the workers run before this process starts to poll
+        try:
+            while any(owed[number] for number in numbers):
+                notes, dead = self._workers.notes()
+                for number, messages in notes:
+                    for _ in range(messages):
+                        self._receive(number)
+                for number in dead:
+                    self._replace(number)
+        except BaseException:
+            self.close()
+            raise
+        self._pending[slots] = 0
+
+    def _receive(self, number: int) -> None:
+        """Store one message of a worker, unless it died while sending it."""
+        message = self._workers.message(number)
+        if message is not None:
+            slot = self._store_reply(*message)
+            if message[0] == NAMES:
+                self._names[slot] = self._replies[slot]
+
+    def _replace(self, number: int) -> None:
+        """Replace a dead worker; its slots replay their episodes and repeat pending commands, or become void."""
+        slots = np.array(self._workers.slots[number])
+        histories = {slot: self._history(slot) for slot in slots.tolist()} if self.deterministic else {}
+        self._workers.replace(number, histories)
+        for slot in slots.tolist():
+            for name, counted in self._counted.pop(slot, {}).items():
+                if not name.endswith(("_rate", "_build")):
+                    self._counted_before[name] = self._counted_before.get(name, 0.0) + counted
+        if not self.deterministic:
+            self._drop_episodes(slots)
+        self._arrays["commands"][slots] = self._pending[slots]
+        if self._pending[slots].any():
+            self._workers.wake(number)
+
+    def _history(self, slot: int) -> History:
+        """Return the episode of a slot without a pending step."""
+        log, pending = self._log, self._pending[slot]
+        assert log is not None
+        if not log.begun[slot] or pending == RESET:
+            return History(None, log.actions(slot), self._names[slot])
+        played = log.actions(slot, leave_out=int(pending == STEP))
+        return History(int(log.seeds[slot]), played, self._names[slot])
+
+    def _drop_episodes(self, slots: np.ndarray) -> None:
+        """Mark the episodes of `slots` as lost, except those whose reset is pending."""
+        arrays = self._arrays
+        for name in ("reward", "agent_reward", "truncated", "info"):
+            arrays[name][slots] = 0
+        for name in ("terminated", "lost"):
+            arrays[name][slots] = True
+        for slot in slots.tolist():
+            self._names[slot] = []
+        begin = self._pending[slots] == RESET
+        self._void[slots] = ~begin
+        self._pending[slots] = np.where(begin, RESET, 0)
+
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise EnvWorkerError("the environment workers are closed")
+
+    def close(self) -> None:
+        """End all workers and free the shared memory. May be called twice."""
+        self._finalizer()

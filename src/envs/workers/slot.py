@@ -1,0 +1,170 @@
+"""One slot: executes commands on a single environment and writes its outputs into row `slot` of the shared arrays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from omagd.envs.outputs import fault, numeric_array, wrong_flag, wrong_number, zeros_and_ones
+from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
+from omagd.envs.workers.shared_memory import MAX_INFO, Arrays, slot_scripts
+from omagd.utils.errors import UserError
+from omagd.utils.seeding import generator
+
+# Commands to a slot (0: none). CLOSE ends the worker process.
+RESET, STEP, SHOW_FULL, STATS, REPLAY, CHOOSE, CLOSE = 1, 2, 3, 4, 5, 6, 7
+# First byte of a message from a slot: what cannot be expressed in the arrays.
+UNSUPPORTED, NAMES, COUNTERS = b"u", b"n", b"g"
+
+
+class History(NamedTuple):
+    """Episode of a slot whose worker died: reset seed (None: no episode), [T, n] actions, names in its info."""
+
+    seed: int | None
+    actions: np.ndarray
+    names: list[str]
+
+
+class EnvSlot:
+    """A single environment whose outputs go into row `slot` of the arrays.
+
+    Attributes:
+        info_names: names of the columns of `info`. messages: waiting to be sent, each a type byte and a JSON list
+            [slot, content].
+    """
+
+    def __init__(self, env: MultiAgentEnv, slot: int, arrays: Arrays) -> None:
+        self.env = env
+        self.slot = slot
+        self.arrays = arrays
+        self.info_names: list[str] = []
+        self.messages: list[bytes] = []
+        self._seed = self._steps = 0
+        self._counted_before: dict[str, float] = {}
+        names = ("obs", "full_obs", "state", "avail", "actions", "info", "scripted", "agent_reward")
+        self._row = {name: arrays[name][slot] for name in names}
+
+    def execute(self, command: int) -> None:
+        """Execute one command; CLOSE is the worker's own."""
+        if command == STEP:
+            self._step()
+        elif command == RESET:
+            self._seed, self._steps = int(self.arrays["seeds"][self.slot]), 0
+            self.env.reset(seed=self._seed)
+            self._show()
+        elif command == SHOW_FULL:
+            self._show_full()
+        elif command == STATS:
+            before = self._counted_before
+            self._send(COUNTERS, {name: value - before.get(name, 0.0) for name, value in self._stats().items()})
+        elif command == CHOOSE:
+            rng = generator(self._seed, "script", self._steps)
+            for place, policy in enumerate(slot_scripts(self.env.scripted_policies)):
+                self._row["scripted"][place] = self.env.get_scripted_actions(policy, rng)
+        elif command == REPLAY:
+            try:
+                self.env.save_replay(bytes(self.arrays["folder"]).rstrip(b"\0").decode())
+            except NotImplementedError:
+                self._send(UNSUPPORTED, None)
+
+    def release(self) -> None:
+        """Drop all views of the arrays, so that their memory can be unmapped."""
+        self.arrays, self._row = {}, {}
+
+    def replay(self, history: History) -> None:
+        """Replay the episode of a worker that died. Its counters were counted there and are not counted again."""
+        self.info_names = list(history.names)
+        if history.seed is None:
+            return
+        self._seed, self._steps = history.seed, len(history.actions)
+        self.env.reset(seed=history.seed)
+        for actions in history.actions:
+            self.env.step(actions)
+        self._counted_before = {k: v for k, v in self._stats().items() if not k.endswith(("_rate", "_build"))}
+
+    def _stats(self) -> dict[str, float]:
+        return {name: float(value) for name, value in (self.env.get_stats() or {}).items()}
+
+    def _send(self, kind: bytes, content: Any) -> None:
+        self.messages.append(kind + json.dumps([self.slot, content]).encode())
+
+    def _step(self) -> None:
+        arrays, slot = self.arrays, self.slot
+        reward, terminated, info = self.env.step(self._row["actions"].copy())
+        self._steps += 1
+        for name, wrong in (("reward", wrong_number(reward)), ("terminated", wrong_flag(terminated))):
+            if wrong:
+                raise self._fault(f"{name} {wrong}")
+        if not isinstance(info, Mapping):
+            raise self._fault(f"info is {info!r}, not a dictionary")
+        with np.errstate(over="ignore"):  # as in `_write`
+            arrays["reward"][slot] = reward
+        if self._row["agent_reward"].size:
+            self._write("agent_reward", info.get(AGENT_REWARD, ()), name=f"info[{AGENT_REWARD!r}]")
+        arrays["terminated"][slot] = terminated
+        limit = TRUNCATED if TRUNCATED in info else "episode_limit"
+        arrays["truncated"][slot] = bool(terminated) and self._flag(info, limit)
+        arrays["lost"][slot] = bool(terminated) and self._flag(info, "lost")
+        if info:
+            self._write_info(info)
+        elif self.info_names:
+            self._row["info"][:] = 0.0
+        self._show()
+
+    def _flag(self, info: Mapping[str, Any], name: str) -> bool:
+        """Return a flag of `info`; False if it is missing."""
+        if wrong := wrong_flag(info.get(name, False)):
+            raise self._fault(f"info[{name!r}] {wrong}")
+        return bool(info.get(name, False))
+
+    def _show(self) -> None:
+        self._write("obs", self.env.get_obs())
+        self._write("state", self.env.get_state())
+        self._write("avail", self.env.get_avail_actions(), name="avail_actions", flags=True)
+        if self.arrays["want_full"][0]:
+            self._show_full()
+
+    def _show_full(self) -> None:
+        self._write("full_obs", self.env.get_obs(no_range_limit=True))
+
+    def _write(self, key: str, value: Any, name: str = "", flags: bool = False) -> None:
+        """Write what the environment returned as `name` into the row of the array `key`.
+
+        flags: only zeros and ones are valid. Errors: UserError for a wrong shape or non-numbers.
+        """
+        row = self._row[key]
+        array, wrong = numeric_array(value, row.shape)
+        if flags and not wrong and array.dtype != bool and not zeros_and_ones(array).all():
+            wrong = f"holds {array[~zeros_and_ones(array)][0]}, not 0 or 1"
+        if wrong:
+            raise self._fault(f"{name or key} {wrong}")
+        with np.errstate(over="ignore"):  # `OutputChecks` finds the infinities, for all slots at once
+            row[...] = array
+
+    def _fault(self, what: str) -> UserError:
+        return fault(type(self.env).__name__, self.slot, self._seed, self._steps, what)
+
+    def _write_info(self, info: Mapping[str, Any]) -> None:
+        """Write the numbers in `info`, each name into its own column; skip other values.
+
+        Errors: UserError for more than MAX_INFO numbers, or a `battle_won` that is not a number.
+        """
+        known, row = len(self.info_names), self._row["info"]
+        row[:] = 0.0
+        for name, value in info.items():
+            if name in ("lost", TRUNCATED, AGENT_REWARD):
+                continue
+            if wrong := wrong_number(value):
+                if name == "battle_won":  # skipping it would silently drop the win rate
+                    raise self._fault(f"info['battle_won'] {wrong}")
+                continue
+            if name not in self.info_names:
+                if len(self.info_names) == MAX_INFO:
+                    raise self._fault(f"info holds more than {MAX_INFO} numbers; one too many is {name!r}")
+                self.info_names.append(name)
+            row[self.info_names.index(name)] = float(value)
+        if len(self.info_names) > known:
+            self._send(NAMES, self.info_names)
