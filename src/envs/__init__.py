@@ -1,4 +1,4 @@
-"""Worlds: one protocol, several environments; `REGISTRY` maps `env=` names to them."""
+"""Environments. `REGISTRY` maps the names of the key `env` to classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small helpers on action masks that every environment shares."""
+"""Helpers on action masks, used by all environments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def random_actions(avail_actions: np.ndarray, rng: np.random.Generator) -> np.nd
 
 @lru_cache(maxsize=64)
 def _first_actions(n_slots: int, n_agents: int, n_actions: int) -> np.ndarray:
-    """Return [B, n] the place of each agent's action 0 in a flattened mask."""
+    """Return [B, n], the index of each agent's action 0 in a flattened mask."""
     return n_actions * np.arange(n_slots * n_agents).reshape(n_slots, n_agents)
 
 
@@ -23,7 +23,7 @@ def require_available(name: str, avail_actions: np.ndarray, actions: np.ndarray,
 
     avail_actions: [B, n, A] bool. actions: [B, n] int. active: [B] bool.
     """
-    if len(actions) == 1:  # one battle, as in a worker process: NumPy's calls would cost more than what they do
+    if len(actions) == 1:  # one slot, as in a worker process: faster without NumPy
         _require_alone(name, avail_actions[0], actions[0].tolist(), bool(active[0]))
         return
     allowed = avail_actions.reshape(-1).take(_first_actions(*avail_actions.shape) + actions, mode="clip")
@@ -37,7 +37,7 @@ def require_available(name: str, avail_actions: np.ndarray, actions: np.ndarray,
 
 
 def _require_alone(name: str, mask: np.ndarray, chosen: list[int], active: bool) -> None:
-    """Do the same for one slot: mask [n, A] bool, chosen actions of n agents."""
+    """`require_available` for one slot: mask [n, A] bool, chosen actions of n agents."""
     n_actions = mask.shape[1]
     for agent, action in enumerate(chosen):
         if active and not (0 <= action < n_actions and mask[agent, action]):

@@ -1,4 +1,4 @@
-"""From `env=` and `env_args` to a batched environment, with errors that name the key."""
+"""Creates environments from the keys `env` and `env_args`; errors name the key."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ def validate_env_args(name: str, env_args: dict[str, Any]) -> BaseModel:
 
 
 def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool) -> BatchedEnv:
-    """Return `n_slots` battles of environment `name`.
+    """Return environment `name` with `n_slots` slots.
 
-    With `processes` each battle gets a worker process of its own. Without, a batched environment is built as it is, and
-    single ones are played one after another in this process. Errors: UserError for names and arguments, for a batched
-    environment that cannot be divided, or what the environment itself lacks.
+    Args:
+        processes: run each slot in its own worker process. Otherwise a batched environment runs as it is, and single
+            ones are stepped one after another in this process.
+
+    Errors: UserError for an unknown name, wrong arguments, missing software, or `processes` with a batched environment
+        that cannot be divided.
     """
     args = validate_env_args(name, env_args)
     cls = REGISTRY.get(name)
@@ -35,7 +38,7 @@ def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool)
             return cls(args, n_slots)
         if not cls.divisible:
             raise UserError(f"env_processes=True: env={name} computes all battles at once; use env_processes=False")
-    # The adapters bring multiprocessing along; environments that are batched themselves do without.
+    # Imported here, since batched environments do not need multiprocessing.
     from omagd.envs.workers.process_envs import ProcessEnvs
     from omagd.envs.workers.vector import SerialEnvs
 

@@ -1,4 +1,4 @@
-"""What an environment returns is checked where it enters: shapes, kinds of numbers, finite values, available actions.
+"""Checks of what environments return: shapes, dtypes, finite values, at least one available action.
 
 Shapes: B battle slots, n agents, A actions.
 """
@@ -17,19 +17,19 @@ from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import Observation, StepResult
 from omagd.utils.errors import UserError
 
-_NUMBERS, _FLAGS = "fiub", "biu"  # kinds of dtypes that hold numbers, and yes or no
+_NUMBERS, _FLAGS = "fiub", "biu"  # dtype kinds of numbers and of flags
 
 RESERVED = re.compile("stage|epoch|t_env|slot|seed|length|return|return_agent_.*|ep_length|q_taken|target|test_.*")
-"""Names of results that the lines of `episodes/` or, with `_mean`, of `metrics.jsonl` use for something else."""
+"""Names that an environment's info must not use: keys of `episodes/` or, with `_mean`, of `metrics.jsonl`."""
 
 
 def fault(env: str, slot: int, seed: int, step: int, what: str) -> UserError:
-    """Return the error of an environment that returned `what`; `step`: steps since the reset from `seed`."""
+    """Return the error for an environment that returned `what`; `step`: steps since the reset from `seed`."""
     return UserError(f"env={env}, slot {slot}, seed {seed}, step {step}: {what}; correct the environment")
 
 
 def numeric_array(value: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
-    """Return `value` as an array, and what is wrong with its shape or kind: nothing if the text is empty."""
+    """Return `value` as an array, and what is wrong with its shape or dtype ("" if nothing)."""
     try:
         array = np.asarray(value)
     except ValueError:  # nested lists of unequal lengths
@@ -40,24 +40,24 @@ def numeric_array(value: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
 
 
 def wrong_number(value: Any) -> str:
-    """Return what is wrong with a single number (a Python or NumPy scalar): nothing if the text is empty."""
+    """Return what is wrong with a number (a Python or NumPy scalar), "" if nothing."""
     if isinstance(value, (numbers.Real, np.bool_)) or (isinstance(value, np.ndarray) and value.shape == ()):
         return "" if np.asarray(value).dtype.kind in _NUMBERS else f"is {value!r}, not a number"
     return f"is {value!r} ({type(value).__name__}), not a number"
 
 
 def wrong_flag(value: Any) -> str:
-    """Return what is wrong with a single yes or no (a bool, 0 or 1): nothing if the text is empty."""
+    """Return what is wrong with a flag (a bool, 0 or 1), "" if nothing."""
     return wrong_number(value) or ("" if value in (0, 1) else f"is {value!r}, not 0 or 1")
 
 
 def zeros_and_ones(array: np.ndarray) -> np.ndarray:
-    """Return where an array of any kind of numbers holds 0 or 1."""
+    """Return where a numeric array holds 0 or 1."""
     return (array == 0) | (array == 1)
 
 
 class _Where(NamedTuple):
-    """Which slots are checked, [B] bool, and the seeds and steps [B] that name the place of a fault."""
+    """The slots to check, [B] bool, and seeds and steps [B] for the error message."""
 
     active: np.ndarray
     seeds: np.ndarray
@@ -65,10 +65,10 @@ class _Where(NamedTuple):
 
 
 class OutputChecks:
-    """Checks what all slots of an environment show and bring, before anything is learned from it.
+    """Checks the observations and results of a batched environment before they are stored or learned from.
 
     Args:
-        info: sizes that were promised. n_slots: B.
+        info: promised sizes. n_slots: B.
     """
 
     def __init__(self, info: EnvInfo, n_slots: int) -> None:
@@ -82,10 +82,12 @@ class OutputChecks:
     def observation(
         self, seen: Observation, active: np.ndarray, seeds: np.ndarray, steps: np.ndarray, full: bool = False
     ) -> Observation:
-        """Check what the slots `active` [B] bool show, at their `steps` [B] since the resets from `seeds` [B].
+        """Check the observations of the slots `active` [B] bool; return them with masks as bool.
 
-        Return it with a mask of bools, where the environment may show zeros and ones. full: whether `full_obs` was
-        asked for. Errors: UserError that names environment, slot, seed, step and field.
+        Args:
+            seeds: [B], of the last resets. steps: [B], since then. full: whether `full_obs` was requested.
+
+        Errors: UserError that names environment, slot, seed, step and field.
         """
         where = _Where(active, seeds, steps)
         if not isinstance(seen, Observation):
@@ -102,9 +104,9 @@ class OutputChecks:
         return seen if mask is seen.avail_actions else replace(seen, avail_actions=mask)
 
     def result(self, result: StepResult, stepped: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> StepResult:
-        """Check what a step of the slots `stepped` [B] bool brought, and return it with bools where it says yes or no.
+        """Check the results of the slots `stepped` [B] bool; return them with flags as bool.
 
-        What `info` reports is checked where an episode has ended and is not lost. Other arguments, errors as above.
+        `info` is checked where an episode has ended and is not lost. Other arguments and errors: as `observation`.
         """
         where = _Where(stepped, seeds, steps)
         if not isinstance(result, StepResult):
@@ -123,7 +125,7 @@ class OutputChecks:
         return result
 
     def _require_results(self, results: Mapping[Any, Any], where: _Where) -> None:
-        """Check what is reported of episodes: name -> [B] numbers."""
+        """Check the results of episodes: name -> [B] numbers."""
         for name, array in results.items():
             if not isinstance(name, str) or not name.isprintable():
                 self._raise_first(where, f"info holds the name {name!r}, which is not printable text")
@@ -132,7 +134,7 @@ class OutputChecks:
             self._require(f"info[{name!r}]", array, self._each, where)
 
     def lengths(self, playing: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> None:
-        """Check that no episode of the slots `playing` [B] bool goes on after its limit. Errors as above."""
+        """Check that no episode of the slots `playing` [B] bool exceeds its step limit. Errors: as `observation`."""
         where = _Where(playing & (steps >= self.info.episode_limit), seeds, steps)
         if where.active.any():
             self._raise_first(where, f"the episode goes on after its limit of {self.info.episode_limit} steps")
@@ -140,7 +142,7 @@ class OutputChecks:
     def _require(
         self, name: str, array: Any, shape: tuple[int, ...], where: _Where, kinds: str = _NUMBERS
     ) -> None:  # fmt: skip
-        """Check that a field is an array of numbers of the promised shape that are finite in float32."""
+        """Check that a field is a numeric array of the promised shape whose values are finite in float32."""
         if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or not array.dtype.isnative:
             self._raise_first(where, f"{name} holds {_kind(array)}, not {'numbers' if kinds == _NUMBERS else 'bool'}")
         if array.shape != shape:
@@ -152,7 +154,7 @@ class OutputChecks:
             self._require_all(name, array, finite, where, "a finite number in float32")
 
     def _bools(self, name: str, array: Any, shape: tuple[int, ...], where: _Where, kinds: str) -> np.ndarray:
-        """Return a field of bools, or of zeros and ones, as bools."""
+        """Return a field of bools, or of zeros and ones, as bool."""
         self._require(name, array, shape, where, kinds)
         if array.dtype == bool:
             return array
@@ -162,7 +164,7 @@ class OutputChecks:
         return array.astype(bool)
 
     def _require_all(self, name: str, array: np.ndarray, good: np.ndarray, where: _Where, wanted: str) -> None:
-        """Raise for the first place of a checked slot that is not `good`; other slots may hold anything."""
+        """Raise for the first value of a checked slot that is not `good`; other slots are ignored."""
         wrong = ~good & where.active.reshape(-1, *[1] * (array.ndim - 1))
         if wrong.any():
             slot, *place = (int(index) for index in np.argwhere(wrong)[0])
@@ -177,7 +179,7 @@ class OutputChecks:
 
 
 def _finite_as_float32(array: np.ndarray) -> np.ndarray:
-    """Return where floats are finite once they are float32, which is what episodes and networks hold."""
+    """Return where floats are finite after conversion to float32, the dtype of episodes and networks."""
     if array.dtype.itemsize > 4:
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
@@ -185,7 +187,7 @@ def _finite_as_float32(array: np.ndarray) -> np.ndarray:
 
 
 def _kind(value: Any) -> str:
-    """Return what a value is, for messages: the dtype of an array, else its type."""
+    """Return the dtype of an array, or the type of another value, for error messages."""
     if not isinstance(value, np.ndarray):
         return type(value).__name__
     return str(value.dtype) if value.dtype.isnative else f"{value.dtype.newbyteorder()} in another machine's byte order"

@@ -1,4 +1,4 @@
-"""One battle behind PettingZoo's parallel interface, for programs that are not runs of this package."""
+"""An environment with PettingZoo's parallel interface, for use outside of a training run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 try:
     from pettingzoo import ParallelEnv as _Base
-except ModuleNotFoundError:  # the interface works without the package; only its wrappers ask for the class
+except ModuleNotFoundError:  # the interface works without the package; only PettingZoo's wrappers need the base class
     _Base = object
 
 Observations = dict[str, dict[str, np.ndarray]]
@@ -22,15 +22,16 @@ INSTALL = "pip install -e .[pettingzoo]"
 
 
 class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
-    """A battle of n agents in PettingZoo's parallel interface.
+    """One slot of an environment with n agents in PettingZoo's parallel interface.
 
-    Each observation is `{"observation": [obs_dim] float32, "action_mask": [A] int8}`. All agents get the team's reward,
+    Each observation is `{"observation": [obs_dim] float32, "action_mask": [A] int8}`. All agents get the team reward,
     stay in `agents` until the episode ends (a dead unit can only take its no-op) and end together. At the end each
-    agent's info holds the results of the episode (`battle_won`, ...); where the environment gives each agent's own
-    reward, every info holds it as `agent_reward`. A `lost` episode is void, because its game has died: reset.
+    agent's info holds the results of the episode (`battle_won`, ...). If the environment provides each agent's own
+    reward, every info holds it as `agent_reward`. An episode with `lost` in its infos is void because its game process
+    died: call reset.
 
     Args:
-        env: the environment, with one battle slot, which this object owns.
+        env: an environment with one slot; this object closes it.
     """
 
     render_mode = None
@@ -53,17 +54,17 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
 
     @property
     def unwrapped(self) -> ParallelBattle:
-        """This object: it wraps no other one of the interface."""
+        """This object itself."""
         return self
 
     @property
     def num_agents(self) -> int:
-        """How many agents play now: none between an episode's end and the next reset."""
+        """Number of agents in the current episode; 0 between its end and the next reset."""
         return len(self.agents)
 
     @property
     def max_num_agents(self) -> int:
-        """How many agents there are, n."""
+        """Number of agents, n."""
         return len(self.possible_agents)
 
     def reset(
@@ -72,8 +73,8 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         """Start an episode; return observations and infos.
 
         Args:
-            seed: the episode's seed; later resets without one draw theirs from a generator that starts from it.
-            options: not used, as the interface allows.
+            seed: the episode's seed; it also seeds the generator of later resets without a seed.
+            options: not used.
         Errors: ValueError once the environment is closed.
         """
         self._require_open()
@@ -114,34 +115,34 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         return self._state.copy()
 
     def full_observations(self) -> np.ndarray:
-        """Return what all agents would see without range limit, [n, obs_dim] float32.
+        """Return the observations without range limit, [n, obs_dim] float32.
 
         Errors: ValueError once the environment is closed.
         """
         self._require_open()
         full = self._env.observe(full=True).full_obs
-        assert full is not None, "asked for"
+        assert full is not None
         return full[0].copy()
 
     def observation_space(self, agent: str) -> spaces.Space:
-        """Return the space of an agent's observations. Errors: UserError without gymnasium."""
+        """Return an agent's observation space. Errors: UserError without gymnasium."""
         return self._spaces_of(agent)[0]
 
     def action_space(self, agent: str) -> spaces.Space:
-        """Return the space of an agent's actions, A of them. Errors: UserError without gymnasium."""
+        """Return an agent's action space. Errors: UserError without gymnasium."""
         return self._spaces_of(agent)[1]
 
     @property
     def state_space(self) -> spaces.Space:
-        """The space of the global state. Errors: UserError without gymnasium."""
+        """Space of the global state. Errors: UserError without gymnasium."""
         return _gymnasium().Box(-np.inf, np.inf, (self.info.state_dim,), np.float32)
 
     def render(self) -> None:
-        """Draw nothing. Errors: NotImplementedError."""
+        """Raise NotImplementedError: there are no render modes."""
         raise NotImplementedError(f"{self.metadata['name']} has no render mode")
 
     def close(self) -> None:
-        """Release the environment. May be called twice."""
+        """Close the environment. May be called twice."""
         self.agents, self._closed = [], True
         self._env.close()
 
@@ -163,7 +164,7 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         return np.array([actions[agent] for agent in self.agents], np.int64)
 
     def _observations(self, seen: Observation) -> Observations:
-        """Return each agent's observation and mask, and keep masks and state; all copied, the arrays are the env's."""
+        """Return copies of each agent's observation and mask; keep masks and state."""
         obs = seen.obs[0].astype(np.float32)
         self._masks, self._state = seen.avail_actions[0].astype(np.int8), seen.state[0].astype(np.float32)
         return {
@@ -183,7 +184,7 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         return infos
 
     def _spaces_of(self, agent: str) -> tuple[spaces.Space, spaces.Space]:
-        """Return an agent's two spaces, the same objects at each call, as the interface demands."""
+        """Return an agent's two spaces, the same objects at each call, as the interface requires."""
         if agent not in self.possible_agents:
             raise KeyError(f"{agent} is not one of {self.possible_agents}")
         if agent not in self._spaces:

@@ -1,4 +1,4 @@
-"""Two tiny worlds that tell in seconds whether a learner learns: a one-step matrix game and a two-step memory game."""
+"""Two tiny environments that show in seconds whether a learner learns: a matrix game and a memory game."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MONOTONIC = ((0.0, 1.0, 2.0), (1.0, 3.0, 5.0), (2.0, 5.0, 8.0))
 
 
 class _TinyGame(BatchedEnv):
-    """What both games share: the clock of each slot, masks, scripted random play, snapshots by field name."""
+    """Base of both games: step counters, masks, the random policy, snapshots of the fields in `_saved`."""
 
     _saved: ClassVar[tuple[str, ...]]
 
@@ -29,7 +29,7 @@ class _TinyGame(BatchedEnv):
         return np.ones((self.n_slots, self.info.n_agents, self.info.n_actions), bool)
 
     def _result(self, reward: np.ndarray, won: np.ndarray, active: np.ndarray) -> StepResult:
-        """Advance the clock of the active slots and pack what the step brought."""
+        """Advance the step counters of the active slots and return the step's results."""
         self._t += active
         terminated = active & (self._t >= self.info.episode_limit)
         return StepResult(
@@ -46,7 +46,7 @@ class _TinyGame(BatchedEnv):
         return random_actions(self._avail(), rng)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the games of all slots."""
+        """Return the state of all slots."""
         return {name: getattr(self, name).copy() for name in self._saved}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -59,8 +59,8 @@ class MatrixGameArgs(BaseModel):
     """Arguments of `matrix_game`.
 
     Attributes:
-        payoff: "climbing" and "penalty" have a safe second-best beside a risky best answer; "monotonic" has neither.
-        penalty: the price of missing each other in "penalty".
+        payoff: in "climbing" and "penalty" a safe choice is next to the risky best one; "monotonic" has no risk.
+        penalty: payoff of a miscoordination in "penalty".
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -69,7 +69,7 @@ class MatrixGameArgs(BaseModel):
 
 
 class MatrixGame(_TinyGame):
-    """Two agents choose one of three actions at once and get one common payoff; the episode is one step.
+    """Two agents choose one of three actions simultaneously and get a common payoff; an episode is one step.
 
     Payoffs after Claus and Boutilier, "The dynamics of reinforcement learning in cooperative multiagent systems", 1998.
     `battle_won`: the best payoff was reached. Observation: the agent's number one-hot, and whether the game is over.
@@ -96,17 +96,17 @@ class MatrixGame(_TinyGame):
         self.payoff = np.array(tables[args.payoff], np.float32)
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Start new games in the slots `which`; the game knows no chance, so `seeds` change nothing."""
+        """Start new games in the slots `which`. The game is not random: `seeds` have no effect."""
         self._t[which] = 0
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        """Pay what the two actions of each active slot are worth together."""
+        """Pay the payoff of the two actions of each active slot."""
         require_available(self.info.name, self._avail(), actions, active)
         reward = self.payoff[np.where(active, actions[:, 0], 0), np.where(active, actions[:, 1], 0)]
         return self._result(reward, reward >= self.payoff.max(), active)
 
     def observe(self, full: bool = False) -> Observation:
-        """Return the agents' numbers and the clock."""
+        """Return the agents' numbers, one-hot, and whether the game is over."""
         over = self._t.astype(np.float32)
         obs = np.zeros((self.n_slots, 2, 3), np.float32)
         obs[:, :, :2] = np.eye(2, dtype=np.float32)
@@ -118,8 +118,8 @@ class MemoryGameArgs(BaseModel):
     """Arguments of `memory_game`.
 
     Attributes:
-        n_cues: how many different cues there are.
-        n_agents: how many agents must remember theirs.
+        n_cues: number of different cues.
+        n_agents: number of agents, each with its own cue.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -128,10 +128,10 @@ class MemoryGameArgs(BaseModel):
 
 
 class MemoryGame(_TinyGame):
-    """Each agent is shown a cue of its own at step 0 and must name it at step 1, when it is no longer to be seen.
+    """Each agent sees its own cue at step 0 and must name it at step 1, when the cue is hidden.
 
-    At step 0 the only action is 0 (wait); at step 1 actions 1..n_cues name a cue. The team gets 1 if every agent names
-    its own cue, else 0: an agent without memory earns (1 / n_cues) ** n_agents on average. The state shows all cues.
+    At step 0 the only action is 0 (wait); at step 1 actions 1..n_cues name a cue. The reward is 1 if every agent names
+    its own cue, else 0: agents without memory get (1 / n_cues) ** n_agents on average. The state shows all cues.
     """
 
     args_model = MemoryGameArgs
@@ -170,7 +170,7 @@ class MemoryGame(_TinyGame):
         return self._result(right.astype(np.float32), right, active)
 
     def observe(self, full: bool = False) -> Observation:
-        """Return each agent's cue while it is shown, and the clock one-hot (all zero after the end)."""
+        """Return each agent's cue at step 0, and the step one-hot (all zero after the end)."""
         clock = np.eye(3, dtype=np.float32)[:, :2][self._t]
         cues = np.eye(self.n_cues, dtype=np.float32)[self._cues]
         obs = np.zeros((self.n_slots, self.info.n_agents, self.info.obs_dim), np.float32)

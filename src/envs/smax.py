@@ -1,7 +1,7 @@
-"""SMAX, the public battles of JaxMARL (an extra), batched on JAX in this process and shown as NumPy arrays.
+"""SMAX, the battle environment of JaxMARL (an extra): batched on JAX in this process, with NumPy arrays outside.
 
-Units: positions in map cells, one agent step is 8 world steps of 1/16 s. Source of the game's rules: JaxMARL 0.2
-(Apache-2.0, https://github.com/FLAIROx/JaxMARL), used as a library.
+Positions are in map cells; one agent step is 8 world steps of 1/16 s. The game's rules are JaxMARL 0.2's (Apache-2.0,
+https://github.com/FLAIROx/JaxMARL), used as a library.
 """
 
 from __future__ import annotations
@@ -33,21 +33,9 @@ STOP = 4
 _DIRECTIONS = np.array([[0.0, 1.0], [1.0, 0.0], [0.0, -1.0], [-1.0, 0.0]], np.float32)
 
 MapName = Literal[
-    "3m",
-    "8m",
-    "25m",
-    "2s3z",
-    "3s5z",
-    "5m_vs_6m",
-    "10m_vs_11m",
-    "27m_vs_30m",
-    "3s5z_vs_3s6z",
-    "3s_vs_5z",
-    "6h_vs_8z",
-    "smacv2_5_units",
-    "smacv2_10_units",
-    "smacv2_20_units",
-]
+    "3m", "8m", "25m", "2s3z", "3s5z", "5m_vs_6m", "10m_vs_11m", "27m_vs_30m", "3s5z_vs_3s6z", "3s_vs_5z", "6h_vs_8z",
+    "smacv2_5_units", "smacv2_10_units", "smacv2_20_units",
+]  # fmt: skip
 
 
 class SmaxArgs(BaseModel):
@@ -56,12 +44,12 @@ class SmaxArgs(BaseModel):
     Attributes:
         map_name: scenario.
         max_steps: JaxMARL's limit; its episodes last one step longer, so `episode_limit` is `max_steps + 1`.
-        reward_scale: the reward is JaxMARL's times this (its own baselines train on 10 times).
-        continuing_episode: whether the step limit truncates (the target bootstraps) instead of ending the battle.
-        see_enemy_actions: whether enemies' last moves and targets are part of what is seen.
-        attack_mode: whom the scripted enemy attacks.
-        walls_cause_death: whether a unit that touches the edge of the map dies.
-        jax_platform: where JAX computes, unless the variable JAX_PLATFORMS is set.
+        reward_scale: factor on JaxMARL's reward (JaxMARL's baselines train with 10).
+        continuing_episode: the step limit truncates (the target bootstraps) instead of terminating.
+        see_enemy_actions: observations include the enemies' last moves and targets.
+        attack_mode: target selection of the scripted enemy.
+        walls_cause_death: a unit that touches the edge of the map dies.
+        jax_platform: JAX platform, unless the variable JAX_PLATFORMS is set.
         jax_threads: threads of JAX on a CPU, unless the variable PJRT_NPROC is set.
     """
 
@@ -78,7 +66,7 @@ class SmaxArgs(BaseModel):
 
 
 def _cache_dir() -> Path:
-    """Return the folder of compiled programs: the user's cache, apart for each kind of CPU."""
+    """Return the folder of compiled programs in the user's cache, one for each CPU type."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cpu = platform.machine() + platform.processor()
     info = Path("/proc/cpuinfo")
@@ -102,8 +90,8 @@ def _import_jax(args: SmaxArgs) -> Any:
 
 
 def _import_smax() -> tuple[Any, Any]:
-    """Import the game quietly; return its class and its table of scenarios."""
-    # Importing the package prints, and its optional part "mabrax" replaces sys.stdout: keep that part out.
+    """Import the game without its output; return its class and its function from map names to scenarios."""
+    # The import prints, and its optional part "mabrax" replaces sys.stdout: block that part.
     optional = "jaxmarl.environments.mabrax"
     blocked = optional not in sys.modules
     if blocked:
@@ -118,7 +106,7 @@ def _import_smax() -> tuple[Any, Any]:
 
 
 class _Program:
-    """The compiled functions on a batch of SMAX states: `reset`, `advance`, `view`."""
+    """Compiled functions on a batch of SMAX states: `reset`, `advance`, `view`."""
 
     def __init__(self, args: SmaxArgs) -> None:
         self.jax = jax = _import_jax(args)
@@ -142,12 +130,12 @@ class _Program:
         return self._choose(which, new, old)
 
     def blank(self, n_slots: int) -> Any:
-        """Return a batch of states that holds zeros, for the first reset to overwrite."""
+        """Return a batch of zero states, for the first reset to overwrite."""
         shapes = self.jax.eval_shape(self.env.reset, np.zeros(2, np.uint32))[1]
         return self.jax.tree.map(lambda leaf: np.zeros((n_slots, *leaf.shape), leaf.dtype), shapes)
 
     def _advance_one(self, old: Any, key: Any, actions: Any, active: Any) -> tuple[Any, Any, Any]:
-        """Play one step: the randomness of a step follows from the episode's key and the step's number."""
+        """Play one step. Its random key follows from the episode's key and the step number."""
         jax = self.jax
         step_key = jax.random.fold_in(key, old.state.step)
         chosen = {agent: actions[i] for i, agent in enumerate(self.env.agents)}
@@ -155,15 +143,15 @@ class _Program:
         return self._choose(active, new, old), rewards[self.env.agents[0]], dones["__all__"]
 
     def _choose(self, which: Any, new: Any, old: Any) -> Any:
-        # The conversion removes JAX's "weak" types, which would have every function compiled twice.
+        # The conversion removes JAX's "weak" types, which would make JAX compile every function twice.
         where, convert = self.jax.numpy.where, self.jax.lax.convert_element_type
         return self.jax.tree.map(lambda a, b: convert(where(which, a, b), b.dtype), new, old)
 
     def _view_one(self, state: Any) -> dict[str, Any]:
-        """Return what there is to see in one battle.
+        """Return the features of one battle.
 
-        others: [n, m + n - 1, 13] features of enemies, then allies, as each agent would see them without limit.
-        seen: [n, m + n - 1] bool. own: [n + m, 10]. avail: [n, A]. alive: [n + m]. step: [].
+        others: [n, m + n - 1, 13], features of enemies, then allies, without the sight limit. seen: [n, m + n - 1]
+        bool, within sight. own: [n + m, 10]. avail: [n, A]. alive: [n + m]. step: [].
         """
         jax, jnp, env, s = self.jax, self.jax.numpy, self.env, state.state
         me = jnp.arange(self.n)
@@ -188,11 +176,11 @@ class SmaxEnv(BatchedEnv):
     Observation: per enemy, then per other ally: health, dx, dy (over the sight range), last move (2), last target,
     cooldown, type one-hot (6); own: health, x, y, cooldown, type one-hot (6). An all-zero block is an unseen or dead
     unit. State: the ten own features of every unit, allies first. Actions: north, east, south, west, stop, then attack
-    enemy i; the dead may only stop.
+    enemy i; dead agents can only stop.
     """
 
     args_model = SmaxArgs
-    divisible = False  # JAX would compile in each process, to compute one battle at a time
+    divisible = False  # JAX would compile in each process, for one battle at a time
 
     def __init__(self, args: SmaxArgs, n_slots: int) -> None:
         self.args = args
@@ -213,13 +201,13 @@ class SmaxEnv(BatchedEnv):
             scripted_policies=("random", "attack_nearest"),
         )
         self._keys = np.zeros((n_slots, 2), np.uint32)
-        self._show(program.blank(n_slots))
+        self._set_state(program.blank(n_slots))
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which`; the key of slot b is `seeds[b]` as two 32-bit words."""
         words = np.stack([np.asarray(seeds, np.int64) >> 32, np.asarray(seeds, np.int64) & 0xFFFFFFFF], 1)
         self._keys[which] = words[which].astype(np.uint32)
-        self._show(self._program.reset(self._state, self._keys.copy(), np.asarray(which, bool)))
+        self._set_state(self._program.reset(self._state, self._keys.copy(), np.asarray(which, bool)))
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` in the active slots."""
@@ -227,7 +215,7 @@ class SmaxEnv(BatchedEnv):
         require_available(self.info.name, self._view["avail"], actions, active)
         chosen = np.asarray(actions, np.int32)
         state, reward, done = self._program.advance(self._state, self._keys.copy(), chosen, active)
-        self._show(state)
+        self._set_state(state)
         n = self.info.n_agents
         alive = self._view["alive"]
         allies, enemies = alive[:, :n].sum(1), alive[:, n:].sum(1)
@@ -247,7 +235,10 @@ class SmaxEnv(BatchedEnv):
         )
 
     def observe(self, full: bool = False) -> Observation:
-        """Return what is seen; `full_obs` is the same without the mask of sight, feature by feature."""
+        """Return observations; `full_obs` has the same features without the sight mask.
+
+        Widening the sight range instead would rescale positions and help the scripted enemy.
+        """
         view, b, n = self._view, self.n_slots, self.info.n_agents
         own = view["own"][:, :n]
         seen = np.where(view["seen"][..., None], view["others"], np.float32(0.0))
@@ -256,7 +247,7 @@ class SmaxEnv(BatchedEnv):
         return Observation(obs, view["own"].reshape(b, -1).copy(), view["avail"].copy(), everything)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [B, n] actions: "random", or "attack_nearest" (knows where all enemies are, walks there, shoots)."""
+        """Return [B, n] actions: "random", or "attack_nearest", which knows the positions of all enemies."""
         if policy not in self.info.scripted_policies:
             return super().scripted_actions(policy, rng)
         view, n = self._view, self.info.n_agents
@@ -275,7 +266,7 @@ class SmaxEnv(BatchedEnv):
         return np.where(avail[:, :, 0], action, STOP)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all battles: the keys, and each part of the state under its path."""
+        """Return the keys and all parts of the state by path."""
         leaves, _ = self._program.jax.tree_util.tree_flatten_with_path(self._state)
         paths = self._program.jax.tree_util.keystr
         return {"keys": self._keys.copy(), "state": {paths(path): np.array(leaf) for path, leaf in leaves}}
@@ -284,16 +275,16 @@ class SmaxEnv(BatchedEnv):
         """Continue from `snapshot`."""
         leaves, tree = self._program.jax.tree_util.tree_flatten_with_path(self._state)
         values = [snapshot["state"][self._program.jax.tree_util.keystr(path)] for path, _ in leaves]
-        self._show(self._program.jax.tree_util.tree_unflatten(tree, values))
+        self._set_state(self._program.jax.tree_util.tree_unflatten(tree, values))
         self._keys = np.array(snapshot["keys"])
 
-    def _show(self, state: Any) -> None:
+    def _set_state(self, state: Any) -> None:
         self._state = state
         self._seen: dict[str, np.ndarray] | None = None
 
     @property
     def _view(self) -> dict[str, np.ndarray]:
-        """What there is to see in the present state; computed once, when first asked for."""
+        """Features of the current state, computed on first use."""
         if self._seen is None:
             self._seen = {name: np.asarray(value) for name, value in self._program.view(self._state).items()}
         return self._seen
