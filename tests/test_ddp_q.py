@@ -88,7 +88,7 @@ def two_ranks(rank, dist, payload):
         out[kind]["actions"] = greedy_actions(learner)
         out[kind]["idle"] = without_a_step(rank, learner)
     broken = make_learner(config_of("qmix"), dist=dist)
-    broken._step._wrapped = broken._step.objective
+    broken._step._wrapped = broken._step.loss_module
     out["unsynchronised"] = train(broken, [episodes_of(rank, 0)])["digests"]
     return out
 

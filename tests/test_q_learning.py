@@ -37,8 +37,8 @@ from omagd.controllers.types import Exploration, Tick
 from omagd.envs.protocol import Observation
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.learners import REGISTRY as LEARNERS
-from omagd.learners.nq_learner import lr_scale
 from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.synced_optimizer import lr_scale
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.run.training.build import build_learner
 from omagd.run.training.stages.base import PretrainedModules

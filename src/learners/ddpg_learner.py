@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
-from omagd.learners.nq_learner import lr_scale
 from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale
 from omagd.modules.agents.ddpg_agent import DDPGAgent
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.modules.kernels.linear import lowered

@@ -1,4 +1,4 @@
-"""QMIX and VDN: double Q-learning with TD(lambda) targets on packed episodes."""
+"""Deep Q-learning with a mixer (QMIX, VDN, independent learners): double Q-learning with TD(lambda) targets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,22 @@ from torch import Tensor, nn
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.basic_mac import BasicMAC
+from omagd.controllers.types import MAC
 from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, all_finite, copy_where
+from omagd.learners.synced_optimizer import (
+    SKIPPED,
+    LossModule,
+    Stats,
+    SyncedOptimizer,
+    all_finite,
+    copy_where,
+    lr_scale,
+)
 from omagd.modules import mixers
 from omagd.modules.agents.inputs import AgentInputs
 from omagd.modules.kernels.compiling import maybe_compile
 from omagd.modules.kernels.linear import lowered, whole
+from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
 
@@ -29,26 +38,29 @@ MakeTargets = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Transitions:
-    """What was done in the rows of a batch.
+    """What happened in the S rows of a batch.
 
     Args:
-        actions: [S, n] int64. state: [S, state_dim]. happened: [S] bool, False in closing rows. packing: of the rows.
+        actions: [S, n] int64. avail_actions: [S, n, A], 0 where an action was unavailable. state: [S, state_dim].
+        valid_mask: [S] bool, False in closing rows. packing: of the rows.
     """
 
     actions: Tensor
+    avail_actions: Tensor
     state: Tensor
     valid_mask: Tensor
     packing: Packing
 
 
 class QLoss(LossModule):
-    """Half the squared error of the joint value of the actions taken, summed over the steps that happened.
+    """Half the squared TD error of the joint value of the actions taken, summed over the valid steps.
 
-    The half is PyMARL2's and PyMARL3's, so that `grad_norm_clip` cuts the same gradient here as there.
+    L = 1/2 sum_t mask_t (Q_tot(s_t, a_t) - y_t)^2, where y has no gradient. The factor 1/2 is that of PyMARL2 and
+    PyMARL3, which makes `grad_norm_clip` clip the same gradient.
 
     Args:
-        agent, mixer: what is trained; every parameter takes part in every forward.
-        bf16: products on a GPU in bf16 (on a CPU the modules see to it themselves).
+        agent, mixer: trained; every parameter takes part in every forward.
+        bf16: whether matrix products on a GPU use bf16 (on a CPU the modules themselves decide).
     """
 
     def __init__(self, agent: nn.Module, mixer: nn.Module, bf16: bool = False) -> None:
@@ -57,88 +69,97 @@ class QLoss(LossModule):
         self.agent = agent
         self.mixer = mixer
 
-    def forward(self, inputs: AgentInputs, played: Transitions, targets: MakeTargets) -> tuple[Tensor, Stats]:
-        """Return half the sum of squared errors, and stats over the steps that happened.
+    def forward(self, inputs: AgentInputs, taken: Transitions, targets: MakeTargets) -> tuple[Tensor, Stats]:
+        """Return the sum of the loss, and its stats.
 
-        targets: called once, without gradients, with the values [S, n, A] of this forward (double Q-learning chooses
-            actions by them); returns targets, [S] or [S, n] as the mixer does. Target networks live behind it, outside
-            this module. Whole precision: small rewards would vanish beside large values in bf16's 8 bits.
-        Stats as PyMARL3 logs them: loss_td per step; td_error_abs, which is the same number there too; q_taken_mean
-            and target_mean per step and agent.
+        targets: called once without gradients, with the values [S, n, A] of this forward, by which double Q-learning
+            chooses actions; returns y, [S] or [S, n] as the mixer does. It runs in full precision, because bf16 would
+            round small rewards away beside large values.
+        Stats under PyMARL3's names: loss_td per step; td_error_abs, the same number there; q_taken_mean and
+            target_mean per step and agent.
         """
-        with lowered(played.state.device, self.bf16):
-            q = self.agent(inputs, played.packing)
-            with torch.no_grad(), whole(played.state.device):
-                target = targets(q.detach().to(played.state.dtype))
-            taken = q.gather(-1, played.actions.unsqueeze(-1)).squeeze(-1)
-            joint = self.mixer(taken, played.state).to(played.state.dtype)
-        valid_mask = played.valid_mask.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))
+        with lowered(taken.state.device, self.bf16):
+            q = self.agent(inputs, taken.packing)
+            with torch.no_grad(), whole(taken.state.device):
+                target = targets(q.detach().to(taken.state.dtype))
+            values = MixerInputs(q, taken.actions, taken.avail_actions, taken.state)
+            joint = mix(self.mixer, values).to(taken.state.dtype)
+        # Closing rows hold the last observation of an episode; no action was taken there.
+        valid_mask = taken.valid_mask.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))
         error = (joint - target) * valid_mask
-        values = joint.shape[1:].numel()  # of a row: 1, or one of each agent, over which is averaged
-        loss = 0.5 * error.square().sum() / values
+        n_values = joint.shape[1:].numel()  # per row: one joint value, or one of each agent, which are averaged
+        loss = 0.5 * error.square().sum() / n_values
         with torch.no_grad():
             count = valid_mask.sum()
-            shares = count * taken.shape[1]
+            per_agent = count * q.shape[1]
             stats = {
                 "loss_td": (loss.detach(), count),
                 "td_error_abs": (loss.detach(), count),
-                "q_taken_mean": ((joint * valid_mask).sum(), shares),
-                "target_mean": ((target * valid_mask).sum(), shares),
+                "q_taken_mean": ((joint * valid_mask).sum(), per_agent),
+                "target_mean": ((target * valid_mask).sum(), per_agent),
             }
         return loss, stats
 
 
 class NQLearner:
-    """Trains a controller's agent and a mixer; whether it synchronises depends on `dist` alone.
+    """Trains a controller's agent and a mixer on one rank or many.
 
     Args:
-        mac: whose agent is trained. config, info: the run and its environment. dist: the ranks.
+        mac: holds the agent. config, info: the run and its environment. dist: the ranks.
+
+    Attributes:
+        loss_class: the loss; subclasses may replace it by another `QLoss`.
     """
 
     data: Data = "replay"
     loss_name = "loss_td"
+    loss_class: ClassVar[type[QLoss]] = QLoss
 
-    def __init__(self, mac: BasicMAC, config: Config, info: EnvInfo, dist: Dist) -> None:
+    def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         self.mac = mac
         self.config = config
         self.info = info
         self.device = dist.device
         self.mixer: nn.Module = mixers.REGISTRY.get(config.mixer)(config, info).to(self.device, mac.dtype)
-        objective = QLoss(mac.agent, self.mixer, config.precision == "bf16")
+        loss = self.loss_class(mac.agent, self.mixer, config.precision == "bf16")
         lr = config.lr * lr_scale(config, dist.world_size)
-        self.optimizer = torch.optim.Adam(objective.parameters(), lr=lr, fused=True)
-        self._step = SyncedOptimizer(objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-        # Copied after wrapping, which made the ranks' weights equal.
+        self.optimizer = torch.optim.Adam(loss.parameters(), lr=lr, fused=True)
+        self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        # Copied after wrapping for DDP, which makes the weights of all ranks equal.
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
         maybe_compile(config, self.mixer, self.target_mixer)
         self.updates = 0
-        self._copied_at = (0, 0)  # episodes, updates: the key that counts may change when a training is continued
+        # Episodes and updates at the last copy: a resumed run may count by the other key.
+        self._copied_at = (0, 0)
 
     @staticmethod
     def how_targets_move(config: Config, environments: int) -> str:
-        """Return, in words, how often targets are copied with so many `environments` of all ranks."""
+        """Return, in words, how often targets are copied with `environments` over all ranks."""
         until_copied = math.ceil(config.target_update_interval / environments)
         every = config.target_update_updates or until_copied * config.updates_per_iteration
         return f"targets copied every {every} updates"
 
     def warm_up(self) -> None:
-        """Run a discarded forward and backward on a made-up batch; once, before anything is loaded."""
+        """Run a discarded forward and backward on a made-up batch; call it once, before anything is loaded."""
         packing = Packing((3, 2))
-        rows = sum(packing.lengths)
+        n_rows, n_agents = sum(packing.lengths), self.info.n_agents
         like = next(self.mac.agent.parameters())
-        inputs = AgentInputs.blank(rows, self.info, like)
-        actions = torch.zeros(rows, self.info.n_agents, dtype=torch.int64, device=self.device)
-        state = like.new_zeros(rows, self.info.state_dim)
-        played = Transitions(actions, state, ~packing.closing.to(self.device), packing)
-        self._step.warm_up(inputs, played, lambda q: torch.zeros_like(self.mixer(q[..., 0], state)))
+        actions = torch.zeros(n_rows, n_agents, dtype=torch.int64, device=self.device)
+        available = torch.ones(n_rows, n_agents, self.info.n_actions, device=self.device)
+        state = like.new_zeros(n_rows, self.info.state_dim)
+        taken = Transitions(actions, available, state, ~packing.closing.to(self.device), packing)
+        inputs = AgentInputs.blank(n_rows, self.info, like)
+        self._step.warm_up(
+            inputs, taken, lambda q: torch.zeros_like(mix(self.mixer, MixerInputs(q, actions, available, state)))
+        )
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take one step on this rank's batch, then copy the targets if that is due.
 
-        episodes: played so far by all ranks. Returns sums and counts of this rank; grad_norm is the global one.
+        episodes: collected so far by all ranks. Returns sums and counts of this rank; grad_norm is the global one.
         """
-        # The number of steps taken, told without waiting for the device.
+        # The number of valid steps, known without waiting for the device.
         count = torch.tensor(len(batch.packing.step) - batch.packing.n_episodes)
         result = self._step(count, *(self._part(part.to(self.device)) for part in batch.split(self.config.accumulate)))
         self.updates += 1
@@ -146,39 +167,38 @@ class NQLearner:
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
     def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Transitions, MakeTargets]:
-        """Return the objective's arguments for some episodes."""
+        """Return the arguments of the loss for some episodes."""
         inputs = self.mac.inputs(batch)
         state = batch["state"].to(self.mac.dtype)
-        played = Transitions(batch["actions"].long(), state, batch.valid_mask, batch.packing)
-        return inputs, played, lambda q: self.targets(q, inputs, batch, state)
+        actions = batch["actions"].long()
+        taken = Transitions(actions, batch["avail_actions"], state, batch.valid_mask, batch.packing)
+        return inputs, taken, lambda q: self.targets(q, inputs, batch, state)
 
     @torch.no_grad()
     def targets(self, q: Tensor, inputs: AgentInputs, batch: PackedBatch, state: Tensor) -> Tensor:
         """Return the TD(lambda) target of every row, [S], from the trained agent's values q [S, n, A].
 
-        `double_q`: the trained agent chooses the action that the target network values; else the target chooses itself.
+        The target network values the greedy actions a*: v(t) = Q_tot'(s_t, a*). With `double_q` (van Hasselt et al.
+        2016) the trained agent chooses them, a* = argmax Q; otherwise the target network does, a* = argmax Q'.
         """
         bf16 = self.config.precision == "bf16"
-        with lowered(self.device, bf16):  # the networks' products alone; what is made of them is whole
+        with lowered(self.device, bf16):  # only the networks' matrix products; everything else in full precision
             target_q = self.target_agent(inputs, batch.packing).to(q.dtype)
-        choosing = q if self.config.double_q else target_q
-        # Added rather than filled in, which takes six times as long on a CPU.
-        action_mask = (batch["avail_actions"].to(choosing.dtype) - 1) * torch.finfo(choosing.dtype).max
-        best = (choosing + action_mask).max(dim=-1, keepdim=True).indices
+        best = greedy_actions(q if self.config.double_q else target_q, batch["avail_actions"])
         with lowered(self.device, bf16):
-            values = self.target_mixer(target_q.gather(-1, best).squeeze(-1), state).to(q.dtype)
+            values = mix(self.target_mixer, MixerInputs(target_q, best, batch["avail_actions"], state)).to(q.dtype)
         reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
-        if values.dim() > 1:  # no mixer: values of single agents
+        if values.dim() > 1:  # mixer=none: each agent has a value, and its own reward where the environment gives one
             terminated = terminated.unsqueeze(-1)
             reward = batch["agent_reward"].to(values.dtype) if "agent_reward" in batch else reward.unsqueeze(-1)
         return td_lambda_targets(reward, terminated, values, batch.packing, self.config.gamma, self.config.td_lambda)
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return what is trained, by the names of its weight files."""
+        """Return the trained modules by the names of their weight files."""
         return {"agent": self.mac.agent, "mixer": self.mixer}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continuing needs beside `modules()`: optimizer, targets, counters."""
+        """Return what a resumed run needs beside `modules()`: optimizer, target networks, counters."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "target_agent": self.target_agent.state_dict(),
@@ -188,7 +208,7 @@ class NQLearner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`; the weights of `modules()` are loaded by the caller."""
+        """Load a `state_dict`; the caller loads the weights of `modules()`."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.target_agent.load_state_dict(state["target_agent"])
         self.target_mixer.load_state_dict(state["target_mixer"])
@@ -208,11 +228,6 @@ class NQLearner:
             new = [tensor for _, trained in pairs for tensor in trained.state_dict().values()]
             copy_where(all_finite(new), old, new)  # weights that have overflowed do not reach the targets
             self._copied_at = (episodes, self.updates)
-
-
-def lr_scale(config: Config, world_size: int) -> float:
-    """Return what learning rates are multiplied by: 1, the root of W or W (`lr_scaling` none, sqrt, linear)."""
-    return {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": float(world_size)}[config.lr_scaling]
 
 
 def _frozen_copy(module: nn.Module) -> nn.Module:

@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
-from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, merge
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, match_types, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
@@ -131,22 +130,22 @@ class PredictorLearner:
         predictor.bind(tokenizer.table())
         self._real = feature_mask(info.layout).to(dist.device)
         self._kinds = torch.tensor(info.layout.node_types, device=dist.device)
-        self._objective = PredictorLoss(predictor, info, config.precision == "bf16")
+        self._loss = PredictorLoss(predictor, info, config.precision == "bf16")
         predictor.recompute = config.enable_gradient_checkpointing
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(predictor.parameters(), lr=lr, fused=True)
-        self._step = SyncedOptimizer(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self._step = SyncedOptimizer(self._loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
-        self._objective.train()
+        self._loss.train()
         return self._step.warm_up(self._nothing() if batch is None else self.sample(batch, self.graphs(batch)))
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take one step on this rank's batch."""
         graphs = self.graphs(batch)
         sample = self.sample(batch, graphs, hide=True)
-        self._objective.train()
+        self._loss.train()
         parts = sample.parts(self.config.graph_frames_at_once)
         result = self._step(self._count(sample), *((part,) for part in parts))
         self._count_slots(graphs, result.finite)
@@ -159,12 +158,12 @@ class PredictorLearner:
         graphs = self.graphs(batch)
         sample = self.sample(batch, graphs)
         history = self._history(batch, graphs)
-        training = self._objective.training
-        self._objective.eval()
+        training = self._loss.training
+        self._loss.eval()
         stats: Stats = {}
         for part in sample.parts(self.config.graph_frames_at_once) if len(sample.frames) else []:
             stats = merge(stats, self._evaluate(part, graphs, history))
-        self._objective.train(training)
+        self._loss.train(training)
         return stats
 
     def modules(self) -> dict[str, nn.Module]:

@@ -1,7 +1,8 @@
-"""One optimisation step that is the same however a batch is dealt to ranks."""
+"""One optimizer step that gives the same result however the batch is divided over ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -9,16 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from omagd.config.schema import Config
 from omagd.utils.dist_utils import Dist
 
 Stats = Mapping[str, tuple[Tensor, Tensor]]
 """Named sums with their counts: (sum, count), both scalars."""
 
 SKIPPED = "skipped_updates"
-"""The entry of a learner's stats that says, as (1 or 0, 1), whether its update was skipped; the same on all ranks."""
+"""The entry of a learner's stats that says whether its update was skipped: (1 or 0, 1), the same on all ranks."""
 
 WARM_UP_PASSES = 2
-_NORM, _USUAL = "grad_norm", torch.float32
+_NORM = "grad_norm"
 
 
 def merge(one: Stats, other: Stats) -> Stats:
@@ -30,22 +32,22 @@ def merge(one: Stats, other: Stats) -> Stats:
 
 
 class LossModule(nn.Module):
-    """What has gradients in a stage, behind one forward; this is what is wrapped for several ranks.
+    """Everything that has gradients, behind one forward; this is the module that DDP wraps.
 
-    `forward(*batch)` returns `(loss_sum, stats)`: the **sum** of the loss over this rank's samples (differentiable, and
-    reaching every parameter even when no sample counts) and detached stats.
+    `forward(*batch)` returns `(loss_sum, stats)`: the **sum** of the loss over this rank's samples, which depends on
+    every parameter even when there is no sample, and stats without gradients.
     """
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did.
+    """Outcome of a step.
 
     Attributes:
-        stepped: False when no rank had a sample. loss: this rank's sum. grad_norm: the global one before clipping.
-        finite: scalar bool on the device: whether `grad_norm` is finite (and `where` held); else nothing has changed.
-        norm: (`grad_norm`, 1). skipped: (0, 1), the pair for `SKIPPED`. stats: of the objective. Where `finite` is
-            False, `skipped` is (1, 1), and all other sums and counts are 0, so that means leave the update out.
+        stepped: False if no rank had a sample. loss: this rank's sum. grad_norm: global norm before clipping.
+        finite: scalar bool on the device: whether `grad_norm` is finite (and `where` held). If not, nothing changed.
+        norm: (`grad_norm`, 1). skipped: (0, 1), the pair for `SKIPPED`. stats: of the loss module. Where `finite` is
+            False, `skipped` is (1, 1) and all other sums and counts are 0, which leaves the update out of the means.
     """
 
     stepped: bool
@@ -68,46 +70,55 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm([t for t in tensors if t.is_floating_point()])).isfinite().all()
 
 
-class SyncedOptimizer:
-    """Forward, backward, clip and step with sums and counts over all ranks.
+def lr_scale(config: Config, world_size: int) -> float:
+    """Return the factor of all learning rates with W ranks: 1, sqrt(W) or W (`lr_scaling` none, sqrt, linear)."""
+    return {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": float(world_size)}[config.lr_scaling]
 
-    A step whose global gradient norm is not finite changes neither weights nor the optimizer's state. Gradients are
-    summed over the ranks before the norm is taken, so all ranks decide alike. On a GPU the decision is made there: the
-    host does not wait, and a fused optimizer reads it (`found_inf`, as with gradient scalers); any other one makes the
-    host wait.
+
+class SyncedOptimizer:
+    """Forward, backward, clip and step, with sums and counts over all ranks.
+
+    With loss sums l_r and sample counts c_r of ranks r = 1..W, the gradient is that of one process with all samples,
+    g = grad(sum_r l_r) / sum_r c_r. DDP returns the mean over ranks, (1/W) sum_r grad(x_r), so each rank's backward
+    starts from x_r = l_r W / sum_r c_r. Then g is clipped: g * min(1, max_norm / |g|).
+
+    A step whose gradient norm is not finite changes neither weights nor the optimizer's state. The norm is taken after
+    the sum over ranks, so all ranks decide alike. On a GPU the decision stays on the device and a fused optimizer
+    reads it there (`found_inf`, as with gradient scalers); any other optimizer makes the host wait.
 
     Args:
-        objective: bare objective; its trainable parameters are exactly the optimizer's.
-        optimizer: over them. dist: the ranks. max_norm: gradient norm at which the global gradient is clipped.
-        bucket_cap_mb: megabytes of gradients that are exchanged at once.
+        loss_module: its trainable parameters are exactly those of the optimizer. optimizer: over them. dist: the ranks.
+        max_norm: norm to which the global gradient is clipped. bucket_cap_mb: megabytes of gradients that are exchanged
+            at once.
     """
 
     def __init__(
         self,
-        objective: LossModule,
+        loss_module: LossModule,
         optimizer: torch.optim.Optimizer,
         dist: Dist,
         max_norm: float,
         bucket_cap_mb: float = 25.0,
     ) -> None:
-        self.objective = objective
+        self.loss_module = loss_module
         self.optimizer = optimizer
         self.dist = dist
         self.max_norm = max_norm
-        self._wrapped = dist.wrap(objective, bucket_cap_mb)
+        self._wrapped = dist.wrap(loss_module, bucket_cap_mb)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def warm_up(self, *batch: object) -> int:
-        """Run two discarded passes: buckets are rebuilt now, so that sums keep one order for good.
+        """Run two discarded passes and return their number.
 
-        Restores the random state and every buffer of the objective. Returns the number of passes.
+        DDP rebuilds its buckets after the first pass; from then on the order of sums is fixed. The random state and the
+        buffers of the loss module are restored.
         """
         with torch.random.fork_rng(devices=[self.dist.device] if self.dist.device.type == "cuda" else []):
-            kept = {name: value.clone() for name, value in self.objective.named_buffers()}
+            kept = {name: value.clone() for name, value in self.loss_module.named_buffers()}
             for _ in range(WARM_UP_PASSES):
                 loss, _ = self._wrapped(*batch)
                 (loss * 0.0).backward()
-            for name, value in self.objective.named_buffers():
+            for name, value in self.loss_module.named_buffers():
                 value.copy_(kept[name])
         self.optimizer.zero_grad(set_to_none=True)
         return WARM_UP_PASSES
@@ -115,20 +126,18 @@ class SyncedOptimizer:
     def __call__(self, count: Tensor, *parts: tuple[object, ...], where: Tensor | None = None) -> StepResult:
         """Take one step on this rank's samples, which pass forward and backward part after part.
 
-        count: scalar, this rank's number (or weight) of samples that the losses of all parts sum over; int64 where
-            whole, and best on the CPU, where nothing waits for a device.
-        parts: arguments of the objective, at least one; ranks may have different numbers of them. The losses are sums
-            and divided by one count, so that parts add up to the whole; only the last one exchanges gradients.
+        count: scalar, this rank's number (or weight) of samples in all parts; on the CPU it costs no wait for a device.
+        parts: arguments of the loss module, at least one; ranks may have different numbers of parts. Their losses add
+            up, and only the last part exchanges gradients.
         where: scalar bool on the device; where it is False, this step is skipped as well.
         """
         total = self.dist.sum_later(count)
-        stats: Stats = {}
         loss, scale, some = torch.zeros(()), None, torch.zeros(())
+        stats: Stats = {}
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == len(parts) else self.dist.apart(self._wrapped):
                 loss_sum, of_part = self._wrapped(*part)
                 if scale is None:
-                    # DDP averages over ranks; the true loss is (sum over ranks) / (count over ranks).
                     some = total.wait()
                     scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0).to(loss_sum.device)
                 self.dist.backward(loss_sum * scale, self._wrapped)
@@ -140,16 +149,16 @@ class SyncedOptimizer:
         stepped = bool(some > 0)
         if stepped:
             self._step_unless(None if plain else skipped)
-            # torch's fused optimizers write without saying so; what is kept while acting is renewed by these counters.
+            # torch's fused optimizers do not count their writes, which tell acting agents that cached tables are stale.
             torch.autograd.graph.increment_version(self._parameters)
         self.optimizer.zero_grad(set_to_none=True)
         one = torch.ones_like(grad_norm)
         named = {**stats, _NORM: (grad_norm, one)}
-        named = named if plain else _nothing_unless(finite, named)
+        named = named if plain else _zeros_unless(finite, named)
         return StepResult(stepped, loss, grad_norm, finite, named.pop(_NORM), (skipped, one), named)
 
     def _step_unless(self, skipped: Tensor | None) -> None:
-        """Let the optimizer step where `skipped` is 0; None: everywhere."""
+        """Let the optimizer step unless `skipped` is 1; None: step."""
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.optimizer.step()
@@ -157,12 +166,12 @@ class SyncedOptimizer:
             self.optimizer.step()
 
 
-def _nothing_unless(finite: Tensor, stats: Stats) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return `stats` where `finite` holds, else sums and counts of 0. The loss of a skipped update may be a NaN.
+def _zeros_unless(finite: Tensor, stats: Stats) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return `stats` where `finite` holds, otherwise sums and counts of 0: the loss of a skipped update may be NaN.
 
-    Scalars of the usual type, nearly all there are, take one operation together.
+    Scalars of the default type, nearly all there are, share one operation.
     """
-    alike = {name: pair for name, pair in stats.items() if all(v.dim() == 0 and v.dtype == _USUAL for v in pair)}
+    alike = {name: pair for name, pair in stats.items() if all(v.dim() == 0 and v.dtype == torch.float32 for v in pair)}
     flat: tuple[Tensor, ...] = ()
     if alike:
         flat = torch.where(finite, torch.stack([value for pair in alike.values() for value in pair]), 0.0).unbind()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import node_stats, perplexity_stats
-from omagd.learners.nq_learner import lr_scale
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, merge
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
 from omagd.modules.kernels.linear import lowered
@@ -115,20 +114,20 @@ class TokenizerLearner:
         self.total_updates = config.graph_pretrain_epochs if total_updates is None else total_updates
         self.updates = 0
         self._started = False
-        self._objective = TokenizerLoss(tokenizer, config.precision == "bf16")
+        self._loss = TokenizerLoss(tokenizer, config.precision == "bf16")
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = torch.optim.Adam(tokenizer.parameters(), lr=lr, fused=True)
-        self._step = SyncedOptimizer(self._objective, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self._step = SyncedOptimizer(self._loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
-        self._objective.train()
+        self._loss.train()
         return self._step.warm_up(self.nodes(batch) if batch is not None else self._no_nodes())
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take one step on this rank's batch, then move the codebook by what all ranks assigned to it."""
         nodes = self.nodes(batch)
-        self._objective.train()
+        self._loss.train()
         if not self._started:
             self._start_codebook(nodes)
         parts = nodes.parts(self.config.graph_frames_at_once)
@@ -151,12 +150,12 @@ class TokenizerLearner:
         Called by all ranks, since their uses of codes are added up here.
         """
         nodes = self.nodes(batch)
-        training = self._objective.training
-        self._objective.eval()
+        training = self._loss.training
+        self._loss.eval()
         stats: Stats = {}
         for part in nodes.parts(self.config.graph_frames_at_once):
-            stats = merge(stats, self._objective(part)[1])
-        self._objective.train(training)
+            stats = merge(stats, self._loss(part)[1])
+        self._loss.train(training)
         stats = dict(stats)
         nobody = torch.zeros_like(self.tokenizer.cluster_size)
         _, used = stats.pop(CODE_SUMS, (nobody, nobody))

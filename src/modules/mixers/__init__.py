@@ -1,4 +1,4 @@
-"""Mixers: from the values of all agents' actions to the value of the joint action."""
+"""Mixers: combine the agents' values into the value of the joint action."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QMIX (Rashid et al. 2018): a monotonic network whose weights are made from the state."""
+"""QMIX (Rashid et al. 2018): a monotonic mixing network whose weights are functions of the state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from omagd.modules.kernels.linear import FastLinear
 
 
 class QMixer(nn.Module):
-    """Two layers with absolute weights; each weight comes from a hypernetwork of two layers over the state.
+    """Q_tot = |w2(s)|^T elu(|W1(s)|^T q + b1(s)) + b2(s), with hypernetworks W1, b1, w2, b2 of the state.
 
-    The first layers of all hypernetworks read the same state and stand in one matrix, `first`: [w1 | w2 | b1 | b2].
+    Absolute weights and a monotonic activation give dQ_tot / dq_i >= 0, so each agent's greedy action is part of the
+    greedy joint action. The hypernetworks of W1, w2 and b2 have two layers. All first layers read the same state and are
+    one matrix, `first`: [W1 | w2 | b1 | b2].
     """
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
@@ -30,8 +32,7 @@ class QMixer(nn.Module):
 
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
-        made = self.first(state)
-        for_w1, for_w2, b1, for_b2 = made.split(self.widths, dim=-1)
+        for_w1, for_w2, b1, for_b2 = self.first(state).split(self.widths, dim=-1)
         w1 = self.weight1(F.relu(for_w1)).abs().view(-1, self.n_agents, self.embed_dim)
         w2 = self.weight2(F.relu(for_w2)).abs()
         b2 = self.bias2(F.relu(for_b2)).squeeze(-1)

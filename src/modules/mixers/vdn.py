@@ -1,4 +1,4 @@
-"""VDN (Sunehag et al. 2018): the sum."""
+"""VDN (Sunehag et al. 2018) and independent learners."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from omagd.config.schema import Config
 
 
 class VDNMixer(nn.Module):
-    """Joint value = sum of the agents' values."""
+    """Q_tot = sum_i q_i."""
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
 
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
-        """Return [S] from agent_qs [S, n]; the state [S, state_dim] is not read."""
+        """Return [S] from agent_qs [S, n]; the state [S, state_dim] is not used."""
         return agent_qs.sum(dim=-1)
 
 
 class NoMixer(nn.Module):
-    """Leaves the values as they are; each learns from its agent's own reward where that is told, else the team's."""
+    """No joint value: each agent learns alone, from its own reward where the environment gives one."""
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
 
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
-        """Return [S, n] from agent_qs [S, n]; the state [S, state_dim] is not read."""
+        """Return agent_qs [S, n]; the state [S, state_dim] is not used."""
         return agent_qs
