@@ -25,9 +25,10 @@ class QPLEXArgs(BaseModel):
 class QPLEXMixer(nn.Module):
     """Q_tot(s, a) = sum_i [V_i(s) + lambda_i(s, a) A_i(s, a_i)], with lambda_i > 0 and A_i <= 0.
 
-    Transformation (eq. 8): V_i = w_i(s) max_a q_i + b_i(s) and A_i = w_i(s) (q_i - max_a q_i), with w_i > 0.
-    Importance weights (eq. 10): lambda_i = sum_k key_k(s) agent_ik(s) action_ik(s, a) over heads k, with a positive key
-    and sigmoids. A_i = 0 exactly for each agent's greedy action, so the greedy joint action consists of these (IGM).
+    Transformation: V_i = w_i(s) max_a q_i + b_i(s) and A_i = w_i(s) (q_i - max_a q_i), with w_i > 0.
+    Dueling mixing: lambda_i = sum_k key_k(s) agent_ik(s) action_ik(s, a) over attention heads k, with a positive key
+    and sigmoids. A_i is 0 for each agent's greedy action and negative for others, so the greedy joint action consists
+    of the agents' greedy actions (IGM), and yet lambda may depend on all actions.
     """
 
     args_model = QPLEXArgs

@@ -14,8 +14,8 @@ class QMixer(nn.Module):
     """Q_tot = |w2(s)|^T elu(|W1(s)|^T q + b1(s)) + b2(s), with hypernetworks W1, b1, w2, b2 of the state.
 
     Absolute weights and a monotonic activation give dQ_tot / dq_i >= 0, so each agent's greedy action is part of the
-    greedy joint action. The hypernetworks of W1, w2 and b2 have two layers. All first layers read the same state and are
-    one matrix, `first`: [W1 | w2 | b1 | b2].
+    greedy joint action. W1, w2 and b2 are networks of two layers; all first layers read the same state and are one
+    matrix, `first`: [W1 | w2 | b1 | b2].
     """
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
