@@ -1,0 +1,146 @@
+"""QPLEX, a mixer of the example package: a plug-in with keys of its own that reads all values."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ddp_harness import run_ranks
+from q_toys import INFO, gradients_of, make_learner, random_episode, toy_config, weights_of
+
+import omagd
+from omagd.envs import REGISTRY as ENVS
+from omagd.learners.nq_learner import NQLearner
+from omagd.modules.mixers import REGISTRY as MIXERS
+from omagd.modules.mixers.mixer import MixerInputs, mix
+from omagd.run.cli.main import config_from, main
+from omagd.utils.packing import pack_episodes
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "omagd_example"
+QPLEX = {"mixer": "qplex", "mixer_args": {"n_heads": 2, "hidden_dim": 8}, "target_update_updates": 3}
+WORDS = (
+    f"--config={EXAMPLE}/omagd_example/config/algs/qplex.yaml",
+    f"--env-config={EXAMPLE}/omagd_example/config/envs/crossroads.yaml",
+    *"with t_max=120 batch_size_run=2 batch_size=4 test_nepisode=2 test_interval=1000 log_interval=24".split(),
+    *"learner_log_interval=24 checkpoint_interval=0 rnn_hidden_dim=8 use_cuda=False seed=3".split(),
+)
+
+
+def add_example() -> None:
+    """Register the example's environment and mixer, as its entry points do."""
+    sys.path.insert(0, str(EXAMPLE))
+    MIXERS._lazy["qplex"] = "omagd_example.qplex:QPLEXMixer"
+    ENVS._lazy["crossroads"] = "omagd_example.crossroads:Crossroads"
+
+
+@pytest.fixture(autouse=True)
+def example(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for registry in (MIXERS, ENVS):
+        monkeypatch.setattr(registry, "_lazy", dict(registry._lazy))
+        monkeypatch.setattr(registry, "_objects", dict(registry._objects))
+    add_example()
+
+
+def test_the_greedy_joint_action_is_made_of_the_agents_greedy_actions():
+    torch.manual_seed(0)
+    mixer = MIXERS.get("qplex")(toy_config(**QPLEX), INFO).double()
+    joint_actions = torch.tensor(list(itertools.product(range(INFO.n_actions), repeat=INFO.n_agents)))
+    for _ in range(20):
+        q, state = torch.randn(INFO.n_agents, INFO.n_actions).double(), torch.randn(INFO.state_dim).double()
+        available = torch.rand(INFO.n_agents, INFO.n_actions) < 0.6
+        available[:, 0] = True
+        allowed = joint_actions[available.gather(1, joint_actions.t()).all(0)]
+        rows = len(allowed)
+        inputs = (q.expand(rows, -1, -1), allowed, available.expand(rows, -1, -1), state.expand(rows, -1))
+        joint = mix(mixer, MixerInputs(*inputs))
+        best = q.masked_fill(~available, -torch.inf).argmax(-1)
+        assert torch.equal(allowed[joint.argmax()], best) and (joint == joint.max()).sum() == 1
+
+
+def climbing_error(mixer: str) -> float:
+    """Return the mean squared error of the joint values of a game that no monotonic mixer can represent."""
+    payoff = torch.tensor([[11.0, -30.0, 0.0], [-30.0, 7.0, 6.0], [0.0, 0.0, 5.0]])  # Claus and Boutilier 1998
+    torch.manual_seed(1)
+    info = type(INFO)("climbing", "", 2, 3, 2, 1, 1)
+    mixing = MIXERS.get(mixer)(toy_config(mixer=mixer, mixing_embed_dim=8), info)
+    q = torch.zeros(2, 3, requires_grad=True)
+    actions = torch.tensor(list(itertools.product(range(3), repeat=2)))
+    optimizer = torch.optim.Adam([q, *mixing.parameters()], lr=0.02)
+    for _ in range(1500):
+        joint = mix(mixing, MixerInputs(q.expand(9, -1, -1), actions, torch.ones(9, 2, 3), torch.ones(9, 1)))
+        error = (joint - payoff[actions[:, 0], actions[:, 1]]).square().mean()
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+    return error.item()
+
+
+def test_it_represents_a_game_that_qmix_cannot():
+    assert climbing_error("qplex") < 1.0 < 10.0 < climbing_error("qmix")
+
+
+def digest(learner: NQLearner) -> str:
+    moments = [value for state in learner.optimizer.state_dict()["state"].values() for value in state.values()]
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in [*weights_of(learner), *moments])).hexdigest()
+
+
+def two_ranks(rank, dist, episodes):
+    add_example()
+    learner = make_learner(toy_config(**QPLEX), dist=dist, dtype=torch.float64)
+    gradients, digests = gradients_of(learner, episodes[rank])[0], []
+    for i in range(9):
+        learner.update(pack_episodes(episodes[rank]), episodes=i)
+        digests.append(digest(learner))
+    return gradients, digests, weights_of(learner)
+
+
+@pytest.mark.processes
+def test_two_ranks_equal_one():
+    episodes = [[random_episode(i, k) for i, k in enumerate(lengths)] for lengths in ([9, 4, 1], [2, 7])]
+    (gradients, digests, weights), (_, others, _) = run_ranks(two_ranks, episodes)
+    assert digests == others
+    one = make_learner(toy_config(**QPLEX), dtype=torch.float64)
+    union = [*episodes[0], *episodes[1]]
+    for got, wanted in zip(gradients, gradients_of(one, union)[0], strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-9)
+    for i in range(9):
+        one.update(pack_episodes(union), episodes=i)
+    for got, wanted in zip(weights, weights_of(one), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-9, rtol=1e-9)
+
+
+def test_it_trains_and_resumes_bit_for_bit(tmp_path, monkeypatch, capsys):
+    def results(folder):
+        (run,) = (tmp_path / folder).glob("*")
+        saved = max((run / "models").glob("*"), key=lambda path: int(path.name))
+        assert json.loads((run / "config.json").read_text())["mixer_args"] == {"n_heads": 4, "hidden_dim": 64}
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses = [record["loss_td"] for record in records if record.get("loss_td") is not None]
+        return losses, {file.name: torch.load(file) for file in saved.glob("*.th") if file.name != "opt.th"}
+
+    words = [*WORDS, f"local_results_path={tmp_path}/whole"]
+    assert omagd.run(config_from(words))["exit_state"] == "completed"
+    update = NQLearner.update
+
+    def interrupted(self, batch, *, episodes):
+        if self.updates == 2:
+            raise KeyboardInterrupt
+        return update(self, batch, episodes=episodes)
+
+    words[-1] = f"local_results_path={tmp_path}/resumed"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(NQLearner, "update", interrupted)
+        omagd.run(config_from([*words, "auto_resume=True"]))
+    assert omagd.run(config_from([*words, "auto_resume=True"]))["exit_state"] == "completed"
+    (losses, whole), (again, resumed) = results("whole"), results("resumed")
+    assert losses and losses == again and whole.keys() == resumed.keys() == {"agent.th", "mixer.th"}
+    for name, weights in whole.items():
+        assert all(torch.equal(value, resumed[name][key]) for key, value in weights.items())
+    assert main([*WORDS, "mixer_args.n_head=8"]) == 2
+    assert "'n_heads'" in capsys.readouterr().err
