@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
@@ -98,11 +97,11 @@ def test_wrong_keys_of_components_are_rejected_in_one_line(words, capsys, tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_keys_of_components_make_another_run_and_empty_ones_that_of_earlier_versions(words):
+def test_keys_of_components_make_another_run_and_empty_ones_that_of_earlier_versions(words, monkeypatch):
+    hashed, dumps = [], json.dumps
+    monkeypatch.setattr(json, "dumps", lambda value, **options: hashed.append(value) or dumps(value, **options))
     config = config_from(words)
     others = [config.model_copy(update={"mixer_args": values}) for values in ({}, {"factor": 2}, {"factor": 3})]
-    plain, same, different = map(resuming.identity_of, others)
-    assert len({plain, same, different}) == 3 and same == resuming.identity_of(config)
-    kept = {key: value for key, value in others[0].model_dump(mode="json").items() if key not in resuming.ELSEWHERE}
-    before = {key: value for key, value in kept.items() if key not in COMPONENT_ARGS}
-    assert hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest() == plain
+    assert len({*map(resuming.identity_of, others)}) == 3
+    found = [next(value for value in hashed if value.get("mixer_args", {}) == other.mixer_args) for other in others]
+    assert [set(COMPONENT_ARGS) & value.keys() for value in found] == [set(), {"mixer_args"}, {"mixer_args"}]
