@@ -12,7 +12,7 @@ from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
 from omagd.modules.graph_reconstructers import frozen
 from omagd.modules.graph_reconstructers.frozen import FrozenLinear, FrozenPredictor, FrozenTokenizer
-from omagd.modules.graph_reconstructers.graphs import Columns, alive, nodes_to_obs, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import GraphTables, alive, nodes_to_obs, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
@@ -119,7 +119,7 @@ def test_a_packed_product_is_the_plain_one(gelu: bool) -> None:
 def test_columns_do_what_graphs_do() -> None:
     obs = torch.cat([episode["obs"] for episode in toy_episodes(5, seed=3)])
     obs[0, 0, 0] = -0.0
-    columns = Columns(LAYOUT, torch.device("cpu"))
+    columns = GraphTables(LAYOUT, torch.device("cpu"))
     nodes = obs_to_nodes(obs, LAYOUT)
     assert torch.equal(columns.nodes(obs), nodes) and torch.equal(columns.obs(nodes), nodes_to_obs(nodes, LAYOUT))
     seen, missing = columns.sight(obs)

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import last_actions
 from omagd.modules.agents import REGISTRY as AGENTS
-from omagd.modules.agents import checkpointing
+from omagd.modules.agents import agent as agent_module
+from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
-from omagd.modules.agents.inputs import AgentInputs, InputLinear
 from omagd.modules.kernels import recurrent
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.mixers import REGISTRY as MIXERS
@@ -244,7 +244,7 @@ def test_orthogonal_start():
 
 @pytest.mark.parametrize("updates", [{"agent": "n_rnn"}, {"agent": "gnn_rnn", "gnn_readout": "entity"}], ids=str)
 def test_checkpointing_changes_neither_values_nor_gradients(monkeypatch, updates):
-    monkeypatch.setattr(checkpointing, "STEPS_AT_ONCE", 2)
+    monkeypatch.setattr(agent_module, "STEPS_AT_ONCE", 2)
     inputs, packing = toy_inputs()
     results = []
     for asked in (False, True):

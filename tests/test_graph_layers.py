@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from graph_toys import INFO, toy_config, toy_episodes, toy_modules
 
-from omagd.learners.predictor_learner import PredictorLearner, cross_entropy
+from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
-from omagd.modules.graph_reconstructers.layers import attend, dropout, gelu_dropout
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
+from omagd.modules.kernels.transformer import attend, cross_entropy, dropout, gelu_dropout
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 from omagd.utils.seeding import uniform

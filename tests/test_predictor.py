@@ -12,8 +12,8 @@ from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
 
 from omagd.config.env_info import ALLY, ENEMY
 from omagd.learners.graph_metrics import summarise
-from omagd.learners.predictor_learner import PredictorLearner
-from omagd.modules.graph_reconstructers.graphs import cheapest, feature_mask, match_types, nodes_to_obs, obs_to_nodes
+from omagd.learners.predictor_learner import PredictorLearner, cheapest, match_types
+from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
@@ -116,7 +116,7 @@ def test_random_masks_hide_seen_nodes_and_are_drawn_by_update_and_episode() -> N
 def test_loss_is_the_weighted_cross_entropy_of_the_masked_tokens() -> None:
     stage = learner(mask_predictor_config__early_steps=3, mask_predictor_config__early_step_weight=0.25)
     sample = sample_of(stage, pack_episodes(toy_episodes(5, seed=4)))
-    loss, stats = stage._objective.eval()(sample)
+    loss, stats = stage._loss.eval()(sample)
     logits = stage.predictor(sample.frames, sample.masked)
     wanted, weights, token = 0.0, 0.0, 0
     for i, _, _, targets in by_frame(sample):
@@ -163,14 +163,14 @@ def test_matching_loss_is_never_above_the_slot_loss() -> None:
     losses = []
     for matching in ("none", "type"):
         stage = learner(mask_predictor_config__matching=matching)
-        losses.append(float(stage._objective.eval()(sample_of(stage, batch))[0].detach()))
+        losses.append(float(stage._loss.eval()(sample_of(stage, batch))[0].detach()))
     assert losses[1] < losses[0]
 
 
 @pytest.mark.parametrize("use_gru", [False, True])
 def test_everything_that_is_shown_matters_to_its_own_frame_alone(use_gru: bool) -> None:
     stage = learner(mask_predictor_config__use_gru=use_gru)
-    stage._objective.eval()
+    stage._loss.eval()
     sample = sample_of(stage, pack_episodes(toy_episodes(5, seed=8)))
     frames, masked = sample.frames[:4], sample.masked[:4]
     base = stage.predictor(frames, masked)

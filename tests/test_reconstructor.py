@@ -10,8 +10,7 @@ from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
-from omagd.modules.graph_reconstructers.meta import check, describe
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, describe
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes

@@ -65,7 +65,7 @@ def test_codebook_moves_by_exponential_means() -> None:
 def test_loss_is_per_graph_mean_over_what_is_present() -> None:
     stage, batch = learner(), pack_episodes(toy_episodes(5, seed=3))
     tokenizer, config = stage.tokenizer, stage.config.tokenizer_config
-    stats = stage._objective.eval()(stage.nodes(batch))[1]
+    stats = stage._loss.eval()(stage.nodes(batch))[1]
     wanted, graphs, real = 0.0, 0, feature_mask(LAYOUT)
     everything = obs_to_nodes(batch["full_obs"], LAYOUT)
     all_encoded = tokenizer.encode(everything)

@@ -15,8 +15,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules import agents
-from omagd.modules.agents.agent import Agent
-from omagd.modules.agents.inputs import AgentInputs
+from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
 

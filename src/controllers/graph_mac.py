@@ -13,7 +13,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Tick
-from omagd.modules.agents.inputs import AgentInputs
+from omagd.modules.agents.agent import AgentInputs
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from omagd.components.episode_codec import Spec
-    from omagd.modules.agents.agent import Agent
-    from omagd.modules.agents.inputs import AgentInputs
+    from omagd.modules.agents.agent import Agent, AgentInputs
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
     from omagd.utils.packing import PackedBatch
 

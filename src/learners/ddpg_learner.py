@@ -21,9 +21,9 @@ from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
 from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale
-from omagd.modules.agents.ddpg_agent import DDPGAgent
-from omagd.modules.agents.inputs import AgentInputs
-from omagd.modules.kernels.linear import lowered
+from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.agents.ff_agent import DDPGAgent
+from omagd.modules.kernels.linear import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
@@ -49,7 +49,7 @@ class CriticLoss(LossModule):
 
         inputs: of S steps. actions: [S, n, A], the vectors that were stored. target: [S, n].
         """
-        with lowered(target.device, self.bf16):
+        with autocast_bf16(target.device, self.bf16):
             q = self.critic(inputs, actions).to(target.dtype)
         error = q - target
         loss = error.square().sum()
@@ -83,7 +83,7 @@ class ActorLoss(LossModule):
         inputs: of S steps. judge: a frozen critic. noise: [S, n, A] Gumbel noise for straight-through one-hot actions;
             None for the softmax itself.
         """
-        with lowered(inputs.features.device, self.bf16):
+        with autocast_bf16(inputs.features.device, self.bf16):
             logits = self.actor(inputs)
             policy = logits.softmax(-1)
             actions = policy if noise is None else straight_through(logits + noise)

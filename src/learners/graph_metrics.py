@@ -1,4 +1,4 @@
-"""What stages 1 and 2 report, as sums and counts; and what follows from the means.
+"""Metrics of stages 1 and 2, as sums and counts, and metrics derived from their means.
 
 Shapes: P nodes, M masked tokens, N nodes of a graph, D features, K codes.
 """
@@ -29,7 +29,7 @@ def mean_of(values: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor
 
 
 def node_stats(truth: Tensor, decoded: Tensor, slot: Tensor, tokenizer: Tokenizer, *, detailed: bool) -> Stats:
-    """Return how well nodes [P, D] are decoded: `mse` (a node's mean over its features) and `cosine`.
+    """Return the reconstruction quality of nodes [P, D]: `mse` (mean over a node's features) and `cosine`.
 
     detailed: also `mse_<type>` and `mse_<type>_f<i>` for each type and feature.
     """
@@ -42,9 +42,9 @@ def node_stats(truth: Tensor, decoded: Tensor, slot: Tensor, tokenizer: Tokenize
         return stats
     types = torch.tensor(tokenizer.layout.node_types, device=slot.device)[slot]
     for kind, name in TYPE_NAMES.items():
-        ours = types == kind
-        stats[f"mse_{name}"] = mean_of(error, ours)
-        sums, counts = square[ours].sum(0), real[ours].sum(0)
+        of_kind = types == kind
+        stats[f"mse_{name}"] = mean_of(error, of_kind)
+        sums, counts = square[of_kind].sum(0), real[of_kind].sum(0)
         exists = tokenizer.real[[at for at, its in enumerate(tokenizer.layout.node_types) if its == kind]].any(0)
         for i in torch.nonzero(exists).flatten().tolist():
             stats[f"mse_{name}_f{i}"] = (sums[i], counts[i])
@@ -52,7 +52,7 @@ def node_stats(truth: Tensor, decoded: Tensor, slot: Tensor, tokenizer: Tokenize
 
 
 def perplexity_stats(count: Tensor) -> Stats:
-    """Return perplexity of, and number of codes in, a use of codes [K]."""
+    """Return the perplexity exp(-sum of p log p) of code counts [K], and the number of codes in use."""
     share = count.double() / count.sum().clamp(min=1)
     entropy = -(share * share.clamp(min=1e-300).log()).sum()
     one = torch.ones((), dtype=torch.float64, device=count.device)
@@ -61,11 +61,11 @@ def perplexity_stats(count: Tensor) -> Stats:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Masked tokens of some frames and what they stand for.
+    """Masked tokens of some frames with their true values.
 
     Attributes:
         target: [M] int64, code or ABSENT = K. truth: [M, D], features (zero where dead). real: [M, D], 1 for features
-            that exist, else 0. kind: [M], node type. baselines: other guesses [M, D] by name.
+            that exist, else 0. kind: [M], node type. baselines: simple predictions [M, D] by name.
     """
 
     target: Tensor
@@ -76,7 +76,7 @@ class Tokens:
 
 
 def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) -> Stats:
-    """Return accuracies, feature errors slot by slot and after matching, and the baselines' errors.
+    """Return accuracies, feature errors slot by slot and after matching, and the errors of the baselines.
 
     log_p: [M, K + 1]. matched: [M], index of the target that each prediction is compared with after matching.
     """
@@ -108,10 +108,10 @@ def feature_error(guess: Tensor, truth: Tensor, real: Tensor) -> Tensor:
 
 
 def summarise(values: Mapping[str, float]) -> dict[str, float]:
-    """Return means with what follows from them.
+    """Return the means with derived metrics.
 
-    `balanced_accuracy`: mean of the recalls of ABSENT and alive. `error_rival`: the best of the baselines *slot mean*
-    and *last seen*. `error_ratio`: `error` over it.
+    `balanced_accuracy`: mean of the recalls of ABSENT and alive. `error_rival`: error of the best baseline among slot
+    mean and last seen. `error_ratio`: `error` over it.
     """
     out = dict(values)
     if "recall_absent" in out and "recall_alive" in out:

@@ -26,9 +26,9 @@ from omagd.learners.synced_optimizer import (
     lr_scale,
 )
 from omagd.modules import mixers
-from omagd.modules.agents.inputs import AgentInputs
+from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.kernels.compiling import maybe_compile
-from omagd.modules.kernels.linear import lowered, whole
+from omagd.modules.kernels.linear import autocast_bf16, no_autocast
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
@@ -78,9 +78,9 @@ class QLoss(LossModule):
         Stats under PyMARL3's names: loss_td per step; td_error_abs, the same number there; q_taken_mean and
             target_mean per step and agent.
         """
-        with lowered(taken.state.device, self.bf16):
+        with autocast_bf16(taken.state.device, self.bf16):
             q = self.agent(inputs, taken.packing)
-            with torch.no_grad(), whole(taken.state.device):
+            with torch.no_grad(), no_autocast(taken.state.device):
                 target = targets(q.detach().to(taken.state.dtype))
             values = MixerInputs(q, taken.actions, taken.avail_actions, taken.state)
             joint = mix(self.mixer, values).to(taken.state.dtype)
@@ -182,10 +182,10 @@ class NQLearner:
         2016) the trained agent chooses them, a* = argmax Q; otherwise the target network does, a* = argmax Q'.
         """
         bf16 = self.config.precision == "bf16"
-        with lowered(self.device, bf16):  # only the networks' matrix products; everything else in full precision
+        with autocast_bf16(self.device, bf16):  # only the networks' matrix products; everything else in full precision
             target_q = self.target_agent(inputs, batch.packing).to(q.dtype)
         best = greedy_actions(q if self.config.double_q else target_q, batch["avail_actions"])
-        with lowered(self.device, bf16):
+        with autocast_bf16(self.device, bf16):
             values = mix(self.target_mixer, MixerInputs(target_q, best, batch["avail_actions"], state)).to(q.dtype)
         reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
         if values.dim() > 1:  # mixer=none: each agent has a value, and its own reward where the environment gives one

@@ -1,39 +1,52 @@
-"""Stage 2: trains the masked-token predictor over a frozen tokenizer.
+"""Stage 2: trains the masked-token predictor (modules/graph_reconstructers/predictor.py) over a frozen tokenizer.
 
-Shapes: S packed rows, n agents, N nodes, D features, F frames with something masked, M masked tokens, K codes.
+A frame is what one living agent sees at one step. Its unseen nodes are MASK in the input and are the targets: the code
+of the node in `full_obs`, which only training reads, or ABSENT if the unit is dead. The loss is that of BERT's masked
+language model (Devlin et al. 2019, arXiv:1810.04805), a cross-entropy over the M masked tokens of all ranks,
+
+    sum of w_m × -log p_m[target_m]  /  sum of w_m,        w_m = `early_step_weight` before `early_steps`, else 1
+
+Under `matching: type` a prediction is not compared with the target of its own slot: within a frame and a node type the
+assignment of predictions to targets with the smallest sum of -log p is chosen first (as in DETR, Carion et al. 2020,
+arXiv:2005.12872; Hungarian method, Kuhn 1955), without a gradient.
+Shapes: S packed rows, n agents, N nodes, D features, F frames with a masked node, M masked tokens, K codes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, permutations
 from typing import Any
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from omagd.config.env_info import EnvInfo
+from omagd.config.env_info import ALLY, ENEMY, EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
-from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, match_types, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.kernels.linear import lowered
+from omagd.modules.kernels.linear import autocast_bf16
+from omagd.modules.kernels.transformer import cross_entropy
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import stream_seed, uniform
 
+ENUMERATED = 4  # up to so many tokens, all assignments are tried
+
 
 @dataclass(frozen=True)
 class Sample:
-    """Frames of a batch in which something is masked.
+    """Frames of a batch with a masked node.
 
     Attributes:
         frames: inputs of F frames. masked: [F, N] bool. target: [M] int64, code or ABSENT, frame by frame.
-        weight: [M], of each token in the loss. rows, agents: [F], where the frames come from.
+        weight: [M], of each token in the loss. rows, agents: [F], packed row and agent of each frame.
     """
 
     frames: Frames
@@ -60,7 +73,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Graphs:
-    """Graphs of all rows: nodes as seen and as they are [S, n, N, D], ids of the latter [S, n, N] (K: dead), masks."""
+    """Graphs of all rows.
+
+    Attributes:
+        seen_nodes, full_nodes: [S, n, N, D], nodes of `obs` and of `full_obs`. ids: [S, n, N], tokens of `full_nodes`,
+            ABSENT for the dead. seen, missing: [S, n, N] bool.
+    """
 
     seen_nodes: Tensor
     full_nodes: Tensor
@@ -70,10 +88,10 @@ class Graphs:
 
 
 class PredictorLoss(LossModule):
-    """Weighted cross-entropy of the masked tokens, summed.
+    """The loss at the top of this file, not yet divided by the sum of weights.
 
     Args:
-        predictor: trained. info: of the environment. bf16: whether matrix products are taken in bf16 in training.
+        predictor: trained. info: of the environment. bf16: whether training multiplies in bf16.
     """
 
     def __init__(self, predictor: MaskPredictor, info: EnvInfo, bf16: bool = False) -> None:
@@ -83,13 +101,16 @@ class PredictorLoss(LossModule):
         self.predictor, self.layout = predictor, info.layout
 
     def forward(self, sample: Sample) -> tuple[Tensor, Stats]:
-        """Return the sum of weight × cross-entropy; a sample without frames still reaches every parameter."""
+        """Return the sum of weight × cross-entropy, and stats.
+
+        DDP needs a gradient of every parameter, so a sample without frames returns 0 × the logits of a blank frame.
+        """
         if not len(sample.frames):
             blank = self.predictor.blank_frame()
             nothing = self.predictor(blank, torch.ones_like(blank.last_ids, dtype=torch.bool)).sum() * 0.0
             return nothing, {}
         bf16 = self.bf16 and self.training
-        with lowered(sample.masked.device, bf16):
+        with autocast_bf16(sample.masked.device, bf16):
             logits = self.predictor(sample.frames, sample.masked, bf16)
         log_p = logits.detach().to(self.predictor.table.dtype).log_softmax(-1)
         target = sample.target
@@ -98,22 +119,23 @@ class PredictorLoss(LossModule):
         loss = cross_entropy(logits, log_p, target, sample.weight)
         with torch.no_grad():
             dead = sample.target == self.predictor.specials.absent
-            taken_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)
+            predicted_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)
             likeliest = log_p.gather(1, sample.target[:, None])[:, 0] >= log_p.amax(1)
             stats = {
                 "graph_loss": (loss.detach(), sample.weight.sum()),
                 "top1": mean_of(likeliest.to(log_p.dtype)),
-                "recall_absent": mean_of(taken_dead, dead),
-                "recall_alive": mean_of(1 - taken_dead, ~dead),
+                "recall_absent": mean_of(predicted_dead, dead),
+                "recall_alive": mean_of(1 - predicted_dead, ~dead),
             }
         return loss, stats
 
 
 class PredictorLearner:
-    """Trains a predictor; whether it synchronises depends on `dist` alone.
+    """Trains a predictor, on one rank or several.
 
     Args:
-        predictor: trained in place. tokenizer: frozen here. config, info: the run and its environment. dist: the ranks.
+        predictor: trained in place. tokenizer: frozen in place. config, info: configuration and environment.
+        dist: the ranks.
     """
 
     loss_name = "graph_loss"
@@ -137,12 +159,12 @@ class PredictorLearner:
         self._step = SyncedOptimizer(self._loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
-        """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
+        """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
         self._loss.train()
         return self._step.warm_up(self._nothing() if batch is None else self.sample(batch, self.graphs(batch)))
 
     def update(self, batch: PackedBatch) -> Stats:
-        """Take one step on this rank's batch."""
+        """Take an optimizer step on this rank's batch."""
         graphs = self.graphs(batch)
         sample = self.sample(batch, graphs, hide=True)
         self._loss.train()
@@ -167,21 +189,21 @@ class PredictorLearner:
         return stats
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return what is trained, by name."""
+        """Return the trained modules by name."""
         return {"predictor": self.predictor}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continuing needs beside `modules()`."""
+        """Return the state that is not in `modules()`."""
         return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore a `state_dict`."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
 
     @torch.no_grad()
     def graphs(self, batch: PackedBatch) -> Graphs:
-        """Return all graphs of a batch. Dead observers and closing rows have nothing seen and nothing missing."""
+        """Return all graphs of a batch. Of dead observers and closing rows no node is seen and none is missing."""
         nodes, full = obs_to_nodes(batch["obs"], self.layout), obs_to_nodes(batch["full_obs"], self.layout)
         counts = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None]
         hidden = unseen(nodes)
@@ -191,7 +213,7 @@ class PredictorLearner:
         return Graphs(nodes, full, ids, ~hidden & counts, hidden & counts)
 
     def sample(self, batch: PackedBatch, graphs: Graphs, hide: bool = False) -> Sample:
-        """Return the frames with something to predict. hide: also mask some seen nodes at random (`mask_ratio`)."""
+        """Return the frames with a masked node. hide: also mask seen nodes at random (`mask_ratio`), as HIDDEN."""
         hidden = self._draw_hidden(batch, graphs.seen) if hide else torch.zeros_like(graphs.seen)
         masked = graphs.missing | hidden
         rows, agents = torch.nonzero(masked.any(-1), as_tuple=True)
@@ -208,12 +230,15 @@ class PredictorLearner:
         return PackedHistory(ids, batch.packing, self.predictor.config, specials)
 
     def _draw_hidden(self, batch: PackedBatch, seen: Tensor) -> Tensor:
-        """Draw which seen nodes [S, n, N] are masked, by (seed, update, place of the episode in the union)."""
+        """Return which seen nodes [S, n, N] are masked at random, never the agent itself.
+
+        Drawn by (seed, update, place of the episode among those of all ranks): the same for any number of ranks.
+        """
         ratio = self.predictor.config.mask_ratio
         if not ratio:
             return torch.zeros_like(seen)
         packing, (n_agents, n_nodes) = batch.packing, seen.shape[1:]
-        before = sum(self.dist.counts(packing.n_episodes)[: self.dist.rank])  # episodes that lower ranks have drawn
+        before = sum(self.dist.counts(packing.n_episodes)[: self.dist.rank])  # episodes of lower ranks
         place = torch.tensor(batch.sample_index)[packing.episode] + before
         row = (place * (self.info.episode_limit + 1) + packing.step).to(seen.device)
         number = row[:, None] * (n_agents * n_nodes) + torch.arange(n_agents * n_nodes, device=seen.device)
@@ -223,6 +248,7 @@ class PredictorLearner:
         return hidden
 
     def _count(self, sample: Sample) -> Tensor:
+        """Return the sum of weights, by which the loss is divided once, over all ranks."""
         if self.config.mask_predictor_config.early_step_weight == 1.0:
             return torch.tensor(len(sample.target), device=self.dist.device)
         return sample.weight.double().sum()
@@ -235,7 +261,7 @@ class PredictorLearner:
 
     @torch.no_grad()
     def _count_slots(self, graphs: Graphs, finite: Tensor) -> None:
-        """Add this batch's unseen nodes (all ranks') to the mean of each slot, where the update was `finite`."""
+        """Add the unseen nodes of all ranks to the "slot mean" baseline, if the update was `finite`."""
         missing = graphs.missing.flatten(0, 1)
         total = torch.einsum("rn,rnd->nd", missing.double(), graphs.full_nodes.flatten(0, 1).double())
         both = torch.cat([total, missing.sum(0)[:, None].double()], dim=1)
@@ -245,6 +271,7 @@ class PredictorLearner:
         self.predictor.slot_count += both[:, -1]
 
     def _evaluate(self, sample: Sample, graphs: Graphs, history: PackedHistory) -> Stats:
+        """Return the metrics of the masked tokens, with those of simple baselines and of the true codes (`code`)."""
         logits = self.predictor(sample.frames, sample.masked)
         log_p = logits.log_softmax(-1)
         guess = self.predictor.guess(logits)
@@ -269,26 +296,46 @@ class PredictorLearner:
         return {**token_stats(log_p, guess, tokens, matched), "graph_loss": (loss, sample.weight.sum())}
 
 
-def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum over tokens of weight [M] × -log p [M, K + 1] of the target [M], with logits' gradient.
+@cache
+def _orders(m: int) -> Tensor:
+    """Return all orders of m things, [m!, m]."""
+    return torch.tensor(list(permutations(range(m))))
 
-    log_p: the logits' log_softmax, without a gradient.
+
+def cheapest(cost: Tensor) -> Tensor:
+    """Return the assignment with the smallest sum of costs: for each prediction its target, [G, m] int64.
+
+    cost: [G, m (prediction), m (target)] of G groups. All m! orders up to `ENUMERATED`, else SciPy's Hungarian method.
     """
-    return _CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))  # type: ignore[no-untyped-call]
+    m = cost.shape[1]
+    if m <= ENUMERATED:
+        orders = _orders(m).to(cost.device)
+        rows = torch.arange(m, device=cost.device)
+        totals = cost[:, rows, orders].sum(-1)
+        return orders[totals.argmin(-1)]
+    solved = [linear_sum_assignment(one)[1] for one in cost.detach().cpu().double().numpy()]
+    return torch.stack([torch.from_numpy(columns) for columns in solved]).to(cost.device)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """The gradient, weight × (p - one of the target), is written once instead of passing through three matrices."""
+@torch.no_grad()
+def match_types(log_p: Tensor, targets: Tensor, masked: Tensor, layout: EntityLayout) -> Tensor:
+    """Return the index [M] (among the masked tokens) of the target that each prediction is compared with.
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(log_p, target, weight)
-        ctx.dtype = logits.dtype
-        return -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        log_p, target, weight = ctx.saved_tensors
-        scale = (weight * grad)[:, None]
-        return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None, None
+    Tokens are matched within each frame and type, ALLY or ENEMY; groups of the same size m are solved together.
+    log_p: [M, K + 1] of the masked tokens, frame by frame. targets: [M]. masked: [F, N] bool with M set.
+    """
+    matched = torch.arange(len(targets), device=targets.device)
+    place = torch.full(masked.shape, -1, dtype=torch.int64, device=masked.device)
+    place[masked] = matched
+    types = torch.tensor(layout.node_types, device=masked.device)
+    for kind in (ALLY, ENEMY):
+        slots = place[:, types == kind]
+        counts = (slots >= 0).sum(1)
+        for m in range(2, int(counts.max()) + 1 if len(counts) else 0):
+            group = slots[counts == m]
+            if not len(group):
+                continue
+            tokens = group[group >= 0].view(-1, m)
+            cost = -log_p[tokens[:, :, None], targets[tokens][:, None, :]]
+            matched[tokens] = tokens.gather(1, cheapest(cost))
+    return matched

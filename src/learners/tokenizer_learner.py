@@ -1,4 +1,14 @@
-"""Stage 1: trains the tokenizer on the nodes of fully observed graphs; its codebook moves by sums over all ranks."""
+"""Stage 1: trains the tokenizer (VQ-VAE, van den Oord et al. 2017, arXiv:1711.00937) on fully observed graphs.
+
+A sample is the graph of one living agent at one step. With x the nodes, z their encodings, e their codes, y the decoded
+features and sg = "no gradient", its loss is
+
+    mean over the features of present nodes of (y - x)^2  +  commitment * mean over present nodes and E of (z - sg(e))^2
+
+and the loss of a batch is the mean over the samples of all ranks. The paper's third term, which pulls codes towards
+encodings, is replaced by its EMA update of the codebook (`Tokenizer.move`), fed with the sums of all ranks.
+Shapes: P nodes, D features, E code dimensions, K codes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +25,13 @@ from omagd.learners.graph_metrics import node_stats, perplexity_stats
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
-from omagd.modules.kernels.linear import lowered
+from omagd.modules.kernels.linear import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import generator
 
 CODE_SUMS = "code_sums"
-QUIET_SHARE = 0.1  # of all updates, at the end: no code is revived
+QUIET_SHARE = 0.1  # last share of all updates, in which no code is revived: the codebook converges
 
 
 @dataclass(frozen=True)
@@ -54,10 +64,10 @@ class Nodes:
 
 
 class TokenizerLoss(LossModule):
-    """Squared error over each graph's present features plus commitment, summed over graphs.
+    """The loss at the top of this file, summed over graphs.
 
     Args:
-        tokenizer: trained. bf16: whether matrix products are taken in bf16 in training.
+        tokenizer: trained. bf16: whether training multiplies in bf16.
     """
 
     def __init__(self, tokenizer: Tokenizer, bf16: bool = False) -> None:
@@ -65,17 +75,19 @@ class TokenizerLoss(LossModule):
         self.tokenizer, self.bf16 = tokenizer, bf16
 
     def forward(self, nodes: Nodes) -> tuple[Tensor, Stats]:
-        """Return the sum over graphs of mean squared error + commitment, and stats.
+        """Return the sum over graphs of reconstruction error + commitment, and stats.
 
-        Beside scalars the stats hold `code_sums`: (sums of encodings [K, E], counts [K]) for the codebook.
+        Besides scalars the stats hold `code_sums`: (sums of encodings [K, E], counts [K]) for the codebook.
         """
         tokenizer = self.tokenizer
         bf16 = self.bf16 and self.training
-        with lowered(nodes.features.device, bf16):
+        with autocast_bf16(nodes.features.device, bf16):
             out = tokenizer(nodes.features, bf16)
+        # 1 for features that come from the observation; padding and the fixed head of SELF are not reconstructed.
         real = tokenizer.real[nodes.slot].to(out.encoded.dtype)
         error = ((out.decoded - nodes.features.to(real.dtype)).square() * real).sum(-1)
         commitment = (out.encoded - out.code.detach()).square().mean(-1)
+        # Mean within each graph, then the sum over graphs: a node counts by its share of its own graph.
         mse = (error / self._per_graph(nodes, real.sum(-1))).sum()
         stay = (commitment / self._per_graph(nodes, torch.ones_like(error))).sum()
         loss = mse + tokenizer.config.commitment * stay
@@ -97,11 +109,11 @@ class TokenizerLoss(LossModule):
 
 
 class TokenizerLearner:
-    """Trains a tokenizer; whether it synchronises depends on `dist` alone.
+    """Trains a tokenizer, on one rank or several.
 
     Args:
-        tokenizer: trained in place. config, info: the run and its environment. dist: the ranks.
-        total_updates: of the whole stage (default: `graph_pretrain_epochs`); none of the last tenth revives codes.
+        tokenizer: trained in place. config, info: configuration and environment. dist: the ranks.
+        total_updates: of the whole stage (default: `graph_pretrain_epochs`).
     """
 
     loss_name = "graph_loss"
@@ -120,12 +132,12 @@ class TokenizerLearner:
         self._step = SyncedOptimizer(self._loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
-        """Run a discarded forward and backward on `batch` (or on nothing); return how many passes that was."""
+        """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
         self._loss.train()
         return self._step.warm_up(self.nodes(batch) if batch is not None else self._no_nodes())
 
     def update(self, batch: PackedBatch) -> Stats:
-        """Take one step on this rank's batch, then move the codebook by what all ranks assigned to it."""
+        """Take an optimizer step on this rank's batch, then update the codebook by the assignments of all ranks."""
         nodes = self.nodes(batch)
         self._loss.train()
         if not self._started:
@@ -147,7 +159,7 @@ class TokenizerLearner:
     def evaluate(self, batch: PackedBatch) -> Stats:
         """Return sums and counts on held-out episodes; perplexity and codes in use are those of all ranks together.
 
-        Called by all ranks, since their uses of codes are added up here.
+        All ranks must call it, because their code counts are summed here.
         """
         nodes = self.nodes(batch)
         training = self._loss.training
@@ -157,13 +169,13 @@ class TokenizerLearner:
             stats = merge(stats, self._loss(part)[1])
         self._loss.train(training)
         stats = dict(stats)
-        nobody = torch.zeros_like(self.tokenizer.cluster_size)
-        _, used = stats.pop(CODE_SUMS, (nobody, nobody))
-        used = self.dist.sum(used.to(nobody.dtype))
+        none = torch.zeros_like(self.tokenizer.cluster_size)
+        _, used = stats.pop(CODE_SUMS, (none, none))
+        used = self.dist.sum(used.to(none.dtype))
         return {**stats, **perplexity_stats(used)} if used.any() else stats
 
     def nodes(self, batch: PackedBatch) -> Nodes:
-        """Return what of `batch` counts: present nodes, living observers, steps that happened."""
+        """Return the nodes of `batch` to train on: present nodes of living observers at steps that happened."""
         assert self.info.layout is not None
         full = batch["full_obs"]
         counts = alive(full) & batch.valid_mask[:, None]
@@ -175,15 +187,15 @@ class TokenizerLearner:
         return Nodes(graphs[present], slot, graph, episode[graph], len(graphs))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return what is trained, by name."""
+        """Return the trained modules by name."""
         return {"tokenizer": self.tokenizer}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continuing needs beside `modules()`."""
+        """Return the state that is not in `modules()`."""
         return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore a `state_dict`."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
 
@@ -192,7 +204,7 @@ class TokenizerLearner:
         return Nodes(self.tokenizer.codebook.new_zeros(0, self.tokenizer.layout.node_dim), none, none, none, 0)
 
     def _start_codebook(self, nodes: Nodes) -> None:
-        """Begin with codes at encodings of the first batch, unless the codebook has begun."""
+        """Initialise the codebook with encodings of the first batch, unless that has been done."""
         self._started = bool(self.tokenizer.ready)
         if self._started:
             return
@@ -203,7 +215,7 @@ class TokenizerLearner:
             self.tokenizer.ready.fill_(True)
 
     def _revive_if_due(self, nodes: Nodes, finite: Tensor) -> None:
-        """Put codes that nothing uses at encodings of this batch, where the update was `finite`."""
+        """Every `revive_interval` updates, move dead codes to encodings of this batch, if the update was `finite`."""
         interval = self.tokenizer.config.revive_interval
         if not interval or self.updates % interval or self.updates > (1 - QUIET_SHARE) * self.total_updates:
             return
@@ -217,8 +229,8 @@ class TokenizerLearner:
     def _draw(self, nodes: Nodes, wanted: int, purpose: str) -> Tensor | None:
         """Return encodings [wanted, E] of nodes drawn uniformly from all ranks' batches; None if there is no node.
 
-        Nodes are numbered by (rank, episode as drawn, step, agent, slot), so that the draw does not depend on how the
-        episodes are dealt to ranks; every rank encodes the same drawn nodes.
+        Nodes are numbered by (rank, episode as drawn, step, agent, slot), which does not depend on the number of ranks.
+        Each rank contributes the drawn nodes that it holds, and all ranks encode the same nodes.
         """
         sizes = self.dist.counts(len(nodes.features))
         total, offset = sum(sizes), sum(sizes[: self.dist.rank])

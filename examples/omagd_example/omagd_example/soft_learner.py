@@ -7,7 +7,7 @@ from torch import Tensor
 
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.learners.nq_learner import NQLearner
-from omagd.modules.agents.inputs import AgentInputs
+from omagd.modules.agents.agent import AgentInputs
 from omagd.utils.packing import PackedBatch
 
 TEMPERATURE = 0.1

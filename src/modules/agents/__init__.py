@@ -1,4 +1,4 @@
-"""Agents: from what one agent sees and remembers to the values of its actions; weights shared by all agents."""
+"""Agents: networks from one agent's observations to the values of its actions; all agents share the weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ REGISTRY: Registry[type] = Registry(
         "rnn": "omagd.modules.agents.rnn_agent:RNNAgent",
         "n_rnn": "omagd.modules.agents.rnn_agent:NRNNAgent",
         "ff": "omagd.modules.agents.ff_agent:FFAgent",
-        "ddpg": "omagd.modules.agents.ddpg_agent:DDPGAgent",
-        "bicnet": "omagd.modules.agents.ddpg_agent:BiCNetAgent",
+        "ddpg": "omagd.modules.agents.ff_agent:DDPGAgent",
+        "bicnet": "omagd.modules.agents.ff_agent:BiCNetAgent",
         "gnn_rnn": "omagd.modules.agents.gnn_rnn_agent:GNNRNNAgent",
     },
 )

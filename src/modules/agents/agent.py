@@ -1,21 +1,69 @@
-"""What every agent can do."""
+"""What every agent is: its interface, its inputs, its first layer, and the unrolling of recurrent agents.
+
+Shapes: S packed rows (battle slots B when acting), n agents, A actions, H hidden units, N nodes of an agent's graph.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from omagd.modules.agents.inputs import AgentInputs
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.modules.kernels.linear import lookup_relu
+from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.packing import Packing
+
+STEPS_AT_ONCE = 10  # time steps whose activations gradient checkpointing recomputes together
+
+
+@dataclass(frozen=True)
+class AgentInputs:
+    """Inputs of agents, row by row: packed steps (S) in learning, battle slots (B) in acting.
+
+    Args:
+        features: [S, n, obs_dim], flat observations (seen, reconstructed or full), in the agent's float type.
+        last_action: [S, n] int64, -1 at the first step of an episode.
+        guessed: [S, n, N] bool, nodes whose features are guesses; None without reconstruction.
+    """
+
+    features: Tensor
+    last_action: Tensor
+    guessed: Tensor | None = None
+
+    @classmethod
+    def blank(cls, n_rows: int, info: EnvInfo, like: Tensor) -> AgentInputs:
+        """Return inputs of zeros with the float type and device of `like`."""
+        features = like.new_zeros(n_rows, info.n_agents, info.obs_dim)
+        return cls(features, torch.full((n_rows, info.n_agents), -1, device=like.device))
+
+    def rows(self, chosen: Tensor | slice) -> AgentInputs:
+        """Return the inputs of the `chosen` row numbers."""
+        guessed = None if self.guessed is None else self.guessed[chosen]
+        return AgentInputs(self.features[chosen], self.last_action[chosen], guessed)
+
+    def guess_marks(self, n_nodes: int) -> Tensor:
+        """Return [S, n, N] in the type of the features: 1 for guessed nodes; zeros without reconstruction."""
+        if self.guessed is None:
+            return self.features.new_zeros(*self.features.shape[:-1], n_nodes)
+        return self.guessed.to(self.features.dtype)
+
+    def flat(self, n_marks: int) -> Tensor:
+        """Return the features [S, n, d], followed by the guess marks of `n_marks` nodes; 0: features alone."""
+        return torch.cat([self.features, self.guess_marks(n_marks)], dim=-1) if n_marks else self.features
 
 
 class Agent(nn.Module, ABC):
-    """Values of all actions from what agents see and remember; construction is `cls(config, info)`."""
+    """Values of all actions from what agents see and remember; the constructor is `cls(config, info)`."""
 
     @abstractmethod
     def init_hidden(self, n_slots: int) -> Tensor:
-        """Return the memory at the start of episodes, [B, n, H] zeros."""
+        """Return the hidden state at the start of episodes, [B, n, H] zeros."""
 
     @abstractmethod
     def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
@@ -23,4 +71,120 @@ class Agent(nn.Module, ABC):
 
     @abstractmethod
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values [B, n, A] of one tick and the new memory [B, n, H]."""
+        """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""
+
+
+class RecurrentAgent(Agent):
+    """An agent with a GRU: subclasses encode the inputs and compute values from the hidden state; they make `rnn`."""
+
+    rnn: PackedGRU
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+        self.n_agents, self.checkpointing = info.n_agents, config.enable_gradient_checkpointing
+
+    @abstractmethod
+    def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
+        """Return the GRU's input [S, n, dim], then whatever else `values` needs."""
+
+    @abstractmethod
+    def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """Return the values [S, n, A] from hidden states [S, n, H] and what else `encode` has returned."""
+
+    def init_hidden(self, n_slots: int) -> Tensor:
+        """Return the hidden state at the start of episodes, [B, n, H] zeros."""
+        return self.rnn.weight_hh.new_zeros(n_slots, self.n_agents, self.rnn.hidden_dim)
+
+    def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""
+        encoded, *others = self.encode(inputs)
+        hidden = self.rnn.step(encoded, hidden)
+        return self.values(hidden, *others), hidden
+
+    def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the values [S, n, A] of whole episodes.
+
+        With `enable_gradient_checkpointing` (Chen et al. 2016, arXiv:1604.06174) only the hidden states between blocks
+        of `STEPS_AT_ONCE` time steps are kept; backward computes the activations of one block at a time again.
+        """
+        start = self.init_hidden(packing.n_episodes)
+        if not self.checkpointing or not torch.is_grad_enabled():
+            return self._unroll(inputs, packing, start)[0]
+        values, first = [], 0
+        for begin in range(0, packing.n_steps, STEPS_AT_ONCE):
+            part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
+            rows = slice(first, first + sum(part.lengths))
+            block = (inputs.rows(rows), part, start[: part.n_episodes])
+            made, start = checkpoint(self._unroll, *block, use_reentrant=False)
+            values.append(made)
+            first = rows.stop
+        return torch.cat(values)
+
+    def _unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values [S, n, A] and the hidden state after the last step."""
+        encoded, *others = self.encode(inputs)
+        hidden = self.rnn(encoded, packing, start)
+        return self.values(hidden, *others), hidden[-packing.batch_sizes[-1] :]
+
+
+class InputLinear(nn.Linear):
+    """`nn.Linear` over [features | one-hot of the last action | one-hot of the agent].
+
+    The product with a one-hot is a column of the weight, so these columns are looked up instead of multiplied: a table
+    holds bias + column of the action + column of the agent for every pair (see `lookup_relu`).
+
+    Args:
+        n_features: width of the features. out_features: width of the result.
+        config: `obs_last_action` and `obs_agent_id` choose the one-hots. info: their sizes.
+    """
+
+    def __init__(self, n_features: int, out_features: int, config: Config, info: EnvInfo) -> None:
+        self.widths = [
+            n_features,
+            info.n_actions if config.obs_last_action else 0,
+            info.n_agents if config.obs_agent_id else 0,
+        ]
+        super().__init__(sum(self.widths), out_features)
+        self.looks_up = sum(self.widths) > n_features
+        self.n_agents = info.n_agents
+        self.bf16 = config.precision == "bf16"
+        self._kept: tuple[tuple[int, int, int], Tensor, Tensor] | None = None
+
+    def forward(self, features: Tensor, last_action: Tensor) -> Tensor:  # type: ignore[override]
+        """Return [S, n, out] from features [S, n, d] and last_action [S, n] int64 (-1: none, a one-hot of zeros)."""
+        if not self.looks_up:
+            return F.linear(features, self.weight, self.bias)
+        of_features, table, index = self._lookup(last_action)
+        return F.linear(features, of_features) + F.embedding(index, table)
+
+    def relu(self, features: Tensor, last_action: Tensor) -> Tensor:
+        """Return the ReLU of the same; on a CPU in one pass over the rows."""
+        if features.is_cuda or not self.looks_up:
+            return F.relu(self(features, last_action))
+        of_features, table, index = self._lookup(last_action)
+        bf16 = self.bf16 and features.dtype == torch.float32
+        out = lookup_relu(features.reshape(-1, features.shape[-1]), of_features, table, index.reshape(-1), bf16)
+        return out.view(*features.shape[:-1], -1)
+
+    def _lookup(self, last_action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weights of the features, the table, and each row's place in the table [S, n]."""
+        n_actions = self.widths[1]
+        index = torch.where(last_action < 0, n_actions, last_action) if n_actions else torch.zeros_like(last_action)
+        if self.widths[2]:
+            index = index + torch.arange(self.n_agents, device=index.device) * (n_actions + 1)
+        if not torch.is_inference_mode_enabled():
+            return *self._tables(), index
+        # While acting, tables are kept from tick to tick until the weights are written, moved or replaced. Writes that
+        # torch does not count (`weight.data`, torch's fused optimizers) must be counted by hand: see `SyncedOptimizer`.
+        state = (self.weight._version, self.bias._version, self.weight.data_ptr())
+        if self._kept is None or self._kept[0] != state:
+            self._kept = (state, *self._tables())
+        return *self._kept[1:], index
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of the features, and a row for each pair of agent and last action (the last one: none)."""
+        of_features, of_actions, of_agents = self.weight.split(self.widths, dim=1)
+        table = F.pad(of_actions.t(), (0, 0, 0, 1)).unsqueeze(0) + self.bias
+        if self.widths[2]:
+            table = table + of_agents.t().unsqueeze(1)
+        return of_features, table.flatten(0, 1)

@@ -1,19 +1,22 @@
-"""The agent without memory of PyMARL's variants: layers over what one sees now."""
+"""Agents without memory: the feed-forward agent, and actors and critics of DDPG.
+
+DDPG: Lillicrap et al. 2016, arXiv:1509.02971. As in the published snakes baseline (docs/snakes.md), and other than in
+MADDPG, a critic reads the observation and the action of its own agent only. BiCNet (Peng et al. 2017, arXiv:1703.10069)
+lets agents communicate through a bidirectional LSTM over the agents in their order.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import Agent
-from omagd.modules.agents.inputs import AgentInputs, InputLinear, flat_features
-from omagd.modules.kernels.linear import SMALL, FastLinear
+from omagd.modules.agents.agent import Agent, AgentInputs, InputLinear
+from omagd.modules.kernels.linear import SMALL, FastLinear, three_layers
 from omagd.utils.packing import Packing
 
 
@@ -22,24 +25,23 @@ class Trunk(nn.Module):
 
     Args:
         n_features, n_out: per agent. config: `rnn_hidden_dim` is the width (H); also the one-hots of `InputLinear`.
-        info: sizes. talks: a bidirectional LSTM over the agents in their order (H to 2 H) in place of the second layer.
+        info: sizes. communicates: a bidirectional LSTM over the agents (H to 2 H) replaces the second layer.
     """
 
-    def __init__(self, n_features: int, n_out: int, config: Config, info: EnvInfo, talks: bool = False) -> None:
+    def __init__(self, n_features: int, n_out: int, config: Config, info: EnvInfo, communicates: bool = False) -> None:
         super().__init__()
         hidden, bf16 = config.rnn_hidden_dim, config.precision == "bf16"
         self.fc1 = InputLinear(n_features, hidden, config, info)
-        self.talk = nn.LSTM(hidden, hidden, batch_first=True, bidirectional=True) if talks else None
-        self.fc2 = None if talks else FastLinear(hidden, hidden, bf16=bf16)
-        self.fc3 = FastLinear(2 * hidden if talks else hidden, n_out, bf16=bf16)
+        self.talk = nn.LSTM(hidden, hidden, batch_first=True, bidirectional=True) if communicates else None
+        self.fc2 = None if communicates else FastLinear(hidden, hidden, bf16=bf16)
+        self.fc3 = FastLinear(2 * hidden if communicates else hidden, n_out, bf16=bf16)
 
     def forward(self, features: Tensor, last_action: Tensor) -> Tensor:
         """Return [S, n, n_out] from features [S, n, n_features] and last_action [S, n]."""
-        if self._plain(features):
-            assert self.fc2 is not None, "as `_plain` says"
+        if self.fc2 is not None and self._fits_one_kernel(features, self.fc2):
             parts = (p for layer in (self.fc1, self.fc2, self.fc3) for p in (layer.weight, layer.bias))
-            flat = _ThreeLayers.apply(features.reshape(-1, features.shape[-1]), *parts)
-            return flat.view(*features.shape[:-1], flat.shape[-1])  # type: ignore[no-any-return]
+            flat = three_layers(features.reshape(-1, features.shape[-1]), *parts)
+            return flat.view(*features.shape[:-1], flat.shape[-1])
         hidden = self.fc1.relu(features, last_action)
         if self.talk is not None:
             hidden = self.talk(hidden)[0]
@@ -47,45 +49,19 @@ class Trunk(nn.Module):
             hidden = self.fc2(hidden).relu()
         return self.fc3(hidden)
 
-    def _plain(self, features: Tensor) -> bool:
-        """Whether there is nothing to choose: three products on a CPU that are too small for another library."""
-        if self.fc2 is None or self.fc1.looks_up or self.fc2.bf16 or features.is_cuda:
+    def _fits_one_kernel(self, features: Tensor, fc2: FastLinear) -> bool:
+        """Whether `three_layers` computes the same: float32 on a CPU, no one-hots, too small for oneDNN."""
+        if self.fc1.looks_up or fc2.bf16 or features.is_cuda:
             return False
-        return 2 * features.shape[:-1].numel() * self.fc2.weight.numel() < SMALL
-
-
-class _ThreeLayers(torch.autograd.Function):
-    """Linear, ReLU, linear, ReLU, linear as one operation: at DDPG's sizes bookkeeping counts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, w3: Tensor, b3: Tensor) -> Tensor:
-        """Return [R, out] from x [R, in]."""
-        first = torch.addmm(b1, x, w1.t()).relu_()
-        second = torch.addmm(b2, first, w2.t()).relu_()
-        ctx.save_for_backward(x, first, second, w1, w2, w3)
-        return torch.addmm(b3, second, w3.t())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and, where they are asked for, of all weights and biases."""
-        x, first, second, w1, w2, w3 = ctx.saved_tensors
-        trains = ctx.needs_input_grad[1]
-        out: list[Tensor | None] = []
-        for read, weight in ((second, w3), (first, w2), (x, w1)):
-            out = [grad.t() @ read, grad.sum(0), *out] if trains else [None, None, *out]
-            if read is not x:
-                grad = grad @ weight
-                torch.ops.aten.threshold_backward.grad_input(grad, read, 0, grad_input=grad)
-        return grad @ w1 if ctx.needs_input_grad[0] else None, *out
+        return 2 * features.shape[:-1].numel() * fc2.weight.numel() < SMALL
 
 
 class FFAgent(Agent):
     """A number for each action from one agent's observation alone: its value, or its logit.
 
     Attributes:
-        talks: whether agents hear of each other. samples: whether a frozen copy draws from the softmax of these numbers
-            as the agent does in training; else it takes the action with the largest.
+        talks: whether agents communicate. samples: whether a frozen copy draws from the softmax of these numbers, as
+            the agent does in training; else it takes the action with the largest.
     """
 
     talks: ClassVar[bool] = False
@@ -94,25 +70,24 @@ class FFAgent(Agent):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
         self.n_agents = info.n_agents
-        self.mark_guesses = config.mark_guesses
-        self.n_nodes = info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
-        self.trunk = Trunk(info.obs_dim + self.n_nodes, info.n_actions, config, info, self.talks)
+        self.n_marks = info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
+        self.trunk = Trunk(info.obs_dim + self.n_marks, info.n_actions, config, info, self.talks)
 
     def init_hidden(self, n_slots: int) -> Tensor:
-        """Return no memory, [B, n, 0]."""
+        """Return an empty hidden state, [B, n, 0]."""
         return self.trunk.fc3.weight.new_zeros(n_slots, self.n_agents, 0)
 
     def forward(self, inputs: AgentInputs, packing: Packing | None = None) -> Tensor:
-        """Return [S, n, A] of all rows; their order says nothing to an agent without memory."""
-        return self.trunk(flat_features(inputs, self.mark_guesses, self.n_nodes), inputs.last_action)
+        """Return [S, n, A] of all rows; `packing` does not matter to an agent without memory."""
+        return self.trunk(inputs.flat(self.n_marks), inputs.last_action)
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [B, n, A] of one tick and no memory."""
+        """Return [B, n, A] of one step and the empty hidden state."""
         return self(inputs), hidden
 
     @classmethod
     def frozen_needs(cls, config: Config) -> tuple[str, ...]:
-        """Return what a configuration lacks for `layers` to be all that the agent plays by; nothing where it is so."""
+        """Return what would have to change for `layers` to be the whole policy; empty if they are."""
         more = ("obs_last_action", "obs_agent_id", "use_full_obs", "use_graph_reconstruction", "mark_guesses")
         silent = ("an agent that does not talk (agent=ddpg)",) if cls.talks else ()
         return (*silent, *(f"{key}=False" for key in more if getattr(config, key)))
@@ -120,14 +95,41 @@ class FFAgent(Agent):
     def layers(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return copies of weight [out, in] and bias [out] of each layer, with ReLU between them.
 
-        Errors: ValueError where agents read more than their observation, or talk.
+        Errors: ValueError where agents read more than their observation, or communicate.
         """
         trunk = self.trunk
         if trunk.fc2 is None or trunk.fc1.looks_up:
             raise ValueError("this agent is more than layers over an observation")
-        parts = (trunk.fc1, trunk.fc2, trunk.fc3)
-        return [(_array(part.weight), _array(part.bias)) for part in parts]
+        layers = (trunk.fc1, trunk.fc2, trunk.fc3)
+        weights = [[p.detach().cpu().float().numpy().copy() for p in (part.weight, part.bias)] for part in layers]
+        return [(weight, bias) for weight, bias in weights]
 
 
-def _array(parameter: Tensor) -> np.ndarray:
-    return parameter.detach().cpu().float().numpy().copy()
+class DDPGCritic(nn.Module):
+    """Q(observation, action) of each agent, from its own observation and action."""
+
+    def __init__(self, config: Config, info: EnvInfo, talks: bool) -> None:
+        super().__init__()
+        self.trunk = Trunk(info.obs_dim + info.n_actions, 1, config, info, talks)
+
+    def forward(self, inputs: AgentInputs, actions: Tensor) -> Tensor:
+        """Return [S, n] from the agents' inputs and action vectors [S, n, A] (probabilities or one-hots)."""
+        features = torch.cat([inputs.features, actions], dim=-1)
+        return self.trunk(features, inputs.last_action).squeeze(-1)
+
+
+class DDPGAgent(FFAgent):
+    """Logits of all actions from one agent's observation alone."""
+
+    samples: ClassVar[bool] = True
+
+    @classmethod
+    def new_critic(cls, config: Config, info: EnvInfo) -> DDPGCritic:
+        """Return the critic that goes with this agent."""
+        return DDPGCritic(config, info, cls.talks)
+
+
+class BiCNetAgent(DDPGAgent):
+    """Logits of all actions from what the whole team sees: agents communicate through the LSTM of `Trunk`."""
+
+    talks: ClassVar[bool] = True

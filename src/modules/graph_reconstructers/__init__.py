@@ -1,1 +1,1 @@
-"""Observation graphs, their tokens, and what fills in the tokens that are not seen."""
+"""Stages 1 and 2: graphs of entities, the tokenizer, the masked-token predictor, and reconstruction by both."""

@@ -1,4 +1,8 @@
-"""Trained modules as acting needs them: no gradients, so whatever follows from the weights alone is computed once.
+"""The tokenizer and the predictor for acting: eval mode, no gradients, and nothing computed twice.
+
+Weights are fixed here, so everything that depends on them alone is computed once: scaled and joined attention weights,
+sums of embeddings, weights in oneDNN's layout. Results equal those of `Tokenizer` and `MaskPredictor` in eval mode up
+to rounding: tests/test_acting_reconstruction.py.
 
 Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU), M tokens to guess, d = d_model, K codes.
 """
@@ -6,6 +10,7 @@ Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU),
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,31 +23,27 @@ from omagd.modules.graph_reconstructers.tokenizer import Tokenizer, first_larges
 from omagd.modules.kernels.linear import prefers_onednn
 
 WIDE = 128  # smaller products cost less through torch's default than through oneDNN
-SAFE = 80.0  # attention scores up to which exp neither overflows nor vanishes in float32
-FLOATS_AT_ONCE = 1 << 17  # of the tokens that pass together: what stays in a processor's cache
-ROUND = 4  # frames, and tokens, are padded to multiples of this: few shapes, and no product of one row
-
-
-def _packed(weight: Tensor, bias: Tensor, bf16: bool) -> bool:
-    wide = min(weight.shape) >= WIDE and prefers_onednn()
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and bias is not None and (bf16 or wide)
+SAFE = 80.0  # attention scores up to which exp neither overflows nor underflows in float32
+FLOATS_AT_ONCE = 1 << 17  # floats of the tokens that pass together, so that they stay in the cache
+ROUND = 4  # frames and tokens are padded to multiples of this: few shapes, and no product of one row
 
 
 class FrozenLinear:
-    """x weight^T + bias for weights [out, in] that never change again, laid out once for the library that is faster.
+    """x weight^T + bias for fixed weights [out, in], converted once to the layout of the faster library.
 
-    bf16: products of factors rounded to bf16, returned as float32.
+    bf16: whether a CPU multiplies in bf16.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, bf16: bool = False) -> None:
-        self._packed = _packed(weight, bias, bf16)
+        fast = bf16 or (min(weight.shape) >= WIDE and prefers_onednn())
+        self._packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and fast
         self._type = torch.bfloat16 if bf16 else weight.dtype
         self._weight, self._bias = weight.to(self._type).contiguous(), bias.to(self._type)
         if self._packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
 
     def __call__(self, x: Tensor, gelu: bool = False) -> Tensor:
-        """Return [M, out] from x [M, in], passed through GELU if `gelu`; in bf16 if that is computed in."""
+        """Return [M, out] from x [M, in], passed through GELU if `gelu`; its type is the one that is multiplied in."""
         x = x.to(self._type)
         if self._packed:
             then = "gelu" if gelu else "none"
@@ -52,7 +53,7 @@ class FrozenLinear:
 
 
 class FrozenNorm:
-    """A LayerNorm; torch's is twice as fast with a scale and a shift as without."""
+    """A LayerNorm; its scale and shift are not merged into the next layer, because torch is twice as fast with them."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         self._factors = norm.normalized_shape, norm.weight, norm.bias, norm.eps
@@ -63,7 +64,12 @@ class FrozenNorm:
 
 
 class FrozenBlock:
-    """One `Block` in eval mode."""
+    """One `Block` of the predictor in eval mode.
+
+    One product gives each head its query, key, value and a constant 1. With u = exp(q.k), attention is (sum of u v) /
+    (sum of u): the weighted sum of the constant is the divisor, and no softmax is needed. exp is safe without
+    subtracting the row's maximum where a bound on the scores, computed from the weights, is below `SAFE`.
+    """
 
     def __init__(self, block: Block, bf16: bool) -> None:
         d, heads = block.query.weight.shape[0], block.n_heads
@@ -71,7 +77,7 @@ class FrozenBlock:
         scale = 1.0 / math.sqrt(self._width)
         weight = torch.cat([block.query.weight * scale, block.key_value.weight])
         bias = torch.cat([block.query.bias * scale, block.key_value.bias])
-        # Head by head: query, key, value and a constant 1, whose weighted sum is the sum of the weights.
+        # Rows head by head: query, key, value, and a zero row whose bias is the constant 1.
         weight = F.pad(weight.view(3, heads, self._width, d).transpose(0, 1).flatten(1, 2), (0, 0, 0, 1))
         bias = F.pad(bias.view(3, heads, self._width).transpose(0, 1).flatten(1), (0, 1), value=1.0)
         self._norm_in, self._norm_out = FrozenNorm(block.norm_in), FrozenNorm(block.norm_out)
@@ -82,13 +88,17 @@ class FrozenBlock:
         self._narrow = FrozenLinear(block.narrow.weight, block.narrow.bias, bf16)
 
     def _bound(self, weight: Tensor, bias: Tensor) -> float:
-        """Return what no attention score exceeds in size: normalised inputs have at most the length sqrt(d)."""
+        """Return an upper bound of |q.k| over all inputs.
+
+        A normalised input has at most the length sqrt(d), so |q| <= ||W_q|| sqrt(d) + |b_q|, the same for k, and
+        |q.k| <= |q| |k| (Cauchy-Schwarz). The norm's scale and shift are part of `weight` and `bias`.
+        """
         longest = torch.linalg.matrix_norm(weight[:, :-1].unflatten(1, (3, -1)), 2) * math.sqrt(weight.shape[-1])
         longest = longest + bias[:, :-1].unflatten(1, (3, -1)).norm(dim=-1)
         return float((longest[:, 0] * longest[:, 1]).max())
 
     def __call__(self, x: Tensor, n_frames: int, which: Tensor | None) -> Tensor:
-        """Return [F·L, d] for x [F·L, d], or only the rows `which` [M] of it."""
+        """Return [F·L, d] for x [F·L, d], or [M, d] for its rows `which` [M]."""
         joined = self._attend(self._norm_in(x)).view(n_frames, -1, self._heads, 3 * self._width + 1)
         joined = joined.to(torch.promote_types(joined.dtype, torch.float32)).transpose(1, 2)
         mixed = _mix_by_numpy(joined, self._safe) if x.device.type == "cpu" else _mix(joined, self._safe)
@@ -99,13 +109,13 @@ class FrozenBlock:
 
 
 def _mix(joined: Tensor, safe: bool) -> Tensor:
-    """Return attention's answers [F·L, d].
+    """Return the output of all attention heads, [F·L, d].
 
-    joined: [F, h, L, 3 d/h + 1], what each head asks, offers and gives, and 1. safe: scores are within `SAFE`.
+    joined: [F, h, L, 3 d/h + 1], query, key, value and 1 of each head. safe: whether scores are within `SAFE`.
     """
     width = joined.shape[-1] // 3
     query, key, value = joined.split([width, width, width + 1], dim=-1)
-    # Rows of a dozen scores: a softmax along them costs several times as much as these products.
+    # With a dozen scores a row, softmax would cost several times as much as these products.
     score = query @ key.transpose(2, 3)
     if not safe:
         score -= score.amax(-1, keepdim=True)
@@ -114,7 +124,7 @@ def _mix(joined: Tensor, safe: bool) -> Tensor:
 
 
 def _mix_by_numpy(joined: Tensor, safe: bool) -> Tensor:
-    """Do what `_mix` does on a CPU in half the time: NumPy multiplies many small matrices where they lie."""
+    """Return `_mix` in half the time on a CPU: NumPy multiplies strided small matrices without copying them."""
     frames, heads, length, size = joined.shape
     width, parts = size // 3, joined.numpy()
     score = parts[..., :width] @ parts[..., width : 2 * width].swapaxes(2, 3)
@@ -126,7 +136,7 @@ def _mix_by_numpy(joined: Tensor, safe: bool) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Return exp(x), in its place; on a CPU by NumPy, in half the time."""
+    """Return exp(x), in place; on a CPU by NumPy, in half the time."""
     if x.device.type != "cpu":
         return x.exp_()
     np.exp(x.numpy(), out=x.numpy())
@@ -134,7 +144,7 @@ def _exp(x: Tensor) -> Tensor:
 
 
 class FrozenTokenizer:
-    """What `Tokenizer.ids` does in eval mode, to rounding; to be made anew when its weights change."""
+    """`Tokenizer.ids` in eval mode; construct it again when the weights change."""
 
     @torch.no_grad()
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -143,7 +153,7 @@ class FrozenTokenizer:
         linears = [FrozenLinear(layer.weight, layer.bias) for layer in hidden]
         self._layers = list(zip(linears, norms, strict=True))
         self._last = FrozenLinear(last.weight, last.bias)
-        # argmin |z - c|² = argmax z·c - |c|²/2; the length of z does not matter where all codes have length one.
+        # argmin |z - e|^2 = argmax z.e - |e|^2 / 2; for cosine neither the length of z nor the bias matters.
         self._codes = tokenizer.codebook.t().contiguous()
         cosine = tokenizer.config.distance == "cosine"
         self._bias = tokenizer.codebook.square().sum(-1) * (0.0 if cosine else -0.5)
@@ -158,10 +168,10 @@ class FrozenTokenizer:
 
 
 class FrozenPredictor:
-    """What `MaskPredictor` guesses in eval mode, to rounding; to be made anew when its weights change.
+    """`MaskPredictor.guess` of its own logits in eval mode; construct it again when the weights change.
 
     Args:
-        predictor: trained. bf16: whether the transformer's products are taken in bf16 on a CPU, the head's are not.
+        predictor: trained. bf16: whether a CPU multiplies the transformer, but not the head, in bf16.
     """
 
     @torch.no_grad()
@@ -174,18 +184,19 @@ class FrozenPredictor:
         self._last_seen, self._tokens = config.last_seen, tokens
         self._lay_tables(predictor, tokens)
         self._group = max(32, FLOATS_AT_ONCE // self._static.shape[1])
-        self._blocks = [FrozenBlock(block, bf16) for block in predictor.blocks]
+        self._blocks = [FrozenBlock(cast(Block, block), bf16) for block in predictor.blocks]
         self._norm_in, self._norm_head = FrozenNorm(predictor.norm), FrozenNorm(predictor.norm_head)
         self._head = FrozenLinear(head, predictor.head.bias)
         self._table = predictor.table_with_absent()
-        # Beside the features: a sum of all shares, and ABSENT's own; columns beyond make the product a fast one.
+        # One product decodes: shares × this = [sum of shares × features | sum of shares | share of ABSENT]. Rows are
+        # padded to a multiple of 16, which multiplies faster.
         dim = self._table.shape[1]
         self._decode = head.new_zeros(-(-(dim + 2) // 16) * 16, len(self._table))
         self._decode[:dim] = self._table.t()
         self._decode[dim], self._decode[dim + 1, -1] = 1.0, 1.0
 
     def _lay_tables(self, predictor: MaskPredictor, tokens: Tensor) -> None:
-        """Add up what depends on the step and on the token's place alone, and what memory makes of each token."""
+        """Add up the embeddings that depend on step and place alone, and map all tokens for `last_seen`."""
         static = predictor.kind(predictor.types) + predictor.position.weight
         if self._gru is None:
             static = (static + predictor.frame.weight[:, None]).flatten(0, 1)
@@ -196,7 +207,7 @@ class FrozenPredictor:
 
     @torch.inference_mode()
     def __call__(self, frames: Frames, which: Tensor) -> Guess:
-        """Guess the tokens `which` [M] of F·N, ascending; each frame has at least one. Grouped to fit the cache."""
+        """Predict the tokens `which` [M] of F·N, ascending; each frame has at least one. Frames pass in groups."""
         guesses = []
         for start in range(0, len(frames), self._group):
             part = frames[start : start + self._group]
@@ -206,7 +217,7 @@ class FrozenPredictor:
         return Guess(*(torch.cat(parts) for parts in zip(*guesses, strict=True))) if len(guesses) > 1 else guesses[0]
 
     def logits(self, frames: Frames, which: Tensor) -> Tensor:
-        """Return [M, K + 1] of the tokens `which` [M] of the last frames' F·N."""
+        """Return [M, K + 1] of the tokens `which` [M] among the F·N of the last frames."""
         n_frames, n_wanted = len(frames), len(which)
         tokens = which
         if self._length > self._n_nodes:
@@ -222,7 +233,7 @@ class FrozenPredictor:
         return self._head(self._norm_head(x))[:n_wanted]
 
     def _embed(self, frames: Frames, which: Tensor, tokens: Tensor) -> Tensor:
-        """Return the tokens' vectors [F·L, d] before the transformer; `tokens` [M] is where `which` stand in them."""
+        """Return the embedded tokens [F·L, d]; `tokens` [M]: the rows of `which` in them."""
         x = self._static.index_select(0, frames.step.clamp(max=self._limit)).view(len(frames) * self._length, -1)
         if self._gru is None:
             x += self._tokens.index_select(0, frames.ids.reshape(-1))
@@ -241,7 +252,7 @@ class FrozenPredictor:
         return self._gru(flat)[1][0]
 
     def _guess(self, logits: Tensor) -> Guess:
-        """Do what `MaskPredictor.guess` does, using the logits up; ids are left out (-1) where features are means."""
+        """Return `MaskPredictor.guess` of the logits, which are overwritten; under `decode: mean` ids are -1."""
         dim = self._table.shape[1]
         share = _exp(logits.sub_(logits.amax(-1, keepdim=True)))
         sums = F.linear(share, self._decode)

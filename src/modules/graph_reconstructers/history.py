@@ -1,7 +1,13 @@
-"""What an agent remembers: stacked frames of tokens and when each node was last seen; the same in learning and acting.
+"""What an agent remembers of each node: stacked frames of tokens, and when it was last seen.
 
-Input ids: codes 0 … K - 1, MASK = K (unseen now), PAD = K + 1 (before the episode's start), HIDDEN = K + 2 (a seen node
-masked for training). Output ids: codes and ABSENT = K.
+`PackedHistory` computes this for whole episodes in learning, `SlotHistory` step by step in acting; both give the same
+`Frames`. Ids outside the codebook:
+
+- input MASK = K: unseen now, alive or dead;
+- input PAD = K + 1: before the episode's start, or never seen;
+- input HIDDEN = K + 2: a seen node that is masked for training;
+- output ABSENT = K: dead. The predictor never reads ABSENT: it must infer death from what it sees and remembers.
+
 Shapes: S packed rows, B slots, n agents, N nodes, k frames s steps apart, F chosen frames.
 """
 
@@ -19,31 +25,12 @@ from omagd.utils.packing import Packing
 N_SPECIAL = 3
 
 
-@dataclass(frozen=True)
 class Specials:
-    """The ids outside a codebook of K codes."""
+    """The ids outside a codebook of K codes; what they mean stands at the top of this file."""
 
-    n_codes: int
-
-    @property
-    def mask(self) -> int:
-        """Input: unseen now."""
-        return self.n_codes
-
-    @property
-    def pad(self) -> int:
-        """Input: before the episode's start, or never seen."""
-        return self.n_codes + 1
-
-    @property
-    def hidden(self) -> int:
-        """Input: a seen node that is masked for training."""
-        return self.n_codes + 2
-
-    @property
-    def absent(self) -> int:
-        """Output: dead."""
-        return self.n_codes
+    def __init__(self, n_codes: int) -> None:
+        self.n_codes = self.mask = self.absent = n_codes
+        self.pad, self.hidden = n_codes + 1, n_codes + 2
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,7 @@ class Frames:
 
 
 class PackedHistory:
-    """Histories of packed episodes.
+    """Histories of whole packed episodes.
 
     Args:
         ids: [S, n, N] int64, tokens of every row, MASK where unseen. packing: of the rows.
@@ -83,7 +70,10 @@ class PackedHistory:
         self._last_step = self._scan()
 
     def _scan(self) -> Tensor:
-        """Return the step [S, n, N] at which each node was last seen strictly before each row; -1: never."""
+        """Return the step [S, n, N] at which each node was last seen strictly before each row; -1: never.
+
+        The running maximum of the steps at which it was seen, shifted by one step.
+        """
         seen = self._ids < self._specials.n_codes
         at = torch.where(seen, self._step[:, None, None], -1)
         padded = self._packing.pad(at, -1).cummax(dim=1).values
@@ -91,7 +81,7 @@ class PackedHistory:
         return self._packing.pack(before)
 
     def frames(self, rows: Tensor, agents: Tensor) -> Frames:
-        """Return the inputs of the frames (row [F], agent [F]), whose last frame is as it was seen."""
+        """Return the inputs of the frames (row [F], agent [F]), nothing of them HIDDEN."""
         step, episode = self._step[rows], self._episode[rows]
         back = torch.arange(self._config.stacked_steps - 1, -1, -1, device=self._device) * self._config.stacked_strip
         at = step[:, None] - back
@@ -134,7 +124,7 @@ class SlotHistory:
         self.last_step[which] = -1
 
     def push(self, ids: Tensor) -> None:
-        """Take in what is seen now, [B, n, N] with MASK where unseen; to be followed by `frames` and `settle`."""
+        """Add the tokens of this step, [B, n, N] with MASK where unseen; call `frames`, then `commit` after it."""
         self.past = torch.cat([self.past[1:], ids[None]])
 
     def frames(self, rows: Tensor, step: Tensor) -> Frames:
@@ -144,15 +134,15 @@ class SlotHistory:
         last_ids, last = (kept.flatten(0, 1).index_select(0, rows) for kept in (self.last_ids, self.last_step))
         return Frames(ids, now, last_ids, (now[:, None] - last).masked_fill_(last < 0, 0))
 
-    def settle(self, step: Tensor) -> None:
-        """Remember what was pushed, seen at `step` [B]."""
+    def commit(self, step: Tensor) -> None:
+        """Record the pushed tokens as last seen at `step` [B]."""
         now = self.past[-1]
         seen = now < self._specials.n_codes
         self.last_ids = torch.where(seen, now, self.last_ids)
         self.last_step = torch.where(seen, step[:, None, None], self.last_step)
 
     def take(self, slots: Tensor) -> SlotHistory:
-        """Return the histories of the slot numbers `slots` [P] alone, to be changed and `put` back."""
+        """Return the histories of the slot numbers `slots` [P] as a copy, to be changed and `put` back."""
         part = copy.copy(self)
         part.past, part.last_ids, part.last_step = self.past[:, slots], self.last_ids[slots], self.last_step[slots]
         return part

@@ -1,4 +1,9 @@
-"""Stage 2: a transformer over one agent's tokens that tells what stands where nothing is seen.
+"""Stage 2: a transformer that predicts the tokens of the nodes that an agent does not see.
+
+Masked-token prediction as in BERT (Devlin et al. 2019, arXiv:1810.04805) and, over VQ tokens, MaskGIT (Chang et al.
+2022, arXiv:2202.04200), with one difference: what is masked is not drawn at random, it is what the agent does not see.
+Every unseen node of the predicted frame is MASK in training, evaluation and acting alike, and all of them are predicted
+in one pass. The output is a distribution over the K codes and ABSENT (dead).
 
 Shapes: F frames, k stacked frames, N nodes, D features, K codes, M masked tokens, d = d_model. Ids: history.py.
 """
@@ -16,19 +21,22 @@ from torch.utils.checkpoint import checkpoint
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
 from omagd.modules.graph_reconstructers.history import N_SPECIAL, Frames, Specials
-from omagd.modules.graph_reconstructers.layers import attend, dropout, gelu_dropout, linear
-from omagd.modules.kernels.linear import fast_linear, whole
+from omagd.modules.kernels.linear import apply_linear, fast_linear, no_autocast
+from omagd.modules.kernels.transformer import attend, dropout, gelu_dropout
 
 
 def sinusoidal(n: int, d: int) -> Tensor:
-    """Return the table [n, d] of sines and cosines of Vaswani et al. 2017 (arXiv:1706.03762), section 3.5."""
+    """Return the position table [n, d] of Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
+
+    Columns 2i and 2i + 1 of row t are the sine and the cosine of t / 10000^(2i / d).
+    """
     rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10000.0) / d))
     angle = torch.arange(n)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :d]
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added after."""
+    """A pre-norm transformer block: x + attention(norm(x)), then x + feed-forward(norm(x)) with GELU."""
 
     def __init__(self, config: MaskPredictorConfig) -> None:
         super().__init__()
@@ -39,24 +47,25 @@ class Block(nn.Module):
         self.widen, self.narrow = nn.Linear(d, config.feedforward_dim), nn.Linear(config.feedforward_dim, d)
 
     def forward(self, x: Tensor, wanted: Tensor | None, n_out: int, bf16: bool = False) -> Tensor:
-        """Return what x [F, L, d] becomes: all of it, [F, L, d], or the `wanted` rows [M] of the last n_out tokens.
+        """Return the block's output for x [F, L, d]: [F, L, d], or [M, d] for the tokens `wanted`.
 
-        wanted: [M] int64, places in [F · n_out]. n_out: tokens that ask; all L where nothing is chosen.
-            bf16: whether a CPU takes the products of the linear maps in bf16.
+        The last block needs outputs for the masked tokens only; they still attend to all L tokens.
+        wanted: [M] int64, places among the F · n_out last tokens. n_out: number of tokens that compute a query; L where
+            `wanted` is None. bf16: whether a CPU multiplies the linear maps in bf16.
         """
         p = self.p if self.training else 0.0
         normed = self.norm_in(x)
-        query, out = linear(normed[:, -n_out:], self.query, bf16), x[:, -n_out:]
-        mixed = attend(query, linear(normed, self.key_value, bf16), self.n_heads, p)
+        query, out = apply_linear(normed[:, -n_out:], self.query, bf16), x[:, -n_out:]
+        mixed = attend(query, apply_linear(normed, self.key_value, bf16), self.n_heads, p)
         if wanted is not None:
             out, mixed = (rows.flatten(0, 1).index_select(0, wanted) for rows in (out, mixed))
-        out = out + dropout(linear(mixed, self.merge, bf16), p)
-        hidden = gelu_dropout(linear(self.norm_out(out), self.widen, bf16), p)
-        return out + dropout(linear(hidden, self.narrow, bf16), p)
+        out = out + dropout(apply_linear(mixed, self.merge, bf16), p)
+        hidden = gelu_dropout(apply_linear(self.norm_out(out), self.widen, bf16), p)
+        return out + dropout(apply_linear(hidden, self.narrow, bf16), p)
 
 
 class Guess(NamedTuple):
-    """What masked tokens are taken for: features [M, D] (zero where absent), ids [M] (ABSENT where absent)."""
+    """Decoded predictions: features [M, D] (zero where absent), ids [M] (ABSENT where absent), absent [M] bool."""
 
     features: Tensor
     ids: Tensor
@@ -64,13 +73,16 @@ class Guess(NamedTuple):
 
 
 class MaskPredictor(nn.Module):
-    """Distribution over codes and ABSENT for every masked token of a frame.
+    """A distribution over the codes and ABSENT for every masked token of a frame.
+
+    Input of a token: token embedding + type + position in the graph + step of the episode, and with `last_seen`, for
+    masked tokens, a linear map of the token when last seen plus an embedding of its age; LayerNorm; `n_layers` blocks.
 
     Args:
         config: sizes and options. n_codes: K. layout: gives N, types and D. episode_limit: longest episode in steps.
 
     Attributes:
-        recompute: whether backward computes the blocks' activations again instead of keeping them.
+        recompute: gradient checkpointing: whether backward computes the blocks' activations again.
     """
 
     code_features: Tensor
@@ -102,36 +114,36 @@ class MaskPredictor(nn.Module):
             self.feature_in, self.feature_out = nn.Linear(dim, d, bias=False), nn.Linear(2 * dim, d, bias=False)
         self.register_buffer("table", torch.zeros(n_codes, dim))
         self.register_buffer("code_features", torch.zeros(n_codes + N_SPECIAL, dim))
-        # Sums of the unseen nodes' true features in training: the mean of a slot is what a guess has to beat.
+        # Sums of the unseen nodes' true features in training. Their mean is the "slot mean" baseline of the metrics.
         self.register_buffer("slot_sum", torch.zeros(self.n_nodes, dim, dtype=torch.float64))
         self.register_buffer("slot_count", torch.zeros(self.n_nodes, dtype=torch.float64))
         self.register_buffer("types", torch.tensor(layout.node_types), persistent=False)
-        self._start_weights()
-
-    def _start_weights(self) -> None:
         for table in (self.token, self.kind, self.position):
             nn.init.normal_(table.weight, std=0.5)
         nn.init.normal_(self.head.weight, std=0.02)
 
     @torch.no_grad()
     def bind(self, table: Tensor) -> None:
-        """Take in the decoded features [K, D] of the frozen tokenizer's codes; they travel in the state dict."""
+        """Store the decoded features [K, D] of the frozen tokenizer's codes; they are part of the state dict.
+
+        With `code_features`, embeddings and head use them standardised over the codebook and clipped to [-5, 5].
+        """
         self.table.copy_(table)
         spread = table.std(0, correction=0).clamp(min=1e-3)
         self.code_features.zero_()
         self.code_features[: len(table)] = ((table - table.mean(0)) / spread).clamp(-5, 5)
 
     def forward(self, frames: Frames, masked: Tensor, bf16: bool = False) -> Tensor:
-        """Return logits [M, K + 1] of the tokens masked [F, N] in the last frame, frame by frame.
+        """Return logits [M, K + 1] of the `masked` [F, N] tokens of the last frame, frame by frame.
 
-        bf16: whether a CPU takes the products of the linear maps in bf16.
+        bf16: whether a CPU multiplies the linear maps in bf16.
         """
         tokens = self.token_table()
         x = F.embedding(frames.ids, tokens)
         static = self.kind(self.types) + self.position.weight + self._embed(self.step, frames.step)[:, None]
         x = self._stack(x, static)
         if self.config.last_seen:
-            memory = linear(F.embedding(frames.last_ids, tokens), self.recall, bf16)
+            memory = apply_linear(F.embedding(frames.last_ids, tokens), self.recall, bf16)
             memory = torch.where(masked[..., None], memory + self._embed(self.age, frames.age), 0.0)
             x = torch.cat([x[:, : -self.n_nodes], x[:, -self.n_nodes :] + memory], dim=1)
         x = dropout(self.norm(x), self.config.dropout if self.training else 0.0)
@@ -139,7 +151,7 @@ class MaskPredictor(nn.Module):
             x = self._pass(block, x, None, x.shape[1], bf16)
         wanted = torch.nonzero(masked.flatten()).flatten()
         x = self._pass(self.blocks[-1], x, wanted, self.n_nodes, bf16)
-        return self._logits(self.norm_head(x), bf16)
+        return fast_linear(self.norm_head(x), self.head_weight(), self.head.bias, bf16)
 
     def _pass(self, block: nn.Module, x: Tensor, wanted: Tensor | None, n_out: int, bf16: bool) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -147,35 +159,39 @@ class MaskPredictor(nn.Module):
         return block(x, wanted, n_out, bf16)
 
     def _stack(self, x: Tensor, static: Tensor) -> Tensor:
-        """Bring x [F, k, N, d] into one sequence: [F, N, d] by the GRU, else [F, k·N, d], the last frame last."""
+        """Return x [F, k, N, d] as one sequence: [F, N, d] by a GRU over each node's frames, else [F, k·N, d]."""
         if self.config.use_gru:
             n_frames, k, n_nodes, d = x.shape
             flat = x.transpose(1, 2).reshape(n_frames * n_nodes, k, d)
-            with whole(flat.device):  # autocast would take cuDNN's recurrence in fp16: see `PackedGRU`
-                last = self.gru(flat.to(self.gru.weight_hh_l0.dtype))[1][0]
+            with no_autocast(flat.device):  # cuDNN would run the recurrence in fp16: see `PackedGRU`
+                last = self.gru(flat.to(self.head.weight.dtype))[1][0]
             return last.view(n_frames, n_nodes, d) + static
         return (x + self.frame.weight[:, None] + static[:, None]).flatten(1, 2)
 
     def _embed(self, table: nn.Embedding, steps: Tensor) -> Tensor:
-        return table(steps.clamp(max=self.limit))
+        return F.embedding(steps.clamp(max=self.limit), table.weight)
 
     def token_table(self) -> Tensor:
-        """Return the embeddings [K + 3, d] of all input ids."""
-        if not self.config.code_features:
-            return self.token.weight
-        return self.token.weight + self.feature_in(self.code_features)
+        """Return the embeddings [K + 3, d] of all input ids.
+
+        With `code_features` each code's embedding gets a linear map of its features, so that codes with nearly the same
+        features have nearly the same embedding from the start.
+        """
+        weight: Tensor = self.token.weight
+        return weight + self.feature_in(self.code_features) if self.config.code_features else weight
 
     def head_weight(self) -> Tensor:
-        """Return the weights [K + 1, d] of all output ids."""
-        weight = self.head.weight
-        if not self.config.code_features:
-            return weight
-        coded = self.code_features[: len(weight)].clone()
-        coded[-1] = 0.0
-        return weight + self.feature_out(torch.cat([coded, coded.square()], dim=-1))
+        """Return the head's weights [K + 1, d] of all output ids.
 
-    def _logits(self, x: Tensor, bf16: bool) -> Tensor:
-        return fast_linear(x, self.head_weight(), self.head.bias, bf16)
+        With `code_features` each code's weights get a linear map of its features f and f^2: a logit can then be minus a
+        squared distance between predicted and coded features, up to what all codes share. ABSENT has no features.
+        """
+        weight: Tensor = self.head.weight
+        if self.config.code_features:
+            coded = self.code_features[: len(weight)].clone()
+            coded[-1] = 0.0
+            weight = weight + self.feature_out(torch.cat([coded, coded.square()], dim=-1))
+        return weight
 
     def blank_frame(self) -> Frames:
         """Return one frame from before any episode."""
@@ -189,9 +205,12 @@ class MaskPredictor(nn.Module):
         return torch.cat([self.table, torch.zeros_like(self.table[:1])])
 
     def guess(self, logits: Tensor) -> Guess:
-        """Take logits [M, K + 1] for features: the expected ones or those of the likeliest code.
+        """Decode logits [M, K + 1] with p = softmax(logits).
 
-        A token is ABSENT when that is likelier than all codes together, and its features are zero.
+        ABSENT where p(ABSENT) > 1/2, which is where dead is likelier than alive; its features are zero. Else
+        `decode: mean`: the expected features, sum over codes of p_c × table[c] (ABSENT counts as zero features), which
+            minimise the expected squared error;
+        `decode: argmax`: the features of the likeliest code.
         """
         p = logits.softmax(-1)
         absent = p[:, -1] > 0.5

@@ -1,6 +1,11 @@
-"""Stage 3's eyes: both frozen modules, step by step while acting; stored so that learning reads the same bits.
+"""Stage 3: reconstruct what agents do not see with the frozen tokenizer and predictor, step by step while acting.
 
-Shapes: B slots, n agents, R = B·n rows, N nodes, D features, F frames with something to guess, M nodes to guess.
+At each step: tokens of the seen nodes, MASK for the others, predict, decode, and write the decoded features only where
+nothing was seen; seen features pass bit for bit. The result is rounded and stored with the step, and agents act on the
+stored values, so that learning reads the same bits. Also here: what is saved beside the weights of both modules, and
+the check that loaded weights fit.
+
+Shapes: B slots, n agents, R = B·n rows, N nodes, D features, F frames with a missing node, M missing nodes.
 """
 
 from __future__ import annotations
@@ -8,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +22,25 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
-from omagd.modules.graph_reconstructers.graphs import Columns
+from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.errors import UserError
+
+# Keys that determine the shape or the meaning of the weights; the others may change between stages.
+TOKENIZER_SHAPE = ("n_codes", "code_dim", "hidden_dim", "n_layers", "distance")
+PREDICTOR_SHAPE = (
+    "d_model", "n_layers", "n_heads", "feedforward_dim", "stacked_steps", "stacked_strip", "use_gru", "last_seen",
+    "code_features",
+)  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "pretrained_tokenizer_path": ("tokenizer", {"tokenizer_config": TOKENIZER_SHAPE}),
+    "pretrained_mask_predictor_path": (
+        "mask_predictor",
+        {"tokenizer_config": ("n_codes",), "mask_predictor_config": PREDICTOR_SHAPE},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -28,8 +48,8 @@ class Reconstruction:
     """One tick of all slots.
 
     Attributes:
-        fields: what to store with the rows, [B, ...] by name. obs: [B, n, obs_dim] float32, seen features unchanged,
-            unseen ones guessed. guessed: [B, n, N] bool, nodes that were unseen (those taken for dead included).
+        fields: what to store with the step, [B, ...] by name. obs: [B, n, obs_dim] float32, seen features unchanged,
+            unseen ones predicted. guessed: [B, n, N] bool, unseen nodes (including those predicted dead).
     """
 
     fields: dict[str, Tensor]
@@ -37,28 +57,19 @@ class Reconstruction:
     guessed: Tensor
 
 
-def require_one_pretraining(tokenizer: Tokenizer, predictor: MaskPredictor) -> None:
-    """Refuse a predictor of another tokenizer, whose codes mean other features. Errors: UserError."""
-    if not torch.allclose(tokenizer.table(), predictor.table, rtol=1e-3, atol=1e-4):
-        raise UserError(
-            "pretrained_mask_predictor_path belongs to another tokenizer than pretrained_tokenizer_path;"
-            " give the two files of one pre-training"
-        )
-
-
 class Reconstructor:
-    """Fills in what agents do not see, from what they see and have seen alone.
+    """Predicts what agents do not see, from what they see and have seen.
 
-    Only nodes that are missing are guessed, those of all slots and agents in one call. The last bits of a guess depend
-    on what else is guessed in the same tick (sums are ordered by sizes), on nothing else: what is stored is what was
-    acted on.
+    Missing nodes of all slots and agents are predicted in one call. The last bits of a prediction depend on what else
+    is predicted in the same step (the order of sums depends on sizes), and on nothing else. Storing the result makes
+    learning independent of that.
 
     Args:
-        tokenizer, predictor: trained; frozen and put into eval mode here, where they are. config: for `decode`,
+        tokenizer, predictor: trained; they are frozen and put into eval mode in place. config: for `decode`,
             `acting_precision`. info: of an environment with a layout.
 
     Attributes:
-        seconds, calls, frames: spent in `step`, ticks, and frames with something to guess, since construction.
+        seconds, calls, frames: time spent in `step`, its calls, and frames with a missing node, since construction.
 
     Errors: UserError for a predictor that was trained with another tokenizer.
     """
@@ -74,7 +85,7 @@ class Reconstructor:
         require_one_pretraining(tokenizer, predictor)
         self.seconds, self.calls, self.frames = 0.0, 0, 0
         self._bf16 = config.acting_precision == "bf16"
-        self._columns = Columns(self.layout, self.device)
+        self._columns = GraphTables(self.layout, self.device)
         self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
         self._version = -1
         self.begin(0)
@@ -85,7 +96,7 @@ class Reconstructor:
         return "recon" if self.mean else "tokens"
 
     def begin(self, n_slots: int) -> None:
-        """Start with empty histories in `n_slots` slots, and with both modules' weights as they are now."""
+        """Start with empty histories in `n_slots` slots, and with the current weights of both modules."""
         modules = self.tokenizer, self.predictor
         version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
         if self._frozen is None or version != self._version:
@@ -97,7 +108,7 @@ class Reconstructor:
 
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
-        """Forget the histories of the slots `which` [B] bool: episodes start there."""
+        """Clear the histories of the slots `which` [B] bool, where episodes start."""
         self._history.reset(torch.as_tensor(which, device=self.device))
 
     @torch.inference_mode()
@@ -106,7 +117,8 @@ class Reconstructor:
     ) -> Reconstruction:
         """Reconstruct one tick: obs [B, n, obs_dim] float32 at `step` [B] of the episodes. Called once per tick.
 
-        active: [B] bool, slots to take in; the others' histories stay, and they pass as they are seen. None: all.
+        active: [B] bool, slots that have made a step; None: all. The other slots keep their histories, and their
+            observations pass unchanged.
         """
         start = time.perf_counter()
         obs = torch.as_tensor(obs, device=self.device)
@@ -116,7 +128,7 @@ class Reconstructor:
         else:
             slots = torch.as_tensor(active, device=self.device).nonzero().flatten()
             part = self._history.take(slots)
-            result = self._among(obs, slots, self._tick(obs[slots], now[slots], part))
+            result = self._merged(obs, slots, self._tick(obs[slots], now[slots], part))
             self._history.put(slots, part)
         self.calls += 1
         self.seconds += time.perf_counter() - start
@@ -129,7 +141,7 @@ class Reconstructor:
         data: `obs` and the field that `step` asked to store.
         """
         obs, stored = data["obs"], data[self.field]
-        columns = self._columns if obs.device == self.device else Columns(self.layout, obs.device)
+        columns = self._columns if obs.device == self.device else GraphTables(self.layout, obs.device)
         missing = columns.sight(obs)[1]
         return self._filled(obs, stored, missing, columns), missing
 
@@ -143,7 +155,7 @@ class Reconstructor:
         self._history.restore(snapshot)
 
     def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory) -> Reconstruction:
-        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of slots with these histories, which move on."""
+        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step."""
         seen, missing = self._columns.sight(obs)
         history.push(self._tokens(obs, seen))
         stored = self._blank(tuple(missing.shape))
@@ -153,19 +165,19 @@ class Reconstructor:
             obs = self._filled(obs, stored, missing, self._columns)
         else:
             obs = obs.clone()
-        history.settle(now)
+        history.commit(now)
         return Reconstruction({self.field: stored}, obs, missing)
 
-    def _among(self, obs: Tensor, slots: Tensor, part: Reconstruction) -> Reconstruction:
-        """Return `part`, of the slot numbers `slots` [P] alone, among all that `obs` [B, n, obs_dim] shows."""
+    def _merged(self, obs: Tensor, slots: Tensor, part: Reconstruction) -> Reconstruction:
+        """Return the result for all of `obs` [B, n, obs_dim]: that of the slot numbers `slots` [P] is `part`."""
         fields = {self.field: self._blank((*obs.shape[:2], self.layout.n_nodes))}
-        whole = Reconstruction(fields, obs.clone(), part.guessed.new_zeros((*obs.shape[:2], self.layout.n_nodes)))
-        whole.fields[self.field][slots] = part.fields[self.field]
-        whole.obs[slots], whole.guessed[slots] = part.obs, part.guessed
-        return whole
+        out = Reconstruction(fields, obs.clone(), part.guessed.new_zeros((*obs.shape[:2], self.layout.n_nodes)))
+        out.fields[self.field][slots] = part.fields[self.field]
+        out.obs[slots], out.guessed[slots] = part.obs, part.guessed
+        return out
 
     def _blank(self, shape: tuple[int, ...]) -> Tensor:
-        """Return the field of nodes `shape` [B, n, N] of which none is guessed."""
+        """Return the stored field where nothing is guessed; `shape`: (B, n, N)."""
         if not self.mean:
             return torch.full(shape, -1, dtype=torch.int16, device=self.device)
         return torch.zeros((*shape[:-1], self.layout.obs_dim), dtype=torch.float16, device=self.device)
@@ -180,14 +192,14 @@ class Reconstructor:
         return ids
 
     def _guess(self, rows: Tensor, missing: Tensor, now: Tensor, history: SlotHistory) -> Guess:
-        """Guess what the agents `rows` [F] of B·n miss, at step `now` [B]."""
+        """Predict the missing nodes of the agents `rows` [F] of B·n, at steps `now` [B]."""
         assert self._frozen is not None
         self.frames += len(rows)
         which = missing.flatten(0, 1).index_select(0, rows).flatten().nonzero().flatten()
         return self._frozen[1](history.frames(rows, now), which)
 
     def _stored(self, missing: Tensor, guess: Guess) -> Tensor:
-        """Return the field [B, ...] that holds the guesses for the nodes that are `missing` [B, n, N]."""
+        """Return the stored field [B, ...]: the guesses of the `missing` [B, n, N] nodes, rounded."""
         where = missing.flatten().nonzero().flatten()
         if not self.mean:
             stored = self._blank(tuple(missing.shape))
@@ -196,11 +208,58 @@ class Reconstructor:
         nodes = torch.zeros((missing.numel(), self.layout.node_dim), dtype=torch.float16, device=self.device)
         return self._columns.obs(nodes.index_copy_(0, where, guess.features.half()).view(*missing.shape, -1))
 
-    def _filled(self, obs: Tensor, stored: Tensor, missing: Tensor, columns: Columns) -> Tensor:
-        """Return obs [..., n, obs_dim] with what is `stored` in place of what is `missing` [..., n, N]."""
+    def _filled(self, obs: Tensor, stored: Tensor, missing: Tensor, columns: GraphTables) -> Tensor:
+        """Return obs [..., n, obs_dim] with the `stored` values in place of the nodes `missing` [..., n, N]."""
         if self.mean:
             guessed = stored.to(obs.dtype)
         else:
             table = self.predictor.table_with_absent().to(obs.device, obs.dtype)
             guessed = columns.obs(table[torch.where(missing, stored.long(), self.predictor.specials.absent)])
         return torch.where(columns.of_nodes(missing), guessed, obs)
+
+
+def describe(config: Config, info: EnvInfo, *, predictor: bool) -> dict[str, Any]:
+    """Return the `meta` entry of a saved predictor, or of a saved tokenizer: plain values."""
+    return {
+        "kind": "mask_predictor" if predictor else "tokenizer",
+        "env": info.name,
+        "map_name": info.map_name,
+        "shape_key": info.shape_key(),
+        "tokenizer_config": config.tokenizer_config.model_dump(),
+        "mask_predictor_config": config.mask_predictor_config.model_dump(),
+    }
+
+
+def check(meta: object, config: Config, info: EnvInfo, key: str, path: str) -> None:
+    """Reject weights of another environment or configuration.
+
+    meta: the file's `meta` entry. key: the configuration key that named the file `path`. Errors: UserError.
+    """
+    kind, sections = KINDS[key]
+    source = f"{key}={path}"
+    if not isinstance(meta, dict) or meta.get("kind") != kind:
+        raise UserError(f"{source} is not the file of a trained {kind}; give the one that pre-training wrote")
+    if meta["shape_key"] != info.shape_key():
+        trained, here = f"{meta['env']} {meta['map_name']}".strip(), f"{info.name} {info.map_name}".strip()
+        fix = f"give one that was trained on {here}"
+        if trained == here:
+            fix = "with other sizes; train it again with these env_args"
+        raise UserError(f"{source} was trained on {trained}: {fix}")
+    saved, given = (
+        {f"{section}.{name}": values[section][name] for section, names in sections.items() for name in names}
+        for values in (meta, config.model_dump())
+    )
+    differing = [name for name in saved if saved[name] != given[name]]
+    if differing:
+        wanted = " ".join(f"{name}={saved[name]}" for name in differing)
+        now = " ".join(str(given[name]) for name in differing)
+        raise UserError(f"{source} was trained with {wanted}, not {now}; set {wanted}")
+
+
+def require_one_pretraining(tokenizer: Tokenizer, predictor: MaskPredictor) -> None:
+    """Reject a predictor of another tokenizer, whose codes mean other features. Errors: UserError."""
+    if not torch.allclose(tokenizer.table(), predictor.table, rtol=1e-3, atol=1e-4):
+        raise UserError(
+            "pretrained_mask_predictor_path belongs to another tokenizer than pretrained_tokenizer_path;"
+            " give the two files of one pre-training"
+        )

@@ -1,7 +1,15 @@
-"""Stage 1: a vector-quantised autoencoder over the nodes of observation graphs.
+"""Stage 1: a vector-quantised autoencoder (VQ-VAE) that gives each node of an observation graph a discrete code.
 
-Codebook as in van den Oord et al. 2017 (arXiv:1711.00937), appendix A.1: moved by exponential means of what is assigned
-to each code, never by gradients. Shapes: M nodes, D features, E code dimensions, K codes.
+Van den Oord et al. 2017 (arXiv:1711.00937). A node x is encoded as z = enc(x); its id is that of the nearest code,
+i = argmin_c |z - e_c|^2; the decoder reads that code, y = dec(e_i). Choosing a code has no gradient, so
+
+- the decoder's gradient passes *straight through* to the encoder, as if y were dec(z);
+- the *commitment* loss pulls z towards its code (learners/tokenizer_learner.py);
+- the *codebook* follows the encodings by exponential moving averages (EMA, appendix A.1), not by gradients: it is a
+  buffer, and learners/tokenizer_learner.py feeds it the sums over all ranks;
+- *dead* codes, which no node uses any more, are moved to encodings of the current batch.
+
+Shapes: M nodes, D features, E code dimensions, K codes.
 """
 
 from __future__ import annotations
@@ -15,21 +23,22 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import TokenizerConfig
 from omagd.modules.graph_reconstructers.graphs import feature_mask
-from omagd.modules.graph_reconstructers.layers import MLP
+from omagd.modules.kernels.linear import apply_linear
+from omagd.modules.kernels.transformer import dropout
 
-DISTANCES = 2**19  # held at once on a CPU
-SMOOTHING = 1e-5  # keeps the share of an unused code above zero
+DISTANCES = 2**19  # distances between nodes and codes that a CPU computes at once
+SMOOTHING = 1e-5  # Laplace smoothing of the EMA counts: no division by zero for an unused code
 
 
 class CodeSums(NamedTuple):
-    """What one batch says about each code: how many nodes [K] int64 and the sum of their encodings [K, E]."""
+    """The nodes that a batch assigns to each code: their number [K] int64 and the sum of their encodings [K, E]."""
 
     counts: Tensor
     totals: Tensor
 
 
 class Quantized(NamedTuple):
-    """Nodes through the codebook: encodings [M, E], codes' vectors [M, E], ids [M] int64, decoded features [M, D]."""
+    """Nodes through the codebook: encodings [M, E], codes [M, E], ids [M] int64, decoded features [M, D]."""
 
     encoded: Tensor
     code: Tensor
@@ -37,11 +46,34 @@ class Quantized(NamedTuple):
     decoded: Tensor
 
 
+class MLP(nn.Sequential):
+    """`n_layers` times Linear, ReLU, LayerNorm, dropout; then a linear map to `d_out`."""
+
+    def __init__(self, d_in: int, d_out: int, hidden: int, n_layers: int, p: float) -> None:
+        layers: list[nn.Module] = []
+        for _ in range(n_layers):
+            layers += [nn.Linear(d_in, hidden), nn.ReLU(), nn.LayerNorm(hidden), nn.Dropout(p)]
+            d_in = hidden
+        super().__init__(*layers, nn.Linear(d_in, d_out))
+        self.p = p
+
+    def forward(self, x: Tensor, bf16: bool = False) -> Tensor:
+        """Return [..., d_out] from x [..., d_in]. bf16: whether a CPU multiplies in bf16."""
+        for layer in self:
+            if isinstance(layer, nn.Linear):
+                x = apply_linear(x, layer, bf16)
+            elif isinstance(layer, nn.Dropout):
+                x = dropout(x, self.p if self.training else 0.0)
+            else:
+                x = layer(x)
+        return x
+
+
 class Tokenizer(nn.Module):
-    """Turns nodes into ids 0 … K - 1 and ids into features. All-zero nodes are never given to it.
+    """Maps nodes to ids 0 ... K - 1 and ids to features. It is never given an all-zero (unseen or dead) node.
 
     Args:
-        config: sizes and rules. layout: tells D.
+        config: sizes and rules. layout: gives D.
     """
 
     codebook: Tensor
@@ -61,19 +93,20 @@ class Tokenizer(nn.Module):
         self.register_buffer("codebook", codebook)
         self.register_buffer("cluster_size", torch.ones(config.n_codes))
         self.register_buffer("embed_avg", codebook.clone())
-        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))  # codebook started from data
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))  # codebook initialised from data
         self.register_buffer("real", feature_mask(layout), persistent=False)
 
     def encode(self, nodes: Tensor, bf16: bool = False) -> Tensor:
         """Return encodings [..., E] of nodes [..., D]; of length one under `distance: cosine`."""
         encoded = self.encoder(nodes.to(self.codebook.dtype), bf16).to(self.codebook.dtype)
-        return F.normalize(encoded, dim=-1) if self.config.distance == "cosine" else encoded
+        return self._unit(encoded)
 
     @torch.no_grad()
     def quantize(self, encoded: Tensor) -> Tensor:
         """Return the id [...] int64 of the code nearest to each encoding [..., E]."""
         flat = encoded.detach().reshape(-1, encoded.shape[-1])
-        # argmin |z - c|² = argmax z·c - |c|²/2; for cosine all codes have length one.
+        # argmin |z - e|^2 = argmax z.e - |e|^2 / 2, since |z|^2 is the same for all codes. That is one product with
+        # the codebook. For cosine all codes have length one and the bias does not matter.
         bias = -0.5 * self.codebook.square().sum(-1)
         with torch.autocast(flat.device.type, enabled=False):
             ids = [first_largest(torch.addmm(bias, part, self.codebook.t())) for part in flat.split(self._chunk)]
@@ -84,13 +117,11 @@ class Tokenizer(nn.Module):
         return self.quantize(self.encode(nodes))
 
     def forward(self, nodes: Tensor, bf16: bool = False) -> Quantized:
-        """Pass nodes [M, D] through the codebook; the decoder's gradient goes straight through to the encoder.
-
-        bf16: whether a CPU takes the MLPs' products in bf16; distances are always whole.
-        """
+        """Pass nodes [M, D] through the codebook. bf16: whether a CPU multiplies the MLPs in bf16."""
         encoded = self.encode(nodes, bf16)
         ids = self.quantize(encoded)
         code = self.codebook[ids]
+        # Straight-through estimator (section 3.2): the value is e_i, the gradient that of z.
         return Quantized(encoded, code, ids, self.decoder(encoded + (code - encoded).detach(), bf16))
 
     def decode(self, ids: Tensor) -> Tensor:
@@ -99,22 +130,29 @@ class Tokenizer(nn.Module):
 
     @torch.no_grad()
     def table(self) -> Tensor:
-        """Return the features of all codes, [K, D], as in eval mode."""
+        """Return the decoded features of all codes, [K, D], without dropout."""
         training = self.training
         self.eval()
-        table = self.decoder(self.codebook)
+        table: Tensor = self.decoder(self.codebook)
         self.train(training)
         return table
 
     @torch.no_grad()
     def sums(self, encoded: Tensor, ids: Tensor) -> CodeSums:
-        """Return what encodings [M, E] with ids [M] add to each code."""
+        """Return what encodings [M, E] with ids [M] contribute to each code."""
         counts = torch.bincount(ids, minlength=self.n_codes)
         return CodeSums(counts, torch.zeros_like(self.codebook).index_add_(0, ids, encoded.detach()))
 
     @torch.no_grad()
     def move(self, sums: CodeSums, finite: Tensor | None = None) -> None:
-        """Move the codebook by the sums of all ranks' batches. finite: scalar bool; where False, nothing changes."""
+        """Update the codebook by one batch (all ranks' sums). finite: scalar bool; where False, nothing changes.
+
+        With decay gamma, for each code c (appendix A.1, here with Laplace smoothing):
+            n_c <- gamma n_c + (1 - gamma) (number of its encodings)        `cluster_size`
+            m_c <- gamma m_c + (1 - gamma) (sum of its encodings)           `embed_avg`
+            e_c  = m_c / n'_c,  n'_c = (n_c + eps) / (sum of n + K eps) * (sum of n)
+        Under `distance: cosine` e_c is normalised.
+        """
         decay = self.config.ema_decay
         sizes = (self.cluster_size * decay).add_(sums.counts.to(self.cluster_size.dtype), alpha=1 - decay)
         means = (self.embed_avg * decay).add_(sums.totals, alpha=1 - decay)
@@ -125,13 +163,16 @@ class Tokenizer(nn.Module):
             old.copy_(new if finite is None else torch.where(finite, new, old))
 
     def dead(self) -> Tensor:
-        """Return the ids [R] int64 of codes whose EMA count is below the threshold times the mean count."""
+        """Return the ids [R] int64 of dead codes: EMA count below `dead_code_threshold` times the mean count.
+
+        The published code compares with a share of the batch size, which calls all of 1,024 codes dead at every update.
+        """
         limit = self.config.dead_code_threshold * self.cluster_size.sum() / self.n_codes
         return torch.nonzero(self.cluster_size < limit).flatten()
 
     @torch.no_grad()
     def place(self, codes: Tensor, encoded: Tensor, size: Tensor | float, finite: Tensor | None = None) -> None:
-        """Put `codes` [R] at encodings [R, E], as if `size` nodes had been assigned to each.
+        """Move `codes` [R] to encodings [R, E], as if `size` nodes had been assigned to each.
 
         finite: scalar bool; where it is False, nothing changes. An encoding that is not finite moves no code.
         """
@@ -144,15 +185,16 @@ class Tokenizer(nn.Module):
 
     @property
     def _chunk(self) -> int:
-        """Nodes whose distances to all codes are held at once: as many as fit the cache of a CPU core."""
+        """Nodes whose distances to all codes are computed at once: as many as fit the cache of a CPU core."""
         return max(1, DISTANCES // self.n_codes) * (1 if self.codebook.device.type == "cpu" else 64)
 
-    def _unit(self, codes: Tensor) -> Tensor:
-        return F.normalize(codes, dim=-1) if self.config.distance == "cosine" else codes
+    def _unit(self, vectors: Tensor) -> Tensor:
+        """Return `vectors` [..., E], normalised under `distance: cosine`."""
+        return F.normalize(vectors, dim=-1) if self.config.distance == "cosine" else vectors
 
 
 def first_largest(values: Tensor) -> Tensor:
-    """Return `values.argmax(1)` of values [M, K], on a CPU by NumPy, which does it several times as fast."""
+    """Return `values.argmax(1)` of values [M, K]; on a CPU by NumPy, which is several times as fast."""
     if values.device.type != "cpu":
         return values.argmax(1)
     return torch.from_numpy(values.detach().numpy().argmax(1))

@@ -1,9 +1,28 @@
-"""A GRU over packed episodes."""
+"""A GRU over packed episodes, with its own backward pass.
+
+Equations (Cho et al. 2014, arXiv:1406.1078, in the variant of cuDNN and `torch.nn.GRU`, which applies the reset gate
+after the product with the hidden state). For input x and hidden state h:
+
+    r  = sigmoid(W_ir x + b_ir + W_hr h + b_hr)          reset gate
+    z  = sigmoid(W_iz x + b_iz + W_hz h + b_hz)          update gate
+    m  = W_hn h + b_hn                                   hidden part of the candidate ("inner")
+    n  = tanh(a),  a = W_in x + b_in + r * m             candidate ("new")
+    h' = (1 - z) * n + z * h
+
+Backward, with g = dL/dh' (from the output of this step and from the next step); d_y is the gradient of the sum inside
+the activation of y:
+
+    d_n = g * (1 - z) * (1 - n^2)           d_z = g * (h - n) * z (1 - z)
+    d_m = d_n * r                           d_r = d_n * m * r (1 - r)
+    dL/dh = g * z + [d_r | d_z | d_m] W_h   dL/dx = [d_n | d_r | d_z] W_i
+    dL/dW_h = sum of [d_r | d_z | d_m]^T h over rows        dL/dW_i = sum of [d_n | d_r | d_z]^T x over rows
+
+Compared with `nn.GRUCell` under autograd, in values and gradients: tests/test_agents_mixers.py.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -11,22 +30,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from omagd.modules.kernels.linear import to_bf16, whole
+from omagd.modules.kernels.linear import no_autocast, to_bf16
 from omagd.utils.packing import Packing
 
 sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
-ROWS_AT_ONCE = 2048  # of a time step: what one step works on stays in a core's cache
-ROUNDING = 32  # rows of products are rounded up to a multiple, so that ragged batches share few prepared shapes
+ROWS_AT_ONCE = 2048  # rows that pass through a step together, so that its data stays in a core's cache
+ROUNDING = 32  # bf16 products round their rows up to a multiple, so that ragged batches need few set-ups
 
 
 class PackedGRU(nn.Module):
-    """`nn.GRUCell` (same parameters, names and start values) unrolled over packed episodes.
+    """`nn.GRUCell` (same parameters, names and initial values) unrolled over packed episodes.
 
     Args:
-        input_dim, hidden_dim: features of a row, H. bf16: whether products are taken in bf16 on a CPU (float32 weights
-            and sums, see `fast_linear`).
+        input_dim, hidden_dim: features of a row, H. bf16: whether a CPU multiplies in bf16 (weights and sums stay in
+            float32, see `fast_linear`).
     """
 
     def __init__(self, input_dim: int, hidden_dim: int, bf16: bool = False) -> None:
@@ -43,7 +62,7 @@ class PackedGRU(nn.Module):
     def forward(self, x: Tensor, packing: Packing, start: Tensor | None = None) -> Tensor:
         """Return the hidden state after each row, [S, n, H], from x [S, n, input_dim].
 
-        start: [B, n, H] hidden state before the first rows; None: zeros, as where episodes start.
+        start: [B, n, H] hidden state before the first rows; None: zeros, the start of an episode.
         """
         n = x.shape[1]
         rows = [k * n for k in packing.batch_sizes]
@@ -60,38 +79,43 @@ class PackedGRU(nn.Module):
         return flat.view(hidden.shape)
 
     def _unroll(self, x: Tensor, before: Tensor, rows: list[int]) -> Tensor:
-        low = self.bf16 and x.dtype == torch.float32
-        return _Unroll.apply(x, before, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh, rows, low)
+        bf16 = self.bf16 and x.dtype == torch.float32
+        weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+        return _Unroll.apply(x, before, *weights, rows, bf16)  # type: ignore[no-untyped-call]
 
     def _library_unroll(self, x: Tensor, before: Tensor, rows: list[int]) -> Tensor:
-        """Do the same with torch's own packed GRU, which is one kernel on CUDA, in the type of the weights.
+        """Do the same by torch's packed GRU, one kernel on CUDA, in the type of the weights.
 
-        Autocast would hand cuDNN's recurrence half precision (fp16), whatever type it is told: gradients of large
-        batches underflow there. So what comes in is cast to the weights' type, and autocast is left.
+        Under autocast cuDNN would run the recurrence in fp16, even when bf16 is asked for, and gradients of large
+        batches underflow there. So autocast is suspended and the inputs are cast to the type of the weights.
         """
-        weights = [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
+        weights: list[Tensor] = [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
         sizes, kind = torch.tensor(rows), self.weight_hh.dtype
-        with whole(x.device):
+        with no_autocast(x.device):
             start = before.to(kind).unsqueeze(0)
-            # Input, sizes, start; has biases, layers, dropout, trains (cuDNN keeps what backward needs), directions.
+            # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps
+            # what backward needs), bidirectional.
             return torch._VF.gru(x.to(kind), sizes, start, weights, True, 1, 0.0, torch.is_grad_enabled(), False)[0]
 
 
 class _Unroll(torch.autograd.Function):
-    """The whole recurrence, some rows at a time and step by step, so that what is worked on stays in the cache.
+    """All steps of the GRU in one operation; equations and gradients stand at the top of the file.
 
-    Gates stand as [new | reset | update | inner], `inner` being the hidden part of the candidate before it is gated:
-    what the input gives them are the first three columns, what the hidden state gives the last three. So do their
-    gradients. The candidate's two parts are kept doubled, as tanh(a) = 2 sigmoid(2 a) - 1 is three times as fast here.
+    Rows of a step are independent of each other, so up to `ROWS_AT_ONCE` of them go through all steps before the next
+    ones start (a *group*), and short steps share one product with the input (a *chunk*): the data stays in the cache.
+
+    Layout of the 4H columns of `gates`, and of their gradients: [n | r | z | m]. The input contributes to the first
+    three (W_i, its blocks rotated), the hidden state to the last three (W_h, in its own order). Forward works on 2a
+    and 2m instead of a and m, because tanh(a) = 2 sigmoid(2a) - 1 is three times as fast here as tanh.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, before: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor,
-        rows: list[int], low: bool,
+        rows: list[int], bf16: bool,
     ) -> Tensor:  # fmt: skip
         """Return [R, H] from x [R, input_dim] and before [rows[0], H]; R = sum of `rows`, the rows of each step."""
-        size, kind = w_hh.shape[1], torch.bfloat16 if low else x.dtype
+        size, kind = w_hh.shape[1], torch.bfloat16 if bf16 else x.dtype
         from_x, from_h, bias = _gate_weights(w_ih, w_hh, b_ih, b_hh)
         from_x, from_h, bias = from_x.t().to(kind), from_h.t().to(kind), bias.to(kind)
         keeps = any(ctx.needs_input_grad)
@@ -103,19 +127,20 @@ class _Unroll(torch.autograd.Function):
             for chunk in _chunks(blocks):
                 place, sizes = slice(chunk[0].start, chunk[-1].stop), [b.stop - b.start for b in chunk]
                 n_rows = place.stop - place.start
-                read = to_bf16(x[place], _rounded(n_rows)) if low else x[place]
+                read = to_bf16(x[place], _rounded(n_rows)) if bf16 else x[place]
                 gates = x.new_empty(len(read), 4 * size, dtype=kind)
                 torch.addmm(bias[: 3 * size], read, from_x, out=gates[:, : 3 * size])
                 gates[:, 3 * size :] = bias[3 * size :]
-                parts = [p.split(sizes) for p in _parts(gates[:n_rows], size)]
+                parts = [p.split(sizes) for p in _columns(gates[:n_rows], size)]
                 for k, after, from_hidden, both, new, reset, update, inner in zip(
                     sizes, out[place].split(sizes), *parts, strict=True
                 ):
                     hidden = hidden[:k]
-                    from_hidden.addmm_(hidden.to(kind), from_h)
-                    both.sigmoid_()
+                    from_hidden.addmm_(hidden.to(kind), from_h)  # adds W_h h to r, z and 2m
+                    both.sigmoid_()  # r and z
+                    # 2a = 2 (W_in x + b_in) + r * 2m, and n = 2 sigmoid(2a) - 1
                     torch.add(minus_one, new.addcmul_(reset, inner).sigmoid_(), alpha=2, out=new)
-                    # h' = (1 - update) new + update h
+                    # h' = n + z * (h - n) = (1 - z) * n + z * h
                     hidden = torch.lerp(new.to(x.dtype), hidden, update.to(x.dtype), out=after)
                 if keeps:
                     kept.append(gates)
@@ -126,10 +151,10 @@ class _Unroll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, before, the weights and the biases from grad_out [R, H]."""
+        """Return the gradients of x, before, the weights and the biases from grad_out [R, H], last step first."""
         x, before, out, w_ih, w_hh, *kept = ctx.saved_tensors
         size, kind = w_hh.shape[1], kept[0].dtype
-        low = kind != x.dtype
+        bf16 = kind != x.dtype
         back_x, back_h = w_ih.roll(size, 0).to(kind), w_hh.to(kind)
         for_x, for_before = torch.empty_like(x), torch.empty_like(before)
         for_ih, for_hh, for_bias = torch.zeros_like(w_ih), torch.zeros_like(w_hh), x.new_zeros(4 * size)
@@ -147,10 +172,10 @@ class _Unroll(torch.autograd.Function):
                 )
                 gates = kept.pop()[:n_rows].to(x.dtype)
                 grads = x.new_empty(n_rows, 4 * size)
-                _walk_back(grads, carried, grad_out[place], hidden, gates, back_h, sizes)
+                _backward_through_time(grads, carried, grad_out[place], hidden, gates, back_h, sizes)
                 for_bias += grads.sum(dim=0)
                 read = x[place]
-                if low:
+                if bf16:
                     padded = _rounded(n_rows)
                     grads, read, hidden = (to_bf16(value, padded) for value in (grads, read, hidden))
                     for_x[place] = torch.mm(grads[:, : 3 * size], back_x)[:n_rows]
@@ -168,7 +193,10 @@ class _Unroll(torch.autograd.Function):
 
 
 def _gate_weights(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what makes the gates: from the input [3H, input_dim], from the hidden state [3H, H], biases [4H]."""
+    """Return the weights of `gates`: of the input [3H, input_dim], of the hidden state [3H, H], and biases [4H].
+
+    torch's blocks are [r | z | n]; the input's are rotated to [n | r | z]. The blocks of 2a and 2m are doubled.
+    """
     size = w_hh.shape[1]
     twice, once = w_hh.new_full((size,), 2.0), w_hh.new_ones(2 * size)
     from_x = w_ih.roll(size, 0) * torch.cat([twice, once]).unsqueeze(1)
@@ -177,56 +205,55 @@ def _gate_weights(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> tup
     return from_x, from_h, torch.cat([2 * b_ih[2 * size :], both, 2 * b_hh[2 * size :]])
 
 
-def _parts(gates: Tensor, size: int) -> list[Tensor]:
-    """Return what a step works on: from_hidden, both (reset and update), new, reset, update, inner."""
+def _columns(gates: Tensor, size: int) -> list[Tensor]:
+    """Return views of columns: [r | z | m], to which the hidden state contributes; [r | z]; then n, r, z, m."""
     return [gates[:, size:], gates[:, size : 3 * size], *gates.split(size, dim=1)]
 
 
-def _walk_back(
+def _backward_through_time(
     grads: Tensor, carried: Tensor, grad_out: Tensor, hidden: Tensor, gates: Tensor, weight: Tensor, sizes: list[int]
 ) -> None:
-    """Fill grads [R, 4H] of a chunk's gates, last step first; `carried` [k, H] is the hidden state's gradient.
+    """Fill grads [R, 4H] with [d_n | d_r | d_z | d_m] of a chunk's rows; `carried` [k, H] becomes dL/dh before it.
 
-    hidden: [R, H], before each row. gates: of the rows. weight: [3H, H].
+    hidden: [R, H], h before each row. gates: [R, 4H]. weight: W_h [3H, H]. sizes: rows of each step.
     """
     size = hidden.shape[1]
     for_new, for_reset, for_update, for_inner = grads.split(size, dim=1)
     new, reset, update, inner = gates.split(size, dim=1)
-    # What does not depend on the hidden state's gradient: one pass for all steps of the chunk.
-    sigmoid_backward(hidden - new, update, grad_input=for_update)
-    tanh_backward(1 - update, new, grad_input=for_new)
+    # First the factors of g in d_n, d_r, d_z, d_m: they need no later step, so the whole chunk is computed at once.
+    sigmoid_backward(hidden - new, update, grad_input=for_update)  # (h - n) z (1 - z)
+    tanh_backward(1 - update, new, grad_input=for_new)  # (1 - z) (1 - n^2)
     torch.mul(for_new, reset, out=for_inner)
-    sigmoid_backward(for_new * inner.mul_(0.5), reset, grad_input=for_reset)
+    sigmoid_backward(for_new * inner.mul_(0.5), reset, grad_input=for_reset)  # halved: forward kept 2m
+    # Then g itself, step by step backwards.
     parts = (grad_out, grads.unflatten(1, (4, size)), grads[:, size:], update)
     steps = list(zip(sizes, *(p.split(sizes) for p in parts), strict=True))
-    for k, given, of_gates, back, passes in reversed(steps):
+    for k, given, of_gates, of_hidden, z in reversed(steps):
         grad = carried[:k].add_(given)
         of_gates.mul_(grad.unsqueeze(1))
-        grad.mul_(passes)
-        if back.dtype == weight.dtype:
-            grad.addmm_(back, weight)
+        grad.mul_(z)
+        if of_hidden.dtype == weight.dtype:
+            grad.addmm_(of_hidden, weight)
         else:
-            grad += torch.mm(back.to(weight.dtype), weight)
+            grad += torch.mm(of_hidden.to(weight.dtype), weight)
 
 
 def _groups(rows: list[int]) -> list[tuple[int, list[slice]]]:
-    """Cut the rows of all steps into groups of at most `ROWS_AT_ONCE` of a step: [(offset, blocks)].
+    """Return groups of at most `ROWS_AT_ONCE` rows of a step: [(offset, blocks)].
 
-    offset: of the group within a step. blocks: of the group's steps, which of all rows; as long as the group has some.
+    offset: first row of the group within each step. blocks: its rows among all rows, one slice for each step that it
+    reaches.
     """
     groups = []
     for offset in range(0, rows[0], ROWS_AT_ONCE):
-        places = [(start + offset, start + min(k, offset + ROWS_AT_ONCE)) for start, k in _placed(rows) if k > offset]
-        groups.append((offset, [slice(*place) for place in places]))
+        steps = zip(accumulate(rows, initial=0), rows, strict=False)
+        end = offset + ROWS_AT_ONCE
+        groups.append((offset, [slice(start + offset, start + min(k, end)) for start, k in steps if k > offset]))
     return groups
 
 
-def _placed(rows: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(accumulate(rows, initial=0), rows, strict=False)
-
-
 def _chunks(blocks: list[slice]) -> list[list[slice]]:
-    """Join neighbouring blocks of successive steps as long as they have at most `ROWS_AT_ONCE` rows together."""
+    """Join blocks of successive steps that are neighbours and have at most `ROWS_AT_ONCE` rows together."""
     chunks = [[blocks[0]]]
     for block in blocks[1:]:
         joins = block.start == chunks[-1][-1].stop and block.stop - chunks[-1][0].start <= ROWS_AT_ONCE

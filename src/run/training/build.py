@@ -21,9 +21,8 @@ from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
 from omagd.learners.protocol import Learner, learner_class
 from omagd.modules import agents, mixers
-from omagd.modules.graph_reconstructers.meta import check
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, require_one_pretraining
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.weights import (

@@ -15,8 +15,8 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
-from omagd.modules.graph_reconstructers.meta import describe
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.reconstructor import describe
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
 from omagd.run.training.beliefs import picture

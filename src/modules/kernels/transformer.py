@@ -1,0 +1,177 @@
+"""Dropout, attention and cross-entropy for stages 1 and 2, with their own backward pass.
+
+On a CPU they are fast where torch's own wait for memory: dropout draws 16 random bits for each unit (a probability is
+met to 1/65536) from torch's generator, and softmax runs across attention matrices, because their rows are shorter than
+a vector register. On other devices torch's own operations run. `g` is the gradient of the output.
+Shapes: F frames, L tokens of a sequence, n tokens that ask, h heads, d = d_model, G = F h, M tokens, K codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_LEVELS = 1 << 16  # values of 16 bits
+_BLOCK = 1 << 16  # units that pass through several operations together, so that they stay in the cache
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Return x with a share `p` of its units set to zero and the others scaled by 1 / (1 - p); x itself for p = 0."""
+    if p == 0.0:
+        return x
+    if x.device.type != "cpu":
+        return F.dropout(x, p)
+    return _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
+
+
+def gelu_dropout(x: Tensor, p: float) -> Tensor:
+    """Return dropout(gelu(x))."""
+    if x.device.type != "cpu" or p == 0.0:
+        return dropout(F.gelu(x), p)
+    return _GeluDropout.apply(x, p)  # type: ignore[no-untyped-call]
+
+
+def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
+    """Return softmax(q k^T / sqrt(d / h)) v for each head (Vaswani et al. 2017, arXiv:1706.03762), [F, n, d].
+
+    query: [F, n, d]. key_value: [F, L, 2 d]. p: dropout of the attention weights.
+    """
+    n_frames, _, d = query.shape
+    kv = key_value.view(n_frames, -1, 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
+    q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
+    if query.device.type == "cpu":
+        k, v = kv.contiguous().flatten(1, 2)
+        mixed = _Attention.apply(q.contiguous().flatten(0, 1), k, v, p)  # type: ignore[no-untyped-call]
+        mixed = mixed.unflatten(0, (n_frames, n_heads))
+    else:
+        mixed = F.scaled_dot_product_attention(q, kv[0], kv[1], dropout_p=p)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Return the sum over tokens of weight [M] × -log p[target], differentiable in logits [M, K + 1].
+
+    log_p: log_softmax of the logits, without a gradient. target: [M] int64.
+    """
+    return _CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))  # type: ignore[no-untyped-call]
+
+
+def _mask(like: Tensor, p: float) -> Tensor:
+    """Return a dropout mask, contiguous: for each unit of `like` 0 with probability p and 1 / (1 - p) otherwise.
+
+    Each 64-bit draw gives four units 16 bits each. The lowest p × 65536 of their values mean "dropped".
+    """
+    size, dropped = like.numel(), round(p * _LEVELS)
+    lowest = dropped - _LEVELS // 2 - 1  # values are -2^15 ... 2^15 - 1: those up to this one are dropped
+    words = torch.empty((size + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    mask = torch.empty(like.shape, dtype=like.dtype)
+    for part, its in zip(mask.view(-1).split(_BLOCK), words.view(torch.int16)[:size].split(_BLOCK), strict=True):
+        part.copy_(its).sub_(lowest).clamp_(0.0, 1.0).mul_(_LEVELS / (_LEVELS - dropped))
+    return mask
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Return a matrix transposed, in memory too."""
+    return x.t().contiguous()
+
+
+class _Dropout(torch.autograd.Function):
+    """y = x * mask, dL/dx = g * mask. Compared with `x * mask` in values and gradients: tests/test_kernels.py."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        mask = _mask(x, p)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+class _GeluDropout(torch.autograd.Function):
+    """y = gelu(x) * mask, gelu(x) = x Phi(x) (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+
+    dL/dx = g * slope with slope = mask * gelu'(x) = mask * (Phi(x) + x phi(x)), Phi and phi being the normal
+    distribution and its density. Forward computes the slope while x is in the cache, and keeps nothing else.
+    Compared with `F.gelu(x) * mask`: tests/test_kernels.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        out = _mask(x, p)
+        slope = torch.empty_like(out)
+        flat = (t.reshape(-1).split(_BLOCK) for t in (x, slope, out))
+        for part, its_slope, its_out in zip(*flat, strict=True):
+            # `gelu_backward` of the mask (still in `out`) is mask * gelu'(x).
+            torch.ops.aten.gelu_backward.grad_input(its_out, part, grad_input=its_slope)
+            its_out.mul_(F.gelu(part))
+        ctx.save_for_backward(slope)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+class _Attention(torch.autograd.Function):
+    """Scaled dot-product attention of G heads: q [G, n, e], k and v [G, L, e], all contiguous, to [G, n, e].
+
+    s = q k^T / sqrt(e), w = softmax(s) over the L keys, w' = w * mask (dropout), y = w' v. Backward:
+
+        dL/dv = w'^T g        d_w = mask * (g v^T)        d_s = w * (d_w - sum over L of w * d_w)
+        dL/dq = d_s k / sqrt(e)                           dL/dk = d_s^T q / sqrt(e)
+
+    w, its mask and d_w are stored as [n, L, G], so that softmax runs over the second axis with G as vector lanes.
+    Compared with `F.scaled_dot_product_attention`, and with dropout by `gradcheck`: tests/test_kernels.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+        (groups, n, e), length = q.shape, k.shape[1]
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(e**-0.5)
+        weights = _transposed(scores.view(groups, -1)).view(n, length, groups).softmax(1)
+        mask = _mask(weights, p) if p else None
+        dropped = _transposed((weights if mask is None else weights * mask).view(-1, groups)).view(groups, n, length)
+        ctx.save_for_backward(q, k, v, weights, mask, dropped)
+        return torch.bmm(dropped, v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, weights, mask, dropped = ctx.saved_tensors
+        (groups, n, e), length, grad = q.shape, k.shape[1], grad.contiguous()
+        for_weights = _transposed(torch.bmm(grad, v.transpose(1, 2)).view(groups, -1)).view(n, length, groups)
+        if mask is not None:
+            for_weights.mul_(mask)
+        for_scores = torch.ops.aten._softmax_backward_data(for_weights, weights, 1, weights.dtype).mul_(e**-0.5)
+        for_scores = _transposed(for_scores.view(-1, groups)).view(groups, n, length)
+        for_v = torch.bmm(dropped.transpose(1, 2), grad)
+        return torch.bmm(for_scores, k), torch.bmm(for_scores.transpose(1, 2), q), for_v, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """L = -sum over tokens of weight * log p[target], p = softmax(logits).
+
+    dL/dlogits = weight * (p - onehot(target)), because d log p[t] / d logits = onehot(t) - p. Written at once instead
+    of passing through three matrices of [M, K + 1]. Compared with `F.cross_entropy`: tests/test_kernels.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(log_p, target, weight)
+        ctx.dtype = logits.dtype
+        return -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        log_p, target, weight = ctx.saved_tensors
+        scale = (weight * grad)[:, None]
+        return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None, None
