@@ -1,4 +1,4 @@
-"""What a check finds, and what of the configuration the checks look at. Imports nothing that may be missing."""
+"""Types of the doctor: settings, checks, findings. Imports nothing that may be missing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ INSTALL = "pip install -e . -c constraints.txt"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked about.
+    """The part of the configuration that the checks read.
 
     Attributes:
-        env, map_name, game_version: what is to be played. ddp_port, results, torch_threads: as in the configuration.
-        ranks, environments: how many there will be on this machine; environments of one rank.
+        results: `local_results_path`. ranks: number of ranks on this machine.
     """
 
     env: str = "skirmish"
@@ -28,11 +27,10 @@ class Settings:
     results: str = "results"
     torch_threads: int = 1
     ranks: int = 1
-    environments: int = 8
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """Return what a configuration asks for."""
+        """Return the settings of a configuration."""
         version = config.env_args.get("game_version", None)
         return cls(
             env=config.env,
@@ -42,13 +40,12 @@ class Settings:
             results=config.local_results_path,
             torch_threads=config.torch_threads,
             ranks=config.world_size or 1,
-            environments=config.batch_size_run,
         )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found: a mark, the facts, and the mend where there is something to mend."""
+    """Result of a check: status, what was found, and a fix if one is needed."""
 
     OK: ClassVar[str] = "ok"
     WARNING: ClassVar[str] = "warning"
@@ -56,7 +53,7 @@ class Finding:
 
     mark: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,32 +61,32 @@ class Check:
     """One line of the doctor.
 
     Attributes:
-        name: how the line is called. look: finds. needed: environments that cannot do without; "all" stands for every.
-        mend: what helps when looking itself fails.
+        needed: environments that cannot be played without it; "all" means every one. fix: shown if the check itself
+            fails.
     """
 
     name: str
     look: Callable[[Settings], Finding]
     needed: frozenset[str] = frozenset()
-    mend: str = INSTALL
+    fix: str = INSTALL
 
 
 def ok(text: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding without a problem."""
     return Finding(Finding.OK, text)
 
 
-def warning(text: str, mend: str) -> Finding:
-    """Return that it works, but."""
-    return Finding(Finding.WARNING, text, mend)
+def warning(text: str, fix: str) -> Finding:
+    """Return a finding that limits runs."""
+    return Finding(Finding.WARNING, text, fix)
 
 
-def missing(text: str, mend: str) -> Finding:
-    """Return that something is not there."""
-    return Finding(Finding.MISSING, text, mend)
+def missing(text: str, fix: str) -> Finding:
+    """Return a finding of something missing."""
+    return Finding(Finding.MISSING, text, fix)
 
 
 def listed(names: list[str], most: int = 6) -> str:
-    """Return names in a row, the first `most` of them."""
+    """Return the first `most` names and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

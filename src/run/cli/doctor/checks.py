@@ -1,0 +1,300 @@
+"""The checks of `omagd doctor`: Python and packages, the machine, StarCraft II."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from omagd.envs.sc2.install import INSTALL as INSTALL_GAME
+from omagd.envs.sc2.install import build_of, builds, game_folder
+from omagd.run.cli.doctor.findings import INSTALL, Finding, Settings, listed, missing, ok, warning
+from omagd.utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[4]
+GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
+ON_REQUEST = ("wandb", "tensorboard")
+TESTED_PYTHON = (3, 11)
+"""Python version of constraints.txt."""
+GET_MAPS = f"{INSTALL_GAME} --maps-only"
+GIGABYTE = 2.0**30
+INSTALL_SMAX = "pip install -e .[smax] -c constraints.txt"
+MORE_ROOM = "give local_results_path=… on a disk with enough space"
+LEAST_DISK, LEAST_MEMORY, LEAST_SHARED = 2.0, 2.0, 0.25
+SHARED = Path("/dev/shm")
+
+
+def python(_settings: Settings) -> Finding:
+    """Check the Python version."""
+    found, wanted = ".".join(map(str, sys.version_info[:3])), _requires_python()
+    if fits(found, wanted):
+        return ok(f"{found} in {sys.prefix}")
+    return missing(f"{found}, but omagd needs {wanted}", "make a new environment: PYTHON=python3.12 ./quickstart.sh")
+
+
+def packages(_settings: Settings) -> Finding:
+    """Check the versions of the packages that every run needs."""
+    wanted = {name: spec for name, spec in requirements().items() if name not in {*GAME, *ON_REQUEST}}
+    if trouble := _trouble(wanted):
+        return missing(trouble, INSTALL)
+    pinned, other = _pinned(), []
+    for name in wanted:
+        found = installed(name).partition("+")[0]
+        if name in pinned and sys.version_info[:2] == TESTED_PYTHON and found != pinned[name]:
+            other.append(f"{name} {found} ({pinned[name]})")
+    text = f"{len(wanted)} packages as required"
+    if other:
+        return warning(f"{text}; not the versions that were tested together: {', '.join(other)}", INSTALL)
+    return ok(text + (", in the versions that were tested together" if pinned else ""))
+
+
+def messages(_settings: Settings) -> Finding:
+    """Check that the game's messages load with the installed protobuf."""
+    wanted = requirements()
+    if trouble := _trouble({name: wanted.get(name, "") for name in GAME if name != "pysc2"}):
+        return missing(trouble, INSTALL)
+    protocol = importlib.import_module("omagd.envs.sc2.client")
+    request = protocol.sc_pb.Request(ping=protocol.sc_pb.RequestPing())
+    if protocol.sc_pb.Request.FromString(request.SerializeToString()) != request:
+        return missing("a message changes when it is sent and received", INSTALL)
+    kind = importlib.import_module("google.protobuf.internal.api_implementation").Type()
+    text = f"protobuf {installed('protobuf')} ({kind}), s2clientprotocol {installed('s2clientprotocol')}: messages load"
+    if kind == "python":
+        return warning(f"{text}, slowly", "unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION")
+    return ok(text)
+
+
+def pysc2(_settings: Settings) -> Finding:
+    """Check that the used parts of pysc2 can be imported."""
+    if trouble := _trouble({"pysc2": requirements().get("pysc2", "")}):
+        return missing(trouble, INSTALL)
+    importlib.import_module("omagd.envs.sc2.client")  # pysc2 takes the messages that it makes
+    for name in ("pysc2.run_configs", "pysc2.lib.sc_process"):
+        importlib.import_module(name)
+    return ok(f"{installed('pysc2')}: run_configs and sc_process load")
+
+
+def smax(_settings: Settings) -> Finding:
+    """Check the packages of the extra `smax` without importing JAX."""
+    wanted = {"jaxmarl": requirements("smax").get("jaxmarl", ""), "jax": "", "jaxlib": ""}
+    if trouble := _trouble(wanted):
+        return missing(trouble, INSTALL_SMAX)
+    return ok(", ".join(f"{name} {installed(name)}" for name in wanted))
+
+
+def wandb(_settings: Settings) -> Finding:
+    """Check W&B and in which mode it would record."""
+    if trouble := _trouble({"wandb": requirements().get("wandb", "")}):
+        return missing(trouble, f"{INSTALL}, or leave use_wandb=False")
+    from omagd.run.reporting.wandb_sink import choose_mode
+
+    mode = choose_mode()
+    kinds = {"online": "online, a key is stored", "offline": "offline, no key is stored (run `wandb login`)"}
+    return ok(f"{installed('wandb')}, use_wandb=True records {kinds.get(mode, f'with WANDB_MODE={mode}')}")
+
+
+def tensorboard(_settings: Settings) -> Finding:
+    """Check that TensorBoard is installed."""
+    if trouble := _trouble({"tensorboard": requirements().get("tensorboard", "")}):
+        return missing(trouble, f"{INSTALL}, or leave use_tensorboard=False")
+    return ok(installed("tensorboard"))
+
+
+def torch(settings: Settings) -> Finding:
+    """Check that torch computes correctly."""
+    import torch as library
+
+    if float((library.ones(2, 2) @ library.ones(2, 2)).sum()) != 8.0:
+        return missing(f"{library.__version__} computes wrongly", "install another build of torch (pytorch.org)")
+    one = "oneDNN" if library.backends.mkldnn.is_available() else "no oneDNN"
+    text = f"{library.__version__} ({one}), torch_threads={settings.torch_threads} for each rank"
+    cores, threads = _cores(), settings.torch_threads * settings.ranks
+    if threads > cores:
+        fix = f"lower torch_threads to {max(1, cores // settings.ranks)}"
+        return warning(f"{text}, {threads} in all on {cores} cores", fix)
+    return ok(text)
+
+
+def gpu(_settings: Settings) -> Finding:
+    """List the GPUs, CUDA and NCCL."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi"):
+            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+            fix = "install a build that fits the driver: https://pytorch.org/get-started/locally"
+            return warning(f"nvidia-smi is installed, but torch finds no GPU; it is built with {built}", fix)
+        return ok("none: runs use the CPU")
+    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = ", ".join(f"{card.name} {card.total_memory / GIGABYTE:.0f} GB" for card in cards)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return ok(f"{len(cards)} ({names}), CUDA {torch.version.cuda}, NCCL {nccl}")
+
+
+def compiler(_settings: Settings) -> Finding:
+    """Check that compile=True works on a CPU."""
+    from omagd.run.training.device import check_compiler
+
+    try:
+        check_compiler()
+    except UserError as error:
+        return missing(error.message, "apt-get install g++ python3-dev")
+    return ok("compile=True can be used")
+
+
+def memory(_settings: Settings) -> Finding:
+    """Check the free main memory."""
+    from omagd.run.memory_budget import available_bytes
+
+    left = available_bytes()
+    if left is None:
+        return warning("unknown on this system", "watch memory/rss_mb in the log")
+    text = f"{left / GIGABYTE:.1f} GB left"
+    return ok(text) if left >= LEAST_MEMORY * GIGABYTE else warning(text, "lower buffer_size and batch_size_run")
+
+
+def shared_memory(_settings: Settings) -> Finding:
+    """Check the shared memory of environments in processes."""
+    with tempfile.TemporaryFile(dir=SHARED) as file:
+        file.write(b"omagd")
+    room = os.statvfs(SHARED)
+    left = room.f_bavail * room.f_frsize / GIGABYTE
+    text = f"{SHARED}: {left:.2f} GB left"
+    return ok(text) if left >= LEAST_SHARED else warning(text, "in a container: docker run --shm-size=1g")
+
+
+def disk(settings: Settings) -> Finding:
+    """Check that results can be written."""
+    place = Path(settings.results).expanduser().absolute()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        return missing(f"{place} cannot be written", MORE_ROOM)
+    left = shutil.disk_usage(there).free / GIGABYTE
+    text = f"{place}: {left:.1f} GB left"
+    return ok(text) if left >= LEAST_DISK else warning(text, MORE_ROOM)
+
+
+def ddp_port(settings: Settings) -> Finding:
+    """Check that `ddp_port` is free."""
+    port = settings.ddp_port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return warning(f"{port} is taken: a run on one machine uses another one", "give another ddp_port=…")
+    return ok(f"{port} is free")
+
+
+def game(settings: Settings) -> Finding:
+    """Find the installed versions of the game."""
+    from omagd.run.reporting.card import game_name
+
+    where, said = game_folder(), "SC2PATH" if os.environ.get("SC2PATH") else "SC2PATH is not set"
+    found = builds()
+    if not found:
+        what = "no Versions/Base*/SC2_x64" if where.is_dir() else "no such folder"
+        return missing(f"{where} ({said}): {what}", f"{INSTALL_GAME} installs the game; SC2PATH is its folder")
+    stuck = [build for build in found if not os.access(where / f"Versions/Base{build:05d}/SC2_x64", os.X_OK)]
+    if stuck:
+        return missing(f"{where} ({said}): Base{stuck[0]} may not be executed", f"chmod +x {where}/Versions/*/SC2_x64")
+    chosen = game_name(build_of(settings.game_version))
+    others = [game_name(build).removeprefix("StarCraft II ") for build in found if game_name(build) != chosen]
+    return ok(f"{where} ({said}): {chosen} is used" + (f"; also installed: {', '.join(others)}" if others else ""))
+
+
+def smac_maps(settings: Settings) -> Finding:
+    """Find the files of SMAC's maps."""
+    from omagd.envs.battle.maps import MAPS, is_custom
+
+    chosen = settings.map_name if settings.env == "sc2" else ""
+    names = [spec.game_file for spec in MAPS.values()]
+    return _maps([*names, chosen] if chosen and is_custom(chosen) else names, chosen)
+
+
+def smacv2_maps(_settings: Settings) -> Finding:
+    """Find the map of SMACv2."""
+    from omagd.envs.battle.args import FIELD
+
+    return _maps([FIELD], FIELD)
+
+
+def installed(name: str) -> str:
+    """Return the installed version of a package, empty where there is none."""
+    try:
+        return metadata.version(name) or ""
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def requirements(extra: str = "") -> dict[str, str]:
+    """Return the version requirements by package ("torch": ">=2.10"), or those that an extra adds."""
+    project = _project()
+    if project:
+        lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    else:
+        mark = re.compile(rf"extra == ['\"]{extra}['\"]" if extra else r"^(?!.*extra ==)")
+        lines = [line for line in metadata.requires("omagd") or [] if mark.search(line)]
+    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*\(?([^;)]*)", line) for line in lines)
+    return {match[1]: match[2].strip() for match in found if match}
+
+
+def fits(version: str, spec: str) -> bool:
+    """Return whether a version matches a requirement such as ">=2.10,<3"."""
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(spec).contains(version, prereleases=True)
+
+
+def _project() -> dict[str, Any]:
+    """Return [project] of pyproject.toml if omagd runs from its repository, else nothing."""
+    path = ROOT / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}) if path.is_file() else {}
+    return project if project.get("name") == "omagd" else {}
+
+
+def _requires_python() -> str:
+    return str(_project().get("requires-python") or metadata.metadata("omagd")["Requires-Python"])
+
+
+def _pinned() -> dict[str, str]:
+    path = ROOT / "constraints.txt"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
+
+
+def _trouble(wanted: dict[str, str]) -> str:
+    """Return a line about packages that are missing or do not fit; empty if there are none."""
+    lacking = [name for name in wanted if not installed(name)]
+    if lacking:
+        return f"not installed: {', '.join(lacking)}"
+    wrong = [f"{name} {installed(name)} (needs {spec})" for name, spec in wanted.items() if not _suits(name, spec)]
+    return f"do not fit: {', '.join(wrong)}" if wrong else ""
+
+
+def _suits(name: str, spec: str) -> bool:
+    return not spec or fits(installed(name), spec)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _maps(names: list[str], chosen: str) -> Finding:
+    from omagd.envs.sc2.install import map_path
+
+    folder = game_folder() / "Maps"
+    lacking = [name for name in names if not (folder / map_path(name)).is_file()]
+    text = f"{len(names) - len(lacking)} of {len(names)} in {(folder / map_path('x')).parent}"
+    if not lacking:
+        return ok(text)
+    text = f"{text}, not there: {listed(lacking)}"
+    return missing(text, GET_MAPS) if chosen in lacking or len(lacking) == len(names) else warning(text, GET_MAPS)
