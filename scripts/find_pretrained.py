@@ -21,8 +21,9 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, run_folder_of
 from omagd.run.cli.main import config_from
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError
-from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+from omagd.utils.owned_folder import Untrusted, require_own
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import read_entry
 
 KINDS = {
     "pretrained_tokenizer_path": ("stage1", TOKENIZER_FILE),

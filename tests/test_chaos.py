@@ -22,9 +22,11 @@ from omagd.run.checkpoint import set_aside
 from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint import writer as saver
 from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.checkpoint.manifest import sealed
 from omagd.run.checkpoint.recovery import recover
 from omagd.run.checkpoint.set_aside import cut_back
-from omagd.run.checkpoint.store import FORMAT, Checkpoint, CheckpointStore, sealed
+from omagd.run.checkpoint.store import FORMAT, Checkpoint, CheckpointStore
+from omagd.run.checkpoint.writer import CheckpointWriter
 from omagd.run.cli.main import config_from, main
 from omagd.run.reporting.card import versions
 from omagd.utils import storage
@@ -101,7 +103,7 @@ def resaved(run: Path, part: str, change: Callable[[dict], object]) -> None:
     state = torch.load(newest / f"{part}.th", weights_only=True)
     change(state)
     manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"][f"{newest.name}/{part}.th"] = checkpoint_store.write_part(newest / f"{part}.th", state)
+    manifest["files"][f"{newest.name}/{part}.th"] = saver.write_part(newest / f"{part}.th", state)
     (newest / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
@@ -331,10 +333,10 @@ def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_k
     (run / "models" / "99" / "agent.th").write_bytes(b"late")
     folder = RunFolder(run)
     taken = recover(folder, Dist(), config_from([*COMMAND[1:]]))
-    assert (taken.kind, taken.found.checkpoint.path, taken.behind) == ("exact", older, True)
+    assert (taken.kind, taken.state.checkpoint.path, taken.behind) == ("exact", older, True)
     aside = Path(cut_back(folder, Dist(), taken).aside)
     assert (aside / "models" / "99" / "agent.th").read_bytes() == b"late"
-    assert set_aside.read_saved(folder) == KILLED_AT - 1
+    assert checkpoint_store.read_saved(folder) == KILLED_AT - 1
 
 
 @pytest.mark.parametrize("how", ["exact", "weights"])
@@ -369,7 +371,7 @@ def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, unfini
     run = copied(unfinished[1], tmp_path)
     name = f"checkpoints/{newest_first(run)[0].name}/common.th"
     monkeypatch.setattr(storage, "RETRY_SECONDS", (0.0, 0.0))
-    inner, tried = checkpoint_store._digest, []
+    inner, tried = checkpoint_store.digest, []
 
     def digest(path: Path) -> str:
         if path == run / name:
@@ -378,7 +380,7 @@ def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, unfini
                 raise OSError(number, os.strerror(number), str(path))
         return inner(path)
 
-    monkeypatch.setattr(checkpoint_store, "_digest", digest)
+    monkeypatch.setattr(checkpoint_store, "digest", digest)
     for mode in ("exact", "lossy", "weights"):
         tried, fail = [], 99
         said = rejected(run, capsys, f"resume={mode}")
@@ -492,7 +494,7 @@ def test_a_checkpoint_that_says_something_of_another_type_is_damaged(unfinished,
             (newest / "manifest.json").write_text(json.dumps(sealed({**manifest, key: value})))
         name = f"{part[0]}.th" if part else "manifest.json"
         taken = recover(RunFolder(run), Dist(), given)
-        assert taken.found.checkpoint.path == older, (key, value)
+        assert taken.state.checkpoint.path == older, (key, value)
         assert taken.problems[newest].startswith(name), (key, value)
         words = [f"local_results_path={tmp_path}/results", "auto_resume=False", f"checkpoint_path={newest}"]
         assert main([*COMMAND, *words]) == 2
@@ -501,7 +503,7 @@ def test_a_checkpoint_that_says_something_of_another_type_is_damaged(unfinished,
     assert not (tmp_path / "results").exists()
     assert [path.name for path in newest_first(run)] == [newest.name, older.name]
     weights = recover(RunFolder(run), Dist(), config_from([*COMMAND[1:], "resume=weights"]))
-    assert (weights.kind, weights.found.checkpoint.path) == ("weights", newest), "a rank's part is not needed for them"
+    assert (weights.kind, weights.state.checkpoint.path) == ("weights", newest), "a rank's part is not needed for them"
 
 
 def test_episodes_of_ranks_that_the_run_no_longer_has_stay(unfinished, tmp_path, monkeypatch):
@@ -626,7 +628,7 @@ def saved_by_two(folder: RunFolder) -> None:
     own = {"stage": {}, "random": {}, "runners": {}, "past": {}, "episode_bytes": 2}
     for iteration in (1, 2):
         for rank, store in reversed(list(enumerate(stores))):
-            draft = store.draft(iteration)
+            draft = CheckpointWriter(store, iteration)
             name = draft.keep(f"rank{rank}.episodes", lambda path, rank=rank: path.write_bytes(bytes([rank] * 50)))
             draft.put(f"rank_{rank}", own)
             if rank == 0:
@@ -651,10 +653,10 @@ def test_ranks_decide_alike(tmp_path, monkeypatch):
     assert first == second and "rank1.episodes" in first and "resume=lossy" in first
     found = on_two_ranks(lambda dist: recover(folder, dist, given["lossy"]))
     for taken in found:
-        assert (taken.kind, taken.found.iteration) == ("lossy", 2)
-        assert taken.found.lost == {"kept/rank1.episodes"}
-        assert taken.found.lost_episodes() == 3, "the oldest of four had left the replay already"
-    inner, alike = checkpoint_store._digest, threading.local()
+        assert (taken.kind, taken.state.iteration) == ("lossy", 2)
+        assert taken.state.lost == {"kept/rank1.episodes"}
+        assert taken.state.lost_episodes() == 3, "the oldest of four had left the replay already"
+    inner, alike = checkpoint_store.digest, threading.local()
 
     def digest(path: Path) -> str:
         if getattr(alike, "rank", 0) == 1:
@@ -667,7 +669,7 @@ def test_ranks_decide_alike(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "RETRY_SECONDS", ())
-        patch.setattr(checkpoint_store, "_digest", digest)
+        patch.setattr(checkpoint_store, "digest", digest)
         first, second = on_two_ranks(unlucky)
     assert first == second and "cannot be read (broken disk)" in first
     assert folder.metrics_jsonl.read_text() == "abcdef", "nothing has changed until here"
@@ -713,7 +715,7 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(unfinish
     for module in (checkpoint_store, saver, set_aside):
         record(module, "sync")
     record(Path, "rename")
-    record(set_aside, "write_json")
+    record(checkpoint_store, "write_json")
     monkeypatch.setattr(checkpointer, "stop_wanted", lambda: True)
     assert main([*COMMAND, f"local_results_path={run.parent}"]) == 143
     (newest,) = {path.name for path in newest_first(run)} - before

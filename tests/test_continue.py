@@ -248,7 +248,7 @@ def test_the_whole_state_of_two_ranks_is_dealt_to_one_and_nothing_that_is_counte
     assert now["episodes"] > was["episodes"]
     assert now["updates"] > was["updates"]
     log = (folders[0] / "logs" / "rank_0.log").read_text()
-    assert "it was written by 2 rank(s), now there are 1: the episodes are dealt anew" in log
+    assert "it was written by 2 rank(s), now there are 1: episodes are redistributed" in log
     assert "the effective batch is 4 episodes" in log
     assert differences(*folders) == []
     newest = read_checkpoint(checkpoints(folders[0] / "checkpoints")[0]).manifest["logs"][0]["replay"]

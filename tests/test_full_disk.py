@@ -22,7 +22,7 @@ from command_budgets import BUDGETS
 from command_harness import ROOT, records, run_folders, summary_of
 
 from omagd.config.loading import resolve
-from omagd.run.checkpoint.writer import Save, Saver
+from omagd.run.checkpoint.writer import Snapshot, SnapshotWriter
 from omagd.run.cli.main import main
 from omagd.run.launch import failures as verdict
 from omagd.run.reporting.episode_log import EpisodeLog
@@ -241,11 +241,11 @@ def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):
     claimed = log.size()
     assert claimed > log.path.stat().st_size
     draft = SimpleNamespace(give_up=lambda reason: None, discard=lambda: None)
-    saver = Saver(SimpleNamespace(waits_until=math.inf), Dist(), RunFolder(tmp_path), 1.0)  # type: ignore[arg-type]
+    writer = SnapshotWriter(SimpleNamespace(waits_until=math.inf), Dist(), RunFolder(tmp_path), 1.0)  # type: ignore[arg-type]
     lines: list[str] = []
-    session = SimpleNamespace(logger=SimpleNamespace(error=lines.append))
-    save = Save(draft, {}, None, {}, {}, {"iteration": 3}, {log.path: claimed})  # type: ignore[arg-type]
-    assert [saver.write(save, session) for _ in range(2)] == ["lines of rank_0.jsonl wait to be written"] * 2
+    logger = SimpleNamespace(error=lines.append)
+    snapshot = Snapshot(draft, {}, None, {}, {}, {"iteration": 3}, {log.path: claimed})  # type: ignore[arg-type]
+    assert [writer.write(snapshot, logger) for _ in range(2)] == ["lines of rank_0.jsonl wait to be written"] * 2
     assert len(lines) == 1 and lines[0].startswith("iteration 3 could not be saved (lines of rank_0.jsonl wait")
     disk.room = 1 << 20
     log.write([{"won": True}])

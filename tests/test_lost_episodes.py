@@ -279,6 +279,6 @@ def test_what_has_gone_wrong_is_counted_over_runners_and_starts():
     runners = {"train": SimpleNamespace(lost=2), "test": SimpleNamespace(lost=1)}
     session = Session(None, Dist(), env, None, None, None, runners, None, None)
     assert session.failure_counts() == {"restarts": 3, "lost_episodes": 3}
-    session.go_on_counting({"restarts": 2.0})  # of an earlier start
+    session.resume_counting({"restarts": 2.0})  # of an earlier start
     assert session.failure_counts() == {"restarts": 5, "lost_episodes": 3}
     assert session.logged_failures["restarts"] == 5

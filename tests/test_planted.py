@@ -32,11 +32,11 @@ from omagd.run.reporting.card import read_card
 from omagd.run.reporting.plots import _label_beside
 from omagd.run.run import SeedList
 from omagd.run.training.build import _given_to, read_env_info
-from omagd.utils import owned_folder
+from omagd.utils import owned_folder, storage
 from omagd.utils.errors import UserError
-from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+from omagd.utils.owned_folder import Untrusted, require_own
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.storage import Unreadable
+from omagd.utils.storage import Unreadable, read_entry
 
 COMMAND = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "t_max=20", "auto_resume=True")
 INJECTED = "echo injected >>"
@@ -215,8 +215,8 @@ def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(tmp
             return inner(path, *more, **how)
 
         with monkeypatch.context() as patch:
-            patch.setattr(owned_folder.os, "open", opens)
-            patch.setattr(owned_folder, "_is_own", lambda path, own=own: own)
+            patch.setattr(storage.os, "open", opens)
+            patch.setattr(storage, "_is_own", lambda path, own=own: own)
             found = resuming._same_runs
             if answer == 0:
                 assert found(tmp_path, "any", logging.getLogger("omagd")) == []

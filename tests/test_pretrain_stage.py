@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omagd.learners.synced_optimizer import SKIPPED
+from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
@@ -48,12 +49,15 @@ def stage_of(tmp_path, dist=None, episodes=8):
     config = SimpleNamespace(
         graph_lr=0.1, grad_norm_clip=1.0, precision="float32", seed=1,
         graph_pretrain_eval_interval=1, evaluation_only=False, save_model=False,
+        enable_checkpointing=False, evaluate=False, max_checkpoints_to_keep=2, dist_timeout_minutes=1,
         graph_pretrain_episodes=episodes, graph_pretrain_eval_episodes=episodes,
     )  # fmt: skip
     logger = SimpleNamespace(log=lambda values, **when: None)
     env = SimpleNamespace(n_slots=SLOTS, get_stats=dict)
     log = EpisodeLog(tmp_path / "episodes.jsonl")
-    session = Session(config, dist or Dist(), env, None, RunFolder(tmp_path), logger, {}, None, log)
+    dist, folder = dist or Dist(), RunFolder(tmp_path)
+    checkpointer = Checkpointer(config, dist, folder)
+    session = Session(config, dist, env, None, folder, logger, {}, checkpointer, log)
     return Measured(session, PretrainedModules())
 
 
@@ -105,7 +109,7 @@ def test_skipped_updates_are_counted_on_after_a_restart(tmp_path):
     stage, resumed = stage_of(tmp_path), stage_of(tmp_path)
     for _ in range(MOST_SKIPPED - 1):
         stage.health.note(skipped)
-    resumed.load_shared(stage.shared_state())
+    resumed.health.load_state_dict(stage.health.state_dict())
     resumed.require_sound()
     resumed.health.note(skipped)
     with pytest.raises(UserError, match="in 10 updates in a row"):

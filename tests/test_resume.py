@@ -19,13 +19,15 @@ from run_equality import differences, told
 from omagd.config.schema import Config
 from omagd.run.checkpoint import checkpointer as keeper_module
 from omagd.run.checkpoint import store as checkpoint_store
+from omagd.run.checkpoint import writer as snapshot_writer
 from omagd.run.checkpoint.resuming import RunLock, claimed_folder, identity_of
 from omagd.run.checkpoint.run_lock import start_ticks
-from omagd.run.checkpoint.set_aside import SAVED
-from omagd.run.checkpoint.store import folders, read_checkpoint
+from omagd.run.checkpoint.store import SAVED, folders, read_checkpoint
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting.report import runs_table
+from omagd.run.training.stages import REGISTRY
+from omagd.run.training.stages.rl import RLStage
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, reproducible, write_json
 
@@ -109,6 +111,47 @@ def assert_summary_of_what_was_reached(folder: RunFolder, clock: dict[str, int])
     assert (summary["win_rate"], summary["best_win_rate"]) == (tests[-1], max(tests))
 
 
+class Visits:
+    """State of a plug-in."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> int:
+        return self.count
+
+    def load_state_dict(self, count: int) -> None:
+        self.count = count
+
+
+def test_what_a_plug_in_registers_is_saved_and_restored(tmp_path, monkeypatch):
+    stages = []
+
+    class Counted(RLStage):
+        def __init__(self, session, products):
+            super().__init__(session, products)
+            self.shared, self.own = Visits(), Visits()
+            self.register("plugin", self.shared)
+            self.register("plugin of this rank", self.own, "rank")
+            stages.append(self)
+
+        def update(self):
+            super().update()
+            self.shared.count += 1
+            self.own.count += 2
+
+    monkeypatch.setattr(REGISTRY, "get", lambda name: Counted)
+    given = config(tmp_path)
+    cut_run(given, 6)
+    launch(given, "again")
+    calls = stages[-1].clock.updates // given.updates_per_iteration
+    assert (stages[-1].shared.count, stages[-1].own.count) == (calls, 2 * calls)
+    assert 0 < stages[0].shared.count < calls
+    for name, scope in (("plugin", "rank"), ("clock", "shared"), ("new", "everywhere")):
+        with pytest.raises(ValueError, match=f"{name}' is registered already|scope='{scope}'"):
+            stages[-1].register(name, Visits(), scope)
+
+
 def test_three_stages_are_cut_off_in_each_of_them(tmp_path):
     torch.set_num_threads(1)
     whole = Path(launch(config(tmp_path / "whole", GRAPH), "whole")["folder"])
@@ -172,7 +215,7 @@ def test_what_a_checkpoint_copies_does_not_grow_with_the_replay(tmp_path):
         inner = checkpoint_store.CheckpointStore.prune
 
         def prune(self) -> None:
-            found = read_checkpoint(self.folders()[0])
+            found = read_checkpoint(folders(self.path)[0])
             (log,) = [said["replay"] for said in found.manifest["logs"]]
             parts = log["parts"]
             assert sum(part["count"] for part in parts) >= log["kept"]
@@ -194,7 +237,7 @@ def test_what_a_checkpoint_copies_does_not_grow_with_the_replay(tmp_path):
 
 def test_a_full_disk_is_said_and_the_checkpoint_before_stands(whole, tmp_path, monkeypatch):
     torch.set_num_threads(1)
-    inner, full = checkpoint_store.write_part, []
+    inner, full = snapshot_writer.write_part, []
 
     def write_part(path, state):
         if 2 <= len(folders(path.parents[1])) or full:
@@ -205,11 +248,11 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stands(whole, tmp_path, m
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return inner(path, state)
 
-    monkeypatch.setattr(checkpoint_store, "write_part", write_part)
+    monkeypatch.setattr(snapshot_writer, "write_part", write_part)
     run = Path(launch(config(tmp_path), "run")["folder"])
     assert len(full) == 3
     log = (run / "logs" / "rank_0.log").read_text()
-    line = "could not be saved (No space left on device): the run goes on, and the checkpoint before it stands"
+    line = "could not be saved (No space left on device)"
     assert log.count(line) == 1, "not once for each save"
     for path in folders(run / "checkpoints"):
         read_checkpoint(path).check()

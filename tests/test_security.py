@@ -20,9 +20,11 @@ from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, ROOT, Started, records, run_folders, summary_of
 
 from omagd.components.episode_file import MARK, read_episodes
+from omagd.run.checkpoint.manifest import sealed
 from omagd.run.checkpoint.serialization import pack
-from omagd.run.checkpoint.store import CheckpointStore, Damaged, clean, read_checkpoint, read_part, sealed
+from omagd.run.checkpoint.store import CheckpointStore, Damaged, clean, folders, read_checkpoint, read_part
 from omagd.run.checkpoint.weights import load_file
+from omagd.run.checkpoint.writer import CheckpointWriter
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 
@@ -210,7 +212,7 @@ def store(tmp_path) -> CheckpointStore:
     """Return the checkpoints of a run, with one in it: iteration 3."""
     path = tmp_path / "run" / "checkpoints"
     made = CheckpointStore(path, 0, 1, "a", 2)
-    draft = made.draft(3)
+    draft = CheckpointWriter(made, 3)
     draft.put("common", pack({"x": torch.ones(2)}))
     draft.put("rank_0", pack({"y": 1}))
     draft.report({})
@@ -226,7 +228,7 @@ def rewrite(path: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("part", ["common", "rank_0"])
 def test_a_part_of_a_checkpoint_runs_nothing_though_its_checksum_is_right(store, tmp_path, part):
-    (path,) = store.folders()
+    (path,) = folders(store.path)
     content = hostile_files(tmp_path / "marker")["torch"]
     (path / f"{part}.th").write_bytes(content)
     files = json.loads((path / "manifest.json").read_text())["files"]
@@ -244,7 +246,7 @@ def test_a_part_of_a_checkpoint_runs_nothing_though_its_checksum_is_right(store,
     ["../../../secret", "/etc/passwd", "00000003/../../secret", "..", "", "kept/../x/y", "00000003/.hidden", "a/b\0"],
 )
 def test_a_manifest_names_nothing_outside(store, name):
-    (path,) = store.folders()
+    (path,) = folders(store.path)
     rewrite(path, files={name: {"bytes": 1, "sha256": "0" * 64}})
     with pytest.raises(Damaged):
         read_checkpoint(path).check()
@@ -254,14 +256,14 @@ def test_a_manifest_names_nothing_outside(store, name):
     "text", [b"", b"\xff", b"[]", b"null", b"[" * 100_000, b'{"format": 2}', b'{"format": [1]}', b'{"format": "x"}']
 )
 def test_a_manifest_that_is_none_is_damaged(store, text):
-    (path,) = store.folders()
+    (path,) = folders(store.path)
     (path / "manifest.json").write_bytes(text)
     with pytest.raises(Damaged):
         read_checkpoint(path).check()
 
 
 def test_a_pipe_in_the_place_of_a_file_does_not_hang(store):
-    (path,) = store.folders()
+    (path,) = folders(store.path)
     (path / "common.th").unlink()
     os.mkfifo(path / "common.th")
     files = json.loads((path / "manifest.json").read_text())["files"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode
+from omagd.utils.writing import atomic_file
 
 MARK = b"omagd-ep"
 VERSION = 1
@@ -59,20 +59,11 @@ def write_episodes(path: str | Path, episodes: Sequence[Episode], facts: Facts) 
             "fields": [_field(name, episodes) for name in names],
         }
     ).encode()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(MARK + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header)
-            for name in names:
-                for episode in episodes:
-                    file.write(_bytes(episode[name]).data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(Path(path)) as file:
+        file.write(MARK + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header)
+        for name in names:
+            for episode in episodes:
+                file.write(_bytes(episode[name]).data)
 
 
 def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[Episode]:

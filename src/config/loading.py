@@ -18,7 +18,7 @@ from omagd.config.checks import check, is_file
 from omagd.config.messages import shorten, validation_message
 from omagd.config.schema import COMPONENT_ARGS, Config, MaskPredictorConfig, TokenizerConfig
 from omagd.utils.errors import UserError, nearest
-from omagd.utils.owned_folder import read_json
+from omagd.utils.storage import read_json
 
 DEFAULT_CONFIG = "omagd_small"
 DEFAULT_ENV_CONFIG = "skirmish"

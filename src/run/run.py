@@ -19,8 +19,9 @@ from omagd.run.reporting.sacred_sink import SacredRelay
 from omagd.run.topology import is_main, make_plan
 from omagd.utils.errors import readable, visible
 from omagd.utils.logging import setup_logging
-from omagd.utils.owned_folder import Untrusted, read_entry, require_own
+from omagd.utils.owned_folder import Untrusted, require_own
 from omagd.utils.run_folder import RunFolder, keep_json, make_token
+from omagd.utils.storage import read_entry
 from omagd.utils.writing import OUTPUT, STORAGE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, fields
 
 
@@ -59,3 +60,22 @@ class Every:
     def load_state_dict(self, state: dict[str, int | None]) -> None:
         """Restore `state_dict()`; the interval is not part of it."""
         self.last = state["last"]
+
+
+class Stopwatch:
+    """Seconds since it was made; a restored one continues from the saved value."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the seconds so far, earlier starts of the run included."""
+        return time.monotonic() - self._started
+
+    def state_dict(self) -> float:
+        """Return the seconds so far."""
+        return self.seconds()
+
+    def load_state_dict(self, seconds: float) -> None:
+        """Continue from `state_dict()`."""
+        self._started = time.monotonic() - float(seconds)

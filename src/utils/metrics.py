@@ -48,6 +48,11 @@ class Metrics:
         self.clear()
         self.add(state)
 
+    def merge(self, states: Iterable[Mapping[str, tuple[float, float]]]) -> None:
+        """Add what other ranks had collected."""
+        for state in states:
+            self.add(state)
+
 
 def means(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     """Return the sum of all sums over the sum of all counts by name, without names whose count is 0.

@@ -8,15 +8,12 @@ it write (umask, or a folder shared with colleagues).
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from omagd.utils.errors import readable
 
@@ -27,11 +24,6 @@ WRITTEN_ONCE = frozenset({"checkpoints", "models", "set_aside"})
 
 HAS_LINKS = "wandb"
 """W&B keeps links there from one of its own files to another."""
-
-FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-"""Errors of the system, which say nothing about a file."""
-
-LONGEST_ENTRY = 1 << 20
 
 
 class Untrusted(Exception):
@@ -71,56 +63,6 @@ def require_own(folder: Path) -> None:
             os.close(handle)
     finally:
         os.close(root)
-
-
-def read_json(path: Path) -> Any:
-    """Return the JSON value in a regular file of at most `LONGEST_ENTRY` bytes. For files that others may have made.
-
-    Errors: OSError where it cannot be read or is a folder, a pipe or a device; ValueError where it holds no JSON, more
-    bytes, or values nested too deeply.
-    """
-    handle = os.open(path, FILE & ~os.O_NOFOLLOW)
-    try:
-        about = os.fstat(handle)
-        if stat.S_ISDIR(about.st_mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if about.st_size > LONGEST_ENTRY:
-            raise ValueError(f"more than {LONGEST_ENTRY} bytes")
-        return json.loads(os.read(handle, LONGEST_ENTRY))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    finally:
-        os.close(handle)
-
-
-def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a small file; empty where it is anything else: a pipe, a device, huge, missing.
-
-    Errors: with `strict` OSError where the system cannot read it, unless it is another user's and closed to this one.
-    """
-    try:
-        found = read_json(path)
-    except ValueError:
-        return {}
-    except OSError as problem:
-        if strict and (problem.errno in FAILING or problem.errno == errno.EACCES and _is_own(path)):
-            raise
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether a file is this user's; where its folder cannot be entered, whether that folder is."""
-    for place in (path, path.parent):
-        try:
-            return place.lstat().st_uid == os.geteuid()
-        except PermissionError:
-            continue
-        except OSError:
-            break
-    return False
 
 
 def _own_ids(found: int, root: int) -> frozenset[int]:

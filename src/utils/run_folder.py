@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.writing import STORAGE, replace_file
+
+
+def fingerprint(values: Any) -> str:
+    """Return the SHA-256 of JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def make_token(

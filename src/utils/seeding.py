@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,40 @@ def stream_seed(seed: int, purpose: str, *place: int) -> int:
 def generator(seed: int, purpose: str, *place: int) -> np.random.Generator:
     """Return a NumPy generator with that seed."""
     return np.random.default_rng(stream_seed(seed, purpose, *place))
+
+
+class Generators:
+    """The NumPy generators of one rank, each made when it is first asked for.
+
+    Attributes:
+        generation: distinguishes the streams of a run that continues among another number of ranks; empty at first.
+    """
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.seed, self.rank = seed, rank
+        self.generation: Sequence[int] = ()
+        self._made: dict[str, np.random.Generator] = {}
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """Return the generator for `purpose`."""
+        if purpose not in self._made:
+            self._made[purpose] = generator(self.seed, purpose, self.rank, *self.generation)
+        return self._made[purpose]
+
+    def renew(self, generation: int) -> None:
+        """Begin new streams; the generators stay the same objects."""
+        self.generation = (generation,)
+        for purpose, rng in self._made.items():
+            rng.bit_generator.state = generator(self.seed, purpose, self.rank, generation).bit_generator.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by purpose."""
+        return {purpose: rng.bit_generator.state for purpose, rng in self._made.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        for purpose, saved in state.items():
+            self.rng(purpose).bit_generator.state = saved
 
 
 def seed_everything(seed: int, purpose: str, *place: int) -> None:

@@ -1,12 +1,15 @@
-"""Reading from disks that fail for a moment, and making names durable."""
+"""Read from disks that fail for a moment and from files that others may have made; make names durable."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omagd.utils.errors import UserError
 
@@ -15,6 +18,13 @@ RETRY_SECONDS = (0.1, 0.4, 1.6)
 """Pauses between attempts to read what the system could not read."""
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Errors of the system, which say nothing about a file."""
+
+LONGEST_ENTRY = 1 << 20
 
 
 class Unreadable(UserError):
@@ -62,3 +72,53 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_json(path: Path, most: int = LONGEST_ENTRY) -> Any:
+    """Return the JSON value in a regular file of at most `most` bytes. For files that others may have made.
+
+    Errors: OSError where it cannot be read or is a folder, a pipe or a device; ValueError where it holds no JSON, more
+    bytes, or values nested too deeply.
+    """
+    handle = os.open(path, FILE & ~os.O_NOFOLLOW)
+    try:
+        about = os.fstat(handle)
+        if stat.S_ISDIR(about.st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if about.st_size > most:
+            raise ValueError(f"more than {most} bytes")
+        return json.loads(os.read(handle, most))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    finally:
+        os.close(handle)
+
+
+def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a small file; empty where it is anything else: a pipe, a device, huge, missing.
+
+    Errors: with `strict` OSError where the system cannot read it, unless it is another user's and closed to this one.
+    """
+    try:
+        found = read_json(path)
+    except ValueError:
+        return {}
+    except OSError as problem:
+        if strict and (problem.errno in FAILING or problem.errno == errno.EACCES and _is_own(path)):
+            raise
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file is this user's; where its folder cannot be entered, whether that folder is."""
+    for place in (path, path.parent):
+        try:
+            return place.lstat().st_uid == os.geteuid()
+        except PermissionError:
+            continue
+        except OSError:
+            break
+    return False

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from omagd.utils.errors import readable
 
@@ -295,19 +296,26 @@ class AppendFile:
             self._handle = None
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: into one beside it, which then takes its name. Errors: OSError."""
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file whole or not at all: into a temporary file beside it, which then takes its name. Errors: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all. Errors: OSError."""
+    with atomic_file(path) as file:
+        file.write(content)
 
 
 def open_records(path: Path) -> int:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from omagd.utils.run_folder import fingerprint
+
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Stage = Literal["stage1", "stage2", "stage3"]
 LONGEST_NAME = 255
@@ -115,6 +117,12 @@ class RankForm(Form):
     runners: dict[str, Any]
     past: dict[str, float]
     episode_bytes: Count
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with a checksum of what it says, as `seal`."""
+    said = {key: value for key, value in manifest.items() if key != "seal"}
+    return {**said, "seal": fingerprint(said)}
 
 
 def misfit(form: type[Form], value: Mapping[str, Any]) -> str:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_range import EpisodeRange, load_stretch
 from omagd.config.schema import Config
-from omagd.run.checkpoint.set_aside import STAGES, Position, read_saved
-from omagd.run.checkpoint.store import MANIFEST, Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part
+from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, SavedWeights
+from omagd.run.checkpoint.store import (
+    MANIFEST,
+    Checkpoint,
+    Damaged,
+    Foreign,
+    folders,
+    read_checkpoint,
+    read_part,
+    read_saved,
+)
 from omagd.run.checkpoint.weights import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
 from omagd.run.reporting.card import read_card, versions
 from omagd.utils.dist_utils import Dist
@@ -21,159 +28,6 @@ from omagd.utils.storage import Unreadable, listed
 
 NEW_FOLDER = "auto_resume=False begins from scratch in a new folder"
 PRETRAINED = {"stage1": TOKENIZER_FILE, "stage2": PREDICTOR_FILE}
-EVER = float("inf")
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """A complete checkpoint that this run continues from.
-
-    Attributes:
-        checkpoint: it. common: what all ranks share. own: this rank's part; None where the number of ranks has changed
-            or only weights are used. everyone: the parts of all ranks that wrote it, where the number has changed.
-        kind: "exact"; "lossy": without the files of episodes in `lost`; "weights": without replay and rank parts.
-    """
-
-    checkpoint: Checkpoint
-    common: dict[str, Any]
-    own: dict[str, Any] | None
-    everyone: tuple[dict[str, Any], ...] = ()
-    kind: str = "exact"
-    lost: frozenset[str] = frozenset()
-
-    @property
-    def iteration(self) -> int:
-        """Iterations of the run until it was written."""
-        return int(self.checkpoint.manifest["iteration"])
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that wrote it."""
-        return int(self.checkpoint.manifest["world_size"])
-
-    @property
-    def position(self) -> Position:
-        """Stage and clock; after a stage's end, all of that stage."""
-        manifest = self.checkpoint.manifest
-        stage = STAGES.index(manifest["stage"])
-        clock = manifest["t_env"] if stage == 2 else manifest["clock"]["epoch"]
-        return stage, EVER if self.common["stage"] is None else float(clock)
-
-    def said_of(self, log: str, rank: int) -> dict[str, Any]:
-        """Return what the manifest says of a rank's episodes under a name; empty where there are none."""
-        return dict(self.checkpoint.manifest["logs"][rank].get(log, {}))
-
-    def lost_episodes(self) -> int:
-        """Return how many episodes of all ranks are in files that cannot be read, of those that the run still kept."""
-        logs = [said for rank in self.checkpoint.manifest["logs"] for said in rank.values()]
-        if self.kind == "weights":
-            return sum(int(said["kept"]) for said in logs)
-        parts = [(said["added"] - said["kept"], part) for said in logs for part in said["parts"]]
-        return sum(
-            part["first"] + part["count"] - max(part["first"], oldest)
-            for oldest, part in parts
-            if part["file"] in self.lost
-        )
-
-    def refill(self, log: str, buffer: EpisodeBuffer, dist: Dist) -> None:
-        """Put the episodes under a name back; another number of ranks shares them out again, by age.
-
-        Errors: UserError for what cannot be read.
-        """
-        if self.kind == "weights":
-            return
-        try:
-            if self.own is not None:
-                said = self.said_of(log, dist.rank)
-                if said:
-                    oldest = said["added"] - said["kept"]
-                    buffer.restore([part.from_number(oldest) for part in self._stretches(said)], said["added"])
-                return
-            dealt = self._aged(log)[dist.rank :: dist.world_size]
-            buffer.capacity = max(buffer.capacity, len(dealt)) if log != "replay" else buffer.capacity
-            buffer.restore(dealt, len(dealt))
-        except (Damaged, ValueError, KeyError, TypeError) as problem:
-            raise unusable(self.checkpoint.path, problem) from problem
-
-    def _stretches(self, said: dict[str, Any]) -> Iterator[EpisodeRange]:
-        for part in said["parts"]:
-            if part["file"] not in self.lost:
-                yield load_stretch(self.checkpoint.shared(part["file"]), part)
-
-    def _aged(self, log: str) -> list[EpisodeRange]:
-        """Return the episodes of all ranks one by one, oldest first."""
-        found: list[tuple[int, int, EpisodeRange]] = []
-        for rank in range(self.world_size):
-            said = self.said_of(log, rank)
-            for part in self._stretches(said) if said else ():
-                kept = part.from_number(said["added"] - said["kept"])
-                for place, records in enumerate(kept.records, start=kept.first):
-                    found.append((place - said["added"], rank, EpisodeRange(place, kept.codec, (records,))))
-        return [stretch for _, _, stretch in sorted(found, key=lambda each: each[:2])]
-
-
-@dataclass(frozen=True)
-class Salvaged:
-    """Weights in `models/` that this run continues from, without a checkpoint.
-
-    Attributes:
-        step: folder of stage 3's, None before that stage. trained: files of finished stages by name.
-    """
-
-    step: Path | None
-    trained: Mapping[str, Path]
-
-    @property
-    def position(self) -> Position:
-        """Stage and clock that they were written at."""
-        return (2, float(self.step.name)) if self.step is not None else (max(map(STAGES.index, self.trained)), EVER)
-
-
-@dataclass(frozen=True)
-class TakenUp:
-    """What a start continues from, equal on all ranks but for the ranks' own parts.
-
-    Attributes:
-        found: a checkpoint. salvaged: weights without one. With neither the run begins from scratch.
-        problems: what is wrong with each checkpoint that is not used. behind: what was written later cannot be
-            reproduced, or was never saved: it must be kept. completed: iteration of the last complete save from here
-            on, None to leave the note as it is. least: a number of iterations that no checkpoint has reached. older:
-            the newest checkpoint is not the one that is used.
-    """
-
-    found: Recovered | None = None
-    salvaged: Salvaged | None = None
-    problems: Mapping[Path, str] = field(default_factory=dict)
-    behind: bool = False
-    completed: int | None = None
-    least: int = 0
-    older: bool = False
-
-    @property
-    def kind(self) -> str:
-        """`exact`, `lossy` or `weights`; empty for a run that begins from scratch."""
-        return self.found.kind if self.found is not None else "weights" if self.salvaged is not None else ""
-
-    @property
-    def t_env(self) -> int:
-        """Environment steps of stage 3 until here."""
-        if self.salvaged is not None:
-            return int(self.salvaged.step.name) if self.salvaged.step is not None else 0
-        return 0 if self.found is None else int(self.found.checkpoint.manifest.get("t_env", 0))
-
-    @property
-    def position(self) -> Position | None:
-        """Stage and clock, where the lengths of files must be found by them; None where a checkpoint says them."""
-        if self.salvaged is not None:
-            return self.salvaged.position
-        return self.found.position if self.found is not None and self.kind == "weights" else None
-
-    @property
-    def finished(self) -> set[str]:
-        """Stages that have ended before."""
-        if self.salvaged is not None:
-            return set(self.salvaged.trained)
-        return set() if self.found is None else {result["name"] for result in self.found.common["finished"]}
 
 
 @dataclass(frozen=True)
@@ -205,7 +59,7 @@ class _Judged:
         return f"{found[0]} and {len(found) - 1} more file(s)" if len(found) > 1 else found[0] if found else ""
 
 
-def recover(folder: RunFolder, dist: Dist, config: Config) -> TakenUp:
+def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
     """Return what a run continues from. Changes nothing.
 
     Called on every rank; the ranks share the work of comparing checksums and get the same answer. The newest checkpoint
@@ -216,7 +70,7 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> TakenUp:
     mode = config.resume
     names, completed, others = _agreed(dist, _look, folder)
     if not names and (completed == 0 or (completed is None and not others)):
-        return TakenUp(behind=bool(others), completed=0)
+        return ResumePlan(behind=bool(others), completed=0)
     problems: dict[Path, str] = {}
     found = None
     for name in names:
@@ -233,15 +87,15 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> TakenUp:
             break  # of another version: nothing says that the checkpoints before it are what is wanted
     least = max([completed or 0, 1, *map(_iteration, names)])
     if mode == "weights" and (found is None or found.kind == "weights"):
-        salvaged = _agreed(dist, _salvage, folder, config)
-        if salvaged is not None and (found is None or salvaged.position > found.position):
-            return TakenUp(None, salvaged, problems, behind=True, completed=least, least=least)
+        weights = _agreed(dist, _saved_weights, folder, config)
+        if weights is not None and (found is None or weights.position > found.position):
+            return ResumePlan(None, weights, problems, behind=True, completed=least, least=least)
     if found is None:
         raise _rejected(folder, mode, problems)
     older = bool(problems) or found.iteration < (completed or 0)
     other = found.world_size != dist.world_size or _agreed(dist, _started_otherwise, folder, dist.world_size)
     behind = older or found.kind != "exact" or other
-    return TakenUp(found, None, problems, behind, found.iteration, least, older)
+    return ResumePlan(found, None, problems, behind, found.iteration, least, older)
 
 
 def _started_otherwise(folder: RunFolder, world_size: int) -> bool:
@@ -304,7 +158,7 @@ def _judge(path: Path, dist: Dist) -> _Judged:
     return _Judged(path, sound, merged, any(foreign for _, foreign, _ in everyone))
 
 
-def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[Recovered | None, _Judged]:
+def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[RecoveredState | None, _Judged]:
     """Read the parts of a checkpoint that is used for `kind`; where one is none of ours, return what is wrong."""
     if not kind or judged.checkpoint is None:
         return None, judged
@@ -325,18 +179,18 @@ def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[Recovered | None, _
     return found, judged
 
 
-def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> Recovered:
+def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> RecoveredState:
     common = checkpoint.common()
     if kind == "weights":
-        return Recovered(checkpoint, common, None, (), kind, lost)
+        return RecoveredState(checkpoint, common, None, (), kind, lost)
     writers = int(checkpoint.manifest["world_size"])
     if writers == dist.world_size:
-        return Recovered(checkpoint, common, checkpoint.of_rank(dist.rank), (), kind, lost)
+        return RecoveredState(checkpoint, common, checkpoint.of_rank(dist.rank), (), kind, lost)
     everyone = tuple(checkpoint.of_rank(rank) for rank in range(writers))
-    return Recovered(checkpoint, common, None, everyone, kind, lost)
+    return RecoveredState(checkpoint, common, None, everyone, kind, lost)
 
 
-def _salvage(folder: RunFolder, config: Config) -> Salvaged | None:
+def _saved_weights(folder: RunFolder, config: Config) -> SavedWeights | None:
     """Return the newest weights in `models/` that can be read, with all modules that they need; None without any."""
     trained: dict[str, Path] = {}
     given = {"stage1": config.pretrained_tokenizer_path, "stage2": config.pretrained_mask_predictor_path}
@@ -345,14 +199,14 @@ def _salvage(folder: RunFolder, config: Config) -> Salvaged | None:
         files = [folder.pretrained(name, best) / PRETRAINED[name] for best in (True, False)]
         readable = [path for path in files if _can_be_read(path)]
         if not readable:
-            return Salvaged(None, trained) if trained else None
+            return SavedWeights(None, trained) if trained else None
         trained[name] = readable[0]
     for t_env in reversed(folder.saved_steps()):
         step = folder.step(t_env)
         files = [Path(entry.path) for entry in listed(step) if entry.name.endswith(".th")]
         if {AGENT_FILE, LEARNER_FILE} <= {path.name for path in files} and all(map(_can_be_read, files)):
-            return Salvaged(step, trained)
-    return Salvaged(None, trained) if trained else None
+            return SavedWeights(step, trained)
+    return SavedWeights(None, trained) if trained else None
 
 
 def _can_be_read(path: Path) -> bool:
@@ -378,11 +232,3 @@ def _rejected(folder: RunFolder, mode: str, problems: Mapping[Path, str]) -> Use
         "weights": "there are no whole weights either",
     }
     return UserError(f"resume={mode}: {what}. Nothing was changed: {ways[mode]}, {NEW_FOLDER}")
-
-
-def unusable(path: Path, problem: BaseException) -> UserError:
-    """Return the error for a checkpoint whose files are whole but do not fit this run."""
-    reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:160]
-    return UserError(
-        f"checkpoint {path} does not fit this run ({reason}); use the configuration that wrote it, or auto_resume=False"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -19,13 +18,13 @@ from typing import Any, TypeVar
 from omagd.config.loading import REMOVED
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
-from omagd.run.checkpoint.set_aside import SAVED, link
-from omagd.run.checkpoint.store import Checkpoint, Damaged, folders, read_checkpoint
+from omagd.run.checkpoint.set_aside import link
+from omagd.run.checkpoint.store import SAVED, Checkpoint, Damaged, folders, read_checkpoint
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import setup_logging
-from omagd.utils.owned_folder import Untrusted, closed_to_others, read_entry, require_own
-from omagd.utils.run_folder import RunFolder, keep_json, write_json
-from omagd.utils.storage import ABSENT, listed, patiently
+from omagd.utils.owned_folder import Untrusted, closed_to_others, require_own
+from omagd.utils.run_folder import RunFolder, fingerprint, keep_json, write_json
+from omagd.utils.storage import ABSENT, listed, patiently, read_entry
 from omagd.utils.writing import STORAGE
 
 T = TypeVar("T")
@@ -139,7 +138,7 @@ def identity_of(config: Config) -> str:
         kept[key] = _content(Path(kept[key]).expanduser()) if kept[key] else ""
     policy = Path(config.graph_pretrain_policy).expanduser()
     kept["graph_pretrain_policy"] = _content(policy) if policy.exists() else config.graph_pretrain_policy
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return fingerprint(kept)
 
 
 def _content(path: Path) -> str:
@@ -152,7 +151,7 @@ def _content(path: Path) -> str:
             weights[file.name] = hashlib.sha256(patiently(file, file.read_bytes)).hexdigest()
     episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
     found = sorted({**weights, **episodes}.items())
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else path.name
+    return fingerprint(found) if found else path.name
 
 
 def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:

@@ -1,8 +1,8 @@
-"""Cutting a run's files back to where it continues; what cannot be reproduced is kept in `set_aside/`.
+"""Cut a run's files back to where it continues; what cannot be reproduced is kept in `set_aside/`.
 
-A run that continues from its newest complete checkpoint plays what came after it once more, so that may go. In every
-other case (an older checkpoint, lost episodes, weights alone, other ranks or versions) it is moved to
-`set_aside/<time>_<attempt>/`, under the names that it had. Each step may be the last one before a kill: files are
+A run that continues from its newest complete checkpoint repeats what came after it, so later output is removed. In
+every other case (an older checkpoint, lost episodes, weights alone, other ranks or versions) it is moved to
+`set_aside/<time>_<attempt>/`, under the same names. Each step may be the last one before a kill: files are
 linked before they are cut, checkpoints move after everything else, and the next start repeats what is left.
 """
 
@@ -15,119 +15,79 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from omagd.run.checkpoint.store import FORMAT, Damaged, clean, folders, read_checkpoint
+from omagd.run.checkpoint.plan import STAGES, Position, ResumePlan
+from omagd.run.checkpoint.store import SAVED, Damaged, clean, folders, note_saved, read_checkpoint, read_saved
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder, rank_of, write_json
-from omagd.utils.storage import ABSENT, listed, patiently, sync
-
-if TYPE_CHECKING:
-    from omagd.run.checkpoint.recovery import TakenUp
-
-SAVED = "saved.json"
-STAGES = ("stage1", "stage2", "stage3")
-Position = tuple[int, float]
-"""A stage's place among the three, and its clock: epochs, or environment steps in stage 3."""
+from omagd.utils.run_folder import RunFolder, rank_of
+from omagd.utils.storage import listed, sync
+from omagd.utils.writing import atomic_file
 
 OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 """Errors where a file stands in the place of a folder, or the other way round."""
 
 
-@dataclass
-class Cut:
-    """What cutting a run's files back has found.
+def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
+    """Cut a run's files back to what `plan` continues from; return the plan with `aside` and `missing`.
 
-    Attributes:
-        aside: folder of what was set aside, empty where nothing was. missing: bytes of lines that were there when the
-            checkpoint was written and are gone, by file below the run's folder.
+    Half-written files of killed starts are removed too. Called on every rank, while no rank of another start is alive;
+    rank 0 does the work, and no rank returns before. Errors: UserError, on all ranks, where the disk fails.
     """
-
-    aside: str = ""
-    missing: dict[str, int] = field(default_factory=dict)
-
-
-def read_saved(folder: RunFolder) -> int | None:
-    """Return the iteration of the last complete save of a run; 0 before the first one.
-
-    None where no version that notes it has run; 1, which is too low but not 0, where the note is damaged.
-    Errors: Unreadable.
-    """
-    path = folder.path / SAVED
-    try:
-        return int(json.loads(patiently(path, path.read_bytes))["iteration"])
-    except FileNotFoundError:
-        return None
-    except (*ABSENT, ValueError, KeyError, TypeError, RecursionError):
-        return 1
-
-
-def note_saved(folder: RunFolder, iteration: int) -> None:
-    """Note the iteration of the last complete save, durably. Errors: OSError."""
-    write_json(folder.path / SAVED, {"iteration": iteration, "format": FORMAT})
-    sync(folder.path)
-
-
-def cut_back(folder: RunFolder, dist: Dist, taken: TakenUp) -> Cut:
-    """Cut a run's files back to what `taken` continues from.
-
-    What killed starts have left half written goes too. Called on every rank, while no rank of another start is alive;
-    rank 0 does it, and no rank returns before. Errors: UserError, on all ranks, where the disk fails.
-    """
-    own = taken.found.own if taken.found is not None else None
+    own = plan.state.own if plan.state is not None else None
     sizes = dist.gather(None if own is None else int(own["episode_bytes"]))
-    cut, problem = Cut(), ""
+    aside, missing, problem = "", {}, ""
     if dist.is_main:
         try:
-            cut = _cut(folder, taken, sizes)
+            aside, missing = _cut(folder, plan, sizes)
         except OSError as error:
             fix = "move it away" if error.errno in OCCUPIED else "free the disk or correct the permissions"
             problem = f"{error.filename or folder.path} ({error.strerror or error}); {fix}"
         except UserError as error:
             problem = error.message
-    cut, problem = dist.broadcast((cut, problem))
+    aside, missing, problem = dist.broadcast((aside, missing, problem))
     if problem:
         raise UserError(f"the run cannot be prepared to continue: {problem}, then start again: nothing is lost")
-    return cut
+    return replace(plan, aside=aside, missing=missing)
 
 
-def _cut(folder: RunFolder, taken: TakenUp, sizes: list[int | None]) -> Cut:
+def _cut(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> tuple[str, dict[str, int]]:
+    """Cut on rank 0; return the folder of what was set aside, and the missing bytes by file."""
     aside = Aside(folder)
     for path in [*folder.files(), folder.path / SAVED, *folder.episode_logs()]:
         if path.exists() and not path.is_file():  # a folder, say: the run could not write its file there
             aside.move(path)
-    missing = _cut_lines(folder, taken, sizes, aside)
-    later = [folder.step(step) for step in folder.saved_steps() if step > taken.t_env]
+    missing = _cut_lines(folder, plan, sizes, aside)
+    later = [folder.step(step) for step in folder.saved_steps() if step > plan.t_env]
     for path in [folder.summary_json, *later]:
-        if taken.behind:
+        if plan.behind:
             aside.move(path)
         elif path == folder.summary_json:
             path.unlink(missing_ok=True)
         else:
             folder.remove_step(int(path.name))
-    if taken.behind:
-        for path in _pretrained_behind(folder, taken):
+    if plan.behind:
+        for path in _pretrained_behind(folder, plan):
             aside.move(path)
-        _keep_checkpoints(folder, taken, aside)
+        _keep_checkpoints(folder, plan, aside)
     clean(folder.checkpoints)
     for half in folder.path.rglob(".*.tmp"):
         half.unlink(missing_ok=True)
-    if taken.completed is not None and taken.completed != read_saved(folder):
-        note_saved(folder, taken.completed)
-    return Cut(str(aside.path) if aside.used else "", missing)
+    if plan.completed is not None and plan.completed != read_saved(folder):
+        note_saved(folder, plan.completed)
+    return str(aside.path) if aside.used else "", missing
 
 
-def _cut_lines(folder: RunFolder, taken: TakenUp, sizes: list[int | None], aside: Aside) -> dict[str, int]:
+def _cut_lines(folder: RunFolder, plan: ResumePlan, sizes: list[int | None], aside: Aside) -> dict[str, int]:
     """Cut the files that are appended to; return how many bytes are missing before the cut, by name."""
     missing = {}
-    for path, size in _ends(folder, taken, sizes):
+    for path, size in _ends(folder, plan, sizes):
         there = path.stat().st_size if path.exists() else 0
         if there < size:
             missing[str(path.relative_to(folder.path))] = size - there
-        elif taken.behind:
+        elif plan.behind:
             aside.tail(path, size)
         elif there > size:
             _truncate(path, size)
@@ -139,13 +99,13 @@ def _truncate(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def _ends(folder: RunFolder, taken: TakenUp, sizes: list[int | None]) -> Iterator[tuple[Path, int]]:
+def _ends(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> Iterator[tuple[Path, int]]:
     """Yield the files that are appended to, and how many of their bytes stay."""
-    found, logs = taken.found, folder.episode_logs()
-    if taken.position is not None:  # weights alone: no checkpoint says how long the files were
-        yield folder.metrics_jsonl, _bytes_until(folder.metrics_jsonl, taken.position)
+    found, logs = plan.state, folder.episode_logs()
+    if plan.position is not None:  # weights alone: no checkpoint says how long the files were
+        yield folder.metrics_jsonl, _bytes_until(folder.metrics_jsonl, plan.position)
         for path in logs:
-            yield path, _bytes_until(path, (2, taken.t_env - 0.5))  # `t_env` of a line is when its iteration began
+            yield path, _bytes_until(path, (2, plan.t_env - 0.5))  # `t_env` of a line is when its iteration began
         return
     if found is None:
         yield from ((path, 0) for path in (folder.metrics_jsonl, *logs))
@@ -178,20 +138,20 @@ def _bytes_until(path: Path, position: Position) -> int:
     return size
 
 
-def _pretrained_behind(folder: RunFolder, taken: TakenUp) -> list[Path]:
+def _pretrained_behind(folder: RunFolder, plan: ResumePlan) -> list[Path]:
     """Return the folders of modules whose stage was not finished where the run continues."""
-    behind = [stage for stage in STAGES[:2] if stage not in taken.finished]
+    behind = [stage for stage in STAGES[:2] if stage not in plan.finished]
     paths = [folder.pretrained(stage, best) for stage in behind for best in (False, True)]
     return [path for path in paths if path.exists()]
 
 
-def _keep_checkpoints(folder: RunFolder, taken: TakenUp, aside: Aside) -> None:
+def _keep_checkpoints(folder: RunFolder, plan: ResumePlan, aside: Aside) -> None:
     """Set aside what is newer than the checkpoint that the run continues from, and a copy of that if it is damaged."""
     for path in folders(folder.checkpoints):
-        source = taken.found is not None and taken.found.checkpoint.path == path
-        if source and taken.kind != "exact":
+        source = plan.state is not None and plan.state.checkpoint.path == path
+        if source and plan.kind != "exact":
             aside.checkpoint(path, stays=True)
-        if source or (taken.found is None and path not in taken.problems):
+        if source or (plan.state is None and path not in plan.problems):
             return
         aside.checkpoint(path, stays=False)
 
@@ -238,15 +198,9 @@ class Aside:
         target = self._place(path)
         link(path, target)
         sync(target.parent)
-        head = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            shutil.copyfile(path, head)
-            with head.open("r+b") as file:
-                file.truncate(size)
-                os.fsync(file.fileno())
-            head.replace(path)
-        finally:
-            head.unlink(missing_ok=True)
+        with atomic_file(path) as head, path.open("rb") as all_of_it:
+            shutil.copyfileobj(all_of_it, head)
+            head.truncate(size)
         sync(path.parent)
 
     def checkpoint(self, path: Path, stays: bool) -> None:

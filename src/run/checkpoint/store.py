@@ -15,29 +15,27 @@ import hashlib
 import io
 import json
 import math
-import os
 import shutil
 import stat
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from omagd.run.checkpoint.manifest import CommonForm, Form, ManifestForm, RankForm, misfit
+from omagd.run.checkpoint.manifest import CommonForm, Form, ManifestForm, RankForm, misfit, sealed
 from omagd.run.checkpoint.serialization import unpack
-from omagd.utils.run_folder import plain, write_json
-from omagd.utils.storage import ABSENT, RETRY_SECONDS, Unreadable, listed, patiently, sync
+from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.storage import ABSENT, Unreadable, listed, patiently, read_json, sync
 
 FORMAT = 2
 """Of the manifest and the parts. 1 was `models/<t_env>/opt.th`, which `checkpoint_path` still reads."""
 
-MANIFEST = "manifest.json"
-POLL_SECONDS = 0.02
+MANIFEST, SAVED = "manifest.json", "saved.json"
 
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """What makes a manifest of the next format out of one of an earlier format."""
@@ -113,7 +111,7 @@ def fault(path: Path, said: Mapping[str, Any], content: bool = True) -> str:
         size = facts.st_size if stat.S_ISREG(facts.st_mode) else -1  # a pipe would keep its reader waiting
         if size != said["bytes"]:
             return f"{size} bytes instead of {said['bytes']}"
-        if content and patiently(path, lambda: _digest(path)) != said["sha256"]:
+        if content and patiently(path, lambda: digest(path)) != said["sha256"]:
             return "its content has changed"
     except ABSENT as problem:
         return str(problem.strerror)
@@ -153,12 +151,6 @@ def _content(path: Path) -> bytes:
         raise Damaged(f"{path.name}: {problem.strerror}") from problem
 
 
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with a checksum of what it says, as `seal`."""
-    said = {key: value for key, value in manifest.items() if key != "seal"}
-    return {**said, "seal": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()}
-
-
 def _upgraded(manifest: Any) -> dict[str, Any]:
     if not isinstance(manifest, dict) or sealed(manifest)["seal"] != manifest.get("seal"):
         raise Damaged(f"{MANIFEST}: its content has changed")
@@ -194,14 +186,6 @@ class CheckpointStore:
         self.path, self.rank, self.world_size = path, rank, world_size
         self.attempt, self.keep, self.waits_until = attempt, keep, math.inf
 
-    def folders(self) -> list[Path]:
-        """Return the folders of checkpoints, newest first."""
-        return folders(self.path)
-
-    def draft(self, iteration: int) -> CheckpointWriter:
-        """Begin to save."""
-        return CheckpointWriter(self, f"{iteration:08d}")
-
     def prune(self) -> str:
         """Remove checkpoints that are neither among the newest nor the best, and the files that they alone name.
 
@@ -209,7 +193,7 @@ class CheckpointStore:
         nothing where none had to be: a manifest that cannot be read may name any of them.
         """
         known, unknown = [], []
-        for path in self.folders():
+        for path in folders(self.path):
             try:
                 known.append(read_checkpoint(path))
             except (Damaged, Unreadable) as problem:
@@ -225,117 +209,8 @@ class CheckpointStore:
         unused = {name for found in old for name in found.manifest["files"]} - needed
         if unknown and unused:
             return unknown[0]
-        _remove_kept(self.path, {name.partition("/")[2] for name in unused if name.startswith("kept/")})
+        remove_kept(self.path, {name.partition("/")[2] for name in unused if name.startswith("kept/")})
         return ""
-
-
-class CheckpointWriter:
-    """One rank's part of a checkpoint that is being written, in any thread.
-
-    Attributes:
-        files: what this rank has written, as in the manifest.
-    """
-
-    def __init__(self, store: CheckpointStore, name: str) -> None:
-        self.store, self.name = store, name
-        self.path = store.path / f".{name}.{store.attempt}.partial"
-        self.files: dict[str, dict[str, Any]] = {}
-        self._new: set[str] = set()  # of those, the ones that this draft wrote
-        self.final = self._free_name()
-
-    def _free_name(self) -> Path:
-        """Return where the checkpoint will stand: beside a damaged one of the same iteration, not over it."""
-        number, found = 1, self.store.path / self.name
-        while found.exists():
-            number += 1
-            found = self.store.path / f"{self.name}_{number}"
-        return found
-
-    def put(self, name: str, state: Mapping[str, Any]) -> None:
-        """Write a `pack` state as `<name>.th`. Errors: OSError."""
-        entry = write_part(self.path / f"{name}.th", state)
-        self._add(f"{self.final.name}/{name}.th", entry)
-
-    def keep(self, name: str, write: Callable[[Path], object]) -> str:
-        """Have `kept/<name>` in this checkpoint, which `write` writes; return its name in the manifest."""
-        path = self.store.path / "kept" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._new.add(f"kept/{name}")
-        write(path)
-        self._add(f"kept/{name}", {"bytes": path.stat().st_size, "sha256": _digest(path)})
-        sync(path.parent)
-        return f"kept/{name}"
-
-    def _add(self, name: str, entry: dict[str, Any]) -> None:
-        self.files[name] = entry
-        self._new.add(name)
-
-    def refer(self, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have files in this checkpoint that an earlier one has already."""
-        self.files.update({name: dict(said) for name, said in files.items()})
-
-    def report(self, facts: Mapping[str, Any]) -> None:
-        """Say that this rank's part is complete and on the disk."""
-        if self.path.is_dir():
-            sync(self.path)
-        write_json(self.path / f"report_{self.store.rank}.json", {"files": self.files, "facts": facts})
-
-    def give_up(self, reason: str) -> None:
-        """Remove the shared files that this rank wrote, and say, if that is possible, that its part is missing."""
-        _remove_kept(self.store.path, {name.partition("/")[2] for name in self._new if name.startswith("kept/")})
-        try:
-            write_json(self.path / f"report_{self.store.rank}.json", {"failed": reason})
-        except OSError:
-            pass  # the disk is full: rank 0 will not wait for ever
-
-    def commit(self, facts: Mapping[str, Any], patience: float) -> Path:
-        """Wait for all reports, then make the checkpoint appear; rank 0 alone. Return its folder.
-
-        Args:
-            facts: of the manifest. patience: seconds to wait for the other ranks.
-        Errors: OSError where something could not be written or a rank did not report: then there is no checkpoint.
-        """
-        reports = [self._report_of(rank, time.monotonic() + patience) for rank in range(self.store.world_size)]
-        files = {name: said for report in reports for name, said in report["files"].items()}
-        logs = [report["facts"] for report in reports]
-        said = plain({**facts, "world_size": self.store.world_size, "logs": logs, "files": files})
-        write_json(self.path / MANIFEST, sealed({"format": FORMAT, **said}))
-        for rank in range(self.store.world_size):
-            (self.path / f"report_{rank}.json").unlink()
-        sync(self.path)
-        self.path.rename(self.final)
-        return self.final
-
-    def lacks(self) -> str:
-        """Return what this rank misses of its part in the complete checkpoint, nothing if all of it is there.
-
-        Whatever this draft wrote is read again; of files that earlier ones wrote the size is compared.
-        """
-        try:
-            _see(self.final / MANIFEST)
-            named = read_checkpoint(self.final).manifest["files"]
-            for name, said in self.files.items():
-                found = fault(self.store.path / name, said, content=name in self._new)
-                if found or named.get(name) != said:
-                    return f"{name}: {found or 'the manifest names another file'}"
-        except (Damaged, Unreadable) as problem:
-            return str(problem)
-        return ""
-
-    def discard(self) -> None:
-        """Remove what was written into the folder of this draft."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-    def _report_of(self, rank: int, deadline: float) -> dict[str, Any]:
-        path = self.path / f"report_{rank}.json"
-        while not path.exists():
-            if time.monotonic() > min(deadline, self.store.waits_until):
-                raise OSError(None, f"rank {rank} has not written its part")
-            time.sleep(POLL_SECONDS)
-        report = json.loads(path.read_text(encoding="utf-8"))
-        if "failed" in report:
-            raise OSError(None, f"rank {rank}: {report['failed']}")
-        return dict(report)
 
 
 def clean(path: Path) -> None:
@@ -352,10 +227,10 @@ def clean(path: Path) -> None:
             needed |= set(read_checkpoint(each).manifest["files"])
         except Damaged:
             return
-    _remove_kept(path, {entry.name for entry in listed(path / "kept") if f"kept/{entry.name}" not in needed})
+    remove_kept(path, {entry.name for entry in listed(path / "kept") if f"kept/{entry.name}" not in needed})
 
 
-def _remove_kept(path: Path, names: set[str]) -> None:
+def remove_kept(path: Path, names: set[str]) -> None:
     """Remove shared files below `checkpoints/`. A folder among them is not ours and stays."""
     kept = path / "kept"
     for name in () if kept.is_symlink() else sorted(names):  # a link leads to files that are not ours
@@ -369,32 +244,32 @@ def folders(path: Path) -> list[Path]:
     return sorted((p for p in found if p.name.replace("_", "").isdigit()), key=_age, reverse=True)
 
 
-def _see(path: Path) -> None:
-    """Wait a moment for a file that another host wrote: a network file system may show its name late."""
-    for pause in RETRY_SECONDS:
-        if path.exists():
-            return
-        listed(path.parent.parent)  # makes NFS ask its server again
-        time.sleep(pause)
-
-
 def _age(path: Path) -> tuple[int, ...]:
     return tuple(int(part) for part in path.name.split("_") if part)
 
 
-def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a `pack` state and return its size and SHA-256."""
-    stream = io.BytesIO()
-    torch.save(dict(state), stream)
-    content = stream.getbuffer()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_saved(folder: RunFolder) -> int | None:
+    """Return the iteration of the last complete save of a run; 0 before the first one.
+
+    None where no version that notes it has run; 1, which is too low but not 0, where the note is damaged.
+    Errors: Unreadable.
+    """
+    path = folder.path / SAVED
+    try:
+        return int(patiently(path, partial(read_json, path))["iteration"])
+    except FileNotFoundError:
+        return None
+    except (*ABSENT, ValueError, KeyError, TypeError):
+        return 1
+
+
+def note_saved(folder: RunFolder, iteration: int) -> None:
+    """Note the iteration of the last complete save, durably. Errors: OSError."""
+    write_json(folder.path / SAVED, {"iteration": iteration, "format": FORMAT})
+    sync(folder.path)

@@ -1,38 +1,162 @@
-"""Writing one rank's copy of a run's state, in a thread, while the run goes on."""
+"""Write one rank's copy of a run's state in a thread, while training continues."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
+import shutil
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from omagd.components.episode_range import EpisodeRange
-from omagd.run.checkpoint.set_aside import note_saved
-from omagd.run.checkpoint.store import CheckpointStore, CheckpointWriter, write_part
+from omagd.run.checkpoint.manifest import sealed
+from omagd.run.checkpoint.plan import RecoveredState
+from omagd.run.checkpoint.store import (
+    FORMAT,
+    MANIFEST,
+    CheckpointStore,
+    Damaged,
+    digest,
+    fault,
+    note_saved,
+    read_checkpoint,
+    remove_kept,
+)
 from omagd.utils.dist_utils import Dist
-from omagd.utils.run_folder import RunFolder
-from omagd.utils.storage import Unreadable, sync
-from omagd.utils.writing import REMIND_SECONDS
+from omagd.utils.logging import Logger
+from omagd.utils.run_folder import RunFolder, plain, write_json
+from omagd.utils.storage import RETRY_SECONDS, Unreadable, listed, read_json, sync
+from omagd.utils.writing import REMIND_SECONDS, replace_file
 
-if TYPE_CHECKING:
-    from omagd.run.training.session import Session
+POLL_SECONDS = 0.02
+MOST_BYTES = 1 << 28  # of the report of one rank, which names each of its files of episodes
+Parts = list[dict[str, Any]]
+"""Entries of the files that hold one rank's episodes of a buffer, oldest first."""
+
+
+class CheckpointWriter:
+    """Writes one rank's part of a checkpoint, in any thread.
+
+    Args:
+        store: the run's checkpoints. iteration: that is saved.
+
+    Attributes:
+        files: what this rank has written, as in the manifest.
+    """
+
+    def __init__(self, store: CheckpointStore, iteration: int) -> None:
+        self.store, self.name = store, f"{iteration:08d}"
+        self.path = store.path / f".{self.name}.{store.attempt}.partial"
+        self.files: dict[str, dict[str, Any]] = {}
+        self._new: set[str] = set()  # of those, the ones that this draft wrote
+        self.final = self._free_name()
+
+    def _free_name(self) -> Path:
+        """Return where the checkpoint will stand: beside a damaged one of the same iteration, not over it."""
+        number, found = 1, self.store.path / self.name
+        while found.exists():
+            number += 1
+            found = self.store.path / f"{self.name}_{number}"
+        return found
+
+    def put(self, name: str, state: Mapping[str, Any]) -> None:
+        """Write a `pack` state as `<name>.th`. Errors: OSError."""
+        entry = write_part(self.path / f"{name}.th", state)
+        self._add(f"{self.final.name}/{name}.th", entry)
+
+    def keep(self, name: str, write: Callable[[Path], object]) -> str:
+        """Have `kept/<name>` in this checkpoint, which `write` writes; return its name in the manifest."""
+        path = self.store.path / "kept" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._new.add(f"kept/{name}")
+        write(path)
+        self._add(f"kept/{name}", {"bytes": path.stat().st_size, "sha256": digest(path)})
+        sync(path.parent)
+        return f"kept/{name}"
+
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        self.files[name] = entry
+        self._new.add(name)
+
+    def refer(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have files in this checkpoint that an earlier one has already."""
+        self.files.update({name: dict(said) for name, said in files.items()})
+
+    def report(self, facts: Mapping[str, Any]) -> None:
+        """Say that this rank's part is complete and on the disk."""
+        if self.path.is_dir():
+            sync(self.path)
+        write_json(self.path / f"report_{self.store.rank}.json", {"files": self.files, "facts": facts})
+
+    def give_up(self, reason: str) -> None:
+        """Remove the shared files that this rank wrote, and say, if that is possible, that its part is missing."""
+        remove_kept(self.store.path, {name.partition("/")[2] for name in self._new if name.startswith("kept/")})
+        try:
+            write_json(self.path / f"report_{self.store.rank}.json", {"failed": reason})
+        except OSError:
+            pass  # the disk is full: rank 0 will not wait for ever
+
+    def commit(self, facts: Mapping[str, Any], patience: float) -> Path:
+        """Wait for all reports, then make the checkpoint appear; rank 0 alone. Return its folder.
+
+        Args:
+            facts: of the manifest. patience: seconds to wait for the other ranks.
+        Errors: OSError where something could not be written or a rank did not report: then there is no checkpoint.
+        """
+        reports = [self._report_of(rank, time.monotonic() + patience) for rank in range(self.store.world_size)]
+        files = {name: said for report in reports for name, said in report["files"].items()}
+        logs = [report["facts"] for report in reports]
+        said = plain({**facts, "world_size": self.store.world_size, "logs": logs, "files": files})
+        write_json(self.path / MANIFEST, sealed({"format": FORMAT, **said}))
+        for rank in range(self.store.world_size):
+            (self.path / f"report_{rank}.json").unlink()
+        sync(self.path)
+        self.path.rename(self.final)
+        return self.final
+
+    def lacks(self) -> str:
+        """Return what this rank misses of its part in the complete checkpoint, nothing if all of it is there.
+
+        Whatever this draft wrote is read again; of files that earlier ones wrote the size is compared.
+        """
+        try:
+            _see(self.final / MANIFEST)
+            named = read_checkpoint(self.final).manifest["files"]
+            for name, said in self.files.items():
+                found = fault(self.store.path / name, said, content=name in self._new)
+                if found or named.get(name) != said:
+                    return f"{name}: {found or 'the manifest names another file'}"
+        except (Damaged, Unreadable) as problem:
+            return str(problem)
+        return ""
+
+    def discard(self) -> None:
+        """Remove what was written into the folder of this draft."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _report_of(self, rank: int, deadline: float) -> dict[str, Any]:
+        path = self.path / f"report_{rank}.json"
+        while not path.exists():
+            if time.monotonic() > min(deadline, self.store.waits_until):
+                raise OSError(None, f"rank {rank} has not written its part")
+            time.sleep(POLL_SECONDS)
+        report = read_json(path, MOST_BYTES)
+        if "failed" in report:
+            raise OSError(None, f"rank {rank}: {report['failed']}")
+        return dict(report)
 
 
 @dataclass
-class Written:
-    """The files that hold one rank's episodes under one name, oldest first; `next` is the first one in none of them."""
+class Snapshot:
+    """One rank's copy of everything.
 
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    next: int = 0
-
-
-@dataclass
-class Save:
-    """One rank's copy of everything, on its way to the disk.
-
-    `episodes`: those that are new, and facts of all. `flushed`: bytes of the lines that belong to it, by file.
+    `episodes`: those that are new, and facts about the buffer. `flushed`: bytes of its lines, by file.
     """
 
     draft: CheckpointWriter
@@ -44,65 +168,77 @@ class Save:
     flushed: dict[Path, int]
 
 
-class Saver:
-    """Writes saves of one rank, one after another.
+class SnapshotWriter:
+    """Writes snapshots of one rank, one after another.
 
     Args:
         store: the run's checkpoints. dist: the ranks. folder: of the run. minutes: that rank 0 waits for the others.
 
     Attributes:
-        written: which files hold this rank's episodes, by name. modules: trained modules that have a file of their own.
+        parts: files that hold this rank's episodes, by buffer. modules: trained modules that have a file of their own.
     """
 
     def __init__(self, store: CheckpointStore, dist: Dist, folder: RunFolder, minutes: float) -> None:
         self.store, self.dist, self.folder, self.minutes = store, dist, folder, minutes
-        self.written: dict[str, Written] = {}
+        self.parts: dict[str, Parts] = {}
         self.modules: dict[str, dict[str, Any]] = {}
         self._warned = False
-        self._said: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
 
-    def write(self, save: Save, session: Session) -> str:
-        """Write a copy to the disk, in the thread. Return what went wrong, which is also said; the run goes on."""
-        draft = save.draft
+    def continue_from(self, state: RecoveredState) -> None:
+        """Refer to the files of the checkpoint from which the run continues.
+
+        Where episodes were lost or redistributed, all of them are numbered and written again.
+        """
+        manifest = state.checkpoint.manifest
+        files = manifest["files"]
+        modules = state.common["modules"]
+        self.modules = {name: {"file": file, "entry": files[file]} for name, file in modules.items() if file in files}
+        if state.own is not None and state.kind == "exact":
+            self.parts = {name: list(entry["parts"]) for name, entry in manifest["logs"][self.dist.rank].items()}
+
+    def write(self, snapshot: Snapshot, logger: Logger) -> str:
+        """Write a snapshot to the disk, in the thread; return the error, which is also logged: training continues."""
+        draft = snapshot.draft
         try:
-            for path, size in save.flushed.items():
+            for path, size in snapshot.flushed.items():
                 if size and path.stat().st_size < size:
                     raise OSError(None, f"lines of {path.name} wait to be written")
                 if path.exists():
                     sync(path)
-            logs = {name: self._write_episodes(name, *each, draft) for name, each in save.episodes.items()}
-            modules = {name: self._write_module(name, state, draft) for name, state in save.modules.items()}
+            logs = {name: self._write_episodes(name, *each, draft) for name, each in snapshot.episodes.items()}
+            modules = {name: self._write_module(name, state, draft) for name, state in snapshot.modules.items()}
             draft.refer({entry["file"]: entry["entry"] for entry in self.modules.values()})
-            if save.common is not None:
+            if snapshot.common is not None:
                 known = {name: entry["file"] for name, entry in {**self.modules, **modules}.items()}
-                draft.put("common", {**save.common, "modules": known})
-            draft.put(f"rank_{self.dist.rank}", save.own)
-            draft.report({name: said for name, (said, _) in logs.items()})
+                draft.put("common", {**snapshot.common, "modules": known})
+            draft.put(f"rank_{self.dist.rank}", snapshot.own)
+            draft.report(logs)
             if self.dist.is_main:
-                draft.commit(save.facts, 60.0 * self.minutes)
+                draft.commit(snapshot.facts, 60.0 * self.minutes)
         except (OSError, MemoryError) as problem:
             reason = " ".join(str(getattr(problem, "strerror", None) or problem).split()) or "out of memory"
             draft.give_up(reason)
             if self.dist.is_main:
                 draft.discard()
             if self.store.waits_until == math.inf:  # else the run ends, and says why
-                self._say(save.facts["iteration"], reason, session)
+                self._log(snapshot.facts["iteration"], reason, logger)
             return reason
-        self.written = {name: written for name, (_, written) in logs.items()}
+        self.parts = {name: entry["parts"] for name, entry in logs.items()}
         self.modules.update(modules)
         if self.dist.is_main:
-            self._tidy(save.facts["iteration"], session)
+            self._tidy(snapshot.facts["iteration"], logger)
         return ""
 
-    def _say(self, iteration: int, reason: str, session: Session) -> None:
-        """Say that a save has failed: the first time for a reason, then every ten minutes."""
+    def _log(self, iteration: int, reason: str, logger: Logger) -> None:
+        """Log that a save has failed: the first time for a reason, then every ten minutes."""
         now = time.monotonic()
-        if now - self._said.get(reason, -math.inf) >= REMIND_SECONDS:
-            self._said[reason] = now
-            then = "the run goes on, and the checkpoint before it stands"
-            session.logger.error(f"iteration {iteration} could not be saved ({reason}): {then}")
+        if now - self._logged.get(reason, -math.inf) >= REMIND_SECONDS:
+            self._logged[reason] = now
+            then = "training continues, and the previous checkpoint remains"
+            logger.error(f"iteration {iteration} could not be saved ({reason}): {then}")
 
-    def _tidy(self, iteration: int, session: Session) -> None:
+    def _tidy(self, iteration: int, logger: Logger) -> None:
         """Make a complete checkpoint durable and remove what it replaces. What goes wrong does not undo it."""
         try:
             for path in (self.folder.checkpoints, self.folder.path, self.folder.path.parent):
@@ -110,26 +246,42 @@ class Saver:
             unknown = self.store.prune()
             note_saved(self.folder, iteration)
         except (OSError, Unreadable) as problem:
-            session.logger.error(
-                f"iteration {iteration} is saved, but not all of its folder could be updated: {problem}"
-            )
+            logger.error(f"iteration {iteration} is saved, but not all of its folder could be updated: {problem}")
             return
         if unknown and not self._warned:
             self._warned = True
-            session.logger.warning(f"files of old checkpoints stay in {self.store.path / 'kept'}: {unknown}")
+            logger.warning(f"files of old checkpoints stay in {self.store.path / 'kept'}: {unknown}")
 
     def _write_episodes(
-        self, name: str, stretch: EpisodeRange, said: dict[str, Any], draft: CheckpointWriter
-    ) -> tuple[dict[str, Any], Written]:
-        """Write the episodes that are in no file; return what the manifest says of them, and what is written now."""
-        parts = list(self.written[name].parts)
+        self, name: str, new: EpisodeRange, facts: dict[str, Any], draft: CheckpointWriter
+    ) -> dict[str, Any]:
+        """Write the episodes that are in no file; return the manifest's entry of the buffer."""
+        parts = list(self.parts[name])
         draft.refer({part["file"]: part["entry"] for part in parts})
-        if stretch.records:
-            file = f"{name}_rank{self.dist.rank}_{stretch.first:09d}_{self.store.attempt}.episodes"
-            path = draft.keep(file, stretch.save)
-            parts.append({**stretch.describe(), "file": path, "entry": draft.files[path]})
-        return {**said, "parts": parts}, Written(parts, stretch.first + len(stretch.records))
+        if new.records:
+            file = f"{name}_rank{self.dist.rank}_{new.first:09d}_{self.store.attempt}.episodes"
+            path = draft.keep(file, new.save)
+            parts.append({**new.describe(), "file": path, "entry": draft.files[path]})
+        return {**facts, "parts": parts}
 
     def _write_module(self, name: str, state: dict[str, Any], draft: CheckpointWriter) -> dict[str, Any]:
         file = draft.keep(f"{name}_{self.store.attempt}.th", lambda path: write_part(path, state))
         return {"file": file, "entry": draft.files[file]}
+
+
+def _see(path: Path) -> None:
+    """Wait a moment for a file that another host wrote: a network file system may show its name late."""
+    for pause in RETRY_SECONDS:
+        if path.exists():
+            return
+        listed(path.parent.parent)  # makes NFS ask its server again
+        time.sleep(pause)
+
+
+def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a `pack` state and return its size and SHA-256."""
+    stream = io.BytesIO()
+    torch.save(dict(state), stream)
+    content = stream.getvalue()
+    replace_file(path, content)
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

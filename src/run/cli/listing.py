@@ -19,8 +19,8 @@ from omagd.run.reporting.report import runs_table
 from omagd.run.training.build import n_slots
 from omagd.run.training.evaluate import trained_card
 from omagd.utils.errors import UserError, readable
-from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import read_entry
 
 
 def listing() -> str:

@@ -208,7 +208,7 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
 def _is_unfinished(config: Config) -> bool:
     """Return whether a run of this command, or of one of its seeds, has begun and is not finished."""
     from omagd.run.checkpoint.resuming import RUN_FILE, identity_of
-    from omagd.utils.owned_folder import read_entry
+    from omagd.utils.storage import read_entry
 
     seeds = config.seeds or (config.seed,)
     wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}

@@ -14,7 +14,7 @@ from typing import Any
 
 from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import RunLock, claimed_folder
-from omagd.run.checkpoint.set_aside import SAVED
+from omagd.run.checkpoint.store import SAVED
 from omagd.run.launch.failures import (
     Verdict,
     hang_noted,
@@ -44,9 +44,9 @@ from omagd.run.training.records import first_summary
 from omagd.utils.dist_utils import Dist, open_rendezvous
 from omagd.utils.errors import RankFailed, UserError, exit_line
 from omagd.utils.logging import append_to_log, setup_logging
-from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import Stopped, stop_requested, stoppable, unhurried
+from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE, drop_lost_output
 
 

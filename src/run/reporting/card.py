@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import packages_distributions, version
@@ -14,8 +12,8 @@ import omagd
 from omagd import runners
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.utils.errors import readable
-from omagd.utils.owned_folder import read_entry
-from omagd.utils.run_folder import RunFolder, plain
+from omagd.utils.run_folder import RunFolder, fingerprint, plain
+from omagd.utils.storage import read_entry
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +55,7 @@ def make_card(config: Config, world_size: int, device: torch.device, trained: Ca
 
 def card_id(compared: Mapping[str, Any]) -> str:
     """Return a short hash of what must be equal."""
-    return hashlib.sha256(json.dumps(plain(compared), sort_keys=True).encode()).hexdigest()[:8]
+    return fingerprint(plain(compared))[:8]
 
 
 def final_card(card: Card, stats: Mapping[str, float], stages: Mapping[str, Any]) -> Card:

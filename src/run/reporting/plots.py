@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
-from omagd.utils.owned_folder import read_entry
+from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE
 
 __all__ = ["battle_moment", "battle_nodes", "curves", "evaluation", "read_metrics"]

@@ -11,9 +11,9 @@ import numpy as np
 
 from omagd.config.loading import config_names, find_yaml, read_yaml
 from omagd.run.reporting.card import Card, is_card, marks, resumed
-from omagd.utils.owned_folder import read_entry
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, keep_json
+from omagd.utils.storage import read_entry
 
 HEADLINES = {
     "win_rate": "test_battle_won_mean",

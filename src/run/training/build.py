@@ -25,6 +25,7 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.weights import (
     AGENT_FILE,
     PREDICTOR_FILE,
@@ -43,9 +44,9 @@ from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
-from omagd.utils.owned_folder import read_entry, read_json
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import seed_everything
+from omagd.utils.storage import read_entry, read_json
 
 PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
 
@@ -59,8 +60,10 @@ def n_slots(config: Config) -> int:
     return int(runners.REGISTRY.get(config.runner).slots(config))
 
 
-def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger) -> Session:
-    """Return one rank's session: environment, its facts, and a runner for each purpose."""
+def build_session(
+    config: Config, dist: Dist, folder: RunFolder, logger: Logger, plan: ResumePlan | None = None
+) -> Session:
+    """Return one rank's session: environment, its facts, runners by purpose. plan: what it continues from."""
     torch.set_num_threads(config.torch_threads)
     runner_class = runners.REGISTRY.get(config.runner)
     with dist.waits.doing(BUILDING):
@@ -82,7 +85,8 @@ def build_session(config: Config, dist: Dist, folder: RunFolder, logger: Logger)
         runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
     measures = Profiler(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
     log = EpisodeLog(folder.episode_log(dist.rank))
-    return Session(config, dist, env, info, folder, logger, made, Checkpointer(config, dist, folder), log, measures)
+    checkpointer = Checkpointer(config, dist, folder, plan)
+    return Session(config, dist, env, info, folder, logger, made, checkpointer, log, measures)
 
 
 def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> Config:
@@ -135,11 +139,11 @@ def load_products(config: Config, info: EnvInfo, device: torch.device) -> Pretra
     return products
 
 
-def restore_products(session: Session, products: PretrainedModules) -> None:
-    """Put back what finished stages of this run have trained. Errors: UserError for what does not fit."""
+def restore_products(session: Session, products: PretrainedModules, plan: ResumePlan) -> None:
+    """Restore what finished stages of this run have trained. Errors: UserError for what does not fit."""
     config, info, device = session.config, session.info, session.dist.device
     for stage, name, make in (("stage1", "tokenizer", new_tokenizer), ("stage2", "predictor", new_predictor)):
-        weights = session.checkpointer.trained(stage)
+        weights = plan.trained(stage)
         if weights is not None and getattr(products, name) is None:
             module = make(config, info, device)
             load_into(module, weights, session.folder.checkpoints, "checkpoint")

@@ -8,11 +8,11 @@ from typing import Any
 
 from omagd.config.loading import apply_texts, read_saved, validate
 from omagd.config.schema import Config
+from omagd.run.checkpoint.state import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.reporting.card import Card, read_card
 from omagd.run.training.build import build_mac, load_agent, load_products, of_checkpoint, require_same_weights
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import StageResult
 from omagd.run.training.stages.rl import greedy_episodes
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from omagd.config.schema import Config
-from omagd.run.checkpoint.recovery import TakenUp, recover
+from omagd.run.checkpoint.plan import ResumePlan
+from omagd.run.checkpoint.recovery import recover
 from omagd.run.checkpoint.resuming import rank_at_work
-from omagd.run.checkpoint.set_aside import Cut, cut_back
+from omagd.run.checkpoint.set_aside import cut_back
+from omagd.run.checkpoint.state import StageResult
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
 from omagd.run.training.build import build_session, load_products, require_same_weights, restore_products
@@ -34,7 +36,7 @@ from omagd.run.training.records import (
 )
 from omagd.run.training.session import Session
 from omagd.run.training.stages import REGISTRY as STAGES
-from omagd.run.training.stages.base import PretrainedModules, StageResult
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
 from omagd.utils.progress import close_bars
@@ -63,28 +65,27 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     """Resume or start, run all stages, and write the summary in every case."""
     STORAGE.begin(folder.path)
     earlier = earlier_stages(folder)  # before `cut_back` removes the file
-    taken, cut = _take_up(config, dist, folder)
+    plan = _resume_plan(config, dist, folder)
     card = make_card(config, dist.world_size, dist.device, trained_card(config))
     before = read_card(folder.path)
-    if taken.kind:
-        card["resumed"] = [*resumed(before), {**resume_entry(taken, cut, folder), **versions_of(before, card)}]
-    logger = open_logger(config, dist, folder, channel, card, taken.found)
-    for line in resume_warnings(taken, cut, folder, changed_versions(card)):
+    if plan.kind:
+        card["resumed"] = [*resumed(before), {**resume_entry(plan, folder), **versions_of(before, card)}]
+    logger = open_logger(config, dist, folder, channel, card, plan)
+    for line in resume_warnings(plan, folder, changed_versions(card)):
         logger.warning(line)
     summary = {**first_summary(config, dist.world_size, folder, started, card), "restarts": attempt}
-    summary["stages"] = earlier if taken.kind else {}
+    summary["stages"] = earlier if plan.kind else {}
     session: Session | None = None
     exit_state = "failed"
     try:
         with oom_hint(config, "all stages", "start", dist.device):
-            session = build_session(_with_weights(config, taken), dist, folder, logger)
-        session.checkpointer.take_up(taken)
+            session = build_session(_with_weights(config, plan), dist, folder, logger, plan)
         if dist.is_main:
             keep_json(folder.config_json, config.model_dump(mode="json"))
             keep_json(folder.env_info_json, session.info.to_dict())
             keep_json(folder.card_json, card)
         log_start(session, card)
-        summary["stages"] = {result.name: stage_entry(result) for result in run_stages(session)}
+        summary["stages"] = {result.name: stage_entry(result) for result in run_stages(session, plan)}
         summary["card"] = complete_card(session, card, summary["stages"])
         require_weights(folder)
         exit_state = "completed"
@@ -118,8 +119,8 @@ def _close(
         steps.callback(close_bars)
 
 
-def run_stages(session: Session) -> list[StageResult]:
-    """Run the stages of this configuration in order, except those whose result is given."""
+def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageResult]:
+    """Run the stages of this configuration in order, except those that `plan` has finished or that are given."""
     if session.config.evaluate:
         with oom_hint(session.config, "stage3", "test", session.dist.device):
             return [evaluate(session)]
@@ -127,7 +128,7 @@ def run_stages(session: Session) -> list[StageResult]:
     for module in (products.tokenizer, products.predictor):
         if module is not None:
             require_same_weights(session.dist, module, "pre-trained modules")
-    restore_products(session, products)
+    restore_products(session, products, plan or ResumePlan())
     results = session.checkpointer.results
     finished = {result.name for result in results}
     names = [name for name in stage_names(session.config, products) if name not in finished]
@@ -144,19 +145,18 @@ def run_stages(session: Session) -> list[StageResult]:
     return results
 
 
-def _take_up(config: Config, dist: Dist, folder: RunFolder) -> tuple[TakenUp, Cut]:
-    """Return the state that the run resumes from, and what was moved out of its folder."""
+def _resume_plan(config: Config, dist: Dist, folder: RunFolder) -> ResumePlan:
+    """Return what the run continues from, after its files have been cut back to it."""
     if config.evaluate or not config.enable_checkpointing:
-        return TakenUp(), Cut()
-    taken = recover(folder, dist, config)
-    return taken, cut_back(folder, dist, taken)
+        return ResumePlan()
+    return cut_back(folder, dist, recover(folder, dist, config))
 
 
-def _with_weights(config: Config, taken: TakenUp) -> Config:
-    """Return `config` with the run's own salvaged weights as the initial weights of stage 3, where there are any."""
-    if taken.salvaged is None or taken.salvaged.step is None:
+def _with_weights(config: Config, plan: ResumePlan) -> Config:
+    """Return `config` with the run's own weights as the initial weights of stage 3, where it resumes from `models/`."""
+    if plan.weights is None or plan.weights.step is None:
         return config
-    return config.model_copy(update={"checkpoint_path": str(taken.salvaged.step), "load_step": 0})
+    return config.model_copy(update={"checkpoint_path": str(plan.weights.step), "load_step": 0})
 
 
 def stage_names(config: Config, products: PretrainedModules) -> list[str]:

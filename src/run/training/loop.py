@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from omagd.run.training.stages.base import Stage, StageResult
+from omagd.run.checkpoint.state import StageResult
+from omagd.run.training.stages.base import Stage
 
 
 def fit(stage: Stage) -> StageResult:

@@ -8,26 +8,23 @@ from typing import Any
 
 from omagd import learners
 from omagd.config.schema import Config
-from omagd.run.checkpoint.recovery import Recovered, TakenUp
-from omagd.run.checkpoint.set_aside import Cut
+from omagd.run.checkpoint.plan import ResumePlan
+from omagd.run.checkpoint.state import StageResult
 from omagd.run.memory_budget import memory_warnings
 from omagd.run.reporting.card import Card, final_card, start_lines
 from omagd.run.reporting.log_sinks import make_logger
 from omagd.run.topology import ranks_here
 from omagd.run.training.build import n_slots
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import StageResult
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed
 from omagd.utils.logging import Logger, RunFacts, setup_logging
-from omagd.utils.owned_folder import read_entry
 from omagd.utils.run_folder import RunFolder, keep_json
+from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE
 
 
-def open_logger(
-    config: Config, dist: Dist, folder: RunFolder, channel: Any, card: Card, found: Recovered | None
-) -> Logger:
+def open_logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, card: Card, plan: ResumePlan) -> Logger:
     """Return the logger of this rank, with a sink for each configured output."""
     console = setup_logging(folder.log(dist.rank), dist.rank)
     sinks = ["console", "jsonl", "sacred"]
@@ -42,7 +39,7 @@ def open_logger(
         config=config.model_dump(mode="json"),
         totals={"epoch": config.graph_pretrain_epochs, **_ends(config)},
         card=card,
-        saved={} if found is None else found.common["run"]["sinks"],
+        saved={} if plan.state is None else plan.state.common["run"]["sinks"],
         wandb_project=config.wandb_project,
         wandb_entity=config.wandb_entity,
     )
@@ -73,38 +70,38 @@ def log_start(session: Session, card: Card) -> None:
     session.logger.info(f"results: {session.folder.path}")
 
 
-def resume_entry(taken: TakenUp, cut: Cut, folder: RunFolder) -> dict[str, Any]:
+def resume_entry(plan: ResumePlan, folder: RunFolder) -> dict[str, Any]:
     """Return the entry of the card's list `resumed` for this start."""
-    salvaged = taken.salvaged
-    files = [] if salvaged is None else [salvaged.step, *salvaged.trained.values()]
-    source = taken.found.checkpoint.path if taken.found is not None else next(path for path in files if path)
+    weights = plan.weights
+    files = [] if weights is None else [weights.step, *weights.trained.values()]
+    source = plan.state.checkpoint.path if plan.state is not None else next(path for path in files if path)
     return {
-        "kind": taken.kind,
+        "kind": plan.kind,
         "from": str(source.relative_to(folder.path)),
-        "iteration": taken.least if taken.found is None else taken.found.iteration,
-        "t_env": taken.t_env,
-        "lost_episodes": 0 if taken.found is None or taken.kind == "exact" else taken.found.lost_episodes(),
-        "set_aside": str(Path(cut.aside).relative_to(folder.path)) if cut.aside else "",
-        "missing_bytes": cut.missing,
+        "iteration": plan.least if plan.state is None else plan.state.iteration,
+        "t_env": plan.t_env,
+        "lost_episodes": plan.lost_episodes(),
+        "set_aside": str(Path(plan.aside).relative_to(folder.path)) if plan.aside else "",
+        "missing_bytes": dict(plan.missing),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-def resume_warnings(taken: TakenUp, cut: Cut, folder: RunFolder, versions: str) -> list[str]:
+def resume_warnings(plan: ResumePlan, folder: RunFolder, versions: str) -> list[str]:
     """Return a warning for everything that was lost, damaged or changed since the last start."""
-    lines = [f"{path} is damaged ({problem}): it is not used" for path, problem in taken.problems.items()]
-    if taken.found is not None and taken.kind == "exact" and taken.older:
-        lines.append(f"the newest checkpoint cannot be used; {taken.found.checkpoint.path}, an earlier one, is used")
-    if taken.found is not None and taken.kind == "lossy":
-        lost = f"{taken.found.lost_episodes()} episode(s) in {', '.join(sorted(taken.found.lost))}"
+    lines = [f"{path} is damaged ({problem}): it is not used" for path, problem in plan.problems.items()]
+    if plan.state is not None and plan.kind == "exact" and plan.older:
+        lines.append(f"the newest checkpoint cannot be used; {plan.state.checkpoint.path}, an earlier one, is used")
+    if plan.state is not None and plan.kind == "lossy":
+        lost = f"{plan.lost_episodes()} episode(s) in {', '.join(sorted(plan.state.lost))}"
         lines.append(f"resume=lossy: {lost} cannot be read, and the run continues without them")
-    if taken.kind == "weights":
+    if plan.kind == "weights":
         lines.append("resume=weights: the replay starts empty")
-    for name, size in cut.missing.items():
+    for name, size in plan.missing.items():
         lines.append(f"{folder.path / name}: {size} bytes that were there at that checkpoint are missing")
-    if cut.aside:
-        after = "after that" if taken.kind else "before the first complete checkpoint"
-        lines.append(f"what was written {after}, or cannot be used, is kept in {cut.aside}")
+    if plan.aside:
+        after = "after that" if plan.kind else "before the first complete checkpoint"
+        lines.append(f"what was written {after}, or cannot be used, is kept in {plan.aside}")
     return lines + ([f"this run continues with other versions: {versions}"] if versions else [])
 
 

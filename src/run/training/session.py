@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import BatchedEnv
+from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.reporting.episode_log import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.runners.runner import Runner
@@ -18,9 +18,6 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
 from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from omagd.run.checkpoint.checkpointer import Checkpointer
 
 BUILDING, CLOSING, COUNTING = "building the environment", "closing the environment", "reading environment counters"
 """Names of phases outside a stage, as the watchdog reports them."""
@@ -88,8 +85,8 @@ class Session:
         with self.dist.waits.doing(COUNTING):
             return self.env.get_stats()
 
-    def go_on_counting(self, past: Mapping[str, float]) -> None:
-        """Count restarts on from those of earlier starts of this run, which a checkpoint holds."""
+    def resume_counting(self, past: Mapping[str, float]) -> None:
+        """Add restarts of earlier starts, which a checkpoint holds, to the counts."""
         self.past_failures, self.logged_failures = dict(past), dict(past)
 
     def close(self, patience: float = math.inf) -> None:

@@ -1,27 +1,29 @@
-"""What the loop knows of a stage."""
+"""Interface of a stage, used by the training loop and by checkpoints."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Policy
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.serialization import first_not_finite
+from omagd.run.checkpoint.state import Attribute, Group, Scope, StageResult, Stateful
 from omagd.run.memory_budget import oom_hint
 from omagd.run.training.replicas import check_replicas
 from omagd.run.training.session import Session
 from omagd.run.training.stages.health import Health
 from omagd.utils.clock import Counters, Every
 from omagd.utils.metrics import Metrics
-from omagd.utils.seeding import generator, seed_everything
+from omagd.utils.seeding import Generators, seed_everything
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,10 @@ class PretrainedModules:
         found = {"pretrain": self.train_episodes, "held_out": self.held_out}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
-
-@dataclass(frozen=True)
-class StageResult:
-    """How a stage ended: `values` are its last and best numbers, `files` its artifacts by name."""
-
-    name: str
-    clock: dict[str, int]
-    values: dict[str, float]
-    files: dict[str, str]
-    facts: dict[str, Any] = field(default_factory=dict)
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the trained modules that there are, by name."""
+        found = {"tokenizer": self.tokenizer, "predictor": self.predictor}
+        return {name: module for name, module in found.items() if module is not None}
 
 
 class Stage(ABC):
@@ -78,17 +74,30 @@ class Stage(ABC):
         self.clock = Counters()
         self.tasks = []
         self.dues: dict[str, Every] = {}
-        self.generators: dict[str, np.random.Generator] = {}
-        self._generation: tuple[int, ...] = ()
         self.metrics: dict[str, Metrics] = {}
         self.health = Health(session.config, self.lr_key)
+        self.generators = Generators(session.config.seed, session.dist.rank)
+        session.checkpointer.start_stage()
+        self.register("clock", self.clock)
+        self.register("dues", Group(self.dues))
+        self.register("health", self.health)
+        self.register("generation", Attribute(self.generators, "generation"), "rank")
+        self.register("generators", self.generators, "rank")
+        self.register("metrics", Group(self.metrics), "rank")
+
+    def register(self, name: str, stateful: Stateful, scope: Scope = "shared") -> None:
+        """Save `stateful` in the checkpoints of this stage: see `Checkpointer.register`."""
+        self.session.checkpointer.register(name, stateful, scope)
+
+    def register_learner(self, learner: Any) -> None:
+        """Train with `learner`, and save its modules and its state."""
+        self.learner = learner
+        self.register("modules", Group(learner.modules()))
+        self.register("learner", learner)
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Return this rank's generator for `purpose`, which checkpoints hold."""
-        if purpose not in self.generators:
-            place = (self.session.dist.rank, *self._generation)
-            self.generators[purpose] = generator(self.session.config.seed, purpose, *place)
-        return self.generators[purpose]
+        return self.generators.rng(purpose)
 
     def begin(self) -> None:
         """Start to measure this stage."""
@@ -186,64 +195,17 @@ class Stage(ABC):
         """Return how good the stage is by now, higher is better; None where it cannot be told."""
         return None
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return all that is the same on all ranks; subclasses add their own."""
-        return {
-            "clock": self.clock.state_dict(),
-            "dues": {name: due.state_dict() for name, due in self.dues.items()},
-            "modules": {name: module.state_dict() for name, module in self.learner.modules().items()},
-            "learner": self.learner.state_dict(),
-            "health": self.health.state_dict(),
-        }
-
-    def load_shared(self, state: dict[str, Any]) -> None:
-        """Continue from a `shared_state`. Errors: KeyError, RuntimeError, ValueError for one that does not fit."""
-        self.clock.load_state_dict(state["clock"])
-        for name, due in self.dues.items():
-            due.load_state_dict(state["dues"][name])
-        for name, module in self.learner.modules().items():
-            module.load_state_dict(state["modules"][name])
-        self.learner.load_state_dict(state["learner"])
-        self.health.load_state_dict(state.get("health", [0, 0, 0]))  # earlier versions had none
+    def restored(self) -> None:
+        """Finish the preparation once the state is there: the beginning, or that of a checkpoint."""
         self.session.measures.resume_at(self.clock.updates)
 
-    def own_state(self) -> dict[str, Any]:
-        """Return what this rank alone has: its generators, and what it has measured since the last log."""
-        return {
-            "generation": list(self._generation),
-            "generators": {name: rng.bit_generator.state for name, rng in self.generators.items()},
-            "metrics": {name: metrics.state_dict() for name, metrics in self.metrics.items()},
-        }
+    def renew(self, generation: int) -> None:
+        """Begin new streams of random numbers. generation: distinguishes them from earlier ones."""
+        self.generators.renew(generation)
+        seed_everything(self.session.config.seed, f"{self.name} dropout", self.session.dist.rank, generation)
 
-    def load_own(self, state: dict[str, Any]) -> None:
-        """Continue from an `own_state`."""
-        self._generation = tuple(state["generation"])
-        for name, saved in state["generators"].items():
-            self.rng(name).bit_generator.state = saved
-        for name, metrics in self.metrics.items():
-            metrics.load_state_dict(state["metrics"][name])
-
-    def renew(self, everyone: list[dict[str, Any]], generation: int) -> None:
-        """Continue among another number of ranks: with new streams of chance, and nothing that was measured lost.
-
-        Args:
-            everyone: `own_state` of all ranks there were, none at a stage's beginning. generation: tells the new
-                streams from the old ones.
-        """
-        config, rank = self.session.config, self.session.dist.rank
-        self._generation = (generation,)
-        before, self.generators = self.generators, {}
-        for name, rng in before.items():  # who holds one keeps it
-            rng.bit_generator.state = self.rng(name).bit_generator.state
-            self.generators[name] = rng
-        seed_everything(config.seed, f"{self.name} dropout", rank, generation)
-        if self.session.dist.is_main:
-            for state in everyone:
-                for name, metrics in self.metrics.items():
-                    metrics.add(state["metrics"][name])
-
-    def without_episodes(self) -> None:  # noqa: B027 most stages need none
-        """Continue from a checkpoint whose episodes could not all be read; called after it is loaded, on all ranks."""
+    def episodes_changed(self, *, lost: bool) -> None:  # noqa: B027 most stages need none
+        """Continue with other episodes than this rank had: fewer (`lost`), or redistributed. Called on all ranks."""
 
     def now(self) -> int:
         """Return the time of the stage's clock."""

@@ -18,11 +18,12 @@ from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import describe
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
 from omagd.run.training.beliefs import picture
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy, require_same_weights
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import PretrainedModules, Stage, StageResult, Task
+from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.utils.clock import Every
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
@@ -43,14 +44,14 @@ class PretrainStage(Stage):
     def __init__(self, session: Session, products: PretrainedModules) -> None:
         super().__init__(session, products)
         config = session.config
-        self.learner = self.make_learner()
+        self.register_learner(self.make_learner())
         seed_everything(config.seed, f"{self.name} dropout", session.dist.rank)
         self.trained_on = Metrics()
-        self.metrics = {"trained_on": self.trained_on}
+        self.metrics["trained_on"] = self.trained_on
         self.best: tuple[float, int, dict[str, Any]] = (math.nan, 0, {})
         self.last: dict[str, float] = {}
         evaluation = Every(config.graph_pretrain_eval_interval)
-        self.dues = {"test": evaluation}
+        self.dues["test"] = evaluation
         self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._learned_all(), self.evaluate)]
         self._missing: dict[str, int] = {}
         self._make_room()
@@ -58,6 +59,8 @@ class PretrainStage(Stage):
         self._learned = False
         self._rehearsed = False
         self._bar: Progress | None = None
+        for name, attribute in {"best": "best", "last": "last", "missing": "_missing"}.items():
+            self.register(name, Attribute(self, attribute))
 
     @abstractmethod
     def make_learner(self) -> Any:
@@ -135,22 +138,10 @@ class PretrainStage(Stage):
         if self._bar is not None:
             self._bar.update(1)
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what all ranks share: the best model too, and which episodes are missing."""
-        more = {"best": list(self.best), "last": dict(self.last), "missing": dict(self._missing)}
-        return {**super().shared_state(), **more}
-
-    def load_shared(self, state: dict[str, Any]) -> None:
-        """Continue from a `shared_state`."""
-        super().load_shared(state)
-        reached, epoch, weights = state["best"]
-        self.best, self.last = (float(reached), int(epoch), dict(weights)), dict(state["last"])
-        self._missing = {name: int(count) for name, count in state["missing"].items()}
-
-    def without_episodes(self) -> None:
-        """Play again what a rank has nothing of any more."""
+    def episodes_changed(self, *, lost: bool) -> None:
+        """Play again what a rank has lost completely."""
         wanted = self._wanted()
-        for purpose, buffer in self.buffers().items():
+        for purpose, buffer in self.buffers().items() if lost else ():
             if purpose in wanted and not self.session.dist.all(len(buffer) > 0):
                 self._missing[purpose] = wanted[purpose]
 

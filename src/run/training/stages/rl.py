@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 import torch
 
@@ -12,14 +11,15 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.sampler import Sampler
 from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import MAC, Exploration, Policy
+from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.training.beliefs import judge_beliefs
 from omagd.run.training.build import build_learner
 from omagd.run.training.opponents import Opponents
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import PretrainedModules, Stage, StageResult, Task
+from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.run.training.training_state import load_training_state, save_training_state
 from omagd.runners.rollout import Rollout
-from omagd.utils.clock import Every
+from omagd.utils.clock import Every, Stopwatch
 from omagd.utils.dist_utils import Pending
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
@@ -37,14 +37,15 @@ class RLStage(Stage):
     def __init__(self, session: Session, products: PretrainedModules) -> None:
         super().__init__(session, products)
         config = session.config
-        self.mac, self.learner = build_learner(session, products)
-        self.health.loss_name = self.learner.loss_name
+        self.mac, learner = build_learner(session, products)
+        self.register_learner(learner)
+        self.health.loss_name = learner.loss_name
         session.measures.watch_acting(self.mac)
         self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
         self.schedule = epsilon_schedule(config)
         self.opponents = Opponents(session, self.mac, self.clock)
         self.played, self.learned = Metrics(), Metrics()
-        self.metrics = {"played": self.played, "learned": self.learned}
+        self.metrics.update(played=self.played, learned=self.learned)
         self.last_test: tuple[int, dict[str, float]] = (-1, {})
         self.best: dict[str, float] = {}
         self._tested_now = self._best_now = False  # in this iteration
@@ -53,15 +54,15 @@ class RLStage(Stage):
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready = False
         self._bar: Progress | None = None
-        self._started = time.monotonic()
-        self._since = (self._started, 0)
+        self._stopwatch = Stopwatch()
+        self._since = (time.monotonic(), 0)
         test, save = Every(config.test_interval, first=True), Every(config.save_model_interval)
         self._log_due = {
             "run": Every(config.log_interval),
             "played": Every(config.runner_log_interval),
             "learned": Every(config.learner_log_interval),
         }
-        self.dues = {"test": test, "save": save, **{f"log {name}": due for name, due in self._log_due.items()}}
+        self.dues.update({"test": test, "save": save, **{f"log {name}": due for name, due in self._log_due.items()}})
         self._parts_due: set[str] = set()
         self.tasks = [
             Task("opponents", self.opponents.due, self.opponents.run),
@@ -69,6 +70,10 @@ class RLStage(Stage):
             Task("log", self._something_to_log, self.write_log),
             Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
         ]
+        for name, attribute in {"last_test": "last_test", "best": "best", "ready": "_ready"}.items():
+            self.register(name, Attribute(self, attribute))
+        self.register("opponents", self.opponents)  # after the clock, from which its level follows
+        self.register("seconds", self._stopwatch)
 
     def prepare(self) -> None:
         """Fix the order of sums."""
@@ -80,12 +85,11 @@ class RLStage(Stage):
             load_training_state(self)
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
-            self.session.measures.resume_at(self.clock.updates)
             self.opponents.settle()
-        self._go()
 
-    def _go(self) -> None:
-        """Start to measure speed, and to show how far it is."""
+    def restored(self) -> None:
+        """Start to measure speed and to show the progress."""
+        super().restored()
         session, now = self.session, self.clock.t_env
         self._since = (time.monotonic(), now)
         self._bar = Progress(self._end(), "step", self.name, enabled=session.dist.is_main, initial=now)
@@ -98,28 +102,7 @@ class RLStage(Stage):
         """Return the controller, which plays the training battles."""
         return {"train": self.mac}
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what all ranks share, tests included."""
-        tests = {"last_test": list(self.last_test), "best": dict(self.best), "ready": self._ready}
-        others = {"opponents": self.opponents.state_dict(), "seconds": self._seconds()}
-        return {**super().shared_state(), **tests, **others}
-
-    def load_shared(self, state: dict[str, Any]) -> None:
-        """Continue from a `shared_state`."""
-        super().load_shared(state)
-        when, values = state["last_test"]
-        self.last_test, self.best = (int(when), dict(values)), dict(state["best"])
-        self._ready = bool(state["ready"])
-        self.opponents.load_state_dict(state.get("opponents", {}))  # earlier versions had none
-        self._started = time.monotonic() - float(state["seconds"])
-        self._go()
-
-    def renew(self, everyone: list[dict[str, Any]], generation: int) -> None:
-        """Continue among another number of ranks, whose buffers may not give a batch yet."""
-        super().renew(everyone, generation)
-        self._ready = False
-
-    def without_episodes(self) -> None:
+    def episodes_changed(self, *, lost: bool) -> None:
         """Wait again until every rank can give a batch."""
         self._ready = False
 
@@ -134,10 +117,6 @@ class RLStage(Stage):
     def score(self) -> float | None:
         """Return the last test's share of battles won, or its return."""
         return next((self.last_test[1][name] for name in BEST_OF if name in self.last_test[1]), None)
-
-    def _seconds(self) -> float:
-        """Return how long the stage has taken, starts that were killed included."""
-        return time.monotonic() - self._started
 
     def done(self) -> bool:
         """Whether `t_max` environment steps or `max_episodes` episodes have been played, over all ranks."""
@@ -236,7 +215,7 @@ class RLStage(Stage):
         values.update({**self.session.failure_counts(), **self.health.record()})
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
-        values["wall_seconds"] = self._seconds()
+        values["wall_seconds"] = self._stopwatch.seconds()
         values["episode"] = float(self.clock.episodes)
         values["updates"] = float(self.clock.updates)
         if self._tested_now:
@@ -245,7 +224,9 @@ class RLStage(Stage):
         speed = values["steps_per_second"]
         if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed says little
             left = (self._end() - self.clock.t_env) / speed
-            self.session.logger.info(f"{self.name}: {duration(self._seconds())} passed, about {duration(left)} left")
+            self.session.logger.info(
+                f"{self.name}: {duration(self._stopwatch.seconds())} passed, about {duration(left)} left"
+            )
         self.health.require_finite(values, self.when)
         self.health.require_progress(self.when)
 
