@@ -157,7 +157,7 @@ def test_the_actors_step_leaves_no_gradient_in_the_critic_and_targets_have_none(
     learner = make_learner()
     learner.update(pack_episodes(random_steps(1, 8)), episodes=0)
     batch = pack_episodes(random_steps(1, 8))
-    loss, _ = learner._actor_step.loss_module(learner.mac.inputs(batch), learner._judge, None)
+    loss, _ = learner._actor_step.loss_module(learner.mac.inputs(batch), learner._frozen_critic, None)
     loss.backward()
     assert all(p.grad is None for p in learner.critic.parameters())
     assert all(p.grad is not None for p in learner.mac.agent.parameters())

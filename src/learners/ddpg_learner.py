@@ -1,8 +1,13 @@
-"""DDPG with a value for each agent: a critic's step, an actor's step, and targets that follow (Lillicrap et al. 2016).
+"""DDPG for discrete actions, with one critic value per agent (Lillicrap et al. 2016).
 
-Actions are vectors over the discrete actions, of which the environment gets a draw (`ddpg_mac`). The target of a step
-is y = r + gamma (1 - terminated) Q'(s', pi'(s')), with r the agent's own reward where the environment tells it, else
-the team's.
+Actions are vectors over the discrete actions; the environment gets one action drawn from each vector (`ddpg_mac`). An
+update takes a critic step, then an actor step, then moves the target networks:
+
+    critic: minimise (Q(o, a) - y)^2 with y = r + gamma (1 - terminated) Q'(o', pi'(o'))
+    actor: maximise Q(o, pi(o))
+    targets: theta' <- theta' + tau (theta - theta')
+
+r is the agent's own reward where the environment gives one, otherwise the team's.
 """
 
 from __future__ import annotations
@@ -29,15 +34,15 @@ from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
 from omagd.utils.seeding import stream_seed, uniform
 
-Judge = Callable[[AgentInputs, Tensor], Tensor]
-"""From what agents read and vectors over their actions [S, n, A] to values [S, n]."""
+Critic = Callable[[AgentInputs, Tensor], Tensor]
+"""Maps the agents' inputs and vectors over their actions [S, n, A] to values [S, n]."""
 
 
 class CriticLoss(LossModule):
-    """Squared error of each agent's value, summed over steps and agents.
+    """Squared error (Q(o, a) - y)^2 of each agent's value, summed over steps and agents.
 
     Args:
-        critic: what is trained. bf16: products on a GPU in bf16.
+        critic: trained. bf16: whether matrix products on a GPU use bf16.
     """
 
     def __init__(self, critic: nn.Module, bf16: bool = False) -> None:
@@ -47,7 +52,7 @@ class CriticLoss(LossModule):
     def forward(self, inputs: AgentInputs, actions: Tensor, target: Tensor) -> tuple[Tensor, Stats]:
         """Return the sum of squared errors, and stats per step and agent.
 
-        inputs: of S steps. actions: [S, n, A], the vectors that were stored. target: [S, n].
+        inputs: of S steps. actions: [S, n, A], the stored vectors. target: [S, n], y.
         """
         with autocast_bf16(target.device, self.bf16):
             q = self.critic(inputs, actions).to(target.dtype)
@@ -65,29 +70,29 @@ class CriticLoss(LossModule):
 
 
 class ActorLoss(LossModule):
-    """What the agents' own actions are worth, negated, summed over steps and agents.
+    """Negative value -Q(o, pi(o)) of the agents' own actions, summed over steps and agents.
 
-    The critic is an argument, not a part: its gradients are neither computed nor exchanged here.
+    The critic is an argument and not a submodule, so its gradients are neither computed nor exchanged here.
 
     Args:
-        actor: what is trained. bf16: products on a GPU in bf16.
+        actor: trained. bf16: whether matrix products on a GPU use bf16.
     """
 
     def __init__(self, actor: nn.Module, bf16: bool = False) -> None:
         super().__init__()
         self.actor, self.bf16 = actor, bf16
 
-    def forward(self, inputs: AgentInputs, judge: Judge, noise: Tensor | None) -> tuple[Tensor, Stats]:
-        """Return minus the sum of values, and stats per step and agent.
+    def forward(self, inputs: AgentInputs, critic: Critic, noise: Tensor | None) -> tuple[Tensor, Stats]:
+        """Return the negative sum of values, and stats per step and agent.
 
-        inputs: of S steps. judge: a frozen critic. noise: [S, n, A] Gumbel noise for straight-through one-hot actions;
-            None for the softmax itself.
+        inputs: of S steps. critic: with frozen weights. noise: [S, n, A], Gumbel noise for straight-through one-hot
+            actions (Jang et al. 2017); None: the softmax itself.
         """
         with autocast_bf16(inputs.features.device, self.bf16):
             logits = self.actor(inputs)
             policy = logits.softmax(-1)
             actions = policy if noise is None else straight_through(logits + noise)
-            value = judge(inputs, actions).to(inputs.features.dtype).sum()
+            value = critic(inputs, actions).to(inputs.features.dtype).sum()
         with torch.no_grad():
             count = torch.full((), float(logits[..., 0].numel()), device=value.device)
             entropy = torch.special.entr(policy).sum()
@@ -95,23 +100,23 @@ class ActorLoss(LossModule):
 
 
 def straight_through(logits: Tensor) -> Tensor:
-    """Return the likeliest action as a one-hot vector, with the gradient of the softmax."""
+    """Return the most likely action as a one-hot vector, with the gradient of the softmax."""
     soft = logits.softmax(-1)
     return one_hot(logits).to(soft.dtype) + soft - soft.detach()
 
 
 def one_hot(logits: Tensor) -> Tensor:
-    """Return the likeliest action [..., A] as zeros and a one, int64."""
+    """Return the most likely action as a one-hot vector [..., A], int64."""
     return F.one_hot(logits.argmax(-1), logits.shape[-1])
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a batch that happened, S of them.
+    """The S valid steps of a batch.
 
     Attributes:
-        before, after: what agents read. taken: [S, n, A] vectors over the actions. reward: [S, n]. ended: [S], 1 where
-            nothing comes after. noise: [S, n, A] for the actor's step; None where there is none.
+        before, after: the agents' inputs before and after the action. taken: [S, n, A], vectors over the actions.
+        reward: [S, n]. ended: [S], 1 where the episode terminated. noise: [S, n, A] for the actor step, or None.
     """
 
     before: AgentInputs
@@ -123,11 +128,10 @@ class Steps:
 
 
 class DDPGLearner:
-    """Trains a controller's agent and a critic; whether it synchronises depends on `dist` alone.
+    """Trains a controller's agent (the actor) and a critic on one rank or many.
 
     Args:
-        mac: whose agent is trained, a `DDPGMAC` with a `DDPGAgent`. config, info: the run and its environment.
-        dist: the ranks.
+        mac: a `DDPGMAC` with a `DDPGAgent`. config, info: the run and its environment. dist: the ranks.
 
     Errors: UserError for another controller or agent.
     """
@@ -151,10 +155,10 @@ class DDPGLearner:
         limits = config.grad_norm_clip, config.bucket_cap_mb
         self._actor_step = SyncedOptimizer(actor, self.optimizer, dist, *limits)
         self._critic_step = SyncedOptimizer(critic, self.critic_optimizer, dist, *limits)
-        # Copied after wrapping, which made the ranks' weights equal.
+        # Copied after wrapping for DDP, which makes the weights of all ranks equal.
         self.target_agent = copy.deepcopy(mac.agent).requires_grad_(False)
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
-        self._judge = _frozen_twin(self.critic)
+        self._frozen_critic = _frozen_twin(self.critic)
         pairs = ((self.target_agent, mac.agent), (self.target_critic, self.critic))
         self._followers: list[Tensor] = [p for old, _ in pairs for p in old.parameters()]
         self._followed: list[Tensor] = [p for _, new in pairs for p in new.parameters()]
@@ -162,30 +166,30 @@ class DDPGLearner:
 
     @staticmethod
     def how_targets_move(config: Config, environments: int) -> str:
-        """Return, in words, how targets follow."""
+        """Return, in words, how targets move."""
         return f"targets follow by {config.tau:g} at every update"
 
     def warm_up(self) -> None:
-        """Run discarded forwards and backwards on a made-up batch; once, before anything is loaded."""
+        """Run discarded forwards and backwards on a made-up batch; call it once, before anything is loaded."""
         inputs = AgentInputs.blank(2, self.info, next(self.mac.agent.parameters()))
         values = inputs.features.new_zeros(2, self.info.n_agents)
         actions = values.unsqueeze(-1).expand(-1, -1, self.info.n_actions)
         self._critic_step.warm_up(inputs, actions, values)
-        self._actor_step.warm_up(inputs, self._judge, None)
+        self._actor_step.warm_up(inputs, self._frozen_critic, None)
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
-        """Take a critic's and an actor's step on this rank's batch, then let the targets follow.
+        """Take a critic step and an actor step on this rank's batch, then move the targets.
 
-        episodes: played so far by all ranks; not asked here. Returns sums and counts of this rank; norms of gradients
-        are the global ones: `grad_norm` of the critic, `grad_norm_actor`.
+        episodes: not used here. Returns sums and counts of this rank; the gradient norms (`grad_norm` of the critic,
+        `grad_norm_actor`) are the global ones.
         """
-        before = 0  # steps that lower ranks have drawn for this update
+        before = 0  # episodes of lower ranks in this update
         if self.config.gumbel_softmax:
             before = sum(self.dist.counts(batch.packing.n_episodes)[: self.dist.rank])
         parts = [self._steps(part.to(self.device), before) for part in batch.split(self.config.accumulate)]
         count = torch.tensor(self.info.n_agents * (sum(batch.packing.lengths) - batch.packing.n_episodes))
         critic = self._critic_step(count, *((part.before, part.taken, self._targets(part)) for part in parts))
-        of_actor = ((part.before, self._judge, part.noise) for part in parts)
+        of_actor = ((part.before, self._frozen_critic, part.noise) for part in parts)
         actor = self._actor_step(count, *of_actor, where=critic.finite)
         self.updates += 1
         if critic.stepped:
@@ -194,9 +198,9 @@ class DDPGLearner:
         return {**critic.stats, **actor.stats, **norms, SKIPPED: actor.skipped}
 
     def _steps(self, batch: PackedBatch, before: int = 0) -> Steps:
-        """Return the steps of (a part of) a batch. before: entries that lower ranks have drawn for the same update."""
-        places = _places(batch.packing)
-        now, later = (p if isinstance(p, slice) else p.to(self.device) for p in places)
+        """Return the valid steps of (a part of) a batch. before: episodes of lower ranks in this update."""
+        rows = _step_rows(batch.packing)
+        now, later = (p if isinstance(p, slice) else p.to(self.device) for p in rows)
         inputs, dtype = self.mac.inputs(batch), self.mac.dtype
         reward = batch["agent_reward"] if "agent_reward" in batch else batch["reward"].unsqueeze(-1)
         return Steps(
@@ -205,7 +209,7 @@ class DDPGLearner:
             taken=batch[TAKEN][now].to(dtype),
             reward=reward[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=self._noise(batch, places[0], before) if self.config.gumbel_softmax else None,
+            noise=self._noise(batch, rows[0], before) if self.config.gumbel_softmax else None,
         )
 
     @torch.no_grad()
@@ -217,9 +221,10 @@ class DDPGLearner:
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
     def _noise(self, batch: PackedBatch, row: Tensor | slice, before: int) -> Tensor:
-        """Return Gumbel noise [S, n, A] of the steps at the rows `row`, by (seed, update, place of each in the union).
+        """Return Gumbel noise -log(-log(u)) of the steps in the rows `row`, [S, n, A].
 
-        before: entries that lower ranks have drawn for this update.
+        u depends on seed, update and the step's place in the batch of all ranks, so it does not depend on the number of
+        ranks. before: episodes of lower ranks in this update.
         """
         packing, n, actions = batch.packing, self.info.n_agents, self.info.n_actions
         place = torch.tensor(batch.sample_index)[packing.episode[row]] + before
@@ -230,8 +235,8 @@ class DDPGLearner:
 
     @torch.no_grad()
     def _follow(self, finite: Tensor) -> None:
-        """Move both targets by the share `tau` of the way to what is trained, where `finite` (scalar bool) holds."""
-        if finite.device.type == "cpu":  # a number for all of them is quicker than a tensor for each
+        """Move both targets, theta' <- theta' + tau (theta - theta'), where `finite` (scalar bool) holds."""
+        if finite.device.type == "cpu":  # one number is faster than one tensor for each parameter
             if finite:
                 torch._foreach_lerp_(self._followers, self._followed, self.config.tau)
             return
@@ -239,11 +244,11 @@ class DDPGLearner:
         torch._foreach_lerp_(self._followers, self._followed, [share] * len(self._followed))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return what is trained, by the names of its weight files."""
+        """Return the trained modules by the names of their weight files."""
         return {"agent": self.mac.agent, "critic": self.critic}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continuing needs beside `modules()`: optimizers, targets, counter."""
+        """Return what a resumed run needs beside `modules()`: optimizers, target networks, counter."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "critic_optimizer": self.critic_optimizer.state_dict(),
@@ -253,7 +258,7 @@ class DDPGLearner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`; the weights of `modules()` are loaded by the caller."""
+        """Load a `state_dict`; the caller loads the weights of `modules()`."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self.target_agent.load_state_dict(state["target_agent"])
@@ -261,10 +266,10 @@ class DDPGLearner:
         self.updates = int(state["updates"])
 
 
-def _places(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:
-    """Return the rows from which a step was taken, and for each the row after it (CPU).
+def _step_rows(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:
+    """Return the rows in which an action was taken, and for each the row after it (CPU).
 
-    They are views where all episodes are of one length, as single steps are.
+    Slices, which copy nothing, if all episodes have the same length.
     """
     sizes = packing.batch_sizes
     if sizes[0] == sizes[-1]:
@@ -274,6 +279,6 @@ def _places(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:
 
 
 def _frozen_twin(module: nn.Module) -> nn.Module:
-    """Return the same module once more on the very same weights, which have no gradients there."""
+    """Return a copy of the module that shares its weights and computes no gradients for them."""
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
     return copy.deepcopy(module, shared)

@@ -40,19 +40,18 @@ class LossModule(nn.Module):
 
 
 @dataclass(frozen=True)
-class StepResult:
+class UpdateResult:
     """Outcome of a step.
 
     Attributes:
-        stepped: False if no rank had a sample. loss: this rank's sum. grad_norm: global norm before clipping.
-        finite: scalar bool on the device: whether `grad_norm` is finite (and `where` held). If not, nothing changed.
-        norm: (`grad_norm`, 1). skipped: (0, 1), the pair for `SKIPPED`. stats: of the loss module. Where `finite` is
-            False, `skipped` is (1, 1) and all other sums and counts are 0, which leaves the update out of the means.
+        stepped: False if no rank had a sample.
+        finite: scalar bool on the device: whether the gradient norm is finite (and `where` held). If not, nothing
+            changed, `skipped` is (1, 1) and all other sums and counts are 0, which leaves the update out of the means.
+        norm: (global gradient norm before clipping, 1). skipped: (0, 1), the pair for `SKIPPED`. stats: of the loss
+            module.
     """
 
     stepped: bool
-    loss: Tensor
-    grad_norm: Tensor
     finite: Tensor
     norm: tuple[Tensor, Tensor]
     skipped: tuple[Tensor, Tensor]
@@ -123,7 +122,7 @@ class SyncedOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
         return WARM_UP_PASSES
 
-    def __call__(self, count: Tensor, *parts: tuple[object, ...], where: Tensor | None = None) -> StepResult:
+    def __call__(self, count: Tensor, *parts: tuple[object, ...], where: Tensor | None = None) -> UpdateResult:
         """Take one step on this rank's samples, which pass forward and backward part after part.
 
         count: scalar, this rank's number (or weight) of samples in all parts; on the CPU it costs no wait for a device.
@@ -132,7 +131,7 @@ class SyncedOptimizer:
         where: scalar bool on the device; where it is False, this step is skipped as well.
         """
         total = self.dist.sum_later(count)
-        loss, scale, some = torch.zeros(()), None, torch.zeros(())
+        scale, some = None, torch.zeros(())
         stats: Stats = {}
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == len(parts) else self.dist.apart(self._wrapped):
@@ -141,7 +140,7 @@ class SyncedOptimizer:
                     some = total.wait()
                     scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0).to(loss_sum.device)
                 self.dist.backward(loss_sum * scale, self._wrapped)
-            loss, stats = loss_sum.detach() + loss.to(loss_sum.device), merge(stats, of_part)
+            stats = merge(stats, of_part)
         grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.max_norm).detach()
         finite = grad_norm < torch.inf if where is None else (grad_norm < torch.inf) & where
         plain = grad_norm.device.type == "cpu" and bool(finite)  # nothing has to be decided on a device
@@ -155,7 +154,7 @@ class SyncedOptimizer:
         one = torch.ones_like(grad_norm)
         named = {**stats, _NORM: (grad_norm, one)}
         named = named if plain else _zeros_unless(finite, named)
-        return StepResult(stepped, loss, grad_norm, finite, named.pop(_NORM), (skipped, one), named)
+        return UpdateResult(stepped, finite, named.pop(_NORM), (skipped, one), named)
 
     def _step_unless(self, skipped: Tensor | None) -> None:
         """Let the optimizer step unless `skipped` is 1; None: step."""
