@@ -30,15 +30,15 @@ INTRODUCTION = """\
 
 <!-- Made by docs/make_configuration.py; edit src/config/schema.py and default.yaml instead. -->
 
-Every key is set by `with key=value`; keys of a section by a dotted name (`tokenizer_config.n_codes=512`). Values are
-laid over each other in this order: `default.yaml`, the environment's file (`--env-config`), the algorithm's file
-(`--config`), `with`. `--config` and `--env-config` take a name from `--list` or the path of a YAML file. `--dry-run`
-prints the result without running. An unknown key, a wrong type, a value out of range and a contradiction are refused
-in one line, with exit code 2.
+Set a key by `with key=value`, and a key of a section by its dotted name (`tokenizer_config.n_codes=512`). Later values
+override earlier ones: `default.yaml`, the environment's file (`--env-config`), the algorithm's file (`--config`),
+`with`. `--config` and `--env-config` take a name from `--list` or the path of a YAML file. `--dry-run` prints the
+result without running. An unknown key, a wrong type, a value out of range or a contradiction is an error of one line,
+with exit code 2.
 
-*Steps* are environment steps over all ranks. Sizes are those of one rank where nothing else is said.
-Numbers may be typed as `1e-3` or `1e6`, on the command line and in a YAML file; `t_max=1e6` is a whole number. A
-game version is text: `env_args.game_version=4.10` needs no quotes.
+*Steps* are environment steps over all ranks. Sizes are per rank unless the meaning says otherwise. Numbers may be
+written as `1e-3` or `1e6`, on the command line and in YAML files; `t_max=1e6` is an integer. A game version is text:
+`env_args.game_version=4.10` needs no quotes.
 """
 
 

@@ -1,1 +1,1 @@
-"""What a run is told: values (YAML), their types and ranges (schema), and the facts of an environment. No torch."""
+"""Configuration: values (YAML files), types and ranges (`schema`), facts of an environment (`env_info`). No torch."""

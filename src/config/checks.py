@@ -1,4 +1,4 @@
-"""Contradictions within one configuration; what an environment or the devices have to say stands in `omagd.run`."""
+"""Contradictions within one configuration. Checks that need the environment or the devices are in `omagd.run`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from omagd.config.schema import Config
 from omagd.utils.errors import UserError
 
-# Built-in names that cannot do reconstruction; names of plugins are taken on trust.
+# Built-in names that cannot use reconstruction; plug-ins are not checked.
 PLAIN_LEARNERS = {"nq_learner", "nq_learner_ddp", "ddpg_learner", "ddpg_learner_ddp"}
 PLAIN_MACS = {"basic_mac", "n_mac", "ddpg_mac"}
 PATHS = (
@@ -19,20 +19,20 @@ PATHS = (
     "graph_pretrain_policy",
 )
 RESERVED = frozenset({"sacred", "logs"})
-"""Folders beside the runs: the records of Sacred and of launch.sh."""
+"""Other folders in local_results_path: the records of Sacred and of launch.sh."""
 
 LONGEST_NAME = 200
-"""Bytes of a folder's name: file systems take 255, and a taken name gets a number."""
+"""Bytes of a folder's name: file systems allow 255, and a number may be appended."""
 
 
 def check(config: Config) -> None:
-    """Refuse what contradicts itself. Errors: UserError with key, value and mend, for the first contradiction."""
+    """Check for contradictions. Errors: UserError with key, value and fix, for the first one."""
     for rule in (_text, _paths, _stages, _reconstruction, _playing, _sizes):
         rule(config)
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a file is there; False too for what cannot be a path."""
+    """Return whether a file exists; False for an invalid path."""
     try:
         return path.is_file()
     except OSError:
@@ -40,13 +40,13 @@ def is_file(path: Path) -> bool:
 
 
 def pretrained_file(key: str, path: str, file_name: str) -> Path:
-    """Return the weights file that `path` means: the file itself, or `file_name` in the folder.
+    """Return the weights file at `path`: the file itself, or `file_name` in the folder.
 
     Args:
-        key: the configuration key, for the message. path: as given, relative to where the command was typed.
-        file_name: what the file is called in its folder.
+        key: the configuration key, for the message. path: as given, relative to the working directory.
+        file_name: name of the file in its folder.
 
-    Errors: UserError when there is no such file.
+    Errors: UserError if there is no such file.
     """
     given = Path(path).expanduser()
     file = given / file_name if given.is_dir() else given
@@ -57,16 +57,16 @@ def pretrained_file(key: str, path: str, file_name: str) -> Path:
 
 
 def _text(config: Config) -> None:
-    """Reject text that cannot be written anywhere: half a character, as JSON can hold it (`"\\ud800"`)."""
+    """Reject text that cannot be encoded: a lone surrogate, as JSON can hold it (`"\\ud800"`)."""
     for key, value in config:
         try:
             (value if isinstance(value, str) else "").encode(errors="surrogateescape")  # as a file's name
         except UnicodeEncodeError:
-            raise UserError(f"{key}={value}: holds half a character (a lone surrogate). Give another value") from None
+            raise UserError(f"{key}={value}: cannot be written (a lone surrogate). Give another value") from None
 
 
 def _paths(config: Config) -> None:
-    """Refuse what cannot be a path; whether something fitting lies there is not asked here."""
+    """Reject invalid paths; whether the file exists is checked later."""
     for key in PATHS:
         path = getattr(config, key)
         try:
@@ -75,28 +75,28 @@ def _paths(config: Config) -> None:
             pass
         except (OSError, ValueError, RuntimeError) as problem:
             reason = problem.strerror if isinstance(problem, OSError) else problem
-            raise UserError(f"{key}={path}: cannot be a path here ({reason}). Give another one") from None
+            raise UserError(f"{key}={path}: invalid path ({reason}). Give another one") from None
     token = config.unique_token
     if token and (Path(token).name != token or token[0] == "." or token.strip() != token or not token.isprintable()):
         rule = "no `/`, no dot at the beginning, no space around it"
-        raise UserError(f"unique_token={token}: is the name of a folder in local_results_path: {rule}")
+        raise UserError(f"unique_token={token}: names a folder in local_results_path: {rule}")
     if token.casefold() in RESERVED:
-        raise UserError(f"unique_token={token}: this folder in local_results_path has another use. Give another name")
+        raise UserError(f"unique_token={token}: this folder of local_results_path is reserved. Give another name")
     for key in ("unique_token", "name"):
         if len(getattr(config, key).encode(errors="surrogateescape")) > LONGEST_NAME:
-            raise UserError(f"{key}={getattr(config, key)}: begins a folder's name: at most {LONGEST_NAME} bytes")
+            raise UserError(f"{key}={getattr(config, key)}: is part of a folder's name: at most {LONGEST_NAME} bytes")
 
 
 def _stages(config: Config) -> None:
     one, other = config.reconstructer_stage, config.recontructer_stage
     if one and other and one != other:
-        raise UserError(f"reconstructer_stage={one} and recontructer_stage={other} are one key: give one of them")
+        raise UserError(f"reconstructer_stage={one} and recontructer_stage={other} are the same key: give one of them")
     given = one or other
     if given and not config.use_graph_reconstruction:
         if given != "stage3":
             raise UserError(
-                f"reconstructer_stage={given}: use_graph_reconstruction=False has stage 3 only. "
-                "Take --config=omagd, or use_graph_reconstruction=True"
+                f"reconstructer_stage={given}: use_graph_reconstruction=False has only stage 3. "
+                "Use --config=omagd, or use_graph_reconstruction=True"
             )
         return
     if config.pretrain_only and config.stage == "stage3":
@@ -106,7 +106,7 @@ def _stages(config: Config) -> None:
         return
     for stage, key in (("stage1", "pretrained_tokenizer_path"), ("stage2", "pretrained_mask_predictor_path")):
         if config.stage == stage and getattr(config, key) and not config.evaluation_only:
-            raise UserError(f"{key}: reconstructer_stage={stage} trains that module anew. Drop one of the two")
+            raise UserError(f"{key}: reconstructer_stage={stage} trains that module from scratch. Drop one of the two")
     if config.stage in {"stage2", "stage3"} and not config.pretrained_tokenizer_path:
         raise UserError(
             f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "
@@ -114,8 +114,8 @@ def _stages(config: Config) -> None:
         )
     if config.pretrained_mask_predictor_path and not config.pretrained_tokenizer_path:
         raise UserError(
-            f"pretrained_mask_predictor_path={config.pretrained_mask_predictor_path}: was trained with a tokenizer of"
-            " its own. Give pretrained_tokenizer_path=… of the same pre-training too"
+            f"pretrained_mask_predictor_path={config.pretrained_mask_predictor_path}: needs the tokenizer that it was"
+            " trained with. Also give pretrained_tokenizer_path=… of the same pre-training"
         )
     if config.pretrain_only and config.pretrained_mask_predictor_path and not config.evaluation_only:
         raise UserError("pretrain_only=True: both pretrained paths are given, so nothing is left to train. Drop one")
@@ -150,12 +150,12 @@ def _reconstruction(config: Config) -> None:
 def _playing(config: Config) -> None:
     if config.evaluate and not config.checkpoint_path:
         raise UserError(
-            "evaluate=True: needs checkpoint_path=<run folder>. Or type: python -m omagd evaluate <run folder>"
+            "evaluate=True: needs checkpoint_path=<run folder>. Or run: python -m omagd evaluate <run folder>"
         )
     if config.evaluation_only and not (config.use_graph_reconstruction and config.pretrained_tokenizer_path):
         raise UserError(
-            "evaluation_only=True: measures pre-trained graph modules, so it needs --config=omagd and"
-            " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To play an agent:"
+            "evaluation_only=True: evaluates pre-trained graph modules: it needs --config=omagd and"
+            " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To evaluate an agent:"
             " python -m omagd evaluate <run folder>"
         )
     if config.evaluate and config.pretrain_only:
@@ -163,7 +163,7 @@ def _playing(config: Config) -> None:
     if config.load_step and not config.checkpoint_path:
         raise UserError(f"load_step={config.load_step}: needs checkpoint_path=… to choose from")
     if len(set(config.seeds)) != len(config.seeds):
-        raise UserError(f"seeds={_listed(config)}: a seed stands twice. Name each once")
+        raise UserError(f"seeds={_listed(config)}: a seed is given twice. Give each once")
     if config.run == "default" and (config.world_size or 1) > 1:
         raise UserError(f"world_size={config.world_size}: run=default is one process. Use run=ddp")
     if config.seeds and config.unique_token:
@@ -175,13 +175,11 @@ def _playing(config: Config) -> None:
 
 def _sizes(config: Config) -> None:
     if config.use_per:
-        raise UserError("use_per=True: prioritised replay is not built, and unproven under DDP. Use use_per=False")
+        raise UserError("use_per=True: prioritised replay is not implemented. Use use_per=False")
     if config.epsilon_finish > config.epsilon_start:
         raise UserError(f"epsilon_finish={config.epsilon_finish}: must be at most epsilon_start={config.epsilon_start}")
     if config.batch_size > config.buffer_size:
-        raise UserError(
-            f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}, or nothing is sampled"
-        )
+        raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
     if config.accumulate > config.batch_size:
         raise UserError(
             f"accumulate={config.accumulate}: must be at most batch_size={config.batch_size}, one episode in each part"

@@ -1,7 +1,7 @@
-"""The frozen facts of an environment.
+"""Facts of an environment: sizes, step limit, layout of the observation.
 
-Legend for shapes, used in the whole code base: B episodes or battle slots, T steps, S packed rows (all steps of a
-batch one after another), n agents, N nodes of one agent's graph, D features of a node, A actions, K codes, H hidden
+Letters for shapes, used in the whole code base: B episodes or battle slots, T steps, S packed rows (all steps of a
+batch), n agents, N nodes of one agent's graph, D features of a node, A actions, K codes, H hidden
 units, k stacked frames, W ranks.
 """
 
@@ -15,15 +15,15 @@ from pydantic import TypeAdapter
 
 SELF, ALLY, ENEMY = 0, 1, 2
 LARGEST = 1 << 20
-"""Of the sizes that a file can name."""
+"""Largest size that is accepted from a file."""
 
 
 @dataclass(frozen=True)
 class EntityLayout:
-    """How one agent's flat observation is laid out: move, enemies, allies, own, in that order (`obs_component`).
+    """Layout of one agent's flat observation: move, enemies, allies, own, in that order (`obs_component`).
 
-    For pictures: `position` and `health` are the places of (relative x, relative y) and health among another unit's
-    features (-1 where health is not shown), and `sight` is the sight range in cells, by which positions are divided.
+    For pictures: `position` and `health` are the columns of (relative x, relative y) and health among another unit's
+    features (-1: no health), and `sight` is the sight range in cells, by which positions are divided.
     """
 
     move_dim: int
@@ -67,18 +67,18 @@ _NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards"}
 
 @dataclass(frozen=True)
 class EnvInfo:
-    """Facts of one environment, asked once; `layout` is None where graphs are not supported.
+    """Facts of one environment; `layout` is None if graphs are not supported.
 
     Attributes:
         name: environment key ("skirmish"); results are labelled with it.
         map_name: map or task.
         n_agents, n_actions, obs_dim, state_dim: sizes.
         episode_limit: longest episode in agent steps.
-        n_normal_actions: actions that aim at nobody; action n_normal_actions + i attacks enemy i.
-        layout: entity layout of `obs`, if there is one.
-        scripted_policies: names that the environment's `scripted_actions` understands.
-        has_win: whether `battle_won` means something here.
-        agent_rewards: whether each agent's own reward is told (`StepResult.agent_reward`).
+        n_normal_actions: actions without a target; action n_normal_actions + i attacks enemy i.
+        layout: entity layout of `obs`, or None.
+        scripted_policies: names that the environment's `scripted_actions` takes.
+        has_win: whether the environment reports `battle_won`.
+        agent_rewards: whether it reports each agent's reward (`StepResult.agent_reward`).
     """
 
     name: str
@@ -95,7 +95,7 @@ class EnvInfo:
     agent_rewards: bool = False
 
     def shape_key(self) -> str:
-        """Return a short hash of what pre-trained graph modules depend on: environment, map, sizes."""
+        """Return a short hash of the facts that pre-trained graph modules depend on: environment, map, sizes."""
         facts = {k: v for k, v in asdict(self).items() if k not in _NOT_SHAPES}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -105,7 +105,7 @@ class EnvInfo:
 
     @classmethod
     def from_dict(cls, values: object) -> EnvInfo:
-        """Rebuild from `to_dict`. Errors: ValueError for a value of another type, or a size that no environment has."""
+        """Rebuild from `to_dict`. Errors: ValueError for a wrong type or an impossible size."""
         info: EnvInfo = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
         sizes = {1: [info.n_agents, info.n_actions, info.obs_dim, info.episode_limit]}
         sizes[0] = [info.state_dim, info.n_normal_actions]
@@ -114,5 +114,5 @@ class EnvInfo:
             sizes[0] += [own.move_dim, own.n_enemies, own.enemy_dim, own.n_allies, own.ally_dim, own.own_dim]
             sizes[0] += [own.obs_dim]
         if not all(least <= size <= LARGEST for least, found in sizes.items() for size in found):
-            raise ValueError("a size that no environment has")
+            raise ValueError("an impossible size")
         return info

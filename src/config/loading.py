@@ -1,4 +1,4 @@
-"""From YAML files and `with key=value` to one frozen, checked `Config`."""
+"""Resolves YAML files and `with key=value` to one checked, immutable `Config`."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MERGE = "tag:yaml.org,2002:merge"
 FLOAT = "tag:yaml.org,2002:float"
 VERSIONS = frozenset({"game_version"})
-"""Keys whose value is text that looks like a number: version 4.10 is not the number 4.1."""
+"""Keys whose values are text that looks like a number: version 4.10 is not 4.1."""
 REMOVED: dict[str, tuple[Any, str]] = {
     "act_in_halves": (False, "it brought no measurable gain; leave it out"),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. Runs that were started with them
 still continue: their `config.json` may hold them."""
 NO_END_IN_STEPS = 10**12
-"""`t_max` where only episodes end a run: the most that the key takes, more than any number of episodes needs."""
+"""`t_max` of a run that only `max_episodes` ends: the largest value of the key."""
 
 
 class ConfigLoader(SAFE_LOADER):  # type: ignore[misc]
-    """Reads plain values, with 1e-3 as a number and versions as text; rejects a key that stands twice in a mapping."""
+    """Reads plain values, 1e-3 as a number and versions as text; rejects duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a YAML node. Errors: ConstructorError, a YAMLError, where a key stands twice."""
+        """Return the mapping of a YAML node. Errors: ConstructorError (a YAMLError) for a duplicate key."""
         seen: set[str] = set()
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' stands twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key '{key.value}'", key.start_mark)
                 seen.add(key.value)
                 if key.value in VERSIONS and value.tag == FLOAT:
                     value.tag = "tag:yaml.org,2002:str"
         return dict(super().construct_mapping(node, deep))
 
 
-# YAML 1.1, which PyYAML follows, wants 1.0e-3; YAML 1.2 and everybody who writes a learning rate do not.
+# PyYAML follows YAML 1.1, where 1e-3 is text; YAML 1.2 reads it as a number.
 ConfigLoader.add_implicit_resolver(FLOAT, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 WORDS = {"true": True, "false": False, "null": None, "none": None}
 
@@ -76,13 +76,13 @@ def resolve(
         env_config: name of a file in `envs/`, or path of a YAML file; None: skirmish.
         updates: values by dotted key ("env_args.map_name"); a value may be a mapping.
 
-    Errors: UserError for everything that is wrong with names, keys, values, or that contradicts itself.
+    Errors: UserError for wrong names, keys and values, and for contradictions.
     """
     return validate(apply_updates(base_values(config, env_config), updates or {}))
 
 
 def base_values(config: str | None = None, env_config: str | None = None) -> dict[str, Any]:
-    """Return the values of default.yaml with the environment's and then the algorithm's YAML laid over them."""
+    """Return the values of default.yaml, overridden by the environment's and then by the algorithm's YAML."""
     values = read_yaml(HERE / "default.yaml")
     names = {"envs": (env_config, DEFAULT_ENV_CONFIG), "algs": (config, DEFAULT_CONFIG)}
     for kind, (given, default) in names.items():
@@ -94,9 +94,9 @@ def base_values(config: str | None = None, env_config: str | None = None) -> dic
 
 
 def read_saved(path: Path, source: str) -> dict[str, Any]:
-    """Return the values of a run's `config.json`, over today's defaults for keys that it does not have.
+    """Return the values of a run's `config.json`, with the current defaults for missing keys.
 
-    source: what named the run, for messages. Errors: UserError where it cannot be read or has unknown keys.
+    source: the argument that named the run, for messages. Errors: UserError for an unreadable file or unknown keys.
     """
     try:
         values = read_json(path)
@@ -110,7 +110,7 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
 
 
 def apply_updates(values: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with `updates` (by dotted key) laid over. Errors: UserError for a key that does not exist."""
+    """Return `values` with `updates` (by dotted key). Errors: UserError for an unknown key."""
     result = deepcopy(dict(values))
     for key, value in updates.items():
         nested: Any = value
@@ -121,9 +121,9 @@ def apply_updates(values: Mapping[str, Any], updates: Mapping[str, Any]) -> dict
 
 
 def _counted_in_episodes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` without their end in steps where `given`, laid over others, has an end in episodes only.
+    """Return `values` without `t_max` if `given` has `max_episodes` but no `t_max`.
 
-    `t_max` of a preset does not end a run that was given in episodes; one that is given beside them does.
+    The `t_max` of a preset does not end a run whose length is given in episodes; a `t_max` given with it does.
     """
     if given.get("max_episodes") is None or "t_max" in given:
         return values
@@ -131,7 +131,7 @@ def _counted_in_episodes(values: dict[str, Any], given: Mapping[str, Any]) -> di
 
 
 def validate(values: Mapping[str, Any]) -> Config:
-    """Return the frozen configuration of plain `values`. Errors: UserError naming key, value and what is expected."""
+    """Return the frozen configuration of plain `values`. Errors: UserError with key, value and expected values."""
     try:
         config = Config.model_validate(dict(values))
     except ValidationError as error:
@@ -141,17 +141,17 @@ def validate(values: Mapping[str, Any]) -> Config:
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain values that YAML and JSON can hold; `validate` takes them back."""
+    """Return the configuration as plain values for YAML and JSON; `validate` is the inverse."""
     return config.model_dump(mode="json")
 
 
 def parse_value(text: str, current: Any = None, key: str = "") -> Any:
-    """Return the value that `text` of `key=text` means: a Python literal, else text.
+    """Return the value of `text` in `key=text`: a Python literal, else text.
 
     Args:
-        text: what stands behind the equals sign.
-        current: the key's present value; where that is text, `text` stays text ("3" for a name).
-        key: dotted name of the key; a version stays text too ("4.10").
+        text: the part after the equals sign.
+        current: the key's current value; if it is text, `text` stays text ("3" for a name).
+        key: dotted name of the key; a version also stays text ("4.10").
     """
     if isinstance(current, str) or (key.rpartition(".")[2] in VERSIONS and text.lower() not in WORDS):
         return _unquoted(text)
@@ -164,7 +164,7 @@ def parse_value(text: str, current: Any = None, key: str = "") -> Any:
 
 
 def _value_at(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key, None where there is none."""
+    """Return the value at a dotted key, None if there is none."""
     found: Any = values
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -172,7 +172,7 @@ def _value_at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def apply_texts(values: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return `values` with the texts of `key=text` laid over. Errors: UserError for a key that does not exist."""
+    """Return `values` with the texts of `key=text`. Errors: UserError for an unknown key."""
     given = {key: parse_value(text, _value_at(values, key), key) for key, text in texts.items()}
     return apply_updates(values, given)
 
@@ -183,7 +183,7 @@ def config_names(kind: str) -> list[str]:
 
 
 def config_dirs() -> list[Path]:
-    """Return the folders with `algs/` and `envs/`: this package's own, then those of installed plugins."""
+    """Return the folders with `algs/` and `envs/`: this package's, then those of installed plug-ins."""
     return [HERE, *(_plugin_dir(point) for point in entry_points(group=PLUGIN_GROUP))]
 
 
@@ -192,11 +192,11 @@ def _plugin_dir(point: EntryPoint) -> Path:
         return Path(str(point.load()))
     except (ImportError, AttributeError) as error:
         what = f"entry point {point.name} of {PLUGIN_GROUP}"
-        raise UserError(f"{what}: cannot be loaded ({error}). Mend or uninstall that package") from None
+        raise UserError(f"{what}: cannot be loaded ({error}). Fix or uninstall that package") from None
 
 
 def find_yaml(kind: str, name: str) -> Path:
-    """Return the file that `--config=name` (kind "algs") or `--env-config=name` (kind "envs") means."""
+    """Return the file of `--config=name` (kind "algs") or `--env-config=name` (kind "envs")."""
     if name.endswith((".yaml", ".yml")):
         if not is_file(Path(name)):
             raise UserError(f"{_option(kind)}={name}: no such file. Give a YAML file, or one of the names of --list")
@@ -208,7 +208,7 @@ def find_yaml(kind: str, name: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Errors: UserError when it cannot be read or is no mapping."""
+    """Return the mapping in a YAML file. Errors: UserError if it cannot be read or is no mapping."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -229,7 +229,7 @@ def known_keys() -> list[str]:
 
 
 def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, shown: Any = None) -> dict[str, Any]:
-    """Return `values` with `over` laid over, section by section; a key outside the schema is refused."""
+    """Return `values` overridden by `over`, section by section. Errors: UserError for an unknown key."""
     result = dict(values)
     for key, value in over.items():
         if key not in Config.model_fields:
@@ -251,16 +251,16 @@ def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, show
 
 
 def _unknown(key: str, source: str, value: Any) -> UserError:
-    """Return the error for a key that is not in the schema, with the nearest one that is."""
+    """Return the error for an unknown key, with the nearest known one."""
     if key in REMOVED:
         given = f"with {key}={shorten(value)}" if source == "with" else f"{source}: {key}"
         return UserError(f"{given}: this key was removed: {REMOVED[key][1]}")
     names = {name.rpartition(".")[2]: name for name in reversed(known_keys())} | {name: name for name in known_keys()}
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    mend = f" Did you mean '{names[close[0]]}'?" if close else " `--dry-run` shows all keys"
+    fix = f" Did you mean '{names[close[0]]}'?" if close else " `--dry-run` shows all keys"
     if source == "with":
-        return UserError(f"with {key}={shorten(value)}: unknown key '{key}'.{mend}")
-    return UserError(f"{source}: unknown key '{key}'.{mend}")
+        return UserError(f"with {key}={shorten(value)}: unknown key '{key}'.{fix}")
+    return UserError(f"{source}: unknown key '{key}'.{fix}")
 
 
 def _option(kind: str) -> str:
@@ -268,7 +268,7 @@ def _option(kind: str) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """Return `text` without the quotes of a Python literal around it."""
+    """Return `text` without enclosing quotes."""
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     return text

@@ -1,4 +1,4 @@
-"""What the schema's refusals say to the person who typed the value."""
+"""Error messages for values that the schema rejects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def validation_message(error: ValidationError, prefix: str = "") -> tuple[str, .
     """Return one line with key, value and what is expected, and at most one line of help.
 
     Args:
-        error: what pydantic raised; its first complaint is told, the number of the others is mentioned.
+        error: of pydantic; the message is about its first entry and names the keys of the others.
         prefix: put before the key ("env_args." for the arguments of an environment).
     """
     details = error.errors(include_url=False, include_context=True)
@@ -38,13 +38,13 @@ def validation_message(error: ValidationError, prefix: str = "") -> tuple[str, .
         return (f"{key}: has no value. Give {key}=…",)
     if first["type"] == "extra_forbidden":
         return (f"{key}={shorten(first['input'])}: unknown key '{key}'",)
-    line = f"{key}={shorten(first['input'])}: must be {_expected(details, first)}{_mend(first)}"
+    line = f"{key}={shorten(first['input'])}: must be {_expected(details, first)}{_fix(first)}"
     others = {item["loc"][0] for item in details} - {first["loc"][0]}
     return (line, f"also wrong: {', '.join(sorted(map(str, others)))}") if others else (line,)
 
 
 def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
-    """Return what the key takes, in words; the branches of an optional key are told together."""
+    """Return the values that the key takes, as text; the branches of an optional key are combined."""
     context = first.get("ctx", {})
     bounds = {
         "greater_than_equal": ("at least", "ge"),
@@ -63,8 +63,8 @@ def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
     return first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
 
 
-def _mend(first: ErrorDetails) -> str:
-    """Return what to write instead, where that can be said."""
+def _fix(first: ErrorDetails) -> str:
+    """Return how to write a number that was given as text."""
     value: Any = first["input"]
     if isinstance(value, str) and NUMBER.fullmatch(value) and first["type"] in {"int_type", "float_type"}:
         return f". This is text: write {value} without quotes"
@@ -72,7 +72,7 @@ def _mend(first: ErrorDetails) -> str:
 
 
 def _is_branch(part: int | str) -> bool:
-    """Return whether a part of a location is pydantic's name of a union's branch, not a key."""
+    """Return whether a part of a location is pydantic's name for a branch of a union, not a key."""
     return isinstance(part, str) and ("[" in part or part in {"int", "float", "str", "bool", "none"})
 
 
@@ -106,12 +106,12 @@ def typed_args(section: str, owner: str, model: type[BaseModel], values: Mapping
 
 
 def _as_user_error(section: str, owner: str, error: ValidationError) -> UserError:
-    """Return the first complaint as one line: key, value, mend."""
+    """Return the first entry of the error as one line: key, value, fix."""
     first = error.errors()[0]
     key = ".".join([section, *(str(part) for part in first["loc"])])
     if first["type"] == "missing":
         return UserError(f"{key} is missing; {owner} needs it")
-    mend = (
+    rule = (
         first["msg"]
         .removeprefix("Value error, ")
         .replace("Input should be", "must be")
@@ -122,7 +122,7 @@ def _as_user_error(section: str, owner: str, error: ValidationError) -> UserErro
         options = [part.strip(" '") for part in first["ctx"]["expected"].replace(" or ", ", ").split(",")]
         hint = nearest(str(first["input"]), options)
     if first["type"] == "string_type" and isinstance(first["input"], int | float):
-        mend, hint = "must be text", " Write it in quotes"
+        rule, hint = "must be text", " Write it in quotes"
     if not first["loc"]:
-        return UserError(f"{mend}.")  # about several keys, which it names
-    return UserError(f"{key}={shorten(first['input'])}: {mend}.{hint}")
+        return UserError(f"{rule}.")  # about several keys, which it names
+    return UserError(f"{key}={shorten(first['input'])}: {rule}.{hint}")
