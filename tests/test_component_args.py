@@ -83,7 +83,7 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
     [
         ("mixer_args.factr=3", ["mixer_args.factr", "mixer=scaled", "3", "'factor'?", "factor, names, shift"]),
         ("mixer_args.factor=far", ["mixer_args.factor=far"]),
-        ("mixer_args.factor=-1", ["mixer_args.factor=-1", "greater than 0"]),
+        ("mixer_args.factor=-1", ["mixer_args.factor=-1", "more than 0"]),
         ("mixer_args=3", ["mixer_args=3"]),
         ("mixer=qmix", ["mixer_args.factor", "mixer=qmix", "known: none"]),
         ("learner_args.clip=0.1", ["learner_args.clip", "0.1", "learner=nq_learner", "known: none"]),

@@ -1,4 +1,4 @@
-"""Error messages for values that the schema rejects."""
+"""Error messages for rejected configuration values."""
 
 from __future__ import annotations
 
@@ -13,76 +13,25 @@ from omagd.utils.errors import UserError, nearest
 
 EXPECTED = {
     "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
     "float_type": "a number",
+    "float_parsing": "a number",
     "string_type": "text",
     "bool_type": "True or False",
+    "bool_parsing": "True or False",
     "tuple_type": "a list of whole numbers, such as 1,2,3",
     "dict_type": "a mapping of keys to values",
     "model_type": "a mapping of keys to values",
 }
+BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
 MOST_NAMES = 200  # characters of known names that fit into the line of an error
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
-
-
-def validation_message(error: ValidationError, prefix: str = "") -> tuple[str, ...]:
-    """Return one line with key, value and what is expected, and at most one line of help.
-
-    Args:
-        error: of pydantic; the message is about its first entry and names the keys of the others.
-        prefix: put before the key ("env_args." for the arguments of an environment).
-    """
-    details = error.errors(include_url=False, include_context=True)
-    first = details[0]
-    key = prefix + ".".join(str(part) for part in first["loc"] if not _is_branch(part))
-    if first["type"] == "missing":
-        return (f"{key}: has no value. Give {key}=…",)
-    if first["type"] == "extra_forbidden":
-        return (f"{key}={shorten(first['input'])}: unknown key '{key}'",)
-    line = f"{key}={shorten(first['input'])}: must be {_expected(details, first)}{_fix(first)}"
-    others = {item["loc"][0] for item in details} - {first["loc"][0]}
-    return (line, f"also wrong: {', '.join(sorted(map(str, others)))}") if others else (line,)
-
-
-def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
-    """Return the values that the key takes, as text; the branches of an optional key are combined."""
-    context = first.get("ctx", {})
-    bounds = {
-        "greater_than_equal": ("at least", "ge"),
-        "greater_than": ("more than", "gt"),
-        "less_than_equal": ("at most", "le"),
-        "less_than": ("less than", "lt"),
-    }
-    if first["type"] in bounds:
-        words, name = bounds[first["type"]]
-        return f"{words} {context[name]}"
-    if first["type"] == "literal_error":
-        return f"one of {str(context['expected']).replace(' or ', ', ').replace(chr(39), '')}"
-    same_key = [item["type"] for item in details if item["loc"][0] == first["loc"][0]]
-    if first["type"] in EXPECTED:
-        return EXPECTED[first["type"]] + (" or null" if "none_required" in same_key else "")
-    return first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-
-
-def _fix(first: ErrorDetails) -> str:
-    """Return how to write a number that was given as text."""
-    value: Any = first["input"]
-    if isinstance(value, str) and NUMBER.fullmatch(value) and first["type"] in {"int_type", "float_type"}:
-        return f". This is text: write {value} without quotes"
-    return ""
-
-
-def _is_branch(part: int | str) -> bool:
-    """Return whether a part of a location is pydantic's name for a branch of a union, not a key."""
-    return isinstance(part, str) and ("[" in part or part in {"int", "float", "str", "bool", "none"})
-
-
-def shorten(value: Any) -> str:
-    """Return `value` as text of at most 60 characters."""
-    try:
-        text = str(value)
-    except (ValueError, RecursionError):  # whole numbers of thousands of digits
-        text = f"a {type(value).__name__} too long to be shown"
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def typed_args(section: str, owner: str, model: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:
@@ -102,27 +51,69 @@ def typed_args(section: str, owner: str, model: type[BaseModel], values: Mapping
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _as_user_error(section, owner, error) from None
+        raise UserError(*validation_message(error, f"{section}.")) from None
 
 
-def _as_user_error(section: str, owner: str, error: ValidationError) -> UserError:
-    """Return the first entry of the error as one line: key, value, fix."""
-    first = error.errors()[0]
-    key = ".".join([section, *(str(part) for part in first["loc"])])
+def validation_message(error: ValidationError, prefix: str = "") -> tuple[str, ...]:
+    """Return one line with key, value and what is expected, and at most one line of help.
+
+    Args:
+        error: from pydantic; the line is about its first entry, the help names the other keys.
+        prefix: written before the key ("env_args." for the arguments of an environment).
+    """
+    details = error.errors(include_url=False, include_context=True)
+    first = details[0]
+    if not first["loc"]:  # a rule about several keys, which its message names
+        return (f"{first['msg'].removeprefix('Value error, ')}.",)
+    key = prefix + ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     if first["type"] == "missing":
-        return UserError(f"{key} is missing; {owner} needs it")
-    rule = (
-        first["msg"]
-        .removeprefix("Value error, ")
-        .replace("Input should be", "must be")
-        .replace("String should", "must")
-    )
-    hint = ""
+        return (f"{key}: has no value. Give {key}=…",)
+    if first["type"] == "extra_forbidden":
+        return (f"{key}={shorten(first['input'])}: unknown key '{key}'",)
+    line = f"{key}={shorten(first['input'])}: must be {_expected(details, first)}{_fix(first)}"
+    others = {item["loc"][0] for item in details if item["loc"]} - {first["loc"][0]}
+    return (line, f"also wrong: {', '.join(sorted(map(str, others)))}") if others else (line,)
+
+
+def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
+    """Return in words what the key takes; an optional key's types together."""
+    if first["type"] in BOUNDS:
+        words, name = BOUNDS[first["type"]]
+        return f"{words} {first['ctx'][name]}"
     if first["type"] == "literal_error":
-        options = [part.strip(" '") for part in first["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        hint = nearest(str(first["input"]), options)
-    if first["type"] == "string_type" and isinstance(first["input"], int | float):
-        rule, hint = "must be text", " Write it in quotes"
-    if not first["loc"]:
-        return UserError(f"{rule}.")  # about several keys, which it names
-    return UserError(f"{key}={shorten(first['input'])}: {rule}.{hint}")
+        return f"one of {', '.join(_options(first))}"
+    if first["type"] == "string_pattern_mismatch":
+        return f"text that matches {first['ctx']['pattern']}"
+    same_key = [item["type"] for item in details if item["loc"][:1] == first["loc"][:1]]
+    if first["type"] in EXPECTED:
+        return EXPECTED[first["type"]] + (" or null" if "none_required" in same_key else "")
+    return re.sub("^(Input|String) should (be |have )?|^Value error, ", "", first["msg"])
+
+
+def _fix(first: ErrorDetails) -> str:
+    """Return what to write instead, where that is known."""
+    value: Any = first["input"]
+    if first["type"] == "literal_error":
+        close = nearest(str(value), _options(first))
+        return f".{close}" if close else ""
+    if isinstance(value, str) and NUMBER.fullmatch(value) and first["type"] in {"int_type", "float_type"}:
+        return f". This is text: write {value} without quotes"
+    return ". Write it in quotes" if first["type"] == "string_type" and isinstance(value, int | float) else ""
+
+
+def _options(literal_error: ErrorDetails) -> list[str]:
+    return str(literal_error["ctx"]["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
+
+
+def _is_branch(part: int | str) -> bool:
+    """Return whether a part of a location is pydantic's name for a branch of a union, not a key."""
+    return isinstance(part, str) and ("[" in part or part in {"int", "float", "str", "bool", "none"})
+
+
+def shorten(value: Any) -> str:
+    """Return `value` as text of at most 60 characters."""
+    try:
+        text = str(value)
+    except (ValueError, RecursionError):  # whole numbers of thousands of digits
+        text = f"a {type(value).__name__} too long to be shown"
+    return text if len(text) <= 60 else f"{text[:57]}..."
