@@ -142,7 +142,7 @@ def test_running_out_names_the_key_to_turn(stage, phase, words):
     made = config("omagd", batch_size=128, accumulate=2, batch_size_run=8, graph_frames_at_once=2048)
     with pytest.raises(UserError) as error, oom_hint(made, stage, phase):
         raise MemoryError("Unable to allocate 3.00 GiB for an array")
-    assert all(word in error.value.message for word in [*words, stage, "3.0 GB more were asked for", "holds"])
+    assert all(word in error.value.message for word in [*words, stage, "3.0 GB more were requested", "holds"])
     assert "\n" not in error.value.render()
 
 

@@ -1,4 +1,4 @@
-"""What replay will need, what the machine has, and what is told when memory runs out: the key to turn, with figures."""
+"""Memory: estimates of replay, free memory of the machine, and out-of-memory errors that name the key to reduce."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MEGABYTE = 2.0**20
 
 
 def usage(device: torch.device) -> dict[str, float]:
-    """Return `memory/rss_mb` and, on a GPU, `memory/gpu_mb`, `memory/gpu_peak_mb` and `gpu/use` (0 to 1), where known.
+    """Return `memory/rss_mb` and, on a GPU, `memory/gpu_mb`, `memory/gpu_peak_mb` and `gpu/use` (0 to 1, if known).
 
-    Megabytes of 2^20 bytes; the GPU's are those that torch has given out, now and at most since the start.
+    Megabytes of 2^20 bytes; on the GPU those that torch has allocated, now and at the peak.
     """
     values = {"memory/rss_mb": resident_bytes() / MEGABYTE}
     if device.type == "cuda":
@@ -32,13 +32,13 @@ def usage(device: torch.device) -> dict[str, float]:
         values["memory/gpu_peak_mb"] = torch.cuda.max_memory_allocated(device) / MEGABYTE
         try:
             values["gpu/use"] = torch.cuda.utilization(device) / 100.0
-        except Exception:  # noqa: BLE001 (without NVML, whatever its reason, there is no such figure)
+        except Exception:  # noqa: BLE001 (NVML is not available)
             values.pop("gpu/use", None)
     return values
 
 
 def resident_bytes() -> int:
-    """Return the bytes of main memory that this process holds; where the system does not tell, the most it held."""
+    """Return the resident bytes of this process; where they are unknown, their peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize()
@@ -48,7 +48,7 @@ def resident_bytes() -> int:
 
 
 def over_ranks(parts: list[dict[str, float]], each: bool) -> dict[str, float]:
-    """Return the largest value of every name over the ranks' `usage`; with `each`, every rank's as `<name>_rank<r>`."""
+    """Return the maximum of each name over the ranks' `usage`; with `each` also every rank's as `<name>_rank<r>`."""
     names = sorted({name for part in parts for name in part})
     values = {name: max(part[name] for part in parts if name in part) for name in names}
     if each:
@@ -70,7 +70,7 @@ _ASKED = re.compile(r"(?:allocate|allocating) (\d+(?:\.\d+)?) ?([KMGT]?)i?B?(?:y
 
 @contextmanager
 def oom_hint(config: Config, stage: str, phase: str, device: torch.device | None = None) -> Iterator[None]:
-    """Turn running out of memory within into a UserError that names the key to turn.
+    """Turn out-of-memory errors in a block into a UserError that names the key to reduce.
 
     Args:
         stage: stage1, stage2 or stage3. phase: of the loop (collect, update, test, ...), "replay" for keeping
@@ -83,7 +83,7 @@ def oom_hint(config: Config, stage: str, phase: str, device: torch.device | None
         asked = asked_bytes(error)
         if asked is None:
             raise
-        text = f"out of memory in {stage} ({phase}): {_figures(error, asked, device)}. {_mend(config, stage, phase)}"
+        text = f"out of memory in {stage} ({phase}): {_figures(error, asked, device)}. {_fix(config, stage, phase)}"
         raise UserError(text) from error
 
 
@@ -97,15 +97,15 @@ def asked_bytes(error: BaseException) -> float | None:
 
 
 def _figures(error: BaseException, asked: float, device: torch.device | None) -> str:
-    wanted = f"{_gb(asked)} more were asked for" if asked else "more was asked for"
+    wanted = f"{_gb(asked)} more were requested" if asked else "more was requested"
     if isinstance(error, torch.cuda.OutOfMemoryError) and device is not None and device.type == "cuda":
         held, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
         return f"{wanted}, this rank holds {_gb(held)} of a GPU of {_gb(total)}"
     return f"{wanted}, this process holds {_gb(resident_bytes())}"
 
 
-def _mend(config: Config, stage: str, phase: str) -> str:
-    """Say which key makes the phase smaller, with its value now and one to try."""
+def _fix(config: Config, stage: str, phase: str) -> str:
+    """Return which key reduces the memory of a phase, with its value and one to try."""
     learns = phase in {"update", "prepare"}
     if phase == "start":
         return f"Lower batch_size_run={config.batch_size_run}"
@@ -114,8 +114,8 @@ def _mend(config: Config, stage: str, phase: str) -> str:
         return f"Lower {key}={getattr(config, key)}"
     if stage == "stage3" and learns:
         more = min(2 * config.accumulate, config.batch_size)
-        turn = f"Give accumulate={more}, or lower" if more > config.accumulate else "Lower"
-        return f"{turn} batch_size={config.batch_size}"
+        advice = f"Give accumulate={more}, or lower" if more > config.accumulate else "Lower"
+        return f"{advice} batch_size={config.batch_size}"
     if stage != "stage3" and (learns or phase in {"test", "finish"}):
         half = max(1, config.graph_frames_at_once // 2)
         other = "graph_pretrain_batch_size" if learns else "graph_pretrain_eval_episodes"
@@ -125,13 +125,13 @@ def _mend(config: Config, stage: str, phase: str) -> str:
 
 
 def replay_bytes(config: Config, info: EnvInfo) -> int:
-    """Return the bytes of a full replay buffer of stage 3 if every entry is as long as can be."""
+    """Return the bytes of a full replay buffer of stage 3 with entries of maximum length."""
     rows = int(runners.REGISTRY.get(config.runner).rows(info))
     return Codec(replay_spec(config, info)).width * rows * config.buffer_size
 
 
 def replay_spec(config: Config, info: EnvInfo) -> Spec:
-    """Return the fields of the episodes that stage 3 keeps."""
+    """Return the fields of the episodes that stage 3 stores."""
     n, actions = info.n_agents, torch.uint8 if info.n_actions <= 255 else torch.int16
     spec: Spec = {
         "obs": (torch.float32, (n, info.obs_dim)),
@@ -155,9 +155,9 @@ def pretraining_bytes(config: Config, info: EnvInfo) -> int:
 
 
 def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float | None = None) -> list[str]:
-    """Return a line for each key by which episodes may outgrow the memory of a host with `ranks` ranks.
+    """Return a line for each key whose episodes may not fit in the memory of a host with `ranks` ranks.
 
-    available: bytes; None asks the system.
+    available: bytes; None means those that the system reports.
     """
     available = available_bytes() if available is None else available
     if available is None:
@@ -178,7 +178,7 @@ def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float 
 
 
 def available_bytes() -> float | None:
-    """Return the bytes that this process and its children may still take; None where the system does not tell."""
+    """Return the bytes that this process and its children may still allocate; None if unknown."""
     bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup")), _address_space()]
     known = [bound for bound in bounds if bound is not None]
     return min(known) if known else None
@@ -193,7 +193,7 @@ def _meminfo() -> float | None:
 
 
 def _cgroup(folder: Path) -> float | None:
-    """Return what a container's limit leaves, where there is one (version 2 of Linux's control groups)."""
+    """Return the bytes left of a container's limit (cgroup v2), if there is one."""
     try:
         limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # ValueError: "max"
@@ -202,7 +202,7 @@ def _cgroup(folder: Path) -> float | None:
 
 
 def _address_space() -> float | None:
-    """Return what `ulimit -v` leaves, where it is set."""
+    """Return the bytes left of `ulimit -v`, if it is set."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None

@@ -1,4 +1,4 @@
-"""How many ranks, where they compute and who starts them: decided here alone, for the run and for `--dry-run`."""
+"""Number of ranks, their devices and who starts them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Variables in which a launcher that starts tasks says where each one is.
+    """Environment variables by which a launcher describes its tasks.
 
     Attributes:
-        size: number of tasks; the launcher counts only where it has started as many as there are ranks.
-        local_rank: place among the tasks of this host. here: number of tasks of this host, where it says so directly.
-        each: numbers of tasks on all hosts, as SLURM writes them: "4(x2),3". node: place of this host among them.
+        size: number of tasks; the launcher is used only if this equals the number of ranks.
+        local_rank: index of the task on this host. here: number of tasks on this host.
+        each: numbers of tasks on all hosts, as SLURM writes them: "4(x2),3". node: index of this host.
     """
 
     size: str
@@ -42,12 +42,12 @@ LAUNCHERS = (
     Launcher("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_LOCAL_SIZE",)),
     Launcher("PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
 )
-"""srun, Open MPI, MVAPICH, and Intel MPI or MPICH."""
+"""srun, Open MPI, MVAPICH, Intel MPI and MPICH."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many ranks, on what, speaking through what. `joins` means that a launcher has started the ranks."""
+    """Number of ranks, backend and device type. joins: a launcher has started the ranks."""
 
     world_size: int
     backend: str
@@ -60,16 +60,16 @@ class Plan:
         return self.world_size > 1 and not self.joins
 
     def device(self, local_rank: int) -> torch.device:
-        """Return where a rank of this host computes; gloo lets several ranks share a card."""
+        """Return the device of a rank on this host; with gloo several ranks may share a GPU."""
         import torch
 
         return torch.device("cuda", local_rank % torch.cuda.device_count()) if self.cuda else torch.device("cpu")
 
 
 def make_plan(config: Config) -> Plan:
-    """Decide from the configuration, the devices and the environment that torchrun sets.
+    """Derive the plan from the configuration, the devices and the variables that torchrun sets.
 
-    Errors: UserError for more ranks than devices, and for what contradicts the group that torchrun has started.
+    Errors: UserError for more ranks than devices, and for keys that contradict torchrun's group.
     """
     _check_torchrun(config)
     joins = config.run == "ddp" and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -89,11 +89,11 @@ def make_plan(config: Config) -> Plan:
     backend = config.dist_backend or ("nccl" if cuda else "gloo")
     if backend == "nccl" and not cuda:
         raise UserError("dist_backend=nccl needs a GPU and use_cuda=True; leave it out, or use dist_backend=gloo")
-    # Tasks of srun and MPI may each see GPUs of their own; that they differ is checked once the ranks have met.
+    # Tasks of srun and MPI may each see other GPUs; `require_own_gpus` checks that later.
     if cuda and local > cards and backend == "nccl" and not (joins and _launcher(world_size)):
         raise UserError(
             f"world_size={world_size} is more than the {cards} visible GPUs of this machine:"
-            " give at most that many, or dist_backend=gloo to let ranks share cards"
+            " give at most that many, or dist_backend=gloo to let ranks share GPUs"
         )
     return Plan(world_size, backend, cuda, joins)
 
@@ -101,24 +101,23 @@ def make_plan(config: Config) -> Plan:
 def ranks_here(world_size: int) -> int:
     """Return how many of the ranks run on this host.
 
-    Said by LOCAL_WORLD_SIZE, else by srun or MPI. Where nobody says it, the hosts are taken to have a rank for each
-    visible GPU; without a launcher, all ranks are here.
+    Read from LOCAL_WORLD_SIZE, else from srun or MPI, else one rank per visible GPU; without a launcher all ranks.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return min(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return world_size
     launcher = _launcher(world_size)
-    said = _tasks_here(launcher) if launcher is not None else 0
-    if said:
-        return min(world_size, said)
+    count = _tasks_here(launcher) if launcher is not None else 0
+    if count:
+        return min(world_size, count)
     import torch
 
     return min(world_size, torch.cuda.device_count() or world_size)
 
 
 def local_rank(world_size: int) -> int:
-    """Return this rank's place among those of this host: by LOCAL_RANK, srun or MPI, else by counting."""
+    """Return this rank's index on this host: from LOCAL_RANK, srun or MPI, else from its rank."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     launcher = _launcher(world_size)
@@ -128,14 +127,14 @@ def local_rank(world_size: int) -> int:
 
 
 def _launcher(world_size: int) -> Launcher | None:
-    """Return who has started this rank as one of `world_size` tasks, None for torchrun and where nobody says so."""
+    """Return the launcher that started this rank as one of `world_size` tasks; None for torchrun or if unknown."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return None
     return next((known for known in LAUNCHERS if os.environ.get(known.size) == str(world_size)), None)
 
 
 def _tasks_here(launcher: Launcher) -> int:
-    """Return how many tasks a launcher has started on this host, 0 where it does not say. Errors: UserError."""
+    """Return how many tasks a launcher has started on this host, 0 if unknown. Errors: UserError."""
     for name in launcher.each:
         counts: list[int] = []
         for part in filter(None, os.environ.get(name, "").split(",")):
@@ -150,9 +149,9 @@ def _tasks_here(launcher: Launcher) -> int:
 
 
 def require_own_gpus(places: Sequence[tuple[str, str]]) -> None:
-    """Reject ranks that share a GPU under NCCL, which can neither work nor say so. Errors: UserError.
+    """Reject ranks that share a GPU under NCCL, which would hang. Errors: UserError.
 
-    places: host and identity of the GPU of every rank.
+    places: host and GPU id of every rank.
     """
     for place in dict.fromkeys(places):
         ranks = [rank for rank, found in enumerate(places) if found == place]
@@ -164,19 +163,18 @@ def require_own_gpus(places: Sequence[tuple[str, str]]) -> None:
 
 
 def is_main() -> bool:
-    """Return whether this process is the one that talks to the user: not one of torchrun's further ranks."""
+    """Return whether this process writes to the terminal: rank 0, or not part of a group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _check_torchrun(config: Config) -> None:
-    """Refuse what contradicts the group that torchrun has started. Errors: UserError."""
+    """Reject keys that contradict torchrun's group. Errors: UserError."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if config.run == "default" and ranks != "1":
         raise UserError(f"run=default: this process is one of {ranks} (WORLD_SIZE={ranks}). Use run=ddp")
     if "RANK" in os.environ and config.world_size is not None and str(config.world_size) != ranks:
-        told = f"world_size={config.world_size}: torchrun started {ranks} processes"
-        mend = f"Start {config.world_size} (--nproc_per_node), or give world_size={ranks}"
-        raise UserError(f"{told}. {mend}").on_all_ranks()
+        fix = f"Start {config.world_size} (--nproc_per_node), or give world_size={ranks}"
+        raise UserError(f"world_size={config.world_size}: torchrun started {ranks} processes. {fix}").on_all_ranks()
     if "RANK" in os.environ and len(config.seeds) > 1:
         seeds = ",".join(map(str, config.seeds))
         raise UserError(
@@ -185,9 +183,9 @@ def _check_torchrun(config: Config) -> None:
 
 
 def _check_subset(cards: int) -> None:
-    """Refuse GPUs that are named and not there, which CUDA leaves out with all behind them. Errors: UserError.
+    """Reject missing GPUs in CUDA_VISIBLE_DEVICES: CUDA ignores them and all that follow. Errors: UserError.
 
-    cards: that CUDA shows. On a machine without GPUs the variable says nothing.
+    cards: number of GPUs that CUDA shows. On a machine without GPUs the variable is ignored.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     wanted = {name.strip() for name in named.split(",")} - {"", "-1", "NoDevFiles"}
@@ -199,12 +197,12 @@ def _check_subset(cards: int) -> None:
 
 
 def has_gpus(folder: str = "/dev") -> bool:
-    """Return whether the system knows of GPUs of the kind that CUDA_VISIBLE_DEVICES speaks of."""
+    """Return whether the system has NVIDIA GPUs."""
     return any(name.removeprefix("nvidia").isdigit() for name in os.listdir(folder) if name.startswith("nvidia"))
 
 
 def _check_group() -> None:
-    """Refuse variables of torchrun that say nothing, or contradict each other. Errors: UserError."""
+    """Reject invalid or contradicting variables of torchrun. Errors: UserError."""
     most = 10**6
     world_size = _number("WORLD_SIZE", 1, most)
     _number("RANK", 0, world_size - 1)
@@ -217,7 +215,7 @@ def _check_group() -> None:
 
 
 def _number(name: str, least: int, most: int, default: str | None = None) -> int:
-    """Return a variable of the environment as a whole number. Errors: UserError."""
+    """Return an environment variable as an integer. Errors: UserError."""
     text = os.environ.get(name, default)
     if text is None:
         raise UserError(f"{name}: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as an exception that is raised once, so that what must be written and closed is."""
+"""SIGINT, SIGTERM and SIGHUP as an exception that is raised once, with time to write and close files."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from omagd.utils.writing import drop_lost_output
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = frozenset({signal.SIGTERM, signal.SIGHUP})
-"""Signals that save at the end of an iteration: a batch system's, and that of a terminal that has been closed."""
+"""Signals after which a run saves at the end of the iteration: from a batch system or a closed terminal."""
 
 PATIENCE_SECONDS = 2.0
-"""One Ctrl-C may arrive twice, from the terminal and from the parent; a later one is a person who will not wait."""
+"""Repeated signals within this time are ignored: Ctrl-C arrives from the terminal and from the parent process."""
 
 BOUNDARY_SECONDS = 10.0
-"""How long a SIGTERM or SIGHUP waits for the end of an iteration where state can be saved."""
+"""Longest delay of a SIGTERM or SIGHUP until the end of an iteration."""
 
 STARTED_BY = os.getppid()
-"""The process that started this one, as early as it can be asked; another one later means that it is gone."""
+"""The parent process at import; if it changes later, the parent has ended."""
 
 CLOSING_SECONDS = 20.0
-"""How long a process that must end, because of an error or since its launcher is gone, may take to close everything."""
+"""Longest time to close everything after an error or after the launcher has ended."""
 
 SAVING_SECONDS = 20.0
-"""How long the save may take that a SIGTERM or SIGHUP has asked for."""
+"""Longest duration of the save after SIGTERM or SIGHUP."""
 
 
 class Stopped(KeyboardInterrupt):
-    """This process was asked to end.
+    """A signal has requested the end of this process.
 
     Args:
-        number: the signal. `exit_code` is what shells say for it: 129, 130 or 143.
-        cause: what has sent it, if that is known.
+        number: the signal; `exit_code` is 128 + number, as in shells. cause: its sender, if known.
 
     Attributes:
-        where: what was interrupted and how to continue it, once that is known.
+        where: the interrupted run and how to resume it, once known.
     """
 
     def __init__(self, number: int, cause: str = "") -> None:
@@ -54,18 +53,18 @@ class Stopped(KeyboardInterrupt):
         self.exit_code = 128 + number
 
     def render(self) -> str:
-        """Return the last line of what was interrupted."""
+        """Return the last line that an interrupted command prints."""
         return f"interrupted{f': {self.cause}' if self.cause else f' by {self}'}{self.where}"
 
 
 @dataclass
 class _Received:
-    """What this process was told, and whether it may be told now.
+    """State of the signal handlers.
 
     Attributes:
-        error: what shall be raised instead of a stop. cause: what has sent the signal, if that is known.
-        number, at: the first signal and its moment. held: within `unhurried`. seconds: given by `deferred`, 0 outside.
-        late: the time that was given has passed while signals were held.
+        error: raised instead of `Stopped`, if set. cause: sender of the signal, if known.
+        number, at: first signal and its time. held: within `unhurried`. seconds: given by `deferred`, 0 outside.
+        late: `seconds` have passed while signals were held.
     """
 
     number: int | None = None
@@ -78,7 +77,7 @@ class _Received:
 
     @property
     def waits(self) -> bool:
-        """Whether the signal that was received may wait for the end of an iteration."""
+        """Whether the received signal may wait for the end of an iteration."""
         return self.seconds > 0 and self.number in SAVING
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -100,7 +99,7 @@ class _Received:
         raise self.stopped(number)
 
     def too_late(self, number: int, frame: FrameType | None) -> None:
-        """End the time that `deferred` gave; a SIGALRM from outside, with no stop pending, is a stop by itself."""
+        """Handle SIGALRM: the time of `deferred` is over, or, with no stop pending, SIGALRM came from outside."""
         if self.number is None:
             self.number, self.at = number, time.monotonic()
         if self.held:
@@ -109,7 +108,7 @@ class _Received:
             raise self.stopped(self.number)
 
     def stopped(self, number: int) -> Stopped:
-        """Return the stop that a signal means."""
+        """Return the exception for a signal."""
         return Stopped(number, self.cause)
 
 
@@ -122,25 +121,25 @@ def stop_requested() -> bool:
 
 
 def ending() -> bool:
-    """Return whether this process has been asked to end and does so, within `stoppable`. For any thread."""
+    """Return whether this process is ending after a signal, within `stoppable`. For any thread."""
     return stop_requested() and signal.getsignal(signal.SIGTERM) == _received.handle
 
 
 def raise_in_main_thread(error: Exception) -> None:
-    """Within `stoppable`, called in another thread: raise `error` in the main thread, whatever it does in Python."""
+    """Raise `error` in the main thread, within `stoppable`. Called in another thread."""
     if signal.getsignal(signal.SIGTERM) == _received.handle:
         _received.error = error
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def ask_to_end(cause: str) -> None:
-    """Ask this process to end, as by Ctrl-C; `cause` is what the user reads. For any thread."""
+    """Send this process SIGINT; `cause` is shown to the user. For any thread."""
     _received.cause = cause
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def _send_again(lost: Any) -> None:
-    """Send a signal again whose `Stopped` was raised where Python drops errors, as in a finalizer."""
+    """Send a signal again if its `Stopped` was raised where Python ignores exceptions, as in a finalizer."""
     if not isinstance(lost.exc_value, Stopped):
         sys.__unraisablehook__(lost)
         return
@@ -152,9 +151,9 @@ def _send_again(lost: Any) -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Within, the first SIGINT, SIGTERM or SIGHUP raises `Stopped`; outside the main thread nothing changes.
+    """Within a block the first SIGINT, SIGTERM or SIGHUP raises `Stopped`. No effect outside the main thread.
 
-    A SIGHUP that is ignored already stays so: that is what nohup asks for.
+    An ignored SIGHUP stays ignored, as nohup requires.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -175,7 +174,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Within, a first signal waits for the end of the block; one that is repeated seconds later does not."""
+    """Delay a first signal until the end of the block; a second one seconds later raises at once."""
     already = stop_requested()
     _received.held = True
     try:
@@ -188,11 +187,11 @@ def unhurried() -> Iterator[None]:
 
 @contextmanager
 def deferred(seconds: float = BOUNDARY_SECONDS) -> Iterator[None]:
-    """Within, a first SIGTERM or SIGHUP is only noted, for `stop_wanted`; SIGINT raises at once as ever.
+    """Delay SIGTERM and SIGHUP until the end of an iteration; SIGINT still raises immediately.
 
-    Who asks `stop_wanted` at the end of an iteration saves and calls `stop_now`. If nobody has asked within `seconds`,
-    `Stopped` is raised; so it is at the end of the block if a stop is still pending. A second signal seconds later
-    raises at once. Outside `stoppable` and outside the main thread nothing changes.
+    At the end of an iteration the caller checks `stop_wanted`, saves and calls `stop_now`. Otherwise `Stopped` is
+    raised after `seconds`, or at the end of the block. A second signal seconds later raises immediately. No effect
+    outside `stoppable` and outside the main thread.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) != _received.handle:
@@ -211,16 +210,16 @@ def deferred(seconds: float = BOUNDARY_SECONDS) -> Iterator[None]:
 
 
 def stop_wanted() -> bool:
-    """Return whether a SIGTERM or SIGHUP waits. For the end of an iteration: from then on it waits for the save."""
+    """Return whether a SIGTERM or SIGHUP is pending; it then waits for the save. Call it at the end of an iteration."""
     if _received.waits:
         saving()
     return _received.waits
 
 
 def saving(seconds: float = SAVING_SECONDS) -> None:
-    """Within `deferred`, give the save that comes now `seconds`, whether the SIGTERM is here already or still comes.
+    """Within `deferred`, allow `seconds` for the save that follows, also for a signal that arrives during it.
 
-    All ranks call it once one of them wants to stop; a signal that arrives at another one later cannot cut it short.
+    All ranks call it once one of them wants to stop, so a signal that reaches another rank later does not interrupt it.
     """
     _received.seconds = seconds if _received.seconds > 0 else 0.0
     if _received.waits:
@@ -228,7 +227,7 @@ def saving(seconds: float = SAVING_SECONDS) -> None:
 
 
 def stop_now() -> None:
-    """Raise `Stopped` for the noted signal, or, where another rank was told, for SIGTERM."""
+    """Raise `Stopped` for the pending signal, or for SIGTERM if another rank received it."""
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     if _received.number is None:
         _received.number, _received.at = signal.SIGTERM, time.monotonic()

@@ -1,1 +1,1 @@
-"""The command line: reads what was typed, checks it, lists and compares runs, examines the machine."""
+"""Command line: parse arguments, check the configuration, list and compare runs, examine the machine."""

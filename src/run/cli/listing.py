@@ -1,4 +1,4 @@
-"""What `--list` and `--dry-run` print."""
+"""Output of `--list`, `--dry-run` and `compare`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from omagd.utils.storage import read_entry
 
 
 def listing() -> str:
-    """Return everything that can be named on the command line, a paragraph for each kind."""
+    """Return all names that the command line accepts, one paragraph per kind."""
     from omagd.envs.battle.maps import MAPS
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
@@ -33,23 +33,23 @@ def listing() -> str:
     return "\n".join(lines) + "\n"
 
 
-def resolved(config: Config, outlook: PreflightResult) -> str:
-    """Return the configuration as YAML that `--config=FILE` takes again, and what follows from it as comments."""
+def resolved(config: Config, checked: PreflightResult) -> str:
+    """Return the configuration as YAML for `--config=FILE`, with derived facts as comments."""
     values = to_plain(config)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
-    return text + "".join(f"# {name}: {value}\n" for name, value in facts(config, outlook).items())
+    return text + "".join(f"# {name}: {value}\n" for name, value in facts(config, checked).items())
 
 
-def facts(config: Config, outlook: PreflightResult) -> dict[str, object]:
-    """Return what a configuration comes down to, by name: stages, ranks, effective batch, battles, sizes."""
-    info, plan = outlook.info, outlook.plan
+def facts(config: Config, checked: PreflightResult) -> dict[str, object]:
+    """Return derived facts by name: stages, ranks, effective batch, environments, sizes."""
+    info, plan = checked.info, checked.plan
     start = "torchrun" if plan.joins else "spawn" if plan.spawns else "this process"
     device = "cuda" if plan.cuda else "cpu"
     card = make_card(config, plan.world_size, plan.device(0), trained_card(config))
     slots, unit = n_slots(config), runners.REGISTRY.get(config.runner).unit
     sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
     return {
-        "stages": ", ".join(outlook.stages),
+        "stages": ", ".join(checked.stages),
         "world size": f"{plan.world_size} ({start}, {device})",
         "effective batch": f"{config.batch_size * plan.world_size} {unit} per update",
         "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
@@ -67,7 +67,7 @@ def _paragraph(title: str, names: list[str]) -> str:
 
 
 def comparison(folders: Sequence[str]) -> str:
-    """Return a table of what the runs in `folders` reached. Errors: UserError where a folder holds no run."""
+    """Return a table of the results of runs. Errors: UserError for a folder without a run."""
     if not folders:
         raise UserError("compare: name the folders of runs, as in: omagd compare results/<run> results/<other run>")
     return runs_table([_summary(folder) for folder in folders]) + "\n"
@@ -87,7 +87,7 @@ def _summary(folder: str) -> dict[str, Any]:
 
 
 def _one_line(value: Any) -> Any:
-    """Return what a file says with all text as single lines that a terminal shows as they are."""
+    """Return a value with all text in one line and without control characters."""
     if isinstance(value, str):
         return readable(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The command line: `[options] with key=value …` to one run, with every mistake told in a line."""
+"""Command line: parse `[options] with key=value …`, check the configuration and run it; errors are one line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from omagd.utils.writing import drop_lost_output
 if TYPE_CHECKING:
     from omagd.config.schema import Config
 
-# What stands in files that need other packages is imported where it is used, so that `doctor` can say what is missing.
+# Modules that need other packages are imported where they are used: `doctor` must work without those packages.
 INTERRUPTED_EXIT_CODE = 130
 RANK_0_SECONDS = 5.0
-"""How long another rank lets rank 0 print an error that both have: torchrun ends all once one has ended."""
+"""Seconds that another rank waits for rank 0 to print their common error: torchrun ends all ranks with the first."""
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 HELP = """\
@@ -36,9 +36,9 @@ Instead of training:
   --dry-run            check everything, print the resolved configuration, write nothing
   --list               show the known configurations, maps, learners, agents, ...
   --help, --version
-  doctor               what this machine has, what it lacks, and the mend; --env-config=NAME: for that environment
-  evaluate RUN [key=value ...]  play what a run has trained; RUN: its folder, its models/ or one step's folder there
-  compare FOLDER ...   results of several runs in a table, marked where they cannot be compared
+  doctor               check this machine and print fixes; --env-config=NAME: for that environment
+  evaluate RUN [key=value ...]  evaluate a trained run; RUN: its folder, its models/ or one step's folder there
+  compare FOLDER ...   print the results of several runs in a table; marks runs that cannot be compared
 Sacred's options:
   -c, --comment=TEXT   a comment for the record
   -n, --name=NAME      the experiment's name in the record
@@ -57,13 +57,12 @@ A run writes <local_results_path>/<unique_token>/: config.json, metrics.jsonl, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line says and return the exit code.
+    """Run a command and return its exit code.
 
-    0; 2 for a user's mistake; 1 when a rank failed; 130 when interrupted, 143 and 129 when asked to end by SIGTERM
-    and SIGHUP.
+    Exit codes: 0; 1 when a run failed; 2 for a user error; 130, 143 and 129 after SIGINT, SIGTERM and SIGHUP.
 
     Args:
-        argv: arguments without the program's name, sys.argv if None.
+        argv: arguments without the program's name; None means sys.argv.
     """
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         _complain(visible(f"error: {error}", kept="\n"))
         return 1
-    except SystemExit as error:  # of an environment, while it is checked
+    except SystemExit as error:  # raised by an environment that is checked
         _complain(f"error: {exit_line(error)}")
         return 1
     except Stopped as stop:
@@ -89,12 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_first() -> bool:
-    """Return whether this is rank 0 of torchrun, or no rank of it."""
+    """Return whether this process is rank 0 or not part of a group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _complain(text: str) -> None:
-    """Write to standard error; where that cannot be written (a full disk, a closed terminal), the exit code remains."""
+    """Write to standard error; if that fails (full disk, closed terminal), the exit code still reports the error."""
     drop_lost_output()
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")
@@ -102,13 +101,13 @@ def _complain(text: str) -> None:
 
 
 def config_from(argv: Sequence[str]) -> Config:
-    """Return the resolved configuration that the arguments `argv` mean. Errors: UserError."""
+    """Return the resolved configuration of the arguments `argv`. Errors: UserError."""
     options, updates = parse(argv)
     return _resolve(options, updates)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Return the options and the texts of `key=value`, which stand behind `with`. Errors: UserError."""
+    """Return the options and the `key=value` texts after `with`. Errors: UserError."""
     options = _options(argv)
     return options, _updates(options.words)
 
@@ -127,7 +126,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("words", nargs="*")
     options = parser.parse_intermixed_args(list(argv))
     if options.mongo_db is not None:
-        raise UserError("--mongo_db: an address with a password could be seen by all in the process list; use -F")
+        raise UserError("--mongo_db: its password would be visible in the process list; use -F")
     if options.loglevel is not None and options.loglevel.upper() not in LOG_LEVELS:
         raise UserError(f"--loglevel={options.loglevel}: must be one of {', '.join(LOG_LEVELS)}")
     if options.file_storage is not None and not options.file_storage:
@@ -167,7 +166,7 @@ def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
 
     try:
         settings = Settings.of(_resolve(options, texts))
-    except ImportError:  # a package that reads configurations is missing, which the doctor says
+    except ImportError:  # a package that reads configurations is missing; the doctor reports it
         settings = Settings(env=options.env_config or Settings.env)
     text, ready = render(examine(settings), settings.env)
     _say(text)
@@ -175,7 +174,7 @@ def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
 
 
 def _run(options: argparse.Namespace, config: Config) -> None:
-    """Check, then print the plan (`--dry-run`) or run it."""
+    """Check the configuration, then print it (`--dry-run`) or run it."""
     if not options.dry_run:
         from omagd.run.launch.processes import preload
 
@@ -203,12 +202,12 @@ def _run(options: argparse.Namespace, config: Config) -> None:
 
 
 def _say(text: str) -> None:
-    """Write `text` to standard output; who reads it may stop early (`| head`)."""
+    """Write `text` to standard output; the reader may stop early (`| head`)."""
     try:
         sys.stdout.write(visible(text, kept="\n"))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python would complain once more when it flushes at exit.
+        # else Python reports the error again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -232,15 +231,15 @@ def _evaluation(options: argparse.Namespace, words: Sequence[str]) -> Config:
 
 
 def _updates(words: Sequence[str]) -> dict[str, str]:
-    """Return {key: text} from the words `with key=value …`; of a key that stands twice the last value counts."""
+    """Return {key: text} from the words `with key=value …`; the last value of a repeated key counts."""
     if not words:
         return {}
     first, *rest = words
     if first == "print_config":
         raise UserError("print_config: use --dry-run")
     if first != "with":
-        mend = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
-        raise UserError(f"{first}: not understood; {mend}")
+        fix = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
+        raise UserError(f"{first}: not understood; {fix}")
     updates: dict[str, str] = {}
     for word in rest:
         key, equals, text = word.partition("=")
@@ -251,7 +250,7 @@ def _updates(words: Sequence[str]) -> dict[str, str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong by UserError."""
+    """Argument parser that raises UserError."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help")

@@ -1,4 +1,4 @@
-"""What is checked before anything is written: names, devices, environment, paths; and what follows from it."""
+"""Checks before a run writes anything: names, devices, environment and paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# Configuration keys that name something, and the package whose REGISTRY knows the names.
+# Configuration keys that name a component, and the package whose REGISTRY holds it.
 NAMED = {
     "run": "omagd.run",
     "env": "omagd.envs",
@@ -37,12 +37,12 @@ NAMED = {
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """What a configuration comes down to on this machine.
+    """A checked configuration and what it means on this machine.
 
     Attributes:
-        stages: names of the stages in order; ("evaluate",) when a checkpoint is played.
-        plan: how many ranks, on what. info: facts of the environment.
-        config: the configuration that runs, with `t_max` at most what `max_episodes` can last.
+        stages: names of the stages in order; ("evaluate",) for an evaluation.
+        plan: number of ranks and their devices. info: facts of the environment.
+        config: the configuration to run; its `t_max` is at most the longest duration of `max_episodes`.
     """
 
     stages: tuple[str, ...]
@@ -52,22 +52,22 @@ class PreflightResult:
 
 
 def preflight(config: Config) -> PreflightResult:
-    """Check what the configuration alone cannot tell, without writing anything, and return what follows from it.
+    """Check a configuration against this machine and its files, without writing anything.
 
-    Errors: UserError for unknown names, wrong `env_args`, an environment that cannot be built here, paths without a
-        fitting file, more ranks than devices, `run=default` among several processes, and for keys of precision,
-        compiling and memory that this machine cannot serve.
+    Errors: UserError for unknown names, wrong `env_args`, an environment that cannot be built, paths without a suitable
+        file, more ranks than devices, `run=default` in one of several processes, and values of precision, compiling and
+        memory keys that this machine does not support.
     """
     for key, package in NAMED.items():
         _known(key, getattr(config, key), registry_of(package))
     _check_replays(config)
-    plan = make_plan(config)  # torch is imported from here on; a mistyped name is told without it
+    plan = make_plan(config)  # imports torch; the checks above do not
     from omagd.run.training.build import complete_args
     from omagd.run.training.device import check_machine
     from omagd.run.training.opponents import check_opponents
 
     config, info = complete_args(config), describe_env(config)
-    if config.max_episodes is not None:  # in steps they end at the latest where each is as long as it may be
+    if config.max_episodes is not None:  # an upper bound in steps: all episodes of full length
         longest = config.max_episodes * info.episode_limit
         config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})
     check_machine(config, plan, info)
@@ -77,15 +77,15 @@ def preflight(config: Config) -> PreflightResult:
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
         )
     with _fitting(config):
-        outlook = PreflightResult(_check_paths(config, info), plan, info, config)
+        result = PreflightResult(_check_paths(config, info), plan, info, config)
     _check_token(config, plan)
-    return outlook
+    return result
 
 
 def describe_env(config: Config) -> EnvInfo:
-    """Return the facts of the configured environment, asked of one battle that is closed again.
+    """Build one instance of the configured environment, return its facts and close it.
 
-    Errors: RankFailed where building or closing it takes longer than `dist_timeout_minutes`.
+    Errors: RankFailed if building or closing takes longer than `dist_timeout_minutes`.
     """
     from omagd.envs.factory import make_env
     from omagd.run.launch.watchdog import ended_if_hung
@@ -111,22 +111,22 @@ def registry_of(package: str) -> Registry[Any]:
 
 
 def _known(key: str, name: str, registry: Registry[Any]) -> None:
-    """Refuse an unknown name without importing what known names stand for."""
+    """Reject an unknown name, without importing the component of a known one."""
     if name not in registry:
         known = registry.names()
         raise UserError(f"{key}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
 
 
 def _check_replays(config: Config) -> None:
-    """Refuse `save_replay` where the environment has no replays, or where nothing is played greedily."""
+    """Reject `save_replay` for environments without replays and for training runs."""
     if config.save_replay and not writes_replays(config.env):
         raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out")
     if config.save_replay and not config.evaluate:
-        raise UserError("save_replay=True: replays are written when a checkpoint is played. Add evaluate=True")
+        raise UserError("save_replay=True: replays are written by evaluations only. Add evaluate=True")
 
 
 def writes_replays(env: str) -> bool:
-    """Return whether the environment of that name can write replays."""
+    """Return whether an environment can write replays."""
     from omagd.envs import REGISTRY
     from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
 
@@ -136,7 +136,7 @@ def writes_replays(env: str) -> bool:
 
 
 def _check_token(config: Config, plan: Plan) -> None:
-    """Refuse a taken `unique_token` before anything is written, where no unfinished run can be meant by it."""
+    """Reject a `unique_token` that exists, unless this start may resume that run."""
     from omagd.run.checkpoint.resuming import require_free_token
     from omagd.run.topology import is_main
 
@@ -146,7 +146,7 @@ def _check_token(config: Config, plan: Plan) -> None:
 
 
 def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
-    """Refuse paths at which nothing fitting lies; return the stages that are left to run."""
+    """Reject paths without suitable files; return the names of the stages to run."""
     import torch
 
     from omagd.run.checkpoint.resuming import whole_state
@@ -183,9 +183,9 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
 
 
 def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
-    """Refuse a new run that would train nothing, because its checkpoint is at the end already. Errors: UserError.
+    """Reject a new run whose checkpoint has already reached the end of training. Errors: UserError.
 
-    An unfinished run that `auto_resume` continues is let through: it may only have its last files to write.
+    An unfinished run that `auto_resume` continues is accepted: it may only have to write its last files.
     """
     from omagd.run.checkpoint.weights import find_step_folder
 
@@ -198,15 +198,15 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
             return
     if config.auto_resume and _is_unfinished(config):
         return
-    mend = f"Give a larger {key}"
-    with suppress(UserError):  # an interrupted run may have no weights to play yet
+    fix = f"Give a larger {key}"
+    with suppress(UserError):  # an interrupted run may have no weights yet
         find_step_folder(config.checkpoint_path, config.load_step)
-        mend += f", or play it: python -m omagd evaluate {config.checkpoint_path}"
-    raise UserError(f"{key}={limit}: already reached, checkpoint_path={config.checkpoint_path} is at {reached}. {mend}")
+        fix += f", or evaluate it: python -m omagd evaluate {config.checkpoint_path}"
+    raise UserError(f"{key}={limit}: already reached, checkpoint_path={config.checkpoint_path} is at {reached}. {fix}")
 
 
 def _is_unfinished(config: Config) -> bool:
-    """Return whether a run of this command, or of one of its seeds, has begun and is not finished."""
+    """Return whether this command, or one of its seeds, has an unfinished run."""
     from omagd.run.checkpoint.resuming import RUN_FILE, identity_of
     from omagd.utils.storage import read_entry
 
@@ -217,7 +217,7 @@ def _is_unfinished(config: Config) -> bool:
 
 
 def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> None:
-    """Refuse a whole state of stage 3 whose networks are not those of this configuration."""
+    """Reject a full checkpoint of stage 3 whose networks differ from those of this configuration."""
     from omagd.run.checkpoint.weights import load_into
 
     if common.get("stage") != "stage3":
@@ -228,7 +228,7 @@ def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> No
 
 @contextmanager
 def _fitting(config: Config) -> Iterator[None]:
-    """Turn networks that do not fit into memory into a UserError that names their sizes."""
+    """Turn out-of-memory errors of the networks into a UserError that names their sizes."""
     from omagd.run.memory_budget import GIGABYTE, asked_bytes
 
     try:
@@ -239,12 +239,12 @@ def _fitting(config: Config) -> Iterator[None]:
             raise
         keys = ("rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "gnn_hidden_dim")
         sizes = ", ".join(f"{key}={getattr(config, key)}" for key in keys)
-        more = f" ({asked / GIGABYTE:.1f} GB more were asked for)" if asked else ""
+        more = f" ({asked / GIGABYTE:.1f} GB more were requested)" if asked else ""
         raise UserError(f"out of memory: the networks do not fit{more}. Lower one of {sizes}") from error
 
 
 def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
-    """Make what stage 3 trains, to be thrown away: what does not fit is said before the stages before it."""
+    """Build the learner of stage 3 once, so that its errors appear before stages 1 and 2 run."""
     from omagd.learners.protocol import learner_class
     from omagd.run.training.build import build_plain_mac
     from omagd.utils.dist_utils import Dist

@@ -34,8 +34,6 @@ MODULES = (
     "omagd.run.launch.launcher",
     "omagd.run.reporting.plots",
     "omagd.run.training.experiment",
-    "omagd.run.training.stages.pretraining",
-    "omagd.run.training.stages.rl",
 )
 """Imports of a rank, which the fork server loads ahead of time."""
 

@@ -1,4 +1,4 @@
-"""Whether this machine can serve the keys for precision, compiling and the memory of GPUs; told before a start."""
+"""Device settings, and checks of the keys for precision, compiling and GPU memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LARGE = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed blocks below 1 GiB for the next request; return whether it agreed (False elsewhere).
+    """Make glibc keep freed blocks below 1 GiB for reuse; return whether it did (False without glibc).
 
-    Tensors of some megabytes are otherwise mapped, zeroed and given back at every update: measured, a tenth of a QMIX
-    update. The process holds its peak memory from then on. Call it once, before the first update.
+    By default tensors of some megabytes are mapped, zeroed and unmapped at every update, which takes a tenth of a QMIX
+    update. From then on the process keeps its peak memory. Call it once, before the first update.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -39,14 +39,14 @@ def keep_freed_memory() -> bool:
 
 
 FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Names under which Linux lists that a processor multiplies bf16 faster than float32 (the last one on Arm)."""
+"""Processor flags of fast bf16 multiplication in Linux (the last one on Arm)."""
 
 LEAST_COMPILED = 7
-"""CUDA's major compute capability from which Triton compiles for a card."""
+"""Lowest major compute capability that Triton supports."""
 
 
 def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
-    """Refuse what this machine cannot serve. Errors: UserError, one line with what it can."""
+    """Reject values that this machine does not support. Errors: UserError."""
     for key, cuda in (("precision", plan.cuda), ("acting_precision", plan.cuda and not config.cpu_inference)):
         if getattr(config, key) == "bf16":
             check_bf16(key, cuda)
@@ -57,7 +57,7 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Let torch use only algorithms that give the same bits each time (`deterministic=True`) until the block ends."""
+    """Use only deterministic algorithms of torch within a block, if `wanted`."""
     import torch
 
     if not wanted:
@@ -75,7 +75,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def limit_memory(device: torch.device, gigabytes: float | None) -> None:
-    """Let this process take at most `gigabytes` of its GPU (`max_memory_per_gpu_gb`); None or a CPU: as it is."""
+    """Limit this process to `gigabytes` of its GPU (`max_memory_per_gpu_gb`); None or a CPU: no limit."""
     import torch
 
     if gigabytes is not None and device.type == "cuda":
@@ -84,7 +84,7 @@ def limit_memory(device: torch.device, gigabytes: float | None) -> None:
 
 
 def processor_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Return what Linux lists of the processor's abilities; empty elsewhere."""
+    """Return the processor flags that Linux lists; empty elsewhere."""
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -94,7 +94,7 @@ def processor_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def check_bf16(key: str, cuda: bool) -> None:
-    """Refuse bf16, asked for by `key`, where it is not faster than float32. Errors: UserError."""
+    """Reject bf16 (requested by `key`) if it is not faster than float32 here. Errors: UserError."""
     import torch
 
     if cuda:
@@ -106,7 +106,7 @@ def check_bf16(key: str, cuda: bool) -> None:
 
 
 def check_compiler() -> None:
-    """Refuse `compile` where torch finds nothing that turns its C++ into machine code. Errors: UserError."""
+    """Reject `compile=True` without a C++ compiler or Python's headers. Errors: UserError."""
     named = os.environ.get("CXX")
     if not any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"])):
         looked = f"CXX={named} is not found" if named else "neither g++ nor clang++ is installed"
@@ -127,11 +127,11 @@ def _check_triton() -> None:
 
 
 def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
-    """Refuse a cap that no card has, and replay that a card cannot hold."""
+    """Reject a memory limit above the GPU's memory, and a replay buffer that does not fit on the GPU."""
     cap = config.max_memory_per_gpu_gb
     if not plan.cuda:
         if cap is not None:
-            raise UserError(f"max_memory_per_gpu_gb={cap:g}: this run computes on CPUs. Leave it out")
+            raise UserError(f"max_memory_per_gpu_gb={cap:g}: this run uses the CPU. Leave it out")
         return
     import torch
 

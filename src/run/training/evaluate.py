@@ -1,4 +1,4 @@
-"""Playing what was trained: `evaluate RUN [key=value …]`, or `evaluate=True checkpoint_path=…`."""
+"""Evaluate a trained run: `evaluate RUN [key=value …]`, or `evaluate=True checkpoint_path=…`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ FIXED = {
     "evaluate": True, "load_step": 0, "seeds": (), "unique_token": "", "auto_resume": False, "pretrain_only": False,
     "evaluation_only": False, "use_wandb": False, "use_tensorboard": False, "profile": False,
 }  # fmt: skip
-"""What an evaluation does not take from the run that it plays, whoever has written that run's `config.json`."""
+"""Values that an evaluation does not take from the evaluated run's `config.json`."""
 
 HERE = {
     "run": "default", "world_size": None, "dist_backend": None, "max_memory_per_gpu_gb": None, "precision": "float32",
     "compile": False, "buffer_cpu_only": True,
 }  # fmt: skip
-"""Keys of where and how a run learns, which another machine may not be able to serve: one process, as it is."""
+"""Values for one process on any machine, instead of those of the training run."""
 
 
 def evaluation_config(run: str, texts: Mapping[str, str]) -> Config:
-    """Return the configuration that plays what a run has trained: the run's own, with the keys in `texts` changed.
+    """Return the configuration that evaluates a run: the run's own with the keys in `texts` changed.
 
     Args:
         run: the run's folder, its `models/` or one step's folder. texts: the text of each `key=value`.
@@ -41,12 +41,12 @@ def evaluation_config(run: str, texts: Mapping[str, str]) -> Config:
     source = f"evaluate {run}"
     for key in ("evaluate", "checkpoint_path"):
         if key in texts:
-            raise UserError(f"{key}={texts[key]}: `{source}` says so already. Leave it out")
+            raise UserError(f"{key}={texts[key]}: already set by `{source}`. Leave it out")
     step = find_step_folder(run, source=source)
     folder = RunFolder(run_folder_of(step))
     paths = {"checkpoint_path": str(Path(run).expanduser().absolute()), "local_results_path": str(folder.path.parent)}
     values: dict[str, Any] = {**read_saved(folder.config_json, source), **FIXED, **HERE, **paths}
-    if "test_nepisode" in texts:  # a number of its own for reports would hide it
+    if "test_nepisode" in texts:  # else the run's `eval_report_episodes` would override it
         values["eval_report_episodes"] = 0
     return validate(apply_texts(values, texts))
 
@@ -59,7 +59,7 @@ def trained_card(config: Config) -> Card | None:
 
 
 def evaluate(session: Session) -> StageResult:
-    """Play `eval_report_episodes` (or `test_nepisode`) greedy episodes over all ranks with the saved agent."""
+    """Play `eval_report_episodes` (else `test_nepisode`) greedy episodes over all ranks with the saved agent."""
     config, info, device = session.config, session.info, session.dist.device
     folder = find_step_folder(config.checkpoint_path, config.load_step)
     session.logger.info(f"evaluation of {folder}")

@@ -35,14 +35,17 @@ from omagd.run.training.records import (
     stages_so_far,
 )
 from omagd.run.training.session import Session
-from omagd.run.training.stages import REGISTRY as STAGES
 from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.pretraining import Stage1, Stage2
+from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
 from omagd.utils.progress import close_bars
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, stop_requested, unhurried
 from omagd.utils.writing import STORAGE
+
+STAGES = {"stage1": Stage1, "stage2": Stage2, "stage3": RLStage}
 
 
 def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt: int = 0) -> dict[str, Any]:
@@ -135,7 +138,7 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
     for name in names:
         session.logger.stage = name
         with oom_hint(session.config, name, "prepare", session.dist.device):
-            stage = STAGES.get(name)(session, products)
+            stage = STAGES[name](session, products)
         result = fit(stage)
         result.facts["phases"] = session.measures.end()
         result.values.update(session.failure_counts())
