@@ -100,7 +100,7 @@ class EveryAgent(Reconstructor):
         logits = self.predictor(history.frames(rows, now), hidden.flatten(0, 1))
         guesses = torch.zeros_like(nodes)
         guesses[hidden] = self.predictor.guess(logits).features.half().float()
-        history.settle(now)
+        history.commit(now)
         missing = hidden & living
         guesses[~missing] = 0.0
         stored = nodes_to_obs(guesses, self.layout)

@@ -1,4 +1,4 @@
-"""From Python: `omagd.run`, `load_policy`, `make` and `play`, their page, and several seeds from one command."""
+"""The Python API: `run`, `load_policy`, `make` and `play`, their page, and runs over several seeds."""
 
 from __future__ import annotations
 
@@ -137,31 +137,33 @@ def test_evaluate_refuses_another_map_replays_and_a_taken_name(page, tmp_path, c
     trained = Path(page["summary"]["folder"])
     (tmp_path / "results" / "mine").mkdir(parents=True)
     where, taken = "local_results_path=results", tmp_path / "results" / "mine"
+    old_form = ["--config=qmix", "with", *BUDGETS, "evaluate=True", f"checkpoint_path={trained}", where]
     asked = {
         "env_args.map_name=8m": ["trained on skirmish 3m, not on skirmish 8m"],
         "save_replay=True": ["save_replay=True: env=skirmish writes no replays"],
         "unique_token=mine": [f"unique_token=mine: {taken} exists already", "Give another one"],
     }
     for words, parts in asked.items():
-        for command in (["evaluate", str(trained), where], _old_form(trained, where)):
+        for command in (["evaluate", str(trained), where], old_form):
             assert main([*command, words]) == 2
             said = capsys.readouterr()
             assert said.out == "" and len(said.err.splitlines()) == 1
             assert [part for part in parts if part not in said.err] == []
+    config = resolve("qmix", None, {**SMALL, "local_results_path": str(taken.parent), "unique_token": "mine"})
+    with pytest.raises(UserError, match=f"unique_token=mine: {taken} exists already"):
+        launch(config.model_copy(update={"auto_resume": True}), "mine")
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "mine"]
 
 
-def _old_form(trained: Path, where: str) -> list[str]:
-    return ["--config=qmix", "with", *BUDGETS, "evaluate=True", f"checkpoint_path={trained}", where]
-
-
-def test_a_taken_unique_token_is_reported_where_it_is_made(tmp_path):
-    where = {"local_results_path": str(tmp_path), "unique_token": "mine", "auto_resume": True}
-    config = resolve("qmix", None, {**SMALL, **where})
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match=f"unique_token=mine: {tmp_path}/mine exists already"):
-        launch(config, "mine")
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+def test_a_policy_rejects_other_shapes_and_maps(page, tmp_path):
+    policy = omagd.load_policy(Path(page["summary"]["folder"]) / "models")
+    info = policy.info
+    with pytest.raises(ValueError, match="must be"):
+        policy.act(np.zeros((1, info.obs_dim)), np.ones((info.n_agents, info.n_actions)))
+    with pytest.raises(UserError, match=r"agent\.th"):
+        omagd.load_policy(tmp_path)
+    with pytest.raises(UserError, match="trained on skirmish 3m, not on skirmish 8m"):
+        omagd.play(policy, omagd.make("skirmish", map_name="8m"), episodes=1)
 
 
 def test_acting_uses_the_runs_threads_and_leaves_the_callers(page, monkeypatch):
@@ -180,12 +182,6 @@ def test_acting_uses_the_runs_threads_and_leaves_the_callers(page, monkeypatch):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(1)
-
-
-def test_a_policy_plays_no_other_map(page):
-    env = omagd.make("skirmish", map_name="8m")
-    with pytest.raises(UserError, match="trained on skirmish 3m, not on skirmish 8m"):
-        omagd.play(omagd.load_policy(page["summary"]["folder"]), env, episodes=1)
 
 
 class Random:
@@ -256,45 +252,41 @@ def test_the_interface_names_what_it_expects():
     assert {"run", "load_policy", "make", "play"} <= set(dir(omagd)) & set(omagd.__all__)
     env = omagd.make("matrix_game")
 
-    class Nobody:
-        def reset(self) -> None:
-            """Remember nothing."""
-
-        def act(self, obs: np.ndarray, mask: np.ndarray) -> np.ndarray:
-            return mask.argmax(-1)
-
     with pytest.raises(TypeError, match=r"policy=None: give what load_policy returns, or an object with reset\(\)"):
         omagd.play(None, env, 1)
     for other in (None, "matrix_game"):
         with pytest.raises(TypeError, match=f"env={other!r}: give an environment that omagd.make returns"):
-            omagd.play(Nobody(), other, 1)
-    assert omagd.play(Nobody(), env, 1)["totals"]["episodes"] == 1
+            omagd.play(Random(), other, 1)
+    assert omagd.play(Random(), env, 1)["totals"]["episodes"] == 1
     env.close()
     env.close()
-    for call in (env.reset, lambda: env.step({}), env.full_observations, lambda: omagd.play(Nobody(), env, 1)):
+    for call in (env.reset, lambda: env.step({}), env.full_observations, lambda: omagd.play(Random(), env, 1)):
         with pytest.raises(ValueError, match=r"the environment matrix_game.* is closed: make another one"):
             call()
 
 
-def test_the_parallel_interface_refuses_what_it_cannot_play():
+def test_the_parallel_interface_names_what_it_cannot_play():
     env = omagd.make("skirmish", map_name="3m")
     with pytest.raises(RuntimeError, match="call reset"):
         env.step({})
     env.reset(seed=1)
-    with pytest.raises(ValueError, match="give one to each"):
-        env.step({"agent_0": 1})
-    with pytest.raises(ValueError, match=r"agent_1: action 0 is not available now; available: \[1, "):
-        env.step({"agent_0": 1, "agent_1": 0, "agent_2": 1})
-    with pytest.raises(UserError, match=r"env=skirmsh is not known. Did you mean 'skirmish'?"):
-        omagd.make("skirmsh")
-    with pytest.raises(UserError, match=r"env_args.map_nam is not an argument"):
-        omagd.make("skirmish", map_nam="3m")
-    with pytest.raises(UserError, match="episodes=0"):
-        omagd.play(Random(), env, episodes=0)
+    for actions, words in (
+        ({"agent_0": 1}, "give one to each"),
+        ({"agent_0": 1, "agent_1": 0, "agent_2": 1}, r"agent_1: action 0 is not available now; available: \[1, "),
+    ):
+        with pytest.raises(ValueError, match=words):
+            env.step(actions)
+    for call, words in (
+        (lambda: omagd.make("skirmsh"), r"env=skirmsh is not known. Did you mean 'skirmish'?"),
+        (lambda: omagd.make("skirmish", map_nam="3m"), r"env_args.map_nam is not an argument"),
+        (lambda: omagd.play(Random(), env, episodes=0), "episodes=0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call()
 
 
 def test_seeds_of_the_parallel_interface():
-    """The same seed, the same stream of episodes; a reset without one goes on to another episode."""
+    """The same seed gives the same episodes; a reset without a seed starts another one."""
     env, again = (omagd.make("skirmish", map_name="2s3z") for _ in range(2))
     streams = []
     for each in (env, again):
@@ -360,19 +352,9 @@ def _same_episode(policy: omagd.run.api.LoadedPolicy, mac: object, config: objec
 
 
 @pytest.mark.processes
-def test_a_loaded_policy_says_what_it_needs(qmix_run, tmp_path):
-    policy = omagd.load_policy(qmix_run / "models")
-    info = policy.info
-    with pytest.raises(ValueError, match="must be"):
-        policy.act(np.zeros((1, info.obs_dim)), np.ones((info.n_agents, info.n_actions)))
-    with pytest.raises(UserError, match=r"agent\.th"):
-        omagd.load_policy(tmp_path)
-
-
-@pytest.mark.processes
 def test_seeds_end_in_one_table(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["--config=qmix", "with", *BUDGETS, "seeds=1,2"]) == 0
+    assert main(["--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "t_max=20", "seeds=1,2"]) == 0
     out = capsys.readouterr().out
     summaries = [json.loads(file.read_text()) for file in tmp_path.glob("results/*/summary.json")]
     assert sorted(summary["seed"] for summary in summaries) == [1, 2]

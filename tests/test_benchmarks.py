@@ -1,7 +1,6 @@
-"""Every command of benchmarks/README.md runs in a small form: a benchmark that its code has left behind fails here.
+"""Every command of benchmarks/README.md runs with a small budget, so that no benchmark becomes outdated.
 
-The commands are read from the page, so that a new one must be given a small form below. They run in this process:
-processes that a benchmark would start by importing everything once more are forked from it.
+A new command on the page needs a small form below. Benchmarks run in this process and fork instead of spawning.
 """
 
 from __future__ import annotations
@@ -26,36 +25,36 @@ from omagd.run.reporting import plots
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 PEERS = ("--peer", "--smac")  # options whose value is a checkout of other code, which is left out
-# What comes behind a command's own words; OUT is a folder of the test.
+# Words appended to a command; OUT is a folder of the test.
 SMALL: dict[str, str] = {
-    "attack.py": "--faults 3 --jobs 1 --only damage disk link --rows OUT/rows",
+    "attack.py": "--faults 1 --jobs 1 --only damage --rows OUT/rows",
     "acting.py": "--rounds 1 --slots 2 --sizes small",
     "checkpoint_stall.py": "--map 3m --stored 40 --saves 1",
     "ddpg_speed.py": "--batch 4 --updates 1 --hidden 16",
     "env_speed.py": "--slots 4 --ticks 5 --rounds 1",
     "growth.py": "--only ranks --calls 1",
-    "learning.py": "--seeds 1 --t-max 100 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
+    "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "mutations.py": "--only 'snakes return facing backwards'",
-    "pymarl3_learning.py": "--seeds 1 --t-max 100 --test-episodes 8 --out OUT --results OUT",
+    "pymarl3_learning.py": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
     "qmix_update.py": "--map 3m --batch 4 --updates 1",
-    "reconstruction.py": "--t-max 100 --results OUT --env skirmish",
+    "reconstruction.py": "--t-max 30 --results OUT --env skirmish",
     "replay_memory.py": "--episodes 64 --overwrites 1",
     "rollout_processes.py": "--processes 2 --milliseconds 0 --steps 100 --rounds 1",
     "sc2_overhead.py": "--maps 3m --steps 5",
     "scaling_model.py": "--map 3m --batch 4 --iterations 2",
     "scripted_table.py": "--maps 3m --episodes 2",
-    "snakes_learners.py": "--rows vdn --seeds 1 --games 2 --side-by-side 1 --results OUT --out OUT t_max=400",
+    "snakes_learners.py": "--rows vdn --seeds 1 --games 1 --side-by-side 1 --results OUT --out OUT t_max=200",
     "snakes_speed.py": "--boards 4 --seconds 0.01",
     "snakes_table.py": "--games 1 --out OUT",
     "stage1_update.py": "--batch 2 --updates 1 --config omagd_small",
     "stage2_update.py": "--batch 2 --updates 1 --config omagd_small",
     "stage3_update.py": "--batch 2 --updates 1 --config omagd_small",
-    "startup.py": "--runs 1 --ranks 1",
-    "three_way.py": "--seeds 1 --t-max 100 --results OUT --map 3m",
+    "startup.py": "--runs 1 --ranks 1 --env matrix_game --config qmix",
+    "three_way.py": "--seeds 1 --t-max 30 --results OUT --map 3m",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
-    "whole_loop.py": "--map 3m --t-max 100",
+    "whole_loop.py": "--map 3m --t-max 60",
 }
-# Why a command does not run here; its imports and its options are still tried.
+# Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
     "chaos.py": "tests/test_chaos.py is its short form",
     "endurance.py": "tests/test_endurance.py is its short form",
@@ -74,18 +73,21 @@ TINY = [
 
 
 def commands() -> list[str]:
-    """Return the words behind `python` of every command of the page."""
-    return [line for line in re.findall(r"^(?:\w+=\S+ )*python (benchmarks/.+)$", PAGE, re.MULTILINE)]
+    """Return the commands of the page after `python`, one for each script and set of options."""
+    lines = re.findall(r"^(?:\w+=\S+ )*python (benchmarks/.+)$", PAGE, re.MULTILINE)
+    words = {line: shlex.split(line, comments=True) for line in reversed(lines)}
+    forms = {(parts[0], *sorted(w for w in parts if w.startswith("--"))): line for line, parts in words.items()}
+    return sorted(forms.values(), key=lines.index)
 
 
 def without_peers(words: list[str]) -> list[str]:
-    """Return the words without the options that name other code."""
+    """Return the words without options for checkouts of other code."""
     at = {i + k for i, word in enumerate(words) if word in PEERS for k in (0, 1)}
     return [word for i, word in enumerate(words) if i not in at]
 
 
 def play(token: str, results: str, config: str, env: str, words: list[str]) -> Path:
-    """Play a tiny run in this process, where benchmarks start one of their own."""
+    """Do a small run in this process; benchmarks start a process for it."""
     given = [f"local_results_path={results}", f"unique_token={token}", *words, *TINY]
     assert main([f"--config={config}", f"--env-config={env}", "-u", "with", *given]) == 0
     return Path(results) / token
@@ -93,7 +95,7 @@ def play(token: str, results: str, config: str, env: str, words: list[str]) -> P
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fork instead of spawning, run in this process, draw nothing; leave threads, cores and the path as they were."""
+    """Fork instead of spawning, run in this process, draw no plots; restore threads, cores and the path."""
     context, cores, threads = multiprocessing.get_context, os.sched_getaffinity(0), torch.get_num_threads()
     monkeypatch.setattr(
         multiprocessing, "get_context", lambda method=None: context("fork" if method == "spawn" else method)
@@ -127,11 +129,11 @@ def test_a_command_of_the_page_runs(command, monkeypatch, tmp_path):
     if name in NOT_RUN:
         assert run([script, *words, "--help"], monkeypatch) == 0
         return
-    assert name in SMALL, f"{name} is new: give it a small form in SMALL, or say in NOT_RUN why it has none"
+    assert name in SMALL, f"{name} is new: add a small form to SMALL, or a reason to NOT_RUN"
     monkeypatch.chdir(tmp_path)
     small = [word.replace("OUT", str(tmp_path)) for word in shlex.split(SMALL[name])]
     assert not run([script, *without_peers(words), *small], monkeypatch)
 
 
-def test_no_small_form_is_of_a_script_that_is_gone():
+def test_every_small_form_is_of_an_existing_script():
     assert {name for name in (*SMALL, *NOT_RUN) if not (BENCHMARKS / name).is_file()} == set()

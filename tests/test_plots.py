@@ -1,4 +1,4 @@
-"""Pictures: they are there, can be decoded, and show something."""
+"""Plots: the panels that they show, and pictures that can be decoded."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from omagd.run.reporting.battle_plot import _id, _notes, _view
-from omagd.run.reporting.plots import (
-    PANELS,
-    _bins,
-    _extent,
-    _lines,
-    _title,
-    battle_moment,
-    battle_nodes,
-    curves,
-    evaluation,
-    read_metrics,
-)  # fmt: skip
+from omagd.run.reporting.battle_plot import _id, _notes, _view, battle_moment, battle_nodes
+from omagd.run.reporting.plots import PANELS, _bins, _extent, _lines, _title, curves, evaluation, read_metrics
 
 INFO = {"label": "skirmish 5m_vs_6m", "step": 14, "agent": 2, "sight": 9.0, "errors": {"feature error": 0.01}}
 
@@ -30,7 +19,7 @@ def unit(kind, slot, x=0.0, y=0.0, health=0.5, present=True, guessed=False):
 
 
 def moment():
-    """Return one moment: an ally in sight, an enemy out of sight, one that is dead, and beliefs about both."""
+    """Return an ally in sight, a hidden enemy, a dead enemy, and guesses of both enemies."""
     truth = [unit("self", 0), unit("ally", 0, 2, 1), unit("enemy", 0, 12, 3), unit("enemy", 1, present=False)]
     seen = [truth[0], truth[1], unit("enemy", 0, present=False), truth[3]]
     made = [truth[0], truth[1], unit("enemy", 0, 12, 6, guessed=True), unit("enemy", 1, -5, -5, guessed=True)]
@@ -42,8 +31,8 @@ def pixels(path):
     return image.imread(path)[..., :3]
 
 
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+def write_lines(path, records, more=""):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + more)
 
 
 def records_of_all_stages():
@@ -56,49 +45,33 @@ def records_of_all_stages():
     return records
 
 
-def test_curves_show_only_what_there_is(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", records_of_all_stages())
-    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+def test_curves_show_the_values_of_metrics_jsonl(tmp_path):
+    records, metrics = records_of_all_stages(), tmp_path / "metrics.jsonl"
+    write_lines(metrics, records, more='{"stage": "stage3", "t_e')  # of a killed run
+    assert list(read_metrics(metrics)) == records
     drawn = {(panel.stage, panel.title): _lines(panel, records) for panel in PANELS if _lines(panel, records)}
     assert set(drawn) == {
-        ("stage1", "Tokenizer: loss"),
-        ("stage2", "Predictor: accuracy on unseen units"),
-        ("stage3", "Win rate"),
+        ("stage1", "Tokenizer: loss"), ("stage2", "Predictor: accuracy on unseen units"), ("stage3", "Win rate"),
         ("stage3", "Exploration"),
-    }
+    }  # fmt: skip
     assert [line[0] for line in drawn["stage1", "Tokenizer: loss"]] == ["training", "held out"]
     assert drawn["stage3", "Exploration"][0][2] == [1000, 2000, 3000, 4000, 5000]
-
-
-def test_curves_make_a_picture_whose_content_follows_the_numbers(tmp_path):
-    records = records_of_all_stages()
-    write_lines(tmp_path / "metrics.jsonl", records)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"stage": "stage3", "t_e')  # a run that was killed
-    path = curves(tmp_path / "metrics.jsonl", tmp_path / "plots" / "curves.png", "skirmish 3m")
-    first = pixels(path)
+    first = pixels(curves(metrics, tmp_path / "plots" / "curves.png", "skirmish 3m"))
     assert first.shape[0] > 400 and first.shape[1] > 900 and first.std() > 0.03
-    for record in records:
-        if "test_battle_won_mean" in record:
-            record["test_battle_won_mean"] = 0.0
-    write_lines(tmp_path / "metrics.jsonl", records)
-    second = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "other.png", "skirmish 3m"))
+    write_lines(metrics, [{**record, "test_battle_won_mean": 0.0} for record in records])
+    second = pixels(curves(metrics, tmp_path / "other.png", "skirmish 3m"))
     assert first.shape == second.shape and np.abs(first - second).sum() > 100
+    write_lines(metrics, [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])
+    assert curves(metrics, tmp_path / "none.png") is None and not (tmp_path / "none.png").exists()
 
 
-def test_the_title_names_the_environment(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [{"stage": "stage3", "t_env": 5, "epsilon": 0.5}])
-    bare = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "bare.png"))
-    named = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "named.png", "skirmish 3m"))
-    (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
-    beside = pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "beside.png"))
-    assert np.array_equal(named, beside) and not np.array_equal(bare, named)
-
-
-def test_the_title_says_what_was_trained(tmp_path):
+def test_the_title_names_environment_configuration_seed_and_ranks(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     assert (_title(metrics, ""), _title(metrics, "skirmish 3m")) == ("Training", "skirmish 3m: training")
+    write_lines(metrics, [{"stage": "stage3", "t_env": 5, "epsilon": 0.5}])
+    bare, named = (pixels(curves(metrics, tmp_path / "a.png", label)) for label in ("", "skirmish 3m"))
     (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
+    assert np.array_equal(named, pixels(curves(metrics, tmp_path / "b.png"))) and not np.array_equal(bare, named)
     (tmp_path / "card.json").write_text(json.dumps({"told": {"name": "omagd_small", "seed": 7, "ranks": 2}}))
     assert _title(metrics, "") == "skirmish 3m · omagd_small · seed 7 · 2 ranks: training"
     for damaged in ("[]", "{", '{"told": 3}'):
@@ -106,13 +79,12 @@ def test_the_title_says_what_was_trained(tmp_path):
         assert _title(metrics, "") == "skirmish 3m: training"
 
 
-def test_panels_of_a_stage_show_the_same_stretch_and_name_baselines():
+def test_panels_of_a_stage_have_the_same_x_axis_and_name_baselines():
     records = [{"stage": "stage3", "t_env": t, "epsilon": 0.5} for t in (1000, 2000)]
     records += [{"stage": "stage3", "t_env": 0, "loss_td": 1.0}, {"stage": "stage1", "epoch": 9, "train/mse": 1.0}]
     found = [(panel, lines) for panel in PANELS if (lines := _lines(panel, records))]
     assert [panel.title for panel, _ in found] == ["Tokenizer: reconstruction error", "TD loss", "Exploration"]
-    assert _extent("stage3", found) == (-80, 2080)
-    assert _extent("stage1", found) == (8.5, 9.5)
+    assert (_extent("stage3", found), _extent("stage1", found)) == ((-80, 2080), (8.5, 9.5))
     legends = [legend for panel in PANELS for name, legend in panel.lines if "error_" in name]
     assert len(legends) == 4 and all(legend.startswith("baseline: ") for legend in legends)
 
@@ -128,49 +100,24 @@ def test_lengths_of_episodes_have_bins_of_whole_steps(tmp_path):
     assert pixels(evaluation([log], tmp_path / "evaluation.png")).std() > 0.03
 
 
-def test_no_metrics_no_picture(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])
-    assert curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png") is None
-    assert not (tmp_path / "curves.png").exists()
-
-
-def test_battle_moment_shows_three_different_panels(tmp_path):
+def test_a_battle_moment_has_three_panels_with_counted_guesses(tmp_path):
     seen, made, truth = moment()
     picture = pixels(battle_moment(tmp_path / "plots" / "m.png", seen, made, truth, INFO))
     assert picture.shape[0] > 600 and picture.shape[1] > 1500 and picture.std() > 0.05
-    rows = picture[150:650]
-    third = rows.shape[1] // 3
-    panels = [rows[:, i * third : (i + 1) * third] for i in range(3)]
+    third = picture.shape[1] // 3
+    panels = [picture[150:650, i * third : (i + 1) * third] for i in range(3)]
     enemy, ally = np.array([1.0, 0.48, 0.33]), np.array([0.3, 0.79, 0.75])
     orange, teal = ([int((np.abs(p - c).max(-1) < 0.06).sum()) for p in panels] for c in (enemy, ally))
-    assert orange[0] == 0, "no enemy is in sight"
-    assert orange[1] > 50 and orange[2] > 50
-    assert min(teal) > 100, "the ally is seen in all of them"
-
-
-def test_notes_count_what_is_believed():
-    assert _notes(*moment()) == (
-        "1 of 2 living units in sight",
-        "2 unseen believed alive, off by 3.0 cells, 1 of them dead",
-        "2 alive, 1 dead",
-    )
-
-
-def test_units_are_named_by_their_numbers_in_the_team():
-    """Slots of allies leave the observer out."""
-    allies = [_id(unit("ally", slot), observer=2) for slot in range(4)]
+    assert orange[0] == 0 and min(orange[1:]) > 50, "no enemy is in sight"
+    assert min(teal) > 100, "the ally is seen in all panels"
+    assert _notes(seen, made, truth) == (
+        "1 of 2 living units in sight", "2 unseen believed alive, off by 3.0 cells, 1 of them dead", "2 alive, 1 dead"
+    )  # fmt: skip
+    assert _view(truth, 9.0).limit > 12 and _view([unit("self", 0)], 9.0).limit == pytest.approx(9.9)
+    assert _view([unit("enemy", 0, 500, 0)], 9.0).limit == pytest.approx(28.8)
+    allies = [_id(unit("ally", slot), observer=2) for slot in range(4)]  # slots of allies leave the observer out
     assert allies == ["a0", "a1", "a3", "a4"]
     assert (_id(unit("self", 0), observer=2), _id(unit("enemy", 3), observer=2)) == ("a2", "e3")
-
-
-def test_everything_lies_within_the_view():
-    assert _view(moment()[2], 9.0).limit > 12
-    assert _view([unit("self", 0)], 9.0).limit == pytest.approx(9.9)
-    assert _view([unit("enemy", 0, 500, 0)], 9.0).limit == pytest.approx(28.8)
-
-
-def test_panels_must_list_the_same_units(tmp_path):
-    seen, made, truth = moment()
     with pytest.raises(ValueError, match="same units"):
         battle_moment(tmp_path / "m.png", seen, made[::-1], truth, INFO)
 
@@ -182,11 +129,8 @@ def test_nodes_become_units_with_their_columns():
     nodes[3, :5] = 0.0, 0.2, 0.0, 0.2, 1.0
     units = battle_nodes(nodes, (0, 1, 2, 2), scale=9.0, own_health=8, guessed=np.array([0, 0, 0, 1], bool))
     assert [(u["type"], u["slot"], u["present"], u["guessed"]) for u in units] == [
-        ("self", 0, True, False),
-        ("ally", 0, True, False),
-        ("enemy", 0, False, False),
-        ("enemy", 1, True, True),
-    ]
+        ("self", 0, True, False), ("ally", 0, True, False), ("enemy", 0, False, False), ("enemy", 1, True, True)
+    ]  # fmt: skip
     assert (units[1]["x"], units[1]["y"], units[1]["health"]) == pytest.approx((2.7, -3.6, 0.9))
     assert units[0]["health"] == 0.25 and (units[0]["x"], units[0]["y"]) == (0.0, 0.0)
     assert battle_nodes(nodes, (0, 1, 2, 2), scale=9.0, health=-1)[1]["health"] is None

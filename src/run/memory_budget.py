@@ -16,6 +16,7 @@ from omagd import controllers, runners
 from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.runners.recorder import row_fields
 from omagd.utils.errors import UserError
 
 MEGABYTE = 2.0**20
@@ -132,26 +133,18 @@ def replay_bytes(config: Config, info: EnvInfo) -> int:
 
 def replay_spec(config: Config, info: EnvInfo) -> Spec:
     """Return the fields of the episodes that stage 3 stores."""
-    n, actions = info.n_agents, torch.uint8 if info.n_actions <= 255 else torch.int16
-    spec: Spec = {
-        "obs": (torch.float32, (n, info.obs_dim)),
-        "state": (torch.float32, (info.state_dim,)),
-        "avail_actions": (torch.uint8, (n, info.n_actions)),
-        "actions": (actions, (n,)),
-        "reward": (torch.float32, ()),
-        "terminated": (torch.uint8, ()),
-    }
-    if info.agent_rewards:
-        spec["agent_reward"] = (torch.float32, (n,))
-    if config.use_full_obs:
-        spec["full_obs"] = spec["obs"]
-    return {**spec, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
+    fields = row_fields(info, config.use_full_obs)
+    return {**fields, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
 
 
 def pretraining_bytes(config: Config, info: EnvInfo) -> int:
     """Return the bytes of the episodes of stages 1 and 2 over all ranks if every one reached `episode_limit`."""
-    obs = (torch.float32, (info.n_agents, info.obs_dim))
-    return Codec({"obs": obs, "full_obs": obs}).width * (info.episode_limit + 1) * config.graph_pretrain_episodes
+    fields = row_fields(info, full_obs=True)
+    return (
+        Codec({name: fields[name] for name in ("obs", "full_obs")}).width
+        * (info.episode_limit + 1)
+        * config.graph_pretrain_episodes
+    )
 
 
 def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float | None = None) -> list[str]:

@@ -5,12 +5,29 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import Observation, StepResult
 from omagd.utils.packing import Episode
 
 FOLLOWED = ("actions", "reward", "terminated", "agent_reward")
 """Fields of what was done in a row and came of it: zero in closing rows."""
+
+
+def row_fields(info: EnvInfo, full_obs: bool) -> Spec:
+    """Return the fields of an episode's rows, without those that a policy adds: (type, shape) by name."""
+    n, obs = info.n_agents, (torch.float32, (info.n_agents, info.obs_dim))
+    fields: Spec = {
+        "obs": obs,
+        "state": (torch.float32, (info.state_dim,)),
+        "avail_actions": (torch.uint8, (n, info.n_actions)),
+        "actions": (torch.uint8 if info.n_actions <= 255 else torch.int16, (n,)),
+        "reward": (torch.float32, ()),
+        "terminated": (torch.uint8, ()),
+    }
+    if info.agent_rewards:
+        fields["agent_reward"] = (torch.float32, (n,))
+    return {**fields, "full_obs": obs} if full_obs else fields
 
 
 class Recorder:
@@ -21,22 +38,13 @@ class Recorder:
     """
 
     def __init__(self, info: EnvInfo, n_slots: int, full_obs: bool) -> None:
-        n, actions = info.n_agents, np.uint8 if info.n_actions <= 255 else np.int16
         self._rows = (n_slots, info.episode_limit + 1)
         self._full_obs = full_obs
-        self._fields = {
-            "obs": self._empty((n, info.obs_dim), np.float32),
-            "state": self._empty((info.state_dim,), np.float32),
-            "avail_actions": self._empty((n, info.n_actions), np.uint8),
-            "actions": self._empty((n,), actions),
-            "reward": self._empty((), np.float32),
-            "terminated": self._empty((), np.uint8),
-        }
         self._agent_rewards = info.agent_rewards
-        if info.agent_rewards:
-            self._fields["agent_reward"] = self._empty((n,), np.float32)
-        if full_obs:
-            self._fields["full_obs"] = self._empty((n, info.obs_dim), np.float32)
+        self._fields = {
+            name: self._empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
+            for name, (dtype, shape) in row_fields(info, full_obs).items()
+        }
         self._own = tuple(self._fields)
         self._followed = tuple(name for name in FOLLOWED if name in self._fields)
         self._begun = False

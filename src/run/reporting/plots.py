@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
 from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE
-
-__all__ = ["battle_moment", "battle_nodes", "curves", "evaluation", "read_metrics"]
 
 INK, GRID, FAINT = "#1c2733", "#e3e8ee", "#6b7b8c"
 TRAINING = "#8796a5"

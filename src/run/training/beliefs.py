@@ -13,7 +13,7 @@ from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
-from omagd.run.reporting.plots import battle_moment, battle_nodes
+from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
