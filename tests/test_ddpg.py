@@ -23,7 +23,7 @@ from omagd.envs.snakes.opponents import NetworkOpponent
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.ddpg_learner import straight_through
 from omagd.run import topology as plan
-from omagd.run.training.replicas import held_in_common
+from omagd.run.training.stages.health import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes

@@ -23,8 +23,7 @@ from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.run.checkpoint.serialization import first_not_finite
 from omagd.run.cli.main import config_from, main
-from omagd.run.training.replicas import held_in_common
-from omagd.run.training.stages.health import MOST_SKIPPED, Health
+from omagd.run.training.stages.health import MOST_SKIPPED, Health, held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes

@@ -17,7 +17,7 @@ from omagd.run.reporting import profiling as tracing
 from omagd.run.reporting.log_sinks import render_block
 from omagd.run.reporting.profiling import OTHER, Phases, Profiler, shares
 from omagd.run.reporting.report import phases_table
-from omagd.run.training.replicas import check_replicas, held_in_common
+from omagd.run.training.stages.health import check_replicas, held_in_common
 from omagd.utils.dist_utils import Dist, Waits
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Record

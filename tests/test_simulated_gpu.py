@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import graph_toys
@@ -33,12 +32,12 @@ from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.run.checkpoint.serialization import pack
-from omagd.run.checkpoint.weights import checksum
+from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import Health
-from omagd.run.training.training_state import load_learner, save_training_state
 from omagd.runners.rollout import EpisodeSeeds
+from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
@@ -173,8 +172,7 @@ def test_a_learner_plays_learns_is_saved_and_goes_on_on_a_gpu(preset: str, learn
         assert all(math.isfinite(value) for value in values.values()) and "loss_td" in values
         trained = made.weights()
         pack({"learner": made.learner.state_dict(), "memory": made.mac.snapshot()})
-        stage = _stage(made, tmp_path)
-        save_training_state(stage)
+        save_learner(made.learner, Counters(), tmp_path)
         again = Made(config, DEVICE)
         load_learner(again.learner, tmp_path)
         assert {name: checksum({"": value}) for name, value in again.weights().items()} == {
@@ -186,12 +184,6 @@ def test_a_learner_plays_learns_is_saved_and_goes_on_on_a_gpu(preset: str, learn
     if config.target_update_updates is None:  # both have copied alike
         for name, value in on_cpu.weights().items():
             torch.testing.assert_close(trained[name], value, atol=2e-4, rtol=1e-3, msg=name)
-
-
-def _stage(made: Made, folder: Path) -> Any:
-    session = SimpleNamespace(dist=Dist(device=DEVICE), folder=SimpleNamespace(step=lambda t: folder))
-    clock = SimpleNamespace(t_env=1, state_dict=lambda: {"t_env": 1})
-    return SimpleNamespace(session=session, clock=clock, learner=made.learner)
 
 
 @pytest.mark.parametrize("use_gru", [False, True])

@@ -1,7 +1,8 @@
-"""Nested state as plain values and tensors: what a file may hold that nothing in it can run."""
+"""Serialization: nested state as tensors and plain values, which can be read without running code."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,6 +41,16 @@ def unpack(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(unpack(value) for value in tree)
     return tree
+
+
+def serialized(content: Mapping[str, Any]) -> bytes:
+    """Return tensors and plain values as the bytes of a file.
+
+    `torch.save` does not write the file itself: on a full disk it raises an error of another kind than OSError.
+    """
+    stream = io.BytesIO()
+    torch.save(dict(content), stream)
+    return stream.getvalue()
 
 
 def first_not_finite(tree: Any) -> str | None:

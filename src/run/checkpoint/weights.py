@@ -1,10 +1,8 @@
-"""Weights on disk: written whole or not at all, read without running anything that is in them."""
+"""Files of weights: written whole or not at all, read without running code from them."""
 
 from __future__ import annotations
 
 import hashlib
-import io
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from omagd.run.checkpoint.serialization import first_not_finite
+from omagd.run.checkpoint.serialization import first_not_finite, serialized
+from omagd.run.checkpoint.store import Damaged, read_part
+from omagd.utils.clock import Counters
 from omagd.utils.errors import UserError
 from omagd.utils.writing import STORAGE
 
@@ -21,18 +21,8 @@ TOKENIZER_FILE, PREDICTOR_FILE = "tokenizer.th", "stage2_model.th"
 
 
 def keep_file(path: Path, content: Mapping[str, Any]) -> bool:
-    """Write tensors and plain values whole; where that is impossible, later. Return whether it was possible now."""
+    """Write tensors and plain values to a file, later if the disk is full. Return whether it was possible now."""
     return STORAGE.write(path, serialized(content))
-
-
-def serialized(content: Mapping[str, Any]) -> bytes:
-    """Return tensors and plain values as the bytes of a weights file.
-
-    Not written by torch itself, which raises an error of its own kind, about its own state, when a disk is full.
-    """
-    stream = io.BytesIO()
-    torch.save(dict(content), stream)
-    return stream.getvalue()
 
 
 def load_file(path: Path, key: str) -> dict[str, Any]:
@@ -45,15 +35,9 @@ def load_file(path: Path, key: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{key}={path} does not exist: give a file that this program wrote, or its folder")
     try:
-        with warnings.catch_warnings():  # torch wonders aloud about files that are none
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as problem:  # torch raises many kinds for a file that is not its own
-        reason = str(problem).split("\n")[0][:120]
-        raise UserError(f"{key}={path} cannot be read ({reason}): it is damaged or not a weights file") from problem
-    if not isinstance(content, dict):
-        raise UserError(f"{key}={path} is not a weights file of this program")
-    return content
+        return read_part(path)
+    except Damaged as problem:
+        raise UserError(f"{key}={path} cannot be read ({problem}): it is damaged or not a weights file") from problem
 
 
 def load_into(module: nn.Module, weights: Mapping[str, Any], path: Path, key: str) -> None:
@@ -66,8 +50,8 @@ def load_into(module: nn.Module, weights: Mapping[str, Any], path: Path, key: st
         here, there = own.get(name), weights.get(name)
         if here is None or there is None or here.shape != there.shape:
             sizes = f"{_shape(there)} in the file, {_shape(here)} in this configuration"
-            mend = "use the --config, map and sizes that it was trained with"
-            raise UserError(f"{key}={path} does not fit: '{name}' is {sizes}; {mend}")
+            fix = "use the --config, map and sizes that it was trained with"
+            raise UserError(f"{key}={path} does not fit: '{name}' is {sizes}; {fix}")
     require_finite(weights, path, key)
     module.load_state_dict(dict(weights))
 
@@ -79,6 +63,34 @@ def require_finite(content: Any, path: Path, key: str) -> None:
             f"{key}={path} holds values that are not finite (in '{broken}'): its training failed or the file is"
             " damaged; give an earlier step's folder or another run"
         )
+
+
+def save_learner(learner: Any, clock: Counters, folder: Path) -> None:
+    """Write the folder `<t_env>/` of stage 3: a file for each module; `opt.th` has optimizer, targets and counters.
+
+    Where the disk is full the files are written later; a run that ends without them fails.
+    """
+    # The agent's file comes last: a folder that has it is complete.
+    keep_file(folder / LEARNER_FILE, {"learner": learner.state_dict(), "clock": clock.state_dict()})
+    for name, module in sorted(learner.modules().items(), reverse=True):
+        keep_file(folder / f"{name}.th", module.state_dict())
+
+
+def load_learner(learner: Any, folder: Path) -> dict[str, int]:
+    """Load everything of a step's folder into a learner; return the state of the clock. Errors: UserError."""
+    for name, module in learner.modules().items():
+        path = folder / f"{name}.th"
+        load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
+    path = folder / LEARNER_FILE
+    state = load_file(path, "checkpoint_path")
+    require_finite(state, path, "checkpoint_path")
+    try:
+        learner.load_state_dict(state["learner"])
+        return dict(state["clock"])
+    except (KeyError, ValueError, RuntimeError) as problem:
+        reason = str(problem).split("\n")[0][:100]
+        fix = "use the --config that it was trained with"
+        raise UserError(f"checkpoint_path={path} does not fit this learner ({reason}); {fix}") from problem
 
 
 def _shape(tensor: torch.Tensor | None) -> str:

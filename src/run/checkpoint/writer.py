@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import shutil
 import time
@@ -12,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from omagd.components.episode_range import EpisodeRange
 from omagd.run.checkpoint.manifest import sealed
 from omagd.run.checkpoint.plan import RecoveredState
+from omagd.run.checkpoint.serialization import serialized
 from omagd.run.checkpoint.store import (
     FORMAT,
     MANIFEST,
@@ -280,8 +278,6 @@ def _see(path: Path) -> None:
 
 def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Write a `pack` state and return its size and SHA-256."""
-    stream = io.BytesIO()
-    torch.save(dict(state), stream)
-    content = stream.getvalue()
+    content = serialized(state)
     replace_file(path, content)
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

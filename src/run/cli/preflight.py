@@ -150,10 +150,9 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     import torch
 
     from omagd.run.checkpoint.resuming import whole_state
-    from omagd.run.checkpoint.weights import find_step_folder
+    from omagd.run.checkpoint.weights import find_step_folder, load_learner
     from omagd.run.training.build import build_plain_mac, load_agent, load_products, of_checkpoint
     from omagd.run.training.experiment import stage_names
-    from omagd.run.training.training_state import load_learner
 
     cpu = torch.device("cpu")
     whole = whole_state(config, lambda found: (found.path, found.common()))

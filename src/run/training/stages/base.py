@@ -18,9 +18,8 @@ from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.serialization import first_not_finite
 from omagd.run.checkpoint.state import Attribute, Group, Scope, StageResult, Stateful
 from omagd.run.memory_budget import oom_hint
-from omagd.run.training.replicas import check_replicas
 from omagd.run.training.session import Session
-from omagd.run.training.stages.health import Health
+from omagd.run.training.stages.health import Health, check_replicas
 from omagd.utils.clock import Counters, Every
 from omagd.utils.metrics import Metrics
 from omagd.utils.seeding import Generators, seed_everything

@@ -12,12 +12,12 @@ from omagd.components.sampler import Sampler
 from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import MAC, Exploration, Policy
 from omagd.run.checkpoint.state import Attribute, StageResult
+from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
 from omagd.run.training.beliefs import judge_beliefs
-from omagd.run.training.build import build_learner
+from omagd.run.training.build import build_learner, require_same_weights
 from omagd.run.training.opponents import Opponents
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
-from omagd.run.training.training_state import load_training_state, save_training_state
 from omagd.runners.rollout import Rollout
 from omagd.utils.clock import Every, Stopwatch
 from omagd.utils.dist_utils import Pending
@@ -82,7 +82,11 @@ class RLStage(Stage):
     def start(self) -> None:
         """Begin with the weights of `checkpoint_path`, if it is given: its replay starts empty, and tests at once."""
         if self.session.config.checkpoint_path:
-            load_training_state(self)
+            folder = find_step_folder(self.session.config.checkpoint_path, self.session.config.load_step)
+            self.clock.load_state_dict(load_learner(self.learner, folder))
+            for module in self.learner.modules().values():
+                require_same_weights(self.session.dist, module, f"checkpoint_path={folder}")
+            self.session.logger.info(f"continuing from {folder} at t_env {self.clock.t_env}")
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
             self.opponents.settle()
@@ -234,7 +238,8 @@ class RLStage(Stage):
         """Write the weights and what continuing needs. Errors: UserError for values that are not finite."""
         if self.session.config.save_model:
             self.require_sound()
-            save_training_state(self)
+            if self.session.dist.is_main:
+                save_learner(self.learner, self.clock, self.session.folder.step(self.clock.t_env))
 
     def finish(self) -> StageResult:
         """Judge the beliefs of the trained policy, where it has any."""

@@ -1,6 +1,6 @@
 """Random faults, each on a run of its own: damaged files, kills, full disks, values that are not finite, planted links.
 
-benchmarks/attack.py makes hundreds of them, tests/test_attack.py a few of each kind. Every trial starts the real
+Used by benchmarks/attack.py, which makes hundreds of them. Every trial starts the real
 command line in a forked process, so that the imports are paid for once.
 """
 
