@@ -90,13 +90,14 @@ class Trial:
 
     Args:
         place: an empty folder. words: of the configuration, after TINY. variables: of the environment.
-        stride: iterations between two kills, at most.
+        stride: iterations between two kills, at most. options: of the command line, before the configuration.
     """
 
     place: Path
     words: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
     stride: int = 8
+    options: tuple[str, ...] = ()
     starts: int = 0
     codes: list[int] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
@@ -118,7 +119,7 @@ class Trial:
             "TORCHINDUCTOR_CACHE_DIR": str(self.place / "torch"),
         }
         with (self.place / f"said_{self.starts}").open("wb") as said:
-            command = [PYTHON, MAIN, "-u", "with", *TINY, *self.words]
+            command = [PYTHON, MAIN, "-u", *self.options, "with", *TINY, *self.words]
             self.process = subprocess.Popen(
                 command, cwd=self.place, env={**kept, **more, **self.variables}, stdin=subprocess.DEVNULL,
                 stdout=said, stderr=said, start_new_session=True,

@@ -42,10 +42,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 @needs_proc
 @pytest.mark.processes
 def test_a_run_that_is_killed_four_ways_ends_with_the_same_bits(tmp_path):
-    words = ("world_size=2", "t_max=700", "graph_pretrain_epochs=4", "checkpoint_interval=0", "env_processes=True")
-    alone = Trial(tmp_path / "alone", words)
+    """Of one stage: test_resume.py ends runs in each of three, and the benchmark kills those too."""
+    words = ("world_size=2", "t_max=2500", "checkpoint_interval=0", "env_processes=True", "test_interval=2500")
+    alone = Trial(tmp_path / "alone", words, options=("--config=qmix",))
     undisturbed = alone.start()  # beside the other, which mostly waits
-    killed = Trial(tmp_path / "killed", words, stride=3)
+    killed = Trial(tmp_path / "killed", words, stride=2, options=("--config=qmix",))
     plan = [("rank", "any"), ("launcher", "save"), ("worker", "any"), ("group", "any")]
     killed.disturbed(random.Random(3), plan)
     assert undisturbed.wait(PATIENCE) == 0, alone.said()
@@ -504,6 +505,26 @@ def test_a_checkpoint_that_says_something_of_another_type_is_damaged(unfinished,
     assert [path.name for path in newest_first(run)] == [newest.name, older.name]
     weights = recover(RunFolder(run), Dist(), config_from([*COMMAND[1:], "resume=weights"]))
     assert (weights.kind, weights.state.checkpoint.path) == ("weights", newest), "a rank's part is not needed for them"
+
+
+class Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("part", ["common", "rank_0"])
+def test_code_in_a_checkpoint_is_not_run_though_its_checksum_fits(part, unfinished, tmp_path):
+    run, marker = copied(unfinished[1], tmp_path), tmp_path / "marker"
+    newest, older = newest_first(run)
+    resaved(run, part, lambda state: state.update(hidden=Hostile(marker)))
+    plan = recover(RunFolder(run), Dist(), config_from([*COMMAND[1:]]))
+    assert (plan.state.checkpoint.path, marker.exists()) == (older, False)
+    assert plan.problems[newest].startswith(f"{part}.th")
 
 
 def test_episodes_of_ranks_that_the_run_no_longer_has_stay(unfinished, tmp_path, monkeypatch):

@@ -284,46 +284,65 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path):
         read_checkpoint(path).part("common")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}},
-        {"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}},
-        {"files": {"kept/../x": {"bytes": 1, "sha256": ""}}},
-        {"files": {"kept/.x": {"bytes": 1, "sha256": ""}}},
-        {"files": {"kept/x": 3}},
-        {"files": []},
-        {"logs": None},
-        {"iteration": "12"},
-        {"world_size": None},
-        {"format": FORMAT + 1},
-        {"format": None},
-    ],
-)
-def test_a_manifest_that_says_something_else_is_refused(change, tmp_path):
-    path = save(store_in(tmp_path), 4)
+def rewrite(path: Path, **changes: object) -> dict:
+    """Change the manifest of a checkpoint, with a seal that fits; return what it was."""
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(sealed({**manifest, **change})))
-    with pytest.raises(Damaged, match=r"manifest\.json"):
-        read_checkpoint(path)
+    (path / "manifest.json").write_text(json.dumps(sealed({**manifest, **changes})))
+    return manifest
+
+
+OUTSIDE = ("../../etc/passwd", "/etc/passwd", "kept/../x", "kept/.x", "..", "", "kept/../x/y", "00000003/.x", "a/b\0")
+NO_MANIFEST = (
+    b"", b"\xff", b"[]", b"null", b"{", b"3", b"[" * 100_000, b'{"format": 2}', b'{"format": []}', b'{"format": "x"}',
+    json.dumps(sealed({"format": []})).encode(),
+)  # fmt: skip
+
+
+def test_a_manifest_with_other_content_is_damaged(tmp_path):
+    path = save(store_in(tmp_path), 4)
+    whole = (path / "manifest.json").read_bytes()
+    changes = [{"files": {name: {"bytes": 1, "sha256": "0" * 64}}} for name in OUTSIDE]
+    changes += [{"files": {"kept/x": 3}}, {"files": []}, {"logs": None}, {"iteration": "12"}, {"world_size": None}]
+    for change in [*changes, {"format": FORMAT + 1}, {"format": None}]:
+        manifest = rewrite(path, **change)
+        with pytest.raises(Damaged, match=r"manifest\.json"):
+            read_checkpoint(path)
+        (path / "manifest.json").write_bytes(whole)
     (path / "manifest.json").write_text(json.dumps({**manifest, "iteration": manifest["iteration"] + 1}))
     with pytest.raises(Damaged, match=r"manifest\.json: its content has changed"):
         read_checkpoint(path)
-    for text in ("[]", "{", "3", '{"format": []}', json.dumps(sealed({"format": []}))):
-        (path / "manifest.json").write_text(text)
+    for content in NO_MANIFEST:
+        (path / "manifest.json").write_bytes(content)
         with pytest.raises(Damaged, match=r"manifest\.json"):
             read_checkpoint(path)
 
 
-def test_a_manifest_of_an_earlier_format_is_brought_up_to_date(tmp_path, monkeypatch):
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path):
+    path = save(store_in(tmp_path), 3)
+    for name in ("common.th", "manifest.json"):
+        (path / name).unlink()
+        os.mkfifo(path / name)
+        with pytest.raises(Damaged):
+            read_checkpoint(path).check()
+
+
+def test_what_is_removed_is_within_the_run(tmp_path):
+    """A link in the place of `kept/` or of a checkpoint leads nowhere when old files are removed."""
+    precious, store = tmp_path / "precious", store_in(tmp_path)
+    save(store, 3)
+    (store.path / "kept").rename(tmp_path / "elsewhere")
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("years")
+    for name in ("kept", ".00000009.b.partial", "00000001"):
+        (store.path / name).symlink_to(precious)
+    clean(store.path)
+    store.prune()
+    assert (precious / "thesis.tex").read_text() == "years"
+
+
+def test_a_manifest_of_an_earlier_format_is_upgraded(tmp_path, monkeypatch):
     path = save(store_in(tmp_path), 4)
-    manifest = json.loads((path / "manifest.json").read_text())
-    old = {
-        **{key: value for key, value in manifest.items() if key != "logs"},
-        "format": 1,
-        "episodes": manifest["logs"],
-    }
-    (path / "manifest.json").write_text(json.dumps(sealed(old)))
+    manifest = rewrite(path, format=1, logs=[], episodes=read_checkpoint(path).manifest["logs"])
     with pytest.raises(Damaged, match=f"format 1, which this version does not read .it reads up to {FORMAT}"):
         read_checkpoint(path)
     monkeypatch.setitem(UPGRADES, 1, lambda m: {**m, "format": FORMAT, "logs": m["episodes"]})

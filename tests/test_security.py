@@ -8,7 +8,6 @@ import io
 import json
 import os
 import pickle
-import signal
 import time
 import zipfile
 from pathlib import Path
@@ -17,20 +16,17 @@ import numpy as np
 import pytest
 import torch
 from command_budgets import BUDGETS
-from command_harness import MAIN, PYTHON, ROOT, Started, records, run_folders, summary_of
+from command_harness import MAIN, PYTHON, ROOT, Started, run_folders
 
 from omagd.components.episode_file import MARK, read_episodes
-from omagd.run.checkpoint.manifest import sealed
-from omagd.run.checkpoint.serialization import pack
-from omagd.run.checkpoint.store import CheckpointStore, Damaged, clean, folders, read_checkpoint, read_part
+from omagd.run.checkpoint.store import Damaged, read_part
 from omagd.run.checkpoint.weights import load_file
-from omagd.run.checkpoint.writer import CheckpointWriter
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 
 SOURCES = [path for folder in ("src", "scripts", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
 # Here pickled objects come through a pipe from a process that this program has started, never from a file.
-BETWEEN_OWN_PROCESSES = {"worker.py", "vector.py", "processes.py"}
+BETWEEN_OWN_PROCESSES = {ROOT / "src/envs/workers" / f"{name}.py" for name in ("worker", "pool", "process_envs")}
 OWN_RESULTS = "ranks.py"  # of the benchmarks: what its own processes have measured
 SECRETS = {
     "WANDB_API_KEY": "5ec2e7000000000000000000000000000000cafe",
@@ -60,52 +56,31 @@ def hostile_files(marker: Path) -> dict[str, bytes]:
     return {"plain": plain, "torch": stream.getvalue(), "legacy": legacy.getvalue()}
 
 
-def called(node: ast.AST) -> str:
-    """Return the dotted name of what a call calls, empty for everything else."""
-    parts, inner = [], node.func if isinstance(node, ast.Call) else None
-    while isinstance(inner, ast.Attribute):
-        parts, inner = [inner.attr, *parts], inner.value
-    return ".".join([inner.id, *parts]) if isinstance(inner, ast.Name) else ""
-
-
 def reads_what_could_run(path: Path, node: ast.AST) -> bool:
-    """Return whether a call would run what stands in a file, or could."""
-    name = called(node)
-    module, _, what = name.rpartition(".")
-    if what not in {
-        "load",
-        "loads",
-        "open",
-        "load_all",
-        "eval",
-        "exec",
-        "unsafe_load",
-        "full_load",
-        "add_safe_globals",
-    }:
-        return False
-    words = {word.arg: ast.unparse(word.value) for word in node.keywords}
-    if name == "torch.load":
+    """Return whether a call would run what is in a file, or could."""
+    module, _, name = ast.unparse(node.func).rpartition(".") if isinstance(node, ast.Call) else ("", "", "")
+    words = {word.arg: ast.unparse(word.value) for word in getattr(node, "keywords", [])}
+    if (module, name) == ("torch", "load"):
         return words.get("weights_only") != "True" and path.name != OWN_RESULTS
-    if name in {"yaml.load", "yaml.load_all"}:
+    if module == "yaml" and name in {"load", "load_all"}:
         return words.get("Loader") not in {"SAFE_LOADER", "ConfigLoader"}
     if module in {"np", "numpy"}:
         return words.get("allow_pickle", "False") != "False"
-    if module in {"pickle", "marshal", "shelve", "dill", "joblib", "torch.jit"}:
-        return path.name not in BETWEEN_OWN_PROCESSES
-    return name in {"eval", "exec"} or what in {"unsafe_load", "full_load", "add_safe_globals"}
+    if module in {"pickle", "marshal", "shelve", "dill", "joblib", "torch.jit"} and name in {"load", "loads", "open"}:
+        return path not in BETWEEN_OWN_PROCESSES
+    return not module and name in {"eval", "exec"} or name in {"unsafe_load", "full_load", "add_safe_globals"}
 
 
 def test_no_file_is_unpickled_and_nothing_in_one_is_evaluated():
     found = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {called(node)}"
+        f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if reads_what_could_run(path, node)
     ]
-    assert len(SOURCES) > 100
-    assert found == []
-    assert reads_what_could_run(Path("x.py"), ast.parse("torch.load(a, weights_only=False)", mode="eval").body)
+    assert len(SOURCES) > 100 and found == []
+    for text in ("torch.load(a, weights_only=False)", "pickle.loads(a)", "eval(a)", "yaml.full_load(a)"):
+        assert reads_what_could_run(Path("x.py"), ast.parse(text, mode="eval").body), text
 
 
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch marker']", "t_max: !!python/name:os.system"])
@@ -207,89 +182,6 @@ def test_an_episode_file_that_lies_is_one_line(tmp_path, content):
         read_episodes(tmp_path / "a", {}, "pretrain_buffer_path", 10**20)
 
 
-@pytest.fixture
-def store(tmp_path) -> CheckpointStore:
-    """Return the checkpoints of a run, with one in it: iteration 3."""
-    path = tmp_path / "run" / "checkpoints"
-    made = CheckpointStore(path, 0, 1, "a", 2)
-    draft = CheckpointWriter(made, 3)
-    draft.put("common", pack({"x": torch.ones(2)}))
-    draft.put("rank_0", pack({"y": 1}))
-    draft.report({})
-    draft.commit({"iteration": 3, "stage": "stage3", "t_env": 0, "clock": {}, "score": None}, 5.0)
-    return made
-
-
-def rewrite(path: Path, **changes: object) -> None:
-    """Change a manifest."""
-    file = path / "manifest.json"
-    file.write_text(json.dumps(sealed({**json.loads(file.read_text()), **changes})))
-
-
-@pytest.mark.parametrize("part", ["common", "rank_0"])
-def test_a_part_of_a_checkpoint_runs_nothing_though_its_checksum_is_right(store, tmp_path, part):
-    (path,) = folders(store.path)
-    content = hostile_files(tmp_path / "marker")["torch"]
-    (path / f"{part}.th").write_bytes(content)
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    files[f"{path.name}/{part}.th"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    rewrite(path, files=files)
-    found = read_checkpoint(path)
-    found.check()
-    with pytest.raises(Damaged):
-        found.part(part)
-    assert not (tmp_path / "marker").exists()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../../../secret", "/etc/passwd", "00000003/../../secret", "..", "", "kept/../x/y", "00000003/.hidden", "a/b\0"],
-)
-def test_a_manifest_names_nothing_outside(store, name):
-    (path,) = folders(store.path)
-    rewrite(path, files={name: {"bytes": 1, "sha256": "0" * 64}})
-    with pytest.raises(Damaged):
-        read_checkpoint(path).check()
-
-
-@pytest.mark.parametrize(
-    "text", [b"", b"\xff", b"[]", b"null", b"[" * 100_000, b'{"format": 2}', b'{"format": [1]}', b'{"format": "x"}']
-)
-def test_a_manifest_that_is_none_is_damaged(store, text):
-    (path,) = folders(store.path)
-    (path / "manifest.json").write_bytes(text)
-    with pytest.raises(Damaged):
-        read_checkpoint(path).check()
-
-
-def test_a_pipe_in_the_place_of_a_file_does_not_hang(store):
-    (path,) = folders(store.path)
-    (path / "common.th").unlink()
-    os.mkfifo(path / "common.th")
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    files[f"{path.name}/common.th"] = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
-    rewrite(path, files=files)
-    with pytest.raises(Damaged):
-        read_checkpoint(path).check()
-    (path / "manifest.json").unlink()
-    os.mkfifo(path / "manifest.json")
-    with pytest.raises(Damaged):
-        read_checkpoint(path)
-
-
-def test_what_is_removed_stands_within_the_run(store, tmp_path):
-    """A link in the place of `kept/` or of a checkpoint leads nowhere when old files are removed."""
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "thesis.tex").write_text("years")
-    (store.path / "kept").symlink_to(precious)
-    (store.path / ".00000009.b.partial").symlink_to(precious)
-    (store.path / "00000001").symlink_to(precious)
-    clean(store.path)
-    store.prune()
-    assert (precious / "thesis.tex").read_text() == "years"
-
-
 def test_a_zip_that_promises_more_than_it_holds(tmp_path):
     """A small file must not make memory for what it merely names."""
     stream = io.BytesIO()
@@ -340,8 +232,7 @@ def test_secrets_reach_no_file_and_no_command_line(tmp_path):
     assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     texts = {str(path): path.read_bytes() for path in work.rglob("*") if path.is_file()}
     texts |= {"output": ended.text.encode(), "command lines": b"\n".join(seen)}
-    marks = [b"5ec2e7"]
-    assert [(name, mark) for name, text in texts.items() for mark in marks if mark in text] == []
+    assert [name for name, text in texts.items() if b"5ec2e7" in text] == []
 
 
 def command_lines() -> set[bytes]:
@@ -352,33 +243,3 @@ def command_lines() -> set[bytes]:
         except OSError:
             continue
     return found
-
-
-@pytest.mark.processes
-def test_a_run_with_a_hostile_checkpoint_goes_on_without_it(tmp_path):
-    command = [PYTHON, MAIN, "--config=qmix", "--env-config=skirmish", "with", *BUDGETS, "env_args.map_name=3m"]
-    command += ["t_max=1200", "checkpoint_interval=0", "auto_resume=True"]
-    started = Started(command, tmp_path)
-    until = time.monotonic() + 90
-    while len(manifests(tmp_path)) < 2 and time.monotonic() < until:
-        time.sleep(0.02)
-    os.killpg(started.group, signal.SIGKILL)
-    started.wait(10)
-    newest = max(manifests(tmp_path))
-    content = hostile_files(tmp_path / "marker")["torch"]
-    files = json.loads(newest.read_text())["files"]
-    for part in newest.parent.glob("*.th"):
-        part.write_bytes(content)
-        name = f"{newest.parent.name}/{part.name}"
-        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    rewrite(newest.parent, files=files)
-    ended = Started(command, tmp_path).wait(120)
-    assert ended.code == 0, ended.text
-    (folder,) = run_folders(tmp_path)
-    assert newest.parent.name in ended.text
-    assert summary_of(folder)["exit_state"] == "completed" and records(folder)
-    assert not (tmp_path / "marker").exists()
-
-
-def manifests(cwd: Path) -> list[Path]:
-    return sorted(cwd.glob("results/*/checkpoints/[0-9]*/manifest.json"))
