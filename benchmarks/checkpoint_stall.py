@@ -50,7 +50,7 @@ def measure(config: str, map_name: str, stored: int, saves: int) -> dict[str, An
         "config": config,
         "map": map_name,
         "stored": stored,
-        "replay_mb": round(stage.buffer.nbytes / 1e6, 1),
+        "replay_mb": round(stage.data.buffer.nbytes / 1e6, 1),
         "checkpoint_mb": round(size / 1e6, 1),
         "stall_ms": round(stall, 2),
         "written_ms": round(statistics.median(written[1:]), 1),

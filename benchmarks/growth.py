@@ -73,8 +73,8 @@ def point(dist: Dist, asked: dict[str, Any]) -> dict[str, float]:
 def fill(stage: Any, stored: int) -> None:
     """Fill the buffer up to `stored` episodes: the same ones again and again."""
     episodes = stage.session.runners["train"].run(stage.mac, explore=None, full_obs=False).episodes
-    while len(stage.buffer) < stored:
-        stage.buffer.add(episodes)
+    while len(stage.data.buffer) < stored:
+        stage.data.buffer.add(episodes)
 
 
 def measure(names: list[str], config: str, calls: int) -> list[dict[str, Any]]:

@@ -241,7 +241,7 @@ def test_lossy_continues_without_the_damaged_episodes_and_counts_them(every, unf
 
         def restore(checkpointer, stage):
             inner(checkpointer, stage)
-            seen.update(left=len(stage.buffer), t_env=stage.clock.t_env, iteration=checkpointer.iteration)
+            seen.update(left=len(stage.data.buffer), t_env=stage.clock.t_env, iteration=checkpointer.iteration)
             raise KilledError
 
         patch.setattr(Checkpointer, "restore", restore)
@@ -298,7 +298,9 @@ def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
     def restore(checkpointer, stage):
         inner(checkpointer, stage)
         weights = [value.clone() for value in stage.mac.agent.state_dict().values()]
-        seen.setdefault("start", (len(stage.buffer), stage.clock.t_env, checkpointer.iteration >= KILLED_AT, weights))
+        seen.setdefault(
+            "start", (len(stage.data.buffer), stage.clock.t_env, checkpointer.iteration >= KILLED_AT, weights)
+        )
 
     monkeypatch.setattr(Checkpointer, "restore", restore)
     assert main([*COMMAND, f"local_results_path={run.parent}", "resume=weights"]) == 0, capsys.readouterr().err

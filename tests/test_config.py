@@ -231,7 +231,6 @@ def test_numbers_may_have_an_exponent_and_versions_a_last_zero(tmp_path):
         (None, {"learner": "nq_learner_ddp"}, ["learner=nq_learner_ddp", "nq_graph_learner_ddp"]),
         (None, {"mac": "n_mac"}, ["mac=n_mac", "n_graph_mac"]),
         (None, {"use_full_obs": True}, ["use_full_obs=True", "use_graph_reconstruction=False"]),
-        ("qmix", {"batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
         ("qmix", {"world_size": 2}, ["world_size=2", "run=ddp"]),
         (None, {"seeds": (1, 2), "unique_token": "x"}, ["unique_token=x", "seeds=1,2"]),
         (None, {"unique_token": "sacred"}, ["unique_token=sacred", "reserved"]),

@@ -195,7 +195,7 @@ def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], 
         "target_mixer": state["target_mixer"],
         **{f"adam {i}": moments for i, moments in state["optimizer"]["state"].items()},
     }
-    played = stage.buffer.batch([0])["obs"].numpy()
+    played = stage.data.buffer.batch([0])["obs"].numpy()
     stage.session.close()
     lines = RunFolder(Path(folder) / "run").episode_log(rank).read_text().splitlines()
     lengths = [json.loads(line)["length"] for line in lines]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_range import load_stretch
+from omagd.components.episode_file import load_range
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def test_stretches_put_together_are_the_buffer_again_and_hold_each_episode_once(
         parts.append((tmp_path / f"{stored}.episodes", stretch.describe()))
         stored += added
     oldest = buffer.added - len(buffer)
-    found = [load_stretch(path, said).from_number(oldest) for path, said in parts if said["count"]]
+    found = [load_range(path, said).from_number(oldest) for path, said in parts if said["count"]]
     again = EpisodeBuffer(20)
     again.restore(found, buffer.added)
     assert (numbers(again), again.added, again.nbytes) == (numbers(buffer), buffer.added, buffer.nbytes)
@@ -108,12 +108,12 @@ def test_a_stretch_that_is_not_what_is_said_of_it_is_refused(tmp_path):
     stretch = buffer.since(1)
     stretch.save(tmp_path / "s")
     said = stretch.describe()
-    assert len(load_stretch(tmp_path / "s", said).records) == 3
+    assert len(load_range(tmp_path / "s", said).records) == 3
     for wrong in ({"count": 2}, {"count": 4}, {"codec": None}, {"codec": {"spec": [], "plain": []}}, {"first": "x"}):
         with pytest.raises(ValueError, match="."):
-            load_stretch(tmp_path / "s", {**said, **wrong})
+            load_range(tmp_path / "s", {**said, **wrong})
     with pytest.raises(ValueError, match="cannot be read"):
-        load_stretch(tmp_path / "nowhere", said)
+        load_range(tmp_path / "nowhere", said)
 
 
 def test_an_episode_with_other_fields_is_refused_by_name():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.sampler import Sampler
 
 torch.set_num_threads(1)
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 import omagd.config
 from omagd import learners, runners
+from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.sampler import Sampler
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.config.schema import Config

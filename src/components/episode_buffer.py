@@ -1,4 +1,4 @@
-"""Replay: the newest episodes, each stored at its own length and in few bytes."""
+"""Storage of episodes, each at its own length and compactly encoded."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from omagd.components.episode_codec import Codec, RuleBroken, Spec, StoredEpisode, spec_of
-from omagd.components.episode_file import Facts, read_episodes, write_episodes
-from omagd.components.episode_range import EpisodeRange
-from omagd.utils.packing import Episode, PackedBatch, time_order
+from omagd.components.episode_file import EpisodeRange, Facts, read_episodes, write_episodes
+from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, meta_of, time_order
 
 SHORT, TOGETHER = 8, 256
 """Rows up to which episodes are encoded together, and how many of them."""
 
 
 class EpisodeBuffer:
-    """At most `capacity` episodes; a new one replaces the oldest. What is taken out has the bits that were put in.
+    """At most `capacity` episodes; a new one replaces the oldest. Decoded episodes equal the added ones bit for bit.
 
     Args:
-        capacity: episodes. device: where they are kept and batches come from; None for main memory.
+        capacity: episodes. device: where they are stored and batches are built; None for main memory.
 
     Attributes:
-        added: how many episodes were ever added.
+        added: number of episodes ever added.
     """
 
     def __init__(self, capacity: int, device: torch.device | str | None = None) -> None:
         self.capacity = capacity
         self.device = torch.device(device or "cpu")
-        self._records: list[Tensor] = []  # a ring: the oldest episode stands at `_oldest`
+        self._records: list[Tensor] = []  # a ring: the oldest episode is at `_oldest`
+        self._meta: list[EpisodeMeta] = []
         self._oldest = 0
         self._codec: Codec | None = None
         self._bytes = 0
@@ -43,7 +43,7 @@ class EpisodeBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is stored."""
+        """Bytes of all stored records."""
         return self._bytes
 
     @property
@@ -53,14 +53,15 @@ class EpisodeBuffer:
 
     @property
     def episodes(self) -> tuple[Episode, ...]:
-        """All episodes, oldest first; not to be changed. A field is decoded each time that it is asked for."""
+        """All episodes, oldest first; read-only. A field is decoded on each access."""
         if self._codec is None:
             return ()
-        return tuple(StoredEpisode(self._codec, self._at(i)) for i in range(len(self)))
+        places = map(self._place, range(len(self)))
+        return tuple(StoredEpisode(self._codec, self._records[i], self._meta[i]) for i in places)
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes (tensors [L + 1, ...]), oldest first. Errors: ValueError unless all have the same fields."""
-        waiting: list[Episode] = []  # short ones of one length, which are encoded together: single steps, mostly
+        waiting: list[Episode] = []  # short ones of one length, mostly single steps, which are encoded together
         for episode in episodes:
             rows = _rows(episode)
             if waiting and (rows != _rows(waiting[0]) or rows > SHORT or len(waiting) == TOGETHER):
@@ -78,14 +79,14 @@ class EpisodeBuffer:
     def _put_together(self, episodes: list[Episode]) -> None:
         """Put episodes of one length and spec."""
         if len(episodes) == 1:
-            self._put(self._encode(episodes[0]))
+            self._put(self._encode(episodes[0]), meta_of(episodes[0]))
         elif episodes:
             joined = {name: torch.cat([episode[name] for episode in episodes]) for name in episodes[0]}
-            for records in self._encode(joined).split(_rows(episodes[0])):
-                self._put(records.clone())  # alone in its memory, which is free when it is replaced
+            for episode, records in zip(episodes, self._encode(joined).split(_rows(episodes[0])), strict=True):
+                self._put(records.clone(), meta_of(episode))  # a copy, whose memory is freed when it is replaced
 
     def _encode(self, episode: Episode) -> Tensor:
-        """Return an episode's records; where it breaks a rule, store that field plain from now on, in all episodes."""
+        """Return an episode's records; a field that breaks its rule is stored plain from now on, in all episodes."""
         assert self._codec is not None
         while True:
             try:
@@ -93,32 +94,33 @@ class EpisodeBuffer:
             except RuleBroken as broken:
                 old, new = self._codec, self._codec.without(broken.name)
                 for i, records in enumerate(self._records):
-                    self._records[i] = new.encode(StoredEpisode(old, records)).to(self.device)
+                    self._records[i] = new.encode(StoredEpisode(old, records, self._meta[i])).to(self.device)
                 self._codec = new
                 self._bytes = sum(records.nbytes for records in self._records)
 
-    def _put(self, records: Tensor) -> None:
+    def _put(self, records: Tensor, meta: EpisodeMeta) -> None:
         self.added += 1
         self._bytes += records.nbytes
         if len(self._records) < self.capacity:
             self._records.append(records)
+            self._meta.append(meta)
             return
         self._bytes -= self._records[self._oldest].nbytes
-        self._records[self._oldest] = records
+        self._records[self._oldest], self._meta[self._oldest] = records, meta
         self._oldest = (self._oldest + 1) % self.capacity
 
-    def _at(self, index: int) -> Tensor:
-        """Return the records of an episode (0: the oldest). Errors: IndexError."""
+    def _place(self, index: int) -> int:
+        """Return where an episode (0: the oldest) is stored. Errors: IndexError."""
         if not -len(self._records) <= index < len(self._records):
             raise IndexError(f"no episode {index} among {len(self._records)}")
-        return self._records[(self._oldest + index) % len(self._records)]
+        return (self._oldest + index) % len(self._records)
 
     def can_sample(self, batch_size: int) -> bool:
         """Whether there are `batch_size` episodes."""
         return len(self._records) >= batch_size
 
     def draw(self, batch_size: int, rng: np.random.Generator) -> Sequence[int]:
-        """Draw the places of `batch_size` different episodes, all equally likely. Errors: ValueError for too few."""
+        """Draw the indices of `batch_size` different episodes, all equally likely. Errors: ValueError for too few."""
         return [int(i) for i in rng.choice(len(self._records), size=batch_size, replace=False)]
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> PackedBatch:
@@ -128,42 +130,52 @@ class EpisodeBuffer:
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the episodes at `indices` (0: the oldest), packed."""
         assert self._codec is not None
-        found = [self._at(i) for i in indices]
-        packing, order, rows = time_order([len(records) for records in found])
-        records = torch.cat([found[i] for i in order])
-        return PackedBatch(self._codec.decode(records, rows.to(self.device)), packing, order)
+        places = [self._place(i) for i in indices]
+        packing, order, rows = time_order([len(self._records[place]) for place in places])
+        places = [places[i] for i in order]
+        records = torch.cat([self._records[place] for place in places])
+        fields = self._codec.decode(records, rows.to(self.device))
+        return PackedBatch(fields, packing, order, tuple(self._meta[place] for place in places))
+
+    def take_all(self) -> PackedBatch:
+        """Return all episodes, packed, and remove them; `added` stays."""
+        batch = self.batch(range(len(self)))
+        self._records, self._meta, self._oldest, self._bytes = [], [], 0, 0
+        return batch
 
     def clear(self) -> None:
-        """Forget all episodes."""
-        self._records, self._oldest = [], 0
+        """Remove all episodes and start counting from 0."""
+        self._records, self._meta, self._oldest = [], [], 0
         self._codec, self._bytes, self.added = None, 0, 0
 
     def since(self, number: int) -> EpisodeRange:
-        """Return the episodes that are still here of those from the one that was the `number`-th to be added."""
+        """Return the stored episodes from the `number`-th ever added on."""
         first = min(max(number, self.added - len(self)), self.added)
-        found = [self._at(i) for i in range(first - (self.added - len(self)), len(self))]
-        return EpisodeRange(first, self._codec, tuple(found))
+        places = [self._place(i) for i in range(first - (self.added - len(self)), len(self))]
+        records, meta = tuple(self._records[i] for i in places), tuple(self._meta[i] for i in places)
+        return EpisodeRange(first, self._codec, records, meta)
 
-    def restore(self, stretches: Iterable[EpisodeRange], added: int) -> None:
-        """Replace everything by the newest episodes of `stretches`, oldest first; `added` were added in all.
+    def restore(self, ranges: Iterable[EpisodeRange], added: int) -> None:
+        """Replace all episodes by the newest ones of `ranges`, oldest first; `added` were added in all.
 
         Errors: ValueError unless all have the same fields.
         """
-        known = [(part.codec, part.records) for part in stretches if part.codec is not None and part.records]
+        known = [(part.codec, part) for part in ranges if part.codec is not None and part.records]
         self.clear()
         plain = {name for codec, _ in known for name in codec.plain}
-        for codec, records in known:
+        for codec, part in known:
             if self._codec is None:
                 self._codec = Codec(codec.spec, plain)
             if codec.spec != self._codec.spec:
                 raise ValueError(f"episodes differ in {_odd(codec.spec, self._codec.spec)}")
-            for each in records:
+            for records, meta in zip(part.records, part.meta, strict=True):
                 same = codec.plain == self._codec.plain
-                self._put(each.to(self.device) if same else self._encode(StoredEpisode(codec, each)))
+                encoded = records.to(self.device) if same else self._encode(StoredEpisode(codec, records, meta))
+                self._put(encoded, meta)
         self.added = added
 
     def save(self, path: str | Path, facts: Facts | None = None) -> None:
-        """Write all episodes to one file, with `facts` about what they are (environment, map, shapes)."""
+        """Write all episodes to one file, with `facts` about their environment (name, map, shapes)."""
         write_episodes(path, self.episodes, facts or {})
 
     def load(self, path: str | Path, facts: Facts | None = None, key: str = "pretrain_buffer_path") -> None:
@@ -176,15 +188,15 @@ class EpisodeBuffer:
         """
         episodes = deque(read_episodes(path, facts or {}, key, self.capacity))
         self.clear()
-        self.add(_handed_over(episodes))
+        self.add(_popped(episodes))
 
 
 def _rows(episode: Episode) -> int:
     return len(next(iter(episode.values())))
 
 
-def _handed_over(episodes: deque[Episode]) -> Iterator[Episode]:
-    """Yield episodes without keeping those that have been taken."""
+def _popped(episodes: deque[Episode]) -> Iterator[Episode]:
+    """Yield episodes and release each one once it has been read."""
     while episodes:
         yield episodes.popleft()
 

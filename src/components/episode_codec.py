@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.utils.packing import Episode
+from omagd.utils.packing import Episode, EpisodeMeta
 
 Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Type and shape of a row of each field."""
@@ -152,10 +152,10 @@ class Codec:
 
 
 class StoredEpisode(Mapping[str, Tensor]):
-    """An episode whose fields are decoded when they are asked for; not to be changed."""
+    """An encoded episode whose fields are decoded on access; read-only."""
 
-    def __init__(self, codec: Codec, records: Tensor) -> None:
-        self._codec, self._records = codec, records
+    def __init__(self, codec: Codec, records: Tensor, meta: EpisodeMeta) -> None:
+        self._codec, self._records, self.meta = codec, records, meta
 
     def __getitem__(self, name: str) -> Tensor:
         return self._codec.field(self._records, name)

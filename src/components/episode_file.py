@@ -1,8 +1,8 @@
-"""Episodes in one file: a JSON header and raw arrays, both under checksums, nothing that could run code when read.
+"""Episode files: a JSON header and raw arrays with checksums; reading one cannot execute code.
 
 Layout: 8 bytes mark, 8 bytes length of the header (little-endian), 32 bytes SHA-256 of the header, the header, then
-field after field all episodes' rows. The header names version, facts, rows of each episode, and of each field dtype,
-shape of a row and SHA-256 of its bytes.
+field after field the rows of all episodes. The header holds version, facts, rows and origin of each episode, and of
+each field dtype, shape of a row and SHA-256 of its bytes. Files of earlier versions hold no origin.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd.components.episode_codec import Codec
 from omagd.utils.errors import UserError
-from omagd.utils.packing import Episode
+from omagd.utils.packing import UNKNOWN, Episode, EpisodeMeta, RecordedEpisode, meta_of
+from omagd.utils.storage import ABSENT, Unreadable, patiently
 from omagd.utils.writing import atomic_file
 
 MARK = b"omagd-ep"
@@ -29,8 +33,10 @@ DTYPES = {
     for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
 }
 
+META = {name: type(default) for name, default in asdict(UNKNOWN).items()}
+
 Facts = Mapping[str, str | int | float | bool]
-"""What the episodes belong to: environment, map, shapes, ..."""
+"""Of the environment that the episodes belong to: name, map, shapes, ..."""
 
 
 def _bytes(values: Tensor) -> np.ndarray:
@@ -57,6 +63,7 @@ def write_episodes(path: str | Path, episodes: Sequence[Episode], facts: Facts) 
             "facts": dict(facts),
             "rows": [len(episode[names[0]]) for episode in episodes],
             "fields": [_field(name, episodes) for name in names],
+            "meta": _meta_columns([meta_of(episode) for episode in episodes]),
         }
     ).encode()
     with atomic_file(Path(path)) as file:
@@ -70,10 +77,10 @@ def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[E
     """Return the episodes of the file `path` as CPU tensors of exact size.
 
     Args:
-        facts: what this run is; each must be the same in the file. key: configuration key to name in errors.
+        facts: of this run; each must be the same in the file. key: configuration key to name in errors.
         most: episodes that this run has room for.
 
-    Errors: UserError, one line, for a file that is missing, no episode file, damaged, of another run or too large.
+    Errors: UserError for a file that is missing, no episode file, damaged, of another run or too large.
     """
     path = Path(path)
     try:
@@ -92,7 +99,23 @@ def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[E
         episodes: list[dict[str, Tensor]] = [{} for _ in header["rows"]]
         for field in header["fields"]:
             _read_field(file, field, header["rows"], episodes, f"{key}={path}")
-    return list(episodes)
+    return [RecordedEpisode(episode, meta) for episode, meta in zip(episodes, header["meta"], strict=True)]
+
+
+def _meta_columns(meta: Sequence[EpisodeMeta]) -> dict[str, list[int | str]]:
+    """Return the origin of all episodes, by attribute; without attributes that all have their default."""
+    columns = {name: [getattr(each, name) for each in meta] for name in META}
+    return {name: values for name, values in columns.items() if any(value != META[name]() for value in values)}
+
+
+def _meta_of_columns(columns: Mapping[str, list[Any]], count: int) -> list[EpisodeMeta]:
+    """Return the origin of each of `count` episodes; steps of one episode share an object. Errors: ValueError."""
+    for name, values in columns.items():
+        if len(values) != count or any(type(value) is not META[name] for value in values):
+            raise ValueError(f"meta {name}")
+    full = [columns.get(name) or [kind()] * count for name, kind in META.items()]
+    known: dict[tuple[Any, ...], EpisodeMeta] = {}
+    return [known.setdefault(values, EpisodeMeta(*values)) for values in zip(*full, strict=True)]
 
 
 def _read_header(file: BinaryIO, path: Path, key: str) -> dict[str, Any]:
@@ -110,7 +133,8 @@ def _read_header(file: BinaryIO, path: Path, key: str) -> dict[str, Any]:
         version, expected = header["version"], 0
         if version == VERSION:
             expected = 48 + length + _row_bytes(header) * sum(header["rows"])
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # this program has not written it
+            header["meta"] = _meta_of_columns(header.get("meta", {}), len(header["rows"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # not written by this program
         version, expected = VERSION, 0
     if version != VERSION:
         raise UserError(f"{key}={path} has another version than {VERSION}: collect it again")
@@ -147,3 +171,69 @@ def _read_field(
         episode[field["name"]] = values
     if digest.hexdigest() != field["sha256"]:
         raise UserError(f"{what} is damaged (field {field['name']}): copy or collect it again")
+
+
+@dataclass(frozen=True)
+class EpisodeRange:
+    """Successive episodes of a buffer, in its encoding: number `first` to `first + len(records) - 1` of all ever added.
+
+    Attributes:
+        codec: of the records; None where there are none. records: of each episode, [L + 1, R] uint8. meta: its origin.
+    """
+
+    first: int
+    codec: Codec | None
+    records: tuple[Tensor, ...]
+    meta: tuple[EpisodeMeta, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values that `load_range` needs beside the file."""
+        codec = None if self.codec is None else self.codec.state_dict()
+        return {"first": self.first, "count": len(self.records), "codec": codec}
+
+    def save(self, path: Path) -> None:
+        """Write the records to a file that appears whole or not at all."""
+        episodes = zip(self.records, self.meta, strict=True)
+        write_episodes(path, [RecordedEpisode({"records": records}, meta) for records, meta in episodes], {})
+
+    def from_number(self, number: int) -> EpisodeRange:
+        """Return the episodes from the `number`-th on."""
+        skipped = min(max(0, number - self.first), len(self.records))
+        return EpisodeRange(self.first + skipped, self.codec, self.records[skipped:], self.meta[skipped:])
+
+    def each(self) -> Iterator[EpisodeRange]:
+        """Yield the episodes one by one."""
+        for number, (records, meta) in enumerate(zip(self.records, self.meta, strict=True), self.first):
+            yield EpisodeRange(number, self.codec, (records,), (meta,))
+
+
+def load_range(path: Path, described: Mapping[str, Any]) -> EpisodeRange:
+    """Return the episodes of a file that `describe` has described.
+
+    Errors: ValueError for a file that does not fit; Unreadable where the system cannot read it.
+    """
+    try:
+        episodes = patiently(path, partial(_read_range, path, int(described["count"])))
+        records = [episode["records"] for episode in episodes]
+        codec = Codec.from_state(described["codec"])
+    except Unreadable:
+        raise
+    except UserError as problem:
+        raise ValueError(problem.message) from problem
+    except ABSENT as problem:
+        raise ValueError(f"{path.name} cannot be read: {problem.strerror}") from problem
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"the description of {path.name} is incomplete ({problem})") from problem
+    if len(records) != described["count"] or any(each.shape[1:] != (codec.width,) for each in records):
+        raise ValueError(f"{path.name} does not fit its description")
+    return EpisodeRange(int(described["first"]), codec, tuple(records), tuple(map(meta_of, episodes)))
+
+
+def _read_range(path: Path, most: int) -> list[Episode]:
+    """Return the episodes of a file. Errors: UserError; OSError where the system cannot read it."""
+    try:
+        return read_episodes(path, {}, "episodes", most)
+    except UserError as problem:
+        if isinstance(problem.__cause__, OSError):
+            raise problem.__cause__ from None
+        raise

@@ -178,8 +178,6 @@ def _sizes(config: Config) -> None:
         raise UserError("use_per=True: prioritised replay is not implemented. Use use_per=False")
     if config.epsilon_finish > config.epsilon_start:
         raise UserError(f"epsilon_finish={config.epsilon_finish}: must be at most epsilon_start={config.epsilon_start}")
-    if config.batch_size > config.buffer_size:
-        raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
     if config.accumulate > config.batch_size:
         raise UserError(
             f"accumulate={config.accumulate}: must be at most batch_size={config.batch_size}, one episode in each part"

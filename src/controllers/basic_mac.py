@@ -100,11 +100,11 @@ class BasicMAC:
         part = None if tick.active.all() else np.flatnonzero(tick.active)
         with torch.inference_mode():
             q = self._values(inputs, part)
-        actions, chosen = self._select_actions(q, seen.avail_actions, explore)
+        actions, chosen = self.select_actions(q, seen.avail_actions, explore)
         self._update_state(actions, part)
         return Decision(actions, {**extras, **chosen})
 
-    def _select_actions(
+    def select_actions(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return actions [B, n] from values and `available` [B, n, A] each, and what is stored of the choice."""

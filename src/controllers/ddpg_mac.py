@@ -50,7 +50,7 @@ class DDPGMAC(BasicMAC):
         features, guessed = self._inputs_from_batch(batch)
         return AgentInputs(features.to(self.dtype), torch.full_like(batch["actions"], -1, dtype=torch.int64), guessed)
 
-    def _select_actions(
+    def select_actions(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return actions [B, n] and the vectors that are stored; `q` are logits [B, n, A].

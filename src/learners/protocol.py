@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
 
+from omagd.config.schema import Config
 from omagd.learners import REGISTRY
 from omagd.learners.synced_optimizer import Stats
 from omagd.utils.errors import UserError
@@ -42,7 +43,8 @@ class Learner(Trainable, Protocol):
 
     Attributes:
         data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were
-            collected last, which are then discarded.
+            collected last, which are then discarded. An on-policy learner also has a static method
+            `steps_per_batch(config) -> int`: the optimisation steps of one `update` (epochs times minibatches).
     """
 
     data: Data
@@ -53,6 +55,7 @@ class Learner(Trainable, Protocol):
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take one step on this rank's batch; return (sum, count) pairs by name, `loss_name` among them.
 
+        On-policy learners take all their steps on the batch, the same number on all ranks, and return merged stats.
         episodes: number of episodes collected so far by all ranks.
         """
 
@@ -92,4 +95,12 @@ def learner_class(name: str) -> type[Any]:
     if found.data not in get_args(Data):
         options = ", ".join(get_args(Data))
         raise UserError(f"learner={name}: {found.__name__}.data={found.data} must be one of {options}")
+    if found.data == "on_policy" and not callable(getattr(found, "steps_per_batch", None)):
+        raise UserError(f"learner={name}: {found.__name__} has no steps_per_batch. See docs/extending.md")
     return found
+
+
+def updates_per_iteration(config: Config) -> int:
+    """Return the number of optimisation steps between two collections of episodes."""
+    learner = learner_class(config.learner)
+    return int(learner.steps_per_batch(config)) if learner.data == "on_policy" else config.updates_per_iteration

@@ -16,6 +16,7 @@ from omagd import controllers, runners
 from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.learners.protocol import learner_class
 from omagd.runners.recorder import row_fields
 from omagd.utils.errors import UserError
 
@@ -111,7 +112,7 @@ def _fix(config: Config, stage: str, phase: str) -> str:
     if phase == "start":
         return f"Lower batch_size_run={config.batch_size_run}"
     if phase == "replay":
-        key = "buffer_size" if stage == "stage3" else "graph_pretrain_episodes"
+        key = data_key(config) if stage == "stage3" else "graph_pretrain_episodes"
         return f"Lower {key}={getattr(config, key)}"
     if stage == "stage3" and learns:
         more = min(2 * config.accumulate, config.batch_size)
@@ -121,14 +122,23 @@ def _fix(config: Config, stage: str, phase: str) -> str:
         half = max(1, config.graph_frames_at_once // 2)
         other = "graph_pretrain_batch_size" if learns else "graph_pretrain_eval_episodes"
         return f"Give graph_frames_at_once={half}, or lower {other}={getattr(config, other)}"
-    key = "buffer_size" if stage == "stage3" else "graph_pretrain_episodes"
+    key = data_key(config) if stage == "stage3" else "graph_pretrain_episodes"
     return f"Lower batch_size_run={config.batch_size_run} or {key}={getattr(config, key)}"
 
 
+def data_key(config: Config) -> str:
+    """Return the key that bounds the number of episodes that stage 3 stores."""
+    return "buffer_size" if learner_class(config.learner).data == "replay" else "batch_size"
+
+
 def replay_bytes(config: Config, info: EnvInfo) -> int:
-    """Return the bytes of a full replay buffer of stage 3 with entries of maximum length."""
-    rows = int(runners.REGISTRY.get(config.runner).rows(info))
-    return Codec(replay_spec(config, info)).width * rows * config.buffer_size
+    """Return the bytes of a full replay buffer of stage 3, or of an on-policy batch, with episodes of full length."""
+    runner = runners.REGISTRY.get(config.runner)
+    entries = getattr(config, key := data_key(config))
+    if key == "batch_size":  # collected in whole rounds; a stream may bring more, and those that a test had finished
+        slots = int(runner.slots(config))
+        entries = max(entries, slots) + 2 * slots
+    return Codec(replay_spec(config, info)).width * int(runner.rows(info)) * entries
 
 
 def replay_spec(config: Config, info: EnvInfo) -> Spec:
@@ -160,7 +170,7 @@ def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float 
     if config.stage in {"stage1", "stage2", "all"} and config.use_graph_reconstruction:
         needs["graph_pretrain_episodes"] = pretraining_bytes(config, info)
     if config.stage in {"stage3", "all"} and not config.pretrain_only and not on_gpu:
-        needs["buffer_size"] = ranks * replay_bytes(config, info)
+        needs[data_key(config)] = ranks * replay_bytes(config, info)
     of_ranks = f" for {ranks} ranks" if ranks > 1 else ""
     return [
         f"{key}={getattr(config, key)}: episodes of {info.episode_limit} steps may take {_gb(need)}{of_ranks}, this"

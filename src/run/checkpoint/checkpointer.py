@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_range import EpisodeRange
+from omagd.components.episode_file import EpisodeRange
 from omagd.config.schema import Config
 from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, unusable
 from omagd.run.checkpoint.serialization import pack

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_range import EpisodeRange, load_stretch
+from omagd.components.episode_file import EpisodeRange, load_range
 from omagd.run.checkpoint.store import Checkpoint, Damaged, read_part
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -92,7 +92,7 @@ class RecoveredState:
     def _ranges(self, entry: Mapping[str, Any]) -> Iterator[EpisodeRange]:
         for part in entry.get("parts", ()):
             if part["file"] not in self.lost:
-                yield load_stretch(self.checkpoint.shared(part["file"]), part)
+                yield load_range(self.checkpoint.shared(part["file"]), part)
 
     def _by_age(self, name: str) -> list[EpisodeRange]:
         """Return the episodes of all ranks one by one, oldest first."""
@@ -101,8 +101,7 @@ class RecoveredState:
             entry = self._entry(name, rank)
             for part in self._ranges(entry):
                 kept = part.from_number(entry["added"] - entry["kept"])
-                for number, records in enumerate(kept.records, start=kept.first):
-                    found.append((number - entry["added"], rank, EpisodeRange(number, kept.codec, (records,))))
+                found += [(one.first - entry["added"], rank, one) for one in kept.each()]
         return [episode for _, _, episode in sorted(found, key=lambda each: each[:2])]
 
 

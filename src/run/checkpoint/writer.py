@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omagd.components.episode_range import EpisodeRange
+from omagd.components.episode_file import EpisodeRange
 from omagd.run.checkpoint.manifest import sealed
 from omagd.run.checkpoint.plan import RecoveredState
 from omagd.run.checkpoint.serialization import serialized

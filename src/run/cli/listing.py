@@ -13,7 +13,7 @@ from omagd import runners
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
 from omagd.run.cli.preflight import NAMED, PreflightResult, registry_of
-from omagd.run.memory_budget import GIGABYTE, replay_bytes
+from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
 from omagd.run.reporting.card import make_card, read_card
 from omagd.run.reporting.report import runs_table
 from omagd.run.training.build import n_slots
@@ -47,6 +47,7 @@ def facts(config: Config, checked: PreflightResult) -> dict[str, object]:
     device = "cuda" if plan.cuda else "cpu"
     card = make_card(config, plan.world_size, plan.device(0), trained_card(config))
     slots, unit = n_slots(config), runners.REGISTRY.get(config.runner).unit
+    stored = "replay" if data_key(config) == "buffer_size" else "on-policy batch"
     sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
     return {
         "stages": ", ".join(checked.stages),
@@ -55,7 +56,7 @@ def facts(config: Config, checked: PreflightResult) -> dict[str, object]:
         "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
         "environment": f"{sizes}, episodes of at most {info.episode_limit} steps",
         "card": f"{card['id']} (docs/card.md)",
-        "replay": f"at most {replay_bytes(config, info) / GIGABYTE:.2f} GB on each rank, all episodes at their longest",
+        stored: f"at most {replay_bytes(config, info) / GIGABYTE:.2f} GB on each rank, all episodes at their longest",
     }
 
 

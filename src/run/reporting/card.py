@@ -236,9 +236,11 @@ def _training(config: Config, world_size: int, environments: int) -> dict[str, A
             "effective_batch": config.graph_pretrain_batch_size * world_size,
             "held_out_episodes": _whole_rounds(config.graph_pretrain_eval_episodes, environments),
         }
+    from omagd.learners.protocol import updates_per_iteration
+
     return _observations(config) | {
         "environments": environments,
-        "updates_per_round": config.updates_per_iteration,
+        "updates_per_round": updates_per_iteration(config),
         **({"ticks_per_round": config.ticks_per_iteration} if config.runner == "ticks" else {}),
         "effective_batch": config.batch_size * world_size,
         "t_max": config.t_max,

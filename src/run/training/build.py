@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from omagd import controllers, learners, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
+from omagd.config.loading import HERE, read_yaml
 from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -49,6 +50,8 @@ from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import read_entry, read_json
 
 PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
+REPLAY_KEYS = "buffer_size updates_per_iteration epsilon_start epsilon_finish epsilon_anneal_time epsilon_speed".split()
+"""Keys of replay and of epsilon-greedy exploration: on-policy learners reject values other than the defaults."""
 
 
 class NoArgs(BaseModel):
@@ -104,6 +107,24 @@ def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> C
         typed_args(section, owner, model, values)  # as config.json will hold them
         complete[section] = values
     return config.model_copy(update=complete)
+
+
+def check_data(config: Config) -> None:
+    """Reject keys that contradict the learner's kind of data. Errors: UserError."""
+    given = f"learner={config.learner}"
+    if learner_class(config.learner).data == "replay":
+        if config.batch_size > config.buffer_size:
+            raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
+        return
+    if runners.REGISTRY.get(config.runner).unit != "episodes":
+        raise UserError(f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel or stream")
+    defaults = read_yaml(HERE / "default.yaml")
+    for key in REPLAY_KEYS:
+        if getattr(config, key) != defaults[key]:
+            raise UserError(
+                f"{key}={getattr(config, key)}: has no meaning for {given}, which learns on-policy: each batch_size"
+                f" episodes are used once. Leave it out ({key}={defaults[key]})"
+            )
 
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:

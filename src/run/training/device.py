@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.run.memory_budget import GIGABYTE, replay_bytes
+from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
 from omagd.run.topology import Plan, ranks_here
 from omagd.utils.errors import UserError
 
@@ -143,6 +143,11 @@ def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
         raise UserError(f"max_memory_per_gpu_gb={cap:g}: a rank can have {card:.1f} GB of a GPU here{shared}")
     room = min(card, cap or card)
     need = replay_bytes(config, info) / GIGABYTE
+    if data_key(config) == "batch_size" and need > room:
+        raise UserError(
+            f"batch_size={config.batch_size}: an on-policy batch may take {need:.1f} GB of a GPU, a rank can have"
+            f" {room:.1f} GB. Lower it"
+        )
     if not config.buffer_cpu_only and need > room:
         fits = int(config.buffer_size * room / need)
         raise UserError(

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omagd import learners
 from omagd.config.schema import Config
+from omagd.learners.protocol import learner_class, updates_per_iteration
 from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.memory_budget import memory_warnings
@@ -50,7 +50,7 @@ def log_start(session: Session, card: Card) -> None:
     """Log sizes, batch, card and folder of the run, and warn if its episodes may not fit in memory."""
     config, dist, info = session.config, session.dist, session.info
     environments = session.env.n_slots * dist.world_size
-    learner = learners.REGISTRY.get(config.learner)
+    learner = learner_class(config.learner)
     targets = f", {learner.how_targets_move(config, environments)}" if hasattr(learner, "how_targets_move") else ""
     sizes = (
         f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}, at most"
@@ -59,9 +59,10 @@ def log_start(session: Session, card: Card) -> None:
     runner = session.runners["train"]
     batch = f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments"
     if not config.evaluate:
+        played = "on-policy batch" if learner.data == "on_policy" else runner.per_iteration(config, environments)
         batch += (
-            f", effective batch {config.batch_size * dist.world_size} {runner.unit}, {config.updates_per_iteration}"
-            f" update(s) per {runner.per_iteration(config, environments)}{targets}"
+            f", effective batch {config.batch_size * dist.world_size} {runner.unit}, {updates_per_iteration(config)}"
+            f" update(s) per {played}{targets}"
         )
     for line in start_lines(card, sizes, batch):
         session.logger.info(line)
@@ -134,7 +135,7 @@ def first_summary(
         "world_size": world_size,
         "environments": n_slots(config) * world_size,
         "effective_batch": config.batch_size * world_size,
-        "updates_per_iteration": config.updates_per_iteration,
+        "updates_per_iteration": updates_per_iteration(config),
         "card": card,
         "folder": str(folder.path),
         "started": started,

@@ -35,7 +35,7 @@ class Health:
 
     def __init__(self, config: Config, key: str, loss_name: str = "") -> None:
         self.config, self.key, self.loss_name = config, key, loss_name
-        self._unread: list[Tensor] = []  # of each update since the last reading: 1 where it was skipped
+        self._unread: list[Tensor] = []  # of each update since the last reading: [2], its skipped and all its steps
         self._counts = [0, 0, 0]  # skipped in all, in a row by now, most in a row
         self._losses: dict[str, float] = {}  # as last logged
 
@@ -52,7 +52,7 @@ class Health:
             )
         if SKIPPED not in stats:
             return stats
-        self._unread.append(stats[SKIPPED][0])
+        self._unread.append(torch.stack(stats[SKIPPED]))
         if len(self._unread) == MOST_UNREAD:
             self._read()
         return {name: pair for name, pair in stats.items() if name != SKIPPED}
@@ -60,8 +60,8 @@ class Health:
     def _read(self) -> list[int]:
         """Return the counts; waits for the device."""
         total, row, most = self._counts
-        for skipped in torch.stack(self._unread).tolist() if self._unread else []:
-            row = row + 1 if skipped else 0
+        for skipped, steps in torch.stack(self._unread).tolist() if self._unread else []:
+            row = row + int(skipped) if skipped == steps else 0
             total, most = total + int(skipped), max(most, row)
         self._unread, self._counts = [], [total, row, most]
         return self._counts

@@ -7,10 +7,11 @@ import time
 
 import torch
 
+from omagd.components.data import DataSource, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.sampler import Sampler
 from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import MAC, Exploration, Policy
+from omagd.learners.protocol import updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
 from omagd.run.training.beliefs import judge_beliefs
@@ -41,7 +42,8 @@ class RLStage(Stage):
         self.register_learner(learner)
         self.health.loss_name = learner.loss_name
         session.measures.watch_acting(self.mac)
-        self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else session.dist.device)
+        self.data = self._data_source()
+        self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
         self.schedule = epsilon_schedule(config)
         self.opponents = Opponents(session, self.mac, self.clock)
         self.played, self.learned = Metrics(), Metrics()
@@ -49,8 +51,7 @@ class RLStage(Stage):
         self.last_test: tuple[int, dict[str, float]] = (-1, {})
         self.best: dict[str, float] = {}
         self._tested_now = self._best_now = False  # in this iteration
-        replay, workers = self.rng("replay"), config.num_workers
-        self._sampler = Sampler(self.buffer, config.batch_size, replay, session.dist.device, workers=workers)
+        self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready = False
         self._bar: Progress | None = None
@@ -74,6 +75,13 @@ class RLStage(Stage):
             self.register(name, Attribute(self, attribute))
         self.register("opponents", self.opponents)  # after the clock, from which its level follows
         self.register("seconds", self._stopwatch)
+
+    def _data_source(self) -> DataSource:
+        """Return where batches come from, as the learner's kind of data says."""
+        config, device = self.session.config, self.session.dist.device
+        if self.learner.data == "on_policy":
+            return OnPolicyData(config, device)
+        return ReplayData(config, device, self.rng("replay"))
 
     def prepare(self) -> None:
         """Fix the order of sums."""
@@ -99,8 +107,8 @@ class RLStage(Stage):
         self._bar = Progress(self._end(), "step", self.name, enabled=session.dist.is_main, initial=now)
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
-        """Return the replay buffer."""
-        return {"replay": self.buffer}
+        """Return the episodes that checkpoints hold."""
+        return {self.data.log_name: self.data.buffer}
 
     def policies(self) -> dict[str, Policy]:
         """Return the controller, which plays the training battles."""
@@ -136,45 +144,55 @@ class RLStage(Stage):
         return min(config.t_max, max(clock.t_env, clock.t_env * config.max_episodes // clock.episodes))
 
     def collect(self) -> None:
-        """Play what the runner plays in an iteration and keep it."""
-        explore = self._exploration()
+        """Play one iteration of the runner, or as many as an on-policy batch needs, and store the episodes."""
+        explore, runner = self._exploration(), self.session.runners["train"]
         self._tested_now = self._best_now = False
         full_obs = self.mac.wants_full_obs
-        self._keep(self.session.runners["train"].collect(self.mac, explore=explore, full_obs=full_obs))
+        self._store(runner.collect(self.mac, explore=explore, full_obs=full_obs))
+        while self.data.wants_more:
+            self._store(runner.collect(self.mac, explore=explore, full_obs=full_obs))
+        self._start_count()
         self.session.say_first_episodes()
-        self.played.add({"epsilon": (explore.epsilon, 1.0), **self.opponents.stats()})
+        epsilon = {"epsilon": (explore.epsilon, 1.0)} if self.data.explores else {}
+        self.played.add({**epsilon, **self.opponents.stats()})
 
     def _exploration(self) -> Exploration:
-        return Exploration(self.schedule.value(self.clock.t_env), self.rng("explore"))
+        epsilon = self.schedule.value(self.clock.t_env) if self.data.explores else 0.0
+        return Exploration(epsilon, self.rng("explore"))
 
-    def _keep(self, rollout: Rollout) -> None:
-        """Keep what was played, and begin to count it over all ranks."""
+    def _store(self, rollout: Rollout) -> None:
+        """Store the episodes of a rollout and add its metrics."""
         with self.phase("replay"):
-            self.buffer.add(rollout.episodes)
+            self.data.add(rollout.episodes)
             self.session.episode_log.write(rollout.log, t_env=self.clock.t_env)
         self.played.add(means(rollout.stats))
-        counts = rollout.steps, rollout.n_episodes, self.buffer.can_sample(self.session.config.batch_size)
+        self._collected[0] += rollout.steps
+        self._collected[1] += rollout.n_episodes
+
+    def _start_count(self) -> None:
+        """Start to sum what was collected over all ranks."""
+        counts = *self._collected, self.data.ready
+        self._collected = [0, 0]
         self._counts = self.session.dist.sum_later(torch.tensor(counts, dtype=torch.int64))
 
     def ready(self) -> bool:
-        """Whether every rank's buffer can give a batch."""
-        if not self._ready:  # a buffer that can give a batch once can do so for good: nobody has to wait for the sum
+        """Whether every rank has a batch."""
+        if not self._ready:  # once true, it stays true, and no rank waits for the sum
             assert self._counts is not None
             self._ready = int(self._counts.wait()[2]) == self.session.dist.world_size
         return self._ready
 
     def update(self) -> None:
-        """Sample and learn as often as the configuration says."""
-        config = self.session.config
-        batches = self._sampler.batches(config.updates_per_iteration)
-        for _ in range(config.updates_per_iteration):
+        """Learn from the batches of this iteration."""
+        batches = self.data.batches()
+        for _ in range(self.data.batches_per_iteration):
             with self.session.measures.phases("sample"):
                 batch = next(batches)
             self.learned.add(self.health.note(self.learner.update(batch, episodes=self.clock.episodes)))
-            self.clock.updates += 1
+            self.clock.updates += self._steps_per_batch
 
     def advance(self) -> None:
-        """Count what all ranks have played."""
+        """Add what all ranks have played to the clock."""
         self._count()
         self.clock.epoch += 1
 
@@ -187,10 +205,11 @@ class RLStage(Stage):
             self._bar.set(self.clock.t_env, total=self._end())
 
     def _drain(self) -> None:
-        """Play to its end, keep and count what is in flight, since others are about to play in the same environment."""
+        """Finish, store and count the episodes in flight, before other episodes are played in the environment."""
         train = self.session.runners["train"]
         if train.in_flight:
-            self._keep(train.drain(self.mac, explore=self._exploration()))
+            self._store(train.drain(self.mac, explore=self._exploration()))
+            self._start_count()
             self._count()
 
     def test(self) -> None:

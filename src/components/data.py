@@ -1,0 +1,167 @@
+"""Data sources of learners: a replay buffer, or the episodes that were collected last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.config.schema import Config
+from omagd.utils.packing import Episode, PackedBatch
+
+UNLIMITED = 2**62
+
+
+class DataSource(Protocol):
+    """What the training loop asks of a source of batches. All methods concern this rank alone.
+
+    Attributes:
+        log_name: of its episodes in checkpoints. explores: whether policies explore by epsilon.
+        batches_per_iteration: number of batches that `batches` yields.
+    """
+
+    log_name: ClassVar[str]
+    explores: ClassVar[bool]
+    batches_per_iteration: int
+    buffer: EpisodeBuffer
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Store collected episodes."""
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether this iteration must collect more episodes."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are enough episodes for an update."""
+
+    def batches(self) -> Iterator[PackedBatch]:
+        """Yield the batches of one iteration, on the learner's device."""
+
+
+class ReplayData:
+    """Batches sampled from the newest `buffer_size` episodes, which are learned from many times.
+
+    Args:
+        config: the run. device: of the learner. rng: for the draws.
+    """
+
+    log_name: ClassVar[str] = "replay"
+    explores: ClassVar[bool] = True
+    wants_more = False
+
+    def __init__(self, config: Config, device: torch.device, rng: np.random.Generator) -> None:
+        self.batches_per_iteration = config.updates_per_iteration
+        self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
+        self._sampler = Sampler(self.buffer, config.batch_size, rng, device, workers=config.num_workers)
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Store episodes; each replaces the oldest one once the buffer is full."""
+        self.buffer.add(episodes)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are `batch_size` episodes; once true, it stays true."""
+        return self.buffer.can_sample(self._sampler.batch_size)
+
+    def batches(self) -> Iterator[PackedBatch]:
+        """Yield `updates_per_iteration` batches of `batch_size` episodes."""
+        return self._sampler.batches(self.batches_per_iteration)
+
+
+class OnPolicyData:
+    """One batch per iteration with all episodes collected for it, at least `batch_size`; then they are discarded.
+
+    Between two iterations it holds at most the episodes that had to be finished before a test (`runner=stream`). They
+    are part of the next batch, and of checkpoints.
+
+    Args:
+        config: the run. device: of the learner.
+    """
+
+    log_name: ClassVar[str] = "on_policy"
+    explores: ClassVar[bool] = False
+    batches_per_iteration = 1
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.quota = config.batch_size
+        self.buffer = EpisodeBuffer(UNLIMITED)
+        self._device = device
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Add episodes to the batch of this iteration."""
+        self.buffer.add(episodes)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether fewer than `batch_size` episodes have been collected."""
+        return len(self.buffer) < self.quota
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least `batch_size` episodes have been collected."""
+        return not self.wants_more
+
+    def batches(self) -> Iterator[PackedBatch]:
+        """Yield all episodes as one batch and forget them."""
+        yield self.buffer.take_all().to(self._device)
+
+
+class Sampler:
+    """Draws batches from a buffer that is not changed meanwhile. The draws do not depend on `workers`.
+
+    Args:
+        buffer: of episodes. batch_size: episodes. rng: for the draws, used by the caller's thread alone.
+        device: of the batches. workers: 1: a thread packs, decodes and copies the next batch while the current one is
+            learned from, unless the buffer itself is on a GPU.
+    """
+
+    def __init__(
+        self, buffer: EpisodeBuffer, batch_size: int, rng: np.random.Generator, device: torch.device, workers: int
+    ) -> None:
+        self.buffer, self.batch_size, self.rng = buffer, batch_size, rng
+        self.device = device
+        self.ahead = workers > 0 and buffer.device.type == "cpu"
+        self._stream = torch.cuda.Stream(device) if self.ahead and device.type == "cuda" else None
+
+    def batches(self, count: int) -> Iterator[PackedBatch]:
+        """Yield `count` batches on the device.
+
+        The thread has ended when the last batch is yielded, or the iterator closed; its errors are raised here.
+        """
+        if not self.ahead or count < 2:
+            for _ in range(count):
+                yield self._pack(self._draw())
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="replay") as thread:
+            coming: Future[PackedBatch] = thread.submit(self._pack, self._draw())
+            for _ in range(count - 1):
+                batch = coming.result()
+                coming = thread.submit(self._pack, self._draw())
+                yield self._received(batch)
+            batch = coming.result()
+        yield self._received(batch)
+
+    def _draw(self) -> Sequence[int]:
+        return self.buffer.draw(self.batch_size, self.rng)
+
+    def _pack(self, indices: Sequence[int]) -> PackedBatch:
+        batch = self.buffer.batch(indices)
+        if self._stream is None:
+            return batch.to(self.device)
+        with torch.cuda.stream(self._stream):
+            return batch.pinned().to(self.device)
+
+    def _received(self, batch: PackedBatch) -> PackedBatch:
+        """Let the current stream wait for a batch of the copying stream, and keep its memory until it is used."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._stream)
+            for value in batch.data.values():
+                value.record_stream(current)
+        return batch

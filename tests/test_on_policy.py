@@ -1,0 +1,264 @@
+"""On-policy data: collected, learned from once, discarded; and MAPPO of the example package, which learns from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ddp_harness import run_ranks
+from example_plugins import CONFIGS, add_example
+from q_toys import INFO, random_episode
+from run_equality import differences
+
+import omagd
+from omagd.components.data import OnPolicyData
+from omagd.config.loading import resolve
+from omagd.config.schema import Config
+from omagd.controllers import REGISTRY as MACS
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.run.checkpoint import checkpointer as checkpointer_module
+from omagd.run.cli.listing import facts
+from omagd.run.cli.preflight import preflight
+from omagd.run.launch.launcher import launch
+from omagd.run.memory_budget import replay_bytes
+from omagd.run.training.build import build_session
+from omagd.run.training.loop import fit
+from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.rl import RLStage
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.logging import Logger, setup_logging
+from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
+from omagd.utils.run_folder import RunFolder
+
+add_example()
+torch.set_num_threads(1)
+SMALL = {"use_cuda": False, "rnn_hidden_dim": 8, "test_nepisode": 4, "checkpoint_interval": 0, "log_interval": 60}
+
+
+def config_of(results: Path | str = "results", **updates: Any) -> Config:
+    """Return a small MAPPO configuration on the example's environment."""
+    given = {**SMALL, "local_results_path": str(results), **updates}
+    return resolve(str(CONFIGS / "algs" / "mappo.yaml"), str(CONFIGS / "envs" / "crossroads.yaml"), given)
+
+
+def episodes_of(*lengths: int) -> list[RecordedEpisode]:
+    """Return made-up episodes of these lengths with the log-probabilities of a uniform policy."""
+    made = []
+    for i, length in enumerate(lengths):
+        fields = random_episode(i, length, truncated=i % 2 == 1)
+        del fields["recon"]
+        fields["log_prob"] = -fields["avail_actions"].sum(-1).float().log()
+        made.append(RecordedEpisode(fields, EpisodeMeta(slot=i % 2, seed=i)))
+    return made
+
+
+def learner_of(config: Config, dist: Dist | None = None) -> Any:
+    """Return a MAPPO learner of 64-bit floats; the same weights on every call."""
+    torch.manual_seed(0)
+    mac = MACS.get(config.mac)(config, INFO, torch.device("cpu"))
+    learner = LEARNERS.get(config.learner)(mac, config, INFO, dist or Dist())
+    learner.warm_up()
+    return learner
+
+
+def test_a_batch_holds_the_quota_and_is_forgotten():
+    data = OnPolicyData(config_of(batch_size=3), torch.device("cpu"))
+    episodes = episodes_of(4, 2, 6, 1)
+    for added, ready in ((1, False), (1, False), (2, True)):
+        assert data.wants_more
+        data.add([episodes.pop(0) for _ in range(added)])
+        assert data.ready is ready and data.wants_more is not ready
+    (batch,) = data.batches()
+    assert [meta.seed for meta in batch.meta] == [2, 0, 1, 3], "all four, by length"
+    assert batch.packing.lengths == (7, 5, 3, 2)
+    assert (len(data.buffer), data.buffer.added, data.ready) == (0, 4, False)
+
+
+def played_and_learned(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[EpisodeMeta]], Path, dict]:
+    """Run; return the episodes of each update, the run's folder and its summary."""
+    learned: list[list[EpisodeMeta]] = []
+    kind = LEARNERS.get("mappo")
+    update = kind.update
+
+    def recorded(self, batch, *, episodes):
+        learned.append(list(batch.meta))
+        return update(self, batch, episodes=episodes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "update", recorded)
+        summary = omagd.run(config)
+    return learned, Path(summary["folder"]), summary
+
+
+@pytest.mark.parametrize(("runner", "tests"), [("parallel", 10**6), ("stream", 100), ("episode", 100)])
+def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, monkeypatch):
+    """Also those in flight when a test begins; the batch needs more than one round of the runner."""
+    sizes = {"batch_size_run": 3, "batch_size": 4, "runner": runner, "t_max": 300, "test_interval": tests}
+    learned, folder, summary = played_and_learned(config_of(tmp_path, **sizes), monkeypatch)
+    seeds = [meta.seed for batch in learned for meta in batch]
+    played = [json.loads(line)["seed"] for line in (folder / "episodes" / "rank_0.jsonl").read_text().splitlines()]
+    left = len(played) - len(seeds)
+    assert seeds == sorted(set(seeds), key=seeds.index) and set(seeds) <= set(played)
+    assert 0 <= left <= (3 if runner == "stream" else 0), "only episodes finished for the last test"
+    assert {meta.slot for batch in learned for meta in batch} == set(range(1 if runner == "episode" else 3))
+    assert all(len(batch) >= 4 for batch in learned) and (runner == "stream" or {len(b) for b in learned} <= {4, 6})
+    clock = summary["stages"]["stage3"]["clock"]
+    assert clock["updates"] == 10 * len(learned) and clock["episodes"] == len(played)
+    assert summary["updates_per_iteration"] == summary["card"]["compared"]["updates_per_round"] == 10
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert not any("epsilon" in line for line in lines) and any(line.get("loss_ppo") for line in lines)
+    assert "10 update(s) per on-policy batch" in (folder / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize("runner", ["parallel", "stream"])
+def test_it_resumes_bit_for_bit(runner, tmp_path, monkeypatch):
+    sizes = {"batch_size_run": 3, "batch_size": 4, "runner": runner, "t_max": 400, "test_interval": 100}
+    whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
+    given = config_of(tmp_path / "cut", **sizes)
+    pending, ask = [], checkpointer_module.Checkpointer.ask
+
+    def cut(self):
+        self.finish()
+        if self.iteration == cut_at:
+            pending.append(len(self.stage.data.buffer))
+            raise KeyboardInterrupt
+        ask(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer_module.Checkpointer, "ask", cut)
+        for cut_at in (2, 3, 5):  # noqa: B007
+            with pytest.raises(KeyboardInterrupt):
+                launch(given, "cut")
+    summary = launch(given, "cut")
+    assert differences(Path(whole), Path(summary["folder"])) == []
+    assert any(pending) is (runner == "stream"), "episodes that a test had finished are in the checkpoint"
+
+
+def test_mappo_learns_to_take_turns(tmp_path):
+    config = config_of(tmp_path, t_max=6000, test_nepisode=64, test_interval=10**6, lr=0.005, rnn_hidden_dim=32)
+    summary = omagd.run(config.model_copy(update={"checkpoint_interval": 1000.0}))
+    first, *_ = (json.loads(line) for line in (Path(summary["folder"]) / "metrics.jsonl").open())
+    assert first["test_return_mean"] < 4 and summary["stages"]["stage3"]["values"]["test_return_mean"] > 6.5
+
+
+def test_advantages_are_gae_and_the_first_ratio_is_one():
+    learner = learner_of(config_of(learner_args={"epochs": 1, "gae_lambda": 0.7, "clip": 1e-6}))
+    learner.critic.double()
+    episodes = [RecordedEpisode({**e, "state": e["state"].double()}, e.meta) for e in episodes_of(5, 3)]
+    batch = learner._with_advantages(pack_episodes(episodes))
+    raw = []
+    for place, episode in enumerate(episodes):
+        value = learner.critic(episode["state"]).squeeze(-1).detach()
+        reward, ended, total = episode["reward"], episode["terminated"], 0.0
+        advantage = torch.zeros(len(reward), dtype=torch.float64)
+        for t in reversed(range(len(reward) - 1)):  # Schulman et al. 2016, equation 16
+            delta = reward[t] + 0.99 * (1 - ended[t].double()) * value[t + 1] - value[t]
+            advantage[t] = total = delta + 0.99 * 0.7 * (1 - ended[t].double()) * total
+        raw.append((place, advantage[:-1]))
+    flat = torch.cat([advantage for _, advantage in raw])
+    for place, advantage in raw:
+        row = batch.packing.episode == batch.sample_index.index(place)
+        wanted = (advantage - flat.mean()) / flat.std(correction=0)
+        torch.testing.assert_close(batch["advantage"][row][:-1], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_acting_stored_is_what_learning_computes(tmp_path):
+    config = config_of(tmp_path, t_max=1)
+    stage = stage_of(config, Dist(), tmp_path / "run")
+    rollout = stage.session.runners["train"].collect(stage.mac, explore=stage._exploration())
+    batch = pack_episodes(rollout.episodes)
+    module = __import__("omagd_example.mappo", fromlist=["log_softmax"])
+    with torch.no_grad():
+        logits = stage.mac.agent(stage.mac.inputs(batch), batch.packing)
+    chosen = module.log_softmax(logits, batch["avail_actions"].bool()).gather(-1, batch["actions"].long()[..., None])
+    taken = batch.valid_mask
+    torch.testing.assert_close(chosen[taken].squeeze(-1), batch["log_prob"][taken], rtol=1e-4, atol=1e-5)
+    assert (batch["avail_actions"].gather(-1, batch["actions"].long()[..., None])[taken] == 1).all()
+    stage.session.close()
+
+
+def after_updates(learner: Any, batches: list[list[Any]]) -> list[torch.Tensor]:
+    """Return all weights after an update on each batch."""
+    for episodes in batches:
+        learner.update(pack_episodes(episodes), episodes=0)
+    return [value for module in learner.modules().values() for value in module.state_dict().values()]
+
+
+BATCHES = [episodes_of(9, 4, 4, 1, 7, 2, 5), episodes_of(3, 6, 1)]  # more minibatches than episodes on a rank
+ARGS = {"epochs": 3, "minibatches": 3}
+
+
+def rank_updates(rank: int, dist: Dist, accumulate: int) -> list[torch.Tensor]:
+    config = config_of(learner_args=ARGS, accumulate=accumulate, batch_size=8)
+    return after_updates(learner_of(config, dist), [batch[rank :: dist.world_size] for batch in BATCHES])
+
+
+def run_two(rank: int, dist: Dist, folder: str) -> tuple[list[torch.Tensor], dict[str, int], list[int]]:
+    """Return weights, clock and episodes per update of one of two ranks of a run, whose batches are uneven."""
+    config = config_of(folder, runner="stream", batch_size_run=3, batch_size=4, t_max=300, test_interval=150)
+    stage = stage_of(config, dist, Path(folder) / "run")
+    sizes, update = [], stage.learner.update
+    stage.learner.update = lambda batch, episodes: (  # type: ignore[method-assign]
+        sizes.append(batch.packing.n_episodes) or update(batch, episodes=episodes)
+    )
+    fit(stage)
+    stage.session.close()
+    tensors = [value for module in stage.learner.modules().values() for value in module.state_dict().values()]
+    return tensors, stage.clock.state_dict(), sizes
+
+
+def both(rank: int, dist: Dist, folder: str) -> tuple[Any, Any]:
+    return rank_updates(rank, dist, 2), run_two(rank, dist, folder)
+
+
+def stage_of(config: Config, dist: Dist, folder: Path) -> RLStage:
+    logger = Logger(setup_logging(None, rank=1), minimal=True)
+    return RLStage(build_session(config, dist, RunFolder(folder), logger), PretrainedModules())
+
+
+def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, atol=2e-5, rtol=1e-4) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.processes
+def test_two_ranks_equal_one_and_parts_equal_the_whole(tmp_path):
+    """Uneven batches, a minibatch without an episode of one rank, and both ranks of a run hold the same weights."""
+    alone = rank_updates(0, Dist(), 1)
+    assert close(alone, rank_updates(0, Dist(), 3))
+    start = after_updates(learner_of(config_of(learner_args=ARGS, batch_size=8)), [])
+    assert not close(alone, start)
+    (one, mine), (two, theirs) = run_ranks(both, str(tmp_path))
+    assert all(map(torch.equal, one, two)) and close(alone, one)
+    assert all(map(torch.equal, mine[0], theirs[0])) and mine[1] == theirs[1]
+    assert len(mine[2]) == len(theirs[2]) == mine[1]["updates"] / 10 > 1
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        ({"buffer_size": 100}, ["buffer_size=100", "on-policy", "buffer_size=5000"]),
+        ({"updates_per_iteration": 2}, ["updates_per_iteration=2"]),
+        ({"epsilon_anneal_time": 7}, ["epsilon_anneal_time=7"]),
+        ({"runner": "ticks"}, ["runner=ticks", "runner=parallel"]),
+        ({"learner_args": {"clipp": 1}}, ["learner_args.clipp", "clip"]),
+        ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
+    ],
+)
+def test_keys_without_a_meaning_are_rejected(updates, words):
+    config = config_of()
+    with pytest.raises(UserError) as caught:
+        preflight(config.model_copy(update=updates))
+    assert [word for word in words if word not in caught.value.render()] == []
+
+
+def test_the_estimate_of_memory_follows_the_batch():
+    found = preflight(config_of(batch_size=6000))
+    assert "on-policy batch" in facts(found.config, found) and "replay" not in facts(found.config, found)
+    small, large = (replay_bytes(config_of(batch_size=n, batch_size_run=2), found.info) for n in (100, 1000))
+    assert 9 < large / small <= 10
+    assert np.isclose(large, small / 104 * 1004)
