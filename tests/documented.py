@@ -1,4 +1,4 @@
-"""The commands that README, docs, scripts and `--help` show, read from the texts themselves."""
+"""The commands in README, docs, scripts and `--help`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATH_KEYS = {
 
 @dataclass(frozen=True)
 class Documented:
-    """One command: where it stands, variables before it, program ("main", "torchrun" or a script's name), arguments."""
+    """One command: file, environment variables, program ("main", "torchrun" or a script's name), arguments."""
 
     where: str
     line: str
@@ -44,7 +44,7 @@ class Documented:
 
     @property
     def paths(self) -> dict[str, str]:
-        """Return the keys and variables that hold a path of an earlier run; stage 3's script finds its own."""
+        """Return the keys and variables that hold a path of an earlier run."""
         given = dict(word.split("=", 1) for word in self.arguments if "=" in word and not word.startswith("-"))
         found = {"TOKENIZER_PATH": "", "MASK_PREDICTOR_PATH": ""} if self.program == "run_gnn_stage3_ddp.sh" else {}
         return found | {
@@ -54,20 +54,20 @@ class Documented:
 
     @property
     def open_places(self) -> list[str]:
-        """Return placeholders that stand elsewhere than in a path."""
+        """Return placeholders outside paths."""
         words = [*self.arguments, *(f"{key}={value}" for key, value in self.variables.items())]
         return [w for w in words if PLACEHOLDER.search(w) and w.partition("=")[0] not in PATH_KEYS]
 
     @property
     def meaning(self) -> tuple:
-        """Return what tells commands apart once paths are filled in."""
+        """Return a key that is equal for commands that differ in paths only."""
         words = [w.partition("=")[0] if w.partition("=")[0] in PATH_KEYS else w for w in self.arguments]
         variables = [key if key in PATH_KEYS else f"{key}={value}" for key, value in self.variables.items()]
         return self.program, self.ranks, frozenset(words), frozenset(variables)
 
     @property
     def essence(self) -> tuple:
-        """Return what is left to tell commands apart once the small budgets are appended."""
+        """Return a key that is equal for commands that are the same with the small budgets."""
         program, ranks, words, variables = self.meaning
         if program.endswith(".sh"):
             others = {word for word in words if word.partition("=")[0] not in BUDGET_KEYS}
@@ -80,12 +80,10 @@ class Documented:
 
 
 def documented_commands() -> list[Documented]:
-    """Return every command of this program in the texts, in order, without repetitions."""
+    """Return every command of this program in the texts, in order, without duplicates."""
     found: dict[str, Documented] = {}
-    for path in sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)}):
-        for language, block in FENCE.findall(path.read_text(encoding="utf-8")):
-            if language in SHELLS:
-                _collect(found, path, block)
+    for path, block in _blocks():
+        _collect(found, path, block)
     for name in HOLDERS:
         text = (ROOT / name).read_text(encoding="utf-8")
         comments = [line.lstrip("# ") for line in text.splitlines() if line.startswith(("#", "  python", "  ./"))]
@@ -101,7 +99,7 @@ def _collect(found: dict[str, Documented], path: Path, text: str) -> None:
 
 
 def parse(line: str, where: str) -> Documented | None:
-    """Return the command that a line is; None for one that is not about training (`--list`, `doctor`)."""
+    """Return the command of a line; None for one that does not train (`--list`, `doctor`)."""
     words = shlex.split(line, comments=True)
     variables: dict[str, str] = {}
     while re.match(r"^\w+=", words[0]):
@@ -123,15 +121,21 @@ def parse(line: str, where: str) -> Documented | None:
 
 
 def questions() -> list[tuple[str, ...]]:
-    """Return the words of every documented command that asks instead of running (`doctor`, `compare`, `evaluate`)."""
+    """Return the words of every documented `doctor`, `compare` and `evaluate` command."""
     found = []
-    for path in sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)}):
-        for language, block in FENCE.findall(path.read_text(encoding="utf-8")):
-            for line in re.sub(r" *\\\n\s*", " ", block).splitlines() if language in SHELLS else ():
-                words = shlex.split(line, comments=True) if STARTS.match(line) else []
-                at = next((i for i, word in enumerate(words) if word in QUESTIONS), 0)
-                found += [tuple(words[at:])] * bool(at)
+    for _, block in _blocks():
+        for line in re.sub(r" *\\\n\s*", " ", block).splitlines():
+            words = shlex.split(line, comments=True) if STARTS.match(line) else []
+            at = next((i for i, word in enumerate(words) if word in QUESTIONS), 0)
+            found += [tuple(words[at:])] * bool(at)
     return list(dict.fromkeys(found))
+
+
+def _blocks() -> list[tuple[Path, str]]:
+    """Return the shell blocks of the pages, with the page."""
+    pages = sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)})
+    blocks = [(path, *found) for path in pages for found in FENCE.findall(path.read_text(encoding="utf-8"))]
+    return [(path, block) for path, language, block in blocks if language in SHELLS]
 
 
 def _number(text: str) -> int:
