@@ -10,9 +10,12 @@ import torch
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode
 
 LAYOUT = EntityLayout(move_dim=2, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=4, own_dim=1)
@@ -55,6 +58,21 @@ def toy_modules(config: Config, dtype: torch.dtype = torch.float32, seed: int = 
     predictor = MaskPredictor(config.mask_predictor_config, n_codes, LAYOUT, INFO.episode_limit).to(dtype)
     predictor.bind(tokenizer.table())
     return tokenizer, predictor
+
+
+def graph_learner(
+    stage: str,
+    dtype: torch.dtype = torch.float64,
+    dist: Dist | None = None,
+    total_updates: int | None = None,
+    **changes: Any,
+) -> Any:
+    """Return the learner of "stage1" or "stage2" over fresh modules."""
+    config = toy_config(**changes)
+    tokenizer, predictor = toy_modules(config, dtype)
+    if stage == "stage1":
+        return TokenizerLearner(tokenizer, config, INFO, dist or Dist(), total_updates)
+    return PredictorLearner(predictor, tokenizer, config, INFO, dist or Dist())
 
 
 def toy_episodes(n: int, seed: int = 0, longest: int = 12) -> list[Episode]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 HEIGHT, WIDTH = 10, 20
 STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
@@ -28,13 +30,17 @@ class Slow:
         return [((place[0] + r) % HEIGHT, (place[1] + c) % WIDTH) for r, c in STEPS]
 
 
+def bodies_of(engine, row) -> list[list[int]]:
+    """Return the cells of each snake on a board, head first."""
+    segments, lengths = engine.segments(np.array([row]))[0], engine.board.lengths[row]
+    return [body[:length].tolist() for body, length in zip(segments, lengths, strict=True)]
+
+
 def of_engine(engine, row) -> Slow:
     def place(cell):
         return int(cell) // WIDTH, int(cell) % WIDTH
 
-    import numpy as np
-
-    bodies = [[place(cell) for cell in body] for body in engine.bodies(np.array([row]))[0]]
+    bodies = [[place(cell) for cell in body] for body in bodies_of(engine, row)]
     board = engine.board
     return Slow(bodies, [place(c) for c in board.beans[row]], board.directions[row].tolist(), int(board.steps[row]))
 

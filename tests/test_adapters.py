@@ -20,8 +20,7 @@ from omagd.config.env_info import EntityLayout
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.envs.single import BatchedAsSingle, env_info_from_dict
-from omagd.envs.snakes.args import SnakesArgs
-from omagd.envs.snakes.snakes_env import Snakes3v3
+from omagd.envs.snakes.snakes_env import Snakes3v3, SnakesArgs
 from omagd.envs.workers.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.workers.vector import SerialEnvs
 from omagd.utils.errors import UserError

@@ -248,7 +248,7 @@ def test_layers_play_as_the_agent_does():
     board: Board = engine.board
     observer, team = Observer("26"), np.arange(6) % 2
     frozen = NetworkOpponent("self", agent.layers(), observer)
-    logits = agent.trunk(torch.from_numpy(observer.look(board, team)[0]), torch.full((6, 3), -1))
+    logits = agent.trunk(torch.from_numpy(observer.observe(board, team)[0]), torch.full((6, 3), -1))
     np.testing.assert_array_equal(frozen.act(board, team), logits.argmax(-1).numpy())
     again = NetworkOpponent.from_snapshot(frozen.snapshot())
     assert again == frozen

@@ -163,7 +163,7 @@ def test_a_frozen_self_plays_as_its_kind_of_agent_does(kind):
     (frozen,) = opponents._made.values()
     agreed = []
     for _ in range(30):
-        look = torch.from_numpy(session.env._observer.look(board, team)[0])
+        look = torch.from_numpy(session.env._observer.observe(board, team)[0])
         best = policy.agent.trunk(look, torch.full((4, 3), -1)).argmax(-1).numpy()
         agreed.append((frozen.act(board, team) == best).mean())
         session.env.step(np.zeros((4, 3), np.int64), np.ones(4, bool))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from omagd.envs.battle.physics import seeded_uniform
-from omagd.envs.snakes.chance import draw, keys_of
+from omagd.envs.snakes.draws import draw, keys_of
 from omagd.utils.seeding import GOLDEN, splitmix64, uniform
 
 

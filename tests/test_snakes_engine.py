@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from snakes_reference import bodies_of
 
 from omagd.envs.snakes.board import NEXT_CELL, TORUS_DISTANCE
-from omagd.envs.snakes.chance import SeededDraws, below, draw, keys_of
+from omagd.envs.snakes.draws import SeededDraws, below, draw, keys_of
 from omagd.envs.snakes.engine import Engine, respawn
 from omagd.envs.snakes.opponents import SCRIPTS
 
@@ -28,7 +29,8 @@ def _begun(n: int = BOARDS, first_seed: int = 0) -> Engine:
 def _check(engine: Engine) -> None:
     """Compare everything that the board shows with the bodies."""
     board = engine.board
-    for row, bodies in enumerate(engine.bodies(np.arange(len(board)))):
+    for row in range(len(board)):
+        bodies = bodies_of(engine, row)
         cells = [cell for body in bodies for cell in body]
         beans = board.beans[row].tolist()
         assert len(set(cells)) == len(cells) and len(set(beans)) == 5 and not set(beans) & set(cells)
@@ -93,7 +95,7 @@ def test_boards_are_the_same_alone_as_among_others_and_when_others_stand_still()
         np.testing.assert_array_equal(together.board.codes[still], before)
         for name in ("raw", "hit", "ate", "over"):
             np.testing.assert_array_equal(getattr(outcome, name)[place], getattr(one, name)[0])
-        assert together.bodies(np.array([4])) == alone.bodies(np.array([0]))
+        assert bodies_of(together, 4) == bodies_of(alone, 0)
         np.testing.assert_array_equal(together.board.beans[4], alone.board.beans[0])
 
 
@@ -106,7 +108,7 @@ def test_a_snapshot_is_the_whole_game():
     for _ in range(20):
         raws = [each.step(_joint(each, "greedy"), rows).raw for each in (engine, other)]
         np.testing.assert_array_equal(*raws)
-    assert engine.bodies(rows) == other.bodies(rows)
+    assert [bodies_of(engine, row) for row in rows] == [bodies_of(other, row) for row in rows]
 
 
 def _scene(*bodies: list[int], beans: tuple[int, ...] = (195, 196, 197, 198, 199)) -> Engine:
@@ -143,7 +145,7 @@ def test_heads_that_meet_die_a_bean_goes_to_the_lower_index_and_a_tails_cell_is_
     assert outcome.hit.tolist() == [[True, True, False, False, True, False]]
     assert outcome.ate.tolist() == [[True, False, False, False, False, False]]
     assert outcome.raw.tolist() == [[0, -1, 0, 0, 0, 0]]
-    bodies = engine.bodies(np.array([0]))[0]
+    bodies = bodies_of(engine, 0)
     # 0 returns at the top left: a corner, its bend (0, 0) in the middle; then 1, then 4.
     assert bodies[0] == [1, 0, 20] and bodies[1] == [3, 2, 22] and bodies[4] == [5, 4, 24]
     assert bodies[2] == [103, 102, 101] and bodies[5] == [161, 162, 163, 143, 144, 145]
@@ -242,7 +244,7 @@ def test_the_game_ends_where_a_dead_snake_has_no_room_to_return(room):
     outcome = engine.step(np.array([[RIGHT, DOWN, UP, DOWN, DOWN, DOWN]]), np.array([0]))
     assert outcome.hit.tolist() == [[True] + 5 * [False]] and outcome.raw.tolist() == [6 * [0]]
     assert outcome.over.tolist() == [not room]
-    body = engine.bodies(np.array([0]))[0][0]
+    body = bodies_of(engine, 0)[0]
     assert body == ([42, 41, 61] if room else [])
 
 

@@ -13,7 +13,7 @@ from omagd.config.loading import resolve
 from omagd.envs.factory import make_env, validate_env_args
 from omagd.envs.snakes.observer import Observer
 from omagd.envs.snakes.opponents import SCRIPTS, NetworkOpponent, Opponent
-from omagd.envs.snakes.replay import Game, write_gif
+from omagd.envs.snakes.replay import RecordedGame, write_gif
 from omagd.envs.snakes.snakes_env import Snakes3v3
 from omagd.utils.errors import UserError
 
@@ -442,7 +442,7 @@ def test_a_replay_is_the_last_game_of_the_first_slot(tmp_path):
     data = json.loads(page.split("const game = ")[1].split(", [rows, cols]")[0])
     frames = [{"bodies": bodies, "beans": beans, "died": died} for bodies, beans, died in data["frames"]]
     assert len(frames) == 201 and (data["team"], data["opponent"]) == (1, "l4")
-    assert Game(1, "l4").scores(frames[-1]) == scores
+    assert RecordedGame(1, "l4").scores(frames[-1]) == scores
     expected = "a draw" if scores[0] == scores[1] else "agents won" if scores[0] > scores[1] else "agents lost"
     assert data["result"] == expected
     assert sum(i >= 3 for frame in frames for i in frame["died"]) == info["deaths"][0]
@@ -458,7 +458,7 @@ def test_a_replay_is_the_last_game_of_the_first_slot(tmp_path):
 @pytest.mark.parametrize(("team", "result"), [(0, "agents lost"), (1, "agents won")])
 def test_a_snake_without_room_to_return_counts_nothing_in_a_replay(team, result):
     bodies = [[], [42, 41, 40], [62, 61, 60], [5, 4, 3, 2], [102, 101, 100], [122, 121, 120]]
-    game = Game(team, "l1", [{"bodies": bodies, "beans": [], "died": [0]}])
+    game = RecordedGame(team, "l1", [{"bodies": bodies, "beans": [], "died": [0]}])
     assert game.scores(game.frames[0]) == ((0, 1) if team == 0 else (1, 0)) and game.result == result
 
 
@@ -466,7 +466,7 @@ def test_a_snake_that_crosses_the_edge_is_drawn_up_to_it(tmp_path):
     from PIL import Image
 
     bodies = [[20, 39, 38], [5, 185, 165], [103, 102, 101], [110, 109, 108], [123, 122, 121], [130, 129, 128]]
-    write_gif(Game(0, "l1", [{"bodies": bodies, "beans": [], "died": []}]), tmp_path / "edge.gif")
+    write_gif(RecordedGame(0, "l1", [{"bodies": bodies, "beans": [], "died": []}]), tmp_path / "edge.gif")
     with Image.open(tmp_path / "edge.gif") as gif:
         picture = gif.convert("RGB")
     first, second = ((0x4C, 0xC9, 0xC0), (0x37, 0xA8, 0xCE))

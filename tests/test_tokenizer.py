@@ -1,26 +1,17 @@
-"""Stage 1: codes, their exponential means, revival, the loss, and what it reports."""
+"""Stage 1: codes, their exponential moving averages, revival, the loss, and the metrics."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
+from graph_toys import INFO, LAYOUT, graph_learner, toy_config, toy_episodes, toy_modules
 
-from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.learners.graph_metrics import perplexity_stats
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
-from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
-
-
-def learner(total_updates: int = 100, **changes):
-    config = toy_config(**changes)
-    tokenizer, _ = toy_modules(config, torch.float64)
-    return TokenizerLearner(tokenizer, config, INFO, Dist(), total_updates)
 
 
 @pytest.mark.parametrize("distance", ["l2", "cosine"])
@@ -37,8 +28,7 @@ def test_ids_are_the_nearest_codes(distance: str) -> None:
 
 def test_gradient_goes_straight_through_the_codes() -> None:
     tokenizer, _ = toy_modules(toy_config(), torch.float64)
-    nodes = torch.randn(7, LAYOUT.node_dim, dtype=torch.float64)
-    out = tokenizer(nodes)
+    out = tokenizer(torch.randn(7, LAYOUT.node_dim, dtype=torch.float64))
     assert torch.equal(out.code, tokenizer.codebook[out.ids])
     assert torch.allclose(out.decoded, tokenizer.decode(out.ids), atol=1e-12)
     (got,) = torch.autograd.grad(out.decoded.square().sum(), out.encoded)
@@ -63,43 +53,34 @@ def test_codebook_moves_by_exponential_means() -> None:
 
 
 def test_loss_is_per_graph_mean_over_what_is_present() -> None:
-    stage, batch = learner(), pack_episodes(toy_episodes(5, seed=3))
-    tokenizer, config = stage.tokenizer, stage.config.tokenizer_config
-    stats = stage._loss.eval()(stage.nodes(batch))[1]
-    wanted, graphs, real = 0.0, 0, feature_mask(LAYOUT)
-    everything = obs_to_nodes(batch["full_obs"], LAYOUT)
-    all_encoded = tokenizer.encode(everything)
-    all_codes = tokenizer.quantize(all_encoded)
-    all_decoded = tokenizer.decode(all_codes).detach()
-    for row in range(len(batch["full_obs"])):
-        if batch.packing.closing[row]:
+    stage, batch = graph_learner("stage1"), pack_episodes(toy_episodes(5, seed=3))
+    tokenizer, real = stage.tokenizer, feature_mask(LAYOUT)
+    graphs = obs_to_nodes(batch["full_obs"], LAYOUT)
+    encoded = tokenizer.encode(graphs)
+    codes = tokenizer.quantize(encoded)
+    squares = (tokenizer.decode(codes).detach() - graphs).square()
+    commitment = (encoded - tokenizer.codebook[codes]).square().mean(-1).detach()
+    losses = []
+    for row, agent in np.ndindex(len(graphs), INFO.n_agents):
+        if batch.packing.closing[row] or not batch["full_obs"][row, agent].any():
             continue
-        for agent in range(INFO.n_agents):
-            nodes = everything[row, agent]
-            if not batch["full_obs"][row, agent].any():
-                continue
-            graphs += 1
-            squares, features, stay = 0.0, 0, []
-            for slot in range(LAYOUT.n_nodes):
-                if not nodes[slot].any():
-                    continue
-                encoded, code = all_encoded[row, agent, slot], all_codes[row, agent, slot]
-                squares += ((all_decoded[row, agent, slot] - nodes[slot])[real[slot]] ** 2).sum().item()
-                features += int(real[slot].sum())
-                stay.append((encoded - tokenizer.codebook[code]).square().mean().item())
-            wanted += squares / features + config.commitment * float(np.mean(stay))
-    total, count = stats["graph_loss"]
-    assert int(count) == graphs
-    assert total.item() == pytest.approx(wanted, rel=1e-10)
+        slots = [slot for slot in range(LAYOUT.n_nodes) if graphs[row, agent, slot].any()]
+        errors = torch.cat([squares[row, agent, slot][real[slot]] for slot in slots])
+        losses.append(
+            float(errors.mean() + stage.config.tokenizer_config.commitment * commitment[row, agent, slots].mean())
+        )
+    assert stage.config.tokenizer_config.commitment == 0.5
+    total, count = stage._loss.eval()(stage.nodes(batch))[1]["graph_loss"]
+    assert int(count) == len(losses)
+    assert total.item() == pytest.approx(sum(losses), rel=1e-10)
 
 
 def test_all_zero_nodes_and_closing_rows_never_reach_the_codebook() -> None:
-    stage, batch = learner(), pack_episodes(toy_episodes(6, seed=4))
+    stage, batch = graph_learner("stage1"), pack_episodes(toy_episodes(6, seed=4))
     nodes = stage.nodes(batch)
     assert (nodes.features != 0).any(-1).all()
-    full = obs_to_nodes(batch["full_obs"], LAYOUT)
     living = batch["full_obs"].any(-1) & ~batch.packing.closing[:, None]
-    assert len(nodes.features) == int((full.any(-1) & living[..., None]).sum())
+    assert len(nodes.features) == int((obs_to_nodes(batch["full_obs"], LAYOUT).any(-1) & living[..., None]).sum())
     stage.update(batch)
     before = stage.tokenizer.cluster_size.sum()
     stage.update(batch)
@@ -109,33 +90,27 @@ def test_all_zero_nodes_and_closing_rows_never_reach_the_codebook() -> None:
 
 def test_dead_codes_come_back_from_the_batch_but_not_at_the_end() -> None:
     for total, revives in ((100, True), (10, False)):
-        stage, batch = learner(total), pack_episodes(toy_episodes(6, seed=5))
+        stage, batch = graph_learner("stage1", total_updates=total), pack_episodes(toy_episodes(6, seed=5))
         for _ in range(9):
             stage.update(batch)
-        far = torch.full((4,), 1e3, dtype=torch.float64)
-        stage.tokenizer.place(torch.tensor([7]), far[None], 1e-3)
-        assert stage.tokenizer.dead().tolist().count(7) == 1
+        tokenizer = stage.tokenizer
+        tokenizer.place(torch.tensor([7]), torch.full((1, 4), 1e3, dtype=torch.float64), 1e-3)
+        assert tokenizer.dead().tolist().count(7) == 1
         stage.update(batch)  # the tenth: due at an interval of two
-        code = stage.tokenizer.codebook[7]
+        code = tokenizer.codebook[7]
         if not revives:
             assert code.norm() > 100
             continue
-        encoded = stage.tokenizer.encode(stage.nodes(batch).features)
-        assert (encoded - code).norm(dim=-1).min() < 1e-9
-        mean = stage.tokenizer.cluster_size.mean()
-        assert torch.allclose(stage.tokenizer.embed_avg[7], code * stage.tokenizer.cluster_size[7])
-        assert stage.tokenizer.cluster_size[7] == pytest.approx(mean.item(), rel=0.2)
-
-
-def test_threshold_is_a_share_of_the_mean_count() -> None:
-    tokenizer, _ = toy_modules(toy_config(), torch.float64)
-    tokenizer.cluster_size.fill_(100.0)
+        assert (tokenizer.encode(stage.nodes(batch).features) - code).norm(dim=-1).min() < 1e-9
+        assert torch.allclose(tokenizer.embed_avg[7], code * tokenizer.cluster_size[7])
+        assert tokenizer.cluster_size[7] == pytest.approx(tokenizer.cluster_size.mean().item(), rel=0.2)
+    tokenizer.cluster_size.fill_(100.0)  # dead: below a twentieth of the mean count
     tokenizer.cluster_size[3], tokenizer.cluster_size[4] = 4.0, 6.0
     assert tokenizer.dead().tolist() == [3]
 
 
-def test_training_lowers_the_error_and_reports_it_whole() -> None:
-    stage, held_out = learner(graph_lr=0.01), pack_episodes(toy_episodes(8, seed=7))
+def test_training_lowers_the_error_and_its_parts_add_up() -> None:
+    stage, held_out = graph_learner("stage1", graph_lr=0.01), pack_episodes(toy_episodes(8, seed=7))
     before = stage.evaluate(held_out)["mse"]
     for seed in range(40):
         stage.update(pack_episodes(toy_episodes(8, seed=seed + 10)))
@@ -148,30 +123,8 @@ def test_training_lowers_the_error_and_reports_it_whole() -> None:
     assert 1 <= float(stats["perplexity"][0]) <= float(stats["codes_in_use"][0]) <= 12
 
 
-def test_perplexity_of_even_use_is_the_number_of_codes() -> None:
-    from omagd.learners.graph_metrics import perplexity_stats
-
-    even = perplexity_stats(torch.tensor([5, 5, 0, 5]))
-    assert even["perplexity"][0].item() == pytest.approx(3)
-    assert even["codes_in_use"][0].item() == 3
-    skew = perplexity_stats(torch.tensor([1, 3]))
-    assert skew["perplexity"][0].item() == pytest.approx(math.exp(0.25 * math.log(4) + 0.75 * math.log(4 / 3)))
-
-
-def test_evaluation_in_parts_equals_the_whole() -> None:
-    batch = pack_episodes(toy_episodes(9, seed=8))
-    whole, parts = (learner(graph_frames_at_once=size).evaluate(batch) for size in (10**6, 17))
-    assert whole.keys() == parts.keys()
-    for name in whole:
-        assert float(whole[name][0]) == pytest.approx(float(parts[name][0]), rel=1e-9), name
-
-
-def test_warm_up_and_an_empty_batch_leave_everything_as_it_was() -> None:
-    stage = learner()
-    before = {name: value.clone() for name, value in stage.tokenizer.state_dict().items()}
-    stage.warm_up()
-    stage.warm_up(pack_episodes(toy_episodes(3)))
-    blank = [{name: torch.zeros_like(value) for name, value in episode.items()} for episode in toy_episodes(2)]
-    stage.update(pack_episodes(blank))
-    for name, value in stage.tokenizer.state_dict().items():
-        assert torch.equal(value, before[name]), name
+@pytest.mark.parametrize(("counts", "wanted"), [([5, 5, 0, 5], 3), ([1, 3], 4 / 3**0.75)])
+def test_perplexity_is_the_exponential_of_the_entropy(counts: list[int], wanted: float) -> None:
+    stats = perplexity_stats(torch.tensor(counts))
+    assert stats["perplexity"][0].item() == pytest.approx(wanted)
+    assert stats["codes_in_use"][0].item() == np.count_nonzero(counts)

@@ -1,1 +1,1 @@
-"""3v3 snakes of the Jidi competition: engine, opponents, observations, rewards and replays, batched over boards."""
+"""3v3 snakes of the Jidi competition: engine, rewards, observations, opponents and replays of many boards at once."""

@@ -1,7 +1,7 @@
-"""The board that players look at: cells, tables of the torus, and who stands where.
+"""The board as players see it: cells, distances on the torus, and the positions of snakes and beans.
 
-Cells are numbered row by row, 0 to 199; row 0 is on top. Actions and directions: 0 up, 1 down, 2 left, 3 right, so that
-the reverse of a is a ^ 1. Codes of cells: 0 empty, 1 bean, 2 to 7 snake 0 to 5. Team 0 owns snakes 0, 1, 2.
+Cells are numbered row by row, 0 to 199; row 0 is on top. Actions and directions: 0 up, 1 down, 2 left, 3 right; the
+reverse of a is a ^ 1. Codes of cells: 0 empty, 1 bean, 2 to 7 snake 0 to 5. Snakes 0, 1, 2 are team 0.
 Shapes: B boards, k of them; 6 snakes, 3 of each team; 5 beans.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from omagd.envs.snakes.chance import PLAYERS, draw
+from omagd.envs.snakes.draws import PLAYERS, draw
 
 HEIGHT, WIDTH = 10, 20
 N_CELLS = HEIGHT * WIDTH
@@ -32,35 +32,35 @@ def _next_cells() -> np.ndarray:
 
 
 def _torus_difference(size: int, place: np.ndarray) -> np.ndarray:
-    """Return [200, 200] the shortest signed way from the first cell's `place` to the second's on a ring of `size`."""
+    """Return [200, 200] the shortest signed difference between the cells' coordinates `place` on a ring of `size`."""
     gap = place[None, :] - place[:, None]
     return np.where(np.abs(gap) > size // 2, gap - np.sign(gap) * size, gap).astype(np.int16)
 
 
 NEXT_CELL = _next_cells()
-# From the first cell to the second, by the shorter way around; down and right are positive.
+# Differences from the first cell to the second on the torus; down and right are positive.
 DOWN, RIGHT = _torus_difference(HEIGHT, ROW), _torus_difference(WIDTH, COL)
 TORUS_DISTANCE = np.hypot(DOWN, RIGHT).astype(np.float32)
 TORUS_STEPS = (np.abs(DOWN) + np.abs(RIGHT)).astype(np.int16)
-# Euclidean without going around the edges, as the public scripts measure; the square orders alike and is exact.
+# Euclidean distance on the plain board, which the public scripts use; its square has the same order and is exact.
 PLAIN_SQUARE = ((ROW[:, None] - ROW) ** 2 + (COL[:, None] - COL) ** 2).astype(np.int32)
 PLAIN_DISTANCE = np.sqrt(PLAIN_SQUARE)
 
 
-def between(table: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return the entries of a [200, 200] `table` from cells `start` to cells `end`, shapes as broadcast."""
+def pair_lookup(table: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Return table[start, end] of a [200, 200] `table` for broadcast cells; faster than indexing with two arrays."""
     return table.reshape(-1).take(start * N_CELLS + end)
 
 
 @dataclass
 class Board:
-    """What anyone may know of some boards; the arrays belong to the engine and are valid until its next call.
+    """The public state of B boards; its arrays belong to the engine and are valid until its next call.
 
     Attributes:
         codes: [B, 200] uint8. heads, tails: [B, 6] cells. lengths: [B, 6]. directions: [B, 6], of the last moves.
-        beans: [B, 5] cells, oldest first; -1 where a full board has none. bean_slots: [B, 5], a number 0 to 4 that each
-            of these beans keeps while it lies there.
-        keys: [B] uint64, where chance comes from. steps: [B], played so far.
+        beans: [B, 5] cells, oldest first; -1 where a full board has no room. bean_slots: [B, 5], a number 0 to 4 that
+            each of these beans keeps until it is eaten.
+        keys: [B] uint64, for random numbers. steps: [B], played so far.
     """
 
     codes: np.ndarray
@@ -82,11 +82,11 @@ class Board:
         return Board(**{part.name: getattr(self, part.name)[which] for part in fields(self)})
 
     def of_team(self, values: np.ndarray, team: np.ndarray) -> np.ndarray:
-        """Return [B, 3] what [B, 6] `values` say of the snakes of `team` [B] (0 or 1)."""
+        """Return the `values` [B, 6] of the snakes of `team` [B] (0 or 1), [B, 3]."""
         return values.reshape(-1, 2, N_TEAM)[np.arange(len(values)), team]
 
     def own_first(self, values: np.ndarray, team: np.ndarray) -> np.ndarray:
-        """Return [B, 6] the `values` [B, 6] of the snakes of `team` [B], then those of the other three."""
+        """Return the `values` [B, 6] of the snakes of `team` [B], then those of the other team, [B, 6]."""
         swapped = values.reshape(-1, 2, N_TEAM)[:, ::-1].reshape(values.shape)
         return np.where(team[:, None] == 0, values, swapped)
 
@@ -96,11 +96,11 @@ class Board:
         return self.codes.reshape(-1).take(offset + cells)
 
     def beans_by_slot(self) -> np.ndarray:
-        """Return [B, 5] the cells of the beans, each at its own number."""
+        """Return the cells of the beans ordered by their slot, [B, 5]."""
         placed = np.empty_like(self.beans)
         np.put_along_axis(placed, self.bean_slots, self.beans, 1)
         return placed
 
-    def chance(self, index: int) -> np.ndarray:
-        """Return [B] uint64 of this moment, for players that draw; `index` (0 to 4095) tells draws apart."""
+    def random_bits(self, index: int) -> np.ndarray:
+        """Return random uint64 [B] of the current step for players; each draw has its own `index` (0 to 4095)."""
         return draw(self.keys, self.steps + 1, PLAYERS + index)

@@ -1,6 +1,12 @@
-"""The game: rules of the public 3v3 snakes engine, many boards at once, no loop over boards.
+"""The rules of the public 3v3 snakes engine for many boards at once, without a loop over boards.
 
-A snake is a ring of cells: `ring[b, i, top]` is its head, `ring[b, i, top - j]` its j-th segment.
+A step: reversals are replaced by a random other direction; heads advance, beans are eaten, tails follow; heads on a
+body or on another head die; the dead return in index order; beans are refilled to five. A game ends after 200 steps, or
+if a snake or a bean finds no room. docs/snakes.md has the rules; tests/test_snakes_parity.py compares every step of
+1,040 recorded games of the public engine.
+
+A snake is stored in a ring buffer of cells: `ring[b, i, top]` is its head, `ring[b, i, top - j]` its j-th segment. A
+move writes one cell, whatever the length.
 """
 
 from __future__ import annotations
@@ -25,17 +31,19 @@ from omagd.envs.snakes.board import (
     START_LENGTH,
     TORUS_STEPS,
     Board,
-    between,
+    pair_lookup,
 )
-from omagd.envs.snakes.chance import Draws, SeededDraws, keys_of
+from omagd.envs.snakes.draws import Draws, SeededDraws, keys_of
 
-_SEARCH = NEXT_CELL[:, [3, 1, 0, 2]]
+_SEARCH = NEXT_CELL[:, [3, 1, 0, 2]]  # neighbours in the order of the public breadth-first search
 
 
 def respawn(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where one snake returns on each of k boards with `codes` [k, 200].
+    """Return the respawn position of one snake on each of k boards with `codes` [k, 200].
 
-    Returns cells [k, 3] head first, directions [k], found [k] bool; where nothing was found the others say nothing.
+    The public rule: scan the cells row by row for the first empty one from which a breadth-first search reaches three
+    empty cells. Returns cells [k, 3] head first, directions [k], found [k] bool; where not found, the others are
+    undefined.
     """
     free = codes == EMPTY
     cells, found = np.zeros((len(codes), 3), np.int64), np.zeros(len(codes), bool)
@@ -50,7 +58,11 @@ def respawn(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _search(free: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return three cells around `start` [k], head first, [k, 3], and whether there are three, [k]."""
+    """Return the first three cells of a breadth-first search from `start` [k], head first [k, 3]; exists [k].
+
+    Two neighbours of the start, or one neighbour and the next cell beyond it. Around a corner the start is the middle
+    of the body.
+    """
     rows = np.arange(len(start))
     around = _SEARCH[start]
     empty = free[rows[:, None], around] & free[rows, start][:, None]
@@ -68,38 +80,49 @@ def _search(free: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _facing(cells: np.ndarray) -> np.ndarray:
-    """Return the directions [k] of snakes of `cells` [k, 3], by numbers alone: an edge in between turns them around."""
+    """Return the directions [k] of new snakes on `cells` [k, 3].
+
+    As in the public engine, coordinates are compared without the torus: across an edge the direction is reversed.
+    """
     head, neck = cells[:, 0], cells[:, 1]
     vertical = np.where(ROW[head] > ROW[neck], 1, 0)
     return np.where(ROW[head] == ROW[neck], np.where(COL[head] > COL[neck], 3, 2), vertical)
 
 
 def score_rewards(own: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return [k, 3] from the raw rewards of both teams, [k, 3] each."""
+    """Return [k, 3]: own raw reward minus a third of the other team's sum, from raw rewards [k, 3] of both."""
     return own - others.sum(1, keepdims=True) / 3
 
 
 def potential(heads: np.ndarray, beans: np.ndarray, scale: float) -> np.ndarray:
-    """Return P [k, 3] for `heads` [k, 3] and `beans` [k, 5]."""
-    return -scale * between(TORUS_STEPS, heads[:, :, None], beans[:, None, :]).min(2)
+    """Return the potential P = -scale × steps to the nearest bean, [k, 3], of `heads` [k, 3] and `beans` [k, 5].
+
+    Rewards gamma P(s') - P(s) change no optimal policy (Ng, Harada and Russell, ICML 1999).
+    """
+    return -scale * pair_lookup(TORUS_STEPS, heads[:, :, None], beans[:, None, :]).min(2)
 
 
 def baseline_rewards(
     own: np.ndarray, lead: np.ndarray, over: np.ndarray, heads: np.ndarray, beans: np.ndarray
 ) -> np.ndarray:
-    """Return [k, 3] from own raw rewards [k, 3], lead [k], over [k] bool, own heads [k, 3], beans [k, 5]."""
+    """Return the reward [k, 3] of the published baseline.
+
+    Standing of the team (+50 won, -25 lost, else +10 ahead, -5 behind, 0 even) + (20 if the snake ate, else minus its
+    plain distance to the nearest bean and minus 10 if it died with a loss).
+    own: raw rewards [k, 3]. lead: [k], difference of the teams' sums. over: [k] bool. heads [k, 3], beans [k, 5].
+    """
     standing = np.where(over, np.where(lead > 0, 50, -25), np.where(lead > 0, 10, -5)) * (lead != 0)
-    distance = between(PLAIN_DISTANCE, heads[:, :, None], beans[:, None, :]).min(2)
+    distance = pair_lookup(PLAIN_DISTANCE, heads[:, :, None], beans[:, None, :]).min(2)
     return standing[:, None] + np.where(own > 0, 20.0, -distance - 10.0 * (own < 0))
 
 
-RING = 256
+RING = 256  # length of a snake's ring buffer; a snake has at most 200 cells
 _SNAKES = np.arange(N_SNAKES)
 
 
 @dataclass
-class Outcome:
-    """What a step brought on k boards.
+class StepOutcome:
+    """The result of a step on k boards.
 
     Attributes:
         raw: [k, 6], 1 for a bean, -(length - 3) for a death, the length before this step's bean.
@@ -116,10 +139,10 @@ class Engine:
     """`n_boards` games side by side.
 
     Args:
-        n_boards: B. draws: where chance comes from; None for what follows from the reset seeds.
+        n_boards: B. draws: source of random numbers; None: `SeededDraws`.
 
     Attributes:
-        board: what players may look at, always up to date.
+        board: the public state, always up to date.
     """
 
     _saved: ClassVar[tuple[str, ...]] = ("ring", "top", "stuck")
@@ -154,17 +177,17 @@ class Engine:
             self._start(rows, snake)
         self._refill(rows, np.zeros(len(rows), np.int64))
 
-    def step(self, actions: np.ndarray, rows: np.ndarray) -> Outcome:
-        """Play `actions` [k, 6] on the boards `rows` [k], all of them different."""
+    def step(self, actions: np.ndarray, rows: np.ndarray) -> StepOutcome:
+        """Play `actions` [k, 6] on the boards `rows` [k], no board twice."""
         board = self.board
         moments = board.steps[rows] + 1
-        actions = self._turned(actions, rows, moments)
+        actions = self._without_reversals(actions, rows, moments)
         heads = NEXT_CELL[board.heads[rows], actions]
         top = (self._top[rows] + 1) % RING
         self._top[rows], board.directions[rows], board.heads[rows] = top, actions, heads
         self._ring.reshape(-1)[self._places(rows) + top] = heads
         ate = self._eat(heads, rows)
-        lengths = self._leave(ate, top, rows)
+        lengths = self._move_tails(ate, top, rows)
         hit = self._collide(heads, rows)
         raw = np.where(hit, START_LENGTH + ate - lengths, ate)
         lived = np.flatnonzero(~hit)
@@ -173,23 +196,15 @@ class Engine:
         if hit.any():
             self._remove(hit, rows)
             for snake in _SNAKES[hit.any(0)]:
-                self._return(rows[hit[:, snake]], int(snake))
+                self._respawn(rows[hit[:, snake]], int(snake))
         self._find_tails(rows)
         self._refill(rows, moments)
         board.steps[rows] = moments
         full = board.lengths[rows].sum(1) + N_BEANS > N_CELLS
-        return Outcome(raw, hit, ate, (moments >= EPISODE_LIMIT) | full | self._stuck[rows])
-
-    def bodies(self, rows: np.ndarray) -> list[list[list[int]]]:
-        """Return the cells of every snake on the boards `rows`, head first: board, snake, segment."""
-        segments = self.segments(rows)
-        return [
-            [segments[b, i, : self.board.lengths[row, i]].tolist() for i in range(N_SNAKES)]
-            for b, row in enumerate(rows)
-        ]
+        return StepOutcome(raw, hit, ate, (moments >= EPISODE_LIMIT) | full | self._stuck[rows])
 
     def segments(self, rows: np.ndarray) -> np.ndarray:
-        """Return [k, 6, L] cells head first, L the longest length among the boards `rows`; junk beyond a length."""
+        """Return the bodies on the boards `rows`, head first: cells [k, 6, L], undefined beyond a snake's length."""
         longest = int(self.board.lengths[rows].max(initial=START_LENGTH))
         place = (self._top[rows][..., None] - np.arange(longest)) % RING
         return self._ring.reshape(-1)[self._places(rows)[..., None] + place]
@@ -207,11 +222,11 @@ class Engine:
             values[:] = snapshot[name]
 
     def _places(self, rows: np.ndarray) -> np.ndarray:
-        """Return [k, 6] where each snake's ring begins among all."""
+        """Return the offset of each snake's ring in the flattened rings, [k, 6]."""
         return (rows[:, None] * N_SNAKES + _SNAKES) * RING
 
     def _start(self, rows: np.ndarray, snake: int) -> None:
-        """Place `snake` on the boards `rows`, three cells in a straight line; draw until they are empty."""
+        """Place `snake` on three cells in a line on the boards `rows`; draw again until all are empty."""
         board, left, attempt = self.board, rows, 0
         while len(left):
             tail, direction = self._draws.start(left, board.keys[left], snake, attempt)
@@ -231,7 +246,7 @@ class Engine:
         board.directions[rows, snake] = directions
         board.heads[rows, snake], board.tails[rows, snake] = cells[:, 0], cells[:, 2]
 
-    def _turned(self, actions: np.ndarray, rows: np.ndarray, moments: np.ndarray) -> np.ndarray:
+    def _without_reversals(self, actions: np.ndarray, rows: np.ndarray, moments: np.ndarray) -> np.ndarray:
         """Return `actions` [k, 6] with reversals replaced."""
         directions = self.board.directions[rows]
         where, snakes = np.nonzero(actions == directions ^ 1)
@@ -243,7 +258,7 @@ class Engine:
         return actions
 
     def _eat(self, heads: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Take the beans under `heads` away; return who ate, [k, 6] bool. A contested one is the lower index's."""
+        """Remove the beans under `heads`; return who ate, [k, 6] bool. A contested bean goes to the lower index."""
         board = self.board
         ate = np.zeros(heads.shape, bool)
         match = np.flatnonzero(heads[:, :, None] == board.beans[rows][:, None, :])
@@ -256,8 +271,8 @@ class Engine:
             board.beans[rows[where], bean] = -1
         return ate
 
-    def _leave(self, ate: np.ndarray, top: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Clear the tails of all that did not eat, let the others grow; return the lengths [k, 6]."""
+    def _move_tails(self, ate: np.ndarray, top: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Clear the tail cells of snakes that did not eat, grow the others; return the lengths [k, 6]."""
         board = self.board
         lengths = board.lengths[rows]
         tails = self._ring.reshape(-1)[self._places(rows) + (top - lengths) % RING]
@@ -267,12 +282,12 @@ class Engine:
         return lengths
 
     def _collide(self, heads: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return who dies, [k, 6] bool; new heads do not stand in the codes yet."""
+        """Return who dies, [k, 6] bool: a head on a body or on another head. New heads are not in the codes yet."""
         on_body = self.board.codes.reshape(-1)[rows[:, None] * N_CELLS + heads] >= FIRST_SNAKE
         return on_body | ((heads[:, :, None] == heads[:, None, :]).sum(2) > 1)
 
     def _remove(self, hit: np.ndarray, rows: np.ndarray) -> None:
-        """Clear the bodies, heads excepted, of the snakes that were `hit` [k, 6]."""
+        """Clear the bodies of the snakes that were `hit` [k, 6], except their heads, which were never drawn."""
         where, snakes = np.nonzero(hit)
         boards = rows[where]
         count = self.board.lengths[boards, snakes] - 1
@@ -282,8 +297,8 @@ class Engine:
         cells = self._ring[boards[each], snakes[each], place]
         self.board.codes[boards[each], cells] = EMPTY
 
-    def _return(self, rows: np.ndarray, snake: int) -> None:
-        """Let `snake` return on the boards `rows`; where it cannot, it has no length and the game is over."""
+    def _respawn(self, rows: np.ndarray, snake: int) -> None:
+        """Respawn `snake` on the boards `rows`; without room its length is 0 and the game is over."""
         cells, directions, found = respawn(self.board.codes[rows])
         self._place(rows[found], snake, cells[found], directions[found])
         self.board.lengths[rows[~found], snake] = 0
@@ -294,7 +309,7 @@ class Engine:
         self.board.tails[rows] = self._ring.reshape(-1)[self._places(rows) + place]
 
     def _refill(self, rows: np.ndarray, moments: np.ndarray) -> None:
-        """Lay out beans until there are five; the new ones stand last in the list."""
+        """Add beans until there are five; new ones are last in the list."""
         board = self.board
         short = (board.beans[rows] < 0).any(1)
         rows, moments = rows[short], moments[short]

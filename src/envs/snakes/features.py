@@ -1,8 +1,8 @@
-"""What one snake sees as a flat vector: "26", "30" and "35"; and the state for mixers.
+"""Flat observations of a snake ("26", "30", "35", "near"), and the state for mixers.
 
-Places are absolute: row, column. Differences (dx to the right, dy down) and distances go the shorter way around the
-torus. Codes: 0 empty, 1 bean, 2 to 4 one's own team, 5 to 7 the other (side b sees the teams' numbers exchanged, so
-that both sides look alike); beans stand oldest first; "near" sorts by distance.
+Positions are absolute: row, column. Differences (dx to the right, dy down) and distances are those of the torus.
+Codes: 0 empty, 1 bean, 2 to 4 own team, 5 to 7 the other team (for side b the teams' codes are exchanged, so that both
+sides see the game alike). Beans are listed oldest first; "near" sorts by distance.
 
 "26", as the public baseline:
      0- 1  own head               6-15  five beans
@@ -18,11 +18,20 @@ that both sides look alike); beans stand oldest first; "near" sorts by distance.
     16-21  two nearest beans,     23-32  the five other heads, in order of their codes
            (dx, dy, distance)     33-34  threats of the two nearest opponents
 
-Normalised: rows / 10, columns / 20, codes / 7, dx / 10, dy / 5, distances / 11.18 (the longest); others as they are.
+Normalised: rows / 10, columns / 20, codes / 7, dx / 10, dy / 5, distances / 11.18 (the longest); others unchanged.
 
-State, 66: for each snake, own team first, row, column, direction one-hot (4), length / 20, tail row, tail column; the
-beans' rows and columns, each bean at its own number; difference of the teams' lengths / 20; steps / 200. Rows and
-columns as normalised.
+"near", 174, the nearest first; dx to the right and dy up, both / 10; steps = |dx| + |dy|, / 10; lengths / 20:
+     0- 3  neighbour cells (up, down, left, right) free of snakes
+     4- 7  a mate could move there     8- 11  length of the longest opponent that could move there, else 0
+    12- 71  five beans, 12 each: up, down, left, right of the head; dx, dy, steps; for mates and then opponents, by how
+            many steps the nearest is farther away, and the sign of that; the smaller of both
+    72-116  two mates, then three opponents, 9 each: dx, dy, steps, length, direction one-hot, steps to its nearest bean
+   117-125  own length, direction one-hot, dx and dy of the tail; difference of the teams' lengths / 20; step / 200
+   126-173  snakes in the 7 × 7 cells around the head, row by row without the head's
+
+State, 66: for each snake, own team first, row, column, direction one-hot (4), length / 20, tail row, tail column; rows
+and columns of the beans, ordered by slot; difference of the teams' lengths / 20; steps / 200. Rows and columns are
+normalised.
 """
 
 from __future__ import annotations
@@ -46,14 +55,14 @@ from omagd.envs.snakes.board import (
     TORUS_STEPS,
     WIDTH,
     Board,
-    between,
+    pair_lookup,
 )
 
-LONG = 20.0  # a length that is divided by
+LONG = 20.0  # lengths are divided by this
 STATE_DIM = N_SNAKES * 9 + 12
-# Places of the five other snakes for each of the three, own team first.
+# Indices of the five other snakes for each of the three, own team first.
 OTHERS = np.array([[j for j in range(N_SNAKES) if j != i] for i in range(N_TEAM)])
-# Codes as each team sees them.
+# Code of a cell as team 0 and team 1 see it.
 AS_SEEN = np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 5, 6, 7, 2, 3, 4]], np.uint8)
 _PLACE, _WAY = (HEIGHT, WIDTH), (WIDTH / 2, HEIGHT / 2, float(np.hypot(WIDTH / 2, HEIGHT / 2)))
 _HEAD = (*_PLACE, 7, 7, 7, 7)
@@ -65,7 +74,7 @@ SCALES: dict[str, np.ndarray] = {
 
 
 def flat_features(name: str, normalise: bool, board: Board, team: np.ndarray) -> np.ndarray:
-    """Return what the snakes of `team` [B] see, [B, 3, D] float32; `name` is a key of `SCALES`."""
+    """Return the observations of the snakes of `team` [B], [B, 3, D] float32; `name` is a key of `SCALES`."""
     heads = board.own_first(board.heads, team)
     own = heads[:, :N_TEAM]
     b = len(heads)
@@ -105,7 +114,7 @@ def state_features(board: Board, team: np.ndarray) -> np.ndarray:
 
 
 def _places(cells: np.ndarray) -> np.ndarray:
-    """Return rows and columns in turn, [..., 2 m] float32, of cells [..., m]."""
+    """Return row, column, row, column, ... [..., 2 m] float32 of cells [..., m]."""
     places = np.stack([ROW[cells], COL[cells]], -1).astype(np.float32)
     return places.reshape(*cells.shape[:-1], -1)
 
@@ -113,17 +122,17 @@ def _places(cells: np.ndarray) -> np.ndarray:
 def _two_nearest_beans(beans: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Return (dx, dy, distance) of two beans for each own head [B, 3], [B, 3, 6]."""
     start, end = own[:, :, None], np.broadcast_to(beans[:, None], (*own.shape, 5))
-    order = between(TORUS_DISTANCE, start, end).argsort(2, kind="stable")[..., :2]
+    order = pair_lookup(TORUS_DISTANCE, start, end).argsort(2, kind="stable")[..., :2]
     end = np.take_along_axis(end, order, 2)
-    way = [between(table, start, end) for table in (RIGHT, DOWN, TORUS_DISTANCE)]
+    way = [pair_lookup(table, start, end) for table in (RIGHT, DOWN, TORUS_DISTANCE)]
     return np.stack(way, -1).reshape(*own.shape, 6)
 
 
 def _two_nearest_opponents(heads: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the threats [B, 3, 2] and heads [B, 3, 2] of two opponents for each own snake; arguments own first."""
+    """Return threats and heads of the two nearest opponents of each own snake, [B, 3, 2]; arguments own team first."""
     shape = (len(heads), N_TEAM, N_TEAM)
     theirs = np.broadcast_to(heads[:, None, N_TEAM:], shape)
-    distance = between(TORUS_DISTANCE, heads[:, :N_TEAM, None], theirs)
+    distance = pair_lookup(TORUS_DISTANCE, heads[:, :N_TEAM, None], theirs)
     order = distance.argsort(2, kind="stable")[..., :2]
     length = np.take_along_axis(np.broadcast_to(lengths[:, None, N_TEAM:], shape), order, 2)
     threat = length / 3 / (np.take_along_axis(distance, order, 2) + 1)
@@ -132,28 +141,29 @@ def _two_nearest_opponents(heads: np.ndarray, lengths: np.ndarray) -> tuple[np.n
 
 NEAR_DIM = 174
 _SCALE, _REACH = 10, 3
-# What lies between two cells has a number: 39 (difference of rows + 9) + difference of columns + 19.
+# "near" looks up what depends on two cells. A pair is numbered by its differences, 39 (rows + 9) + columns + 19, which
+# is the difference of two numbers `_NEAR_PLACE`, plus `_SAME`.
 _COLUMNS = 2 * WIDTH - 1
 _NEAR_PLACE = ROW * _COLUMNS + COL
 _SAME = (HEIGHT - 1) * _COLUMNS + WIDTH - 1
 
 
 def _windows() -> np.ndarray:
-    """Return [200, 48] the cells around each, row by row, without itself."""
+    """Return the 48 cells around each cell, row by row, [200, 48]."""
     around = [(r, c) for r in range(-_REACH, _REACH + 1) for c in range(-_REACH, _REACH + 1) if (r, c) != (0, 0)]
     rows, cols = np.array(around).T
     return (ROW[:, None] + rows) % HEIGHT * WIDTH + (COL[:, None] + cols) % WIDTH
 
 
 def _examples() -> tuple[np.ndarray, np.ndarray]:
-    """Return for each way between two cells, [741], a first and a second cell."""
+    """Return a first and a second cell for each pair number, [741] each."""
     down, right = np.divmod(np.arange((2 * HEIGHT - 1) * _COLUMNS), _COLUMNS) - np.array([[HEIGHT - 1], [WIDTH - 1]])
     first, second = ((np.maximum(0, s * down), np.maximum(0, s * right)) for s in (-1, 1))
     return first[0] * WIDTH + first[1], second[0] * WIDTH + second[1]
 
 
 def _gaps() -> np.ndarray:
-    """Return [1024, 5] what is seen of 32 (steps by which mates are farther + 16) + the same of opponents."""
+    """Return the last five features of a bean, [1024, 5], by 32 (mates' extra steps + 16) + opponents' + 16."""
     mates, opponents = np.divmod(np.arange(1024), 32) - np.array([[16]])
     seen = [mates / _SCALE, np.sign(mates), opponents / _SCALE, np.sign(opponents)]
     return np.stack([*seen, np.minimum(mates, opponents) / _SCALE], -1).astype(np.float32)
@@ -163,22 +173,22 @@ _WINDOW = _windows()
 _BESIDE = [_WINDOW[0].tolist().index(cell) for cell in NEXT_CELL[0]]
 _FROM, _TO = _examples()
 _STEPS = TORUS_STEPS[_FROM, _TO].astype(np.int64)
-# dx, dy, steps as they are seen; is the second cell up, down, left, right of the first.
+# For each pair: dx, dy and steps; and before them, whether the second cell is up, down, left, right of the first.
 _AWAY = np.stack([RIGHT[_FROM, _TO] / _SCALE, -DOWN[_FROM, _TO] / _SCALE, _STEPS / _SCALE], -1).astype(np.float32)
 _SIDES = np.stack([_AWAY[:, 1] > 0, _AWAY[:, 1] < 0, _AWAY[:, 0] < 0, _AWAY[:, 0] > 0], -1)
 _NEAR_WAY = np.concatenate([_SIDES, _AWAY], 1, dtype=np.float32)
-# Bit a: where action a leads to from the first cell is one step from the second.
+# Bit a is set if action a leads from the first cell to a neighbour of the second.
 _MEETS = ((TORUS_STEPS[NEXT_CELL[_FROM], _TO[:, None]] == 1) << np.arange(4)).sum(1)
 _BITS = (np.arange(16)[:, None] >> np.arange(4) & 1).astype(np.float32)
 _GAPS = _gaps()
 _LENGTH = (np.arange(256) / LONG).astype(np.float32)
 _FACING = np.eye(4, dtype=np.float32)
-# Of 16 direction + steps to a bean: the direction one-hot, the steps.
+# By 16 direction + steps to a bean: direction one-hot and steps.
 _GOING = np.concatenate([_FACING.repeat(16, 0), np.tile(np.arange(16) / _SCALE, 4)[:, None]], 1, dtype=np.float32)
 
 
 def near_features(board: Board, team: np.ndarray) -> np.ndarray:
-    """Return what the snakes of `team` [B] see, [B, 3, 174] float32."""
+    """Return "near" of the snakes of `team` [B], [B, 3, 174] float32."""
     b = len(board)
     heads, lengths = board.own_first(board.heads, team), board.own_first(board.lengths, team)
     directions, tails = board.own_first(board.directions, team), board.own_first(board.tails, team)
@@ -206,14 +216,18 @@ def near_features(board: Board, team: np.ndarray) -> np.ndarray:
 
 
 def _blocked(board: Board, own: np.ndarray) -> np.ndarray:
-    """Return [B, 3, 48] whether there is a snake on the cells around the own heads [B, 3]."""
+    """Return whether a snake is on the 48 cells around the own heads [B, 3], [B, 3, 48]."""
     cells = _WINDOW.take(own, 0)
     cells += N_CELLS * np.arange(len(own))[:, None, None]
     return (board.codes >= FIRST_SNAKE).reshape(-1).take(cells)
 
 
 def _show_beans(out: np.ndarray, ways: np.ndarray, steps: np.ndarray) -> None:
-    """Write the beans into `out` [B, 3, 5, 12]. ways: from the own heads, [B, 3, 5]; steps: from all, [B, 6, 5]."""
+    """Write the beans into `out` [B, 3, 5, 12], nearest first.
+
+    ways: pair numbers from the own heads, [B, 3, 5]. steps: from all heads, [B, 6, 5]. Each bean is packed into one
+    integer with its steps in the highest bits, so that sorting integers sorts beans.
+    """
     mine = steps[:, :N_TEAM]
     one, two, three = mine[:, 0], mine[:, 1], mine[:, 2]
     mates = np.stack([np.minimum(two, three), np.minimum(one, three), np.minimum(one, two)], 1) - mine
@@ -225,7 +239,7 @@ def _show_beans(out: np.ndarray, ways: np.ndarray, steps: np.ndarray) -> None:
 
 
 def _show_snakes(out: np.ndarray, ways: np.ndarray, facts: np.ndarray) -> None:
-    """Write mates and opponents into `out` [B, 3, 5, 9]. ways, facts: [B, 3, 5], the two mates first."""
+    """Write mates and opponents into `out` [B, 3, 5, 9], nearest first. ways, facts: [B, 3, 5], the mates first."""
     packed = _STEPS.take(ways) << 27 | np.arange(5) << 24 | ways << 14 | facts
     packed[..., : N_TEAM - 1].sort(2)
     packed[..., N_TEAM - 1 :].sort(2)

@@ -1,13 +1,13 @@
-"""One name for each way to look at a board: from the arguments of an observation to its arrays."""
+"""Observations by name: entities for graph agents, planes for convolutions, and the flat ones of features.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from omagd.config.env_info import EntityLayout
-from omagd.envs.snakes.args import ObsName
 from omagd.envs.snakes.board import (
     COL,
     DOWN,
@@ -25,17 +25,18 @@ from omagd.envs.snakes.board import (
     TORUS_STEPS,
     WIDTH,
     Board,
-    between,
+    pair_lookup,
 )
 from omagd.envs.snakes.features import AS_SEEN, LONG, NEAR_DIM, OTHERS, SCALES, flat_features, near_features
 
+ObsName = Literal["26", "26_raw", "30", "35", "near", "planes", "entities"]
 UNIT_DIM, OWN_DIM, MOVE_DIM = 12, 16, 4
-_EVERYTHING = 10.0
+_EVERYTHING = 10.0  # distances are divided by the sight, or by this without a limit
 _TWO_AWAY = np.stack([np.flatnonzero(row == 2) for row in TORUS_STEPS])
 
 
 def entity_layout(sight: float | None) -> EntityLayout:
-    """Return how the observation is laid out. Opponents and beans are "enemies": whatever is not of one's own team."""
+    """Return the layout of "entities". Opponents and beans are its "enemies": everything that is not of the team."""
     return EntityLayout(
         MOVE_DIM, N_TEAM + N_BEANS, UNIT_DIM, N_TEAM - 1, UNIT_DIM - 1, OWN_DIM, sight=sight or _EVERYTHING
     )
@@ -44,7 +45,12 @@ def entity_layout(sight: float | None) -> EntityLayout:
 def entity_features(
     sight: float | None, board: Board, team: np.ndarray, full: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return what the snakes of `team` [B] see, [B, 3, obs_dim] float32, and with `full` the same without the limit."""
+    """Return the entities in sight of the snakes of `team` [B], [B, 3, obs_dim] float32; if `full`, also without limit.
+
+    A unit: visible, distance, dx, dy (up), length, direction one-hot, tail dx, dy and, except for mates, is bean. Own
+    features: length, direction one-hot, tail dx, dy, step, snakes on the cells two steps away. Move features: free
+    neighbour cells.
+    """
     b, scale = len(board), sight or _EVERYTHING
     heads = board.own_first(board.heads, team)
     own = heads[:, :N_TEAM]
@@ -73,8 +79,8 @@ def entity_features(
 
 
 def _relative(out: np.ndarray, own: np.ndarray, cells: np.ndarray, scale: float) -> np.ndarray:
-    """Write visible, distance, dx, dy of `cells` [B, 3, m] into `out` [B, 3, m, D]; return the distances in cells."""
-    distance = between(TORUS_DISTANCE, own[:, :, None], cells)
+    """Write visible, distance, dx, dy of `cells` [B, 3, m] into `out` [B, 3, m, D]; return the distances [B, 3, m]."""
+    distance = pair_lookup(TORUS_DISTANCE, own[:, :, None], cells)
     out[..., 0] = 1
     out[..., 1] = distance / scale
     out[..., 2:4] = _way(own, cells, scale)
@@ -84,12 +90,12 @@ def _relative(out: np.ndarray, own: np.ndarray, cells: np.ndarray, scale: float)
 def _way(own: np.ndarray, cells: np.ndarray, scale: float) -> np.ndarray:
     """Return (right, up) / scale from the own heads [B, 3] to `cells` [B, 3, m], [B, 3, m, 2] float32."""
     start = own[:, :, None]
-    right, down = between(RIGHT, start, cells), between(DOWN, start, cells)
+    right, down = pair_lookup(RIGHT, start, cells), pair_lookup(DOWN, start, cells)
     return np.stack([right / np.float32(scale), -down / np.float32(scale)], -1)
 
 
 def _join(free: np.ndarray, snakes: np.ndarray, beans: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """Return the parts in the layout's order; `snakes` [B, 3, 5, D] has the two mates first."""
+    """Return the parts in the order of the layout; `snakes` [B, 3, 5, D] has the two mates first."""
     lead = free.shape[:2]
     mates, opponents = snakes[:, :, : N_TEAM - 1, :-1], snakes[:, :, N_TEAM - 1 :]
     parts = [free, *(part.reshape(*lead, -1) for part in (opponents, beans, mates)), mine]
@@ -102,7 +108,7 @@ _MIDDLE = (5, 10)
 
 
 def _windows() -> np.ndarray:
-    """Return [200, 200] the cells in the order in which they stand when the first index's cell is in the middle."""
+    """Return the cells in reading order of the board shifted so that a given cell is in the middle, [200, 200]."""
     rows = (ROW[None, :] + ROW[:, None] - _MIDDLE[0]) % HEIGHT
     return rows * WIDTH + (COL[None, :] + COL[:, None] - _MIDDLE[1]) % WIDTH
 
@@ -111,7 +117,11 @@ _WINDOWS = _windows()
 
 
 def plane_features(centred: bool, board: Board, team: np.ndarray) -> np.ndarray:
-    """Return the planes of the snakes of `team` [B], [B, 3, 2200] float32, plane after plane."""
+    """Return the 11 planes of the snakes of `team` [B], [B, 3, 2200] float32, plane after plane.
+
+    0 beans; 1, 2, 3 own head, body, tail; 4 share of the game left; 5, 6, 7 mates' and 8, 9, 10 opponents' heads,
+    bodies, tails.
+    """
     b = len(board)
     codes = AS_SEEN[team[:, None], board.codes]
     heads, tails = _marks(board.heads, codes, board.lengths), _marks(board.tails, codes, board.lengths)
@@ -131,7 +141,7 @@ def plane_features(centred: bool, board: Board, team: np.ndarray) -> np.ndarray:
 
 
 def _marks(cells: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return [B, 200] the `codes` at the `cells` [B, 6] of living snakes, 0 elsewhere."""
+    """Return the `codes` at the `cells` [B, 6] of snakes with a body, 0 elsewhere, [B, 200]."""
     marks = np.zeros_like(codes)
     boards, snakes = np.nonzero(lengths[:, :N_SNAKES] > 0)
     at = cells[boards, snakes]
@@ -141,7 +151,7 @@ def _marks(cells: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> np.ndar
 
 @dataclass(frozen=True)
 class Observer:
-    """What a team's snakes see; the fields are those of `SnakesArgs`."""
+    """Observations of a team; the fields are those of `SnakesArgs`."""
 
     obs: ObsName = "26"
     normalise: bool = True
@@ -161,8 +171,8 @@ class Observer:
         whole = {"planes": PLANES_DIM, "near": NEAR_DIM}
         return whole[self.obs] if self.obs in whole else len(SCALES[self.obs.removesuffix("_raw")])
 
-    def look(self, board: Board, team: np.ndarray, full: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return what `team` [B] sees, [B, 3, obs_dim] float32, and if `full` the same without a limit, else None."""
+    def observe(self, board: Board, team: np.ndarray, full: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return what `team` [B] sees, [B, 3, obs_dim] float32; if `full`, also without the range limit, else None."""
         if self.obs == "entities":
             return entity_features(self.sight, board, team, full)
         if self.obs == "planes":

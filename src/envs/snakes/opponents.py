@@ -1,13 +1,13 @@
-"""Who plays the other team: a small registry of scripts, and the protocol that a frozen earlier self keeps as well.
+"""Opponents, which play the other team: scripts, frozen networks, and the pool from which each episode draws one.
 
-Strength as measured (benchmarks/results/snakes_table.json): random < l1 < l3 < l4 < evasion < greedy. Distances are
-Euclidean and do not go around the edges, as in the public scripts; ties: up, down, left, right, and the oldest bean.
+Strength as measured (benchmarks/results/snakes_table.json): random < l1 < l3 < l4 < evasion < greedy. The scripts use
+plain Euclidean distances, not those of the torus, as the public ones do; ties: up, down, left, right, and oldest bean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,23 +20,24 @@ from omagd.envs.snakes.board import (
     PLAIN_DISTANCE,
     PLAIN_SQUARE,
     Board,
-    between,
+    pair_lookup,
 )
-from omagd.envs.snakes.chance import OPPONENT, below, draw
+from omagd.envs.snakes.draws import OPPONENT, below, draw, uniform01
 from omagd.envs.snakes.observer import Observer
 from omagd.utils.errors import UserError, nearest
 
-_DRAWS = 16  # numbers of draws, apart from those of the random script
+_DRAWS = 16  # indices of a network's draws begin here, after those of the random script
+_FAR = 10_000  # larger than any squared distance
 
 
 class NetworkOpponent:
-    """Layers with ReLU between them, shared by the three snakes; the last one's outputs are values or logits.
+    """A feed-forward network with ReLU, shared by the three snakes; its outputs are values or logits.
 
     Args:
-        name: unique among opponents. layers: (weight [out, in], bias [out]) as a torch `Linear` has them.
-        observer: what it sees. sample: draw from the softmax of its outputs, else take the largest.
+        name: unique among opponents. layers: (weight [out, in], bias [out]) as in torch's `Linear`.
+        observer: its observations. sample: draw from the softmax of its outputs, else take the largest.
 
-    Errors: ValueError where the layers do not fit together, the observation, or four actions.
+    Errors: ValueError if the layers do not fit each other, the observation, or four actions.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class NetworkOpponent:
             raise ValueError(f"opponent {name}: layers {shapes} do not lead from {sizes[0]} features to {N_ACTIONS}")
 
     def __eq__(self, other: object) -> bool:
-        """Whether two opponents play alike under one name: one is the other after it was saved and restored."""
+        """Whether two opponents have the same name and weights, as one that was saved and restored has."""
         if not isinstance(other, NetworkOpponent):
             return NotImplemented
         facts = (self.name, self.observer, self.sample) == (other.name, other.observer, other.sample)
@@ -63,19 +64,19 @@ class NetworkOpponent:
 
     def act(self, board: Board, team: np.ndarray) -> np.ndarray:
         """Return actions [B, 3]."""
-        hidden, _ = self.observer.look(board, team)
+        hidden, _ = self.observer.observe(board, team)
         for weight, bias in self.layers[:-1]:
             hidden = np.maximum(hidden @ weight.T + bias, 0)
         weight, bias = self.layers[-1]
         values = hidden @ weight.T + bias
-        if self.sample:
-            bits = np.stack([board.chance(_DRAWS + i) for i in range(N_TEAM * N_ACTIONS)], 1)
+        if self.sample:  # argmax of logits + Gumbel noise is a draw from the softmax
+            bits = np.stack([board.random_bits(_DRAWS + i) for i in range(N_TEAM * N_ACTIONS)], 1)
             uniform = ((bits >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
             values = values - np.log(-np.log(uniform * (1 - 2.0**-40))).reshape(values.shape)
         return values.argmax(2)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything as arrays and plain values."""
+        """Return the state as arrays and plain values."""
         layers = [(weight.copy(), bias.copy()) for weight, bias in self.layers]
         return {"name": self.name, "layers": layers, "observer": asdict(self.observer), "sample": self.sample}
 
@@ -86,10 +87,10 @@ class NetworkOpponent:
 
 
 class OpponentPool:
-    """Opponents, how often each is drawn, and whom each slot's episode has drawn.
+    """Known opponents with their weights, and the opponent of each slot's episode.
 
     Args:
-        n_slots: B. first: the only opponent until `set`.
+        n_slots: B. first: the only opponent until `set` is called.
     """
 
     def __init__(self, n_slots: int, first: str | Opponent) -> None:
@@ -99,12 +100,12 @@ class OpponentPool:
         self.set([first])
 
     def set(self, opponents: Sequence[str | Opponent], weights: Sequence[float] | None = None) -> None:
-        """Draw the opponents of episodes that begin from now on from `opponents`; those under way go on.
+        """Draw the opponents of new episodes from `opponents`; running episodes keep theirs.
 
         Args:
-            opponents: names of scripts, or opponents. weights: how often each is drawn, in relation; None for equally.
+            opponents: names of scripts, or opponents. weights: relative frequencies; None: equal.
 
-        Errors: UserError for an unknown name, one that stands for two opponents, or weights that are none.
+        Errors: UserError for an unknown name, a name of two opponents, or invalid weights.
         """
         pool = [opponent(which) for which in opponents]
         share = np.ones(len(pool)) if weights is None else np.asarray(weights, np.float64)
@@ -120,12 +121,12 @@ class OpponentPool:
         self._known, self._upto = known, share.cumsum() / share.sum()
 
     def choose(self, rows: np.ndarray, keys: np.ndarray) -> None:
-        """Draw an opponent for the episodes that begin in the slots `rows` [k], by their `keys` [k]."""
-        uniform = (draw(keys, np.zeros(len(keys)), OPPONENT) >> np.uint64(11)) * 2.0**-53
+        """Draw an opponent for the new episodes of the slots `rows` [k] by their `keys` [k]."""
+        uniform = uniform01(draw(keys, np.zeros(len(keys)), OPPONENT))
         self.numbers[rows] = np.minimum(np.searchsorted(self._upto, uniform, side="right"), len(self._upto) - 1)
 
     def act(self, board: Board, rows: np.ndarray, team: np.ndarray) -> np.ndarray:
-        """Return actions [k, 3] of the opponents of the slots `rows` [k], who play `team` [k]."""
+        """Return the actions [k, 3] of the opponents in the slots `rows` [k], which play `team` [k]."""
         numbers = self.numbers[rows]
         playing = np.unique(numbers)
         if len(playing) == 1:
@@ -141,15 +142,15 @@ class OpponentPool:
         return [self._known[number].name for number in self.numbers]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return names, shares, whom each slot has, and the networks' arrays."""
+        """Return names, weights, the opponent of each slot, and the networks."""
         networks = [one.snapshot() for one in self._known if isinstance(one, NetworkOpponent)]
         names = [one.name for one in self._known]
         return {"names": names, "upto": self._upto.copy(), "numbers": self.numbers.copy(), "networks": networks}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continue from `snapshot`; an opponent that is neither script nor network must be in this pool by its name.
+        """Restore a `snapshot`. An opponent that is neither script nor network must be in this pool already.
 
-        Errors: ValueError where it is not.
+        Errors: ValueError if it is not.
         """
         there: dict[str, Opponent] = {one.name: one for one in self._known}
         there.update({kept["name"]: NetworkOpponent.from_snapshot(kept) for kept in snapshot["networks"]})
@@ -161,15 +162,12 @@ class OpponentPool:
         self._upto, self.numbers = np.array(snapshot["upto"]), np.array(snapshot["numbers"])
 
 
-_FAR = 10_000
-
-
 @runtime_checkable
 class Opponent(Protocol):
-    """Anything that chooses for a team; its choice may depend on nothing but the board.
+    """Interface of opponents: actions of a team, a function of the board alone.
 
     Attributes:
-        name: for results and snapshots; unique in a pool.
+        name: in results and snapshots; unique in a pool.
     """
 
     name: str
@@ -179,32 +177,29 @@ class Opponent(Protocol):
         ...
 
 
+@dataclass
 class Script:
-    """A scripted opponent: a name and a function."""
+    """A scripted opponent: its name, and the function from board and team to actions."""
 
-    def __init__(self, name: str, choose: Callable[[Board, np.ndarray], np.ndarray]) -> None:
-        self.name, self._choose = name, choose
-
-    def act(self, board: Board, team: np.ndarray) -> np.ndarray:
-        """Return actions [B, 3] for the snakes of `team` [B]."""
-        return self._choose(board, team)
+    name: str
+    act: Callable[[Board, np.ndarray], np.ndarray]
 
 
 def _random(board: Board, team: np.ndarray) -> np.ndarray:
-    """Draw any of the four, reversals too."""
-    draws = [below(board.chance(i), N_ACTIONS) for i in range(2 * N_TEAM)]
+    """Draw any of the four actions, reversals included."""
+    draws = [below(board.random_bits(i), N_ACTIONS) for i in range(2 * N_TEAM)]
     return board.of_team(np.stack(draws, 1), team)
 
 
 def _nearest_beans(board: Board, heads: np.ndarray) -> np.ndarray:
-    """Return [B, 3] the cell of the bean nearest to each head."""
-    far = between(PLAIN_SQUARE, heads[:, :, None], board.beans[:, None, :])
+    """Return the cell of the bean nearest to each head, [B, 3]."""
+    far = pair_lookup(PLAIN_SQUARE, heads[:, :, None], board.beans[:, None, :])
     return np.take_along_axis(board.beans, far.argmin(2), 1)
 
 
 def _shared_beans(board: Board, heads: np.ndarray) -> np.ndarray:
-    """Return [B, 3] a bean for each head: in order, the nearest that none before has taken."""
-    far = between(PLAIN_SQUARE, heads[:, :, None], board.beans[:, None, :])
+    """Return a bean for each head, [B, 3]: in index order, the nearest one that no earlier snake has taken."""
+    far = pair_lookup(PLAIN_SQUARE, heads[:, :, None], board.beans[:, None, :])
     chosen, rows = np.empty(heads.shape, np.int64), np.arange(len(heads))
     for i in range(N_TEAM):
         chosen[:, i] = far[:, i].argmin(1)
@@ -213,37 +208,37 @@ def _shared_beans(board: Board, heads: np.ndarray) -> np.ndarray:
 
 
 def _steps(board: Board, heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cells around the heads [B, 3, 4], and whether a snake holds them."""
+    """Return the neighbour cells of the heads [B, 3, 4], and whether a snake is on them."""
     cells = NEXT_CELL[heads]
     return cells, board.codes_at(cells) >= FIRST_SNAKE
 
 
 def _greedy(board: Board, team: np.ndarray) -> np.ndarray:
-    """Share the beans out; step to the free cell nearest to one's own."""
+    """Assign the beans; step to the free cell nearest to the own bean."""
     heads = board.of_team(board.heads, team)
     cells, blocked = _steps(board, heads)
-    far = between(PLAIN_SQUARE, cells, _shared_beans(board, heads)[:, :, None])
+    far = pair_lookup(PLAIN_SQUARE, cells, _shared_beans(board, heads)[:, :, None])
     return np.where(blocked, _FAR, far).argmin(2)
 
 
 def _toward_nearest(penalty: float) -> Callable[[Board, np.ndarray], np.ndarray]:
-    """Return a script that steps toward the nearest bean; a cell that is held costs `penalty` cells more."""
+    """Return a script that steps towards the nearest bean; an occupied cell costs `penalty` cells more."""
 
     def choose(board: Board, team: np.ndarray) -> np.ndarray:
         heads = board.of_team(board.heads, team)
         cells, blocked = _steps(board, heads)
-        far = between(PLAIN_DISTANCE, cells, _nearest_beans(board, heads)[:, :, None])
+        far = pair_lookup(PLAIN_DISTANCE, cells, _nearest_beans(board, heads)[:, :, None])
         return (far + penalty * blocked).argmin(2)
 
     return choose
 
 
 def _evasion(board: Board, team: np.ndarray) -> np.ndarray:
-    """Of the free cells from which a second free step leads on, take the one nearest to the nearest bean."""
+    """Step to the cell nearest to the nearest bean, of those that are free and have a free neighbour."""
     heads = board.of_team(board.heads, team)
     cells, blocked = _steps(board, heads)
     onward = board.codes_at(NEXT_CELL[cells]) < FIRST_SNAKE
-    far = between(PLAIN_SQUARE, cells, _nearest_beans(board, heads)[:, :, None])
+    far = pair_lookup(PLAIN_SQUARE, cells, _nearest_beans(board, heads)[:, :, None])
     return (far + _FAR * blocked + _FAR * ~onward.any(3)).argmin(2)
 
 
@@ -263,11 +258,11 @@ LADDERS = {
     "measured": ("random", "l1", "l3", "l4", "greedy"),
     "published": ("random", "l1", "greedy", "l3", "l4"),
 }
-"""Opponents by level: in order of their measured strength, and as published. Evasion comes in by a key of its own."""
+"""Opponents by level: by measured strength, and as published. `enable_opponent_evasion` adds evasion."""
 
 
 def opponent(which: str | Opponent) -> Opponent:
-    """Return the script of that name, or `which` itself if it is an opponent. Errors: UserError for other names."""
+    """Return the script of that name, or `which` if it is an opponent. Errors: UserError for an unknown name."""
     if not isinstance(which, str):
         return which
     if which not in SCRIPTS:

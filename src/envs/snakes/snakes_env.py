@@ -4,26 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.actions import random_actions, require_available
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.envs.snakes.args import SnakesArgs
 from omagd.envs.snakes.board import EPISODE_LIMIT, N_ACTIONS, N_TEAM
-from omagd.envs.snakes.engine import Engine, Outcome, baseline_rewards, potential, score_rewards
+from omagd.envs.snakes.engine import Engine, StepOutcome, baseline_rewards, potential, score_rewards
 from omagd.envs.snakes.features import STATE_DIM, state_features
-from omagd.envs.snakes.observer import Observer
+from omagd.envs.snakes.observer import Observer, ObsName
 from omagd.envs.snakes.opponents import LADDERS, SCRIPTS, NetworkOpponent, Opponent, OpponentPool
-from omagd.envs.snakes.replay import Tape
+from omagd.envs.snakes.replay import GameRecorder
+
+
+class SnakesArgs(BaseModel):
+    """Arguments of `snakes_3v3`.
+
+    Attributes:
+        obs: observation of a snake; features.py lists the columns of "26", "30", "35" and "near", observer.py those of
+            "planes" and "entities". "26_raw" is "26" without `normalise`.
+        normalise: whether "26", "30" and "35" are divided by the size of the board, codes by 7.
+        centred: whether "planes" are shifted on the torus so that the own head is in row 5, column 10.
+        sight: distance (cells, on the torus) up to which "entities" shows others; None: no limit.
+        reward: "score", the change of the difference between the teams' scores; "potential", the same with
+            potential-based shaping; "baseline", as published. engine.py has the formulas.
+        potential_scale, potential_gamma: cost of each step to the nearest bean; the learner's discount.
+        reward_win: added for each snake at the end of a won game, subtracted after a lost one; not with "baseline",
+            which has its own.
+        opponent: plays the other team until `set_opponents` is called.
+        side: team of the agents: "a" snakes 0 to 2, "b" snakes 3 to 5, "both": a with even reset seeds, b with odd
+            ones.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    obs: ObsName = "26"
+    normalise: bool = True
+    centred: bool = True
+    sight: float | None = Field(default=None, gt=0)
+    reward: Literal["score", "potential", "baseline"] = "score"
+    potential_scale: float = Field(default=0.1, ge=0)
+    potential_gamma: float = Field(default=0.99, gt=0, le=1)
+    reward_win: float = Field(default=0.0, ge=0)
+    opponent: Literal["random", "l1", "l3", "l4", "evasion", "greedy"] = "greedy"
+    side: Literal["a", "b", "both"] = "both"
+
+    @field_validator("obs", mode="before")
+    @classmethod
+    def _number_as_name(cls, value: Any) -> Any:
+        """Accept 26 for "26", as YAML reads it."""
+        return str(value) if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> SnakesArgs:
+        """Reject keys without an effect."""
+        if self.sight is not None and self.obs != "entities":
+            raise ValueError(f"env_args.sight={self.sight:g} needs obs=entities, but obs={self.obs}")
+        if self.reward_win and self.reward == "baseline":
+            raise ValueError(f"env_args.reward_win={self.reward_win:g} is not for reward=baseline, which pays its own")
+        return self
 
 
 @dataclass
 class _Sums:
-    """What an episode has come to. [B] each: raw rewards of both teams, own beans and deaths."""
+    """Results of the slots' episodes so far, [B] each: raw rewards of both teams, own beans and deaths."""
 
     own: np.ndarray
     other: np.ndarray
@@ -32,14 +78,14 @@ class _Sums:
 
 
 class Snakes3v3(BatchedEnv):
-    """Boards on which the agents' team plays against a scripted opponent or a frozen policy.
+    """Games of the agents' team against a scripted opponent or a frozen policy.
 
     The agents are the three snakes of one team in index order. Actions 0 up, 1 down, 2 left, 3 right; all are
     available, the engine replaces a reversal. Results: battle_won, draw (by the teams' scores), score_own,
-    score_opponent, beans and deaths of the own team. The last step is a part of the game, never a truncation.
+    score_opponent, beans and deaths of the own team. Step 200 ends the game as terminated, not as truncated.
 
     Args:
-        args: what is seen and paid, who plays the other team. n_slots: boards played side by side.
+        args: observation, reward and opponent. n_slots: number of boards.
     """
 
     args_model: ClassVar[type[BaseModel]] = SnakesArgs
@@ -54,7 +100,7 @@ class Snakes3v3(BatchedEnv):
         self._sums = _Sums(*(np.zeros(n_slots, np.int64) for _ in fields(_Sums)))
         self._avail = np.ones((n_slots, N_TEAM, N_ACTIONS), bool)
         self._counts: dict[str, float] = {"games": 0, "won": 0, "drawn": 0}
-        self._tape = Tape()
+        self._recorder = GameRecorder()
         self.info = EnvInfo(
             name="snakes_3v3",
             map_name="",
@@ -70,26 +116,26 @@ class Snakes3v3(BatchedEnv):
         )
 
     def set_opponents(self, opponents: Sequence[str | Opponent], weights: Sequence[float] | None = None) -> None:
-        """Draw the opponents of episodes that begin from now on from these, by their `weights` (None: equally).
+        """Draw the opponents of new episodes from these, by their `weights` (None: equal).
 
         Args:
-            opponents: names of scripts, `NetworkOpponent`s, or anything that keeps `opponents.Opponent`.
+            opponents: names of scripts, `NetworkOpponent`s, or other implementations of `opponents.Opponent`.
 
-        Errors: UserError for unknown names and weights that are no shares.
+        Errors: UserError for unknown names and invalid weights.
         """
         self._pool.set(opponents, weights)
 
     def frozen_opponent(self, name: str, layers: Sequence[tuple[np.ndarray, np.ndarray]], sample: bool) -> Opponent:
-        """Return an opponent that sees what the agents see and plays by the softmax, or the largest, of its outputs."""
+        """Return an opponent with the agents' observation that samples from, or maximises, its outputs."""
         return NetworkOpponent(name, layers, self._observer, sample)
 
     @property
     def opponents(self) -> list[str]:
-        """Names of the opponents of the slots' present episodes."""
+        """Names of the opponents in the slots' current episodes."""
         return self._pool.names()
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Start new games in the slots `which`; seed, and the opponents set, tell side, opponent, start and chance."""
+        """Start new games in the slots `which`; the seed determines side, opponent, start and random numbers."""
         rows = np.flatnonzero(which)
         self._engine.reset(rows, seeds[rows])
         self._pool.choose(rows, self._engine.board.keys[rows])
@@ -97,7 +143,7 @@ class Snakes3v3(BatchedEnv):
         for part in fields(_Sums):
             getattr(self._sums, part.name)[rows] = 0
         if which[0]:
-            self._tape.begin(self._engine, int(self._team[0]), self.opponents[0])
+            self._recorder.begin(self._engine, int(self._team[0]), self.opponents[0])
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` [B, 3] in the `active` slots. Errors: ValueError for an action that does not exist."""
@@ -111,19 +157,19 @@ class Snakes3v3(BatchedEnv):
         joint[each, 1 - team] = self._pool.act(board, rows, 1 - team)
         before = self._potential(rows)
         outcome = self._engine.step(joint.reshape(len(rows), -1), rows)
-        reward = self._pay(outcome, rows, before)
+        reward = self._rewards(outcome, rows, before)
         if active[0]:
-            self._tape.note(self._engine, outcome.hit[0], bool(outcome.over[0]))
+            self._recorder.record(self._engine, outcome.hit[0], bool(outcome.over[0]))
         return self._result(rows, reward, outcome.over)
 
     def observe(self, full: bool = False) -> Observation:
-        """Return what all slots show now."""
+        """Return the observations of all slots."""
         board = self._engine.board
-        obs, everything = self._observer.look(board, self._team, full)
+        obs, everything = self._observer.observe(board, self._team, full)
         return Observation(obs, state_features(board, self._team), self._avail.copy(), everything)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [B, 3] what the opponent of that name would do in the agents' place."""
+        """Return the actions [B, 3] of the script of that name in the agents' place."""
         if policy not in SCRIPTS:
             return super().scripted_actions(policy, rng)
         if policy == "random":
@@ -131,7 +177,7 @@ class Snakes3v3(BatchedEnv):
         return SCRIPTS[policy].act(self._engine.board, self._team)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all games, the opponents (`pool`) and the sums; not the tape of the replay."""
+        """Return all games, opponents (`pool`) and sums; not the recorded game."""
         return {
             "engine": self._engine.snapshot(),
             "pool": self._pool.snapshot(),
@@ -140,32 +186,32 @@ class Snakes3v3(BatchedEnv):
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continue from `snapshot`. Errors: ValueError for an opponent of another kind that is not here."""
+        """Restore a `snapshot`. Errors: ValueError if an opponent is neither script nor network nor in this pool."""
         self._pool.restore(snapshot["pool"])
         self._engine.restore(snapshot["engine"])
         self._team[:] = snapshot["team"]
         for name, values in snapshot["sums"].items():
             getattr(self._sums, name)[:] = values
-        self._tape.stop()
+        self._recorder.stop()
 
     def get_stats(self) -> dict[str, float]:
-        """Return counts of games since construction: played, won, drawn; games and wins against each opponent."""
+        """Return counts of games since construction: played, won and drawn, in all and against each opponent."""
         return dict(self._counts)
 
     def save_replay(self, folder: str) -> None:
         """Write the last whole game of slot 0 as snakes.gif and snakes.html. Errors: UserError before there is one."""
-        self._tape.save(folder)
+        self._recorder.save(folder)
 
     def _potential(self, rows: np.ndarray) -> np.ndarray:
-        """Return the potential of the own snakes, [k, 3]; zero where it is not paid."""
+        """Return the potential of the own snakes, [k, 3]; zero if the reward has none."""
         if self._args.reward != "potential":
             return np.zeros((len(rows), N_TEAM))
         board = self._engine.board
         heads = board.heads[rows].reshape(-1, 2, N_TEAM)[np.arange(len(rows)), self._team[rows]]
         return potential(heads, board.beans[rows], self._args.potential_scale)
 
-    def _pay(self, outcome: Outcome, rows: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Add up what the step brought; return the rewards [k, 3] of the own snakes."""
+    def _rewards(self, outcome: StepOutcome, rows: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """Add the step to the sums; return the rewards [k, 3] of the own snakes. before: potentials before the step."""
         args, board, team, each = self._args, self._engine.board, self._team[rows], np.arange(len(rows))
         raw = outcome.raw.reshape(-1, 2, N_TEAM)
         own, other = raw[each, team], raw[each, 1 - team]
@@ -179,12 +225,13 @@ class Snakes3v3(BatchedEnv):
             return baseline_rewards(own, lead, outcome.over, heads, board.beans[rows])
         reward = score_rewards(own, other) + (args.reward_win * np.sign(lead) * outcome.over)[:, None]
         if args.reward == "potential":
+            # The potential of the end is zero: the shaping then cancels over an episode.
             after = np.where(outcome.over[:, None], 0, self._potential(rows))
             reward += args.potential_gamma * after - before
         return reward
 
     def _result(self, rows: np.ndarray, reward: np.ndarray, over: np.ndarray) -> StepResult:
-        """Return rewards [k, 3] and ends [k] of the slots `rows`, and what the episodes that ended have come to."""
+        """Return rewards [k, 3] and ends [k] of the slots `rows`, with the results of episodes that ended."""
         b, sums = self.n_slots, self._sums
         agent_reward, terminated = np.zeros((b, N_TEAM), np.float32), np.zeros(b, bool)
         agent_reward[rows], terminated[rows] = reward, over

@@ -1,7 +1,7 @@
-"""Chance without a state: a number follows from a board's key, the moment and the number of the draw.
+"""Counter-based random numbers: each follows from a board's key, a moment and the index of the draw.
 
-SplitMix64 over a counter (`omagd.utils.seeding`): a board draws the same alone as among others. Moments: 0 is the
-start, t + 1 the step after t.
+SplitMix64 of a counter (`omagd.utils.seeding`) has no state, so a board draws the same numbers alone as among others.
+Moment 0 is the start of a game, t + 1 its step after t.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import numpy as np
 from omagd.utils.seeding import GOLDEN, splitmix64
 
 _STEP = np.uint64(GOLDEN)
-# Numbers of draws within a moment: turns 0 to 5, beans from BEANS on, players' from PLAYERS on, the episode's opponent.
+# Indices of draws within a moment: reversals 0 to 5, beans from BEANS on, players from PLAYERS on, and the choice of
+# the episode's opponent.
 BEANS, PLAYERS, OPPONENT = 16, 4096, 8192
-_TRIES = 32
+_TRIES = 32  # random cells that are tried for a bean before one is chosen among the free cells
 
 
 def keys_of(seeds: np.ndarray) -> np.ndarray:
@@ -24,37 +25,45 @@ def keys_of(seeds: np.ndarray) -> np.ndarray:
 
 
 def draw(keys: np.ndarray, moments: np.ndarray, index: np.ndarray | int) -> np.ndarray:
-    """Return uint64 for boards with `keys` [k] at their `moments` [k]; `index` (below 65536) tells draws apart."""
+    """Return random uint64 [k] for boards with `keys` [k] at `moments` [k]; each draw has its own `index` < 65536."""
     counter = np.asarray(moments).astype(np.uint64) * np.uint64(65536) + np.asarray(index).astype(np.uint64)
     return splitmix64(keys + counter * _STEP)
 
 
+def uniform01(values: np.ndarray) -> np.ndarray:
+    """Return float64 in [0, 1) from uniform uint64 `values`: their upper 53 bits."""
+    return (values >> np.uint64(11)) * 2.0**-53
+
+
 def below(values: np.ndarray, n: np.ndarray | int) -> np.ndarray:
-    """Return whole numbers in [0, n) from uint64 `values`, int64; n below 2**31, off uniform by less than n / 2**32."""
+    """Return integers in [0, n) from uniform uint64 `values`, int64.
+
+    The upper 32 bits times n, without the lower 32 bits; n below 2**31. Off uniform by less than n / 2**32.
+    """
     high = values >> np.uint64(32)
     return ((high * np.asarray(n).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
 class Draws(Protocol):
-    """Where the engine's chance comes from. `keys`, `moments`: [k], one entry for each board that draws."""
+    """Source of the engine's random numbers. `keys`, `moments`: [k], of the boards that draw."""
 
     def start(self, rows: np.ndarray, keys: np.ndarray, snake: int, attempt: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return cells and directions [k] at which `snake` may start on the boards `rows` [k], at this attempt."""
+        """Return candidate start cells and directions [k] of `snake` on the boards `rows` [k]."""
         ...
 
     def turn(
         self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, snakes: np.ndarray, directions: np.ndarray
     ) -> np.ndarray:
-        """Return [k] what replaces a reversal of `snakes` [k] that now move in `directions` [k]."""
+        """Return the actions [k] that replace a reversal of `snakes` [k], which move in `directions` [k]."""
         ...
 
     def bean(self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, place: int, free: np.ndarray) -> np.ndarray:
-        """Return [k] cells for the bean that fills `place` in the list; `free` [k, 200] bool has one in every row."""
+        """Return cells [k] for the bean at `place` in the list; each row of `free` [k, 200] bool has a free cell."""
         ...
 
 
 class SeededDraws:
-    """Uniform draws that follow from the boards' keys."""
+    """Uniform draws from the boards' keys."""
 
     def start(self, rows: np.ndarray, keys: np.ndarray, snake: int, attempt: int) -> tuple[np.ndarray, np.ndarray]:
         """Return cells and directions, [k] each."""
@@ -64,16 +73,16 @@ class SeededDraws:
     def turn(
         self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, snakes: np.ndarray, directions: np.ndarray
     ) -> np.ndarray:
-        """Return one of the three directions that are no reversal, [k]."""
+        """Return one of the three directions other than the reversal, [k]."""
         third = below(draw(keys, moments, snakes), 3)
         return third + (third >= (directions ^ 1))
 
     def bean(self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, place: int, free: np.ndarray) -> np.ndarray:
-        """Return free cells, [k]: the first free one of some draws, else one by its rank among the free ones."""
+        """Return free cells, [k]: the first free one of `_TRIES` draws, else one drawn among the free cells."""
         index = BEANS + 2 * _TRIES * place
         cells = below(draw(keys, moments, index), free.shape[1])
-        everyone = np.arange(len(keys))
-        left = everyone[~free[everyone, cells]]
+        rows = np.arange(len(keys))
+        left = rows[~free[rows, cells]]
         for attempt in range(1, _TRIES):
             if not len(left):
                 return cells
