@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
+from omagd.envs.battle.args import SMAC, BattleArgs, SkirmishArgs, SmacArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
-from omagd.envs.battle.features import entity_layout, n_actions, state_dim
+from omagd.envs.battle.features import entity_layout, state_dim
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
 from omagd.envs.battle.semantics import BattleSemantics
 
@@ -182,7 +182,7 @@ def play_random_step(semantics, backend, rng):
     actions = np.where(avail, rng.random(avail.shape), -1).argmax(-1)
     semantics.orders(actions, ~semantics.ended)
     backend.scatter()
-    semantics.settle(~semantics.ended)
+    semantics.finish_step(~semantics.ended)
     return actions
 
 
@@ -293,7 +293,7 @@ def test_a_unit_that_has_died_pays_nothing_more():
     for health in (0.0, 6.0, 0.0):
         units.health = np.array([[45.0, health]])
         units.alive = units.health > 0
-        paid.append(float(ledger.settle(units, Ending(*[nobody] * 5, np.ones((1, 2), int)))[0]))
+        paid.append(float(ledger.step(units, Ending(*[nobody] * 5, np.ones((1, 2), int)))[0]))
     assert paid == [6 + 10, 0, 0]
 
 
@@ -370,7 +370,7 @@ def test_rewards_of_whole_episodes(flags):
         backend.scatter(dead=0.4)
         backend.units.health[dead_before] = 0
         backend.units.alive[:] = backend.units.health > 0
-        result = semantics.settle(running)
+        result = semantics.finish_step(running)
         for b in range(6):
             if not running[b]:
                 assert result.reward[b] == 0 and not result.terminated[b]
@@ -398,7 +398,7 @@ def ending(spec_name, alive, flags=None, steps=1):
         if step == steps - 1:
             backend.units.alive[:] = alive
             backend.units.health[~backend.units.alive] = 0
-        result = semantics.settle(np.ones(1, bool))
+        result = semantics.finish_step(np.ones(1, bool))
     return result
 
 
@@ -449,7 +449,7 @@ def test_regenerating_enemy_shields_pay_unless_fixed():
         semantics.begin(np.ones(1, bool))
         semantics.orders(np.ones((1, 2), np.int64), np.ones(1, bool))
         backend.units.shield[0, 2] = 32
-        assert semantics.settle(np.ones(1, bool)).reward[0] == expected
+        assert semantics.finish_step(np.ones(1, bool)).reward[0] == expected
 
 
 # n_agents, n_enemies, type bits, races -> (obs, state, actions) that SMAC itself reports with the published flags.
@@ -468,7 +468,7 @@ def test_sizes_of_all_maps_are_smacs():
 
     assert set(MAPS) == set(KNOWN_SIZES)
     for name, spec in MAPS.items():
-        sizes = (entity_layout(spec, BattleArgs()).obs_dim, state_dim(spec, BattleArgs()), n_actions(spec))
+        sizes = (entity_layout(spec, BattleArgs()).obs_dim, state_dim(spec, BattleArgs()), SMAC.n_actions(spec))
         assert sizes == KNOWN_SIZES[name], name
     assert entity_layout(MAPS["5m_vs_6m"], BattleArgs()).obs_component == (4, (6, 5), (4, 5), 1)
     flags = BattleArgs(**FLAGS["all on"])

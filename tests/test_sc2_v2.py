@@ -88,9 +88,9 @@ def test_the_mixture_reflects_with_probability_p():
 # --- what agents know and see
 
 
-def look(lookout, in_sight, order):
-    lookout.order = lambda slot: order
-    return lookout.look(ON, np.array([in_sight], bool), np.ones((1, len(order)), bool))[0].astype(int).tolist()
+def look(visibility, in_sight, order):
+    visibility.order = lambda slot: order
+    return visibility.look(ON, np.array([in_sight], bool), np.ones((1, len(order)), bool))[0].astype(int).tolist()
 
 
 def test_who_is_looked_at_first_sees_less():
@@ -100,14 +100,14 @@ def test_who_is_looked_at_first_sees_less():
     assert look(first, in_sight, [0, 1]) == [[0, 0, 0], [1, 1, 1]]
     assert look(first, in_sight, [0, 1]) == [[1, 1, 1], [1, 1, 1]]  # told meanwhile
     assert look(second, in_sight, [1, 0]) == [[1, 1, 1], [1, 1, 1]]
-    second.bury(ON, np.array([[True, False, True, True, True]]))  # agent 1, who has found everyone
+    second.forget_dead(ON, np.array([[True, False, True, True, True]]))  # agent 1, who has found everyone
     assert look(second, [[1, 0, 0], [0, 0, 0]], [0, 1])[0] == [0, 0, 0]
 
 
 def test_orders_follow_from_the_seed():
     one, other = EnemyVisibility(1.0, 1, 9, 3), EnemyVisibility(1.0, 1, 9, 3)
-    for lookout in (one, other):
-        lookout.begin(ON, np.array([5]))
+    for visibility in (one, other):
+        visibility.begin(ON, np.array([5]))
     orders = [one.order(0).tolist() for _ in range(5)]
     assert orders == [other.order(0).tolist() for _ in range(5)] and orders[0] != orders[1]
 

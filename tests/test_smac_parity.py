@@ -75,7 +75,7 @@ class Semantics:
     def step(self, actions):
         order, target, dest = self._semantics.orders(actions[None].astype(np.int64), ON)
         self._tape.advance(order, target, dest, ON)
-        result = self._semantics.settle(ON)
+        result = self._semantics.finish_step(ON)
         info = {name: int(values[0]) for name, values in result.info.items()}
         return float(result.reward[0]), bool(result.terminated[0]), info
 

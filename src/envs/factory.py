@@ -32,10 +32,11 @@ def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool)
         that cannot be divided.
     """
     args = validate_env_args(name, env_args)
-    cls = REGISTRY.get(name)
+    cls: Any = REGISTRY.get(name)
     if not issubclass(cls, MultiAgentEnv):
         if not processes:
-            return cls(args, n_slots)
+            env: BatchedEnv = cls(args, n_slots)
+            return env
         if not cls.divisible:
             raise UserError(f"env_processes=True: env={name} computes all battles at once; use env_processes=False")
     # Imported here, since batched environments do not need multiprocessing.

@@ -97,7 +97,7 @@ class OutputChecks:
             if array is not None or full or name != "full_obs":
                 self._require(name, array, shape, where)
         mask = self._bools("avail_actions", seen.avail_actions, self._avail, where, _NUMBERS)
-        some: np.ndarray = mask.any(-1)
+        some = np.asarray(mask.any(-1))
         if not some.all() and not some[active].all():
             slot, agent = (int(place) for place in np.argwhere(~some & active[:, None])[0])
             self._raise(slot, where, f"avail_actions of agent {agent} holds no available action")
@@ -113,8 +113,10 @@ class OutputChecks:
             self._raise_first(where, f"step() returned {_kind(result)}, not a StepResult")
         for name, shape in self._rewards.items():
             self._require(name, getattr(result, name), shape, where)
-        flags = {name: getattr(result, name) for name in ("terminated", "truncated", "lost")}
-        bools = {name: self._bools(name, array, self._each, where, _FLAGS) for name, array in flags.items()}
+        flags: dict[str, Any] = {name: getattr(result, name) for name in ("terminated", "truncated", "lost")}
+        bools: dict[str, Any] = {
+            name: self._bools(name, array, self._each, where, _FLAGS) for name, array in flags.items()
+        }
         if any(bools[name] is not array for name, array in flags.items()):
             result = replace(result, **bools)
         if not isinstance(result.info, Mapping):

@@ -21,7 +21,7 @@ Observations = dict[str, dict[str, np.ndarray]]
 INSTALL = "pip install -e .[pettingzoo]"
 
 
-class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
+class ParallelBattle(_Base):  # type: ignore[misc]
     """One slot of an environment with n agents in PettingZoo's parallel interface.
 
     Each observation is `{"observation": [obs_dim] float32, "action_mask": [A] int8}`. All agents get the team reward,
@@ -50,7 +50,7 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         self._rng = np.random.default_rng()
         self._masks = np.zeros((env.info.n_agents, env.info.n_actions), np.int8)
         self._state = np.zeros(env.info.state_dim, np.float32)
-        self._spaces: dict[str, tuple[spaces.Space, spaces.Space]] = {}
+        self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
 
     @property
     def unwrapped(self) -> ParallelBattle:
@@ -124,16 +124,16 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
         assert full is not None
         return full[0].copy()
 
-    def observation_space(self, agent: str) -> spaces.Space:
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
         """Return an agent's observation space. Errors: UserError without gymnasium."""
         return self._spaces_of(agent)[0]
 
-    def action_space(self, agent: str) -> spaces.Space:
+    def action_space(self, agent: str) -> spaces.Space[Any]:
         """Return an agent's action space. Errors: UserError without gymnasium."""
         return self._spaces_of(agent)[1]
 
     @property
-    def state_space(self) -> spaces.Space:
+    def state_space(self) -> spaces.Space[Any]:
         """Space of the global state. Errors: UserError without gymnasium."""
         return _gymnasium().Box(-np.inf, np.inf, (self.info.state_dim,), np.float32)
 
@@ -183,7 +183,7 @@ class ParallelBattle(_Base):  # type: ignore[misc, valid-type]
                 infos[agent]["agent_reward"] = result.agent_reward[0, i].item()
         return infos
 
-    def _spaces_of(self, agent: str) -> tuple[spaces.Space, spaces.Space]:
+    def _spaces_of(self, agent: str) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """Return an agent's two spaces, the same objects at each call, as the interface requires."""
         if agent not in self.possible_agents:
             raise KeyError(f"{agent} is not one of {self.possible_agents}")

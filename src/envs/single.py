@@ -162,7 +162,7 @@ class OneSlot(BatchedAsSingle):
         return {**info, TRUNCATED: result.truncated.item(0), "lost": result.lost.item(0)}
 
 
-def single_env(env_cls: type, args: BaseModel) -> MultiAgentEnv:
+def single_env(env_cls: Any, args: BaseModel) -> MultiAgentEnv:
     """Return a single environment; a batched class becomes one with a single slot."""
     env: MultiAgentEnv = OneSlot(env_cls(args, 1)) if issubclass(env_cls, BatchedEnv) else env_cls(args)
     return env

@@ -1,6 +1,6 @@
-"""SMAC's class interface over one battle: the methods of its `StarCraft2Env`, by the same names.
+"""SMAC's class interface to one battle: the methods of `StarCraft2Env` under the same names.
 
-Names and meanings follow oxwhirl/smac and oxwhirl/smacv2 (starcraft2.py, multiagentenv.py); docs/sc2.md has the table.
+Source: oxwhirl/smac and oxwhirl/smacv2 (starcraft2.py, multiagentenv.py). docs/sc2.md lists the methods.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make_smac(name: str = "sc2", **env_args: Any) -> SmacInterface:
     Args:
         name: "sc2", "sc2_v2" or "skirmish". env_args: keys of `env_args`, as on the command line.
 
-    Errors: UserError for another name, an unknown key, a wrong value, or what the environment lacks.
+    Errors: UserError for another name, an unknown key, a wrong value, or a missing game.
     """
     from omagd.envs import REGISTRY
     from omagd.envs.factory import validate_env_args
@@ -55,15 +55,15 @@ class BattleEnv(BatchedEnv):
 
     @abstractmethod
     def rules(self) -> BattleSemantics:
-        """Return the semantics of the battles. Errors: ValueError before the first `reset` where the game needs it."""
+        """Return the semantics of the battles. Errors: ValueError before the first `reset` of the real game."""
 
     @abstractmethod
     def seed(self) -> int | None:
-        """Return the seed that is played, None before there is one."""
+        """Return the current seed, None if there is none yet."""
 
 
 class SmacInterface(BatchedAsSingle):
-    """The only slot of a battle environment with all methods of SMAC's `StarCraft2Env`, but `render`.
+    """A battle environment with one slot and all methods of SMAC's `StarCraft2Env` except `render`.
 
     Arrays are NumPy: observations [n, obs_dim] float32, masks [n, A] bool. `agent_id` counts from 0.
 
@@ -91,13 +91,13 @@ class SmacInterface(BatchedAsSingle):
         self.n_agents, self.n_enemies, self.n_actions = spec.n_agents, spec.n_enemies, env.info.n_actions
         self.episode_limit, self.map_name, self.map_type = spec.limit, spec.name, spec.map_type
 
-    def reset(self, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[override]
+    def reset(self, seed: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Start an episode; return observations [n, obs_dim] and state [state_dim]."""
         super().reset(seed)
         return self.get_obs(), self.get_state()
 
     def seed(self) -> int | None:
-        """Return the seed that is played: the game's, of `skirmish` the battle's; None before there is one."""
+        """Return the current seed: of the game, in `skirmish` of the battle; None if there is none yet."""
         return self.env.seed()
 
     def get_obs_agent(self, agent_id: int, fully_observable: bool = False) -> np.ndarray:
@@ -105,15 +105,15 @@ class SmacInterface(BatchedAsSingle):
         return self.get_obs(no_range_limit=fully_observable)[agent_id]
 
     def get_avail_agent_actions(self, agent_id: int) -> np.ndarray:
-        """Return [A] bool, what one agent may do."""
+        """Return [A] bool, the action mask of one agent."""
         return self.get_avail_actions()[agent_id]
 
     def get_state_dict(self) -> dict[str, np.ndarray]:
-        """Return the state in parts: `allies` [n, :], `enemies` [m, :], and if asked for `last_action`, `timestep`."""
+        """Return the parts of the state: `allies` [n, :], `enemies` [m, :], optional `last_action` and `timestep`."""
         return {name: part[0] for name, part in self.env.rules().state_parts().items()}
 
     def get_visibility_matrix(self) -> np.ndarray:
-        """Return [n, n + m] bool, who is within whose sight: SMAC's rule, symmetric between allies."""
+        """Return [n, n + m] bool: the unit is within the agent's sight range. As in SMAC, symmetric between allies."""
         return self.env.rules().visibility()[0]
 
     def get_obs_size(self) -> int:
@@ -129,32 +129,32 @@ class SmacInterface(BatchedAsSingle):
         return self.env.info.n_actions
 
     def get_obs_move_feats_size(self) -> int:
-        """Return how many features of an observation are about moves and the ground."""
+        """Return the number of movement and terrain features in an observation."""
         return self._layout.move_dim
 
     def get_obs_enemy_feats_size(self) -> tuple[int, int]:
-        """Return (m, features of an enemy in an observation)."""
+        """Return (m, number of features of an enemy in an observation)."""
         return self._layout.n_enemies, self._layout.enemy_dim
 
     def get_obs_ally_feats_size(self) -> tuple[int, int]:
-        """Return (n - 1, features of an ally in an observation)."""
+        """Return (n - 1, number of features of an ally in an observation)."""
         return self._layout.n_allies, self._layout.ally_dim
 
     def get_obs_own_feats_size(self) -> int:
-        """Return how many features of an observation are about the agent itself."""
+        """Return the number of features of the agent itself in an observation."""
         return self._layout.own_dim
 
     def get_ally_num_attributes(self) -> int:
-        """Return how many features of an ally the state holds."""
+        """Return the number of features of an ally in the state."""
         return len(self.ally_state_attr_names)
 
     def get_enemy_num_attributes(self) -> int:
-        """Return how many features of an enemy the state holds."""
+        """Return the number of features of an enemy in the state."""
         return len(self.enemy_state_attr_names)
 
 
 class SmacV2Interface(SmacInterface):
-    """`SmacInterface` with what SMACv2 adds: the agents' capabilities, here their unit types."""
+    """`SmacInterface` with SMACv2's capabilities, here the agents' unit types."""
 
     def get_cap_size(self) -> int:
         """Return the number of an agent's capabilities."""
@@ -165,11 +165,11 @@ class SmacV2Interface(SmacInterface):
         return self.env.rules().type_bits()[0, agent_id]
 
     def get_capabilities(self) -> np.ndarray:
-        """Return [n * cap_shape] float32 of all agents, one after another."""
+        """Return [n * cap_shape] float32 of all agents, concatenated."""
         return self.env.rules().type_bits()[0].ravel()
 
     def get_obs_own_feats_size(self) -> int:
-        """Return how many features are about the agent itself; SMACv2 does not count the elapsed time among them."""
+        """Return the number of features of the agent itself; as in SMACv2, without the elapsed time."""
         return super().get_obs_own_feats_size() - int(self.env.args.obs_timestep_number)
 
     def get_env_info(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class SmacV2Interface(SmacInterface):
 
 
 def feature_names(spec: MapSpec, variant: Variant) -> tuple[list[str], list[str]]:
-    """Return SMAC's names of what the state holds of an ally and of an enemy, in their order."""
+    """Return SMAC's names of the state features of an ally and of an enemy, in order."""
     bits = [f"type_{bit}" for bit in range(spec.unit_type_bits)]
     ally = ["health", "energy/cooldown", "rel_x", "rel_y", *["shield"] * (spec.a_race == "P")]
     ally += ["fov_x", "fov_y"] * variant.direction

@@ -1,7 +1,8 @@
-"""SMAC's actions: which are available, and what a chosen one orders.
+"""SMAC's actions: distances, which actions are available, and the order that each one gives.
 
-Actions: 0 no-op (the dead only), 1 stop, 2 to 5 move north, south, east, west, 6 + i attack enemy i (a medivac on
-the MMM maps: heal ally i). Shapes: B slots, n agents, m enemies, U = n + m units, A = 6 + m actions.
+Actions: 0 no-op (dead agents only), 1 stop, 2 to 5 move north, south, east, west, 6 + i attack enemy i (a medivac on
+the MMM maps: heal ally i). Source: oxwhirl/smac, starcraft2.py, `get_avail_agent_actions` and `get_agent_action`.
+Shapes: B slots, n agents, m enemies, U = n + m units, A = 6 + m actions.
 """
 
 from __future__ import annotations
@@ -9,75 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from omagd.envs.battle.backend import Order, Terrain, Units
-
-
-class Geometry:
-    """Relative positions, distances and "both alive" of all pairs (agent, unit).
-
-    Attributes:
-        xy: [2, B, U] float64, where the units are.
-        place: [3, B, n, U] float64, distance, x and y of each unit as seen from each agent, the agent itself included.
-        pair: [B, n, U] bool, both are alive.
-        others: [n, n - 1] int, the allies of each agent, ascending.
-        enemy_dx, enemy_dy, enemy_dist, enemy_pair: [B, n, m], the part of all that about enemies.
-    """
-
-    def __init__(self, n_slots: int, n_agents: int, n_enemies: int) -> None:
-        self._n = n_agents
-        self.others = np.array(
-            [[j for j in range(n_agents) if j != i] for i in range(n_agents)], dtype=np.int64
-        ).reshape(n_agents, n_agents - 1)
-        self._rows = np.arange(n_agents)[:, None]
-        pairs = (n_slots, n_agents, n_agents + n_enemies)
-        self.xy = np.zeros((2, n_slots, n_agents + n_enemies))
-        self.place, self.pair = np.zeros((3, *pairs)), np.zeros(pairs, bool)
-        squares = np.zeros((2, *pairs))
-        # Views that never change, made once: a tick is many small operations.
-        self._toward, self._squares = self.place[1:], (squares, squares[0], squares[1], self.place[0])
-        self._all, self._own = self.xy[:, :, None], self.xy[:, :, :n_agents, None]
-        self.enemy_dist, self.enemy_dx, self.enemy_dy = self.place[..., n_agents:]
-        self.enemy_pair = self.pair[..., n_agents:]
-
-    def refresh(self, units: Units) -> None:
-        """Recompute everything from the units' present positions."""
-        xy, toward, alive = self.xy, self._toward, units.alive
-        both, dx2, dy2, dist = self._squares
-        xy[0], xy[1] = units.x, units.y
-        np.subtract(self._all, self._own, out=toward)
-        np.logical_and(alive[:, None], alive[:, : self._n, None], out=self.pair)
-        np.multiply(toward, toward, out=both)
-        np.add(dx2, dy2, out=dx2)
-        np.sqrt(dx2, out=dist)
-
-    @property
-    def ally_dist(self) -> np.ndarray:
-        """[B, n, n - 1] float64."""
-        return self._of_others(self.place[0])
-
-    @property
-    def ally_dx(self) -> np.ndarray:
-        """[B, n, n - 1] float64."""
-        return self._of_others(self.place[1])
-
-    @property
-    def ally_dy(self) -> np.ndarray:
-        """[B, n, n - 1] float64."""
-        return self._of_others(self.place[2])
-
-    @property
-    def ally_pair(self) -> np.ndarray:
-        """[B, n, n - 1] bool, both are alive."""
-        return self._of_others(self.pair)
-
-    def _of_others(self, block: np.ndarray) -> np.ndarray:
-        return block[:, self._rows, self.others]
-
-    def with_self(self, block: np.ndarray) -> np.ndarray:
-        """Return an ally block [B, n, n - 1] as [B, n, n] with zeros on the diagonal."""
-        square = np.zeros((*block.shape[:2], self._n), block.dtype)
-        square[:, self._rows, self.others] = block
-        return square
-
 
 N_NORMAL_ACTIONS = 6
 STOP, NORTH, SOUTH, EAST, WEST = 1, 2, 3, 4, 5
@@ -88,11 +20,47 @@ MOVE_X = np.array([0.0, 0.0, 1.0, -1.0])
 MOVE_Y = np.array([1.0, -1.0, 0.0, 0.0])
 
 
+class Geometry:
+    """Relative positions, distances and "both alive" of all pairs (agent, unit), computed once per step.
+
+    Double precision, as in SMAC (`distance` in starcraft2.py): rounded to float32, the results are equal.
+
+    Attributes:
+        xy: [2, B, U] float64, positions of the units.
+        place: [3, B, n, U] float64, distance, dx and dy from each agent to each unit, itself included.
+        pair: [B, n, U] bool, both are alive.
+        enemy_dx, enemy_dy, enemy_dist, enemy_pair: [B, n, m], the same for enemies only.
+    """
+
+    def __init__(self, n_slots: int, n_agents: int, n_enemies: int) -> None:
+        self._n = n_agents
+        pairs = (n_slots, n_agents, n_agents + n_enemies)
+        self.xy = np.zeros((2, n_slots, n_agents + n_enemies))
+        self.place, self.pair = np.zeros((3, *pairs)), np.zeros(pairs, bool)
+        squares = np.zeros((2, *pairs))
+        # Views made once: a step consists of many small operations.
+        self._toward, self._squares = self.place[1:], (squares, squares[0], squares[1], self.place[0])
+        self._all, self._own = self.xy[:, :, None], self.xy[:, :, :n_agents, None]
+        self.enemy_dist, self.enemy_dx, self.enemy_dy = self.place[..., n_agents:]
+        self.enemy_pair = self.pair[..., n_agents:]
+
+    def refresh(self, units: Units) -> None:
+        """Recompute everything from the current positions."""
+        xy, toward, alive = self.xy, self._toward, units.alive
+        both, dx2, dy2, dist = self._squares
+        xy[0], xy[1] = units.x, units.y
+        np.subtract(self._all, self._own, out=toward)
+        np.logical_and(alive[:, None], alive[:, : self._n, None], out=self.pair)
+        np.multiply(toward, toward, out=both)
+        np.add(dx2, dy2, out=dx2)
+        np.sqrt(dx2, out=dist)
+
+
 class GridLookup:
-    """A map layer with a border of constant value, read at whole-numbered cells.
+    """A map layer that is read at integer cells and has a constant value outside of the map.
 
     Args:
-        grid: [map_x, map_y]. outside: the value beyond the map.
+        grid: [map_x, map_y]. outside: value outside of the map.
     """
 
     def __init__(self, grid: np.ndarray, outside: float) -> None:
@@ -107,7 +75,7 @@ class GridLookup:
     def read_pair(self, cells: np.ndarray) -> np.ndarray:
         """Return the values at `cells` [2, ...] int64, which is overwritten."""
         cells += 1
-        beyond = cells.view(np.uint64)  # negative numbers become huge ones; the border is the same on all sides
+        beyond = cells.view(np.uint64)  # negative numbers become huge ones: one comparison finds both kinds of outside
         np.minimum(beyond, self._tops[cells.ndim], out=beyond)
         place = cells[0]
         place *= self._stride
@@ -116,12 +84,12 @@ class GridLookup:
 
 
 class ActionRules:
-    """Availability and meaning of actions on one map.
+    """Action masks of one map, and the translation of actions into orders.
 
     Args:
         n_slots, n_agents, n_enemies: sizes. terrain: for the move masks. move_amount: cells.
         heals: whether this map's medivacs heal (map types MMM and terran_gen).
-        n_turns: SMACv2's actions between the moves and the attacks; they give no order.
+        n_turns: number of SMACv2's actions that turn the view, between the moves and the attacks.
     """
 
     def __init__(
@@ -147,15 +115,20 @@ class ActionRules:
         self._target[first:] += n_agents
         self._dest = np.zeros((n_slots, n_agents, 2), np.float32)
         self._dest_x, self._dest_y = self._dest[..., 0], self._dest[..., 1]
-        self._out: np.ndarray | None = None  # the mask last filled, and views of its parts
+        self._out: np.ndarray | None = None  # the last mask, and views of its parts
         self._views: tuple[np.ndarray, ...] = ()
 
     def fill_mask(
         self, units: Units, medivac: np.ndarray, geometry: Geometry, out: np.ndarray, near: np.ndarray | None = None
     ) -> None:
-        """Write the available actions into `out` [B, n, A] bool. `medivac` is [B, U] bool.
+        """Write the available actions into `out` [B, n, A] bool.
 
-        `near`: [B, n, U] bool, who is in reach of whom; within `SHOOT_RANGE` if None.
+        Dead agents: no-op only. Living agents: stop, moves onto walkable ground, attacks on living enemies in reach;
+        healers instead heal living allies in reach that are not healers.
+
+        Args:
+            medivac: [B, U] bool. near: [B, n, U] bool, units in reach of each agent; default: distance at most
+                `SHOOT_RANGE` for every unit type, as `unit_shoot_range` in SMAC.
         """
         n = self._n
         alive = units.alive[:, :n]
@@ -179,19 +152,22 @@ class ActionRules:
             healer = medivac[:, :n]
             in_range = geometry.place[0, ..., :n] <= SHOOT_RANGE if near is None else near[..., :n]
             patient = geometry.pair[..., :n] & in_range
-            patient &= ~healer[:, None, :]  # nor does a healer heal itself
+            patient &= ~healer[:, None, :]  # this excludes the healer itself, too
             in_reach &= ~healer[..., None]
             in_reach[..., :n] |= patient & healer[..., None]
 
     def _can_move(self, geometry: Geometry) -> np.ndarray:
-        """Return [4, B, n] bool: the cell half a move ahead, cut to whole numbers, is on the map and can be walked."""
+        """Return [4, B, n] bool: the cell half a move ahead is on the map and walkable.
+
+        As SMAC's `can_move`, which tests `move_amount / 2` ahead and truncates to integers.
+        """
         ahead = geometry.xy[:, None, :, : self._n] + self._probe
         return self._pathing.read_pair(ahead.astype(np.int64))
 
     def orders(
         self, actions: np.ndarray, units: Units, medivac: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Translate `actions` [B, n] into (order [B, n], target [B, n], dest [B, n, 2]) for the back-end."""
+        """Translate `actions` [B, n] into (order [B, n], target [B, n], dest [B, n, 2]); see `BattleBackend`."""
         n = self._n
         order, target = self._order.take(actions), self._target.take(actions)
         if self._heals:

@@ -1,4 +1,4 @@
-"""Typed `env_args` of the battle environments: SMAC's published keys with SMAC's defaults."""
+"""Typed `env_args` of the battle environments: the published keys and defaults of SMAC, SMACv2 and PyMARL3."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from omagd.utils.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Variant:
-    """What stands where; the defaults are SMAC's.
+    """Differences between SMAC and SMACv2 in actions, observations and state; the defaults are SMAC's.
 
     Attributes:
-        n_turns: actions that turn the agent's view; they stand between the moves and the attacks.
-        own_place: agents see where on the map they stand.
-        direction: agents see which way they look, and the state shows it of all of them.
-        ally_types: agents see the types of their allies; the places for them are there in any case.
-        padded_time: the elapsed time is preceded by a feature that is always zero (see `features.entity_layout`).
+        n_turns: number of actions that turn the agent's view, between the moves and the attacks.
+        own_place: observations include the agent's position on the map.
+        direction: observations include the agent's view direction, and the state those of all agents.
+        ally_types: observations include the allies' unit types; otherwise these entries are zero.
+        padded_time: a feature that is always zero precedes the elapsed time (see `features.entity_layout`).
     """
 
     n_turns: int = 0
@@ -32,42 +32,38 @@ class Variant:
 
     @property
     def n_normal_actions(self) -> int:
-        """Number of actions that aim at nobody."""
+        """Number of actions without a target."""
         return N_NORMAL_ACTIONS + self.n_turns
 
     def n_actions(self, spec: MapSpec) -> int:
-        """Return A: those that aim at nobody, one for each enemy or, if medivacs have more allies to heal, ally."""
-        return self.n_normal_actions + n_targets(spec)
-
-
-def n_targets(spec: MapSpec) -> int:
-    """Return how many actions aim at somebody."""
-    return max(spec.n_enemies, spec.n_agents) if spec.map_type in HEALING else spec.n_enemies
+        """Return A: actions without target, then one per enemy, or per ally if medivacs heal and there are more."""
+        heals = spec.map_type in HEALING
+        return self.n_normal_actions + (max(spec.n_enemies, spec.n_agents) if heals else spec.n_enemies)
 
 
 SMAC = Variant()
 
 
 class BattleArgs(BaseModel):
-    """What the semantics of a battle depend on, whichever back-end plays it.
+    """Arguments of all battle environments: SMAC's keys, `continuing_episode` and `reward_shield_fix`.
 
     Attributes:
         map_name: name of a SMAC map.
         continuing_episode: reaching the step limit truncates (the target bootstraps) instead of terminating.
         move_amount: length of a move order in cells.
-        obs_all_health, obs_own_health: health (and shield) of all visible units, of oneself (implied by the former).
-        obs_instead_of_state: the state is the observations of all agents, one after another.
-        obs_last_action: allies' blocks show their last action.
+        obs_all_health, obs_own_health: health (and shield) of all visible units, of the agent (implied by the former).
+        obs_instead_of_state: the state is the concatenation of all observations.
+        obs_last_action: observations include the last actions of visible allies.
         obs_pathing_grid, obs_terrain_height: the surrounding 8 pathing values, 9 heights.
         obs_timestep_number: elapsed share of the episode; adds two features (see `features.entity_layout`).
         state_last_action, state_timestep_number: the same for the state.
         reward_death_value: bonus for each enemy killed.
         reward_win, reward_defeat: added at the end of the episode.
-        reward_negative_scale: weight of own losses where `reward_only_positive` is off.
+        reward_negative_scale: weight of own losses if `reward_only_positive` is off.
         reward_only_positive: own losses do not count.
         reward_scale, reward_scale_rate: divide the reward by (largest possible return / rate).
-        reward_sparse: only 1 for a win and -1 for a defeat (scaled likewise).
-        reward_shield_fix: enemy shields that regenerate give no reward; off, they give a positive one as in SMAC.
+        reward_sparse: only 1 for a win and -1 for a defeat (scaled, too).
+        reward_shield_fix: regenerating enemy shields give no reward; off: a positive one, as in SMAC.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -99,7 +95,7 @@ class SkirmishArgs(BattleArgs):
     """`env_args` of `env=skirmish`.
 
     Attributes:
-        difficulty: SMAC's scale; here how far the scripted enemy looks for targets, 6 cells at "1" to 9 from "7" on.
+        difficulty: SMAC's scale; here the scripted enemy's target range, from 6 cells at "1" to 9 from "7" on.
     """
 
     difficulty: str = Field(default="7", pattern="^[1-9A]$", coerce_numbers_to_str=True)
@@ -109,16 +105,16 @@ class SmacArgs(BattleArgs):
     """`env_args` of `env=sc2`: every key of the published `sc2.yaml`, and `reward_shield_fix`.
 
     Attributes:
-        difficulty: the game's built-in opponent, SMAC's scale.
-        game_version: StarCraft II version; None or "latest" for the newest installed.
-        step_mul: game loops for one agent step.
-        seed: seed of the game; None lets the run's seed decide.
+        difficulty: strength of the game's built-in opponent, SMAC's scale.
+        game_version: StarCraft II version; None or "latest": the newest installed.
+        step_mul: game loops per agent step.
+        seed: seed of the game; None: follows from the run's seed.
         heuristic_ai: SMAC's script plays instead of the agents; it orders attacks from any distance.
-        heuristic_rest: the script walks until its target is in reach of the agents' attack actions.
-        replay_dir: where replays go; empty for the run's folder, relative to the game's own folder of replays.
-        replay_prefix: how they are named; empty for the map's name.
+        heuristic_rest: the script walks until its target is within the agents' attack range.
+        replay_dir: folder of replays, relative to the game's own; empty: the run's folder.
+        replay_prefix: file name prefix of replays; empty: the map's name.
         debug: log observations, actions and rewards.
-        game_timeout: seconds that the game may take to start, and for each answer, until it counts as dead.
+        game_timeout: seconds without an answer, or to start, after which the game counts as dead.
     """
 
     difficulty: str = Field(default="7", pattern="^[1-9A]$", coerce_numbers_to_str=True)
@@ -143,13 +139,13 @@ class _Part(BaseModel):
 
 
 class TeamArgs(_Part):
-    """`capability_config.team_gen`: who fights.
+    """`capability_config.team_gen`: distribution of teams.
 
     Attributes:
         dist_type: each unit's type is drawn by its weight.
-        unit_types, weights: the types and their shares of 1.
+        unit_types, weights: the types and their probabilities.
         exception_unit_types: types that cannot make up a whole team.
-        observe: agents see the types of their allies.
+        observe: observations include the allies' types.
     """
 
     dist_type: Literal["weighted_teams"] = "weighted_teams"
@@ -168,14 +164,14 @@ class TeamArgs(_Part):
 
 
 class StartArgs(_Part):
-    """`capability_config.start_positions`: where.
+    """`capability_config.start_positions`: distribution of start positions.
 
     Attributes:
         dist_type: `surrounded` (allies in the middle, up to four groups of enemies on the diagonals),
-            `reflect_position` (allies anywhere in the left half, enemies mirrored), or one or the other at random.
-        p: share of `reflect_position` in the mixture.
-        map_x, map_y: size of the field.
-        n_enemies: as PyMARL3 has it; `capability_config.n_enemies` comes first.
+            `reflect_position` (allies anywhere in the left half, enemies mirrored), or a random choice of both.
+        p: probability of `reflect_position` in the random choice.
+        map_x, map_y: size of the map.
+        n_enemies: PyMARL3's key; `capability_config.n_enemies` has precedence.
     """
 
     dist_type: Literal["surrounded", "reflect_position", "surrounded_and_reflect"] = "surrounded_and_reflect"
@@ -186,11 +182,11 @@ class StartArgs(_Part):
 
 
 class CapabilityArgs(_Part):
-    """`capability_config`: what is drawn anew for each battle.
+    """`capability_config`: distributions from which each battle is drawn.
 
     Attributes:
-        n_units, n_enemies: how many allies and enemies; as many enemies as allies if null.
-        team_gen, start_positions: who, and where; without `start_positions` each side starts at one place.
+        n_units, n_enemies: numbers of allies and enemies; null: as many enemies as allies.
+        team_gen, start_positions: teams and positions; without `start_positions` each side starts at one point.
     """
 
     n_units: int = Field(default=5, ge=1)
@@ -202,7 +198,7 @@ class CapabilityArgs(_Part):
 
     @property
     def enemies(self) -> int:
-        """How many enemies there are."""
+        """Number of enemies."""
         beside = self.start_positions.n_enemies if self.start_positions is not None else None
         return self.n_enemies or beside or self.n_units
 
@@ -211,24 +207,24 @@ class SmacV2Args(SmacArgs):
     """`env_args` of `env=sc2_v2`.
 
     Attributes:
-        map_name: `10gen_terran`, `10gen_protoss` or `10gen_zerg`; all are played on the field `32x32_flat`.
-        capability_config: teams and start positions.
-        conic_fov: agents see and attack only what lies in the sector that they look at.
-        num_fov_actions: sectors of the full circle; with `conic_fov` an action for each turns the view.
-        change_fov_with_move: PyMARL3's: four sectors, and moving that way turns the view; no actions for it.
-        obs_own_pos: agents see where on the map they stand.
-        obs_starcraft: observations show anything at all; only True is played.
-        use_unit_ranges: each unit type has its own sight and reach; False: 9 and 6 for all, as in SMAC.
-        min_attack_range: smallest reach with `use_unit_ranges`.
-        prob_obs_enemy: chance that an agent is told of an enemy that another has found (see `obs_order_fix`).
-        action_mask: attacks out of reach are not available; False: they are, and do nothing.
-        fully_observable: range and sector hide nobody from the observations.
-        kill_unit_step_mul: has no effect; accepted because the published files have it.
-        obs_order_fix: an agent sees whoever is in its sight. False, as SMACv2: agents are looked at in a random order,
-            which follows from the episode's seed; an enemy that nobody looked at before has found hides, from those
-            looked at earlier, itself and all enemies before it.
-        reward_scale_fix: each battle's rewards are scaled by its own enemies. False, as SMACv2: by those of the first
-            battle that the environment has played.
+        map_name: `10gen_terran`, `10gen_protoss` or `10gen_zerg`; all use the game's map `32x32_flat`.
+        capability_config: distributions of teams and start positions.
+        conic_fov: agents see and attack only units in the sector that they look at.
+        num_fov_actions: number of sectors; with `conic_fov`, one action per sector turns the view there.
+        change_fov_with_move: PyMARL3's key: four sectors, and a move turns the view instead of separate actions.
+        obs_own_pos: observations include the agent's position on the map.
+        obs_starcraft: only True is supported.
+        use_unit_ranges: sight and attack range by unit type; False: 9 and 6 for all, as in SMAC.
+        min_attack_range: smallest attack range with `use_unit_ranges`.
+        prob_obs_enemy: probability that an agent learns of an enemy that another one found (see `obs_order_fix`).
+        action_mask: attacks out of range are not available; False: they are available and have no effect.
+        fully_observable: observations include all units, whatever the range and sector.
+        kill_unit_step_mul: no effect; accepted because the published files have it.
+        obs_order_fix: an agent sees every enemy in its sight. False, as SMACv2: agents observe in a random order that
+            follows from the episode's seed, and an enemy found by a later agent hides itself and all enemies before it
+            from earlier agents.
+        reward_scale_fix: each battle's own enemies scale its rewards. False, as SMACv2: those of the environment's
+            first battle.
         reward_shield_fix: always True, as in SMACv2.
     """
 
@@ -251,12 +247,12 @@ class SmacV2Args(SmacArgs):
 
     @property
     def n_sectors(self) -> int:
-        """Directions that an agent can look in; 0 where it looks in all at once."""
+        """Number of view directions; 0 without a limited field of view."""
         return (4 if self.change_fov_with_move else self.num_fov_actions) if self.conic_fov else 0
 
     @property
     def variant(self) -> Variant:
-        """What stands where."""
+        """Differences from SMAC that follow from these keys."""
         return Variant(
             n_turns=0 if self.change_fov_with_move else self.n_sectors,
             own_place=self.obs_own_pos,

@@ -1,20 +1,21 @@
-"""What SMAC's semantics need from whoever simulates the battle: the embedded simulator or the real game.
+"""Interface between SMAC's semantics and the back-end that simulates the battle: the embedded simulator or the game.
 
-Shapes: B battle slots, U = n allies + m enemies. Allies stand first, sorted by (unit type, x, y) at the start of the
-episode, then enemies in game order. Positions and distances are in map cells, energy and health in game units.
+Shapes: B slots, U = n allies + m enemies. Allies come first, sorted by (unit type, x, y) at the start of the episode
+(`init_units` in oxwhirl/smac, starcraft2.py), then enemies in the game's order. Positions and distances are in map
+cells, energy and health in game units.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 
 class Order(IntEnum):
-    """What a unit is told; NONE leaves the last order standing (SMAC: dead units, or a refused action)."""
+    """Order to a unit; NONE keeps the previous one (dead units, or an action that the game refuses)."""
 
     NONE = 0
     STOP = 1
@@ -25,15 +26,15 @@ class Order(IntEnum):
 
 @dataclass
 class Units:
-    """State of all units, arrays [B, U]; written by the back-end, read-only for everyone else.
+    """State of all units, arrays [B, U]; written by the back-end, read-only elsewhere.
 
     Attributes:
         x, y: position. health, health_max, shield, shield_max, energy: as in the game (float32).
         cooldown: game loops until the weapon is ready again (float32).
         type_id: index into the back-end's list of unit types, int16; -1 in unused columns.
         alive: health > 0.
-        listed: the back-end still lists the unit. By default this is `alive` itself; the game may list a unit with
-            health 0 for a while. SMAC counts listed units when it decides whether a battle has ended.
+        listed: the back-end still lists the unit; default: `alive`. The game may list a unit with health 0 for a
+            while, and SMAC's `update_units` counts listed units to decide whether the battle has ended.
     """
 
     x: np.ndarray
@@ -49,14 +50,14 @@ class Units:
     listed: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
     def __post_init__(self) -> None:
-        """Let `listed` be `alive` where it was left out."""
+        """Let a missing `listed` be `alive`."""
         if self.listed.size == 0:
             self.listed = self.alive
 
 
 @dataclass(frozen=True)
 class Terrain:
-    """The playing field. `pathing` and `height` are indexed [x, y].
+    """The map. `pathing` and `height` are indexed [x, y].
 
     Attributes:
         map_x, map_y: size of the map in cells. playable: (x0, y0, x1, y1).
@@ -71,7 +72,7 @@ class Terrain:
 
 
 class BattleBackend(Protocol):
-    """A batch of battles that takes orders for the allies; the enemy is scripted by the back-end."""
+    """A batch of battles that takes orders for the allies; the back-end controls the enemies."""
 
     n_slots: int
     terrain: Terrain
@@ -84,14 +85,8 @@ class BattleBackend(Protocol):
         """Give orders to the allies of the active slots and play one agent step (8 game loops).
 
         order: [B, n] `Order`. target: [B, n] index in 0..U-1 for ATTACK and HEAL. dest: [B, n, 2] for MOVE.
-        Stops nowhere early; what happens after the last unit of a side has died changes nothing.
+        Always plays all loops, even if one side is dead.
         """
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return everything that the future depends on."""
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continue from there."""
 
     def close(self) -> None:
         """Release processes and memory."""

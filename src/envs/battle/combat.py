@@ -1,4 +1,7 @@
-"""Shots, splash, explosions, healing and regeneration. Damage within a substep is simultaneous."""
+"""Combat of the embedded simulator: targets, shots, splash, explosions, healing, regeneration.
+
+Damage within a substep is simultaneous. Arrays are [U, B], units first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ FAR = np.float32(1.0e9)
 
 
 def take_orders(roster: Roster, battle: Battle, order: np.ndarray, target: np.ndarray, dest: np.ndarray) -> None:
-    """Write the allies' orders ([n, B], [n, B], [n, B, 2]) into the battle; what the game refuses changes nothing."""
+    """Store the allies' orders ([n, B], [n, B], [n, B, 2]); orders that the game would refuse change nothing."""
     n = roster.n
     row = np.arange(n)[:, None]
     aimed = np.clip(target, 0, roster.total - 1)
@@ -28,7 +31,7 @@ def take_orders(roster: Roster, battle: Battle, order: np.ndarray, target: np.nd
 
 
 def acquire(roster: Roster, battle: Battle, pairs: Pairs, sight: float) -> None:
-    """Choose targets for the enemy within `sight`, and for idle allies within the reach of their weapons."""
+    """Choose targets: for enemies within `sight`, for idle allies within their weapon's reach."""
     n, total, slots = roster.n, roster.total, battle.slots
     near, distance = pairs.nearest_foe()
     in_reach = distance <= roster.reach_of(near)
@@ -47,7 +50,7 @@ def acquire(roster: Roster, battle: Battle, pairs: Pairs, sight: float) -> None:
 
 
 def _aim_bombs(roster: Roster, battle: Battle, pairs: Pairs, sight: float) -> None:
-    """Send each exploding enemy, where it goes ahead of others, into the thick of every so-manieth ally."""
+    """Aim each exploding enemy at the most crowded ally in sight, of its own share of the allies (every k-th)."""
     n, bombs = roster.n, roster.vanguard
     for rank, bomb in enumerate(bombs):
         prey = np.arange(rank, n, bombs.size)
@@ -60,7 +63,7 @@ def _aim_bombs(roster: Roster, battle: Battle, pairs: Pairs, sight: float) -> No
 
 
 def _acquire_patient(roster: Roster, battle: Battle, pairs: Pairs, healer: int) -> None:
-    """Turn a healer to the nearest injured friend: an enemy's follows its friends, an idle ally's stands."""
+    """Aim a healer at the nearest injured friend: an enemy's healer follows its friends, an idle ally's stays."""
     friends = np.flatnonzero(roster.healable[healer])
     if friends.size == 0:
         return
@@ -84,7 +87,7 @@ Hits = tuple[np.ndarray, np.ndarray, np.ndarray]  # attackers, targets, slots: o
 
 
 def shoot(roster: Roster, battle: Battle, in_reach: np.ndarray) -> None:
-    """Fire every ready weapon whose target is in reach ([U, B] bool), with all that follows."""
+    """Fire every ready weapon whose target is in reach ([U, B] bool), and apply damage, splash and explosions."""
     ready = in_reach & (battle.timer <= 0) & roster.armed & (battle.order != Order.MOVE) & (battle.alive > 0)
     fired = np.flatnonzero(ready)
     if fired.size == 0:
@@ -99,7 +102,7 @@ def shoot(roster: Roster, battle: Battle, in_reach: np.ndarray) -> None:
 
 
 def _shoot_with_splash(roster: Roster, battle: Battle, who: np.ndarray, slot: np.ndarray, whom: np.ndarray) -> None:
-    """Apply direct hits and strips, then explosions, round by round while explosions kill what explodes."""
+    """Apply direct hits and splash, then explosions, repeatedly while they kill exploding units."""
     booms = roster.explodes[who]
     direct = ~booms
     hits = [(who[direct], whom[direct], slot[direct])]
@@ -120,7 +123,7 @@ def _shoot_with_splash(roster: Roster, battle: Battle, who: np.ndarray, slot: np
 
 
 def _strip_hits(roster: Roster, battle: Battle, who: np.ndarray, whom: np.ndarray, slot: np.ndarray) -> Hits:
-    """Return the hits on a strip across each line of fire, the target itself left out."""
+    """Return the hits on a strip across each line of fire, except the target."""
     tx, ty = battle.x[whom, slot], battle.y[whom, slot]
     ux, uy = tx - battle.x[who, slot], ty - battle.y[who, slot]
     length = np.maximum(np.sqrt(ux * ux + uy * uy), np.float32(1e-6))
@@ -133,7 +136,7 @@ def _strip_hits(roster: Roster, battle: Battle, who: np.ndarray, whom: np.ndarra
 
 
 def _blast_hits(roster: Roster, battle: Battle, who: np.ndarray, slot: np.ndarray) -> Hits:
-    """Return the hits of explosions at the attackers' places."""
+    """Return the hits of explosions at the attackers' positions."""
     rx, ry = battle.x[:, slot] - battle.x[who, slot], battle.y[:, slot] - battle.y[who, slot]
     inside = rx * rx + ry * ry <= (roster.splash_radius[who] + roster.radius) ** 2
     return _event_hits(roster, battle, inside, who, slot)
@@ -147,7 +150,7 @@ def _event_hits(roster: Roster, battle: Battle, inside: np.ndarray, who: np.ndar
 
 
 def _apply(roster: Roster, battle: Battle, hits: list[Hits]) -> None:
-    """Take the hits off shields, then health. Sums of whole and half numbers: no order of summation changes them."""
+    """Subtract the hits from shields, then health. Sums of multiples of 0.5 are exact in any order."""
     who, whom, slot = (np.concatenate(part) for part in zip(*hits, strict=True)) if len(hits) > 1 else hits[0]
     shape, place = battle.health.shape, whom * battle.slots.size + slot
     loss = _sum_at(place, roster.health_hit[who, whom], shape)
@@ -167,12 +170,12 @@ def _sum_at(place: np.ndarray, amount: np.ndarray, shape: tuple[int, ...]) -> np
 
 
 def heal(roster: Roster, battle: Battle, in_reach: np.ndarray, loops: int) -> None:
-    """Let every healer with a target in reach mend it for `loops` game loops, as far as its energy goes."""
+    """Let every healer heal its target in reach for `loops` game loops, as far as its energy lasts."""
     for healer in roster.healers:
         patient = np.maximum(battle.target[healer], 0)
         missing = roster.health_max[patient, 0] - battle.health[patient, battle.slots]
         able = in_reach[healer] & (battle.order[healer] != Order.MOVE) & (battle.alive[healer] > 0)
-        able &= battle.health[patient, battle.slots] > 0  # nobody who was shot in this substep comes back
+        able &= battle.health[patient, battle.slots] > 0  # a unit killed in this substep stays dead
         affordable = battle.energy[healer] / roster.heal_cost[healer]
         amount = np.minimum(np.minimum(missing, affordable), roster.heal[healer] * np.float32(loops)) * able
         battle.health[patient, battle.slots] += amount
@@ -180,7 +183,7 @@ def heal(roster: Roster, battle: Battle, in_reach: np.ndarray, loops: int) -> No
 
 
 def regenerate(roster: Roster, battle: Battle, loops: int) -> None:
-    """Let shields, Zerg health and energy of the living grow back for `loops` game loops."""
+    """Regenerate shields, Zerg health and energy of living units for `loops` game loops."""
     live = battle.alive > 0
     if roster.has_shields:
         battle.quiet += np.float32(loops)

@@ -1,8 +1,9 @@
-"""SMAC's observations and state as arrays: sizes, layout, and the code that fills them.
+"""SMAC's observations and state: sizes, layout, and the code that fills them.
 
-Shapes: B slots, n agents, m enemies, U = n + m units, A actions. All numbers that observations and state may show are
-computed once and masked by bits, side by side in one row per battle (`Pool`), and gathered from there: an entry hidden
-from an agent is exactly zero, and a visible one is bit-equal in `obs` and `full_obs`.
+Source: oxwhirl/smac, starcraft2.py, `get_obs_agent` and `get_state`. Every number that may appear is computed once into
+one row per battle (`Pool`); hidden ones are zeroed by a bit mask, and observations and state are gathered by index. So
+a hidden entry is exactly zero, and a visible one is bit-equal in `obs` and `full_obs`.
+Shapes: B slots, n agents, m enemies, U = n + m units, A actions.
 """
 
 from __future__ import annotations
@@ -23,22 +24,18 @@ N_MOVES = WEST - NORTH + 1
 N_PATHING, N_HEIGHT = 8, 9
 _TINY = np.float32(1e-6)
 
-# Cells around a unit at which pathing and height are read, in units of `move_amount`; the last is its own cell.
+# Cells around a unit at which pathing and height are read, in units of `move_amount`; the last is its own cell
+# (`get_surrounding_points`).
 AROUND_X = np.array([0, 0, 2, -2, 1, -1, 1, -1, 0])
 AROUND_Y = np.array([2, -2, 0, 0, 1, -1, -1, 1, 0])
 
 
-def n_actions(spec: MapSpec) -> int:
-    """Return SMAC's A: six that aim at nobody, one for each enemy."""
-    return SMAC.n_actions(spec)
-
-
 def entity_layout(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> EntityLayout:
-    """Return where everything stands in an observation.
+    """Return the layout of an observation.
 
-    With `obs_timestep_number` SMAC announces one feature but appends it to a block that already has room for it; the
-    vector that it returns is longer by one than it says. The layout describes the vector, so `own_dim` grows by two.
-    SMACv2 has mended that: its grows by one.
+    With `obs_timestep_number`, SMAC's `get_obs_own_feats_size` counts one feature, and `get_obs_agent` appends another
+    one to that block: the vector is longer by one than SMAC's `get_obs_size`. This layout describes the vector, so
+    `own_dim` grows by two. SMACv2 fixed that: there it grows by one.
     """
     ally_shield, enemy_shield = int(spec.a_race == "P"), int(spec.b_race == "P")
     health, bits = int(args.obs_all_health), spec.unit_type_bits
@@ -58,13 +55,13 @@ def entity_layout(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> E
 
 
 def state_unit_dims(spec: MapSpec, variant: Variant = SMAC) -> tuple[int, int]:
-    """Return how many features of an ally and of an enemy the state holds."""
+    """Return the number of features of an ally and of an enemy in the state."""
     ally = 4 + (spec.a_race == "P") + 2 * variant.direction + spec.unit_type_bits
     return ally, 3 + (spec.b_race == "P") + spec.unit_type_bits
 
 
 def state_component(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> list[int]:
-    """Return the lengths of the state's parts: allies, enemies, last actions, elapsed time; or all observations."""
+    """Return the lengths of the state's parts: allies, enemies, last actions, elapsed time; or of all observations."""
     if args.obs_instead_of_state:
         return [entity_layout(spec, args, variant).obs_dim] * spec.n_agents
     ally, enemy = state_unit_dims(spec, variant)
@@ -78,26 +75,20 @@ def state_dim(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> int:
     return sum(state_component(spec, args, variant))
 
 
+# Source: oxwhirl/smac, starcraft2.py, `unit_max_cooldown`. A medivac shows its energy instead, of 200.
 MAX_COOLDOWN = {
-    "marine": 15.0,
-    "marauder": 25.0,
-    "medivac": 200.0,  # full energy: its "cooldown" in the state is its energy
-    "stalker": 35.0,
-    "zealot": 22.0,
-    "colossus": 24.0,
-    "hydralisk": 10.0,
-    "zergling": 11.0,
-    "baneling": 1.0,
-}
+    "marine": 15.0, "marauder": 25.0, "medivac": 200.0, "stalker": 35.0, "zealot": 22.0, "colossus": 24.0,
+    "hydralisk": 10.0, "zergling": 11.0, "baneling": 1.0,
+}  # fmt: skip
 DEFAULT_MAX_COOLDOWN = 15.0
 
-# The published code numbers the enemies' zealots and stalkers the other way round than the allies'.
+# SMAC's `get_unit_type_id` numbers the enemies' zealots and stalkers in the opposite order to the allies'.
 ENEMY_TYPES: dict[str, tuple[str, ...]] = {"stalkers_and_zealots": ("zealot", "stalker")}
 
 
 @dataclass(frozen=True)
 class UnitTables:
-    """Tables over type ids; the row after the last type stands for id -1 (unused column).
+    """Tables over type ids; the last row belongs to id -1 (unused column).
 
     Attributes:
         ally_onehot, enemy_onehot: [T + 1, unit_type_bits] float32.
@@ -135,18 +126,19 @@ def _onehot(names: Sequence[str], order: Sequence[str], bits: int) -> np.ndarray
 
 
 class Pool:
-    """Named parts of one array [B, L], and where in a row each of their entries lies.
+    """Named parts of one array [B, L].
 
     Args:
-        n_slots: B. dtype: of the entries. shapes: name -> shape of that part for one battle.
+        n_slots: B. shapes: name -> shape of that part for one battle.
 
     Attributes:
-        row: [B, L], zero at first. part: name -> view [B, *shape]. at: name -> [*shape] int64, places in a row.
+        row: [B, L] float32, initially zero. part: name -> view [B, *shape]. at: name -> [*shape] int64, indices into a
+            row.
     """
 
-    def __init__(self, n_slots: int, dtype: type, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, n_slots: int, shapes: dict[str, tuple[int, ...]]) -> None:
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-        self.row: np.ndarray = np.zeros((n_slots, sum(sizes.values())), dtype)
+        self.row = np.zeros((n_slots, sum(sizes.values())), np.float32)
         self.part: dict[str, np.ndarray] = {}
         self.at: dict[str, np.ndarray] = {}
         start = 0
@@ -158,13 +150,13 @@ class Pool:
 
 
 class FeatureWriter:
-    """Fills observations and the state of one map.
+    """Fills observations and states of one map.
 
     Args:
-        spec: map facts. args: flags. tables: unit tables. terrain: the field. n_slots: B. variant: SMAC or SMACv2.
+        spec: the map. args: flags. tables: unit tables. terrain: of the map. n_slots: B. variant: SMAC or SMACv2.
 
     Attributes:
-        direction: [B, n, 2] float64, unit vectors of where the agents look, if the variant shows that.
+        direction: [B, n, 2] float64, unit vectors of the agents' view directions, if the variant shows them.
     """
 
     def __init__(
@@ -182,11 +174,11 @@ class FeatureWriter:
         self._bits, self._heals = spec.unit_type_bits, spec.map_type in HEALING
         self._shields = spec.a_race == "P", spec.b_race == "P"
         n, total = self._n, self._total
-        # Of a unit: health, shield, type bits (shown to others too), share of cooldown or energy left, x, y.
+        # Per unit: health, shield, type bits (these three also in others' observations), cooldown or energy, x, y.
         self._first_bit = 1 + any(self._shields)
         self._shared = self._first_bit + self._bits
         self._unit = np.zeros((n_slots, self._shared + 3, total), np.float32)
-        # Of a unit seen by an agent: may be attacked (allies: 1), distance, x, y, and what is shared of the unit.
+        # Per pair (agent, unit): attack available (allies: 1), distance, dx, dy, and the three shared features.
         self._pair = np.zeros((n_slots, 4 + self._shared, n, total), np.float32)
         self._pair[:, 0, :, :n] = 1.0
         shapes = {
@@ -202,12 +194,12 @@ class FeatureWriter:
             "own_place": (n, 2 * variant.own_place),
             "direction": (n, 2 * variant.direction),
         }
-        self._pool = Pool(n_slots, np.float32, shapes)
-        # Views that never change, made once: a tick is many small operations.
+        self._pool = Pool(n_slots, shapes)
+        # Views made once: a step consists of many small operations.
         part, shared = self._pool.part, self._shared
         self._health, self._ready = self._unit[:, 0], self._unit[:, shared, :n]
-        self._where, self._told = self._unit[:, shared + 1 :].swapaxes(0, 1), self._unit[:, :shared, None]
-        self._attack, self._telling = self._pair[:, 0, :, n:], self._pair[:, 4:]
+        self._where, self._shared_of_units = self._unit[:, shared + 1 :].swapaxes(0, 1), self._unit[:, :shared, None]
+        self._attack, self._shared_of_pairs = self._pair[:, 0, :, n:], self._pair[:, 4:]
         self._toward = self._pair[:, 1:4].swapaxes(0, 1)
         self._unit_bits, self._shown_unit = self._unit.view(np.int32), part["unit"].view(np.int32)
         self._pair_bits, self._shown_pair = self._pair.view(np.int32), part["pair"].view(np.int32)
@@ -220,12 +212,12 @@ class FeatureWriter:
         self._extent = np.array([float(x1 - x0), float(y1 - y0)])[:, None, None]
 
     def _shown_of(self, side: int, health: bool) -> list[int]:
-        """Return which features of a unit of that side (0: allies) are shown: health and shield if `health`, bits."""
+        """Return the features shown of a unit of that side (0: allies): health and shield if `health`, type bits."""
         points = [0, 1] if self._shields[side] else [0]
         return [*(points if health else []), *range(self._first_bit, self._shared)]
 
     def _places_of_obs(self) -> np.ndarray:
-        """Return [n * obs_dim] the places in the pool of all entries of the observations."""
+        """Return [n * obs_dim], the pool index of each entry of the observations, in the order of `get_obs_agent`."""
         args, at, n = self._args, self._pool.at, self._n
         agents = np.arange(n)[:, None]
         enemies = np.broadcast_to(np.arange(n, self._total), (n, self._m))
@@ -248,7 +240,7 @@ class FeatureWriter:
         return np.concatenate(blocks, axis=1).ravel()
 
     def _places_of_state(self) -> np.ndarray:
-        """Return [state_dim] the places in the pool of all entries of the state."""
+        """Return [state_dim], the pool index of each entry of the state, in the order of `get_state`."""
         at, n, ready = self._pool.at, self._n, self._shared
         blocks = []
         for side, units in enumerate((slice(0, n), slice(n, None))):
@@ -273,10 +265,10 @@ class FeatureWriter:
         steps: np.ndarray,
         sight: float | np.ndarray = SIGHT_RANGE,
     ) -> None:
-        """Compute all numbers of this moment.
+        """Compute all numbers of the current step.
 
         avail: [B, n, A] bool. last_action: [B, n, A] float32. steps: [B], steps played in the episode.
-        sight: cells by which places are divided, or [B, n, 1] of them.
+        sight: cells, or [B, n, 1] cells, by which relative positions are divided.
         """
         args, part, n, ready, unit = self._args, self._pool.part, self._n, self._shared, self._unit
         np.divide(units.health, np.maximum(units.health_max, _TINY), out=self._health)
@@ -292,7 +284,7 @@ class FeatureWriter:
         first = self._variant.n_normal_actions
         self._attack[...] = avail[..., first : first + self._m]
         np.divide(geometry.place, sight, out=self._toward, casting="same_kind")
-        self._telling[...] = self._told
+        self._shared_of_pairs[...] = self._shared_of_units
         part["move"][...] = avail[..., NORTH : WEST + 1]
         if args.obs_pathing_grid or args.obs_terrain_height:
             self._look_around(units)
@@ -317,7 +309,7 @@ class FeatureWriter:
             part["height"][...] = self._grids[1].read(cell_x, cell_y) * alive
 
     def write_obs(self, last_action: np.ndarray, seen: np.ndarray, out: np.ndarray) -> None:
-        """Write the observations [B, n, obs_dim]. seen: [B, n, U] bool, who is shown to whom."""
+        """Write the observations [B, n, obs_dim] into `out`. seen: [B, n, U] bool, units visible to each agent."""
         shown = bit_mask(seen)
         np.bitwise_and(self._pair_bits, shown[:, None], out=self._shown_pair)
         if self._args.obs_last_action:
@@ -326,7 +318,7 @@ class FeatureWriter:
         self._pool.row.take(self._obs_at, axis=1, out=out.reshape(len(out), -1), mode="clip")
 
     def state(self) -> np.ndarray:
-        """Return [B, :] float32, what `write_state` writes."""
+        """Return the state [B, :] float32, also where `obs_instead_of_state` replaces it."""
         return self._pool.row.take(self._state_at, axis=1)
 
     def write_state(self, out: np.ndarray) -> None:
@@ -334,7 +326,7 @@ class FeatureWriter:
         self._pool.row.take(self._state_at, axis=1, out=out, mode="clip")
 
     def _write_readiness(self, units: Units) -> None:
-        """Write [B, n] share of the cooldown that is left; for medivacs that heal share of energy."""
+        """Write [B, n], remaining cooldown over its maximum; for medivacs that heal, energy over its maximum."""
         kind = units.type_id[:, : self._n]
         left = units.cooldown[:, : self._n]
         if self._heals:
@@ -343,5 +335,5 @@ class FeatureWriter:
 
 
 def bit_mask(shown: np.ndarray) -> np.ndarray:
-    """Return int32 with all bits set where `shown` (bool), else zero."""
+    """Return int32 with all bits set where `shown` (bool), elsewhere zero."""
     return np.negative(shown, dtype=np.int32)

@@ -1,6 +1,7 @@
-"""SMAC's maps by name: who fights whom, for how long, on what ground; data only.
+"""SMAC's maps by name, and maps that other packages add by an entry point.
 
-Names, limits, races and map types are those of oxwhirl/smac; the ground is this simulator's own.
+Names, units, limits, races and map types follow oxwhirl/smac (maps/smac_maps.py, `map_param_registry`). Start positions
+and terrain are the embedded simulator's own.
 """
 
 from __future__ import annotations
@@ -16,27 +17,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from omagd.envs.battle.units import UNIT_ID
 from omagd.utils.errors import UserError, nearest
 
-# SMAC numbers the unit types of a map type from 0 in this order; allies are sorted by it (not SMACv2's, `*_gen`).
+# SMAC numbers a map type's unit types from 0 in this order (`get_unit_type_id`) and sorts allies by it. SMACv2 (`*_gen`)
+# does not sort them.
 TYPE_ORDER: dict[str, tuple[str, ...]] = {
-    "marines": ("marine",),
-    "stalkers": ("stalker",),
-    "zealots": ("zealot",),
-    "hydralisks": ("hydralisk",),
-    "colossus": ("colossus",),
-    "stalkers_and_zealots": ("stalker", "zealot"),
-    "colossi_stalkers_zealots": ("colossus", "stalker", "zealot"),
-    "MMM": ("marauder", "marine", "medivac"),
-    "bane": ("baneling", "zergling"),
-    "terran_gen": ("marine", "marauder", "medivac"),
-    "protoss_gen": ("stalker", "zealot", "colossus"),
-    "zerg_gen": ("zergling", "hydralisk", "baneling"),
-}
+    "marines": ("marine",), "stalkers": ("stalker",), "zealots": ("zealot",), "hydralisks": ("hydralisk",),
+    "colossus": ("colossus",), "stalkers_and_zealots": ("stalker", "zealot"),
+    "colossi_stalkers_zealots": ("colossus", "stalker", "zealot"), "MMM": ("marauder", "marine", "medivac"),
+    "bane": ("baneling", "zergling"), "terran_gen": ("marine", "marauder", "medivac"),
+    "protoss_gen": ("stalker", "zealot", "colossus"), "zerg_gen": ("zergling", "hydralisk", "baneling"),
+}  # fmt: skip
 HEALING = ("MMM", "terran_gen")  # map types whose medivacs heal
 
 
 @dataclass(frozen=True)
 class Wall:
-    """A wall across the field from x0 to x1 with an opening from gap_y0 to gap_y1; a cliff lets cliff walkers pass."""
+    """A wall from x0 to x1 with an opening from gap_y0 to gap_y1; units that walk cliffs can cross a cliff."""
 
     x0: float
     x1: float
@@ -51,14 +46,14 @@ class MapSpec:
 
     Attributes:
         allies, enemies: unit names in unit order (allies: SMAC's type order).
-        limit: agent steps until the battle is given up. a_race, b_race: "T", "P" or "Z".
+        limit: maximum number of agent steps. a_race, b_race: "T", "P" or "Z".
         unit_type_bits, map_type: as in SMAC.
-        ally_start, enemy_start: centres of the starting formations; several centres share the side's units in turn.
-        spacing, enemy_spacing: distance of neighbours in a formation; the enemy's is the same if 0.
+        ally_start, enemy_start: centres of the start formations; units are assigned to the centres round-robin.
+        spacing, enemy_spacing: distance of neighbours in a formation; 0: the enemy's is the same.
         enemy_waits: the enemy stays at its start until it sees an ally, instead of advancing.
-        size: the field is size x size cells, of which a border of `border` cells cannot be entered.
-        wall: what divides the field, if anything does.
-        file: the game's file of the map, without its ending; by default that of its name.
+        size: the map has size x size cells; a border of `border` cells cannot be entered.
+        wall: divides the map, if any.
+        file: the game's map file without its ending; default: `name`.
     """
 
     name: str
@@ -81,7 +76,7 @@ class MapSpec:
 
     @property
     def game_file(self) -> str:
-        """The game's file of the map, without its ending."""
+        """The game's map file without its ending."""
         return self.file or self.name
 
     @property
@@ -178,13 +173,13 @@ Race = Literal["T", "P", "Z", "R"]
 
 
 class MapParams(BaseModel):
-    """What SMAC's `map_param_registry` says of a map.
+    """Parameters of a map as in SMAC's `map_param_registry`.
 
     Attributes:
-        n_agents, n_enemies: numbers of units. limit: agent steps until a battle is given up.
-        a_race, b_race: "T", "P", "Z" or "R"; of the allies and the enemies. Only "P" has shields.
-        unit_type_bits: length of the one-hot unit type; 0 where one type is enough.
-        map_type: which unit types the agents have, one of SMAC's.
+        n_agents, n_enemies: numbers of units. limit: maximum number of agent steps.
+        a_race, b_race: races of allies and enemies, "T", "P", "Z" or "R". Only "P" has shields.
+        unit_type_bits: length of the one-hot unit type; 0 for teams of one type.
+        map_type: one of SMAC's map types; determines the unit types of the agents.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -211,7 +206,7 @@ class MapParams(BaseModel):
         return self
 
     def spec(self, name: str) -> MapSpec:
-        """Return the map; its units are placeholders, the game says what they are."""
+        """Return the map; its units are placeholders, the game determines them."""
         kind = TYPE_ORDER[self.map_type][:1]
         return MapSpec(
             name, kind * self.n_agents, kind * self.n_enemies, self.limit, self.a_race, self.b_race,
@@ -220,9 +215,9 @@ class MapParams(BaseModel):
 
 
 def get_game_map(name: str) -> MapSpec:
-    """Return the map of the game that has this name: one of SMAC's, else one that an installed package adds.
+    """Return a map of the game by name: SMAC's, or one that an installed package adds.
 
-    Errors: UserError for a name that nobody has or two packages have, and for what is wrong with a package's entry.
+    Errors: UserError for an unknown name, a name that two packages add, or an invalid entry of a package.
     """
     if name in MAPS:
         return get_map(name)
@@ -245,12 +240,12 @@ def get_game_map(name: str) -> MapSpec:
 
 
 def is_custom(name: str) -> bool:
-    """Return whether another package adds a map of this name."""
+    """Return whether another package adds this map."""
     return name not in MAPS and any(key == name for _, key, _ in _custom_maps())
 
 
 def _custom_maps() -> Iterator[tuple[EntryPoint, str, Any]]:
-    """Yield (entry point, name, parameters) of the maps that installed packages add."""
+    """Yield (entry point, name, parameters) of each map that installed packages add."""
     for point in entry_points(group=GROUP):
         try:
             registry = point.load()

@@ -1,4 +1,7 @@
-"""Where units go: towards targets and goals, round walls, apart from each other, and never off the ground."""
+"""Physics of the embedded simulator: terrain, start formations, pairwise distances, movement and collision.
+
+Arrays are [U, B], units first: an operation over units works on whole rows of slots.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.utils.seeding import GOLDEN, splitmix64
 
 FLAT_HEIGHT, HIGH_GROUND = 0.4, 0.9
-WIDTH, ENEMY_WIDTH = 1.6, 0.6  # formations: units per line over number of lines; enemies with guns come in columns
+WIDTH, ENEMY_WIDTH = 1.6, 0.6  # formations: units per line over number of lines; ranged enemies come in columns
 MOST_LINES = 6
 HALF = np.float32(0.5)
 JITTER = 0.6  # start positions differ from the formation by at most this much along each axis
@@ -47,7 +50,7 @@ def _wall_cells(wall: Wall, size: int) -> np.ndarray:
 
 
 def _raise_plateau(height: np.ndarray, wall: Wall) -> None:
-    """Make everything left of a cliff high ground, with a ramp in the opening."""
+    """Raise everything left of a cliff, with a ramp in the opening."""
     height[: int(wall.x1)] = HIGH_GROUND
     ramp = np.linspace(HIGH_GROUND, FLAT_HEIGHT, int(wall.x1 - wall.x0) + 2, dtype=np.float32)[1:-1]
     height[int(wall.x0) : int(wall.x1), int(wall.gap_y0) : int(wall.gap_y1)] = ramp[:, None]
@@ -56,10 +59,10 @@ def _raise_plateau(height: np.ndarray, wall: Wall) -> None:
 def formation(
     names: tuple[str, ...], centres: tuple[tuple[float, float], ...], spacing: float, facing: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [2, units] block centres and offsets from them: lines across the way, short ranges in front.
+    """Return block centres and offsets from them, each [2, units]: lines facing the enemy, short ranges in front.
 
     Args:
-        centres: one block each; units are dealt out to the blocks in turn.
+        centres: of the blocks; units are assigned to blocks round-robin.
         facing: +1 if the enemy is to the right, -1 if to the left. Exploding units stand in front.
     """
     types = [UNITS[UNIT_ID[name]] for name in names]
@@ -103,7 +106,7 @@ def start_positions(spec: MapSpec, seeds: np.ndarray) -> np.ndarray:
 
 
 def advance_goals(spec: MapSpec) -> np.ndarray:
-    """Return [2, U] whither the enemy advances: its formation, moved to the allies' start (allies: unused)."""
+    """Return [2, U], where the enemy advances to: its formation, moved to the allies' start (allies: unused)."""
     goal = np.array(spec.ally_start[0], dtype=np.float32)[:, None]
     _, offset = formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1)
     return np.concatenate([np.broadcast_to(goal, (2, spec.n_agents)), goal + offset], axis=1)
@@ -128,29 +131,31 @@ def detour(wall: Wall, x: np.ndarray, y: np.ndarray, gx: np.ndarray, gy: np.ndar
 
 INDEX_BITS = 127  # low bits of a squared distance that carry the unit index; relative error below 2**-16
 NOBODY = np.int32(0x7F000000)
+Floats = np.ndarray | np.float32
 FAR_AWAY, APART = np.float32(1.0e4), np.float32(1.0e-3)
 
 
 def memory_size(units: int, slots: int) -> int:
-    """Return how many float32 numbers `Pairs` works in."""
+    """Return the number of float32 values in the working memory of `Pairs`."""
     return (2 + 4 * units) * units * slots
 
 
 class Pairs:
-    """Differences and squared distances of all units of all slots; the dead lie far away from everyone.
+    """Differences and squared distances of all pairs of units; dead units are placed far away.
 
     Args:
-        memory: float32, at least `memory_size(U, B)` numbers to work in.
+        memory: working memory, float32, at least `memory_size(U, B)` values.
 
     Attributes:
-        x, y: [U, B] positions used. dx, dy: [U, U, B] position of the first unit less that of the second. d2: squared.
+        x, y: [U, B], positions. dx, dy: [U, U, B], position of the first unit minus that of the second. d2: squared
+            distance.
     """
 
     def __init__(self, roster: Roster, slots: int, memory: np.ndarray) -> None:
         self._roster = roster
         units = roster.total
         number = np.arange(units, dtype=np.float32)[:, None]
-        # A hair's breadth between the columns, so that units on one spot know in which direction to part.
+        # A tiny offset per unit gives units at the same position a direction to separate in.
         self._offset_x, self._offset_y = APART * number, APART * ((number * 7) % 11)
         self._far = FAR_AWAY + 100 * number
         places = 2 * units * slots
@@ -160,7 +165,7 @@ class Pairs:
         self._index = np.arange(units, dtype=np.int32)
 
     def measure(self, battle: Battle) -> None:
-        """Compute everything anew."""
+        """Recompute everything from the current positions."""
         dead = battle.alive == 0
         np.add(battle.x, self._offset_x, out=self.x)
         np.add(battle.y, self._offset_y, out=self.y)
@@ -172,13 +177,13 @@ class Pairs:
         self.d2 += self.work
 
     def nearest_foe(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return [U, B] index of and centre distance to the nearest foe that the unit can hit."""
+        """Return index of and centre distance to the nearest foe that each unit can hit, both [U, B]."""
         n = self._roster.n
         key = np.concatenate([self._nearest(slice(0, n), slice(n, None)), self._nearest(slice(n, None), slice(0, n))])
         return key & INDEX_BITS, np.sqrt((key & ~INDEX_BITS).view(np.float32))
 
     def _nearest(self, who: slice, whom: slice) -> np.ndarray:
-        """Return the smallest of (distance, index) packed into one integer: positive floats sort like their bits."""
+        """Return the smallest (distance, index), packed into one integer: positive floats sort like their bits."""
         key = (self.d2[who, whom].view(np.int32) & ~INDEX_BITS) | self._index[whom][None, :, None]
         if not self._roster.all_hit:
             key = np.where(self._roster.can_hit[who, whom, None], key, NOBODY)
@@ -186,9 +191,9 @@ class Pairs:
 
 
 PUSH_WALKING, PUSH_STANDING, PUSH_MOST = np.float32(0.5), np.float32(0.1), np.float32(0.4)
-HOLD_BACK = np.float32(0.5)  # pace of enemies while exploding friends go first
-SWING = np.float32(6.0)  # loops for which a chaser stands after its shot; a MOVE order breaks it off
-STOP_SHORT = np.float32(0.05)  # a chaser stops this much inside its weapon's reach
+HOLD_BACK = np.float32(0.5)  # speed factor of enemies behind their exploding units
+SWING = np.float32(6.0)  # loops that a chasing unit stands still after a shot; a MOVE order interrupts it
+STOP_SHORT = np.float32(0.05)  # a chasing unit stops this far inside its weapon's reach
 TINY = np.float32(1.0e-6)
 
 
@@ -207,7 +212,7 @@ class Movement:
         self._can_move = (roster.step > 0).astype(np.float32)
 
     def walk(self, battle: Battle, pairs: Pairs, aiming: np.ndarray, in_reach: np.ndarray, loops: int) -> None:
-        """Move by `loops` game loops: first those who walk to a place, then those who chase and see where prey goes.
+        """Move by `loops` game loops: first units that walk to a place, then units that chase a moving target.
 
         Args:
             aiming: [U, B] bool, the unit has a living target. in_reach: [U, B] bool, and its weapon reaches it.
@@ -228,31 +233,31 @@ class Movement:
         give = np.where(going | (chasing & ~in_reach), PUSH_WALKING, PUSH_STANDING) * self._can_move * live
         x += np.clip(push_x * give, -PUSH_MOST, PUSH_MOST)
         y += np.clip(push_y * give, -PUSH_MOST, PUSH_MOST)
-        self._settle(battle, np.clip(x, self._low_x, self._high_x), np.clip(y, self._low_y, self._high_y))
+        self._place(battle, np.clip(x, self._low_x, self._high_x), np.clip(y, self._low_y, self._high_y))
 
     def _stride(
-        self, battle: Battle, goal_x: np.ndarray, goal_y: np.ndarray, slack: np.ndarray, most: np.ndarray
+        self, battle: Battle, goal_x: np.ndarray, goal_y: np.ndarray, slack: Floats, most: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return positions [U, B] after walking up to `most` cells towards a goal, no nearer than `slack`."""
+        """Return positions [U, B] after walking up to `most` cells towards a goal, but not nearer than `slack`."""
         if self._wall is not None:
-            goal_x, goal_y, slack = self._round_wall(battle, goal_x, goal_y, slack)
+            goal_x, goal_y, slack = self._around_wall(self._wall, battle, goal_x, goal_y, slack)
         way_x, way_y = goal_x - battle.x, goal_y - battle.y
         distance = np.sqrt(way_x * way_x + way_y * way_y) + TINY
         share = np.minimum(np.maximum(distance - slack, 0), most) / distance
         return battle.x + way_x * share, battle.y + way_y * share
 
-    def _round_wall(
-        self, battle: Battle, goal_x: np.ndarray, goal_y: np.ndarray, slack: np.ndarray
+    def _around_wall(
+        self, wall: Wall, battle: Battle, goal_x: np.ndarray, goal_y: np.ndarray, slack: Floats
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the next point on the way, and no slack where that point is not the goal itself."""
-        free = self._roster.walks_cliffs if self._wall.cliff else np.zeros_like(self._roster.walks_cliffs)
-        next_x, next_y = detour(self._wall, battle.x, battle.y, goal_x, goal_y)
+        """Return the next point on the way, with zero slack unless it is the goal itself."""
+        free = self._roster.walks_cliffs if wall.cliff else np.zeros_like(self._roster.walks_cliffs)
+        next_x, next_y = detour(wall, battle.x, battle.y, goal_x, goal_y)
         next_x, next_y = np.where(free, goal_x, next_x), np.where(free, goal_y, next_y)
         direct = (next_x == goal_x) & (next_y == goal_y)
         return next_x, next_y, np.where(direct, slack, np.float32(0))
 
     def _push(self, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
-        """Return [U, B] by how much, and whither, each unit overlaps with the others; uses up `dx` and `dy`."""
+        """Return the push (x, y) [U, B] on each unit by all that it overlaps with; overwrites `dx` and `dy`."""
         work = pairs.work
         np.sqrt(pairs.d2, out=work)
         np.maximum(work, TINY, out=work)
@@ -264,8 +269,8 @@ class Movement:
         # dx[i, j] = x[i] - x[j]: the push on j is the sum over the leading axis, whose order no batch size changes.
         return -np.add.reduce(pairs.dx, axis=0), -np.add.reduce(pairs.dy, axis=0)
 
-    def _settle(self, battle: Battle, x: np.ndarray, y: np.ndarray) -> None:
-        """Take the new positions; at a wall, slide along it or stay."""
+    def _place(self, battle: Battle, x: np.ndarray, y: np.ndarray) -> None:
+        """Set the new positions; at a wall, slide along it or stay."""
         if self._wall is not None:
             free = self._roster.walks_cliffs if self._wall.cliff else False
             ok, ok_x, ok_y = (self._open(*at) | free for at in ((x, y), (x, battle.y), (battle.x, y)))

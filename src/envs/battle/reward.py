@@ -1,7 +1,16 @@
-"""SMAC's reward and end of episode, with the bookkeeping they need.
+"""SMAC's reward and episode end.
 
-Shapes: B slots, n agents, U = n + m units. Sums run in double precision and in a fixed order, so that a slot's reward
-does not depend on the slots beside it.
+Source: oxwhirl/smac, starcraft2.py, `reward_battle`, `step` and `update_units`. The dense reward of a step is
+
+    Δenemy + Δdeaths                 with reward_only_positive (default); SMAC takes its absolute value
+    Δenemy + Δdeaths - Δally         otherwise
+
+where Δenemy is the health and shield that enemies lost, Δdeaths is `reward_death_value` per enemy that died (less
+`reward_negative_scale` times that per ally), and Δally is the allies' loss times `reward_negative_scale`. The end of an
+episode adds `reward_win` or `reward_defeat`. All is divided by (best possible return / `reward_scale_rate`).
+
+Sums are in double precision and in a fixed order: a slot's reward does not depend on other slots.
+Shapes: B slots, n agents, U = n + m units.
 """
 
 from __future__ import annotations
@@ -17,9 +26,9 @@ from omagd.envs.battle.backend import Units
 
 @dataclass
 class Ending:
-    """How the step ended the episodes, each [B] bool; `over` is any of won, lost, draw (both sides dead), limit.
+    """How episodes ended, each [B] bool; `over` is any of won, lost, draw (both sides dead), limit.
 
-    `left` is [B, 2] int64, how many allies and enemies live.
+    `left` is [B, 2] int64, the numbers of living allies and enemies.
     """
 
     won: np.ndarray
@@ -30,19 +39,19 @@ class Ending:
     left: np.ndarray
 
     def among(self, active: np.ndarray) -> Ending:
-        """Return the same with nothing true outside of `active` [B] bool."""
+        """Return a copy that is False outside of `active` [B] bool."""
         won, lost, draw = self.won & active, self.lost & active, self.draw & active
         return Ending(won, lost, draw, self.limit & active, self.over & active, self.left)
 
 
 class RewardLedger:
-    """Remembers what each unit had before the step and pays for the difference.
+    """Keeps each unit's health and shield before the step and computes rewards from the differences.
 
     Args:
         args: the reward keys. n_slots, n_agents, n_enemies: sizes.
 
     Attributes:
-        keep_scale: SMACv2's quirk: what the enemies of the first battle could bring scales all later ones too.
+        keep_scale: SMACv2's quirk: the enemies of the first battle determine the scale of all later ones.
     """
 
     def __init__(self, args: BattleArgs, n_slots: int, n_agents: int, n_enemies: int) -> None:
@@ -54,7 +63,7 @@ class RewardLedger:
         self.keep_scale = False
 
     def reset(self, which: np.ndarray, units: Units) -> None:
-        """Open the books of the slots `which` [B] bool for the units that stand there now."""
+        """Start episodes in the slots `which` [B] bool with the current units."""
         self._living[which] = units.alive[which]
         self._points[which] = (_points(units) * units.alive)[which]
         if self._args.reward_scale:
@@ -64,8 +73,8 @@ class RewardLedger:
             self._scale[fresh] = best / self._args.reward_scale_rate
             self._scaled |= fresh
 
-    def settle(self, units: Units, ending: Ending) -> np.ndarray:
-        """Return the reward [B] float64 of the step that led to `units`, and book it."""
+    def step(self, units: Units, ending: Ending) -> np.ndarray:
+        """Return the reward [B] float64 of the step that led to `units`."""
         args, n, before, living = self._args, self._n, self._points, self._living
         self._living = living & units.alive  # a death is counted once
         self._points = _points(units)
@@ -75,10 +84,11 @@ class RewardLedger:
         else:
             delta_enemy = _ordered_sum(before[:, n:] - self._points[:, n:])
             new_dead = np.greater(living, self._living)
-            deaths = np.count_nonzero(new_dead)  # none after most steps of a single battle
+            deaths = np.count_nonzero(new_dead)  # usually none
             delta_deaths = args.reward_death_value * _count(new_dead[:, n:]) if deaths else 0.0
             if args.reward_only_positive:
                 reward = delta_enemy + delta_deaths
+                # SMAC's abs() pays for enemy shields that regenerate; docs/sc2.md, `reward_shield_fix`.
                 reward = np.maximum(reward, 0.0) if args.reward_shield_fix else np.abs(reward)
             else:
                 delta_deaths = delta_deaths - (
@@ -92,7 +102,7 @@ class RewardLedger:
         return reward / self._scale
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the open books."""
+        """Return the state as arrays."""
         return {
             "points": self._points.copy(),
             "dead": ~self._living,
@@ -109,16 +119,18 @@ class RewardLedger:
 def judge(
     units: Units, n_agents: int, medivac: np.ndarray | None, at_limit: np.ndarray, any_medivacs: bool = False
 ) -> Ending:
-    """Return who has won.
+    """Return which episodes have ended and how, as SMAC's `update_units`.
 
-    `medivac` [B, U] on maps where they heal, else None: there a side left with medivacs only has lost; for the enemy
-    this holds, as published, for exactly one medivac in SMAC, in SMACv2 (`any_medivacs`) for any number of them.
-    Elsewhere a side has lost when none of its units is listed any more (SMAC's `update_units`): a unit listed with
-    health 0 is dead for `left` and for the medivac rule, but the battle goes on. `at_limit`: [B] bool, the step limit.
+    A side has lost when none of its units is listed. A unit listed with health 0 counts as dead for `left` and for the
+    rule below, but the battle continues. Where medivacs heal, a side with medivacs only has lost: for the enemies only
+    if it is exactly one (SMAC), or any number (SMACv2, `any_medivacs`).
+
+    Args:
+        medivac: [B, U] bool; None on maps without the rule. at_limit: [B] bool, the step limit is reached.
     """
     left = _count_sides(units.alive, n_agents)
     listed = left if units.listed is units.alive else _count_sides(units.listed, n_agents)
-    if medivac is None and np.count_nonzero(listed) == listed.size:  # as after most steps, no side is gone anywhere
+    if medivac is None and np.count_nonzero(listed) == listed.size:  # the common case: no side is gone in any slot
         nobody = np.zeros(len(left), bool)
         return Ending(nobody, nobody, nobody, at_limit, at_limit.copy(), left)
     allies, enemies = (listed > 0).T
@@ -139,7 +151,7 @@ def judge(
 
 
 def _count_sides(flags: np.ndarray, n_agents: int) -> np.ndarray:
-    """Return [B, 2] how many allies and enemies have their flag of [B, U] set."""
+    """Return [B, 2], the numbers of allies and enemies whose flag in [B, U] is set."""
     return np.add.reduceat(flags, (0, n_agents), axis=1, dtype=np.int64)
 
 
@@ -148,7 +160,7 @@ def _points(units: Units) -> np.ndarray:
 
 
 def _count(flags: np.ndarray) -> np.ndarray:
-    """Return how many of the flags [B, K] are set in each row."""
+    """Return [B], the number of flags [B, K] set in each row."""
     return np.add.reduce(flags, axis=1, dtype=np.int64)
 
 

@@ -1,6 +1,6 @@
-"""Who stands in which column of a map's battle, and the battle's arrays.
+"""The simulator's constants of a map's units, and its state arrays.
 
-Inside the simulator arrays are [U, B]: U units (n allies, then m enemies), B battle slots.
+Inside the simulator, arrays are [U, B]: U units (n allies, then m enemies), B slots.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ INTS = ("order", "target", "alive")
 
 
 class Roster:
-    """Constants of a map's units, made once: columns [U, 1] and pair tables [U, U] (attacker, target), float32.
+    """Constants of a map's units: columns [U, 1] and pair tables [U, U] (attacker, target), float32.
 
     Attributes:
-        step: cells per loop. pace: the same when walking to a place: the enemy advances together.
-        reach: centre distance at which the weapon (a healer's beam) reaches; -1 where it cannot.
-        touch: centre distance below which two units push each other apart; -1 for pairs that do not meet.
+        step: cells per loop. pace: the same when walking to a place, where the enemy keeps together.
+        reach: centre distance at which the weapon (of healers: the beam) reaches; -1 where it cannot hit.
+        touch: centre distance below which two units push each other apart; -1 for pairs that do not collide.
         shield_hit, health_hit: damage of one shot before and after armour.
-        vanguard: columns of the enemy's exploding units; rearguard: [U, 1] bool, the enemies behind them.
+        vanguard: indices of the enemy's exploding units; rearguard: [U, 1] bool, the other enemies.
         foe: [U, U] bool, on different sides. healable: [U, U] bool.
     """
 
@@ -76,13 +76,13 @@ class Roster:
         self.all_hit = bool((self.can_hit | ~self.foe).all())
 
     def _pace(self) -> np.ndarray:
-        """Return the speed of walking to a place: enemies keep to their slowest."""
+        """Return the speed of walking to a place: for all enemies that of the slowest."""
         pace = self.step.copy()
         pace[self.n :] = np.minimum(pace[self.n :], pace[self.n :].min())
         return pace
 
     def reach_of(self, target: np.ndarray) -> np.ndarray:
-        """Return [U, B] the centre distance at which every unit's weapon reaches its target."""
+        """Return [U, B], the centre distance at which each unit's weapon reaches its target."""
         return self.reach.ravel()[self._row + np.maximum(target, 0)]
 
     @staticmethod
@@ -91,11 +91,11 @@ class Roster:
 
 
 class Battle:
-    """The changing part of B battles: float32 and int32 arrays [U, B], one block each, so that slots move as blocks.
+    """State of B battles: float32 and int32 arrays [U, B], in one block each, so that slots are copied together.
 
     Attributes:
-        timer: loops until the weapon is ready; may lie less than one substep below zero. quiet: loops without damage.
-        goal_x, goal_y: where MOVE and the enemy's advance lead. order: `Order`. target: unit index or -1.
+        timer: loops until the weapon is ready; at most one substep below zero. quiet: loops since the last damage.
+        goal_x, goal_y: destination of MOVE and of the enemy's advance. order: `Order`. target: unit index or -1.
         alive: 0 or 1.
     """
 
@@ -122,7 +122,7 @@ class Battle:
 
     @classmethod
     def empty(cls, units: int, slots: int) -> Battle:
-        """Return a battle in which nobody lives."""
+        """Return battles without living units."""
         battle = cls(np.zeros((len(FLOATS), units, slots), np.float32), np.zeros((len(INTS), units, slots), np.int32))
         battle.target.fill(-1)
         return battle
@@ -137,11 +137,11 @@ class Battle:
         self.ints[:, :, slots] = part.ints
 
     def of_target(self, values: np.ndarray) -> np.ndarray:
-        """Return `values` [U, B] of every unit's target; that of unit 0 where there is none."""
+        """Return `values` [U, B] of each unit's target; those of unit 0 where there is none."""
         return values.ravel()[self.target_flat()]
 
     def target_flat(self) -> np.ndarray:
-        """Return [U, B] places of the targets in a flattened [U, B] array."""
+        """Return [U, B], indices of the targets in a flattened [U, B] array."""
         return np.maximum(self.target, 0) * self.slots.size + self.slots
 
 

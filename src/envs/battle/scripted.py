@@ -1,7 +1,7 @@
-"""Scripted players for the allies: yardsticks for learning, and policies for collecting data.
+"""Scripted policies for the allies: baselines for learning, and data collection.
 
-They use true positions, so they are scripts and no agents, but they keep to the action mask. Shapes: B slots,
-n agents, m enemies, A actions; results are [B, n] int64.
+They read the true positions of all units but obey the action mask. Shapes: B slots, n agents, m enemies, A actions;
+results are [B, n] int64.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, hit_damage
 POLICIES = ("random", "attack_nearest", "focus_fire", "kiting")
 
 FAR = 1e6
-HEALER_DISTANCE = 3.0  # healers follow their patients this closely
+HEALER_DISTANCE = 3.0  # healers follow to this distance
 LOOPS_PER_STEP = 8
-CAUTION = 3  # kiting units keep so many of the enemy's steps out of its reach
+CAUTION = 3  # kiting units stay so many enemy steps outside of its reach
 OWN_RADIUS = 0.5
 
 # Tables over type ids; the last row stands for id -1 (unused column).
@@ -33,7 +33,7 @@ HEALER = np.array([*(u.is_healer for u in UNITS), False])
 
 @dataclass(frozen=True)
 class Scene:
-    """What the scripts look at: the units, all distances and the mask [B, n, A] of one moment."""
+    """Input of the scripts: the units, their geometry and the mask [B, n, A]."""
 
     units: Units
     geometry: Geometry
@@ -46,7 +46,7 @@ class Scene:
 
 
 def choose(policy: str, scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """Return the actions [B, n] that `policy`, one of `POLICIES`, takes; the dead do nothing."""
+    """Return the actions [B, n] of `policy`, one of `POLICIES`; dead agents take the no-op."""
     if policy == "random":
         return random_actions(scene.avail, rng)
     script = {"attack_nearest": attack_nearest, "focus_fire": focus_fire, "kiting": kiting}[policy]
@@ -96,11 +96,10 @@ def _heal(scene: Scene) -> np.ndarray:
     """Heal the nearest hurt ally in reach, else follow the nearest ally, preferably a hurt one."""
     units, geometry, n = scene.units, scene.geometry, scene.n_agents
     hurt = units.health[:, None, :n] < units.health_max[:, None, :n]
-    fighter = geometry.with_self(geometry.ally_pair) & ~HEALER[units.type_id[:, None, :n]]
-    distance = geometry.with_self(geometry.ally_dist)
+    fighter = geometry.pair[..., :n] & ~np.eye(n, dtype=bool) & ~HEALER[units.type_id[:, None, :n]]
+    distance, dx, dy = geometry.place[..., :n]
     patient, reachable = _lowest(distance, scene.avail[..., N_NORMAL_ACTIONS : N_NORMAL_ACTIONS + n] & hurt & fighter)
     goal, somebody = _lowest(np.where(hurt, distance, distance + 1000.0), fighter)
-    dx, dy = geometry.with_self(geometry.ally_dx), geometry.with_self(geometry.ally_dy)
     walk, _ = _walk(scene, _pick(dx, goal), _pick(dy, goal))
     follow = somebody & (_pick(distance, goal) > HEALER_DISTANCE)
     return np.where(reachable, N_NORMAL_ACTIONS + patient, np.where(follow, walk, STOP))
@@ -135,7 +134,7 @@ def _targets(scene: Scene) -> np.ndarray:
 
 def _lowest(score: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the index of the lowest score where `among`, and whether there is any; both [B, n]."""
-    return np.argmin(np.where(among, score, np.inf), axis=-1), among.any(axis=-1)
+    return np.argmin(np.where(among, score, np.inf), axis=-1), np.asarray(among.any(axis=-1))
 
 
 def _pick(values: np.ndarray, index: np.ndarray) -> np.ndarray:

@@ -1,8 +1,10 @@
-"""SMAC's semantics over a batch of battles: what agents see, may do and are paid, whichever back-end plays.
+"""Observations, actions and rewards follow SMAC, over a batch of battles and for any back-end.
 
-Follows oxwhirl/smac (starcraft2.py), its quirks included: a medivac's enemy feature 0 is its mask of allies to heal;
-moves are tested half a move ahead at whole-numbered cells; sight is `<`, reach is `<=`; own losses do not count by
-default, and regenerating enemy shields pay. Shapes: B slots, n agents, m enemies, U = n + m, A = 6 + m actions.
+Source: oxwhirl/smac, starcraft2.py, including its quirks. In a medivac's observation, feature 0 of enemy i is whether
+the medivac may heal ally i (`get_obs_agent`). A move is tested half a move ahead at integer cells (`can_move`). Sight
+is `<`, weapon range is `<=`. Own losses do not count by default, and regenerating enemy shields give a reward
+(`reward_battle`).
+Shapes: B slots, n agents, m enemies, U = n + m, A = 6 + m actions.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from omagd.envs.protocol import Observation, StepResult
 
 
 class BattleSemantics:
-    """Observations, masks, orders, rewards and ends of all battles of one back-end.
+    """Observations, masks, orders, rewards and episode ends of all battles of one back-end.
 
-    A step is `orders` → `backend.advance` → `settle`; after `backend.reset` comes `begin`.
+    Call `begin` after `backend.reset`. A step is `orders`, `backend.advance`, `finish_step`.
 
     Args:
-        spec: facts of the map. args: SMAC's flags. backend: who simulates.
-        unit_names: unit types in the order of their ids. variant: what stands where.
+        spec: the map. args: SMAC's flags. backend: simulates the battles.
+        unit_names: unit types in the order of their ids. variant: differences between SMAC and SMACv2.
 
     Attributes:
         layout: entity layout of an observation. n_actions, obs_dim, state_dim: sizes.
-        steps: [B] int, steps played in the running episodes. ended: [B] bool, over and not reset yet.
+        steps: [B] int, steps played in the current episodes. ended: [B] bool, ended and not reset yet.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class BattleSemantics:
         self._stale = True
 
     def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
-        """Note that the back-end has started new battles in the slots `which` [B] bool.
+        """Start episodes in the slots `which` [B] bool, where the back-end has started new battles.
 
-        `seeds` [B] are what they follow from; SMAC's rules themselves leave nothing to chance.
+        seeds: [B], of the battles; not used by SMAC's rules, which are not random.
         """
         self._ledger.reset(which, self._backend.units)
         self._last_action[which] = 0.0
@@ -97,12 +99,12 @@ class BattleSemantics:
             np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
         return self._rules.orders(chosen, self._backend.units, self._medivac())
 
-    def settle(self, active: np.ndarray) -> StepResult:
-        """Return what the step that the back-end has just played in the `active` slots [B] brought."""
+    def finish_step(self, active: np.ndarray) -> StepResult:
+        """Return the results of the step that the back-end has just played in the `active` slots [B]."""
         self._stale = True
         self.steps += active
         ending = self._judge()
-        reward = self._ledger.settle(self._backend.units, ending)
+        reward = self._ledger.step(self._backend.units, ending)
         everyone = np.count_nonzero(active) == len(active)
         if not everyone:
             ending, reward = ending.among(active), np.where(active, reward, 0.0)
@@ -119,8 +121,8 @@ class BattleSemantics:
     def _judge(self) -> Ending:
         return judge(self._backend.units, self._n, self._medivac() if self._heals else None, self.steps >= self._limit)
 
-    def abandon(self, which: np.ndarray) -> None:
-        """Note that the battles in the slots `which` [B] bool are over without a result; they are not counted."""
+    def drop(self, which: np.ndarray) -> None:
+        """End the battles in the slots `which` [B] bool without a result; they are not counted."""
         self.ended |= which
 
     def _info(self, ending: Ending, active: np.ndarray | None) -> dict[str, np.ndarray]:
@@ -141,7 +143,7 @@ class BattleSemantics:
         self._counters["timeouts"] += int(limit.sum())
 
     def observe(self, full: bool = False) -> Observation:
-        """Return what all slots show now; the arrays are overwritten by the next call."""
+        """Return the current observations; the arrays are overwritten by the next call."""
         self._refresh()
         units, geometry, writer, last_action = self._backend.units, self._geometry, self._writer, self._last_action
         writer.refresh(units, geometry, self._within_reach, last_action, self.steps, self._sight)
@@ -155,23 +157,24 @@ class BattleSemantics:
         return Observation(self._obs, self._state, self._avail, self._full if full else None)
 
     def _seen(self) -> np.ndarray:
-        """Return [B, n, U] bool: whom the observations show."""
+        """Return [B, n, U] bool: units shown in each agent's observation."""
         return self._geometry.pair & (self._geometry.place[0] < SIGHT_RANGE)
 
     def avail_actions(self) -> np.ndarray:
-        """Return [B, n, A] bool of this moment."""
+        """Return the current action mask [B, n, A] bool."""
         self._refresh()
         return self._avail
 
     def geometry(self) -> Geometry:
-        """Return distances and directions of this moment."""
+        """Return the current distances and directions."""
         self._refresh()
         return self._geometry
 
     def visibility(self) -> np.ndarray:
-        """Return SMAC's visibility matrix [B, n, U] bool: who lives and is nearer than the agent's sight.
+        """Return the visibility matrix [B, n, U] bool: living units nearer than the agent's sight range.
 
-        Of two allies the first one's sight decides for both, and no agent sees itself, as published.
+        As SMAC's `get_visibility_matrix`: between two allies the first one's sight range holds for both, and no agent
+        sees itself.
         """
         self._refresh()
         near, n = self._geometry.pair & (self._geometry.place[0] < self._sight), self._n
@@ -180,8 +183,8 @@ class BattleSemantics:
         return near
 
     def state_parts(self) -> dict[str, np.ndarray]:
-        """Return the state in SMAC's parts, copies: `allies` [B, n, :], `enemies` [B, m, :], and as far as the flags
-        ask for them `last_action` [B, n, A] and `timestep` [B].
+        """Return copies of the state's parts: `allies` [B, n, :], `enemies` [B, m, :], and if the flags include them
+        `last_action` [B, n, A] and `timestep` [B].
         """
         self.observe()
         flat, spec, variant = self._writer.state(), self._spec, self._variant
@@ -198,17 +201,17 @@ class BattleSemantics:
         }
 
     def type_bits(self) -> np.ndarray:
-        """Return [B, n, unit_type_bits] float32, the agents' types."""
+        """Return [B, n, unit_type_bits] float32, the agents' unit types."""
         return self._tables.ally_onehot.take(self._backend.units.type_id[:, : self._n], axis=0)
 
     def stats(self) -> dict[str, float]:
-        """Return SMAC's counters; `battles_draw` are, as there, the battles that ran into the step limit."""
+        """Return SMAC's counters; as there, `battles_draw` counts battles that reached the step limit."""
         games = self._counters["battles_game"]
         rate = self._counters["battles_won"] / games if games else 0.0
         return {**self._counters, "battles_draw": self._counters["timeouts"], "win_rate": rate, "restarts": 0}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything but the back-end's own state."""
+        """Return everything except the back-end's state."""
         return {
             "ledger": self._ledger.snapshot(),
             "last_action": self._last_action.copy(),
@@ -227,7 +230,7 @@ class BattleSemantics:
         self._stale = True
 
     def _medivac(self) -> np.ndarray:
-        """Return [B, U] bool, who is a medivac that heals."""
+        """Return [B, U] bool: medivacs on maps where they heal."""
         if not self._heals:
             return self._no_medivac
         return self._tables.medivac.take(self._backend.units.type_id)

@@ -1,12 +1,12 @@
-"""The embedded battle: a batch of small battles in NumPy, behind the same door as the real game.
+"""The embedded battle simulator: a batch of small battles in NumPy, with the same interface as the real game.
 
-It is not StarCraft II. One agent step is 8 game loops, played as 4 substeps of 2. Within a substep targets are chosen
-(every other one), ready weapons fire at once, units walk and push each other apart. Idle allies (STOP) fire at what
-comes into their weapons' reach and do not move. Who chases stands still for a moment after each shot; there is no
-turning and no acceleration.
+It is not StarCraft II (docs/skirmish.md). One agent step is 8 game loops, played as 4 substeps of 2. In a substep,
+units choose targets (every other substep), ready weapons fire simultaneously, units walk and push each other apart.
+Idle allies (STOP) fire at enemies in their weapon's reach and do not move. A chasing unit stands still for a moment
+after each shot; there is no turning and no acceleration.
 
-A slot's battle depends on its seed and its orders alone, bit for bit: all operations are elementwise over slots, sums
-over units run in one order, and no function is used whose last bit depends on vector lanes.
+A slot's battle is a function of its seed and its orders, bit for bit: all operations are elementwise over slots, sums
+over units have a fixed order, and no function is used whose last bit depends on the position in a SIMD vector.
 """
 
 from __future__ import annotations
@@ -21,27 +21,24 @@ from omagd.envs.battle.combat import acquire, heal, regenerate, shoot, take_orde
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.physics import Movement, Pairs, advance_goals, build_terrain, memory_size, start_positions
 from omagd.envs.battle.roster import Battle, Roster
-from omagd.utils.errors import UserError
 
 LOOPS_PER_STEP, LOOPS_PER_SUBSTEP = 8, 2
 SUBSTEPS = LOOPS_PER_STEP // LOOPS_PER_SUBSTEP
-SLOTS_AT_ONCE, PAIRS_AT_ONCE = 64, 262144  # worked on together; more than both would only leave the processor's cache
+SLOTS_AT_ONCE, PAIRS_AT_ONCE = 64, 262144  # computed together, to stay within the processor's cache
 SIGHT = {"1": 6.0, "2": 6.5, "3": 7.0, "4": 7.5, "5": 8.0, "6": 8.5, "7": 9.0, "8": 9.0, "9": 9.0, "A": 9.0}
 
 
 class Simulator:
-    """`BattleBackend` for `skirmish`. The arrays in `units` are views that change as the battles go on.
+    """`BattleBackend` of `skirmish`. The arrays in `units` are views that change with each step.
 
     Args:
-        map_spec: the map.
-        n_slots: B.
-        difficulty: the game's difficulty ("1" to "9", "A"). Here it is how far the enemy looks for targets: 6 cells at
-            "1", 9 from "7" on.
+        map_spec: the map. n_slots: B.
+        difficulty: the game's difficulty ("1" to "9", "A"). Here: the distance at which the enemy looks for targets, 6
+            cells at "1", 9 from "7" on.
     """
 
     def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
-        if difficulty not in SIGHT:
-            raise UserError(f"env_args.difficulty={difficulty} is no difficulty; use one of {' '.join(SIGHT)}.")
+
         self.n_slots, self._spec, self._sight = n_slots, map_spec, SIGHT[difficulty]
         self.terrain = build_terrain(map_spec)
         self._roster = Roster(map_spec)
@@ -71,7 +68,7 @@ class Simulator:
         )
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Start new battles in slots `which` ([B] bool), slot b from `seeds[b]`."""
+        """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
         slots = np.flatnonzero(which)
         roster, n = self._roster, self._roster.n
         battle = Battle.empty(roster.total, slots.size)
@@ -119,11 +116,11 @@ class Simulator:
         np.greater(battle.health, 0, out=battle.alive, casting="unsafe")
         self._movement.walk(battle, pairs, aiming, in_reach, LOOPS_PER_SUBSTEP)
         battle.timer -= LOOPS_PER_SUBSTEP
-        # What a steady shooter is late by counts for its next shot; who has paused starts from zero.
+        # A delay of less than a substep counts towards the next shot, so that the average rate of fire is right.
         np.copyto(battle.timer, 0, where=battle.timer <= -LOOPS_PER_SUBSTEP)
 
     def _pairs_for(self, slots: int) -> Pairs:
-        """Return working arrays for that many slots; all sizes share one piece of memory."""
+        """Return working arrays for that many slots; all sizes share one block of memory."""
         if slots not in self._pairs:
             self._pairs[slots] = Pairs(self._roster, slots, self._memory)
         return self._pairs[slots]
@@ -133,7 +130,7 @@ class Simulator:
         np.greater(self._battle.alive, 0, out=self._alive)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything that the future depends on."""
+        """Return the complete state as arrays."""
         return {"floats": self._battle.floats.copy(), "ints": self._battle.ints.copy()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:

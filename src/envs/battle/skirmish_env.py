@@ -1,4 +1,4 @@
-"""The embedded battle environment: SMAC's semantics above the simulator of this package."""
+"""The environment `skirmish`: SMAC's semantics with the embedded simulator."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from omagd.utils.errors import UserError
 
 
 class SkirmishEnv(BattleEnv):
-    """Battles on SMAC's maps without the game: same sizes, same features, other physics (docs/skirmish.md).
+    """Battles on SMAC's maps without the game: same sizes and features, different physics (docs/skirmish.md).
 
     Args:
-        args: map and flags. n_slots: number of battles played side by side.
+        args: map and flags. n_slots: number of parallel battles.
     """
 
     args_model: ClassVar[type[BaseModel]] = SkirmishArgs
@@ -69,10 +69,10 @@ class SkirmishEnv(BattleEnv):
         """Play `actions` [B, n] in the `active` slots. Errors: ValueError for an action that is not available."""
         order, target, dest = self._semantics.orders(actions, active)
         self._simulator.advance(order, target, dest, active)
-        return self._semantics.settle(active)
+        return self._semantics.finish_step(active)
 
     def observe(self, full: bool = False) -> Observation:
-        """Return what all slots show now, with `full_obs` if `full`."""
+        """Return the current observations, with `full_obs` if `full`."""
         return self._semantics.observe(full)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:

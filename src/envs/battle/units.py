@@ -1,9 +1,9 @@
-"""Facts of the units that SMAC's maps use; data only.
+"""Unit types of SMAC's maps; data only.
 
 Speeds are cells per second and cooldowns seconds at the game speed "faster" (22.4 loops per second). Health, shields,
-armour, damage, cooldowns, ranges and speeds are those this project was specified with. Radii, attributes, melee reach,
-splash shapes, regeneration of energy and the medivac's rates are commonly quoted figures. Neither has been checked
-against the game's own data. Numbers that differ between versions of the game stand apart in `BY_VERSION`.
+armour, damage, cooldowns, ranges and speeds come from this project's specification; radii, attributes, melee reach,
+splash shapes, energy regeneration and the medivac's rates are commonly quoted figures. None has been checked against
+the game's data. Numbers that differ between versions of the game are marked as such.
 """
 
 from __future__ import annotations
@@ -15,13 +15,6 @@ SHIELD_REGEN_DELAY = 10.0  # seconds without damage
 SHIELD_REGEN = 2.0  # per second
 ZERG_REGEN = 0.38  # per second
 MIN_DAMAGE = 0.5  # what armour leaves of a hit at least
-
-BY_VERSION: dict[str, dict[str, float]] = {
-    # As specified; known to depend on the version, and not checked against a particular one.
-    "hydralisk": {"health": 80.0, "damage": 12.0},
-    # Commonly quoted: 12.6 hp/s for a third of an energy point per hp, 0.7875 energy/s regained; not checked.
-    "medivac": {"heal": 12.6, "heal_cost": 1.0 / 3.0, "energy_regen": 0.7875},
-}
 
 
 @dataclass(frozen=True)
@@ -35,10 +28,10 @@ class UnitSpec:
         attributes: "light", "armored", "biological", "structure", ...
         hits_air: whether the weapon reaches flying units. air: whether the unit flies.
         heal, heal_cost, heal_range: health per second, energy per health point, reach; heal is 0 for non-healers.
-        splash_radius: every enemy this near to the impact suffers too. splash_line: half the length of the strip
-            across the line of fire that suffers too. Zero means none.
+        splash_radius: all enemies this near to the impact are hit, too. splash_line: half the length of the strip
+            across the line of fire that is hit, too. Zero: none.
         explodes: attacks by exploding, and explodes when killed.
-        walks_cliffs: passes cliffs that stop other ground units.
+        walks_cliffs: crosses cliffs that stop other ground units.
     """
 
     name: str
@@ -76,7 +69,7 @@ class UnitSpec:
 
     @property
     def hp_regen(self) -> float:
-        """Health per second that the unit regains by itself."""
+        """Health per second that the unit regenerates."""
         return ZERG_REGEN if self.race == "Z" else 0.0
 
     @property
@@ -95,7 +88,8 @@ UNITS: tuple[UnitSpec, ...] = (
     UnitSpec("marauder", "T", health=125, armor=1, damage=10, bonus=10, bonus_to="armored", cooldown=1.07, range=6,
              speed=3.15, radius=0.5625, attributes=_attributes("armored", "biological")),
     UnitSpec("medivac", "T", health=150, armor=1, speed=3.5, radius=0.75, air=True, energy=50, energy_max=200,
-             heal_range=4, attributes=_attributes("armored", "mechanical"), **BY_VERSION["medivac"]),
+             heal_range=4, attributes=_attributes("armored", "mechanical"),
+             heal=12.6, heal_cost=1.0 / 3.0, energy_regen=0.7875),  # depends on the version; per hp and per second
     UnitSpec("stalker", "P", health=80, shield=80, armor=1, damage=13, bonus=5, bonus_to="armored", cooldown=1.34,
              range=6, speed=4.13, radius=0.625, hits_air=True, attributes=_attributes("armored", "mechanical")),
     UnitSpec("zealot", "P", health=100, shield=50, armor=1, damage=8, attacks=2, cooldown=0.86, range=0.1, speed=3.15,
@@ -110,14 +104,14 @@ UNITS: tuple[UnitSpec, ...] = (
     UnitSpec("spine_crawler", "Z", health=300, armor=2, damage=25, bonus=5, bonus_to="armored", cooldown=1.32, range=7,
              radius=0.9, attributes=_attributes("armored", "biological", "structure")),
     UnitSpec("hydralisk", "Z", cooldown=0.59, range=5, speed=3.15, radius=0.625, hits_air=True,
-             attributes=_attributes("light", "biological"), **BY_VERSION["hydralisk"]),
+             attributes=_attributes("light", "biological"), health=80.0, damage=12.0),  # depends on the version
 )  # fmt: skip
 
 UNIT_ID: dict[str, int] = {unit.name: index for index, unit in enumerate(UNITS)}
 
 
 def hit_damage(attacker: UnitSpec, target: UnitSpec) -> tuple[float, float]:
-    """Return what one shot takes from the target's shield and from its health (armour counts on health only)."""
+    """Return the damage of one shot to the target's shield and to its health (armour protects only health)."""
     hit = attacker.damage + (attacker.bonus if attacker.bonus_to in target.attributes else 0.0)
     if attacker.cooldown == 0 or (target.air and not attacker.hits_air):
         return 0.0, 0.0

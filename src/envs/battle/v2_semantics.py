@@ -1,14 +1,13 @@
-"""SMACv2's semantics: unit types and their ranges change from battle to battle, and agents may look one way only.
+"""SMACv2's semantics: unit types change from battle to battle, and agents may have a limited field of view.
 
-Follows oxwhirl/smacv2 (starcraft2.py) where that differs from SMAC: actions that turn the view, sight and reach by unit
-type, which enemies are known (`EnemyVisibility`), own position and direction in the observation, allies that win when
-the enemy has medivacs only, a reward that never pays for regenerating shields. Shapes as in `semantics`.
+Source: oxwhirl/smacv2, starcraft2.py. Differences from SMAC: actions that turn the view, sight and attack range by unit
+type, which enemies an agent knows of (`EnemyVisibility`), own position and view direction in the observation, allies
+win when the enemy has medivacs only, and no reward for regenerating shields. Shapes: as in `semantics`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -31,15 +30,15 @@ REACH = {
     "marine": 5, "marauder": 6, "medivac": 4, "stalker": 6, "zealot": 0.1, "colossus": 7, "zergling": 0.1,
     "hydralisk": 5, "baneling": 0.25,
 }  # fmt: skip
-MOVE_SECTORS = (1, 3, 0, 2)  # of four sectors, which lie north, south, east, west
+MOVE_SECTORS = (1, 3, 0, 2)  # the sectors north, south, east, west of four
 _TINY = 1e-7
 
 
 class Vision:
-    """Sight, reach and direction of view of all agents.
+    """Sight range, attack range and view direction of all agents.
 
     Args:
-        args: which of them are limited. unit_names: unit types in the order of their ids. n_slots, n_agents: sizes.
+        args: SMACv2's flags. unit_names: unit types in the order of their ids. n_slots, n_agents: sizes.
 
     Attributes:
         sight, reach: [B, n, 1] float64, cells. direction: [B, n, 2] float64, unit vectors.
@@ -56,14 +55,14 @@ class Vision:
         self._sectors = np.array([(np.cos(angle), np.sin(angle)) for angle in angles])
 
     def begin(self, which: np.ndarray, units: Units) -> None:
-        """Take the ranges of the units that stand in the slots `which` [B] bool; they look east."""
+        """Set the ranges of the units in the slots `which` [B] bool; all agents look east."""
         self.direction[which] = 1.0, 0.0
         if self._args.use_unit_ranges:
             kind = units.type_id[which, : self._n, None]
             self.sight[which], self.reach[which] = self._sight_of.take(kind), self._reach_of.take(kind)
 
     def turn(self, actions: np.ndarray, active: np.ndarray) -> None:
-        """Let the agents of the `active` slots [B] that chose so in `actions` [B, n] look elsewhere."""
+        """Apply the turns in `actions` [B, n] to the agents of the `active` slots [B]."""
         if not self._args.conic_fov:
             return
         if self._args.change_fov_with_move:
@@ -76,21 +75,21 @@ class Vision:
         self.direction[turns] = self._sectors[sector[turns]]
 
     def in_sight(self, geometry: Geometry) -> np.ndarray:
-        """Return [B, n, U] bool: the unit's place, dead or alive, is within sight (and sector) of the agent."""
+        """Return [B, n, U] bool: the unit, dead or alive, is within sight range (and sector) of the agent."""
         if self._args.conic_fov:
             return (geometry.place[0] <= self.sight) & self._in_sector(geometry)
         return geometry.place[0] < self.sight
 
     def in_reach(self, geometry: Geometry) -> np.ndarray:
-        """Return [B, n, U] bool likewise for attacks and healing."""
+        """Return [B, n, U] bool, the same for attacks and healing."""
         near = geometry.place[0] <= self.reach
         return near & self._in_sector(geometry) if self._args.conic_fov else near
 
     def _in_sector(self, geometry: Geometry) -> np.ndarray:
-        """Return [B, n, U] bool: the angle to the unit's place differs by less than half a sector from the view.
+        """Return [B, n, U] bool: the angle to the unit differs by less than half a sector from the view direction.
 
-        As published, both angles are those of straight lines, not of rays, and the line of view is upright for units on
-        the other side of it; so an agent that looks east sees to the west too.
+        As SMACv2's `is_position_in_cone`: the angles are arctangents of slopes, without the sign of dx, so an agent
+        that looks east sees to the west, too.
         """
         dx, dy = geometry.place[1], geometry.place[2]
         right = dx > 0
@@ -101,10 +100,14 @@ class Vision:
 
 
 class EnemyVisibility:
-    """Who knows of whom in all battles.
+    """SMACv2's rule by which agents know of enemies; it depends on the order in which agents observe.
+
+    The first observing agent with an enemy in sight (alive or dead) finds it, and each other agent learns of it with a
+    given probability. An enemy that an agent does not know hides itself and all enemies before it from that agent. The
+    enemy is forgotten when it or its finder dies.
 
     Args:
-        share: chance that an agent is told. n_slots, n_agents, n_enemies: sizes.
+        share: probability that another agent learns of a found enemy. n_slots, n_agents, n_enemies: sizes.
     """
 
     def __init__(self, share: float, n_slots: int, n_agents: int, n_enemies: int) -> None:
@@ -115,19 +118,19 @@ class EnemyVisibility:
         self._numbers = np.arange(n_enemies)
 
     def begin(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Forget everything in the slots `which` [B] bool, whose orders follow from `seeds` [B]."""
+        """Start episodes in the slots `which` [B] bool; their random orders follow from `seeds` [B]."""
         self._known[which], self._finder[which] = False, -1
         for slot in np.flatnonzero(which):
             self._rng[slot] = generator(int(seeds[slot]), "look")
 
     def order(self, slot: int) -> np.ndarray:
-        """Return [n] in which order the agents of a slot are looked at next."""
+        """Return [n], the next random order of a slot's agents."""
         return self._rng[slot].permutation(self._n)
 
     def look(self, which: np.ndarray, in_sight: np.ndarray, living: np.ndarray) -> np.ndarray:
-        """Look at all agents once; return [B, n, m] bool, whom an agent may see if it is in sight.
+        """Let all agents observe once; return [B, n, m] bool: enemies that an agent sees if they are in sight.
 
-        which: [B] bool, the slots; others are False. in_sight: [B, n, m] bool, where the enemy is or has died.
+        which: [B] bool, the slots; other rows are False. in_sight: [B, n, m] bool, dead enemies included.
         living: [B, n] bool, the agents.
         """
         clear = np.zeros_like(self._known)
@@ -145,8 +148,8 @@ class EnemyVisibility:
                 clear[slot, agent] = self._numbers > (unknown[-1] if len(unknown) else -1)
         return clear
 
-    def bury(self, which: np.ndarray, alive: np.ndarray) -> None:
-        """Forget the dead, `alive` [B, n + m] bool, and whom they had found, in the slots `which` [B] bool."""
+    def forget_dead(self, which: np.ndarray, alive: np.ndarray) -> None:
+        """Forget dead units, `alive` [B, n + m] bool, and enemies they had found, in the slots `which` [B] bool."""
         for slot in np.flatnonzero(which):
             known, finder = self._known[slot], self._finder[slot]
             for agent in np.flatnonzero(~alive[slot, : self._n]):
@@ -156,23 +159,12 @@ class EnemyVisibility:
             dead = ~alive[slot, self._n :]
             known[:, dead], finder[dead] = False, -1
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return everything that the future depends on."""
-        states = [rng.bit_generator.state for rng in self._rng]
-        return {"known": self._known.copy(), "finder": self._finder.copy(), "rng": states}
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continue from a `snapshot`."""
-        self._known[:], self._finder[:] = snapshot["known"], snapshot["finder"]
-        for rng, state in zip(self._rng, snapshot["rng"], strict=True):
-            rng.bit_generator.state = state
-
 
 class V2Semantics(BattleSemantics):
-    """`BattleSemantics` by SMACv2's rules. What an episode shows follows from its seed, however often one asks.
+    """`BattleSemantics` with SMACv2's rules. Observations follow from the seed, however often they are read.
 
     Args:
-        spec: the map. args: SMACv2's flags. backend: who simulates. unit_names: unit types in the order of their ids.
+        spec: the map. args: SMACv2's flags. backend: simulates the battles. unit_names: unit types by id.
     """
 
     def __init__(self, spec: MapSpec, args: SmacV2Args, backend: BattleBackend, unit_names: Sequence[str]) -> None:
@@ -181,20 +173,20 @@ class V2Semantics(BattleSemantics):
         self._vision = Vision(args, unit_names, *sizes[:2])
         self._sight, self._writer.direction = self._vision.sight, self._vision.direction
         self._ledger.keep_scale = not args.reward_scale_fix
-        self._lookout = None if args.obs_order_fix else EnemyVisibility(args.prob_obs_enemy, *sizes)
+        self._visibility = None if args.obs_order_fix else EnemyVisibility(args.prob_obs_enemy, *sizes)
         self._hides, self._masks_reach = not args.fully_observable, args.action_mask
-        self._scripted = args.heuristic_ai  # the script turns nobody
+        self._scripted = args.heuristic_ai  # the script never turns the view
         if not args.action_mask:
             self._within_reach = np.zeros_like(self._avail)
         self._shown = np.zeros((*sizes[:2], sum(sizes[1:])), bool)
 
     def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
-        """Note that the back-end has started new battles in the slots `which` [B] bool, with `seeds` [B]."""
+        """Start episodes in the slots `which` [B] bool, where the back-end has started battles from `seeds` [B]."""
         super().begin(which)
         self._vision.begin(which, self._backend.units)
-        if self._lookout is not None:
-            self._lookout.begin(which, np.zeros(len(which), np.int64) if seeds is None else seeds)
-            self._look(which)  # SMACv2's reset looks once by itself
+        if self._visibility is not None:
+            self._visibility.begin(which, np.zeros(len(which), np.int64) if seeds is None else seeds)
+            self._look(which)  # SMACv2's `reset` observes once by itself
         self._look(which)
 
     def orders(self, actions: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -210,22 +202,22 @@ class V2Semantics(BattleSemantics):
             self._vision.turn(chosen, active)
         return order, target, dest
 
-    def settle(self, active: np.ndarray) -> StepResult:
-        """Return what the step that the back-end has just played in the `active` slots [B] brought."""
-        result = super().settle(active)
-        if self._lookout is not None:
-            self._lookout.bury(active, self._backend.units.alive)
+    def finish_step(self, active: np.ndarray) -> StepResult:
+        """Return the results of the step that the back-end has just played in the `active` slots [B]."""
+        result = super().finish_step(active)
+        if self._visibility is not None:
+            self._visibility.forget_dead(active, self._backend.units.alive)
         self._look(active)
         return result
 
     def _look(self, which: np.ndarray) -> None:
-        """Let the agents of the slots `which` look around, once for each moment."""
+        """Update what the agents of the slots `which` see; once per step."""
         self._refresh()
         geometry, n = self._geometry, self._n
         in_sight = self._vision.in_sight(geometry)
         shown = geometry.pair & in_sight if self._hides else geometry.pair.copy()
-        if self._lookout is not None:
-            shown[..., n:] &= self._lookout.look(which, in_sight[..., n:], self._backend.units.alive[:, :n])
+        if self._visibility is not None:
+            shown[..., n:] &= self._visibility.look(which, in_sight[..., n:], self._backend.units.alive[:, :n])
         self._shown[which] = shown[which]
 
     def _seen(self) -> np.ndarray:
@@ -240,18 +232,3 @@ class V2Semantics(BattleSemantics):
         self._rules.fill_mask(units, medivac, geometry, self._within_reach, self._vision.in_reach(geometry))
         if not self._masks_reach:
             self._rules.fill_mask(units, medivac, geometry, self._avail, geometry.pair)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return everything but the back-end's own state."""
-        more = {name: getattr(self._vision, name).copy() for name in ("sight", "reach", "direction")}
-        known = None if self._lookout is None else self._lookout.snapshot()
-        return {**super().snapshot(), "vision": more, "lookout": known, "shown": self._shown.copy()}
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continue from a `snapshot`."""
-        super().restore(snapshot)
-        for name, values in snapshot["vision"].items():
-            getattr(self._vision, name)[:] = values
-        if self._lookout is not None:
-            self._lookout.restore(snapshot["lookout"])
-        self._shown[:] = snapshot["shown"]

@@ -1,9 +1,9 @@
-"""The real game behind the door of all battle back-ends: one game process, one battle at a time.
+"""`BattleBackend` with the real game: one game process, one battle at a time.
 
-As SMAC drives it: allies are the first player's units sorted by (type, x, y), enemies the second player's in the
-game's order; a unit that the game no longer lists is dead and keeps what it last had but its health (one listed with
-health 0 is dead too, but its side is not gone yet); a new battle begins when a trigger of the map brings all units back
-after they have been killed.
+As in SMAC (`reset`, `restart`, `init_units`, `update_units`): allies are the first player's units sorted by (type, x,
+y), enemies the second player's in the game's order. A unit that the game no longer lists is dead and keeps its last
+values except health; one listed with health 0 is dead, too, but its side is not gone yet. A new battle begins when all
+units are killed and a trigger of the map brings them back.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ ALLY, ENEMY = 1, 2  # owners
 ABILITY = {int(Order.STOP): 4, int(Order.MOVE): 16, int(Order.ATTACK): 23, int(Order.HEAL): 386}
 LOOPS_AFTER_KILL = 2
 _ACTION = sc_pb.Request(action=sc_pb.RequestAction()).SerializeToString()[:-1]  # without its length
-PATIENCE = 400  # game loops until all units of a new battle must be there
+PATIENCE = 400  # game loops to wait for all units of a new battle
 
 _NONE, _STOP, _MOVE = int(Order.NONE), int(Order.STOP), int(Order.MOVE)
 
-# What is read after every step: fields of `Units`, and the game's for each of them.
+# Fields of `Units` that are read after every step.
 _FLOATS = ("x", "y", "health", "shield", "energy", "cooldown")
 _WIDTH, _HEALTH = len(_FLOATS), _FLOATS.index("health")
 _UNLISTED = -1.0  # health of a unit that the game does not list, until `alive` and `listed` are known
 
-# How a place is written: x and y, each behind the number of its field.
+# A serialized Point2D: x and y, each after its field number.
 _PLACE = struct.Struct("<BfBf")
 _X_FIELD, _Y_FIELD, _ANYWHERE = 0x0D, 0x15, (1.5, 2.5)
 
 
 class UnitsMissing(GameLost):
-    """Not all units of a battle have appeared."""
+    """Some units of a battle did not appear."""
 
 
 class GameBackend:
-    """`BattleBackend` over one game, started by the first `reset` and again by the next one after it was lost.
+    """`BattleBackend` with one game, which is started by the first `reset` and by the next one after it was lost.
 
     Args:
         spec: the map. args: version, difficulty, step_mul, seed and timeout of the game.
 
     Attributes:
-        terrain: from the first `reset` on. restarts: how often a lost game was started anew.
-        build: number of the game's build, as the game says; 0 before the first start. seed: of the running game.
-        lost: what `advance` and `save_replay` raise when the game is gone.
+        terrain: set by the first `reset`. restarts: number of restarts after a loss.
+        build: build number reported by the game; 0 before the first start. seed: of the running game.
+        lost: exception of `advance` and `save_replay` if the game has died.
     """
 
     n_slots = 1
@@ -88,12 +88,12 @@ class GameBackend:
         self._look = frame(look.SerializeToString())
         self._step_and_look = frame(step.SerializeToString()) + self._look
         self._made: dict[tuple[int, int, int], bytes] = {}
-        self._moves: dict[int, list[bytes]] = {}  # agent -> what stands before and behind the place
+        self._moves: dict[int, list[bytes]] = {}  # agent -> bytes before and after the destination
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Start a new battle; `seeds` decide only what a newly started game plays.
+        """Start a new battle; `seeds` only matter for a newly started game.
 
-        Errors: UserError when the game does not start, or dies again and again before the battle begins.
+        Errors: UserError if the game does not start, or dies repeatedly before the battle begins.
         """
         if not which[0]:
             return
@@ -107,7 +107,7 @@ class GameBackend:
         raise UserError(f"StarCraft II was lost {ATTEMPTS} times while a battle on {self._spec.name} began: {reason}")
 
     def _begin(self, seed: int) -> None:
-        """Start the game or have its units brought back. Errors: GameLost."""
+        """Start the game or respawn its units. Errors: GameLost."""
         if self.game is None:
             self._launch(seed)
         else:
@@ -127,30 +127,30 @@ class GameBackend:
             self.build = int(self.game.version.rpartition(".")[2])
             self.terrain = read_terrain(self.game.facts)
         except ValueError as error:
-            raise GameLost(f"what it says of itself makes no sense: {error}") from None
+            raise GameLost(f"its version or map data is invalid: {error}") from None
 
     def _respawn(self) -> None:
-        """Kill everyone; the map's trigger then brings all units back."""
+        """Kill all units; the map's trigger then respawns them."""
         living = [self._tags[i] for i in np.flatnonzero(self.units.alive[0])]
         command = debug_pb.DebugCommand(kill_unit=debug_pb.DebugKillUnit(tag=living))
         self._game.ask(debug=sc_pb.RequestDebug(debug=[command]))
         self._game.ask(step=sc_pb.RequestStep(count=LOOPS_AFTER_KILL))
 
     def _enlist(self) -> None:
-        """Wait until all units are there and note who stands in which column. Errors: UnitsMissing, GameLost."""
+        """Wait for all units and assign them to columns. Errors: UnitsMissing, GameLost."""
         for _ in range(PATIENCE):
             listed = self._listed(self._game.exchange(self._look, 1))
             allies = [unit for unit in listed if unit.owner == ALLY]
             enemies = [unit for unit in listed if unit.owner == ENEMY]
             if (len(allies), len(enemies)) == (self._n, self._total - self._n):
                 allies.sort(key=lambda unit: (unit.unit_type, unit.pos.x, unit.pos.y))
-                self._note(allies, enemies)
+                self._assign(allies, enemies)
                 return
             self._game.ask(step=sc_pb.RequestStep(count=1))
         found = f"{len(allies)} of {self._n} allies and {len(enemies)} of {self._total - self._n} enemies"
         raise UnitsMissing(f"only {found} were there after {PATIENCE} game loops")
 
-    def _note(self, allies: Sequence[Any], enemies: Sequence[Any]) -> None:
+    def _assign(self, allies: Sequence[Any], enemies: Sequence[Any]) -> None:
         everyone = [*allies, *enemies]
         if not self._ally_ids:
             first = allies[0].unit_type
@@ -174,10 +174,10 @@ class GameBackend:
         self._read(self._listed(self._game.exchange(frame(actions) + self._step_and_look, 3)))
 
     def _commands(self, orders: list[int], targets: list[int], dests: list[list[float]]) -> bytes:
-        """Return the request, serialized, with one command for each agent that does something.
+        """Return the serialized request with the commands of all agents that act.
 
-        Serialized messages add up: what is written behind each other is read as one list. Commands are the same bytes
-        whenever they are given in a battle, but for the place of a move, so they are made once.
+        Concatenated protobuf messages are read as one list, and a command is always the same bytes within a battle
+        except for the destination of a move. So each is serialized once.
         """
         made, moves, parts = self._made, self._moves, []
         for agent, order in enumerate(orders):
@@ -195,7 +195,7 @@ class GameBackend:
         return _ACTION + _varint(len(actions)) + actions
 
     def _command(self, agent: int, order: int, target: int, dest: Sequence[float] = ()) -> bytes:
-        """Return a RequestAction with one command, serialized."""
+        """Return a serialized RequestAction with one command."""
         request = sc_pb.RequestAction()
         command = request.actions.add().action_raw.unit_command
         command.ability_id = ABILITY[order]
@@ -209,7 +209,7 @@ class GameBackend:
         return bytes(request.SerializeToString())
 
     def _listed(self, response: Any) -> Any:
-        """Return the units that a Response to an observation lists. Errors: GameLost when the match is over."""
+        """Return the units in the Response to an observation request. Errors: GameLost if the match is over."""
         if not self._game.in_game:
             raise GameLost("the game has ended the match")
         if not response.HasField("observation"):
@@ -217,7 +217,7 @@ class GameBackend:
         return response.observation.observation.raw_data.units
 
     def _read(self, listed: Any) -> None:
-        """Take over what the game says of each unit."""
+        """Copy the game's values of each unit into `units`."""
         place_of, numbers = self._place.get, self._numbers
         numbers[_HEALTH::_WIDTH] = self._unlisted
         for unit in listed:
@@ -227,7 +227,7 @@ class GameBackend:
                 numbers[place : place + _WIDTH] = (
                     at.x, at.y, unit.health, unit.shield, unit.energy, unit.weapon_cooldown
                 )  # fmt: skip
-        self._pack(self._flat, 0, *numbers)
+        self._pack(self._flat.data, 0, *numbers)
         health = self.units.health
         np.greater_equal(health, 0.0, out=self.units.listed)
         np.maximum(health, 0.0, out=health)
@@ -240,24 +240,16 @@ class GameBackend:
         return self.game
 
     def lose(self, error: GameLost) -> None:
-        """End a game that was lost; the next `reset` starts another."""
+        """Close a game that was lost; the next `reset` starts a new one."""
         game, self.game = self.game, None
         if game is not None:
-            game.bury(error)
+            game.log_death(error)
 
     def save_replay(self, folder: str) -> Path:
         """Write the replay of all battles since the game was started; return the file. Errors: GameLost, OSError."""
-        # Games that are told so in the same second must not take the same name.
+        # The process id keeps games that save in the same second apart.
         prefix = f"{self._args.replay_prefix or self._spec.name}_{self._game.pid}"
         return self._game.save_replay(folder, prefix)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Raise NotImplementedError: the game cannot be saved in mid-battle."""
-        raise NotImplementedError("StarCraft II cannot be saved in mid-battle")
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Raise NotImplementedError likewise."""
-        raise NotImplementedError("StarCraft II cannot be restored in mid-battle")
 
     def close(self) -> None:
         """End the game. May be called twice."""
@@ -267,12 +259,12 @@ class GameBackend:
 
 
 def _place(x: float, y: float) -> bytes:
-    """Return the content of a Point2D, serialized."""
+    """Return a serialized Point2D."""
     return _PLACE.pack(_X_FIELD, x, _Y_FIELD, y)
 
 
 def _varint(number: int) -> bytes:
-    """Return a length as protobuf writes it."""
+    """Return a number as a protobuf varint."""
     parts = bytearray()
     while number > 127:
         parts.append(number & 127 | 128)

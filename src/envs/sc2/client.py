@@ -1,7 +1,7 @@
-"""The connection to a game: protobuf messages over a websocket, several requests at a time.
+"""Connection to a game: protobuf messages over a websocket, with several requests in flight.
 
-The handshake is websocket-client's. After it, frames are written and read here: the game answers in order and takes
-requests before it has answered earlier ones, so that the three requests of a step can travel together.
+The handshake is websocket-client's. Frames are written and read here: the game answers in order and accepts requests
+before it has answered earlier ones, so the three requests of a step are sent together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOLDER = Path(s2clientprotocol.__path__[0])
 
 
 def _descriptor(path: Path) -> bytes | None:
-    """Return the serialized descriptor in a module generated for protobuf 3, None in a newer one."""
+    """Return the serialized descriptor in a module generated for protobuf 3, None for a newer module."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
             text = ast.literal_eval(node.value.args[0])
@@ -35,7 +35,10 @@ def _descriptor(path: Path) -> bytes | None:
 
 
 def load(name: str) -> ModuleType:
-    """Return the module `s2clientprotocol.<name>_pb2`, built from its descriptor where it must be."""
+    """Return the module `s2clientprotocol.<name>_pb2`.
+
+    Modules generated for protobuf 3 cannot be imported with newer versions: build them from their descriptors.
+    """
     full_name = f"{PACKAGE}.{name}_pb2"
     if full_name in sys.modules:
         return sys.modules[full_name]
@@ -63,7 +66,7 @@ raw_pb = load("raw")
 sc_pb = load("sc2api")
 
 if not flags.FLAGS.is_parsed():
-    flags.FLAGS.mark_as_parsed()  # pysc2 reads its flags; without a command line of its own they keep their defaults
+    flags.FLAGS.mark_as_parsed()  # pysc2 reads its absl flags; they keep their defaults
 
 
 _FINAL, _MASKED, _SIZE = 0x80, 0x80, 0x7F
@@ -72,11 +75,11 @@ _AT_ONCE = 1 << 18
 
 
 class Disconnected(Exception):
-    """The other side is gone, silent for too long, or says what is no websocket frame."""
+    """The other side is gone, silent for too long, or sends an invalid frame."""
 
 
 def frame(message: bytes, opcode: int = _BINARY) -> bytes:
-    """Return the client's frame around `message`. Its mask is zero, which leaves the message as it is."""
+    """Return a client frame around `message`. The mask is zero, which leaves the message unchanged."""
     size = len(message)
     if size < 126:
         head = struct.pack("!BB", _FINAL | opcode, _MASKED | size)
@@ -102,7 +105,7 @@ class Wire:
         self._arrived = memoryview(bytearray(_AT_ONCE))
 
     def set_timeout(self, seconds: float) -> None:
-        """Let the kernel watch how long the other side is silent: cheaper than Python's own timeouts."""
+        """Set the timeout of each send and receive in the kernel, which is cheaper than Python's timeouts."""
         self._sock.settimeout(None)
         whole = int(seconds)
         limit = struct.pack("@ll", whole, max(int((seconds - whole) * 1e6), 1))
@@ -163,6 +166,6 @@ class Wire:
             self._buffer += self._arrived[:count]
 
     def close(self) -> None:
-        """Close the connection without a farewell."""
+        """Close the connection without a closing handshake."""
         with contextlib.suppress(OSError):
             self._sock.close()

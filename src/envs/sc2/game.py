@@ -1,4 +1,4 @@
-"""One process of the game: started with a deadline and again if need be, watched, and gone with whoever started it."""
+"""One StarCraft II process: started with a deadline and retries, and ended with the process that owns it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _parse = sc_pb.Response.FromString
 _NEEDED = ("ping", "game_info", "data", "save_replay")  # requests whose answers are read
 LOG = logging.getLogger("omagd.sc2")
 
-# Runs in a Python of its own that becomes the game: asks the kernel to end it with the thread that started it, then
-# gives it back the signals that Python itself has changed.
+# Runs in a new Python process that becomes the game: the kernel shall kill it when the thread that started it ends.
+# Restores the signal handlers that Python has changed.
 _FOLLOW_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -46,16 +46,16 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class GameLost(Exception):
-    """The game has died, hangs, or refuses to go on: what was being played is void."""
+    """The game has died, hangs, or refuses a request: the current battle is void."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """What is played.
+    """Settings of a match.
 
     Attributes:
-        map_name: file of the map without its ending. ally_race, enemy_race: "T", "P", "Z" or "R".
-        difficulty: SMAC's scale. seed: of the game, from 0 to 2**31 - 1.
+        map_name: map file without its ending. ally_race, enemy_race: "T", "P", "Z" or "R".
+        difficulty: SMAC's scale. seed: of the game, 0 to 2**31 - 1.
     """
 
     map_name: str
@@ -65,7 +65,7 @@ class Match:
     seed: int
 
     def create_request(self) -> Message:
-        """Return the request that loads the map. Errors: UserError when its file is missing."""
+        """Return the request that loads the map. Errors: UserError if its file is missing."""
         local_map = sc_pb.LocalMap(map_path=map_path(self.map_name), map_data=map_data(game_folder(), self.map_name))
         create = sc_pb.RequestCreateGame(local_map=local_map, realtime=False, random_seed=self.seed)
         create.player_setup.add(type=sc_pb.Participant)
@@ -75,13 +75,13 @@ class Match:
         return create
 
     def join_request(self) -> Message:
-        """Return the request to take the first player's side."""
+        """Return the request to join as the first player."""
         options = sc_pb.InterfaceOptions(raw=True, score=False)
         return sc_pb.RequestJoinGame(race=common_pb.Race.Value(RACES[self.ally_race]), options=options)
 
 
-class _Process(sc_process.StarcraftProcess):
-    """pysc2's process; its outputs go to a file, Ctrl-C does not reach it, and it ends with the calling thread."""
+class _Process(sc_process.StarcraftProcess):  # type: ignore[misc]  # pysc2 has no types
+    """pysc2's process, with its output in a file, isolated from Ctrl-C, killed when the calling thread ends."""
 
     popen: subprocess.Popen[bytes]
 
@@ -102,18 +102,17 @@ class _Process(sc_process.StarcraftProcess):
 
 
 class Game:
-    """A running game with one match loaded, and the connection to it.
+    """A running game with one match, and the connection to it.
 
-    Linux ends the game with the thread that constructs this, so that thread must live as long as it.
+    The thread that constructs this object must outlive it: Linux kills the game when that thread ends.
 
     Args:
-        match: what to play. game_version: as in `env_args`. timeout: seconds that the game may take to start, and for
-            each answer.
+        match: settings. game_version: as in `env_args`. timeout: seconds to start, and for each answer.
 
     Attributes:
-        facts: the game's own ResponseGameInfo. version: as the game says, "4.10.0.75689".
+        facts: the game's ResponseGameInfo. version: reported by the game, "4.10.0.75689".
 
-    Errors: UserError when the game or the map is missing, or does not start in five attempts.
+    Errors: UserError if the game or the map is missing, or the game does not start in five attempts.
     """
 
     facts: Any
@@ -162,7 +161,7 @@ class Game:
         self.facts = self.ask(game_info=sc_pb.RequestGameInfo())
 
     def _connect(self, address: str) -> Wire:
-        """Return the connection as soon as the game listens. Errors: GameLost."""
+        """Wait until the game listens; return the connection. Errors: GameLost."""
         assert self._process is not None
         deadline, pause = time.monotonic() + self._timeout, 0.02
         while (left := deadline - time.monotonic()) > 0:
@@ -171,7 +170,7 @@ class Game:
             try:
                 wire = Wire(address, left)
             except websocket.WebSocketBadStatusException as error:
-                if error.status_code != 404:  # it listens, but is not ready to talk yet
+                if error.status_code != 404:  # 404: it listens, but is not ready yet
                     raise GameLost(str(error)) from None
             except websocket.WebSocketException as error:
                 raise GameLost(f"{type(error).__name__}: {error}") from None
@@ -199,10 +198,9 @@ class Game:
         return getattr(response, name)
 
     def exchange(self, frames: bytes, count: int) -> Any:
-        """Send `count` requests as frames, one after another, and return the Response to the last.
+        """Send `count` requests as consecutive frames; return the Response to the last one. Errors: GameLost.
 
-        Every answer is decoded: bytes that are no message would otherwise pass for a step that was played.
-        Errors: GameLost.
+        All answers are decoded, so that invalid ones do not pass as steps that were played.
         """
         if self._wire is None:
             raise GameLost("the game is closed")
@@ -221,13 +219,13 @@ class Game:
 
     @property
     def in_game(self) -> bool:
-        """Whether the game said with its last answer that a match is going on."""
+        """Whether a match was running at the last answer."""
         return bool(self._status == sc_pb.in_game)
 
     def save_replay(self, folder: str, prefix: str) -> Path:
         """Write the replay of all battles since the start; return the file. Errors: GameLost, OSError.
 
-        A relative or empty `folder` lies below the game's own folder of replays.
+        A relative or empty `folder` is relative to the game's own folder of replays.
         """
         content = self.ask(save_replay=sc_pb.RequestSaveReplay()).data
         config = run_configs.get(version=self._version)
@@ -235,7 +233,7 @@ class Game:
         return Path(config.save_replay(content, replay_dir=folder, prefix=prefix))
 
     def _died(self, error: BaseException) -> str:
-        """End what is left of the game and return what is known about its death."""
+        """End the remains of the game; return error, exit code and last output in one line."""
         words, kept, code = "", None, None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -243,11 +241,11 @@ class Game:
         if self._scratch is not None:
             words, kept = self._scratch.last_words(), self._scratch.keep_log()
         self.close(politely=False)
-        told = [str(error), f"exit code {code}" if code is not None else "", f'"{words}"' if words else ""]
-        return ", ".join(filter(None, [*told, f"log: {kept}" if kept else ""]))
+        parts = [str(error), f"exit code {code}" if code is not None else "", f'"{words}"' if words else ""]
+        return ", ".join(filter(None, [*parts, f"log: {kept}" if kept else ""]))
 
-    def bury(self, error: GameLost) -> None:
-        """End a game that was lost and say so in the log."""
+    def log_death(self, error: GameLost) -> None:
+        """End a game that was lost; log the reason."""
         LOG.warning("StarCraft II was lost: %s", self._died(error))
 
     def close(self, politely: bool = True) -> None:

@@ -1,8 +1,9 @@
-"""SMAC's scripted player of the allies (`heuristic_ai`, `heuristic_rest`), quirks included.
+"""SMAC's scripted policy of the allies (`heuristic_ai`, `heuristic_rest`), including its quirks.
 
-Each unit keeps the nearest enemy as its target until that is dead; a medivac the nearest hurt ally until it is whole.
-The script orders attacks from any distance; with `heuristic_rest` a unit that cannot reach its target yet walks by
-`move_amount` along the longer axis, whether or not the mask allows that step.
+Source: oxwhirl/smac, starcraft2.py, `get_agent_action_heuristic`. Each unit targets the nearest enemy until that is
+dead, a medivac the nearest hurt ally until it is healed. The script orders attacks from any distance. With
+`heuristic_rest`, a unit whose target is out of range moves by `move_amount` along the longer axis, even if the mask
+forbids that move.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Heuristic:
     """The script of one battle.
 
     Args:
-        n_agents: n. args: `heuristic_rest` and `move_amount`. first_attack: action that aims at the first enemy.
+        n_agents: n. args: `heuristic_rest` and `move_amount`. first_attack: action that attacks the first enemy.
 
     Attributes:
-        actions: [n] int64, what it has played last, numbered like the agents' actions.
+        actions: [n] int64, last actions, numbered like the agents' actions.
     """
 
     def __init__(self, n_agents: int, args: SmacArgs, first_attack: int = N_NORMAL_ACTIONS) -> None:
@@ -67,7 +68,7 @@ class Heuristic:
         return order, target, dest
 
     def _choose(self, units: Units, agent: int, heals: bool, farthest: float) -> int | None:
-        """Return the unit that the agent shall aim at, None if there is nobody."""
+        """Return the agent's target, None without one."""
         kept = self._targets[agent]
         if kept is None or not self._wanted(units, kept, heals):
             others = range(self._n) if heals else range(self._n, units.x.shape[1])

@@ -1,4 +1,4 @@
-"""Where StarCraft II lies and which builds there are, without starting or importing anything of it."""
+"""The installed game: folder, builds, map files, names. Imports pysc2 only to look up versions."""
 
 from __future__ import annotations
 
@@ -16,40 +16,24 @@ from omagd.utils.errors import UserError
 MAP_FOLDER = "SMAC_Maps"
 RACES = {"T": "Terran", "P": "Protoss", "Z": "Zerg", "R": "Random"}
 DIFFICULTIES = {
-    "1": "VeryEasy",
-    "2": "Easy",
-    "3": "Medium",
-    "4": "MediumHard",
-    "5": "Hard",
-    "6": "Harder",
-    "7": "VeryHard",
-    "8": "CheatVision",
-    "9": "CheatMoney",
-    "A": "CheatInsane",
-}
+    "1": "VeryEasy", "2": "Easy", "3": "Medium", "4": "MediumHard", "5": "Hard", "6": "Harder", "7": "VeryHard",
+    "8": "CheatVision", "9": "CheatMoney", "A": "CheatInsane",
+}  # fmt: skip
 
-# Unit types of the game by number; SMAC's own units, which the agents control, have numbers of their own.
+# Unit type numbers of the game; the units that the agents control have other numbers, defined by the maps.
 GAME_TYPES = {
-    4: "colossus",
-    9: "baneling",
-    48: "marine",
-    51: "marauder",
-    54: "medivac",
-    73: "zealot",
-    74: "stalker",
-    98: "spine_crawler",
-    105: "zergling",
-    107: "hydralisk",
-}
+    4: "colossus", 9: "baneling", 48: "marine", 51: "marauder", 54: "medivac", 73: "zealot", 74: "stalker",
+    98: "spine_crawler", 105: "zergling", 107: "hydralisk",
+}  # fmt: skip
 
 
 def map_path(name: str) -> str:
-    """Return the file of the map `name` below the game's folder of maps, as the game wants to hear it."""
+    """Return the file of the map `name` relative to the game's map folder, in the form that the game expects."""
     return f"{MAP_FOLDER}/{name}.SC2Map"
 
 
 def map_data(game: Path, name: str) -> bytes:
-    """Return the content of the map `name` of the game in the folder `game`. Errors: UserError when it is missing."""
+    """Return the file of the map `name` of the game in the folder `game`. Errors: UserError if it is missing."""
     path = game / "Maps" / map_path(name)
     try:
         return path.read_bytes()
@@ -66,7 +50,7 @@ def require_map(game: Path, name: str) -> None:
 
 
 def read_terrain(facts: Any) -> Terrain:
-    """Return the field that a ResponseGameInfo describes. Errors: ValueError for an image of another size."""
+    """Return the terrain in a ResponseGameInfo. Errors: ValueError for an image of the wrong size."""
     raw = facts.start_raw
     size = (raw.map_size.x, raw.map_size.y)
     low, high = raw.playable_area.p0, raw.playable_area.p1
@@ -80,7 +64,7 @@ def read_terrain(facts: Any) -> Terrain:
 
 
 def _pathing(image: Any, size: tuple[int, int]) -> np.ndarray:
-    """Return [x, y] bool. One bit a cell since 4.8 or so: 1 can be walked; before it was a byte a cell: 0 can."""
+    """Return [x, y] bool, walkable cells. Since about 4.8: one bit per cell, 1 is walkable; before: one byte, 0 is."""
     if image.bits_per_pixel == 1:
         bits = np.unpackbits(np.frombuffer(image.data, np.uint8))
         return np.ascontiguousarray(bits.reshape(size).T.astype(bool))
@@ -94,11 +78,11 @@ def _upright(data: bytes, size: tuple[int, int]) -> np.ndarray:
 
 RUNS_TODAY = "what runs without the game: --env-config=skirmish (same maps, same observations)"
 INSTALL = "./install_sc2.sh"
-LATEST = "latest"  # as pysc2 and SMAC name the newest version that is installed
+LATEST = "latest"  # pysc2's and SMAC's name of the newest installed version
 
 
 def game_folder() -> Path:
-    """Return where StarCraft II is looked for: $SC2PATH, else ~/StarCraftII."""
+    """Return the folder of StarCraft II: $SC2PATH, else ~/StarCraftII."""
     return Path(os.environ.get("SC2PATH") or "~/StarCraftII").expanduser()
 
 
@@ -109,9 +93,9 @@ def builds() -> list[int]:
 
 
 def build_of(game_version: str | None) -> int:
-    """Return the build that is played: that of `game_version` ("4.10" is 4.10.0); the newest for None or "latest".
+    """Return the build of `game_version` ("4.10" is 4.10.0); the newest installed for None or "latest".
 
-    Errors: UserError when there is no game, when the version is unknown, or when its build is not installed.
+    Errors: UserError without a game, for an unknown version, or if its build is not installed.
     """
     found, where = builds(), game_folder()
     if not found:
@@ -139,7 +123,7 @@ def build_of(game_version: str | None) -> int:
 
 def known_versions() -> dict[str, int]:
     """Return version -> build as pysc2 lists them."""
-    importlib.import_module("omagd.envs.sc2.client")  # pysc2 takes the messages that it makes
+    importlib.import_module("omagd.envs.sc2.client")  # creates the protobuf modules that pysc2 imports
     from pysc2.run_configs import lib
 
     return {version: int(entry.build_version) for version, entry in lib.VERSIONS.items()}

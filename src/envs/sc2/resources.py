@@ -1,7 +1,7 @@
-"""A folder for one game's temporary files and its log, which never stays behind, however its owner ends.
+"""A port and a temporary folder for each game; both are released however their owner ends.
 
-All lie in `<temporary folder>/omagd-sc2-<user>`. The owner holds a lock on a file in its folder; whoever comes next
-removes the folders whose lock is free. The log of a game that died is kept beside them for a week.
+Folders are in `<temporary folder>/omagd-sc2-<user>`. Each owner locks a file in its folder, and the next game removes
+folders whose lock is free. Logs of games that died are kept there for a week.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from pathlib import Path
 from typing import IO
 
 HOST = "127.0.0.1"
-# Above those that pysc2's own port picker draws from, below those that Linux gives to outgoing connections.
+# Above the range of pysc2's port picker, below that of Linux for outgoing connections.
 LOWEST, HIGHEST = 25000, 32000
 TRIES = 1000
 
 
 @contextlib.contextmanager
 def claimed_port() -> Iterator[int]:
-    """Yield a free port that no other caller on this machine gets meanwhile. Errors: OSError when there is none.
+    """Yield a free port that no other caller on this machine gets meanwhile. Errors: OSError without a free port.
 
-    The claim is the name of an abstract Unix socket: valid for all users who share the ports, and gone with the
-    process however that ends.
+    The claim is an abstract Unix socket: valid for all users of the network namespace, and released with the process.
     """
-    chance = random.SystemRandom()  # not the run's: workers of one seed must not try the same ports
+    chance = random.SystemRandom()  # unseeded: workers of the same seed must not try the same ports
     for _ in range(TRIES):
         port = chance.randrange(LOWEST, HIGHEST)
         claim = _claim(port)
@@ -74,10 +73,10 @@ LAST_WORDS = 300
 
 
 class Scratch:
-    """The folder; removed by `close`, with this object, or by the next one.
+    """A temporary folder; removed by `close`, with this object, or by a later one.
 
     Attributes:
-        path: the folder. log: what the game writes to its outputs.
+        path: the folder. log: file for the game's output.
     """
 
     def __init__(self) -> None:
@@ -99,7 +98,7 @@ class Scratch:
         return " ".join(text.split())
 
     def keep_log(self) -> Path | None:
-        """Move the log to where it outlives the folder; return where to, None if there is nothing in it."""
+        """Move the log out of the folder; return its new path, None if it is empty."""
         if not self.log.is_file() or not self.log.stat().st_size:
             return None
         kept = self._root / f"died-{time.strftime('%Y%m%d-%H%M%S')}-{self.path.name}.log"
@@ -111,7 +110,7 @@ class Scratch:
 
 
 def _own_root() -> Path:
-    """Return this user's folder, made where it was missing; what others have put in its place is left alone."""
+    """Return this user's folder, created if missing; skip names that belong to others."""
     for number in itertools.count(1):
         root = Path(tempfile.gettempdir()) / f"omagd-sc2-{os.getuid()}{f'-{number}' if number > 1 else ''}"
         with contextlib.suppress(FileExistsError):
@@ -135,7 +134,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what those who are gone have left."""
+    """Remove old logs, and folders whose owner is gone."""
     for log in root.glob("died-*.log"):
         if time.time() - log.stat().st_mtime > KEEP_LOGS_SECONDS:
             log.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The environment `sc2`: SMAC's battles in the real game, one game process each, run in worker processes."""
+"""The environments `sc2` and `sc2_v2`: battles of SMAC and SMACv2 in StarCraft II, each in its own game process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOG = logging.getLogger("omagd.sc2")
 
 
 class SC2Battle(BattleEnv):
-    """One slot: SMAC's semantics over the real game. The game starts with the first `reset`.
+    """One slot: SMAC's semantics with the real game. The game starts with the first `reset`.
 
     Args:
         args: map and flags. n_slots: 1.
@@ -42,7 +42,7 @@ class SC2Battle(BattleEnv):
     args_model: ClassVar[type[BaseModel]] = SmacArgs
     args: SmacArgs
     name: ClassVar[str] = "sc2"
-    deterministic: ClassVar[bool] = False  # a game that is started anew plays other battles
+    deterministic: ClassVar[bool] = False  # a restarted game plays different battles
 
     def __init__(self, args: SmacArgs, n_slots: int = 1) -> None:
         if n_slots != 1:
@@ -71,11 +71,11 @@ class SC2Battle(BattleEnv):
 
     @staticmethod
     def _battle_of(args: Any) -> tuple[MapSpec, Variant]:
-        """Return who fights, and what stands where. Errors: UserError for a map that there is not."""
+        """Return the map and the variant of the rules. Errors: UserError for an unknown map."""
         return get_game_map(args.map_name), SMAC
 
     def _new_backend(self) -> GameBackend:
-        from omagd.envs.sc2.backend import GameBackend  # pysc2 takes its time
+        from omagd.envs.sc2.backend import GameBackend  # slow: imports pysc2
 
         return GameBackend(self.spec, self.args)
 
@@ -87,12 +87,12 @@ class SC2Battle(BattleEnv):
         return self._started()[0]
 
     def seed(self) -> int | None:
-        """Return the seed that the game was given; before it starts `env_args.seed`."""
-        told = None if self._backend is None else self._backend.seed
-        return self.args.seed if told is None else told
+        """Return the seed of the running game; before it starts, `env_args.seed`."""
+        seed = None if self._backend is None else self._backend.seed
+        return self.args.seed if seed is None else seed
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Start a new battle; a seed decides what a game plays that is started here, and all battles that follow.
+        """Start a new battle. The seed only matters if this starts the game: it seeds all of the game's battles.
 
         Errors: UserError when the game does not start.
         """
@@ -106,9 +106,9 @@ class SC2Battle(BattleEnv):
             self._heuristic.begin()
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        """Play `actions` [1, n]. When the game dies the result is `lost`, and the next `reset` starts another.
+        """Play `actions` [1, n]. If the game dies, the result is `lost`, and the next `reset` starts a new game.
 
-        Errors: ValueError for an action that is not available; UserError when ten episodes in a row were lost.
+        Errors: ValueError for an action that is not available; UserError after ten lost episodes in a row.
         """
         semantics, backend = self._started()
         orders = semantics.orders(actions, active)
@@ -118,7 +118,7 @@ class SC2Battle(BattleEnv):
             backend.advance(*orders, active)
         except backend.lost as error:
             return self._void(error, active)
-        result = semantics.settle(active)
+        result = semantics.finish_step(active)
         if result.terminated.item(0):
             self._lost_in_a_row = 0
         return result
@@ -126,7 +126,7 @@ class SC2Battle(BattleEnv):
     def _void(self, error: GameLost, active: np.ndarray) -> StepResult:
         semantics, backend = self._started()
         backend.lose(error)
-        semantics.abandon(active)
+        semantics.drop(active)
         self._lost += 1
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= LOST_IN_A_ROW:
@@ -135,11 +135,11 @@ class SC2Battle(BattleEnv):
         return StepResult(np.zeros(1, np.float32), active.copy(), nothing, {}, lost=active.copy())
 
     def observe(self, full: bool = False) -> Observation:
-        """Return what the battle shows now, with `full_obs` if `full`; of a lost one the last that was seen."""
+        """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
         return self._started()[0].observe(full)
 
     def played(self) -> np.ndarray:
-        """Return [n] what the script has played instead of the agents' actions in the last step."""
+        """Return [n], the actions of SMAC's script in the last step (`heuristic_ai`)."""
         assert self._heuristic is not None
         return self._heuristic.actions
 
@@ -149,16 +149,15 @@ class SC2Battle(BattleEnv):
         return self._semantics, self._backend
 
     def get_stats(self) -> dict[str, float]:
-        """Return SMAC's counters since construction, games restarted and episodes lost, and the game's own build."""
+        """Return SMAC's counters since construction, restarts of the game, lost episodes, and the game's build."""
         counted = {} if self._semantics is None else self._semantics.stats()
         restarts, build = (0, 0) if self._backend is None else (self._backend.restarts, self._backend.build)
         return {**counted, "restarts": restarts, "lost_episodes": self._lost, "game_build": build}
 
     def save_replay(self, folder: str) -> None:
-        """Write the game's replay of all battles since it started into `folder`, or where `replay_dir` says.
+        """Write the game's replay of all battles since its start into `replay_dir`, else `folder`, else its own folder.
 
-        An empty folder is the game's own. A game that is gone has no replay, which is said in the log.
-        Errors: UserError when nothing can be written there.
+        A game that has died has no replay: logs a warning. Errors: UserError if the folder is not writable.
         """
         backend = self._started()[1]
         where = self.args.replay_dir or (folder and str(Path(folder).resolve()))
@@ -176,7 +175,7 @@ class SC2Battle(BattleEnv):
 
 
 class SC2Env(SmacInterface):
-    """`SC2Battle` as the field's single environment; the thread that resets it first must outlive the game.
+    """`SC2Battle` with SMAC's methods. The thread of the first `reset` must outlive the game.
 
     Args:
         args: the published keys.
@@ -193,7 +192,7 @@ class SC2Env(SmacInterface):
             _log_to_stderr()
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
-        """Play [n] actions; where a script plays instead (`heuristic_ai`), `actions` are overwritten with its own."""
+        """Play [n] actions; with `heuristic_ai`, overwrite `actions` with those of the script."""
         reward, terminated, info = super().step(actions)
         if self._scripted:
             actions[:] = self.env.played()
@@ -204,14 +203,14 @@ class SC2Env(SmacInterface):
 
 
 def _log_to_stderr() -> None:
-    """Show what `debug` tells; a worker process has nowhere else to say it."""
+    """Write debug messages to stderr, since a worker process has no other log."""
     LOG.setLevel(logging.DEBUG)
     if not LOG.handlers:
         LOG.addHandler(logging.StreamHandler())
 
 
 class SC2V2Battle(SC2Battle):
-    """One slot: SMACv2's semantics over the real game. Teams, places and what agents know follow from reset seeds.
+    """One slot: SMACv2's semantics with the real game. Teams, positions and visibility follow from the reset seeds.
 
     Args:
         args: the published keys. n_slots: 1.
@@ -228,7 +227,7 @@ class SC2V2Battle(SC2Battle):
         return v2_map(args), args.variant
 
     def _new_backend(self) -> GameBackend:
-        from omagd.envs.sc2.v2_backend import V2Backend  # pysc2 takes its time
+        from omagd.envs.sc2.v2_backend import V2Backend  # slow: imports pysc2
 
         return V2Backend(self.spec, self.args)
 
@@ -237,7 +236,7 @@ class SC2V2Battle(SC2Battle):
 
 
 class SC2V2Env(SmacV2Interface, SC2Env):
-    """`SC2V2Battle` as the field's single environment; the thread that resets it first must outlive the game.
+    """`SC2V2Battle` with SMACv2's methods. The thread of the first `reset` must outlive the game.
 
     Args:
         args: the published keys.

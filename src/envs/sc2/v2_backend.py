@@ -1,4 +1,8 @@
-"""The real game as SMACv2 plays it: an empty field on which the units of each battle are created."""
+"""`BattleBackend` with the real game as in SMACv2: random teams are created on an empty map.
+
+Source of the distributions: oxwhirl/smacv2, distributions.py (`weighted_teams`, `surrounded`, `reflect_position`,
+`surrounded_and_reflect`). Positions are in cells.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,17 @@ from omagd.envs.sc2.install import GAME_TYPES
 from omagd.utils.seeding import generator
 
 ALLY_PLACE, ENEMY_PLACE = (8.0, 16.0), (24.0, 16.0)  # without random start positions
-OFFSET = 2.0  # from the centre to where the diagonals begin: enemies do not appear on top of allies
+OFFSET = 2.0  # distance of the diagonals from the centre: enemies do not appear on top of allies
 BUFFER = 1.0  # between the middle of the field and the allies
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who fights, and where each unit appears.
+    """Teams and start positions of a battle.
 
     Attributes:
         allies, enemies: names of unit types.
-        ally_places: [n, 2] float64. enemy_places: [m, 2] likewise.
+        ally_places: [n, 2] float64. enemy_places: [m, 2] float64.
     """
 
     allies: tuple[str, ...]
@@ -37,7 +41,7 @@ class Lineup:
 
 
 def draw_lineup(config: CapabilityArgs, seed: int, attempt: int = 0) -> Lineup:
-    """Return the battle that follows from `seed`, or in another `attempt` another one."""
+    """Return the lineup that follows from `seed` and `attempt`."""
     n, m, rng = config.n_units, config.enemies, generator(seed, "lineup", attempt)
     allies = _team(config.team_gen, n, rng)
     enemies = allies[:m] + (_team(config.team_gen, m - n, rng) if m > n else ())
@@ -52,7 +56,7 @@ def draw_lineup(config: CapabilityArgs, seed: int, attempt: int = 0) -> Lineup:
 
 
 def _team(config: TeamArgs, size: int, rng: np.random.Generator) -> tuple[str, ...]:
-    """Draw every unit by the weights, all again while there are exception types only."""
+    """Draw all units by their weights; repeat while the team has exception types only."""
     while True:
         team = rng.choice(config.unit_types, size=size, p=config.weights).tolist()
         if any(kind not in config.exception_unit_types for kind in team):
@@ -60,7 +64,7 @@ def _team(config: TeamArgs, size: int, rng: np.random.Generator) -> tuple[str, .
 
 
 def _surrounded(start: StartArgs, n: int, m: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Put allies into the middle, enemies into one to four groups, each anywhere on a diagonal of its own."""
+    """Place allies in the middle and enemies in one to four groups, each at a random point of its own diagonal."""
     size = np.array([start.map_x, start.map_y], float)
     groups = int(rng.integers(1, 5))
     members = rng.multinomial(m, np.full(groups, 1 / groups))
@@ -72,7 +76,7 @@ def _surrounded(start: StartArgs, n: int, m: int, rng: np.random.Generator) -> t
 
 
 def _reflected(start: StartArgs, n: int, m: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Put allies anywhere in the left half, enemies where a mirror shows them; more enemies anywhere in the right."""
+    """Place allies randomly in the left half, enemies mirrored, and further enemies randomly in the right half."""
     half, top = start.map_x / 2, start.map_y
     allies = rng.uniform((0, 0), (half - BUFFER, top), (n, 2))
     enemies = np.stack([start.map_x - allies[:m, 0], allies[:m, 1]], axis=1)
@@ -80,7 +84,7 @@ def _reflected(start: StartArgs, n: int, m: int, rng: np.random.Generator) -> tu
     return allies, np.concatenate([enemies, more])
 
 
-# The map's own types, which the agents control, are the last that the game knows; in this order.
+# The map's own unit types, which the agents control, are the game's last ones, in this order.
 OWN_TYPES = (
     "baneling", "colossus", "hydralisk", "marauder", "marine", "medivac", "stalker", "zealot", "zergling",
 )  # fmt: skip
@@ -89,10 +93,10 @@ _ENEMY_TYPES = {name: number for number, name in GAME_TYPES.items()}
 
 
 class V2Backend(GameBackend):
-    """`GameBackend` with units that are created, teams and places following from the seed of the battle.
+    """`GameBackend` that creates the units of each battle; teams and positions follow from the reset seed.
 
     Args:
-        spec: the map. args: version, difficulty, step_mul, seed and timeout of the game, and what is drawn.
+        spec: the map. args: version, difficulty, step_mul, seed and timeout of the game, and the distributions.
     """
 
     def __init__(self, spec: MapSpec, args: SmacV2Args) -> None:
@@ -100,7 +104,7 @@ class V2Backend(GameBackend):
         self._config = args.capability_config
 
     def _begin(self, seed: int) -> None:
-        """Start the game or clear the field, and create the units. Errors: GameLost."""
+        """Start the game or remove its units, then create new ones. Errors: GameLost."""
         if self.game is None:
             self._launch(seed)
             known = self._game.ask(data=sc_pb.RequestData(ability_id=True, unit_type_id=True)).units
@@ -113,13 +117,13 @@ class V2Backend(GameBackend):
                 self._create(draw_lineup(self._config, seed, attempt))
                 self._enlist()
                 return
-            except UnitsMissing as error:  # as SMACv2: there are places where the game creates no unit
+            except UnitsMissing as error:  # as in SMACv2: at some positions the game creates no unit
                 reason = error
                 self._clear()
         raise GameLost(str(reason))
 
     def _clear(self) -> None:
-        """Kill everyone and wait until nobody is left. Errors: GameLost."""
+        """Kill all units and wait until they are gone. Errors: GameLost."""
         for _ in range(PATIENCE):
             tags = [unit.tag for unit in self._listed(self._game.exchange(self._look, 1))]
             if not tags:
