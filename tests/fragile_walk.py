@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
-from test_adapters import Walk, WalkArgs
+from walk_env import Walk, WalkArgs
 
 
 class FragileArgs(WalkArgs):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from test_adapters import Walk, WalkArgs
+from walk_env import Walk, WalkArgs
 
 
 class SteadyArgs(WalkArgs):

@@ -1,4 +1,4 @@
-"""Single environments look batched, in this process and in workers, and whatever ends the workers leaves nothing."""
+"""Single environments as batched ones, in this process and in workers; nothing remains however workers end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import shared_memory
-from pydantic import BaseModel
+from walk_env import CRASH, END, N, Walk, WalkArgs, all_slots, gone, is_running, pids_of
 
 from omagd.config.env_info import EntityLayout
-from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
+from omagd.envs.protocol import BatchedEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.envs.single import BatchedAsSingle, env_info_from_dict
 from omagd.envs.snakes.snakes_env import Snakes3v3, SnakesArgs
@@ -25,93 +23,12 @@ from omagd.envs.workers.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.workers.vector import SerialEnvs
 from omagd.utils.errors import UserError
 
-N, A = 2, 3
-CRASH, END = 2, 1
-
-
-class WalkArgs(BaseModel):
-    """Arguments of the walk."""
-
-    limit: int = 4
-    broken: str = ""
-    shares: bool = False
-
-
-class Walk(MultiAgentEnv):
-    """A random walk with everything that an adapter must carry: seeds, full observations, truncation, odd info."""
-
-    args_model = WalkArgs
-
-    def __init__(self, args: WalkArgs) -> None:
-        if args.broken == "user":
-            raise UserError("env_args.broken=user: choose another")
-        self.args = args
-        self.episodes = 0
-
-    def reset(self, seed: int | None = None) -> None:
-        """Start at a place that follows from the seed."""
-        self.rng = np.random.default_rng(seed)
-        self.place = self.rng.random(N)
-        self.t = 0
-
-    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
-        """Walk; action 2 of agent 0 crashes, action 1 of agent 1 ends."""
-        if actions[0] == CRASH:
-            raise RuntimeError("the ground gave way")
-        self.place += self.rng.random(N) + actions
-        self.t += 1
-        limit = self.t == self.args.limit
-        ended = bool(actions[1] == END)
-        self.episodes += ended or limit
-        info: dict[str, Any] = {"battle_won": ended, "steps": self.t, "comment": "not a number"}
-        if limit and not ended:
-            info["episode_limit"] = True
-        if self.args.shares:
-            info["agent_reward"] = self.place[: N - (self.args.broken == "shares")]
-        return float(self.place.sum()), ended or limit, info
-
-    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
-        """Show each agent itself; without limit also the sum."""
-        total = self.place.sum() if no_range_limit else 0.0
-        return np.stack([self.place, np.full(N, total)], 1).astype(np.float32)
-
-    def get_state(self) -> np.ndarray:
-        """Show all."""
-        return self.place.astype(np.float32)
-
-    def get_avail_actions(self) -> np.ndarray:
-        """Forbid what the clock forbids."""
-        mask = np.ones((N, A), bool)
-        mask[:, CRASH] = False
-        mask[:, END] = self.t >= 1
-        return mask
-
-    def get_env_info(self) -> dict[str, Any]:
-        """Tell the sizes."""
-        return {
-            "n_agents": N,
-            "n_actions": A,
-            "obs_shape": (2,),
-            "state_shape": N,
-            "episode_limit": self.args.limit,
-            "has_win": True,
-            "agent_rewards": self.args.shares,
-        }
-
-    def get_stats(self) -> dict[str, float]:
-        """Count."""
-        return {"episodes": float(self.episodes), "win_rate": 0.5}
-
-
-def _all(env: BatchedEnv) -> np.ndarray:
-    return np.ones(env.n_slots, bool)
-
 
 def _record(env: BatchedEnv, rounds: int) -> list[dict[str, np.ndarray]]:
-    """Play `rounds` steps with resets as episodes end, and return everything that was told."""
+    """Play `rounds` steps with resets as episodes end, and return all results."""
     rng = np.random.default_rng(0)
-    env.reset(_all(env), np.arange(env.n_slots) + 10)
-    told = []
+    env.reset(all_slots(env), np.arange(env.n_slots) + 10)
+    records = []
     for t in range(rounds):
         active = rng.random(env.n_slots) < 0.8
         actions = env.scripted_actions("random", rng)
@@ -121,16 +38,16 @@ def _record(env: BatchedEnv, rounds: int) -> list[dict[str, np.ndarray]]:
         record |= {"obs": seen.obs, "state": seen.state, "avail": seen.avail_actions}
         record |= {"full_obs": seen.full_obs} if seen.full_obs is not None else {}
         record |= {"agent_reward": result.agent_reward} if result.agent_reward is not None else {}
-        told.append(record | {f"info {name}": values for name, values in result.info.items()})
+        records.append(record | {f"info {name}": values for name, values in result.info.items()})
         if result.terminated.any():
             env.reset(result.terminated, rng.integers(2**60, size=env.n_slots))
-    return told
+    return records
 
 
-def test_serial_envs_carry_everything_that_the_single_environment_tells():
+def test_serial_envs_return_everything_that_the_single_environment_returns():
     env = SerialEnvs(Walk, WalkArgs(limit=2), 3, name="walk")
     assert env.info.name == "walk" and env.info.obs_dim == 2 and env.info.layout is None
-    env.reset(_all(env), np.array([5, 6, 7]))
+    env.reset(all_slots(env), np.array([5, 6, 7]))
     alone = Walk(WalkArgs(limit=2))
     alone.reset(seed=6)
     np.testing.assert_array_equal(env.observe().obs[1], alone.get_obs())
@@ -138,7 +55,7 @@ def test_serial_envs_carry_everything_that_the_single_environment_tells():
     first = env.step(np.zeros((3, N), int), np.array([True, True, False]))
     assert first.reward[1] == np.float32(alone.step(np.zeros(N, int))[0])
     assert first.reward[2] == 0 and not first.terminated.any()
-    second = env.step(np.array([[0, 0], [0, END], [0, 0]]), _all(env))
+    second = env.step(np.array([[0, 0], [0, END], [0, 0]]), all_slots(env))
     assert second.terminated.tolist() == [True, True, False]
     assert second.truncated.tolist() == [True, False, False]
     assert second.info["battle_won"].tolist() == [0, 1, 0]
@@ -149,7 +66,7 @@ def test_serial_envs_carry_everything_that_the_single_environment_tells():
         env.save_replay("somewhere")
 
 
-def test_serial_envs_tell_each_agents_reward_where_the_environment_does():
+def test_serial_envs_return_agent_rewards():
     env, silent = SerialEnvs(Walk, WalkArgs(shares=True), 3), SerialEnvs(Walk, WalkArgs(), 3)
     assert env.info.agent_rewards and not silent.info.agent_rewards
     for one, other in zip(_record(env, 30), _record(silent, 30), strict=True):
@@ -158,24 +75,12 @@ def test_serial_envs_tell_each_agents_reward_where_the_environment_does():
         np.testing.assert_allclose(each.sum(1), one["reward"], rtol=1e-6)
         assert one.keys() == other.keys()  # and no result in the info is named like it
     wrong = SerialEnvs(Walk, WalkArgs(shares=True, broken="shares"), 1)
-    wrong.reset(_all(wrong), np.zeros(1, np.int64))
+    wrong.reset(all_slots(wrong), np.zeros(1, np.int64))
     with pytest.raises(UserError, match=r"env=Walk, slot 0, seed 0, step 1: info\['agent_reward'\] has shape \(1,\)"):
-        wrong.step(np.zeros((1, N), int), _all(wrong))
+        wrong.step(np.zeros((1, N), int), all_slots(wrong))
 
 
-def test_a_single_view_of_a_batched_environment_tells_each_agents_reward():
-    facts = BatchedAsSingle(Snakes3v3(SnakesArgs(), 1)).get_env_info()
-    assert env_info_from_dict("snakes_3v3", "", facts).agent_rewards
-    single, batched = BatchedAsSingle(Snakes3v3(SnakesArgs(), 1)), Snakes3v3(SnakesArgs(), 1)
-    single.reset(seed=3)
-    batched.reset(_all(batched), np.array([3]))
-    for _ in range(40):
-        actions = batched.scripted_actions("l1", np.random.default_rng(0))
-        result = batched.step(actions, _all(batched))
-        np.testing.assert_array_equal(single.step(actions[0])[2]["agent_reward"], result.agent_reward[0])
-
-
-def test_a_single_environment_that_is_a_batched_one_inside_plays_the_same():
+def test_one_slot_as_a_single_environment_returns_the_same():
     batched = MemoryGame(MemoryGameArgs(), 1)
     single = BatchedAsSingle(MemoryGame(MemoryGameArgs(), 1), {"map_type": "none"})
     facts = single.get_env_info()
@@ -196,6 +101,14 @@ def test_a_single_environment_that_is_a_batched_one_inside_plays_the_same():
             assert info == {"battle_won": result.info["battle_won"][0], "episode_limit": False}
     with pytest.raises(ValueError, match="one slot"):
         BatchedAsSingle(MatrixGame(MatrixGameArgs(), 2))
+    single, snakes = BatchedAsSingle(Snakes3v3(SnakesArgs(), 1)), Snakes3v3(SnakesArgs(), 1)
+    assert env_info_from_dict("snakes_3v3", "", single.get_env_info()).agent_rewards
+    single.reset(seed=3)
+    snakes.reset(all_slots(snakes), np.array([3]))
+    for _ in range(20):
+        actions = snakes.scripted_actions("l1", np.random.default_rng(0))
+        expected = snakes.step(actions, all_slots(snakes)).agent_reward[0]
+        np.testing.assert_array_equal(single.step(actions[0])[2]["agent_reward"], expected)
 
 
 def test_the_published_component_tuple_becomes_a_layout():
@@ -212,38 +125,18 @@ def test_the_published_component_tuple_becomes_a_layout():
 # --- what follows starts processes
 
 
-def _running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-def _gone(pids: list[int], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(map(_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(_running, pids))
-
-
-def _pids(env: ProcessEnvs) -> list[int]:
-    return [process.pid for process in env._workers.processes]
-
-
 @pytest.mark.processes
-def test_workers_tell_exactly_what_this_process_would_and_leave_nothing():
+def test_workers_return_what_this_process_would_and_leave_nothing():
     before = shared_memory.names()
     env = ProcessEnvs(Walk, WalkArgs(), 3, name="walk")
     try:
-        pids = _pids(env)
+        pids = pids_of(env)
         assert shared_memory.left_since(before) == []
         serial = SerialEnvs(Walk, WalkArgs(), 3, name="walk")
         assert env.info == serial.info
-        told, expected = _record(env, 30), _record(serial, 30)
-        assert any(record["truncated"].any() for record in told)
-        for one, other in zip(told, expected, strict=True):
+        records, expected = _record(env, 30), _record(serial, 30)
+        assert any(record["truncated"].any() for record in records)
+        for one, other in zip(records, expected, strict=True):
             assert one.keys() == other.keys()
             for key in one:
                 np.testing.assert_array_equal(one[key], other[key], err_msg=key)
@@ -253,25 +146,25 @@ def test_workers_tell_exactly_what_this_process_would_and_leave_nothing():
     finally:
         env.close()
         env.close()
-    assert _gone(pids)
-    for call in (lambda: env.reset(_all(env), np.arange(3)), env.observe, env.get_stats):
+    assert gone(pids)
+    for call in (lambda: env.reset(all_slots(env), np.arange(3)), env.observe, env.get_stats):
         with pytest.raises(EnvWorkerError, match="closed"):
             call()
 
 
 @pytest.mark.processes
-def test_workers_tell_each_agents_reward_as_this_process_would_whoever_dies():
+def test_workers_return_agent_rewards_even_when_one_dies():
     args = SnakesArgs(opponent="l1", reward="potential")
     here, env = Snakes3v3(args, 3), ProcessEnvs(Snakes3v3, args, 3, name="snakes_3v3", per_process=2)
     try:
         assert env.info == here.info and env.info.agent_rewards
-        rng, active = np.random.default_rng(0), _all(env)
+        rng, active = np.random.default_rng(0), all_slots(env)
         for each in (here, env):
-            each.reset(_all(env), np.arange(3) + 10)
+            each.reset(all_slots(env), np.arange(3) + 10)
         for t in range(200):
             actions = here.scripted_actions("greedy", rng)
             if t == 60:
-                os.kill(_pids(env)[0], signal.SIGKILL)
+                os.kill(pids_of(env)[0], signal.SIGKILL)
             active = rng.random(3) < 0.95
             one, other = env.step(actions, active), here.step(actions, active)
             for name in ("agent_reward", "reward", "terminated"):
@@ -284,26 +177,22 @@ def test_workers_tell_each_agents_reward_as_this_process_would_whoever_dies():
 
 
 @pytest.mark.processes
-def test_a_workers_error_arrives_with_its_traceback_and_ends_the_others():
+def test_a_workers_error_is_raised_with_its_traceback_and_ends_the_others():
     env = ProcessEnvs(Walk, WalkArgs(), 2)
-    pids = _pids(env)
-    env.reset(_all(env), np.arange(2))
+    pids = pids_of(env)
+    env.reset(all_slots(env), np.arange(2))
     with pytest.raises(EnvWorkerError, match=r"(?s)worker 1 failed.*in step.*the ground gave way"):
-        env.step(np.array([[0, 0], [CRASH, 0]]), _all(env))
-    assert _gone(pids)
-
-
-@pytest.mark.processes
-def test_a_mistake_of_the_user_arrives_as_one():
+        env.step(np.array([[0, 0], [CRASH, 0]]), all_slots(env))
+    assert gone(pids)
     with pytest.raises(UserError, match="env_args.broken=user"):
-        ProcessEnvs(Walk, WalkArgs(broken="user"), 2)
+        ProcessEnvs(Walk, WalkArgs(broken="user"), 1)
 
 
 HOST = """
     import sys, time
     import numpy as np
     from omagd.envs.workers.process_envs import ProcessEnvs
-    from test_adapters import Walk, WalkArgs
+    from walk_env import Walk, WalkArgs
 
     if __name__ == "__main__":
         env = ProcessEnvs(Walk, WalkArgs(limit=10**9), 2)
@@ -335,10 +224,10 @@ def test_workers_end_with_their_parent(tmp_path, how):
         start_new_session=True,
     )
     pids = [int(word) for word in host.stdout.readline().split()]
-    assert len(pids) == 2 and all(map(_running, pids))
+    assert len(pids) == 2 and all(map(is_running, pids))
     # Ctrl-C reaches everyone in the terminal; a kill reaches the parent only.
     (os.killpg if how == signal.SIGINT else os.kill)(host.pid, how)
     _, complaints = host.communicate(timeout=20)
-    assert _gone(pids)
+    assert gone(pids)
     assert shared_memory.left_since(before) == []
     assert complaints.count("Traceback") == (1 if how == signal.SIGINT else 0), complaints

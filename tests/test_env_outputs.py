@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from runner_toys import FakeEnv, Probe, length_of, runner_of
-from test_adapters import Walk, WalkArgs
+from walk_env import Walk, WalkArgs
 
 from omagd.envs.outputs import RESERVED
 from omagd.envs.protocol import Observation, StepResult

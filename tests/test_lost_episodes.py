@@ -12,7 +12,7 @@ import pytest
 import torch
 from fragile_walk import Fragile, FragileArgs
 from runner_toys import FakeEnv, Probe, identity, length_of, runner_of
-from test_adapters import N, Walk, WalkArgs, _all, _gone, _pids
+from walk_env import N, Walk, WalkArgs, all_slots, gone, pids_of
 
 from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import LOST_IN_A_ROW, StepResult
@@ -149,16 +149,16 @@ def test_the_python_interface_gives_up_as_well(monkeypatch):
 
 
 def kill(env: ProcessEnvs, number: int) -> None:
-    pid = _pids(env)[number]
+    pid = pids_of(env)[number]
     os.kill(pid, signal.SIGKILL)
-    assert _gone([pid])
+    assert gone([pid])
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("per_process", [1, 2])
 def test_a_killed_worker_costs_the_episodes_of_its_slots_and_nothing_else(per_process):
     env, mirror = ProcessEnvs(Walk, WalkArgs(), 4, per_process=per_process), SerialEnvs(Walk, WalkArgs(), 4)
-    still, everyone = np.zeros((4, N), int), _all(env)
+    still, everyone = np.zeros((4, N), int), all_slots(env)
     hers = np.arange(4) < per_process
     try:
         for world in (env, mirror):
@@ -192,10 +192,10 @@ def test_a_killed_worker_costs_the_episodes_of_its_slots_and_nothing_else(per_pr
                 for world in (env, mirror):
                     world.reset(over, np.arange(20, 24))
         assert env.get_stats()["worker_restarts"] == 1
-        pids = _pids(env)
+        pids = pids_of(env)
     finally:
         env.close()
-    assert _gone(pids)
+    assert gone(pids)
 
 
 @pytest.mark.processes
@@ -203,7 +203,7 @@ def test_whenever_a_worker_dies_it_is_replaced(tmp_path):
     """One of the two dies once in every call. In a reset that costs no episode: the new worker starts it instead."""
     env = ProcessEnvs(Fragile, FragileArgs(die_on=list(PLACES), once=str(tmp_path), shares=True), 2)
     mirror = SerialEnvs(Walk, WalkArgs(), 2)
-    everyone, still, seeds = _all(env), np.zeros((2, N), int), np.array([3, 4])
+    everyone, still, seeds = all_slots(env), np.zeros((2, N), int), np.array([3, 4])
     calls = {
         "reset": lambda: env.reset(everyone, seeds),
         "show": lambda: env.observe(full=True),
@@ -231,7 +231,7 @@ def test_whenever_a_worker_dies_it_is_replaced(tmp_path):
 @pytest.mark.processes
 def test_counters_outlive_the_worker_that_had_them():
     env = ProcessEnvs(Walk, WalkArgs(limit=1), 2)
-    everyone, still = _all(env), np.zeros((2, N), int)
+    everyone, still = all_slots(env), np.zeros((2, N), int)
     try:
         for _ in range(3):
             env.reset(everyone, np.arange(2))
@@ -250,7 +250,7 @@ def test_counters_outlive_the_worker_that_had_them():
 def test_a_worker_that_dies_again_and_again_is_an_error(where, monkeypatch):
     monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 3)
     env = ProcessEnvs(Fragile, FragileArgs(die_on=[where]), 1)
-    everyone, still = _all(env), np.zeros((1, N), int)
+    everyone, still = all_slots(env), np.zeros((1, N), int)
     with pytest.raises(EnvWorkerError, match="worker 0 died 3 times"):
         for _ in range(3):
             env.reset(everyone, np.zeros(1, int))
@@ -263,7 +263,7 @@ def test_a_worker_that_dies_again_and_again_is_an_error(where, monkeypatch):
 def test_a_worker_that_ends_episodes_between_its_deaths_goes_on(monkeypatch):
     monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 2)
     env = ProcessEnvs(Walk, WalkArgs(limit=1), 1)
-    everyone, still = _all(env), np.zeros((1, N), int)
+    everyone, still = all_slots(env), np.zeros((1, N), int)
     try:
         for _ in range(3):
             env.reset(everyone, np.zeros(1, int))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from q_toys import toy_config
 from steady_walk import SteadyArgs, SteadyWalk
-from test_adapters import N, Walk, WalkArgs, _gone, _pids
+from walk_env import N, Walk, WalkArgs, gone, pids_of
 
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -188,7 +188,7 @@ def test_nobody_can_tell_that_workers_were_killed(per_process):
 
     def kill(number: int) -> None:
         try:
-            os.kill(_pids(env)[number], signal.SIGKILL)
+            os.kill(pids_of(env)[number], signal.SIGKILL)
         except (ProcessLookupError, ValueError, TypeError):
             pass  # it has just been replaced
 
@@ -200,10 +200,10 @@ def test_nobody_can_tell_that_workers_were_killed(per_process):
     def meddle(where: str) -> None:
         if kills.count(where) < 1 and dice.random() < 0.2:
             kills.append(where)
-            pid = _pids(env)[0]
+            pid = pids_of(env)[0]
             killed.add(pid)  # once, where one that has just died has not been replaced yet
             kill(0)
-            assert where != "idle" or _gone([pid])
+            assert where != "idle" or gone([pid])
 
     stop = threading.Event()
     ghost = threading.Thread(target=haunt)
@@ -220,7 +220,7 @@ def test_nobody_can_tell_that_workers_were_killed(per_process):
         ghost.join()
         over = [process.pid for process in env._workers.processes if not process._closed]
         env.close()
-    assert _gone(over)
+    assert gone(over)
 
 
 @pytest.mark.processes
@@ -250,7 +250,7 @@ def test_a_battle_in_a_process_of_its_own_is_the_same_battle():
     try:
         assert type(env) is ProcessEnvs and env.info == plain.info
         assert same_story(story(env, 25, peace), story(plain, 25, peace))
-        timer = threading.Timer(0.05, os.kill, (_pids(env)[1], signal.SIGKILL))
+        timer = threading.Timer(0.05, os.kill, (pids_of(env)[1], signal.SIGKILL))
         timer.start()
         found = rounds_of(env, "parallel", 2, scripted=True)
         timer.join()
@@ -271,7 +271,7 @@ def _continue_mid_battle(env: ProcessEnvs) -> None:
     again, mac, other = cast(env, "stream")
     other.rng.bit_generator.state = state
     again.restore(snapshot, mac)
-    os.kill(_pids(env)[0], signal.SIGKILL)
+    os.kill(pids_of(env)[0], signal.SIGKILL)
     found = [again.collect(mac, explore=other) for _ in range(2)]
     assert_same(found, expected)
     undisturbed, mac, explore = cast(env, "stream")

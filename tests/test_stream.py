@@ -12,7 +12,7 @@ import torch
 from command_budgets import BUDGETS
 from q_toys import toy_config
 from runner_toys import FakeEnv, Probe, identity, length_of, runner_of
-from test_adapters import Walk, WalkArgs
+from walk_env import Walk, WalkArgs
 
 import omagd
 from omagd.components.episode_buffer import EpisodeBuffer

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from omagd.envs.battle.units import UNIT_ID
 from omagd.utils.errors import UserError, nearest
 
-# SMAC numbers a map type's unit types from 0 in this order (`get_unit_type_id`) and sorts allies by it. SMACv2 (`*_gen`)
-# does not sort them.
+# SMAC numbers the unit types of a map type from 0 in this order (`get_unit_type_id`), and sorts allies by it; not so in
+# SMACv2 (`*_gen`).
 TYPE_ORDER: dict[str, tuple[str, ...]] = {
     "marines": ("marine",), "stalkers": ("stalker",), "zealots": ("zealot",), "hydralisks": ("hydralisk",),
     "colossus": ("colossus",), "stalkers_and_zealots": ("stalker", "zealot"),
