@@ -6,6 +6,7 @@ import json
 import logging
 import struct
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,77 +31,68 @@ def no_account(monkeypatch, tmp_path_factory):
     return home
 
 
-def finished_records(path):
-    """Return the records once the exit is among them: W&B's own process still writes after `finish` returns."""
-    until = time.monotonic() + 20
-    found = records(path)
-    while not any(record.WhichOneof("record_type") == "exit" for record in found) and time.monotonic() < until:
-        time.sleep(0.05)
-        found = records(path)
-    return found
-
-
 def records(path):
-    """Return the records of a `.wandb` file as far as it goes: LevelDB framing after a 7-byte header."""
+    """Return the records of a `.wandb` file, once the exit is among them: LevelDB framing after a 7-byte header."""
     from wandb.proto import wandb_internal_pb2
 
-    data = path.read_bytes()
-    if len(data) < 7:
-        return []
-    assert data[:4] == b":W&B"
-    position, piece, found = 7, b"", []
-    while position + 7 <= len(data):
-        left = BLOCK - position % BLOCK
-        if left < 7:
-            position += left
-            continue
-        _, size, kind = struct.unpack("<IHB", data[position : position + 7])
-        if kind == 0:
-            position += left
-            continue
-        if position + 7 + size > len(data):
-            break
-        piece += data[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # whole, or last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(piece)
-            found.append(record)
-            piece = b""
+    until, found = time.monotonic() + 20, []
+    while not any(record.HasField("exit") for record in found) and time.monotonic() < until:
+        time.sleep(0.05)  # W&B's own process still writes after `finish` returns
+        data, position, piece, found = path.read_bytes(), 7, b"", []
+        while position + 7 <= len(data):
+            left = BLOCK - position % BLOCK
+            _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+            if left < 7 or kind == 0:
+                position += left
+                continue
+            piece += data[position + 7 : position + 7 + size]
+            position += 7 + size
+            if kind in (1, 4):  # whole, or last part
+                if position <= len(data):
+                    found.append(wandb_internal_pb2.Record.FromString(piece))
+                piece = b""
     return found
 
 
 def history(found):
     """Return each logged step as a dictionary."""
-    rows = []
-    for record in found:
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    return rows
+    steps = [record.history.item for record in found if record.HasField("history")]
+    return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in steps]
 
 
-def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path):
+def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, monkeypatch):
+    """A resumed run keeps their ids, and the key of the environment is written nowhere."""
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     config = {"lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}}
     facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config, card={"id": "12ab"})
-    logger = make_logger(facts, ["wandb"], logging.getLogger("test"))
+    logger = make_logger(facts, ["wandb", "jsonl"], logging.getLogger("test"))
     logger.log({"eval/graph_loss": 0.25}, stage="stage1", clock="epoch", t=20)
     logger.log({"eval/graph_loss": 0.125}, stage="stage1", clock="epoch", t=40)
     logger.log({"test_battle_won_mean": 0.5, "loss_td": 0.01}, stage="stage3", clock="t_env", t=10240)
-    logger.close()
-    runs = {}
+    saved = logger.state_dict()
+    logger.close("failed")
+    resumed = make_logger(replace(facts, saved=saved), ["wandb"], logging.getLogger("test"))
+    resumed.log({"loss_td": 0.25}, stage="stage3", clock="t_env", t=20480)
+    assert resumed.state_dict()["W&B"] == saved["W&B"]
+    resumed.close()
+    runs, ids = {}, set()
     for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"):
-        found = finished_records(path)
-        (run,) = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+        found = records(path)
+        (run,) = [record.run for record in found if record.HasField("run")]
         assert run.run_group == "token_7"
-        kept = {item.key: item.value_json for item in run.config.update}
-        assert kept["lr"] == "0.0005" and json.loads(kept["card"]) == {"id": "12ab"}
-        runs[run.project] = history(found)
-    assert set(runs) == {"5m_vs_6m_reconstruction_stage1_ddp2", "5m_vs_6m_exp_ddp2"}
+        written = {item.key: item.value_json for item in run.config.update}
+        assert written["lr"] == "0.0005" and json.loads(written["card"]) == {"id": "12ab"}
+        runs.setdefault(run.project, []).extend(history(found))
+        ids.add((run.project, run.run_id))
+    assert set(runs) == {"5m_vs_6m_reconstruction_stage1_ddp2", "5m_vs_6m_exp_ddp2"} and len(ids) == 2
     stage1 = runs["5m_vs_6m_reconstruction_stage1_ddp2"]
     assert [(row["_step"], row["eval/graph_loss"]) for row in stage1] == [(20, 0.25), (40, 0.125)]
-    (stage3,) = runs["5m_vs_6m_exp_ddp2"]
-    assert (stage3["_step"], stage3["test_battle_won_mean"], stage3["loss_td"]) == (10240, 0.5, 0.01)
+    first, second = sorted(runs["5m_vs_6m_exp_ddp2"], key=lambda row: row["_step"])
+    assert (first["_step"], first["test_battle_won_mean"], first["loss_td"]) == (10240, 0.5, 0.01)
+    assert (second["_step"], second["loss_td"]) == (20480, 0.25)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
 
 
 def test_a_run_ends_there_with_the_commands_exit_code():
@@ -110,38 +102,6 @@ def test_a_run_ends_there_with_the_commands_exit_code():
         sink._run = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
         sink._close(state)
     assert codes == [0, 130, 1]
-
-
-def test_a_resumed_run_keeps_its_wandb_ids(tmp_path):
-    before = make_logger(RunFacts(tmp_path / "a", "token"), ["wandb"], logging.getLogger("test"))
-    (tmp_path / "a").mkdir()
-    before.log({"loss": 1.0}, stage="stage1", clock="epoch", t=10)
-    before.log({"loss": 0.5}, stage="stage3", clock="t_env", t=100)
-    saved = before.state_dict()
-    before.close("failed")
-    (tmp_path / "b").mkdir()
-    after = make_logger(RunFacts(tmp_path / "b", "token", saved=saved), ["wandb"], logging.getLogger("test"))
-    after.log({"loss": 0.25}, stage="stage3", clock="t_env", t=200)
-    assert after.state_dict() == saved
-    after.close()
-    ids = {}
-    for path in tmp_path.glob("*/wandb/offline-run-*/run-*.wandb"):
-        found = finished_records(path)
-        (run,) = [record.run for record in found if record.WhichOneof("record_type") == "run"]
-        ids.setdefault(run.run_id, []).extend((row["_step"], row["loss"]) for row in history(found))
-    assert sorted(sorted(rows) for rows in ids.values()) == [[(10, 1.0)], [(100, 0.5), (200, 0.25)]]
-
-
-def test_a_key_in_the_environment_reaches_no_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    logger = make_logger(RunFacts(tmp_path, env="skirmish"), ["wandb", "jsonl"], logging.getLogger("test"))
-    logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
-    logger.close()
-    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert history(finished_records(written))[0]["a"] == 1.0
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
 
 
 def test_without_a_key_offline_and_with_one_online(monkeypatch, no_account):
