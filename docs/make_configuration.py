@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: every key with its type, its default and its meaning, from where they stand.
+"""Writes docs/configuration.md: every key with its type, default and meaning.
 
 Types, ranges and meanings come from `src/config/schema.py` (the comment behind a key), defaults and sections from
 `src/config/default.yaml`, arguments of environments from their `args_model` and its docstring, presets from
@@ -170,7 +170,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# What an environment shares with another stands there: its arguments, and how that is said.
+# Arguments that an environment shares with another one, and the sentence that replaces them.
 SHARED: dict[str, tuple[type[BaseModel], str]] = {
     "sc2": (BattleArgs, "every key of `skirmish` but `difficulty`, with the same defaults"),
     "sc2_v2": (SmacArgs, "every other key of `sc2`, with the same defaults"),
@@ -209,7 +209,7 @@ def _is_model(annotation: Any) -> bool:
 
 
 def attributes(model: type[BaseModel]) -> dict[str, str]:
-    """Return what the docstrings of a class and its bases say under `Attributes:`, by key."""
+    """Return the texts under `Attributes:` in the docstrings of a class and its bases, by key."""
     found: dict[str, str] = {}
     for cls in reversed([cls for cls in model.__mro__ if cls is not BaseModel and issubclass(cls, BaseModel)]):
         text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]

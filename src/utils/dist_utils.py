@@ -1,4 +1,4 @@
-"""Several processes as one: `Dist` is the value that everything else is handed; all of torch.distributed lives here."""
+"""Ranks and collectives: the class `Dist`, and the only code that uses torch.distributed."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _STARTED = time.perf_counter()
 
 @dataclass
 class Waits:
-    """How long this rank has been held up by exchanges with the others.
+    """Waiting time of this rank in exchanges (collectives), and its progress for the watchdog.
 
     Attributes:
-        seconds: waited in all; the others' being late is part of it. calls: number of exchanges.
-        known: moment at which the last gradient of this rank was computed.
-        entered: exchanges that this rank has begun, the same number on all ranks that are as far.
-        place: returns stage, phase and the moment at which the phase began.
+        seconds: total wait, including for late ranks. calls: number of exchanges.
+        known: time at which the last gradient of this rank was computed.
+        entered: exchanges that this rank has begun.
+        place: returns stage, phase and start of the phase.
         on_error: called with the error that ends this rank's run, before anything is closed.
-        ticks: steps of environments and backward passes so far. playing: episodes are being played. inside: this rank
-            is in an exchange. slots: returns the seeds of the slots that the environment works on, by slot, as far as
-            it knows. asked: mask [B] and seeds [B] of the slots that a runner has asked the environment for.
+        ticks: steps of environments and backward passes so far. playing: True while episodes are played.
+        inside: True within an exchange. slots: returns the seeds of the slots that the environment works on, by slot.
+        asked: mask [B] and seeds [B] of the slots that a runner has requested from the environment.
     """
 
     seconds: float = 0.0
@@ -55,7 +55,7 @@ class Waits:
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Within, this is where the rank is."""
+        """Set the rank's place within the block."""
         before, began = self.place, time.perf_counter()
         self.place = lambda: ("", phase, began)
         try:
@@ -64,18 +64,18 @@ class Waits:
             self.place = before
 
     def enter(self) -> None:
-        """Note that this rank begins an exchange with all others."""
+        """Count the start of an exchange."""
         self.entered += 1
 
     def played(self, going_on: bool) -> None:
-        """Count one step of the environments, or note that what was to be played has been."""
+        """Count one step of the environments; `going_on` is False after the last one."""
         self.ticks += 1
         self.playing = going_on
         if not going_on:
             self.asked = None
 
     def ask(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Note that the environment is asked for the slots `which` ([B] bool), whose episodes have `seeds` ([B])."""
+        """Record the slots `which` ([B] bool) and `seeds` ([B]) that the environment is asked for."""
         self.asked = which, seeds
 
     @contextmanager
@@ -90,18 +90,18 @@ class Waits:
             self.add(started)
 
     def add(self, started: float) -> None:
-        """Count one exchange that has held this rank up since `started`."""
+        """Count one exchange whose wait began at `started`."""
         self.seconds += time.perf_counter() - started
         self.calls += 1
 
     def note(self, _: Tensor) -> None:
-        """Remember that a gradient is known by now."""
+        """Record the time of a computed gradient."""
         self.known = time.perf_counter()
 
 
 @contextmanager
 def _exchange(waits: Waits) -> Iterator[None]:
-    """Mark an error of the block as one of an exchange: another rank may have caused it by its end."""
+    """Mark an error of the block as one of an exchange, which the end of another rank may have caused."""
     waits.inside = True
     try:
         yield
@@ -114,7 +114,7 @@ def _exchange(waits: Waits) -> Iterator[None]:
 
 
 def broken_exchange(error: BaseException) -> BaseException | None:
-    """Return the error that broke an exchange between the ranks: this one, or one it was raised from; None if none."""
+    """Return the error that broke an exchange: `error` or one of its causes; None if there is none."""
     cause: BaseException | None = error
     while cause is not None and not getattr(cause, "in_exchange", False):
         cause = cause.__cause__ or cause.__context__
@@ -123,10 +123,10 @@ def broken_exchange(error: BaseException) -> BaseException | None:
 
 @dataclass(frozen=True)
 class Dist:
-    """This process's place among W ranks; with `world_size == 1` every method is the identity.
+    """This process among W ranks; with `world_size == 1` every collective is the identity.
 
     Args:
-        rank, world_size: place and number. device: where this rank computes. waits: what exchanges have cost so far.
+        rank, world_size: number of this rank, and of all ranks. device: of this rank. waits: its waiting time.
     """
 
     rank: int = 0
@@ -157,11 +157,11 @@ class Dist:
         return Pending(total, dist.all_reduce(total, async_op=True), self.waits)
 
     def sum_int(self, value: int) -> int:
-        """Return the sum of a whole number over all ranks."""
+        """Return the sum of an integer over all ranks."""
         return int(self.sum(torch.tensor(value, dtype=torch.int64)))
 
     def counts(self, value: int) -> list[int]:
-        """Return every rank's whole number, in rank order, on every rank."""
+        """Return every rank's integer, in rank order, on every rank."""
         each = torch.zeros(self.world_size, dtype=torch.int64)
         each[self.rank] = value
         return self.sum(each).tolist()
@@ -189,7 +189,7 @@ class Dist:
         return out
 
     def wrap(self, module: nn.Module, bucket_cap_mb: float = 25.0) -> nn.Module:
-        """Return what to call for a synchronised forward: `module` itself alone, wrapped among several ranks."""
+        """Return `module` in DDP, which synchronises gradients; `module` itself with one rank."""
         if self.world_size == 1:
             return module
         for parameter in module.parameters():
@@ -200,9 +200,9 @@ class Dist:
             return wrap_model_ddp(module, self.device.index, find_unused_parameters=False, bucket_cap_mb=bucket_cap_mb)
 
     def backward(self, loss: Tensor, wrapped: nn.Module) -> None:
-        """Compute the gradients of `loss`, which came from `wrapped`.
+        """Compute the gradients of `loss`, an output of `wrapped`.
 
-        What passes between this rank's last own gradient and the end is the wait for the sums over all ranks.
+        The time after this rank's last own gradient counts as waiting for the other ranks.
         """
         self.waits.known = None
         synchronised = isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync
@@ -215,20 +215,20 @@ class Dist:
             self.waits.add(self.waits.known)
 
     def apart(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which a wrapped module keeps its gradients to itself, for the next backward to add to."""
+        """Return a context without synchronisation, in which a wrapped module accumulates its own gradients."""
         return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
 
 @dataclass
 class Pending:
-    """A sum on its way."""
+    """A sum in progress."""
 
     value: Tensor
     work: Any
     waits: Waits = field(default_factory=Waits)
 
     def wait(self) -> Tensor:
-        """Return the sum, waiting for it if needed."""
+        """Wait for the sum and return it."""
         if self.work is not None:
             with self.waits.counted():
                 self.work.wait()
@@ -237,16 +237,16 @@ class Pending:
 
 
 def open_rendezvous(wanted: int = DEFAULT_PORT) -> dist.TCPStore:
-    """Return where the ranks of this host will meet, on the port `wanted` if it is free, else on a free one (`.port`).
+    """Return a store for the rendezvous of this host's ranks, on the port `wanted` or, if taken, a free one (`.port`).
 
-    The parent calls it once and keeps it until its ranks have ended: from here on no other job can take the port. Only
-    this host reaches it: by itself a TCPStore listens on every interface, so it is handed a socket that does not.
+    The parent keeps it until its ranks have ended, so no other job can take the port. It listens on the loopback
+    interface only: a TCPStore would listen on every interface if it opened its own socket.
     """
     return _listening(LOOPBACK, wanted) or _listening(LOOPBACK, 0)  # type: ignore[return-value]  # port 0 raises instead
 
 
 def _listening(host: str, port: int) -> dist.TCPStore | None:
-    """Return a store that listens at one address of this host alone, None where that is not to be had."""
+    """Return a store that listens on one address of this host; None if it is not available."""
     endpoint = socket.socket()
     try:
         endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -271,12 +271,12 @@ def setup_distributed(
     hosted: bool = False,
     attempt: int = 0,
 ) -> None:
-    """Join the process group; NCCL needs a GPU, so a process that sees none joins by gloo.
+    """Join the process group; without a GPU, gloo replaces NCCL.
 
-    Under torchrun MASTER_ADDR and MASTER_PORT of the environment are used as they are; else the ranks meet on this host
-    at `port`, where rank 0 listens, or, with `hosted`, the parent's `open_rendezvous`.
+    Under torchrun, MASTER_ADDR and MASTER_PORT are used; else the ranks meet on this host at `port`, where rank 0
+    listens or, with `hosted`, the parent's `open_rendezvous`.
 
-    attempt: how often all ranks have been started again; what an earlier attempt left in the store is not read.
+    attempt: number of restarts of all ranks; keys of earlier attempts in the store are ignored.
     """
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if hosted:
@@ -289,27 +289,27 @@ def setup_distributed(
 
 
 def open_board(rank: int, port: int, timeout_minutes: float, *, hosted: bool, attempt: int) -> dist.Store:
-    """Return a second connection to where the ranks have met, for what must not wait behind the first one."""
+    """Return a second connection to the store, which does not wait for requests on the first one."""
     timeout = datetime.timedelta(minutes=timeout_minutes)
     return dist.PrefixStore(f"attempt_{attempt}/board", _meet(rank, port, timeout, hosted, host_it=False))
 
 
 def _meet(rank: int, port: int, timeout: datetime.timedelta, hosted: bool, host_it: bool) -> dist.TCPStore:
-    """Return a connection to the store of all ranks; `host_it`: this rank holds it, unless somebody else does."""
+    """Return a connection to the store of all ranks; `host_it`: this rank may create it."""
     host = LOOPBACK
     if not hosted and {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", port))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if not host_it or hosted or agent:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    # Where the address is not one of this host's (behind a translation of addresses), every interface is left.
+    # The address may not belong to this host (NAT): then listen on every interface.
     store = _listening(host, port) or dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
     store.set_timeout(timeout)
     return store
 
 
 def _stay_on_this_host() -> None:
-    """Let the ranks' own connections listen on the loopback interface alone, unless the user has named another."""
+    """Restrict the connections between ranks to the loopback interface, unless the user has set another one."""
     names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if names and variable not in os.environ:
@@ -317,17 +317,17 @@ def _stay_on_this_host() -> None:
 
 
 def cleanup_distributed() -> None:
-    """Leave the process group, if there is one, and end its threads: wrapped modules in cycles would hold them."""
+    """Leave the process group, if any, and end its threads, which wrapped modules in cycles would keep alive."""
     if dist.is_available() and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
 
 
 def abort_distributed(patience: float = 5.0) -> None:
-    """Break off this rank's exchanges after an error, so that no rank waits for one that does not come.
+    """Abort this rank's exchanges after an error; other ranks would wait for it.
 
-    Under NCCL an exchange in progress waits on the GPU, and leaving the group waits for it. gloo needs nothing: its
-    connections close with the process. patience: seconds after which the abort itself is left to the process's end.
+    Under NCCL an exchange in progress waits on the GPU, and leaving the group waits for the exchange. gloo closes its
+    connections with the process. patience: seconds to wait for the abort.
     """
     if not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())):
         return
@@ -372,14 +372,14 @@ def wrap_model_ddp(
     *,
     bucket_cap_mb: float = 25.0,
 ) -> nn.Module:
-    """Wrap `model` so that its forward and backward synchronise gradients; buffers stay each rank's own business.
+    """Wrap `model` in DDP, which synchronises gradients but not buffers.
 
-    device_id: the GPU that holds the model; ignored for a model on a CPU. find_unused_parameters: allow parameters that
-        take no part in a forward, at the cost of a search in each one.
+    device_id: GPU of the model; ignored for a model on a CPU. find_unused_parameters: allow parameters that a forward
+        does not use, at the cost of a search in each one.
     """
     on_gpu = device_id is not None and next(model.parameters()).device.type == "cuda"
     with warnings.catch_warnings():
-        # torch 2.13 announces a new name for this flag, which older supported versions do not know.
+        # torch 2.13 warns about a new name for this flag, which older supported versions do not have.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
         return DistributedDataParallel(
             model,
@@ -392,5 +392,5 @@ def wrap_model_ddp(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the bare module, whose state has no `module.` prefix."""
+    """Return the module without DDP, whose state has no `module.` prefix."""
     return model.module if isinstance(model, DistributedDataParallel) else model

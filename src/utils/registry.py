@@ -66,11 +66,9 @@ class Registry(Generic[T]):
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
-            raise UserError(
-                f"{self.kind}={name}: stands for {self._lazy[name]}, and there is no {error.name}"
-            ) from None
+            raise UserError(f"{self.kind}={name}: imports {self._lazy[name]}, and there is no {error.name}") from None
         if not hasattr(loaded, attribute):
-            raise UserError(f"{self.kind}={name}: stands for {self._lazy[name]}, and {module} has no {attribute}")
+            raise UserError(f"{self.kind}={name}: imports {self._lazy[name]}, and {module} has no {attribute}")
         found: T = getattr(loaded, attribute)
         return found
 
