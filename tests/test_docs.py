@@ -69,7 +69,7 @@ def test_signatures_of_dist_utils_are_those_of_the_code():
             default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
             parts.append(parameter.name + default)
         assert signature == f"({', '.join(parts)})", name
-    named = re.findall(r"`(\w+)`", re.search(r"handed a `Dist` \(([^)]*)\)", DDP_PAGE)[1])
+    named = re.findall(r"`(\w+)`", re.search(r"handed\s+a\s+`Dist`\s+\(([^)]*)\)", DDP_PAGE)[1])
     methods = [name for name, value in vars(dist_utils.Dist).items() if inspect.isfunction(value) and name[0] != "_"]
     assert sorted(named) == sorted(methods)
 
