@@ -11,16 +11,12 @@ from pathlib import Path
 
 import pytest
 from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES
-from malformed_inputs import FAMILIES, FILES, KINDS, Malformed, generate
+from malformed_inputs import FAMILIES, FILES, Malformed
 
 from omagd.run.cli.main import main
 
 # How many of each family are tried as commands, too: most of them end before torch is imported.
-AS_COMMANDS = {
-    "unknown keys": 2, "wrong types": 2, "out of range": 2, "no value": 1, "wrong values in files": 2,
-   "broken files": 3,
-    "unknown configurations": 2, "wrong words": 3, "contradictions": 1, "wrong env_args": 1, "wrong groups": 1,
-}  # fmt: skip
+AS_COMMANDS = {"unknown keys": 1, "wrong types": 1, "broken files": 2, "unknown configurations": 1, "wrong words": 2}
 UNKNOWN_MAP = ["--config=qmix", "--env-config=sc2", "with", "env_args.map_name=x"]
 # A package beside omagd that is broken: its folder of configurations, and what it adds.
 PLUGINS = {
@@ -102,17 +98,8 @@ def attempt(case: Malformed, folder: Path, capsys, monkeypatch) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_mistake_is_one_line(family, here, capsys, monkeypatch):
-    wrong = [said for case in generate(family) if (said := attempt(case, here, capsys, monkeypatch))]
-    assert wrong == [], "\n".join([f"{len(wrong)} of {len(generate(family))}", *wrong])
-
-
-def test_there_are_500_of_them_and_every_key_is_tried():
-    cases = [case for family in FAMILIES for case in generate(family)]
-    assert len({case.key for case in cases}) >= 500
-    words = {word.partition("=")[0] for case in cases for word in case.argv}
-    text = {key for key, kind in KINDS.items() if str in kind.bases and not kind.options}
-    assert KINDS.keys() - text - words == set()
-    assert cases == [case for family in FAMILIES for case in generate(family)]
+    wrong = [said for case in FAMILIES[family] if (said := attempt(case, here, capsys, monkeypatch))]
+    assert wrong == [], "\n".join([f"{len(wrong)} of {len(FAMILIES[family])}", *wrong])
 
 
 @pytest.mark.parametrize("case", PLUGINS)
@@ -140,8 +127,8 @@ def test_broken_packages_beside_omagd_are_named(case, here, capsys, monkeypatch)
 
 
 @pytest.mark.processes
-def test_twenty_of_them_as_commands(here, monkeypatch):
-    cases = [case for family, count in AS_COMMANDS.items() for case in generate(family)[:count]]
+def test_some_of_them_as_commands(here, monkeypatch):
+    cases = [case for family, count in AS_COMMANDS.items() for case in FAMILIES[family][:count]]
     for case in cases:
         place(here, case.files)
     before = files_in(here.parent)
@@ -156,7 +143,7 @@ def test_twenty_of_them_as_commands(here, monkeypatch):
 
     with ThreadPoolExecutor(2) as pool:
         assert [said for said in pool.map(run, cases) if said] == []
-    assert (len(cases), files_in(here.parent)) == (20, before)
+    assert files_in(here.parent) == before
 
 
 def test_networks_that_no_memory_holds_are_refused(here, capsys, monkeypatch):
