@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from command_budgets import BUDGETS
-from command_server import Command
+from command_server import FORK_RANKS, Command
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = str(ROOT / "src" / "main.py")
 PYTHON = sys.executable
 TIMEOUT_SECONDS = 240
+FORKED = {FORK_RANKS: "1"}  # variables of a command whose ranks need no start of their own
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -112,16 +113,13 @@ def left_behind(group: int, patience: float = 30.0) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the process ids of the living ranks of `pid`: its own children, or those of the one that forks for it."""
+    """Return the process ids of the living ranks of `pid`: its own children, or those of its fork server."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         fields, line = _stat(stat), _command_line(stat.parent)
-        if not fields or fields[1] != str(pid) or fields[0] == "Z":
+        if not fields or fields[1] != str(pid) or fields[0] == "Z" or "resource_tracker" in line:
             continue
-        if "spawn_main" in line:
-            found.append(int(stat.parent.name))
-        elif "multiprocessing.forkserver" in line:
-            found += _forked(int(stat.parent.name))
+        found += _forked(int(stat.parent.name)) if "multiprocessing.forkserver" in line else [int(stat.parent.name)]
     return sorted(found)
 
 

@@ -1,8 +1,8 @@
 """A process that starts the commands of one pytest process.
 
-`python src/main.py …` is forked from here, where the packages that it imports are loaded already: that saves each
-command some seconds and changes nothing else (arguments, variables, folder, session and exit code are its own).
-Every other command is executed as it stands. Linux only.
+`python src/main.py …` is forked from here, where its packages are loaded already: that saves each command some seconds
+and changes nothing else (arguments, variables, folder, session and exit code are its own). With `FORK_RANKS` in its
+environment its ranks are forked too. Every other command is executed as it is. Linux only.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 MAIN = str(Path(__file__).resolve().parents[1] / "src" / "main.py")
 LONGEST = 1 << 20
 # What a command that was started with other values of these would see must be read when Python or torch starts.
+FORK_RANKS = "OMAGD_TEST_FORK_RANKS"
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "CUDA_", "MALLOC_", "TORCH_")
 
 
@@ -153,7 +154,11 @@ def serve(connection: socket.socket) -> None:
 
 
 def _read_at_start(env: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name != "PYTHON" and name.startswith(READ_AT_START)}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in {"PYTHON", "PYTHONPATH"} and name.startswith(READ_AT_START)
+    }
 
 
 def _report(pidfd: int, pid: int, end: int) -> None:
@@ -180,6 +185,11 @@ def _become(asked: dict[str, Any], ends: list[int], warm: bool) -> None:
         os.environ.clear()
         os.environ.update(env)
         sys.argv, sys.path[0] = command[1:], str(Path(MAIN).parent)
+        sys.path[1:1] = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry not in {"", *sys.path}]
+        if env.get(FORK_RANKS):
+            from omagd.run.launch import processes
+
+            processes.start_method, processes.preload = lambda: "fork", lambda config: None
         runpy.run_path(MAIN, run_name="__main__")
         code: Any = 0
     except SystemExit as end_of_main:

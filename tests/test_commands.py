@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_budgets import BUDGETS
-from command_harness import MAIN, PYTHON, ROOT, records, run_command, run_folders, summary_of, train
+from command_harness import FORKED, MAIN, PYTHON, ROOT, records, run_command, run_folders, summary_of, train
 from documented import Documented, documented_commands, parse
 from matplotlib.image import imread
 
@@ -108,17 +108,6 @@ def test_the_published_command_with_two_ranks(published_run):
 def test_qmix_in_one_process(qmix_run):
     check_run_folder(qmix_run, 1, ("stage3",))
     assert "loss_td" in sacred_scalars(qmix_run)
-
-
-@pytest.mark.processes
-def test_a_group_that_torchrun_made(tmp_path):
-    command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", MAIN, "--config=qmix", "--env-config=skirmish", "with", "run=ddp"]
-    ended = run_command([*command, "auto_resume=True", *BUDGETS], tmp_path)
-    (folder,) = run_folders(tmp_path)
-    check_run_folder(folder, 2, ("stage3",))
-    assert "loss_td" in sacred_scalars(folder)
-    assert ended.out.count("Next    python") == 1
 
 
 @pytest.mark.processes
@@ -317,7 +306,7 @@ def test_documented_commands_run(command, qmix_run, small_run, published_run, tm
     fewer = ["seeds=1,2"] * any(word.startswith("seeds=") for word in words)
     fewer += ["world_size=2"] * any(re.match(r"world_size=([3-9]|\d\d)", word) for word in words)
     place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(installed)}
-    place["NUM_GPUS"] = "2"
+    place |= {"NUM_GPUS": "2", **FORKED}
     run_command([*program, *words, *BUDGETS, *longer(command), *fewer], tmp_path, **{**variables, **place})
     folders = {path.parent for path in tmp_path.rglob("summary.json") if "sacred" not in path.parts}
     assert folders

@@ -1,4 +1,4 @@
-"""Ranks that are killed are started again, ranks that hang are named, and nothing is left of either."""
+"""Killed ranks are restarted, hanging ranks are named, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -53,37 +54,15 @@ def temporary_files(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
 
 
-def new_ranks(started: Started, before: list[int]) -> list[int]:
-    """Wait until other processes than `before` are the ranks, and listen to each other."""
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        found = children(started.process.pid)
-        if len(found) == len(before) and not set(found) & set(before) and all(listening([pid])[pid] for pid in found):
-            return found
+def wait_for(what: Callable[[], object], started: Started, seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, f"it never came\n{started.wait(1).text}"
         time.sleep(0.1)
-    raise AssertionError(f"no new ranks came\n{started.wait(1).text}")
 
 
-def wait_for_a_checkpoint(here: Path) -> None:
-    """Wait until something is saved that a restart can continue from."""
-    until = time.monotonic() + 60
-    while not list(here.glob("results/*/checkpoints/[0-9]*/manifest.json")) and time.monotonic() < until:
-        time.sleep(0.05)
-
-
-def wait_until_it_goes_on(here: Path) -> None:
-    """Wait until the run has taken up its checkpoint, and has written another one: it is in its loop again."""
-    (log,) = here.glob("results/*/logs/rank_0.log")
-    reached, until = "", time.monotonic() + 120
-    while time.monotonic() < until:
-        saved = log.parents[1].glob("checkpoints/[0-9]*/manifest.json")
-        newest = max((path.parent.name for path in saved), default="")
-        if reached and newest > reached:
-            return
-        if not reached and "continuing from" in log.read_text():
-            reached = newest
-        time.sleep(0.1)
-    raise AssertionError(f"it did not go on\n{log.read_text()}")
+def newest_checkpoint(here: Path) -> str:
+    return max((path.parent.name for path in here.glob("results/*/checkpoints/[0-9]*/manifest.json")), default="")
 
 
 @pytest.mark.processes
@@ -98,10 +77,14 @@ def test_killed_ranks_start_again_and_a_preempted_run_is_saved(plugin, tmp_path)
         assert {str(address) for addresses in heard.values() for address in addresses} == {"127.0.0.1"}
         assert temporary_files(temporary) == []
         if attempt == 0:
-            wait_for_a_checkpoint(here)
+            wait_for(lambda: newest_checkpoint(here), started)
             os.kill(ranks[1], signal.SIGABRT)
-            ranks = new_ranks(started, ranks)
-            wait_until_it_goes_on(here)
+            before, (log,) = set(ranks), here.glob("results/*/logs/rank_0.log")
+            wait_for(lambda log=log: "continuing from" in log.read_text(), started)
+            saved = newest_checkpoint(here)
+            wait_for(lambda saved=saved: newest_checkpoint(here) > saved, started)  # it trains again
+            ranks = children(started.process.pid)
+            assert len(ranks) == 2 and not before & set(ranks)
     asked = time.monotonic()
     for pid in (*ranks, started.process.pid):
         os.kill(pid, signal.SIGTERM)
@@ -199,40 +182,52 @@ def test_torchrun_starts_all_ranks_again(plugin, tmp_path):
     assert (tmp_path / "sprung").exists()
     (folder,) = run_folders(here)
     assert (summary_of(folder)["exit_state"], summary_of(folder)["restarts"]) == ("completed", 1)
+    assert summary_of(folder)["world_size"] == 2
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert "loss_td" in json.loads((here / "results" / "sacred" / "1" / "metrics.json").read_text())
+    assert ended.out.count("Next    python") == 1
     nothing_left(ended.group, here, temporary, shared)
 
 
 # --- the parts of it, without processes
 
 
-@pytest.mark.parametrize(
-    ("failed", "notes", "killed"),
-    [
-        ({0: 1, 1: -6}, {0: "broken exchange"}, "rank 1 was killed by SIGABRT"),
-        ({0: 1, 2: 1, 1: -6}, {0: "broken exchange", 2: "broken exchange"}, "rank 1 was killed by SIGABRT"),
-        ({0: 1, 2: 1, 1: -6}, {2: "my own mistake", 0: "broken exchange"}, ""),
-        ({1: -9, 0: 1}, {0: "connection closed"}, "rank 1 was killed by SIGKILL"),
-        ({0: 1, 1: -9}, {0: "connection closed"}, "rank 1 was killed by SIGKILL"),
-        ({1: -11, 0: -6}, {}, "rank 1 was killed by SIGSEGV"),
-        ({1: 143, 0: 1}, {0: "connection closed"}, "rank 1 was killed by SIGTERM"),
-        ({1: 7, 0: 1}, {0: "connection closed"}, ""),
-        ({0: 1, 1: 1}, {0: "connection closed", 1: "my own mistake"}, ""),
-        ({1: 1, 0: -6}, {1: "my own mistake"}, ""),
-        ({0: 143, 1: 143}, {}, ""),
-        ({0: 129, 1: 129}, {}, ""),
-        ({1: 129, 0: 1}, {0: "connection closed"}, "rank 1 was killed by SIGHUP"),
-        ({0: 130, 1: 130}, {}, ""),
-    ],
+BROKEN, GONE, OWN = "broken exchange", "connection closed", "my own mistake"
+VERDICTS = (
+    # exit code by rank in order of time, notes in order of time, the signal that killed a rank, words of the error
+    ({0: 1, 1: -6}, {0: BROKEN}, "rank 1 was killed by SIGABRT", ""),
+    ({0: 1, 2: 1, 1: -6}, {0: BROKEN, 2: BROKEN}, "rank 1 was killed by SIGABRT", ""),
+    ({0: 1, 2: 1, 1: -6}, {2: OWN, 0: BROKEN}, "", OWN),
+    ({1: -6, 0: 1}, {0: OWN}, "", OWN),
+    ({1: -6}, {}, "rank 1 was killed by SIGABRT", ""),
+    ({1: -9, 0: 1}, {0: GONE}, "rank 1 was killed by SIGKILL", "memory"),
+    ({0: 1, 1: -9}, {0: GONE}, "rank 1 was killed by SIGKILL", ""),
+    ({1: -11, 0: -6}, {}, "rank 1 was killed by SIGSEGV", ""),
+    ({1: 143, 0: 1}, {0: GONE}, "rank 1 was killed by SIGTERM", ""),
+    ({1: 7, 0: 1}, {0: GONE}, "", "rank 1 ended with exit code 7"),
+    ({0: 1, 1: 1}, {1: OWN, 0: GONE}, "", OWN),
+    ({1: 1, 0: -6}, {1: OWN}, "", OWN),
+    ({0: 143, 1: 143}, {}, "", "SIGTERM"),
+    ({1: 143, 0: 143}, {}, "", "SIGTERM"),
+    ({0: 129, 1: 129}, {}, "", "SIGHUP"),
+    ({1: 129, 0: 1}, {0: GONE}, "rank 1 was killed by SIGHUP", ""),
+    ({0: 130, 1: 130}, {}, "", "SIGINT"),
 )
-def test_only_a_signal_is_worth_another_try(tmp_path, failed, notes, killed):
+
+
+@pytest.mark.parametrize(("failed", "notes", "killed", "words"), VERDICTS)
+def test_only_a_signal_is_worth_another_try(tmp_path, failed, notes, killed, words):
     for moment, (rank, trace) in enumerate(notes.items()):
-        content = {"time": moment, "rank": rank, "trace": trace, "exchange": trace == "broken exchange"}
-        note(tmp_path, f"rank_{rank}", content)
-    assert verdict(failed, tmp_path, len(failed)).killed == killed
+        note(tmp_path, f"rank_{rank}", {"time": moment, "rank": rank, "trace": trace, "exchange": trace == BROKEN})
+    found = verdict(failed, tmp_path, max(2, len(failed)))
+    assert found.killed == killed and killed in str(found.error) and words in str(found.error)
+    together = len(failed) == 2 and len(set(failed.values())) == 1 and min(failed.values()) > 128
+    assert isinstance(found.error, Stopped if together else RankFailed)
+    assert not together or found.error.exit_code == failed[0]
 
 
-def test_an_error_of_an_exchange_is_told_from_one_of_its_own(tmp_path):
-    """A store that has gone stands for another rank that has: what the exchange raises is a consequence."""
+def test_the_error_of_an_exchange_differs_from_a_rank_s_own(tmp_path):
+    """A closed store stands for another rank that has ended: the error of the exchange is a consequence."""
     waits = Dist().waits
     for rank, kind in enumerate((RuntimeError, RuntimeError, torch.OutOfMemoryError)):
         try:
@@ -245,11 +240,6 @@ def test_an_error_of_an_exchange_is_told_from_one_of_its_own(tmp_path):
     assert "RuntimeError: connection closed" in notes[0]["trace"]
 
 
-def test_ranks_that_have_all_stopped_when_told_are_no_failure(tmp_path):
-    error = verdict({1: 143, 0: 143}, tmp_path, 2).error
-    assert isinstance(error, Stopped) and error.exit_code == 143
-
-
 def test_a_hang_is_the_verdict_whatever_else_broke(tmp_path):
     note_hung(0, tmp_path, "rank 1 hangs", "  File x\n")
     note(tmp_path, "rank_2", {"time": time.time() + 1, "rank": 2, "trace": "connection closed"})
@@ -258,7 +248,7 @@ def test_a_hang_is_the_verdict_whatever_else_broke(tmp_path):
     assert str(found.error) == "rank 1 hangs; all ranks have been ended\n  File x"
 
 
-def test_notes_of_killed_attempts_are_cleared_away(tmp_path):
+def test_notes_of_killed_attempts_are_removed(tmp_path):
     stale = tmp_path / ".attempt_2"
     stale.mkdir()
     (stale / "rank_0.json").write_text("{}")

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from command_budgets import BUDGETS
-from command_harness import MAIN, PYTHON, Started, children, run_folders, summary_of
+from command_harness import FORKED, MAIN, PYTHON, Started, children, run_folders, summary_of
 
 # A package beside omagd.
 PLUGIN = """
@@ -104,7 +104,7 @@ def make_plugin(folder: Path) -> str:
 def start(plugin: str, cwd: Path, how: str, *more: str, **variables: str) -> Started:
     path = os.pathsep.join(part for part in (plugin, os.environ.get("PYTHONPATH", "")) if part)
     command = [PYTHON, MAIN, *OPTIONS, *BUDGETS, *MORE, f"env_args.how={how}", *more]
-    return Started(command, cwd, PYTHONPATH=path, **variables)
+    return Started(command, cwd, PYTHONPATH=path, **{**FORKED, **variables})
 
 
 def wait_for_training(started: Started, cwd: Path, ranks: int = 2) -> list[int]:
