@@ -12,7 +12,6 @@ import time
 import numpy as np
 import pytest
 import sc2_stand_in
-from command_harness import ROOT
 
 from omagd.envs.actions import random_actions
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs
@@ -57,15 +56,7 @@ def shown(env: SC2Env) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     ("map_name", "version", "flags"),
-    [
-        ("3m", "4.10", {}),
-        ("MMM2", "4.6.2", EVERY_FLAG),
-        ("3s5z_vs_3s6z", "4.10", EVERY_FLAG),
-        ("bane_vs_bane", "4.10", {}),
-        ("corridor", "4.6.2", {"obs_pathing_grid": True}),
-        ("2c_vs_64zg", "4.10", {}),
-        ("2s_vs_1sc", "4.10", {}),
-    ],
+    [("MMM2", "4.6.2", EVERY_FLAG), ("3s5z_vs_3s6z", "4.10", EVERY_FLAG), ("2c_vs_64zg", "4.10", {})],
 )
 def test_battles_are_those_of_the_simulator_behind_the_game(game, map_name, version, flags):
     """Two battles: units keep their columns though the game lists them in other orders with other tags."""
@@ -142,14 +133,6 @@ def test_a_game_that_dies_between_battles_costs_no_episode(game):
     env.close()
 
 
-def test_units_that_come_late_are_waited_for(game, monkeypatch):
-    monkeypatch.setenv("SC2_STAND_IN_LATE_UNITS", "7")
-    env = SC2Env(SmacArgs(map_name="2s3z"))
-    env.reset(seed=1)
-    assert env.get_state().any()
-    env.close()
-
-
 @pytest.mark.parametrize(
     ("fault", "value", "seconds", "words"),
     [("REFUSE", "exit", 60.0, ["told not to start", "exit code 3"]), ("REFUSE", "1", 0.7, ["did not listen within"]),
@@ -166,10 +149,12 @@ def test_a_game_that_never_starts_is_one_line_after_all_attempts(game, monkeypat
     env.close()
 
 
-def test_a_slow_start_is_no_fault_and_a_failed_one_is_tried_again(game, monkeypatch, tmp_path):
+def test_a_slow_start_is_waited_for_and_a_failed_one_is_tried_again(game, monkeypatch, tmp_path):
     monkeypatch.setenv("SC2_STAND_IN_DELAY", "0.6")
+    monkeypatch.setenv("SC2_STAND_IN_LATE_UNITS", "7")
     env = SC2Env(SmacArgs())
     env.reset(seed=1)
+    assert env.get_state().any()
     env.close()
     monkeypatch.setenv("SC2_STAND_IN_REFUSE", "exit")
     monkeypatch.setenv("SC2_STAND_IN_ONCE", str(tmp_path / "once"))
@@ -179,20 +164,20 @@ def test_a_slow_start_is_no_fault_and_a_failed_one_is_tried_again(game, monkeypa
 
 
 def test_workers_have_games_of_their_own_and_replays(game, tmp_path):
-    env = make_env("sc2", {"map_name": "3m"}, 6, processes=True)
-    everyone, rng = np.ones(6, bool), np.random.default_rng(0)
-    env.reset(everyone, np.arange(6))
-    assert len(np.unique(env.observe().obs.reshape(6, -1), axis=0)) == 6
-    assert len(sc2_stand_in.running(game)) == 6
+    env = make_env("sc2", {"map_name": "3m"}, 3, processes=True)
+    everyone, rng = np.ones(3, bool), np.random.default_rng(0)
+    env.reset(everyone, np.arange(3))
+    assert len(np.unique(env.observe().obs.reshape(3, -1), axis=0)) == 3
+    assert len(sc2_stand_in.running(game)) == 3
     os.kill(sc2_stand_in.running(game)[0], signal.SIGKILL)
     result = env.step(random_actions(env.observe().avail_actions, rng), everyone)
     assert result.lost.sum() == 1 and (result.terminated == result.lost).all()
-    env.reset(result.lost, np.arange(6))
+    env.reset(result.lost, np.arange(3))
     result = env.step(random_actions(env.observe().avail_actions, rng), everyone)
     assert not result.lost.any()
     env.save_replay(str(tmp_path / "replays"))
     replays = list((tmp_path / "replays").glob("3m_*.SC2Replay"))
-    assert len(replays) == 6
+    assert len(replays) == 3
     assert {json.loads(path.read_bytes())["map"] for path in replays} == {"3m"}
     stats = env.get_stats()
     assert (stats["restarts"], stats["lost_episodes"]) == (1, 1)
@@ -225,11 +210,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("where", "how"),
-    [("here", "exception"), ("here", "SIGKILL"), *(("workers", how) for how in (
-        "end", "exception", "SIGINT", "SIGTERM", "SIGKILL"))],
-)  # fmt: skip
-def test_games_end_with_whoever_plays_them(game, monkeypatch, tmp_path, where, how):
+    ("where", "how"), [("here", "exception"), ("here", "SIGKILL"), ("workers", "end"), ("workers", "SIGKILL")]
+)
+def test_games_end_with_the_process_that_plays_them(game, monkeypatch, tmp_path, where, how):
     monkeypatch.setenv("SC2_STAND_IN_STAY", "1")  # as the game itself may, it outlives its connection
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
@@ -245,30 +228,6 @@ def test_games_end_with_whoever_plays_them(game, monkeypatch, tmp_path, where, h
     assert gone(game)
 
 
-def test_a_worker_that_is_killed_takes_its_game_along_and_is_replaced(game, monkeypatch):
-    monkeypatch.setenv("SC2_STAND_IN_STAY", "1")
-    env = make_env("sc2", {}, 2, processes=True)
-    everyone, rng = np.ones(2, bool), np.random.default_rng(0)
-    env.reset(everyone, np.arange(2))
-    env.observe()  # waits for the games
-    children = {int(pid) for pid in open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()}
-    parents = {pid: int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]) for pid in
-               sc2_stand_in.running(game)}  # fmt: skip
-    victim, worker = next((pid, parent) for pid, parent in parents.items() if parent in children)
-    os.kill(worker, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while victim in sc2_stand_in.running(game) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert victim not in sc2_stand_in.running(game)
-    result = env.step(random_actions(env.observe().avail_actions, rng), everyone)
-    assert result.lost.sum() == 1 and (result.terminated == result.lost).all()
-    env.reset(result.lost, np.arange(2))
-    assert not env.step(random_actions(env.observe().avail_actions, rng), everyone).lost.any()
-    assert env.get_stats()["worker_restarts"] == 1
-    assert len(sc2_stand_in.running(game)) == 2
-    env.close()
-
-
 def test_the_script_plays_instead_of_the_agents(game):
     env = SC2Env(SmacArgs(map_name="8m", game_version="latest", heuristic_ai=True, heuristic_rest=True))
     env.reset(seed=3)
@@ -280,15 +239,3 @@ def test_the_script_plays_instead_of_the_agents(game):
         steps += bool((asked != actions).any())
     assert steps > 5 and info["dead_enemies"] >= 4
     env.close()
-
-
-def test_training_on_sc2_is_a_command(game, tmp_path):
-    command = [
-        sys.executable, str(ROOT / "src" / "main.py"), "--config=qmix", "--env-config=sc2", "with",
-        "env_args.map_name=3m", "t_max=150", "batch_size_run=2", "batch_size=2", "test_nepisode=2", "save_model=False",
-        "use_tensorboard=False", f"local_results_path={tmp_path}/results",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (summary,) = (tmp_path / "results").rglob("summary.json")
-    assert json.loads(summary.read_text())["env"] == "sc2"

@@ -14,19 +14,15 @@ import pytest
 import sc2_stand_in
 from sc2_stand_in.wire import Connection
 
-from omagd.config.env_info import EnvInfo
 from omagd.envs.battle.args import SmacArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.units import UNIT_ID
-from omagd.envs.protocol import MultiAgentEnv, StepResult
 from omagd.envs.sc2.client import Disconnected, Wire, frame, sc_pb
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.install import build_of, read_terrain
 from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
 from omagd.envs.sc2.sc2_env import SC2Env
-from omagd.envs.workers.shared_memory import array_specs, array_views, total_size
-from omagd.envs.workers.slot import STEP, EnvSlot
 from omagd.utils.errors import UserError
 
 
@@ -206,48 +202,15 @@ def test_versions_are_found_or_told(monkeypatch, tmp_path):
         SC2Env(SmacArgs(map_name="8m"))
 
 
-@pytest.mark.parametrize("map_name", MAPS)
-def test_the_facts_are_known_before_the_game_starts(monkeypatch, tmp_path, map_name):
+def test_sizes_are_known_before_the_game_starts(monkeypatch, tmp_path):
     monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "SC2")))
-    facts = SC2Env(SmacArgs(map_name=map_name)).get_env_info()
-    assert sum(facts["state_component"]) == facts["state_shape"]
-    assert facts["n_agents"] * facts["state_ally_feats_size"] == facts["state_component"][0]
-    assert facts["map_type"] == MAPS[map_name].map_type and facts["map_name"] == map_name
-    (enemies, dim), (allies, _) = facts["obs_component"][1:3]
-    assert (enemies, allies + 1) == (facts["n_enemies"], facts["n_agents"]) and dim >= 4
-
-
-class Dies(MultiAgentEnv):
-    """An environment whose world dies in the first step."""
-
-    def reset(self, seed=None):
-        pass
-
-    def step(self, actions):
-        return 0.0, True, {"lost": 1}
-
-    def get_obs(self, no_range_limit=False):
-        return np.zeros((1, 1), np.float32)
-
-    def get_state(self):
-        return np.zeros(1, np.float32)
-
-    def get_avail_actions(self):
-        return np.ones((1, 1), bool)
-
-    def get_env_info(self):
-        return {}
-
-
-def test_a_lost_episode_is_marked_and_reports_nothing():
-    info = EnvInfo("dies", "x", n_agents=1, n_actions=1, obs_dim=1, state_dim=1, episode_limit=1)
-    specs = array_specs(info, 1)
-    arrays = array_views(bytearray(total_size(specs)), specs)
-    player = EnvSlot(Dies(), 0, arrays)
-    player.execute(STEP)
-    assert arrays["lost"][0] and arrays["terminated"][0] and player.info_names == []
-    usual = StepResult(np.zeros(3, np.float32), np.zeros(3, bool), np.zeros(3, bool), {})
-    assert usual.lost.tolist() == [False] * 3
+    for map_name, spec in MAPS.items():
+        facts = SC2Env(SmacArgs(map_name=map_name)).get_env_info()
+        assert sum(facts["state_component"]) == facts["state_shape"]
+        assert facts["n_agents"] * facts["state_ally_feats_size"] == facts["state_component"][0]
+        assert facts["map_type"] == spec.map_type and facts["map_name"] == map_name
+        (enemies, dim), (allies, _) = facts["obs_component"][1:3]
+        assert (enemies, allies + 1) == (facts["n_enemies"], facts["n_agents"]) and dim >= 4
 
 
 def scene(types: list[str], places: list[tuple[float, float]], health: list[float]) -> Units:

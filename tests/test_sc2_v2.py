@@ -1,10 +1,7 @@
-"""`sc2_v2`: line-ups by SMACv2's distributions, what agents know and see, and the environment on the stand-in."""
+"""`sc2_v2`: lineups by SMACv2's distributions, visibility, arguments, and the environment on the stand-in."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +28,7 @@ FILES = [name for name in config_names("envs") if name.startswith("sc2_v2")]
 ON = np.ones(1, bool)
 
 
-# --- who fights, and where
+# --- lineups
 
 
 def lineups(count, n_units=5, n_enemies=None, **start):
@@ -85,7 +82,7 @@ def test_the_mixture_reflects_with_probability_p():
     assert np.mean(mixed) == pytest.approx(0.8, abs=0.05)
 
 
-# --- what agents know and see
+# --- visibility
 
 
 def look(visibility, in_sight, order):
@@ -229,16 +226,6 @@ def game(tmp_path, monkeypatch):
     monkeypatch.setenv("SC2PATH", str(folder))
     yield folder
     assert sc2_stand_in.running(folder) == []
-
-
-@pytest.mark.processes
-def test_the_environment_keeps_the_protocol(game):
-    """All of test_env_protocol.py but the snapshot, and what only `deterministic = True` promises."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "sc2_v2"]
-    walk = subprocess.run(
-        [*command, str(ROOT / "tests" / "test_env_protocol.py")], env=dict(os.environ), capture_output=True, text=True
-    )
-    assert walk.returncode == 0 and "7 passed, 3 skipped" in walk.stdout, walk.stdout
 
 
 def play(env, seed, steps=25):

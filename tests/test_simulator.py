@@ -99,7 +99,7 @@ def test_properties_of_random_battles(name):
         assert all(np.isfinite(v).all() for v in everything(sim).values())
 
 
-@pytest.mark.parametrize("name", ["3m", "MMM2", "bane_vs_bane", "2c_vs_64zg", "2m_vs_1z", "2s_vs_1sc", "1c3s5z"])
+@pytest.mark.parametrize("name", ["MMM2", "bane_vs_bane", "2c_vs_64zg", "2m_vs_1z", "2s_vs_1sc", "1c3s5z"])
 def test_a_batch_is_bit_for_bit_its_single_battles(name):
     spec, slots, picked = get_map(name), 64, (0, 17, 63)
     n, rng = spec.n_agents, np.random.default_rng(2)
@@ -162,9 +162,8 @@ def test_allies_start_sorted_by_type_then_x():
     assert (gap > 8).all()
 
 
-@pytest.mark.parametrize("name", ["MMM", "bane_vs_bane", "3s_vs_5z"])
-def test_snapshot_and_restore_continue_alike(name):
-    spec = get_map(name)
+def test_snapshot_and_restore_continue_alike():
+    spec = get_map("MMM")
     n, rng = spec.n_agents, np.random.default_rng(4)
     sim = Simulator(spec, 5)
     sim.reset(np.ones(5, bool), np.arange(5))
@@ -428,23 +427,3 @@ def test_the_enemy_advances_and_attacks_the_nearest():
         command(sim, 2, Order.STOP)
     assert sim.units.shield[0, 1] < 50
     assert sim.units.shield[0, 0] == 50
-
-
-def test_focused_fire_beats_random_play_on_3m():
-    slots, spec = 64, get_map("3m")
-    wins = {}
-    for policy in ("random", "focus"):
-        sim, rng, active = Simulator(spec, slots), np.random.default_rng(5), np.ones(slots, bool)
-        sim.reset(active, np.arange(slots))
-        for _ in range(spec.limit):
-            orders = charge(sim, 3, slots) if policy == "focus" else random_orders(sim, 3, rng)
-            sim.advance(*orders, active)
-            active = sim.units.alive[:, :3].any(1) & sim.units.alive[:, 3:].any(1)
-        wins[policy] = float((sim.units.alive[:, :3].any(1) & ~sim.units.alive[:, 3:].any(1)).mean())
-    assert wins["random"] <= 0.05
-    assert wins["focus"] >= 0.3
-
-
-def test_an_unknown_difficulty_is_refused():
-    with pytest.raises(UserError, match="env_args.difficulty=hard"):
-        Simulator(get_map("3m"), 1, difficulty="hard")
