@@ -50,23 +50,18 @@ def test_features_stand_where_they_belong() -> None:
     assert first.tolist() == [11, 16, 1, 6], "each in the environment's order"
 
 
-def test_layout_without_move_features_keeps_the_fixed_head() -> None:
+def test_unseen_nodes_are_all_zero_and_the_agent_itself_is_never_unseen() -> None:
     layout = EntityLayout(move_dim=0, n_enemies=1, enemy_dim=13, n_allies=1, ally_dim=13, own_dim=10)
-    obs = np.zeros(layout.obs_dim, np.float32)
-    obs[-10:] = 7
+    obs = np.zeros((2, layout.obs_dim), np.float32)
+    obs[:, -10:] = 7
+    obs[1, 4] = 0.5
     nodes = obs_to_nodes(obs, layout)
-    assert nodes.shape == (3, 14)
-    assert nodes[0].tolist() == [1, 0, 0, 0, *[7] * 10]
-    assert unseen(nodes).tolist() == [False, True, True]
-    obs[4] = 0.5
-    assert unseen(obs_to_nodes(obs, layout)).tolist() == [False, True, False]
+    assert nodes[0, 0].tolist() == [1, 0, 0, 0, *[7] * 10], "the fixed head stays without move features"
+    assert unseen(nodes).tolist() == [[False, True, True], [False, True, False]]
+    assert not unseen(torch.zeros(2, 3, 4))[:, 0].any()
 
 
 def test_only_an_observer_that_sees_nothing_is_dead() -> None:
     assert alive(np.array([[0.0, 0.0], [0.0, 0.1]])).tolist() == [False, True]
-    assert not unseen(torch.zeros(2, 3, 4))[:, 0].any()
-
-
-def test_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="features"):
         obs_to_nodes(np.zeros(5, np.float32), EntityLayout(1, 1, 1, 1, 1, 1))

@@ -38,14 +38,11 @@ def by_frame(sample):
         yield i, int(sample.rows[i]), int(sample.agents[i]), {slot: next(targets) for slot in slots}
 
 
-@pytest.mark.parametrize("use_gru", [False, True])
-def test_frames_hold_what_was_seen_and_nothing_else(use_gru: bool) -> None:
-    k, strip = 3, 2
-    stage = learner(stacked_steps=k, stacked_strip=strip, use_gru=use_gru)
+def test_frames_hold_what_was_seen_and_nothing_else() -> None:
+    stage, strip = learner(stacked_steps=3, stacked_strip=2), 2
     episodes = toy_episodes(4, seed=1, longest=8)
     batch = pack_episodes(episodes)
-    sample = sample_of(stage, batch)
-    packing = batch.packing
+    sample, packing = sample_of(stage, batch), batch.packing
     seen_ids, full_ids = (
         [stage.tokenizer.ids(obs_to_nodes(episodes[i][name], LAYOUT)).tolist() for i in batch.sample_index]
         for name in ("obs", "full_obs")

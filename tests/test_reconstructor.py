@@ -9,7 +9,7 @@ from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.learners.predictor_learner import PredictorLearner
-from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
+from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, describe
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -84,16 +84,9 @@ def test_acting_predicts_what_training_predicts(decode: str) -> None:
     sample = stage.sample(batch, stage.graphs(batch))
     guess = predictor.eval().guess(predictor(sample.frames, sample.masked))
     acted = obs_to_nodes(batch["acted"], LAYOUT)[sample.rows, sample.agents][sample.masked]
-    slot = torch.nonzero(sample.masked)[:, 1]
-    wanted = obs_to_nodes(nodes_to_obs(_in_slots(guess.features, slot), LAYOUT), LAYOUT)[torch.arange(len(slot)), slot]
-    assert torch.allclose(acted, wanted, atol=2e-3)
+    real = feature_mask(LAYOUT)[torch.nonzero(sample.masked)[:, 1]]
+    assert torch.allclose(acted, guess.features * real, atol=2e-3)
     assert (acted[guess.absent] == 0).all() and (acted[~guess.absent] != 0).any(-1).all()
-
-
-def _in_slots(features: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    nodes = torch.zeros(len(slot), LAYOUT.n_nodes, LAYOUT.node_dim)
-    nodes[torch.arange(len(slot)), slot] = features
-    return nodes
 
 
 def test_what_is_seen_and_who_is_dead_pass_unchanged() -> None:
@@ -119,8 +112,8 @@ def test_other_slots_and_earlier_episodes_do_not_leak() -> None:
         assert torch.allclose(one["obs"], other["obs"], atol=2e-3)
 
 
-def test_a_snapshot_continues_in_the_middle_of_an_episode() -> None:
-    config, tokenizer, predictor = trained()
+def test_a_snapshot_continues_in_the_middle_of_an_episode_without_dropout_or_gradients() -> None:
+    config, tokenizer, predictor = trained(mask_predictor_config__dropout=0.5, tokenizer_config__dropout=0.5)
     obs = toy_episodes(1, seed=24, longest=12)[0]["obs"][:, None].numpy()
     obs = np.concatenate([obs, obs, obs])
     whole = Reconstructor(tokenizer, predictor, config, INFO)
@@ -133,33 +126,20 @@ def test_a_snapshot_continues_in_the_middle_of_an_episode() -> None:
         wanted = whole.step(obs[step], np.array([step]))
         if step >= 3:
             assert torch.equal(other.step(obs[step], np.array([step])).obs, wanted.obs)
-
-
-def test_modules_are_frozen_and_nothing_is_drawn() -> None:
-    config, tokenizer, predictor = trained(mask_predictor_config__dropout=0.5, tokenizer_config__dropout=0.5)
-    reconstructor = Reconstructor(tokenizer, predictor, config, INFO)
-    obs = toy_episodes(1, seed=25)[0]["obs"][:1]
-    results = []
-    for _ in range(2):
-        reconstructor.begin(1)
-        results.append(reconstructor.step(obs, np.zeros(1, np.int64)))
-    assert torch.equal(results[0].obs, results[1].obs) and not results[0].obs.requires_grad
+    assert not wanted.obs.requires_grad
     assert not any(p.requires_grad for module in (tokenizer, predictor) for p in module.parameters())
 
 
-def test_a_predictor_of_another_tokenizer_is_refused() -> None:
-    config, _, predictor = trained()
-    other, _ = toy_modules(config, seed=5)
-    with pytest.raises(UserError, match="another tokenizer"):
-        Reconstructor(other, predictor, config, INFO)
-
-
-def test_files_of_another_world_or_size_are_refused() -> None:
+def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None:
     config = toy_config()
+    predictor_of_seed_0, tokenizer_of_seed_5 = toy_modules(config)[1], toy_modules(config, seed=5)[0]
+    with pytest.raises(UserError, match="another tokenizer"):
+        Reconstructor(tokenizer_of_seed_5, predictor_of_seed_0, config, INFO)
     tokenizer, predictor = "pretrained_tokenizer_path", "pretrained_mask_predictor_path"
     meta = describe(config, INFO, predictor=False)
     check(meta, config, INFO, tokenizer, "a/tokenizer.th")
-    check(describe(config, INFO, predictor=True), config, INFO, predictor, "a/stage2_model.th")
+    of_predictor, stacked = describe(config, INFO, predictor=True), toy_config(mask_predictor_config__stacked_steps=3)
+    check(of_predictor, config, INFO, predictor, "a/stage2_model.th")
     check(meta, toy_config(tokenizer_config__dropout=0.3), INFO, tokenizer, "a")
     elsewhere = EnvInfo(**{**INFO.__dict__, "map_name": "huge"})
     resized = EnvInfo(**{**INFO.__dict__, "layout": EntityLayout(2, 3, 5, 2, 4, 2)})
@@ -169,13 +149,7 @@ def test_files_of_another_world_or_size_are_refused() -> None:
         (meta, toy_config(tokenizer_config__n_codes=13), INFO, tokenizer, "tokenizer_config.n_codes=12"),
         (meta, config, INFO, predictor, "not the file of a trained mask_predictor"),
         (None, config, INFO, tokenizer, "not the file"),
-        (
-            describe(config, INFO, predictor=True),
-            toy_config(mask_predictor_config__stacked_steps=3),
-            INFO,
-            predictor,
-            "mask_predictor_config.stacked_steps=2",
-        ),
+        (of_predictor, stacked, INFO, predictor, "mask_predictor_config.stacked_steps=2"),
     ]
     for found, with_config, info, key, words in cases:
         with pytest.raises(UserError, match=words) as caught:

@@ -70,19 +70,19 @@ class Toy(BatchedEnv):
         self.t += active
         each = np.where(active[:, None], actions == 1, 0).astype(np.float32)
         ended = active & (self.t == LENGTH)
-        told = each if self.info.agent_rewards else None
-        return StepResult(each.sum(1), ended, np.zeros_like(ended), {}, agent_reward=told)
+        of_agents = each if self.info.agent_rewards else None
+        return StepResult(each.sum(1), ended, np.zeros_like(ended), {}, agent_reward=of_agents)
 
     def observe(self, full: bool = False) -> Observation:
         rng = [np.random.default_rng((int(s), int(t))) for s, t in zip(self.seed, self.t, strict=True)]
         shape = (self.info.n_agents, self.info.obs_dim)
-        all_of_it = np.stack([r.normal(size=shape).astype(np.float32) for r in rng])
-        seen = all_of_it.copy()
+        everything = np.stack([r.normal(size=shape).astype(np.float32) for r in rng])
+        seen = everything.copy()
         seen[..., 2:7] = 0  # nobody sees the first enemy
         state = np.stack([r.normal(size=self.info.state_dim).astype(np.float32) for r in rng])
         mask = np.stack([r.random((self.info.n_agents, self.info.n_actions)) < 0.5 for r in rng])
         mask[..., 1] = True
-        return Observation(seen, state, mask, all_of_it if full else None)
+        return Observation(seen, state, mask, everything if full else None)
 
 
 def config_of(preset: str, **updates: Any) -> Config:
@@ -244,7 +244,7 @@ def test_a_step_is_skipped_on_the_device_and_the_host_does_not_wait() -> None:
 
 @pytest.mark.parametrize("mixer", ["qmix", "none"])
 def test_in_bf16_the_recurrence_and_the_targets_stay_in_float32(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast would give cuDNN's GRU fp16, whatever type it is told."""
+    """Under autocast cuDNN's GRU would run in fp16, even when bf16 is asked for."""
     seen: list[tuple[str, bool, set[torch.dtype]]] = []
 
     def spied(name: str, function: Any, places: slice) -> Any:

@@ -48,7 +48,7 @@ class NetworkOpponent:
         sizes = [observer.obs_dim, *(len(bias) for _, bias in self.layers)]
         shapes = [weight.shape for weight, _ in self.layers]
         if sizes[-1] != N_ACTIONS or shapes != list(zip(sizes[1:], sizes[:-1], strict=True)):
-            raise ValueError(f"opponent {name}: layers {shapes} do not lead from {sizes[0]} features to {N_ACTIONS}")
+            raise ValueError(f"opponent {name}: layers {shapes} do not map {sizes[0]} features to {N_ACTIONS} actions")
 
     def __eq__(self, other: object) -> bool:
         """Whether two opponents have the same name and weights, as one that was saved and restored has."""
@@ -110,12 +110,13 @@ class OpponentPool:
         pool = [opponent(which) for which in opponents]
         share = np.ones(len(pool)) if weights is None else np.asarray(weights, np.float64)
         if not pool or share.shape != (len(pool),) or not (np.isfinite(share).all() and share.min() >= 0 < share.sum()):
-            raise UserError(f"opponents={[o.name for o in pool]}: weights={share.tolist()} are no shares of them")
+            fix = "give one number for each opponent, none negative, not all 0"
+            raise UserError(f"opponents={[o.name for o in pool]}: weights={share.tolist()}: {fix}")
         busy = [self._known[number] for number in np.unique(self.numbers)] if self._known else []
         known = pool + [one for one in busy if one not in pool]
         names = [one.name for one in known]
         if len(set(names)) < len(names):
-            raise UserError(f"opponents={names}: one name for two opponents; give each its own")
+            raise UserError(f"opponents={names}: two opponents have the same name; rename one")
         if self._known:
             self.numbers = np.array([known.index(self._known[number]) for number in self.numbers])
         self._known, self._upto = known, share.cumsum() / share.sum()
@@ -157,7 +158,9 @@ class OpponentPool:
         there.update(SCRIPTS)
         missing = [name for name in snapshot["names"] if name not in there]
         if missing:
-            raise ValueError(f"snakes_3v3: the snapshot's opponents {missing} are not here: set_opponents first")
+            raise ValueError(
+                f"snakes_3v3: unknown opponents {missing} in the snapshot; call set_opponents with them first"
+            )
         self._known = [there[name] for name in snapshot["names"]]
         self._upto, self.numbers = np.array(snapshot["upto"]), np.array(snapshot["numbers"])
 
