@@ -100,7 +100,7 @@ def _episode(rng: np.random.Generator, length: int) -> Episode:
 
 
 def _flat(nodes: np.ndarray) -> np.ndarray:
-    """Return observations [..., obs_dim] of free-hand nodes, checked to fit the layout."""
+    """Return observations [..., obs_dim] of nodes."""
     obs = np.ascontiguousarray(nodes_to_obs(nodes, LAYOUT))
     assert obs_to_nodes(obs, LAYOUT).shape == nodes.shape
     return obs

@@ -1,7 +1,7 @@
-"""A GPU without one: tensors that say they are on `cuda:0`, hold their values on the CPU, and refuse mixed devices.
+"""A simulated GPU: tensors that report `cuda:0`, hold their values on the CPU, and reject mixed devices.
 
 It finds what a GPU refuses (tensors of two devices in one operation, `.numpy()`, CPU generators) and counts where the
-host waits for the device. Operations compute what the CPU computes. It says nothing of cuDNN, NCCL, streams, memory,
+host waits for the device. Operations compute what the CPU computes. It does not cover cuDNN, NCCL, streams, memory,
 speed or the GPU's own rounding.
 """
 
@@ -23,7 +23,7 @@ DEVICE = torch.device("cuda", 0)
 # Operations that take tensors of two devices: copies, and rows chosen by an index from the CPU.
 CROSSING = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor}
 CROSSING |= {aten.index_put_.default, aten.index_put.default}
-# Where the host waits until the device has come so far.
+# Operations at which the host waits for the device.
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default}
 WAITS |= {aten._unique2.default, aten.equal.default, aten.repeat_interleave.Tensor}
 
@@ -63,7 +63,7 @@ class OnGPU(Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        """Be written to a file as the CPU tensor; all readers of this program ask for the CPU."""
+        """Pickle as the CPU tensor; this program always loads to the CPU."""
         return self.value.detach().clone().__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
@@ -99,7 +99,7 @@ class SimulatedGPU(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute on the CPU, and see to it that results are where they would be."""
+        """Compute on the CPU and put results on the device where they would be."""
         return _run(func, args, kwargs or {}, self.waits)
 
 
@@ -133,7 +133,7 @@ def _inside(tree: Any) -> Any:
 
 
 def _require_one_device(func: Any, tensors: list[Tensor]) -> None:
-    """Refuse CPU tensors beside ours, but for single numbers in operations on elements."""
+    """Reject CPU tensors next to ours, except single numbers in elementwise operations."""
     single = torch.Tag.pointwise in func.tags or "_foreach" in str(func)
     for tensor in tensors:
         if not isinstance(tensor, OnGPU) and not (single and tensor.dim() == 0):
@@ -141,7 +141,7 @@ def _require_one_device(func: Any, tensors: list[Tensor]) -> None:
 
 
 def _count(waits: Counter[str], func: Any, args: Any, there: bool) -> None:
-    """Note where the host waits: for a value, for a size that depends on values, for a copy to the CPU."""
+    """Count waits of the host: for a value, for a size that depends on values, for a copy to the CPU."""
     to_cpu = func is aten._to_copy.default and not there
     to_cpu |= func is aten.copy_.default and not isinstance(args[0], OnGPU) and isinstance(args[1], OnGPU)
     by_mask = func in CROSSING and any(t.dtype == torch.bool for t in tree_leaves(args[1:2]) if isinstance(t, Tensor))
@@ -164,7 +164,7 @@ def simulated_gpu() -> Iterator[SimulatedGPU]:
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": None)
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
-        # Inference mode hands composed operations on whole; without gradients they come as their parts.
+        # Inference mode dispatches composite operations undecomposed; `no_grad` decomposes them.
         patch.setattr(torch.inference_mode, "__enter__", lambda self: vars(self).update(grad=_set_grad(False)))
         patch.setattr(torch.inference_mode, "__exit__", lambda self, *_: torch.set_grad_enabled(self.grad))
         patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)

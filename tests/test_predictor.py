@@ -256,8 +256,8 @@ def test_slot_means_are_those_of_unseen_nodes_in_training() -> None:
         assert torch.allclose(stage.predictor.slot_sum[slot], wanted.sum(0), atol=1e-9)
 
 
-def test_it_learns_what_memory_tells() -> None:
-    """A unit that stands still and blinks: only the memory of it tells where it is."""
+def test_memory_of_earlier_steps_is_used() -> None:
+    """A unit that does not move is seen every other step: only memory gives its position."""
     episodes = []
     rng = np.random.default_rng(0)
     for _ in range(12):

@@ -28,7 +28,7 @@ def _env(n: int = SLOTS, **env_args) -> Snakes3v3:
 
 
 def _play(env, steps, seeds=None, policy="greedy", reset=True):
-    """Play `policy` with some random actions; yield after each step what it brought."""
+    """Play `policy` with some random actions; yield the result of each step."""
     rng, active = np.random.default_rng(5), np.ones(env.n_slots, bool)
     if reset:
         env.reset(active, np.arange(env.n_slots) if seeds is None else seeds)

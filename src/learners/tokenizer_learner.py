@@ -59,7 +59,7 @@ class Nodes:
         return [self._part(*graphs, slice(*cut)) for graphs, cut in zip(pairwise(firsts), pairwise(ends), strict=True)]
 
     def _part(self, first: int, end: int, cut: slice) -> Nodes:
-        """Return the graphs `first` to `end`, whose nodes stand at `cut`."""
+        """Return the graphs `first` to `end`, whose nodes are at `cut`."""
         return Nodes(self.features[cut], self.slot[cut], self.graph[cut] - first, self.episode[cut], end - first)
 
 

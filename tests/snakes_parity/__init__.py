@@ -56,10 +56,10 @@ def unpack_twos(packed: np.ndarray, count: int) -> np.ndarray:
 
 @dataclass
 class StoredDraws:
-    """The engine's draws, handed out again: what `Engine` asks for in place of seeded chance.
+    """The stored draws of the public engine, in place of `SeededDraws`.
 
     Attributes:
-        starts: [G, 6, 2]. turns, beans: all games' one after another. next_turn, next_bean: [G] where each game stands.
+        starts: [G, 6, 2]. turns, beans: those of all games, one after another. next_turn, next_bean: [G], next ones.
     """
 
     starts: np.ndarray

@@ -26,7 +26,7 @@ N_SPECIAL = 3
 
 
 class Specials:
-    """The ids outside a codebook of K codes; what they mean stands at the top of this file."""
+    """The ids outside a codebook of K codes; their meaning is at the top of this file."""
 
     def __init__(self, n_codes: int) -> None:
         self.n_codes = self.mask = self.absent = n_codes

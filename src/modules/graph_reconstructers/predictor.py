@@ -50,7 +50,7 @@ class Block(nn.Module):
         """Return the block's output for x [F, L, d]: [F, L, d], or [M, d] for the tokens `wanted`.
 
         The last block needs outputs for the masked tokens only; they still attend to all L tokens.
-        wanted: [M] int64, places among the F · n_out last tokens. n_out: number of tokens that compute a query; L where
+        wanted: [M] int64, places among the F · n_out last tokens. n_out: number of query tokens; L where
             `wanted` is None. bf16: whether a CPU multiplies the linear maps in bf16.
         """
         p = self.p if self.training else 0.0

@@ -99,7 +99,7 @@ class PackedGRU(nn.Module):
 
 
 class _Unroll(torch.autograd.Function):
-    """All steps of the GRU in one operation; equations and gradients stand at the top of the file.
+    """All steps of the GRU in one operation; equations and gradients are at the top of the file.
 
     Rows of a step are independent of each other, so up to `ROWS_AT_ONCE` of them go through all steps before the next
     ones start (a *group*), and short steps share one product with the input (a *chunk*): the data stays in the cache.

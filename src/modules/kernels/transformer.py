@@ -3,7 +3,7 @@
 On a CPU they are fast where torch's own wait for memory: dropout draws 16 random bits for each unit (a probability is
 met to 1/65536) from torch's generator, and softmax runs across attention matrices, because their rows are shorter than
 a vector register. On other devices torch's own operations run. `g` is the gradient of the output.
-Shapes: F frames, L tokens of a sequence, n tokens that ask, h heads, d = d_model, G = F h, M tokens, K codes.
+Shapes: F frames, L tokens of a sequence, n query tokens, h heads, d = d_model, G = F h, M tokens, K codes.
 """
 
 from __future__ import annotations
