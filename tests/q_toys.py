@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.synced_optimizer import Stats
+from omagd.run.training.stages.health import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
 
@@ -131,7 +133,23 @@ def gradients_of(learner: NQLearner, episodes: list[Episode]) -> tuple[list[Tens
     return seen, stats
 
 
-def weights_of(learner: NQLearner) -> list[Tensor]:
-    """Return copies of all weights, targets included."""
-    modules = [learner.mac.agent, learner.mixer, learner.target_agent, learner.target_mixer]
-    return [value.detach().clone() for module in modules for value in module.state_dict().values()]
+def state_of(learner: Any) -> dict[str, Tensor]:
+    """Return copies of all that a learner has learned: weights, targets, the optimizers' state."""
+    state = {name: value.detach().clone() for name, value in held_in_common(learner).items()}
+    for key, optimizer in vars(learner).items():
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for place, values in enumerate(optimizer.state.values()):
+                state.update({f"{key} {place} {name}": value.clone() for name, value in values.items()})
+    return state
+
+
+def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two states are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def copy_learner(source: Any, target: Any) -> None:
+    """Load a learner's checkpoint into another one."""
+    for name, module in source.modules().items():
+        target.modules()[name].load_state_dict(copy.deepcopy(module.state_dict()))
+    target.load_state_dict(copy.deepcopy(source.state_dict()))

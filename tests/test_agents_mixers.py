@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from q_toys import INFO, SMALL, make_learner, random_episode, toy_config
+from plugin_toys import own_names
+from q_toys import INFO, SMALL, gradients_of, make_learner, random_episode, toy_config
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import last_actions
 from omagd.modules.agents import REGISTRY as AGENTS
-from omagd.modules.agents import agent as agent_module
 from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
-from omagd.modules.kernels import recurrent
+from omagd.modules.kernels import compiling, recurrent
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.utils.errors import UserError
@@ -113,36 +115,37 @@ def test_graph_agent_says_what_it_needs():
         AGENTS.get("gnn_rnn")(toy_config(agent="gnn_rnn", gnn_readout="entity"), odd)
 
 
-def unroll_with_a_cell(gru, x, packing):
+def unroll_with_a_cell(gru, x, packing, start):
     """Each episode on its own through torch's cell."""
-    cell = torch.nn.GRUCell(x.shape[-1], gru.hidden_dim).double()
-    weights = dict(gru.named_parameters())
-    out = [torch.empty(0)] * len(x)
+    cell, weights, out = torch.nn.GRUCell(5, 4).double(), dict(gru.named_parameters()), [torch.empty(0)] * len(x)
     for episode in range(packing.n_episodes):
-        hidden = x.new_zeros(x.shape[1], gru.hidden_dim)
+        hidden = start[episode]
         for row in torch.nonzero(packing.episode == episode).flatten().tolist():
-            hidden = functional_call(cell, weights, (x[row], hidden))
-            out[row] = hidden
+            out[row] = hidden = functional_call(cell, weights, (x[row], hidden))
     return torch.stack(out)
 
 
 @pytest.mark.parametrize("lengths", [(6, 6, 4, 1, 1), (1,), (3, 3)])
-def test_packed_gru_equals_a_cell_in_values_and_gradients(lengths):
+def test_packed_gru_equals_a_cell_in_values_and_gradients_in_parts_of_any_size(monkeypatch, lengths):
     torch.manual_seed(0)
     gru, packing = PackedGRU(5, 4).double(), Packing(lengths)
     x = torch.randn(sum(lengths), 3, 5, dtype=torch.float64, requires_grad=True)
-    upstream = torch.randn(sum(lengths), 3, 4, dtype=torch.float64)
-    wanted = unroll_with_a_cell(gru, x, packing)
-    wanted_grads = torch.autograd.grad((wanted * upstream).sum(), [x, *gru.parameters()])
+    start = torch.randn(len(lengths), 3, 4, dtype=torch.float64, requires_grad=True)
+    given = [x, start, *gru.parameters()]
+
+    def with_gradients(out):
+        return [out, *torch.autograd.grad((out.sin() * torch.arange(4)).sum(), given)]
+
+    wanted = with_gradients(unroll_with_a_cell(gru, x, packing, start))
     rows = [3 * k for k in packing.batch_sizes]
-    library = gru._library_unroll(x.flatten(0, 1), x.new_zeros(rows[0], 4), rows).view_as(wanted)
-    for got in (gru(x, packing), library):
-        torch.testing.assert_close(got, wanted, atol=1e-10, rtol=0)
-        grads = torch.autograd.grad((got * upstream).sum(), [x, *gru.parameters()])
-        for a, b in zip(grads, wanted_grads, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+    found = [with_gradients(gru._library_unroll(x.flatten(0, 1), start.flatten(0, 1), rows).view_as(wanted[0]))]
+    for size in (1, 4, 7, 20, 1000):
+        monkeypatch.setattr(recurrent, "ROWS_AT_ONCE", size)
+        found.append(with_gradients(gru(x, packing, start)))
+    for a, b in ((a, b) for got in found for a, b in zip(got, wanted, strict=True)):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
     with torch.no_grad():
-        torch.testing.assert_close(gru(x, packing), wanted, atol=1e-10, rtol=0)
+        torch.testing.assert_close(gru(x, packing, start), wanted[0], atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("ids", [False, True])
@@ -173,28 +176,18 @@ def adam_step(layer):
     torch.optim.Adam(layer.parameters(), lr=0.1, foreach=False).step()
 
 
-def other_bias(layer):
-    with torch.no_grad():
-        layer.bias.add_(1.0)
-
-
 WRITES = {
     "optimizer": adam_step,
     "loading": lambda layer: layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()}),
-    "bias": other_bias,
+    "bias": lambda layer: torch.nn.init.constant_(layer.bias, 3.0),
     "type": lambda layer: layer.double(),
 }
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_input_layer_acts_on_the_weights_that_were_written_last(write):
-    layer = InputLinear(4, 5, toy_config(), INFO)
-    last = torch.randint(-1, INFO.n_actions, (7, 3))
-
-    def act(features):
-        with torch.inference_mode():
-            return layer(features, last), layer.relu(features, last)
-
+    layer, last = InputLinear(4, 5, toy_config(), INFO), torch.randint(-1, INFO.n_actions, (7, 3))
+    act = torch.inference_mode()(lambda features: (layer(features, last), layer.relu(features, last)))
     features = torch.randn(7, 3, 4)
     before = act(features)[0]
     write(layer)
@@ -220,7 +213,7 @@ def test_acting_follows_every_update(agent):
         learner.update(batch, episodes=0)
 
 
-@pytest.mark.parametrize("name", MIXERS.names())
+@pytest.mark.parametrize("name", own_names(MIXERS))
 def test_joint_value_never_falls_when_an_agents_value_rises(name):
     torch.manual_seed(0)
     mixer = MIXERS.get(name)(toy_config(mixer=name), INFO).double()
@@ -228,11 +221,27 @@ def test_joint_value_never_falls_when_an_agents_value_rises(name):
     joint = mixer(qs, torch.randn(50, INFO.state_dim, dtype=torch.float64))
     assert joint.shape == ((50, INFO.n_agents) if name == "none" else (50,))
     slopes = torch.autograd.grad(joint.sum(), qs, retain_graph=True)[0]
-    assert (slopes >= 0).all()
-    assert (slopes > 0).any()
+    assert (slopes >= 0).all() and (slopes > 0).any()
     if list(mixer.parameters()):
         grads = torch.autograd.grad(joint.square().sum(), list(mixer.parameters()))
         assert all(g.abs().sum() > 0 for g in grads)
+
+
+def test_compiled_mixers_learn_the_same_from_batches_of_any_size(monkeypatch):
+    """No compiler is needed: the last stage of torch.compile is left out."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    torch.compiler.reset()
+    pair = [make_learner(toy_config(compile=asked, grad_norm_clip=1e9), dtype=torch.float64) for asked in (False, True)]
+    mixers = [mixer for learner in pair for mixer in (learner.mixer, learner.target_mixer)]
+    assert [mixer._compiled_call_impl is not None for mixer in mixers] == [False, False, True, True]
+    assert pair[0].mixer.state_dict().keys() == pair[1].mixer.state_dict().keys()
+    for update in range(3):
+        episodes = [random_episode(10 * update + k, 2 + 3 * k + update) for k in range(3)]
+        (plain, stats), (compiled, others) = (gradients_of(learner, episodes) for learner in pair)
+        for a, b in zip(plain, compiled, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9)
+        assert all(torch.allclose(stats[name][0], total) for name, (total, _) in others.items())
+    torch.compiler.reset()
 
 
 def test_orthogonal_start():
@@ -243,49 +252,19 @@ def test_orthogonal_start():
 
 
 @pytest.mark.parametrize("updates", [{"agent": "n_rnn"}, {"agent": "gnn_rnn", "gnn_readout": "entity"}], ids=str)
-def test_checkpointing_changes_neither_values_nor_gradients(monkeypatch, updates):
-    monkeypatch.setattr(agent_module, "STEPS_AT_ONCE", 2)
-    inputs, packing = toy_inputs()
-    results = []
+def test_checkpointing_keeps_less_for_backward_and_changes_neither_values_nor_gradients(updates):
+    inputs, packing = toy_inputs((41, 40, 40))
+    results, kept = [], []
     for asked in (False, True):
-        agent = make_agent(**updates, enable_gradient_checkpointing=asked)
-        q = agent(inputs, packing)
+        agent, sizes = make_agent(**updates, enable_gradient_checkpointing=asked), []
+        keep = partial(lambda sizes, x: sizes.append(x.untyped_storage().nbytes()) or x, sizes)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            q = agent(inputs, packing)
+        kept.append(sum(sizes))
         results.append([q, *torch.autograd.grad(q.square().sum(), list(agent.parameters()))])
+    assert kept[1] < 0.5 * kept[0]
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
-
-
-def test_checkpointing_keeps_less_for_backward():
-    inputs, packing = toy_inputs((41, 40, 40))
-    kept = []
-    for asked in (False, True):
-        agent = make_agent(agent="n_rnn", enable_gradient_checkpointing=asked)
-        sizes = []
-
-        def keep(x, sizes=sizes):
-            sizes.append(x.untyped_storage().nbytes())
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            agent(inputs, packing)
-        kept.append(sum(sizes))
-    assert kept[1] < 0.5 * kept[0]
-
-
-def test_recurrence_in_pieces_and_groups_equals_the_whole(monkeypatch):
-    torch.manual_seed(0)
-    gru, lengths = PackedGRU(5, 4).double(), (6, 6, 4, 1, 1)
-    x = torch.randn(sum(lengths), 3, 5, dtype=torch.float64, requires_grad=True)
-    start = torch.randn(5, 3, 4, dtype=torch.float64, requires_grad=True)
-    given = [x, start, *gru.parameters()]
-    results = []
-    for rows in (1, 4, 7, 20, 1000):
-        monkeypatch.setattr(recurrent, "ROWS_AT_ONCE", rows)
-        out = gru(x, Packing(lengths), start)
-        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
 
 
 @pytest.mark.parametrize("updates", [{"agent": "n_rnn"}, {"agent": "gnn_rnn"}], ids=str)

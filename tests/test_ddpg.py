@@ -1,17 +1,15 @@
-"""DDPG: its update recomputed without our classes, its exploration, its refusals, and two ranks that equal one."""
+"""DDPG: its update against the published formulas, its exploration, its error messages."""
 
 from __future__ import annotations
 
-import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from ddp_harness import run_ranks
+from ddpg_toys import INFO, ddpg_config, make_ddpg, random_steps
 from torch.nn import functional as F
 
-from omagd.config.env_info import EnvInfo
-from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.ddpg_mac import draw, softmax
 from omagd.controllers.types import Exploration, Tick
@@ -20,53 +18,13 @@ from omagd.envs.snakes.board import Board
 from omagd.envs.snakes.engine import Engine
 from omagd.envs.snakes.observer import Observer
 from omagd.envs.snakes.opponents import NetworkOpponent
-from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.ddpg_learner import straight_through
-from omagd.run import topology as plan
+from omagd.run import topology
 from omagd.run.training.stages.health import held_in_common
-from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
-INFO = EnvInfo("snakes_3v3", "", 3, 4, 26, 66, 200, 4, agent_rewards=True)
-KINDS = {"ddpg": {}, "bicnet": {"agent": "bicnet"}, "gumbel": {"gumbel_softmax": True}, "parts": {"accumulate": 3}}
-UPDATES = 8
-
-
-def config_of(**updates):
-    small = {"rnn_hidden_dim": 8, "tau": 0.1, "lr": 0.01, "critic_lr": 0.02, "learner": "ddpg_learner_ddp"}
-    return resolve("snakes_ddpg", "snakes", {**small, **updates})
-
-
-def make_learner(dist=None, dtype=torch.float64, seed=0, **updates):
-    torch.manual_seed(seed)
-    config = config_of(**updates)
-    mac = MACS.get(config.mac)(config, INFO, torch.device("cpu"), None)
-    mac.agent.to(dtype)
-    learner = LEARNERS.get(config.learner)(mac, config, INFO, dist or Dist())
-    learner.warm_up()
-    return learner
-
-
-def random_steps(seed, count, length=1, team=False):
-    """Return episodes of `length` steps of chance; every third one ends there."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for i in range(count):
-        rows = length + 1
-        ended = np.zeros(rows, np.uint8)
-        ended[:-1][-1:] = i % 3 == 0
-        arrays = {
-            "obs": rng.normal(size=(rows, 3, 26)).astype(np.float32),
-            "actions": rng.integers(4, size=(rows, 3)).astype(np.uint8),
-            "reward": rng.normal(size=rows).astype(np.float32),
-            "agent_reward": rng.normal(size=(rows, 3)).astype(np.float32),
-            "terminated": ended,
-            "action_probs": rng.random((rows, 3, 4)).astype(np.float32),
-        }
-        out.append({name: torch.from_numpy(value) for name, value in arrays.items() if not (team and "agent" in name)})
-    return out
 
 
 def weights_of(learner):
@@ -93,7 +51,7 @@ def adam(weights, prefix, loss, lr, clip):
 @pytest.mark.parametrize("case", ["one step each", "long episodes", "team reward", "clipped"])
 def test_an_update_is_what_the_published_formulas_say(case):
     clip = 0.05 if case == "clipped" else 1e9
-    learner = make_learner(grad_norm_clip=clip, gamma=0.9)
+    learner = make_ddpg(grad_norm_clip=clip, gamma=0.9)
     length = 4 if case == "long episodes" else 1
     episodes = random_steps(1, 8, length, team=case == "team reward")
     for target in (learner.target_agent, learner.target_critic):  # targets that differ from what they follow
@@ -140,7 +98,7 @@ def test_an_update_is_what_the_published_formulas_say(case):
 )
 def test_options_go_together_and_parts_add_up(updates):
     """Each learns, and in one piece or in many it learns the same."""
-    learner, whole = (make_learner(dtype=torch.float32, **{**updates, **more}) for more in ({}, {"accumulate": 1}))
+    learner, whole = (make_ddpg(dtype=torch.float32, **{**updates, **more}) for more in ({}, {"accumulate": 1}))
     before = weights_of(learner)
     for update in range(3):
         batch = pack_episodes(random_steps(update, 100))
@@ -154,7 +112,7 @@ def test_options_go_together_and_parts_add_up(updates):
 
 
 def test_the_actors_step_leaves_no_gradient_in_the_critic_and_targets_have_none():
-    learner = make_learner()
+    learner = make_ddpg()
     learner.update(pack_episodes(random_steps(1, 8)), episodes=0)
     batch = pack_episodes(random_steps(1, 8))
     loss, _ = learner._actor_step.loss_module(learner.mac.inputs(batch), learner._frozen_critic, None)
@@ -181,14 +139,14 @@ def acted(config, epsilon, calls=400, slots=5, logits=None):
 
 
 def test_actions_are_drawn_from_the_softmax_and_that_is_stored():
-    actions, vectors, policy = acted(config_of(), 0.0)
+    actions, vectors, policy = acted(ddpg_config(), 0.0)
     np.testing.assert_allclose(vectors, np.broadcast_to(policy, vectors.shape), rtol=1e-5)
     shares = np.stack([(actions == a).mean((0, 1)) for a in range(4)], -1)
     np.testing.assert_allclose(shares, policy, atol=5 * 0.5 / np.sqrt(2000))
 
 
 def test_exploring_makes_all_vectors_of_a_board_uniform_and_draws_in_proportion():
-    actions, vectors, policy = acted(config_of(), 0.25)
+    actions, vectors, policy = acted(ddpg_config(), 0.25)
     anew = (np.abs(vectors - policy) > 1e-5).any(-1)
     assert (anew.all(-1) | ~anew.any(-1)).all(), "all three snakes of a board, or none"
     assert anew[..., 0].mean() == pytest.approx(0.25, abs=0.05)
@@ -199,16 +157,19 @@ def test_exploring_makes_all_vectors_of_a_board_uniform_and_draws_in_proportion(
     assert taken.mean() == pytest.approx(((drawn**2).sum(1) / drawn.sum(1)).mean(), abs=0.03)
 
 
-def test_without_exploration_the_likeliest_action_is_taken():
-    actions, _, policy = acted(config_of(), None, calls=1)
+def test_without_exploration_the_most_likely_action_is_taken():
+    actions, _, policy = acted(ddpg_config(), None, calls=1)
     assert (actions == policy.argmax(-1)).all()
+    draws = draw(np.array([[[0.0, 2.0, 0.0, 1.0]]]).repeat(1000, 0), np.linspace(0, 1, 1000, endpoint=False)[:, None])
+    assert set(draws[:, 0]) == {1, 3} and (draws == 1).mean() == pytest.approx(2 / 3, abs=0.01)
+    np.testing.assert_allclose(softmax(np.array([[1000.0, 1000.0]])), 0.5)
 
 
 def test_gumbel_actions_are_one_hot_draws_of_the_same_policy():
-    actions, vectors, policy = acted(config_of(gumbel_softmax=True), 0.0)
+    actions, vectors, policy = acted(ddpg_config(gumbel_softmax=True), 0.0)
     np.testing.assert_array_equal(vectors, np.eye(4)[actions])
     np.testing.assert_allclose(vectors.mean((0, 1)), policy, atol=5 * 0.5 / np.sqrt(2000))
-    anything, _, _ = acted(config_of(gumbel_softmax=True), 1.0)
+    anything, _, _ = acted(ddpg_config(gumbel_softmax=True), 1.0)
     np.testing.assert_allclose([(anything == a).mean() for a in range(4)], 0.25, atol=0.03)
 
 
@@ -222,7 +183,7 @@ def test_straight_through_is_one_hot_with_the_gradient_of_the_softmax():
 
 
 def test_gumbel_noise_has_its_distribution_and_changes_with_every_update():
-    learner = make_learner(gumbel_softmax=True)
+    learner = make_ddpg(gumbel_softmax=True)
     batch = pack_episodes(random_steps(1, 400))
     first = learner._steps(batch).noise
     assert float(first.mean()) == pytest.approx(0.5772, abs=0.06)
@@ -231,17 +192,9 @@ def test_gumbel_noise_has_its_distribution_and_changes_with_every_update():
     assert not torch.equal(first, learner._steps(batch).noise)
 
 
-def test_draws_never_take_what_has_no_weight():
-    weights = np.array([[[0.0, 2.0, 0.0, 1.0]]]).repeat(1000, 0)
-    drawn = draw(weights, np.linspace(0, 1, 1000, endpoint=False)[:, None])[:, 0]
-    assert set(drawn) == {1, 3}
-    assert (drawn == 1).mean() == pytest.approx(2 / 3, abs=0.01)
-    np.testing.assert_allclose(softmax(np.array([[1000.0, 1000.0]])), 0.5)
-
-
 def test_layers_play_as_the_agent_does():
     torch.manual_seed(0)
-    config = config_of()
+    config = ddpg_config()
     agent = MACS.get("ddpg_mac")(config, INFO, torch.device("cpu"), None).agent
     engine = Engine(6)
     engine.reset(np.arange(6), np.arange(6))
@@ -256,108 +209,24 @@ def test_layers_play_as_the_agent_does():
     assert again != frozen
 
 
-@pytest.mark.parametrize(
-    ("updates", "words"),
-    [
-        ({"mac": "n_mac"}, "learner=ddpg_learner_ddp needs mac=ddpg_mac, not mac=n_mac"),
-        ({"agent": "n_rnn"}, "learner=ddpg_learner_ddp needs agent=ddpg or agent=bicnet, not agent=n_rnn"),
-        ({"obs_last_action": True}, "obs_last_action=True: mac=ddpg_mac learns from single steps"),
-    ],
-)
-def test_what_does_not_fit_together_is_said(updates, words):
-    with pytest.raises(UserError, match=words):
-        make_learner(dtype=torch.float32, **updates)
+def test_components_that_do_not_fit_together_are_rejected():
+    wrong = {"mac": "n_mac", "agent": "n_rnn", "obs_last_action": True}
+    for (key, value), fix in zip(wrong.items(), ("mac=ddpg_mac", "agent=ddpg", "obs_last_action=False"), strict=True):
+        with pytest.raises(UserError, match=fix) as caught:
+            make_ddpg(**{key: value})
+        assert f"{key}={value}" in str(caught.value)
 
 
-def episodes_of(rank, update):
-    """Return this rank's steps: another number on each rank."""
-    return random_steps(1000 * update + rank, 6 if rank == 0 else 2)
-
-
-def train(learner, batches):
-    """Update on each batch; return the weights after each."""
-    out = []
-    for episodes in batches:
-        learner.update(pack_episodes(episodes), episodes=0)
-        out.append(weights_of(learner))
-    return out
-
-
-def resumed(kind, batches, dist=None, dtype=torch.float64):
-    """Return the last weights where another learner goes on half way."""
-    learner, other = (make_learner(dist, dtype, seed, **KINDS[kind]) for seed in (0, 7))
-    half = len(batches) // 2
-    train(learner, batches[:half])
-    for name, module in learner.modules().items():
-        other.modules()[name].load_state_dict(copy.deepcopy(module.state_dict()))
-    other.load_state_dict(copy.deepcopy(learner.state_dict()))
-    return train(other, batches[half:])[-1]
-
-
-def two_ranks(rank, dist, payload):
-    out = {}
-    for kind, updates in KINDS.items():
-        batches = [episodes_of(rank, i) for i in range(UPDATES)]
-        out[kind] = train(make_learner(dist, seed=rank, **updates), batches)
-        out[kind, "resumed"] = resumed(kind, batches, dist) if kind == "ddpg" else out[kind][-1]
-    idle = make_learner(dist, seed=0)
-    out["idle"] = train(idle, [random_steps(1, 3 if rank == 0 else 1, 1 - rank), random_steps(2, 1, 0)])
-    return out
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(two_ranks)
-
-
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_equal_one_with_the_union_and_each_other_bit_for_bit(ranks, kind):
-    union = [[*episodes_of(0, i), *episodes_of(1, i)] for i in range(UPDATES)]
-    alone = train(make_learner(**{**KINDS[kind], "accumulate": 1}), union)
-    for mine, theirs in zip(ranks[0][kind], ranks[1][kind], strict=True):
-        assert equal(mine, theirs)
-    for name, value in alone[-1].items():
-        torch.testing.assert_close(ranks[0][kind][-1][name], value, atol=1e-10, rtol=0, msg=name)
-    assert equal(ranks[0][kind, "resumed"], ranks[0][kind][-1])
-
-
-@pytest.mark.processes
-def test_a_rank_without_a_step_takes_part_and_without_any_nobody_moves(ranks):
-    first, second = ranks[0]["idle"], ranks[1]["idle"]
-    assert equal(first[0], second[0])
-    assert equal(first[1], second[1])
-    assert equal(first[0], first[1])
-    assert not equal(first[0], weights_of(make_learner()))
-
-
-@pytest.mark.parametrize(
-    ("named", "cards", "on_this_machine", "refused"),
-    [
-        ("0,9", 1, True, True),
-        ("9", 0, True, True),
-        ("0,2", 2, True, False),
-        ("", 0, True, False),
-        ("0,9", 0, False, False),
-    ],
-)
-def test_gpus_that_are_named_and_not_there_are_refused(monkeypatch, named, cards, on_this_machine, refused):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    monkeypatch.setattr(plan, "has_gpus", lambda: on_this_machine)
-    if refused:
-        with pytest.raises(UserError, match=f"CUDA_VISIBLE_DEVICES={named}: only {cards} of these"):
-            plan._check_subset(cards)
-    else:
-        plan._check_subset(cards)
-
-
-def test_gpus_of_a_machine_are_found_by_their_devices(tmp_path):
+def test_gpus_that_are_named_and_not_there_are_refused(monkeypatch, tmp_path):
+    cases = [("0,9", 1, True, True), ("9", 0, True, True), ("0,2", 2, True, False), ("", 0, True, False)]
+    for named, cards, on_this_machine, refused in [*cases, ("0,9", 0, False, False)]:
+        with monkeypatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", named)
+            patch.setattr(topology, "has_gpus", lambda answer=on_this_machine: answer)
+            with pytest.raises(UserError, match=f"={named}: only {cards} of these") if refused else nullcontext():
+                topology._check_subset(cards)
     for name in ("null", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert not plan.has_gpus(str(tmp_path))
+    assert not topology.has_gpus(str(tmp_path))
     (tmp_path / "nvidia0").touch()
-    assert plan.has_gpus(str(tmp_path))
+    assert topology.has_gpus(str(tmp_path))

@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ddpg_toys
 import graph_toys
 import pytest
 import q_toys
-import test_ddpg
 import torch
 from command_budgets import BUDGETS
+from q_toys import state_of
 
 import omagd
 from omagd import learners
@@ -23,7 +24,7 @@ from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.run.checkpoint.serialization import first_not_finite
 from omagd.run.cli.main import config_from, main
-from omagd.run.training.stages.health import MOST_SKIPPED, Health, held_in_common
+from omagd.run.training.stages.health import MOST_SKIPPED, Health
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes
@@ -41,7 +42,7 @@ class Case:
             updates = {"mixer": "none"} if name == "iql" else {}
             self.learner: Any = q_toys.make_learner(q_toys.toy_config(target_update_updates=1, **updates))
         elif name == "ddpg":
-            self.learner = test_ddpg.make_learner(dtype=torch.float32)
+            self.learner = ddpg_toys.make_ddpg(dtype=torch.float32)
         else:
             config = graph_toys.toy_config(tokenizer_config__revive_interval=1)
             tokenizer, predictor = graph_toys.toy_modules(config)
@@ -54,7 +55,7 @@ class Case:
         if self.name in {"qmix", "iql"}:
             episodes, field = [q_toys.random_episode(10 * number + i, 5) for i in range(4)], "reward"
         elif self.name == "ddpg":
-            episodes, field = test_ddpg.random_steps(number, 6), "agent_reward"
+            episodes, field = ddpg_toys.random_steps(number, 6), "agent_reward"
         else:
             episodes, field = graph_toys.toy_episodes(4, seed=number), "full_obs"
         if value is not None:
@@ -64,15 +65,6 @@ class Case:
     def update(self, number: int, value: float | None = None) -> dict[str, Any]:
         batch = self.batch(number, value)
         return self.learner.update(batch, **({} if hasattr(self.learner, "best_metric") else {"episodes": 0}))
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of everything that the learner has learned, targets and optimizer state included."""
-        state = {name: value.clone() for name, value in held_in_common(self.learner).items()}
-        for key, optimizer in vars(self.learner).items():
-            if isinstance(optimizer, torch.optim.Optimizer):
-                for place, values in enumerate(optimizer.state.values()):
-                    state.update({f"{key} {place} {name}": value.clone() for name, value in values.items()})
-        return state
 
 
 def spoilt(case: Case, value: float) -> dict[str, Any]:
@@ -94,26 +86,26 @@ def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_learns(na
     assert float(case.update(1)[SKIPPED][0]) == 0
     if name == "tokenizer":
         case.learner.tokenizer.cluster_size[2:5] = 1e-3  # codes that the next update would put elsewhere
-    before = case.state()
+    before = state_of(case.learner)
     stats = spoilt(case, value)
     assert float(stats.pop(SKIPPED)[0]) == 1
     assert all(float(total) == float(count) == 0 for total, count in stats.values()), stats
-    after = case.state()
+    after = state_of(case.learner)
     for tag, wanted in before.items():
         assert torch.equal(after[tag], wanted), tag
     assert first_not_finite(after) is None
     learned = case.update(4)
     assert float(learned[SKIPPED][0]) == 0 and all(math.isfinite(float(total)) for total, _ in learned.values())
-    assert any(not torch.equal(value, after[tag]) for tag, value in case.state().items())
+    assert any(not torch.equal(value, after[tag]) for tag, value in state_of(case.learner).items())
 
 
 def test_an_update_whose_finite_gradients_have_an_infinite_norm_changes_nothing() -> None:
     case = Case("qmix")
     case.update(1)
-    before = case.state()
+    before = state_of(case.learner)
     stats = case.update(3, 1e25)  # clipping would divide by infinity, and Adam's momentum move the weights
     assert float(stats[SKIPPED][0]) == 1
-    assert all(torch.equal(value, before[tag]) for tag, value in case.state().items())
+    assert all(torch.equal(value, before[tag]) for tag, value in state_of(case.learner).items())
 
 
 def test_weights_that_have_overflowed_do_not_reach_the_targets() -> None:

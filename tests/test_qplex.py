@@ -1,8 +1,7 @@
-"""QPLEX, a mixer of the example package: a plug-in with keys of its own that reads all values."""
+"""QPLEX, a mixer of the example package with keys of its own that reads all values (ranks: test_ddp_q.py)."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import sys
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_harness import run_ranks
-from q_toys import INFO, gradients_of, make_learner, random_episode, toy_config, weights_of
+from q_toys import INFO, toy_config
 
 import omagd
 from omagd.envs import REGISTRY as ENVS
@@ -19,7 +17,6 @@ from omagd.learners.nq_learner import NQLearner
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.mixers.mixer import MixerInputs, mix
 from omagd.run.cli.main import config_from, main
-from omagd.utils.packing import pack_episodes
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "omagd_example"
 QPLEX = {"mixer": "qplex", "mixer_args": {"n_heads": 2, "hidden_dim": 8}, "target_update_updates": 3}
@@ -83,36 +80,6 @@ def climbing_error(mixer: str) -> float:
 
 def test_it_represents_a_game_that_qmix_cannot():
     assert climbing_error("qplex") < 1.0 < 10.0 < climbing_error("qmix")
-
-
-def digest(learner: NQLearner) -> str:
-    moments = [value for state in learner.optimizer.state_dict()["state"].values() for value in state.values()]
-    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in [*weights_of(learner), *moments])).hexdigest()
-
-
-def two_ranks(rank, dist, episodes):
-    add_example()
-    learner = make_learner(toy_config(**QPLEX), dist=dist, dtype=torch.float64)
-    gradients, digests = gradients_of(learner, episodes[rank])[0], []
-    for i in range(9):
-        learner.update(pack_episodes(episodes[rank]), episodes=i)
-        digests.append(digest(learner))
-    return gradients, digests, weights_of(learner)
-
-
-@pytest.mark.processes
-def test_two_ranks_equal_one():
-    episodes = [[random_episode(i, k) for i, k in enumerate(lengths)] for lengths in ([9, 4, 1], [2, 7])]
-    (gradients, digests, weights), (_, others, _) = run_ranks(two_ranks, episodes)
-    assert digests == others
-    one = make_learner(toy_config(**QPLEX), dtype=torch.float64)
-    union = [*episodes[0], *episodes[1]]
-    for got, wanted in zip(gradients, gradients_of(one, union)[0], strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-9)
-    for i in range(9):
-        one.update(pack_episodes(union), episodes=i)
-    for got, wanted in zip(weights, weights_of(one), strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-9, rtol=1e-9)
 
 
 def test_it_trains_and_resumes_bit_for_bit(tmp_path, monkeypatch, capsys):
