@@ -15,6 +15,7 @@ from omagd.utils.writing import STORAGE
 
 Nodes = Sequence[Mapping[str, Any]]
 TYPES = ("self", "ally", "enemy")
+MARKS = {"self": "*", "ally": "o", "enemy": "D"}
 COLOURS = {"self": "#ffd166", "ally": "#4cc9c0", "enemy": "#ff7b54"}
 BACKGROUND, FOG, SEEN, LINE, TEXT, MUTED = "#10161f", "#0b0f16", "#1d2a3a", "#3a4b60", "#eef3f8", "#9fb0c3"
 GUESS_RING = (0, (0.9, 0.5))
@@ -250,41 +251,23 @@ def _title(figure: Any, info: Mapping[str, Any]) -> None:
 
 def _legend(figure: Any, observer: str) -> None:
     """Draw the legend in one line at the lower left."""
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Circle, Patch
 
-    class Mark(Patch):
-        """A legend entry: units of these kinds, side by side."""
+    def mark(kind: str, guessed: bool = False) -> Any:
+        style = {"mfc": BACKGROUND if guessed else COLOURS[kind], "mec": COLOURS[kind], "mew": 1.4}
+        return Line2D([], [], ls="", marker=MARKS[kind], ms=9, **style)
 
-        def __init__(self, *kinds: str, label: str, guessed: bool = False) -> None:
-            super().__init__(label=label)
-            self.kinds, self.guessed = kinds, guessed
-
-    class Drawn:
-        """Draws the handle of a `Mark`."""
-
-        def legend_artist(self, legend: Any, mark: Mark, fontsize: float, box: Any) -> Any:
-            """Add the shapes to the handle's box."""
-            for i, kind in enumerate(mark.kinds):
-                at = box.width * (i + 0.5) / len(mark.kinds)
-                shapes = [_body(kind, at, box.height / 2, 0.6 * fontsize * (0.76 if mark.guessed else 1), mark.guessed)]
-                if mark.guessed:
-                    ring = {"fill": False, "ec": COLOURS[kind], "lw": 1.8, "ls": GUESS_RING}
-                    shapes.append(Circle((at, box.height / 2), 0.6 * fontsize, **ring))
-                for shape in shapes:
-                    shape.set_transform(box.get_transform())
-                    box.add_artist(shape)
-            return box
-
-    handles: list[Any] = [
-        Mark("self", label=observer),
-        Mark("ally", label="agent"),
-        Mark("enemy", label="enemy"),
-        Mark("ally", "enemy", label="hollow, dashed: guess", guessed=True),
-        Line2D([], [], ls=":", color=MUTED, marker="x", mec=TEXT, ms=7, mew=1.6, label="where it really was"),
-        Line2D([], [], ls="-", color=MUTED, lw=2.6, label="ring: health"),
-    ]
+    handles: dict[str, Any] = {
+        observer: mark("self"),
+        "agent": mark("ally"),
+        "enemy": mark("enemy"),
+        "hollow, dashed: guess": (mark("ally", True), mark("enemy", True)),
+        "real position": Line2D([], [], ls=":", color=MUTED, marker="x", mec=TEXT, ms=7, mew=1.6),
+        "ring: health": Line2D([], [], ls="-", color=MUTED, lw=2.6),
+    }
     figure.legend(
-        handles=handles, handler_map={Mark: Drawn()}, loc="center left", bbox_to_anchor=(0.008, 0.052),
-        ncol=len(handles), frameon=False, labelcolor=TEXT, fontsize=10.5, handletextpad=0.5, columnspacing=1.6,
+        list(handles.values()), list(handles), handler_map={tuple: HandlerTuple(ndivide=None)}, loc="center left",
+        bbox_to_anchor=(0.008, 0.052), ncol=len(handles), frameon=False, labelcolor=TEXT, fontsize=10.5,
+        handletextpad=0.5, columnspacing=1.6,
     )  # fmt: skip

@@ -84,7 +84,9 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     compared, told = card["compared"], card["told"]
     env = f"{compared['env']} {compared['map']} ({compared['game']})".replace("  ", " ")
     level = f", difficulty {compared['difficulty']}" if "difficulty" in compared else ""
-    other = ", ".join(f"{key.removeprefix('env_args.')}={compared[key]}" for key in _other_args(compared))
+    other = ", ".join(
+        f"{key.removeprefix('env_args.')}={compared[key]}" for key in compared if key.startswith("env_args.")
+    )
     facts = [
         f"{key} {compared[key]:,}" for key in ("t_max", "max_episodes", "graph_pretrain_epochs") if key in compared
     ]
@@ -288,10 +290,6 @@ def versions() -> dict[str, str]:
         "numpy": numpy.__version__,
         "Python": platform.python_version(),
     }
-
-
-def _other_args(compared: Mapping[str, Any]) -> list[str]:
-    return [key for key in compared if key.startswith("env_args.")]
 
 
 def _shown(compared: Mapping[str, Any], name: str) -> str:

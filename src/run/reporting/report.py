@@ -73,7 +73,7 @@ def render_summary(summary: Summary) -> str:
     folder = Path(summary["folder"])
     lines.append(f"Files   {folder}")
     for label, path in _files(summary):
-        lines.append(f"  {label:<9}{_short(path, folder)}")
+        lines.append(f"  {label:<9}{Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path}")
     command = next_command(summary)
     if command:
         lines.append(f"Next    {command}")
@@ -91,7 +91,9 @@ def phases_table(summary: Summary) -> list[str]:
     again = summary.get("restarts") or resumed(_card(summary))
     rows = [["Time since the last start" if again else "Time", "wall", *names]]
     for stage, seconds in measured.items():
-        rows.append([f"  {stage}", duration(seconds["wall"]), *(_percent(_share(seconds, n)) for n in names)])
+        shares = [_share(seconds, name) for name in names]
+        cells = [f"{100 * share:.1f} %" if share >= LEAST_SHARE / 10 else "-" for share in shares]
+        rows.append([f"  {stage}", duration(seconds["wall"]), *cells])
     return _aligned(rows)
 
 
@@ -99,10 +101,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines with their cells below each other."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share >= LEAST_SHARE / 10 else "-"
 
 
 def _share(seconds: Mapping[str, float], name: str) -> float:
@@ -117,17 +115,18 @@ def next_command(summary: Summary) -> str:
     base = _base_command(summary)
     if "stage3" in stages:
         saved = stages["stage3"].get("files", {}).get("agent") and summary.get("kind") != "evaluation"
-        return f"python -m omagd evaluate {_quoted(summary['folder'])}" if saved else ""
-    tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or _given(summary, "pretrained_tokenizer_path")
+        return f"python -m omagd evaluate {shlex.quote(str(summary['folder']))}" if saved else ""
+    given = read_entry(RunFolder(summary["folder"]).config_json).get("pretrained_tokenizer_path")
+    tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given
     if not tokenizer:
         return ""
-    paths = f"pretrained_tokenizer_path={_quoted(tokenizer)}"
+    paths = f"pretrained_tokenizer_path={shlex.quote(str(tokenizer))}"
     if "stage2" not in stages:
         return f"{base} reconstructer_stage=stage2 {paths}"
     predictor = stages["stage2"].get("files", {}).get("stage2")
     if not predictor:
         return ""
-    return f"{base} reconstructer_stage=stage3 {paths} pretrained_mask_predictor_path={_quoted(predictor)}"
+    return f"{base} reconstructer_stage=stage3 {paths} pretrained_mask_predictor_path={shlex.quote(str(predictor))}"
 
 
 def seeds_table(results: Sequence[Summary]) -> str:
@@ -138,8 +137,9 @@ def seeds_table(results: Sequence[Summary]) -> str:
     (head, *rows), notes = _rows(results, [str(summary["seed"]) for summary in results], "seed", columns)
     values = [[_value(summary, stage, key) for stage, key, _ in columns] for summary in results]
     spread = [[number for number in column if number is not None] for column in zip(*values, strict=True)]
-    for label, describe in (("median", _median), ("quartiles", _quartiles), ("min-max", _extremes)):
-        rows.append([label, *(describe(column) if column else "-" for column in spread), "", ""])
+    for label, percentiles in (("median", [50]), ("quartiles", [25, 75]), ("min-max", [0, 100])):
+        cells = ["-".join(_number(float(n)) for n in np.percentile(c, percentiles)) if c else "-" for c in spread]
+        rows.append([label, *cells, "", ""])
     lines = _aligned([head, *rows])
     rule = "─" * max(map(len, lines))
     return "\n".join(["", title, rule, lines[0], rule, *lines[1:-3], rule, *lines[-3:], rule, *notes])
@@ -172,7 +172,8 @@ def _rows(
     for summary, label, mark in zip(results, labels, asterisks, strict=True):
         numbers = [_number(_value(summary, stage, key)) for stage, key, _ in columns]
         seconds = summary.get("wall_seconds")
-        rows.append([label + mark, *numbers, duration(seconds) if seconds is not None else "-", _state(summary)])
+        time = duration(seconds) if seconds is not None else "-"
+        rows.append([label + mark, *numbers, time, str(summary.get("exit_state", "unknown"))])
     return rows, notes
 
 
@@ -190,13 +191,9 @@ def _headline(summary: Summary) -> str:
         f"seed {summary['seed']}",
         f"{ranks} rank{'s' if ranks != 1 else ''}, {summary.get('environments', ranks)} environments",
         duration(summary.get("wall_seconds", 0.0)),
-        _state(summary),
+        str(summary.get("exit_state", "unknown")),
     ]
     return " · ".join(parts)
-
-
-def _state(summary: Summary) -> str:
-    return str(summary.get("exit_state", "unknown"))
 
 
 def _reached(stage: Mapping[str, Any]) -> str:
@@ -227,10 +224,6 @@ def _files(summary: Summary) -> Iterable[tuple[str, str]]:
             yield name, artifacts[name]
 
 
-def _short(path: str, folder: Path) -> str:
-    return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
-
-
 def _base_command(summary: Summary) -> str:
     """Return the start of a command that trains the same environment, with `--config` if it names a known file."""
     name = str(summary["name"])
@@ -252,15 +245,6 @@ def _env_config(summary: Summary) -> str:
         if (file.get("env"), (file.get("env_args") or {}).get("map_name") or "") == wanted:
             return each
     return name
-
-
-def _given(summary: Summary, key: str) -> str:
-    """Return a path from the run's configuration, empty if there is none."""
-    return str(read_entry(RunFolder(summary["folder"]).config_json).get(key, ""))
-
-
-def _quoted(path: str) -> str:
-    return shlex.quote(str(path))
 
 
 def _columns(results: Sequence[Summary]) -> list[tuple[str, str, str]]:
@@ -289,16 +273,3 @@ def _number(value: float | None) -> str:
     if float(value).is_integer() and abs(value) > 1:
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 0.1 else f"{value:.3f}"
-
-
-def _median(values: Sequence[float]) -> str:
-    return _number(float(np.median(values)))
-
-
-def _quartiles(values: Sequence[float]) -> str:
-    low, high = np.percentile(values, [25, 75])
-    return f"{_number(float(low))}-{_number(float(high))}"
-
-
-def _extremes(values: Sequence[float]) -> str:
-    return f"{_number(min(values))}-{_number(max(values))}"

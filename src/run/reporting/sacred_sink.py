@@ -6,16 +6,9 @@ import logging
 import math
 import multiprocessing
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 from omagd.utils.logging import Record, RunFacts, Sink
-
-
-class HasLogScalar(Protocol):
-    """The method of a Sacred run that is used."""
-
-    def log_scalar(self, metric_name: str, value: float, step: int | None = None) -> None:
-        """Record one value."""
 
 
 class SacredSink(Sink):
@@ -93,7 +86,7 @@ class SacredRelay:
         sender: to be passed to the workers as an argument.
     """
 
-    def __init__(self, run: HasLogScalar) -> None:
+    def __init__(self, run: Any) -> None:
         self._run = run
         self._receiver, sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
         self.sender = Sender(sender, getattr(run, "_id", None))
