@@ -38,7 +38,8 @@ def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
     """
     own = plan.state.own if plan.state is not None else None
     sizes = dist.gather(None if own is None else int(own["episode_bytes"]))
-    aside, missing, problem = "", {}, ""
+    missing: dict[str, int] = {}
+    aside, problem = "", ""
     if dist.is_main:
         try:
             aside, missing = _cut(folder, plan, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -35,7 +36,7 @@ from omagd.run.training.records import (
     stages_so_far,
 )
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.base import PretrainedModules, Stage
 from omagd.run.training.stages.pretraining import Stage1, Stage2
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist
@@ -45,7 +46,11 @@ from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, stop_requested, unhurried
 from omagd.utils.writing import STORAGE
 
-STAGES = {"stage1": Stage1, "stage2": Stage2, "stage3": RLStage}
+STAGES: dict[str, Callable[[Session, PretrainedModules], Stage]] = {
+    "stage1": Stage1,
+    "stage2": Stage2,
+    "stage3": RLStage,
+}
 
 
 def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt: int = 0) -> dict[str, Any]:
