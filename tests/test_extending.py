@@ -173,8 +173,10 @@ def test_what_was_added_trains(tree):
     """The on-policy learner in one run, everything else in another."""
     sizes = "batch_size=4 batch_size_run=4 t_max=40 test_interval=20 test_nepisode=4 log_interval=8"
     run = f"--config=qmix --env-config=my_env with {sizes} agent=my_agent enable_checkpointing=False"
-    replay = f"{run} buffer_size=8 mixer=my_mixer learner=my_learner my_key=7 learner_args.my_share=0.25 local_results_path=replay"
-    on_policy = f"{run} updates_per_iteration=1 epsilon_anneal_time=100000 learner=my_on_policy_learner local_results_path=on_policy"
+    replay = f"{run} mixer=my_mixer learner=my_learner my_key=7 learner_args.my_share=0.25 local_results_path=replay"
+    replay += " buffer_size=8"
+    on_policy = f"{run} learner=my_on_policy_learner local_results_path=on_policy"
+    on_policy += " updates_per_iteration=1 epsilon_anneal_time=100000"  # instead of the values of qmix.yaml
     program = "import sys, omagd\nfrom omagd.run.cli.main import config_from\nfor line in sys.argv[1:]:\n"
     program += "    assert omagd.run(config_from(line.split()))['exit_state'] == 'completed'"
     python(tree, "-c", program, replay, on_policy)
