@@ -57,11 +57,11 @@ class Source:
             seen = Observation(obs.reshape(SLOTS, 5, 55), state, avail, full.reshape(SLOTS, 5, 55))
             extras = {name: rng.integers(-1, 99, (SLOTS, *EXTRAS[name][0])) for name in EXTRAS if name == extra}
             steps = np.full(SLOTS, t)
-            self._recorder.saw(slots, steps, seen)
+            self._recorder.record_observations(slots, steps, seen)
             made = {name: value.astype(EXTRAS[name][1]) for name, value in extras.items()}
-            self._recorder.chose(slots, steps, rng.integers(0, 12, (SLOTS, 5)), made)
+            self._recorder.record_actions(slots, steps, rng.integers(0, 12, (SLOTS, 5)), made)
             goes_on = np.zeros(SLOTS, bool)
-            self._recorder.got(slots, steps, StepResult(rng.normal(size=SLOTS), goes_on, goes_on, {}))
+            self._recorder.record_results(slots, steps, StepResult(rng.normal(size=SLOTS), goes_on, goes_on, {}))
 
     def episode(self) -> Episode:
         """Return one more episode."""

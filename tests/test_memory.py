@@ -54,8 +54,9 @@ def test_the_estimate_is_what_a_recorded_episode_takes(name, updates, extras):
     recorder.begin()
     obs = np.zeros((1, 5, 55), np.float32)
     one, first = np.array([0]), np.array([0])
-    recorder.saw(one, first, Observation(obs, np.zeros((1, 98), np.float32), np.zeros((1, 5, 12), bool), obs))
-    recorder.chose(one, first, np.zeros((1, 5), np.int64), extras)
+    seen = Observation(obs, np.zeros((1, 98), np.float32), np.zeros((1, 5, 12), bool), obs)
+    recorder.record_observations(one, first, seen)
+    recorder.record_actions(one, first, np.zeros((1, 5), np.int64), extras)
     assert dict(sorted(replay_spec(made, INFO).items())) == dict(sorted(spec_of(recorder.take(0, 1)).items()))
     assert replay_bytes(made, INFO) == Codec(spec_of(recorder.take(0, 1))).width * 71 * made.buffer_size
 

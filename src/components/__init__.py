@@ -1,1 +1,1 @@
-"""Parts of value-based learning: replay, action selection, schedules, targets."""
+"""Parts of learning: data sources, episode storage, action selection, schedules, targets."""

@@ -1,12 +1,12 @@
-"""Episodes as they are stored: a record of bytes for each row, from which every field comes back bit for bit.
+"""Lossless encoding of episodes: a record of bytes for each row.
 
-What a field costs in a record:
+Encodings of a field:
 
 - plain: its own bytes.
-- bits: `avail_actions` and booleans hold zeros and ones only: eight of them in a byte.
-- shown: where `full_obs` is stored, `obs` is the same with zeros where the agent sees nothing: one bit a feature.
+- bits: zeros and ones (`avail_actions`, booleans), one bit each.
+- shown: `obs` equals the stored `full_obs` where the agent sees something and is 0 elsewhere, so one bit per feature.
 
-That a field keeps to its rule is compared for each episode that is encoded, never assumed. R is a record's width.
+Each encoded episode is checked against these rules. R is the width of a record in bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 MASKS = frozenset({"avail_actions"})
 SHOWN_IN = {"obs": "full_obs"}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by size in bytes: compared and masked instead of floats, they tell -0.0 from 0.0 and keep NaNs."""
+"""Integer types by size in bytes. Comparing and masking floats as integers keeps NaNs, and -0.0 apart from 0.0."""
 
 
 def spec_of(episode: Episode) -> Spec:
@@ -38,7 +38,7 @@ def spec_of(episode: Episode) -> Spec:
 
 
 class RuleBroken(ValueError):
-    """The field `name` of an episode is not what the codec takes it for."""
+    """The field `name` of an episode breaks the rule of its encoding."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"field {name} cannot be stored in short")
@@ -47,7 +47,7 @@ class RuleBroken(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """Where a field stands in a record: bytes `start` to `start + width`."""
+    """Place of a field in a record: bytes `start` to `start + width`."""
 
     name: str
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Codec:
     """Encodes episodes of one spec.
 
     Args:
-        spec: of all episodes, in the order in which fields come back. plain: fields that do not keep to their rule.
+        spec: of all episodes, in the order of decoded fields. plain: fields that break their rule.
     """
 
     def __init__(self, spec: Spec, plain: Iterable[str] = ()) -> None:
@@ -83,7 +83,7 @@ class Codec:
         self.width = start
 
     def without(self, name: str) -> Codec:
-        """Return a codec that stores the field `name` as it is."""
+        """Return a codec that stores the field `name` plain."""
         return Codec(self.spec, self.plain | {name})
 
     def _kind(self, name: str) -> Literal["plain", "bits", "shown"]:
@@ -95,9 +95,9 @@ class Codec:
         return "shown" if self.spec.get(SHOWN_IN.get(name, "")) == (dtype, shape) else "plain"
 
     def encode(self, episode: Episode) -> Tensor:
-        """Return the records of one episode, [L + 1, R] uint8 on the CPU, alone in their memory.
+        """Return the records of one episode, [L + 1, R] uint8 on the CPU, in memory of their own.
 
-        Errors: RuleBroken where a field does not keep to its rule.
+        Errors: RuleBroken where a field breaks its rule.
         """
         rows = len(next(iter(episode.values())))
         records = np.empty((rows, self.width), np.uint8)
@@ -117,7 +117,9 @@ class Codec:
     def decode(self, records: Tensor, rows: Tensor | None = None) -> dict[str, Tensor]:
         """Return all fields, [S, ...] by name, of the records [*, R], or of their `rows` ([S] int64) in that order."""
         found: dict[str, Tensor] = {}
-        for name in sorted(self.spec, key=lambda name: self._columns[name].kind == "shown"):  # after what they show
+        for name in sorted(
+            self.spec, key=lambda name: self._columns[name].kind == "shown"
+        ):  # after the field they mask
             found[name] = self._field(records, rows, self._columns[name], found)
         return {name: found[name] for name in self.spec}
 
@@ -127,7 +129,7 @@ class Codec:
 
     def _field(self, records: Tensor, rows: Tensor | None, column: Column, found: Mapping[str, Tensor]) -> Tensor:
         stored = records[:, column.start : column.start + column.width]
-        # A copy either way: bytes that begin anywhere could not be viewed as numbers.
+        # A copy in both cases: unaligned bytes cannot be viewed as numbers.
         stored = stored.clone(memory_format=torch.contiguous_format) if rows is None else stored.index_select(0, rows)
         shape = (len(stored), *column.shape)
         if column.kind == "plain":
@@ -141,7 +143,7 @@ class Codec:
         return torch.where(bits.view(torch.bool), whole, 0).view(column.dtype).reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values from which `from_state` makes the same codec."""
+        """Return plain values for `from_state`."""
         spec = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in self.spec.items()]
         return {"spec": spec, "plain": sorted(self.plain)}
 
@@ -182,7 +184,7 @@ def _pack_shown(name: str, obs: np.ndarray, full: np.ndarray) -> np.ndarray:
 
 @cache
 def _table(device: torch.device) -> Tensor:
-    """Return the eight bits of each byte as the eight bytes of a whole number, [256] int64."""
+    """Return the eight bits of each byte as the eight bytes of an integer, [256] int64."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
     return torch.from_numpy(bits.view(np.int64)[:, 0].copy()).to(device)
 

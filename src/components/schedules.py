@@ -1,4 +1,4 @@
-"""Numbers that follow the global clock."""
+"""Schedules of numbers over the global clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omagd.config.schema import Config
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """From `start` to `finish` in a straight line over the first `duration` steps, then flat.
+    """Linear from `start` to `finish` over the first `duration` steps, then constant.
 
     Args:
         start, finish: values at its ends. duration: environment steps over all ranks, ≥ 1.
@@ -27,7 +27,7 @@ class LinearSchedule:
 
 @dataclass(frozen=True)
 class FactorSchedule:
-    """From `start`, times `speed` at each step, and never below `finish`.
+    """Exponential decay from `start`, by `speed` at each step, bounded below by `finish`.
 
     Args:
         start, finish: values at its ends. speed: factor for one environment step over all ranks, in (0, 1].
@@ -43,7 +43,7 @@ class FactorSchedule:
 
 
 def epsilon_schedule(config: Config) -> LinearSchedule | FactorSchedule:
-    """Return how epsilon falls: in a straight line, or by `epsilon_speed` where that is given."""
+    """Return the schedule of epsilon: exponential if `epsilon_speed` is given, else linear."""
     if config.epsilon_speed is not None:
         return FactorSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_speed)
     return LinearSchedule(config.epsilon_start, config.epsilon_finish, config.epsilon_anneal_time)

@@ -1,4 +1,4 @@
-"""The controller of agents that share weights: inputs, memory, selection."""
+"""The controller of agents that share weights: builds inputs, keeps their memory, selects actions."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class BasicMAC:
-    """Acts on flat observations and builds the same inputs again for the learner.
+    """Acts on flat observations and builds the same inputs from batches for the learner.
 
     Args:
-        config, info: the run and its environment. device: where the agent is trained; it acts there too, unless
-            `cpu_inference` gives it a copy on the CPU that is brought up to date before each round of episodes.
-        reconstructor: refused here; graph controllers read it.
+        config, info: the run and its environment. device: where the agent is trained. It acts there too, unless
+            `cpu_inference` makes a copy on the CPU, which is updated before each round of episodes.
+        reconstructor: rejected here; graph controllers use it.
 
     Attributes:
-        agent: what is trained; acting uses a twin that shares its weights, or a copy. acting_device: where it computes.
+        agent: is trained. Acting uses a module that shares its weights, or a copy on `acting_device`.
     """
 
     reads_reconstructions = False
@@ -55,7 +55,7 @@ class BasicMAC:
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
-        """Return the fields that decisions add to the rows of episodes, as `Decision.extras` holds them."""
+        """Return the fields that `Decision.extras` adds to the rows of episodes: name -> (type, shape)."""
         return {}
 
     @property
@@ -64,19 +64,19 @@ class BasicMAC:
         return next(self.agent.parameters()).dtype
 
     def begin(self, n_slots: int) -> None:
-        """Make room for the memory of B slots and forget everything."""
+        """Reset the memory to that of B slots at the start of episodes."""
         self.refresh()
         self._hidden: Tensor = self._actor.init_hidden(n_slots)
         self._last_action = torch.full((n_slots, self.info.n_agents), -1, device=self.acting_device)
 
     def refresh(self) -> None:
-        """Bring the acting copy up to date, where there is one; the memory of running episodes stays."""
+        """Update the acting copy, if there is one; the memory of running episodes stays."""
         if self._copied:
             self._actor.load_state_dict(self.agent.state_dict())
 
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
-        """Forget the episodes of the slots `which` ([B] bool): new ones start there."""
+        """Reset the memory of the slots `which` ([B] bool), where episodes start."""
         slots = torch.from_numpy(which).to(self.acting_device)
         self._hidden[slots] = 0
         self._last_action[slots] = -1
@@ -86,16 +86,16 @@ class BasicMAC:
         return {"hidden": self._hidden.clone(), "last_action": self._last_action.clone()}
 
     def load_snapshot(self, snapshot: dict[str, Any]) -> None:
-        """Have the memory of a `snapshot` of as many slots."""
+        """Restore a `snapshot` of as many slots."""
         self._hidden = snapshot["hidden"].to(self.acting_device).clone()
         self._last_action = snapshot["last_action"].to(self.acting_device).clone()
 
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
-        """Decide for the active slots, greedily without `explore`; unavailable actions are never taken."""
+        """Choose available actions in the active slots; greedily without `explore`."""
         seen = tick.observation
         obs = seen.full_obs if self.wants_full_obs else seen.obs
         if obs is None:
-            raise ValueError("a controller that wants full_obs was shown none")
+            raise ValueError("use_full_obs=True: the environment returned no full_obs")
         inputs, extras = self._build_inputs(obs, tick.step)
         part = None if tick.active.all() else np.flatnonzero(tick.active)
         with torch.inference_mode():
@@ -107,12 +107,15 @@ class BasicMAC:
     def select_actions(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return actions [B, n] from values and `available` [B, n, A] each, and what is stored of the choice."""
+        """Return actions [B, n], and the fields of `extra_fields` that belong to the choice, [B, ...] by name.
+
+        Plug-ins override this. q: [B, n, A], the agent's outputs. available: [B, n, A] bool. explore: None: greedy.
+        """
         epsilon, rng = (explore.epsilon, explore.rng) if explore else (0.0, None)
         return self.selector.select(q, available, epsilon, rng), {}
 
     def _values(self, inputs: AgentInputs, part: np.ndarray | None) -> np.ndarray:
-        """Return the values [B, n, A] of one tick and keep the memory; of the slot numbers `part` alone if given."""
+        """Return the agent's outputs [B, n, A] of one tick and update its memory; `part`: of these slots only."""
         if part is None:
             q, self._hidden = self._actor.step(inputs, self._hidden)
             return q.cpu().numpy()
@@ -124,7 +127,7 @@ class BasicMAC:
         return values
 
     def _update_state(self, actions: np.ndarray, part: np.ndarray | None) -> None:
-        """Keep the `actions` [B, n] as the last ones, of the slot numbers `part` alone if given."""
+        """Store the `actions` [B, n] as the last ones; `part`: of these slot numbers only."""
         if part is None:
             self._last_action = torch.tensor(actions, device=self.acting_device)
         else:
@@ -132,28 +135,28 @@ class BasicMAC:
             self._last_action[slots] = torch.from_numpy(actions[part]).to(self.acting_device)
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
-        """Return the inputs of all rows of a batch, as they were when its episodes were played."""
+        """Return the inputs of all rows of a batch, equal to those that were acted on."""
         features, guessed = self._inputs_from_batch(batch)
         return AgentInputs(features.to(self.dtype), last_actions(batch["actions"], batch.packing), guessed)
 
     def _build_inputs(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
-        """Return the inputs of one tick and what must be kept of them."""
+        """Return the inputs of one tick, and the fields of them that are stored with the row."""
         return AgentInputs(torch.from_numpy(obs).to(self.acting_device, self._hidden.dtype), self._last_action), {}
 
     def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
-        """Return features [S, n, obs_dim] and guess marks of a batch."""
+        """Return features [S, n, obs_dim] of a batch, and [S, n, N] bool which nodes are guesses, None for none."""
         return batch["full_obs" if self.wants_full_obs else "obs"], None
 
 
 def _twin(agent: Agent) -> Agent:
-    """Return the same module once more on the very same weights, so that one can train while the other acts."""
+    """Return a second module with the same weight tensors: one trains in training mode, the other acts in eval mode."""
     shared = {id(tensor): tensor for tensor in (*agent.parameters(), *agent.buffers())}
     return copy.deepcopy(agent, shared)
 
 
 def last_actions(actions: Tensor, packing: Packing) -> Tensor:
     """Return each row's previous action in its episode, [S, n] int64 from actions [S, n]; -1 in first rows."""
-    # The row before (t, episode) stands one block of batch_sizes[t - 1] rows earlier.
+    # In a packed batch, row (t - 1, episode) is batch_sizes[t - 1] rows before row (t, episode).
     blocks = torch.tensor([0, *packing.batch_sizes[:-1]])
     before = torch.arange(len(packing.step)) - blocks[packing.step]
     first = packing.batch_sizes[0]
@@ -163,4 +166,4 @@ def last_actions(actions: Tensor, packing: Packing) -> Tensor:
 
 
 class NMAC(BasicMAC):
-    """`BasicMAC`: both keep agents apart as [B, n, ...], the shape in which the two once differed."""
+    """`BasicMAC` under the name that PyMARL2's configurations use (`mac=n_mac`)."""

@@ -1,4 +1,4 @@
-"""The controller of DDPG: a vector over the actions is what is learned from, a draw from it is what is played."""
+"""The controller of DDPG: the agent outputs a distribution over actions, from which actions are drawn."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ TAKEN = "action_probs"
 
 
 class DDPGMAC(BasicMAC):
-    """Acts by drawing from the softmax of the agent's logits, and stores the softmax (`action_probs`).
+    """Draws actions from the softmax of the agent's logits and stores the softmax (`action_probs`).
 
-    With probability epsilon, in one draw for a slot, the vectors of all its agents are uniform on [0, 1] instead, as
-    published; actions are drawn in proportion to them. `gumbel_softmax`: what is stored is the action taken as a
-    one-hot vector, and exploring takes any action. Without `explore` the likeliest action is taken. Unavailable actions
-    are never drawn. `action_selector` is not asked.
+    With probability epsilon, one draw for each slot, all its agents draw from random weights, uniform on [0, 1], as in
+    the published code. With `gumbel_softmax`, one-hot actions are stored, and exploration is uniform over actions.
+    Without `explore` the most likely action is taken. Unavailable actions are never drawn. `action_selector` is unused.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class DDPGMAC(BasicMAC):
         return {TAKEN: (torch.float32, (info.n_agents, info.n_actions))}
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
-        """Return the inputs of all rows of a batch; agents here are told no last actions."""
+        """Return the inputs of all rows of a batch, without last actions."""
         features, guessed = self._inputs_from_batch(batch)
         return AgentInputs(features.to(self.dtype), torch.full_like(batch["actions"], -1, dtype=torch.int64), guessed)
 
@@ -55,15 +54,15 @@ class DDPGMAC(BasicMAC):
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return actions [B, n] and the vectors that are stored; `q` are logits [B, n, A].
 
-        Every call with `explore` draws as many numbers: the stream depends on the number of calls alone.
+        Every call with `explore` draws the same number of random numbers.
         """
         vectors = softmax(q)
         if explore is None:
             actions = np.where(available, q, -np.inf).argmax(axis=-1)
         else:
-            anew = explore.rng.random(len(q)) < explore.epsilon
+            explores = explore.rng.random(len(q)) < explore.epsilon
             drawn = explore.rng.random(q.shape).astype(np.float32)
-            vectors = np.where(anew[:, None, None], 1.0 if self._one_hot else drawn, vectors).astype(np.float32)
+            vectors = np.where(explores[:, None, None], 1.0 if self._one_hot else drawn, vectors).astype(np.float32)
             actions = draw(vectors * available, explore.rng.random(q.shape[:2]))
         if self._one_hot:
             vectors = np.eye(q.shape[-1], dtype=np.float32)[actions]
@@ -77,9 +76,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def draw(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Return [B, n] places drawn in proportion to `weights` [B, n, A] ≥ 0 by `uniform` [B, n] in [0, 1).
+    """Return [B, n] indices drawn in proportion to `weights` [B, n, A] ≥ 0, given `uniform` [B, n] in [0, 1).
 
-    A place of weight 0 is never drawn unless all are.
+    An index of weight 0 is never drawn, unless all weights are 0.
     """
     upto = weights.astype(np.float64).cumsum(axis=-1)
     return (upto > uniform[..., None] * upto[..., -1:]).argmax(axis=-1)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class NGraphMAC(BasicMAC):
-    """Agents read the flat observation with guesses where nothing was seen.
+    """Agents read the flat observation, with reconstructed units where they see nothing.
 
-    A reconstruction is computed once, when the step is played, and kept with it; the learner reads what was kept.
+    A reconstruction is computed once, while acting, and stored with the row; the learner reads the stored one.
     Without a reconstructor the agents read `obs` (the baseline), or `full_obs` under `use_full_obs` (the upper bound).
     """
 
@@ -43,7 +43,7 @@ class NGraphMAC(BasicMAC):
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
-        """Return the field of the guesses, where they are made."""
+        """Return the field of the reconstructions, if there are any."""
         if not config.use_graph_reconstruction or info.layout is None:
             return {}
         if config.mask_predictor_config.decode == "mean":
@@ -51,30 +51,30 @@ class NGraphMAC(BasicMAC):
         return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes))}
 
     def begin(self, n_slots: int) -> None:
-        """Make room for the memory of B slots, the reconstructor's history included."""
+        """Reset the memory to that of B slots, with the reconstructor's history."""
         super().begin(n_slots)
         if self.reconstructor is not None:
             self.reconstructor.begin(n_slots)
 
     def reset(self, which: np.ndarray) -> None:
-        """Forget the episodes of the slots `which` ([B] bool)."""
+        """Reset the memory of the slots `which` ([B] bool)."""
         super().reset(which)
         if self.reconstructor is not None:
             self.reconstructor.reset(which)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the memory of all slots, the reconstructor's history included."""
+        """Return the memory of all slots, with the reconstructor's history."""
         history = {} if self.reconstructor is None else {"history": self.reconstructor.snapshot()}
         return {**super().snapshot(), **history}
 
     def load_snapshot(self, snapshot: dict[str, Any]) -> None:
-        """Have the memory of a `snapshot` of as many slots."""
+        """Restore a `snapshot` of as many slots."""
         super().load_snapshot(snapshot)
         if self.reconstructor is not None:
             self.reconstructor.load_snapshot(snapshot["history"])
 
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
-        """Decide for the active slots; nothing is reconstructed in the others, and their histories stay."""
+        """Choose actions in the active slots; the other slots' histories do not change."""
         self._active = tick.active
         return super().act(tick, explore)
 
@@ -93,4 +93,4 @@ class NGraphMAC(BasicMAC):
 
 
 class GNNGraphMAC(NGraphMAC):
-    """The same for agents that read graphs (`gnn_rnn`), which make them from the flat observation: the way is exact."""
+    """The same for agents that build graphs from the flat observation (`gnn_rnn`); the conversion is exact."""

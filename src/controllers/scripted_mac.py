@@ -1,4 +1,4 @@
-"""Policies that nobody learned: scripts of the environment, and chance."""
+"""Policies without learning: scripts of the environment and random actions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ RANDOM = "random"
 
 
 class ScriptedPolicy:
-    """Plays each episode with one of several scripts, with random actions mixed in; for collecting diverse data.
+    """Plays each episode with one of several scripts, mixed with random actions; for collecting diverse data.
 
-    The share of random actions differs from episode to episode: it is drawn from Beta(2s, 2(1 - s)), whose mean is
-    s = `random_share`, so that there are nearly pure and nearly random games. Works in every environment: without
-    scripts, or with ("random",), it draws uniformly from the available actions.
+    The share of random actions is drawn for each episode from Beta(2s, 2(1 - s)), whose mean is s = `random_share`:
+    some episodes are nearly scripted, some nearly random. Without scripts, or with ("random",), actions are uniform
+    over the available ones, which works in every environment.
 
     Args:
-        env: the environment that is played, asked for its scripts' actions.
-        policies: names to draw from; empty for ("random",). random_share: s, in [0, 1]. rng: where chance comes from.
+        env: whose scripts are used. policies: names to draw from; empty for ("random",). random_share: s, in [0, 1].
+        rng: random generator.
 
     Errors: UserError for a policy that the environment does not have.
     """
@@ -58,7 +58,7 @@ class ScriptedPolicy:
         self._share[which] = self._rng.beta(2 * s, 2 * (1 - s), size=count) if 0 < s < 1 else s
 
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
-        """Return each slot's scripted actions; `explore` changes nothing, since chance is mixed in already."""
+        """Return each slot's scripted actions, mixed with random ones; `explore` is not used."""
         actions = random_actions(tick.observation.avail_actions, self._rng)
         chance = self._rng.random(actions.shape) < self._share[:, None]
         for number in np.unique(self._script[tick.active]):
@@ -69,12 +69,12 @@ class ScriptedPolicy:
         return Decision(actions)
 
     def refresh(self) -> None:
-        """Nothing is ever learned."""
+        """Do nothing: scripts have no weights."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return each slot's script and share."""
         return {"script": self._script.copy(), "share": self._share.copy()}
 
     def load_snapshot(self, snapshot: dict[str, Any]) -> None:
-        """Have the scripts of a `snapshot`."""
+        """Restore a `snapshot`."""
         self._script, self._share = snapshot["script"].copy(), snapshot["share"].copy()

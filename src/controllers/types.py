@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tick:
-    """One moment of all slots.
+    """Input of a policy at one tick of all slots.
 
     Attributes:
-        observation: what they show; valid until the environment's next call.
+        observation: of all slots; valid until the environment's next call.
         step: [B] int64, step within each slot's episode.
-        active: [B] bool, slots whose decision counts; those that show their last moment too, since their extras are
-            stored. Nothing need be available there.
+        active: [B] bool, slots that need a decision. At the closing row of an episode a slot is active too, since the
+            policy's extras are stored there; there may be no available action then.
     """
 
     observation: Observation
@@ -38,7 +38,7 @@ class Tick:
 
 @dataclass
 class Decision:
-    """What was decided; rows of inactive slots may hold anything.
+    """Output of a policy at one tick; rows of inactive slots may hold anything.
 
     Attributes:
         actions: [B, n] int64.
@@ -51,7 +51,10 @@ class Decision:
 
 @dataclass
 class Exploration:
-    """How to explore: share of random actions, and where chance comes from."""
+    """How to explore: share of random actions and random generator.
+
+    For learners with on-policy data `epsilon` is 0: the policy itself is stochastic.
+    """
 
     epsilon: float
     rng: np.random.Generator
@@ -68,19 +71,19 @@ class Policy(Protocol):
         """Prepare for B = `n_slots` slots."""
 
     def reset(self, which: np.ndarray) -> None:
-        """Episodes start in the slots `which` [B] bool."""
+        """Reset the memory of the slots `which` [B] bool, where episodes start."""
 
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
-        """Decide for all active slots; greedily where `explore` is None."""
+        """Choose actions in all active slots; greedily without `explore`."""
 
     def refresh(self) -> None:
-        """Act with what has been learned meanwhile; the memory of the running episodes stays."""
+        """Use the newest weights; the memory of running episodes stays."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return the memory of all slots."""
 
     def load_snapshot(self, snapshot: dict[str, Any]) -> None:
-        """Have the memory of a `snapshot` of as many slots."""
+        """Restore a `snapshot` of as many slots."""
 
 
 class MAC(Policy, Protocol):

@@ -1,4 +1,4 @@
-"""Rows of the episodes that are being played, in arrays that are made once and used again."""
+"""Recording of running episodes, in arrays that are allocated once and reused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omagd.envs.protocol import Observation, StepResult
 from omagd.utils.packing import Episode
 
 FOLLOWED = ("actions", "reward", "terminated", "agent_reward")
-"""Fields of what was done in a row and came of it: zero in closing rows."""
+"""Fields of actions and their results: zero in closing rows."""
 
 
 def row_fields(info: EnvInfo, full_obs: bool) -> Spec:
@@ -52,42 +52,44 @@ class Recorder:
         self._flatten()
 
     def _flatten(self) -> None:
-        """Have a view [B * (episode_limit + 1), ...] of each field: one index is quicker than two."""
+        """Update the views [B * (episode_limit + 1), ...] of all fields: one index is faster than two."""
         self._flat = {name: field.reshape(-1, *field.shape[2:]) for name, field in self._fields.items()}
 
     def begin(self) -> None:
-        """Expect another policy, with other fields of its own perhaps."""
+        """Accept another policy, whose own fields may differ."""
         self._begun = False
 
     def _empty(self, shape: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:
         return np.zeros((*self._rows, *shape), dtype)
 
-    def saw(self, slots: np.ndarray, steps: np.ndarray, seen: Observation) -> None:
-        """Write what the slot numbers `slots` saw at their `steps`. Errors: ValueError when full_obs is missing."""
+    def record_observations(self, slots: np.ndarray, steps: np.ndarray, seen: Observation) -> None:
+        """Write the observations of the slot numbers `slots` at their `steps`. Errors: ValueError without full_obs."""
         flat, rows, pick = self._flat, slots * self._rows[1] + steps, self._pick(slots)
         flat["obs"][rows] = seen.obs[pick]
         flat["state"][rows] = seen.state[pick]
         flat["avail_actions"][rows] = seen.avail_actions[pick]
         if self._full_obs:
             if seen.full_obs is None:
-                raise ValueError("the environment returned no full_obs though it was asked for")
+                raise ValueError("the environment returned no full_obs")
             flat["full_obs"][rows] = seen.full_obs[pick]
 
     def _pick(self, slots: np.ndarray) -> np.ndarray | slice:
-        """Return what takes the rows of `slots` out of [B, ...], without a copy where it is all of them."""
+        """Return the index of `slots` into [B, ...]; a slice, which copies nothing, for all slots."""
         return slots if len(slots) < self._rows[0] else slice(None)
 
-    def chose(self, slots: np.ndarray, steps: np.ndarray, actions: np.ndarray, extras: dict[str, np.ndarray]) -> None:
+    def record_actions(
+        self, slots: np.ndarray, steps: np.ndarray, actions: np.ndarray, extras: dict[str, np.ndarray]
+    ) -> None:
         """Write the `actions` [B, n] and the policy's own fields (name -> [B, ...]) of `slots` at their `steps`."""
         if not self._begun:
-            self._make_room(extras)
+            self._allocate(extras)
         rows, pick = slots * self._rows[1] + steps, self._pick(slots)
         self._flat["actions"][rows] = actions[pick]
         for name, value in extras.items():
             self._flat[name][rows] = value[pick]
 
-    def _make_room(self, extras: dict[str, np.ndarray]) -> None:
-        """Have an array for each of the policy's fields, an old one where it fits."""
+    def _allocate(self, extras: dict[str, np.ndarray]) -> None:
+        """Allocate an array for each of the policy's fields, or reuse one that fits."""
         for name in extras:
             if name in self._own:
                 raise ValueError(f"the policy may not store a field called {name}")
@@ -101,14 +103,14 @@ class Recorder:
         self._flatten()
         self._begun = True
 
-    def got(self, slots: np.ndarray, steps: np.ndarray, result: StepResult) -> None:
-        """Write what the step of `slots` at their `steps` brought: rewards, and whether nothing comes after."""
+    def record_results(self, slots: np.ndarray, steps: np.ndarray, result: StepResult) -> None:
+        """Write rewards and terminal flags of the steps that `slots` took at their `steps`."""
         rows = slots * self._rows[1] + steps
         self._flat["reward"][rows] = result.reward[slots]
         self._flat["terminated"][rows] = result.terminated[slots] & ~result.truncated[slots]
         if self._agent_rewards:
             if result.agent_reward is None:
-                raise ValueError("the environment told no agent_reward though its facts say so")
+                raise ValueError("the environment returned no agent_reward, which its facts promise")
             self._flat["agent_reward"][rows] = result.agent_reward[slots]
 
     def take(self, slot: int, length: int) -> Episode:
@@ -118,7 +120,7 @@ class Recorder:
         return {name: torch.from_numpy(field[slot, : length + 1].copy()) for name, field in self._fields.items()}
 
     def latest(self, slots: np.ndarray, steps: np.ndarray) -> list[Episode]:
-        """Return the steps that have led to the rows `steps` (> 0) of `slots`: episodes of two rows, one for each."""
+        """Return the steps that led to the rows `steps` (> 0) of `slots`, each as an episode of two rows."""
         rows = slots * self._rows[1] + steps
         pairs = {name: torch.from_numpy(flat[np.stack([rows - 1, rows], 1)]) for name, flat in self._flat.items()}
         for name in self._followed:
@@ -130,7 +132,7 @@ class Recorder:
         return {name: field[:, :n_steps].copy() for name, field in self._fields.items()}
 
     def restore(self, snapshot: dict[str, np.ndarray]) -> None:
-        """Have the rows of a `snapshot`."""
-        self._make_room({name: rows[:, 0] for name, rows in snapshot.items() if name not in self._own})
+        """Restore the rows of a `snapshot`."""
+        self._allocate({name: rows[:, 0] for name, rows in snapshot.items() if name not in self._own})
         for name, rows in snapshot.items():
             self._fields[name][:, : rows.shape[1]] = rows

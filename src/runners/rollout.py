@@ -220,7 +220,7 @@ class RolloutLoop:
         seen = self._checks.observation(shown, active, clock.seed, clock.step, self.see_all)
         steps, lasting = clock.step[slots], self.env.steps_apart
         if recorder is not None and not lasting:  # the next call of the environment overwrites the observation
-            recorder.saw(slots, steps, seen)
+            recorder.record_observations(slots, steps, seen)
         decision = self.policy.act(Tick(seen, clock.step.copy(), active), explore)
         actions = np.where(stepping[:, None], decision.actions, 0)
         again = closing & (clock.left > 0)
@@ -235,8 +235,8 @@ class RolloutLoop:
             clock.stepping |= stepping
         if recorder is not None:
             if lasting:  # copied while the slots step
-                recorder.saw(slots, steps, seen)
-            recorder.chose(slots, steps, actions, decision.extras)
+                recorder.record_observations(slots, steps, seen)
+            recorder.record_actions(slots, steps, actions, decision.extras)
             self._rows_written(recorder, slots, steps)
         if closing.any():
             self._close(closing, again)
@@ -254,7 +254,7 @@ class RolloutLoop:
         clock.stepping[:] = False
         result = self._checks.result(returned, stepped, clock.seed, clock.step)
         if self.recorder is not None:
-            self.recorder.got(slots, clock.step[slots], result)
+            self.recorder.record_results(slots, clock.step[slots], result)
         clock.reward[slots] += result.reward[slots]
         if result.agent_reward is not None and self._n_rewarded:
             clock.agent_reward[slots] += result.agent_reward[slots]

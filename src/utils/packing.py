@@ -102,7 +102,7 @@ class PackedBatch:
     """Named tensors [S, ...] of some episodes, packed.
 
     Attributes:
-        data: tensors by name. packing: where their rows belong.
+        data: tensors by name. packing: of their rows.
         sample_index: [B], place of each (sorted) episode in the sample as it was drawn, for draws that must not
             depend on how a batch is distributed over ranks.
         meta: [B], origin of each episode, in the order of the packing; empty where it is not recorded.

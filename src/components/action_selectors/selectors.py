@@ -6,23 +6,23 @@ import numpy as np
 
 
 class Greedy:
-    """The best available action, whatever is explored."""
+    """The best available action, without exploration."""
 
     def select(
         self, q: np.ndarray, available: np.ndarray, epsilon: float, rng: np.random.Generator | None
     ) -> np.ndarray:
-        """Return [B, n] int64: for each agent the available action of greatest value, the first one among equals.
+        """Return [B, n] int64: each agent's available action with the largest value, the first one of several.
 
-        q: [B, n, A] float. available: [B, n, A] bool; where nothing is available the answer is 0. The rest is not read.
+        q: [B, n, A] float. available: [B, n, A] bool; without any available action the result is 0.
         """
         return np.where(available, q, -np.inf).argmax(axis=-1)
 
 
 class EpsilonGreedy(Greedy):
-    """With probability epsilon, for each agent on its own, any available action instead of the best one.
+    """With probability epsilon, independently for each agent, a uniform available action instead of the best one.
 
-    Every call draws two numbers for every agent of every slot, used or not, so that the stream depends on the number of
-    calls alone: not on who is alive, which slots are active or how many actions are available.
+    Every call draws two random numbers for each agent of each slot, used or not. So the stream depends only on the
+    number of calls, not on living agents, active slots or available actions.
     """
 
     def select(
@@ -34,6 +34,6 @@ class EpsilonGreedy(Greedy):
             return best
         explores = rng.random(best.shape) < epsilon
         wanted = np.floor(rng.random(best.shape) * available.sum(axis=-1))
-        # The action whose place among the available ones is `wanted`.
+        # The available action number `wanted`.
         anything = (np.cumsum(available, axis=-1) > wanted[..., None]).argmax(axis=-1)
         return np.where(explores, anything, best)

@@ -1,4 +1,4 @@
-"""Whom training plays against, by how much of it is done; `REGISTRY` maps names to schedules."""
+"""Schedules of opponents over the progress of training; `REGISTRY` maps names to schedules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Functions of the share of training that is done, on the global clock: the same on all ranks, however many there are.
+"""Levels of opponents as functions of the training progress, which is the same on all ranks.
 
-A level is a place on the environment's ladder of opponents, from 0, the weakest; beyond its end it is the last.
+A level is an index into the environment's ladder of opponents; 0 is the weakest. An index beyond the end is the last.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from bisect import bisect_right
 from typing import ClassVar
 
 LEVELS = 4
-"""Of the published schedules; the last of them comes when training is done."""
+"""Number of levels of the published schedules; the last one is reached at the end of training."""
 
 THRESHOLDS = (0.10, 0.30, 0.60, 0.85)
-"""Of the published curriculum: shares of training from which levels 1 to 4 are played."""
+"""Progress at which the published curriculum begins levels 1 to 4."""
 
 
 class OpponentSchedule(ABC):
-    """Levels by the share of training done.
+    """Maps training progress to a level.
 
     Attributes:
-        selves: whether opponents are frozen earlier selves instead.
+        selves: whether opponents are frozen earlier policies instead.
     """
 
     selves: ClassVar[bool] = False
 
     @abstractmethod
     def level(self, share: float) -> int | None:
-        """Return the level at `share` ≥ 0 of the training; None where the ladder is not used."""
+        """Return the level at progress `share` ≥ 0; None where the ladder is not used."""
 
 
 class Unchanged(OpponentSchedule):
-    """Opponents are those of `env_args` throughout."""
+    """The opponents of `env_args`, always."""
 
     def level(self, share: float) -> int | None:
         """Return None."""
@@ -40,7 +40,7 @@ class Unchanged(OpponentSchedule):
 
 
 class Linear(OpponentSchedule):
-    """Equal parts of the training for all levels but the last."""
+    """Equally long levels; the last one begins at the end of training."""
 
     def level(self, share: float) -> int | None:
         """Return floor(4 p)."""
@@ -48,7 +48,7 @@ class Linear(OpponentSchedule):
 
 
 class Exponential(OpponentSchedule):
-    """As published under this name: easy levels last longer."""
+    """Longer easy levels; the published schedule of this name."""
 
     def level(self, share: float) -> int | None:
         """Return floor(4 p^1.5)."""
@@ -56,15 +56,15 @@ class Exponential(OpponentSchedule):
 
 
 class Curriculum(OpponentSchedule):
-    """Levels from fixed shares of the training on."""
+    """Levels that begin at fixed progress."""
 
     def level(self, share: float) -> int | None:
-        """Return how many of `THRESHOLDS` have been reached."""
+        """Return the number of `THRESHOLDS` reached."""
         return bisect_right(THRESHOLDS, share)
 
 
 class SelfPlay(OpponentSchedule):
-    """Frozen earlier selves, each as often as the others."""
+    """Frozen earlier policies, all equally often."""
 
     selves: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""What agents believe about what they do not see: how right it is, and a picture of one moment."""
+"""Accuracy of the agents' reconstructions of unseen units, and a picture of one step."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from omagd.utils.packing import PackedBatch, pack_episodes
 
 
 def judge_beliefs(session: Session, products: PretrainedModules, mac: Any) -> tuple[dict[str, float], dict[str, str]]:
-    """Let the trained team play and compare its reconstructions with the truth.
+    """Play episodes with the trained team and compare its reconstructions with the true units.
 
-    Returns the measures over all ranks and the picture's path; both empty without reconstruction.
+    Returns the metrics over all ranks and the path of a picture; both are empty without reconstruction.
     """
     if products.tokenizer is None or products.predictor is None or not session.config.use_graph_reconstruction:
         return {}, {}
     per_slot = session.rounds(session.config.graph_pretrain_eval_episodes)
     rollout = session.runners["beliefs"].run(mac, explore=None, episodes_per_slot=per_slot, full_obs=True)
     batch = pack_episodes(rollout.episodes).to(session.dist.device)
-    # Alone on each rank: it only measures here, and sums and counts are added up below.
+    # Without other ranks: it only evaluates, and sums and counts are reduced below.
     alone = Dist(device=session.dist.device)
     judge = PredictorLearner(products.predictor, products.tokenizer, session.config, session.info, alone)
     metrics = Metrics()
@@ -41,15 +41,12 @@ def judge_beliefs(session: Session, products: PretrainedModules, mac: Any) -> tu
 
 
 def picture(session: Session, products: PretrainedModules, batch: PackedBatch, name: str) -> Path:
-    """Draw the moment of `batch` in which the most living units were guessed: as seen, as reconstructed, as it was.
-
-    The picture is `plots/<name>.png`.
-    """
+    """Draw one step of `batch` to `plots/<name>.png`: as seen, as reconstructed and as it truly was."""
     assert products.tokenizer is not None and products.predictor is not None and session.info.layout is not None
     layout = session.info.layout
     reconstructor = Reconstructor(products.tokenizer, products.predictor, session.config, session.info)
     obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
-    episode, step, agent = _telling_moment(obs, full, session)
+    episode, step, agent = _best_view(obs, full, session)
     reconstructor.begin(1)
     for t in range(step + 1):
         made = reconstructor.step(obs[episode, t][None], torch.tensor([t]))
@@ -83,18 +80,19 @@ def picture(session: Session, products: PretrainedModules, batch: PackedBatch, n
     return battle_moment(path, drawn["seen"], drawn["reconstructed"], drawn["truth"], info)
 
 
-def _telling_moment(obs: Tensor, full: Tensor, session: Session) -> tuple[int, int, int]:
-    """Return (episode, step, agent) of a moment worth a look.
+def _best_view(obs: Tensor, full: Tensor, session: Session) -> tuple[int, int, int]:
+    """Return (episode, step, agent) of the most informative view.
 
-    Living units that were seen before and are hidden now count most, then what is in sight, then what was never seen.
+    Score: 10 for each living unit that is hidden now but was seen before, 3 for each visible one (3 at most), 1 for
+    each hidden one.
     """
     layout = session.info.layout
     assert layout is not None
     seen = ~unseen(obs_to_nodes(obs, layout))[..., 1:]
-    there = ~unseen(obs_to_nodes(full, layout))[..., 1:]
-    hidden = there & ~seen
+    alive = ~unseen(obs_to_nodes(full, layout))[..., 1:]
+    hidden = alive & ~seen
     remembered = hidden & torch.cummax(seen.byte(), dim=1).values.bool()
-    score = 10 * remembered.sum(-1) + 3 * (seen & there).sum(-1).clamp(max=3) + hidden.sum(-1)
+    score = 10 * remembered.sum(-1) + 3 * (seen & alive).sum(-1).clamp(max=3) + hidden.sum(-1)
     score = torch.where(hidden.any(-1), score, 0)
     flat = int(np.argmax(score.cpu().numpy()))
     episode, step, agent = np.unravel_index(flat, tuple(score.shape))

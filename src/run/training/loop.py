@@ -1,4 +1,4 @@
-"""The one loop: every stage, one process or many."""
+"""The training loop of all stages, with one or many ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from omagd.run.training.stages.base import Stage
 
 
 def fit(stage: Stage) -> StageResult:
-    """Run a stage from its beginning, or from where a checkpoint stands: collect, learn, count, and whatever is due."""
+    """Run a stage from its beginning or from a checkpoint: collect, update, advance the clock, run what is due."""
     checkpointer = stage.session.checkpointer
     stage.begin()
     with stage.phase("prepare"):

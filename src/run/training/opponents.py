@@ -1,6 +1,6 @@
-"""Opponents that change while a run trains: a schedule over the global clock, and a pool of frozen earlier selves.
+"""Opponents that change during training: by a schedule over the global clock, or a pool of frozen earlier policies.
 
-Training plays whom the schedule says; everything else (tests) plays whom `env_args` name, and can be compared.
+Only training episodes use them. Tests always play the opponents of `env_args`, so their results stay comparable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def change(config: Config) -> bool:
 
 
 def check_opponents(config: Config, info: EnvInfo) -> None:
-    """Refuse changing opponents that cannot be. Errors: UserError, one line."""
+    """Reject changing opponents that environment or agent do not support. Errors: UserError."""
     env = envs.REGISTRY.get(config.env)
     ladders = getattr(env, "ladders", {config.opponent_order: ()})
     if config.opponent_order not in ladders:
@@ -40,7 +40,7 @@ def check_opponents(config: Config, info: EnvInfo) -> None:
     if config.opponent_difficulty_strategy == "none":
         given = "enable_opponent_evasion=True"
     if not hasattr(env, "set_opponents"):
-        raise UserError(f"{given}: env={config.env} has no team that others play. Use another --env-config")
+        raise UserError(f"{given}: env={config.env} has no opponents that can be changed. Use another --env-config")
     if config.env_processes:
         raise UserError(f"{given}: needs env_processes=False")
     if config.enable_opponent_evasion:
@@ -48,8 +48,8 @@ def check_opponents(config: Config, info: EnvInfo) -> None:
     if REGISTRY.get(config.opponent_difficulty_strategy).selves:
         kind = agents.REGISTRY.get(config.agent)
         if not hasattr(kind, "frozen_needs"):
-            mend = "Use an agent without memory: agent=ddpg for DDPG, agent=ff for Q-learning"
-            raise UserError(f"{given}: agent={config.agent} cannot be frozen as an opponent. {mend}")
+            fix = "Use an agent without memory: agent=ddpg for DDPG, agent=ff for Q-learning"
+            raise UserError(f"{given}: agent={config.agent} cannot be frozen as an opponent. {fix}")
         if needs := kind.frozen_needs(config):
             raise UserError(f"{given}: agent={config.agent} can be frozen as an opponent only with {', '.join(needs)}")
 
@@ -60,17 +60,17 @@ def _check_evasion(config: Config, info: EnvInfo) -> None:
         raise UserError(f"enable_opponent_evasion=True: env={config.env} has no opponent called {EVASION}")
     if start * length >= config.t_max:
         raise UserError(
-            f"opponent_evasion_start_episode={start}: is beyond the run's end, t_max={config.t_max} are"
+            f"opponent_evasion_start_episode={start}: is after the end of the run; t_max={config.t_max} is"
             f" {config.t_max // length} episodes of {length} steps. Give a smaller one"
         )
 
 
 class Opponents:
-    """Says before each play who the opponents of the episodes are that begin then.
+    """Sets the opponents of the episodes that begin, before each rollout.
 
     Args:
-        session: whose environment and runners; nothing is asked of them where opponents do not change.
-        policy: whose agent is frozen. clock: of the stage; what is played follows from it and from the pool alone.
+        session: environment and runners; not used where opponents do not change.
+        policy: whose agent is frozen. clock: of the stage; it and the pool determine the opponents.
     """
 
     def __init__(self, session: Session, policy: MAC, clock: Counters) -> None:
@@ -92,7 +92,7 @@ class Opponents:
         self._ladder = self._env.ladders[config.opponent_order]
         for purpose, runner in session.runners.items():
             runner.prepare = self._before_training if purpose == "train" else self._before_others
-        self.settle()
+        self.apply()
 
     @property
     def _env(self) -> ChangingOpponents:
@@ -101,33 +101,33 @@ class Opponents:
 
     @property
     def playing(self) -> tuple[str, ...]:
-        """Names of whom training plays now, each as often as the others."""
+        """Names of the opponents in training now, all equally often."""
         return tuple(self._playing)
 
     @property
     def level(self) -> int | None:
-        """The schedule's level, at most the ladder's last; None where there is none."""
+        """The schedule's level, at most the last of the ladder; None where there is none."""
         level = self._schedule.level(self._clock.t_env / self._session.config.t_max)
         return None if level is None else min(level, len(self._ladder) - 1)
 
     def due(self) -> bool:
-        """Whether other opponents are to be played from now on."""
+        """Whether the opponents change now."""
         if not self._change:
             return False
         self._copy_now = self._schedule.selves and self._copy.due(self._clock.updates)
         return self._copy_now or self._wanted() != self._playing
 
     def run(self) -> None:
-        """Freeze the policy if that is due, and have the opponents of this moment played."""
+        """Add a frozen policy to the pool if that is due, and set the current opponents."""
         if self._copy_now:
             agent: Any = self._policy.agent
             self._pool.append((f"self_{self._clock.updates}", agent.layers()))
             self._pool = self._pool[-self._session.config.opponent_pool_size :]
-        self.settle()
-        self._session.logger.info(f"opponents from here on: {', '.join(self._playing)}")
+        self.apply()
+        self._session.logger.info(f"opponents from now on: {', '.join(self._playing)}")
 
-    def settle(self) -> None:
-        """Have the opponents of this moment, whatever was before."""
+    def apply(self) -> None:
+        """Set the opponents that follow from clock and pool."""
         if not self._change:
             return
         kind: Any = type(self._policy.agent)
@@ -135,22 +135,22 @@ class Opponents:
         self._playing = self._wanted()
 
     def stats(self) -> dict[str, tuple[float, float]]:
-        """Return what is logged: `opponent_level`, or how many selves there are."""
+        """Return the metrics: `opponent_level`, or the size of the pool."""
         if self._schedule.selves:
             return {"opponent_selves": (float(len(self._pool)), 1.0)}
         return {} if self.level is None else {"opponent_level": (float(self.level), 1.0)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pool; everything else follows from the clock."""
+        """Return the pool; the clock determines everything else."""
         pool = [{"name": name, "layers": layers} for name, layers in self._pool]
         return {"pool": pool, "copied": self._copy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, once the clock is loaded; an empty one is that of a run without a pool."""
+        """Load a `state_dict`, after the clock; an empty one belongs to a run without a pool."""
         if state:
             self._pool = [(kept["name"], [tuple(pair) for pair in kept["layers"]]) for kept in state["pool"]]
             self._copy.load_state_dict(state["copied"])
-        self.settle()
+        self.apply()
 
     def _wanted(self) -> list[str]:
         config, level = self._session.config, self.level

@@ -1,4 +1,4 @@
-"""Stage 3: reinforcement learning, on reconstructed graphs where the configuration has them."""
+"""Stage 3: reinforcement learning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEST_OF = ("test_battle_won_mean", "test_return_mean")
 
 
 class RLStage(Stage):
-    """Trains agent and mixer with the learner that the configuration names."""
+    """Trains a controller's agent with the configured learner."""
 
     name = "stage3"
     clock_name = "t_env"
@@ -84,11 +84,11 @@ class RLStage(Stage):
         return ReplayData(config, device, self.rng("replay"))
 
     def prepare(self) -> None:
-        """Fix the order of sums."""
+        """Run the learner's discarded passes, which fix the order of sums."""
         self.learner.warm_up()
 
     def start(self) -> None:
-        """Begin with the weights of `checkpoint_path`, if it is given: its replay starts empty, and tests at once."""
+        """Load the weights of `checkpoint_path`, if given; replay starts empty, and the first test is due."""
         if self.session.config.checkpoint_path:
             folder = find_step_folder(self.session.config.checkpoint_path, self.session.config.load_step)
             self.clock.load_state_dict(load_learner(self.learner, folder))
@@ -97,7 +97,7 @@ class RLStage(Stage):
             self.session.logger.info(f"continuing from {folder} at t_env {self.clock.t_env}")
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
-            self.opponents.settle()
+            self.opponents.apply()
 
     def restored(self) -> None:
         """Start to measure speed and to show the progress."""
@@ -111,7 +111,7 @@ class RLStage(Stage):
         return {self.data.log_name: self.data.buffer}
 
     def policies(self) -> dict[str, Policy]:
-        """Return the controller, which plays the training battles."""
+        """Return the controller, which plays the training episodes."""
         return {"train": self.mac}
 
     def episodes_changed(self, *, lost: bool) -> None:
@@ -123,11 +123,11 @@ class RLStage(Stage):
         return self._best_now
 
     def standing(self) -> dict[str, float]:
-        """Return the numbers of the last test, and the best of all tests."""
+        """Return the results of the last test and the best of all tests."""
         return {**self.last_test[1], **self.best}
 
     def score(self) -> float | None:
-        """Return the last test's share of battles won, or its return."""
+        """Return the last test's win rate, or its return."""
         return next((self.last_test[1][name] for name in BEST_OF if name in self.last_test[1]), None)
 
     def done(self) -> bool:
@@ -137,7 +137,7 @@ class RLStage(Stage):
         return enough or clock.t_env >= config.t_max
 
     def _end(self) -> int:
-        """Return at how many steps the stage ends: `t_max`, or what `max_episodes` of the mean length so far make."""
+        """Return the step at which the stage ends: `t_max`, or an estimate from `max_episodes` and the mean length."""
         config, clock = self.session.config, self.clock
         if config.max_episodes is None or not clock.episodes:
             return config.t_max
@@ -225,10 +225,7 @@ class RLStage(Stage):
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
 
     def write_log(self) -> None:
-        """Write what is due, gathered since its last time, as one record.
-
-        Errors: UserError where training has diverged.
-        """
+        """Log the metrics that are due as one record. Errors: UserError where training has diverged."""
         values: dict[str, float] = {}
         for name, metrics in (("played", self.played), ("learned", self.learned)):
             if name in self._parts_due:
@@ -245,7 +242,7 @@ class RLStage(Stage):
             values.update(self.last_test[1])
         self.log(values)
         speed = values["steps_per_second"]
-        if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed says little
+        if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed is not typical
             left = (self._end() - self.clock.t_env) / speed
             self.session.logger.info(
                 f"{self.name}: {duration(self._stopwatch.seconds())} passed, about {duration(left)} left"
@@ -254,14 +251,14 @@ class RLStage(Stage):
         self.health.require_progress(self.when)
 
     def save(self) -> None:
-        """Write the weights and what continuing needs. Errors: UserError for values that are not finite."""
+        """Write weights and learner state. Errors: UserError for values that are not finite."""
         if self.session.config.save_model:
             self.require_sound()
             if self.session.dist.is_main:
                 save_learner(self.learner, self.clock, self.session.folder.step(self.clock.t_env))
 
     def finish(self) -> StageResult:
-        """Judge the beliefs of the trained policy, where it has any."""
+        """Evaluate the reconstructions of the trained policy, if any, and return the results."""
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
@@ -270,7 +267,7 @@ class RLStage(Stage):
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})
         saved = self.session.folder.step(self.clock.t_env)
-        if not saved.is_dir():  # a start that continues after the last iteration, and the one before could not write
+        if not saved.is_dir():  # resumed after the last iteration of a run that could not write it
             self.save()
         models = {"agent": str(saved)} if saved.is_dir() else {}
         return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures})
@@ -283,9 +280,9 @@ class RLStage(Stage):
 
 
 def greedy_episodes(session: Session, mac: MAC, wanted: int, log_at: int | None = None) -> dict[str, float]:
-    """Play `wanted` test episodes (at least), as many in each slot of all ranks; return `test_*` means.
+    """Play at least `wanted` greedy episodes, equally many in each slot of all ranks; return `test_*` means.
 
-    log_at: the `t_env` with which each episode is written to `episodes/`; None to write none.
+    log_at: `t_env` with which episodes are written to `episodes/`; None to write none.
     """
     rollout = session.runners["test"].run(
         mac,
@@ -294,7 +291,7 @@ def greedy_episodes(session: Session, mac: MAC, wanted: int, log_at: int | None 
         full_obs=mac.wants_full_obs,
         keep=False,
     )
-    if log_at is not None:  # before the sum, so that rank 0 finds the lines of all ranks after it
+    if log_at is not None:  # before the sum: after it rank 0 reads the lines of all ranks
         session.episode_log.write(rollout.log, t_env=log_at)
     metrics = Metrics()
     metrics.add(means(rollout.stats), prefix="test_")
@@ -302,5 +299,5 @@ def greedy_episodes(session: Session, mac: MAC, wanted: int, log_at: int | None 
 
 
 def means(stats: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Return rollout stats under PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ..."""
+    """Return rollout stats by PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ..."""
     return {f"{name}_mean": pair for name, pair in stats.items()}
