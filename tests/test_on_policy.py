@@ -11,6 +11,7 @@ import pytest
 import torch
 from ddp_harness import run_ranks
 from example_plugins import CONFIGS, add_example
+from interruption import interrupted_run
 from q_toys import INFO, random_episode
 from run_equality import differences
 
@@ -20,7 +21,6 @@ from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.controllers import REGISTRY as MACS
 from omagd.learners import REGISTRY as LEARNERS
-from omagd.run.checkpoint import checkpointer as checkpointer_module
 from omagd.run.cli.listing import facts
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
@@ -116,24 +116,14 @@ def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, mon
 
 
 @pytest.mark.parametrize("runner", ["parallel", "stream"])
-def test_it_resumes_bit_for_bit(runner, tmp_path, monkeypatch):
+def test_it_resumes_bit_for_bit(runner, tmp_path):
     sizes = {"batch_size_run": 3, "batch_size": 4, "runner": runner, "t_max": 400, "test_interval": 100}
     whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
-    given = config_of(tmp_path / "cut", **sizes)
-    pending, ask = [], checkpointer_module.Checkpointer.ask
-
-    def cut(self):
-        self.finish()
-        if self.iteration == cut_at:
-            pending.append(len(self.stage.data.buffer))
-            raise KeyboardInterrupt
-        ask(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpointer_module.Checkpointer, "ask", cut)
-        for cut_at in (2, 3, 5):  # noqa: B007
-            with pytest.raises(KeyboardInterrupt):
-                launch(given, "cut")
+    given = config_of(tmp_path / "cut", auto_resume=True, **sizes)
+    pending = []
+    for iteration in (2, 3, 5):
+        _, stage = interrupted_run(given, iteration)
+        pending.append(len(stage.data.buffer))
     summary = launch(given, "cut")
     assert differences(Path(whole), Path(summary["folder"])) == []
     assert any(pending) is (runner == "stream"), "episodes that a test had finished are in the checkpoint"

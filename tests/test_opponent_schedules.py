@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from command_harness import summary_of
+from interruption import interrupted_run
 from run_equality import differences, told
-from test_resume import cut_run
 
 from omagd.components.opponent_schedules import REGISTRY
 from omagd.config.loading import resolve
@@ -184,10 +184,10 @@ def test_nothing_is_asked_of_an_environment_whose_opponents_stay():
     [
         (["opponent_difficulty_strategy=liner"], "opponent_difficulty_strategy=liner is not known"),
         (["opponent_difficulty_strategy=linear", "opponent_order=mesured"], "opponent_order=mesured is not known"),
-        (["env_args.opponent=greddy"], "env_args.opponent=greddy: must be 'random'"),
+        (["env_args.opponent=greddy"], "env_args.opponent=greddy: must be one of random"),
         (
             ["enable_opponent_evasion=True", "opponent_evasion_start_episode=5", "t_max=1000"],
-            "opponent_evasion_start_episode=5: is beyond the run's end, t_max=1000 are 5 episodes of 200 steps",
+            "opponent_evasion_start_episode=5: is after the end",
         ),
         (["opponent_difficulty_strategy=self_play", "agent=bicnet"], "only with an agent that does not talk"),
         (
@@ -226,7 +226,7 @@ def test_what_cannot_be_is_refused_in_one_line(updates, words, tmp_path, capsys)
 def test_an_environment_without_opponents_says_so(tmp_path, capsys):
     words = ["--config=qmix", "--env-config=skirmish", "with", "opponent_difficulty_strategy=linear"]
     assert main([*words, f"local_results_path={tmp_path}", "use_cuda=False"]) == 2
-    assert "env=skirmish has no team that others play" in capsys.readouterr().err
+    assert "env=skirmish has no opponents" in capsys.readouterr().err
 
 
 LONG = ("t_max=820", "ticks_per_iteration=20", "updates_per_iteration=2", "checkpoint_interval=0", "test_interval=500")
@@ -250,7 +250,7 @@ def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(strategy, learns, 
     whole = Path(launch(config(tmp_path / "whole", *chosen), "whole")["folder"])
     given = config(tmp_path / "cut", *chosen)
     for cut in cuts:
-        folder = cut_run(given, cut)
+        folder, _ = interrupted_run(given, cut)
     launch(given, "another")
     assert differences(whole, folder.path) == []
     key = "opponent_level" if strategy == "curriculum" else "opponent_selves"

@@ -1,4 +1,4 @@
-"""The training loop of all stages, with one or many ranks."""
+"""The training loop of all stages, in one process or in many."""
 
 from __future__ import annotations
 
