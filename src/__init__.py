@@ -1,17 +1,27 @@
-"""OMAGD: cooperative multi-agent reinforcement learning that fills in what agents do not see."""
+"""OMAGD: cooperative multi-agent reinforcement learning that reconstructs what agents do not observe."""
 
 from __future__ import annotations
 
-import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if __name__ != "omagd":
     raise ImportError(f"this package is 'omagd', not {__name__!r}: install it (pip install -e .) and import omagd")
 
-# An editable install imports through the link .package/omagd; modules, tracebacks and breakpoints are in src/.
-__path__ = [os.path.realpath(folder) for folder in __path__]
-__version__ = "0.1.0"
+import omagd.run  # noqa: F401 (the package first: its import would replace the function of the same name below)
 
-__all__ = ["__version__", "load_policy", "make", "play", "run"]  # noqa: F822 the functions are loaded on first use
+if TYPE_CHECKING:
+    from omagd.config.schema import Config
+    from omagd.run.api import load_policy, make, play
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load_policy", "make", "play", "run"]  # noqa: F822 (some are loaded on first use)
+_API = "omagd.run.api"
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Run what a configuration asks for and return its summary; see `omagd.run.api.run`."""
+    return dict(import_module(_API).run(config))
 
 
 def __dir__() -> list[str]:
@@ -21,7 +31,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     """Load the Python interface on first use, so that `import omagd` needs no torch."""
     if name in __all__:
-        from omagd.run import api
-
-        return getattr(api, name)
+        return getattr(import_module(_API), name)
     raise AttributeError(f"module 'omagd' has no attribute {name!r}")

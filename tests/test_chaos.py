@@ -18,7 +18,7 @@ from chaos_harness import PATIENCE, Trial, differences
 from command_harness import run_folders, summary_of
 
 from omagd.run.checkpoint import checkpointer as checkpointer
-from omagd.run.checkpoint import set_aside
+from omagd.run.checkpoint import resuming, set_aside
 from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint import writer as saver
 from omagd.run.checkpoint.checkpointer import Checkpointer
@@ -28,6 +28,7 @@ from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.store import FORMAT, Checkpoint, CheckpointStore
 from omagd.run.checkpoint.writer import CheckpointWriter
 from omagd.run.cli.main import config_from, main
+from omagd.run.reporting import plots
 from omagd.run.reporting.card import versions
 from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
@@ -88,7 +89,7 @@ def unfinished(tmp_path_factory) -> tuple[Path, Path]:
             raise KilledError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+        patch.setattr(plots, "curves", lambda *_: None)
         assert main([*COMMAND, f"local_results_path={places[0]}/results"]) == 0
         patch.setattr(Checkpointer, "boundary", boundary)
         with pytest.raises(KilledError):
@@ -183,7 +184,7 @@ def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected
     damage, unfinished, tmp_path, monkeypatch, capsys
 ):
     alone, torn = unfinished
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     names = files_of(torn)
     assert {Path(name).name for name in names} >= {"manifest.json", "common.th", "rank_0.th"}
     assert any(name.startswith("kept/") for name in names)
@@ -221,7 +222,7 @@ def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected
 @pytest.mark.parametrize("every", [False, True])
 def test_lossy_continues_without_the_damaged_episodes_and_counts_them(every, unfinished, tmp_path, monkeypatch, capsys):
     """One flipped byte in a file that all checkpoints share, or in each file: then no batch is left."""
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest, name = newest_first(run)[0], shared_by_all(run)
     manifest = json.loads((newest / "manifest.json").read_text())
@@ -283,7 +284,7 @@ def move_away(run: Path) -> None:
 def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
     harm, unfinished, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest = newest_first(run)[0]
     t_env = json.loads((newest / "manifest.json").read_text())["t_env"]
@@ -344,7 +345,7 @@ def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_k
 
 @pytest.mark.parametrize("how", ["exact", "weights"])
 def test_folders_in_the_place_of_files_are_kept_and_not_in_the_way(how, unfinished, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest, older = newest_first(run)
     named = [set(json.loads((path / "manifest.json").read_text())["files"]) for path in (newest, older)]
@@ -391,7 +392,8 @@ def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, unfini
         assert f"{run / name} cannot be read ({os.strerror(number)})" in said
     with monkeypatch.context() as patch:
         patch.setattr(
-            "omagd.run.checkpoint.resuming.require_own",
+            resuming,
+            "require_own",
             lambda path: (_ for _ in ()).throw(OSError(number, "no answer")),
         )
         assert "cannot be read (no answer)" in rejected(run, capsys), "it is not left for a new run either"
@@ -410,7 +412,7 @@ def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, unfini
 def test_a_run_that_was_never_saved_begins_from_scratch_and_keeps_what_it_wrote(unfinished, tmp_path, monkeypatch):
     """Killed before its first checkpoint was complete, which `saved.json` proves."""
     alone, torn = unfinished
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(torn, tmp_path)
     shutil.rmtree(run / "checkpoints")
     (run / "saved.json").write_text('{"iteration": 0}')
@@ -605,7 +607,7 @@ def test_what_stands_in_the_place_of_a_file_or_folder_of_the_run(unfinished, tmp
     (run / "run.json").unlink()
     (run / "run.json").mkdir()
     capsys.readouterr()
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     assert main([*COMMAND, f"local_results_path={run.parent}", "t_max=4"]) == 0
     assert f"{run / 'run.json'} is damaged: that run is not continued" in capsys.readouterr().out
 
@@ -756,7 +758,7 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(unfinish
 @pytest.mark.parametrize("moment", [1, 2])
 def test_a_run_that_is_going_on_is_continued_in_a_new_folder(moment, unfinished, tmp_path, monkeypatch):
     """It replaces its checkpoint just after that was compared: before it is read, and before it is linked."""
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest, other = newest_first(run)
     other.rename(tmp_path / "not yet")
@@ -779,7 +781,7 @@ def test_a_run_that_is_going_on_is_continued_in_a_new_folder(moment, unfinished,
 
 
 def test_a_run_that_continues_with_other_versions_says_so(unfinished, tmp_path, monkeypatch):
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     card = json.loads((run / "card.json").read_text())
     card["told"]["versions"]["torch"] = "1.0"

@@ -14,9 +14,12 @@ import pytest
 import yaml
 
 from omagd.config.loading import resolve, to_plain
+from omagd.run import run as run_module
 from omagd.run.cli import main as command_line
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import writes_replays
+from omagd.run.launch import launcher
+from omagd.run.reporting import sacred_record
 from omagd.run.reporting.sacred_record import run_recorded
 from omagd.utils.errors import UserError
 
@@ -137,7 +140,7 @@ def test_help_and_list_name_everything(capsys):
 
 def test_a_typo_never_starts_sacred(empty_folder, monkeypatch):
     started = []
-    monkeypatch.setattr("omagd.run.reporting.sacred_record.run_recorded", lambda *a, **k: started.append(a))
+    monkeypatch.setattr(sacred_record, "run_recorded", lambda *a, **k: started.append(a))
     assert main(["--config=qmix", "with", "t_max=1", "bufer_size=3"]) == 2
     assert started == []
     assert main(["--config=qmix", "with", "t_max=1"]) == 0
@@ -192,7 +195,7 @@ def test_a_rejected_start_is_one_line_without_a_record(empty_folder, monkeypatch
     def rejected(config, token):
         raise UserError("local_results_path=x: cannot be written. Give another one")
 
-    monkeypatch.setattr("omagd.run.launch.launcher.claimed_folder", rejected)
+    monkeypatch.setattr(launcher, "claimed_folder", rejected)
     command = ["--config=qmix", "with", "use_cuda=False"]
     assert main(command) == 2
     said = capfd.readouterr()
@@ -203,7 +206,7 @@ def test_a_rejected_start_is_one_line_without_a_record(empty_folder, monkeypatch
         begun(str(empty_folder / token))
         rejected(config, token)
 
-    monkeypatch.setattr("omagd.run.run.launch", begun)
+    monkeypatch.setattr(run_module, "launch", begun)
     assert main(command) == 2
     (record,) = empty_folder.rglob("run.json")
     assert json.loads(record.read_text())["status"] == "FAILED"
@@ -217,7 +220,7 @@ def test_ranks_without_observers_write_nothing(empty_folder):
     assert list(empty_folder.iterdir()) == []
 
 
-def test_the_package_run_is_the_function_too(monkeypatch):
+def test_omagd_run_is_a_function_beside_the_package_of_that_name(monkeypatch):
     import omagd
     from omagd.run import api
 

@@ -26,6 +26,7 @@ from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.build import build_session
 from omagd.run.training.loop import fit
+from omagd.run.training.stages import rl
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist, Pending
@@ -303,7 +304,8 @@ def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.5, 0.9, 0.2))
     monkeypatch.setattr(
-        "omagd.run.training.stages.rl.greedy_episodes",
+        rl,
+        "greedy_episodes",
         lambda *_: {"test_battle_won_mean": next(won), "test_return_mean": 3.0},
     )
     urgent = []

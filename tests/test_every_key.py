@@ -11,6 +11,8 @@ from every_key import RUNS
 import omagd
 from omagd.config.loading import resolve
 from omagd.modules.kernels import compiling
+from omagd.run.launch import processes
+from omagd.run.reporting import plots
 from omagd.run.training import device as machine
 
 pytestmark = pytest.mark.processes
@@ -42,9 +44,9 @@ def folder_of(name: str, place: Path) -> Path:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_these_values_completes(name, place, any_machine, monkeypatch):
     run, found = RUNS[name], {}
-    monkeypatch.setattr("omagd.run.launch.processes.start_method", lambda: "fork")
+    monkeypatch.setattr(processes, "start_method", lambda: "fork")
     for plot in ("curves", "evaluation"):
-        monkeypatch.setattr(f"omagd.run.reporting.plots.{plot}", lambda *_: None)
+        monkeypatch.setattr(plots, plot, lambda *_: None)
     monkeypatch.setenv("WANDB_MODE", "offline")
     for key, where in run.needs.items():
         earlier, _, inner = where.partition("/")

@@ -13,7 +13,9 @@ import pytest
 from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES
 from malformed_inputs import FAMILIES, FILES, Malformed
 
+from omagd.run.cli import preflight
 from omagd.run.cli.main import main
+from omagd.run.reporting import sacred_record
 
 # How many of each family are tried as commands, too: most of them end before torch is imported.
 AS_COMMANDS = {"unknown keys": 1, "wrong types": 1, "broken files": 2, "unknown configurations": 1, "wrong words": 2}
@@ -55,7 +57,7 @@ def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("omagd.run.reporting.sacred_record._experiment", lambda: pytest.fail("it runs"))
+    monkeypatch.setattr(sacred_record, "_experiment", lambda: pytest.fail("it runs"))
     return folder
 
 
@@ -150,7 +152,7 @@ def test_networks_that_no_memory_holds_are_refused(here, capsys, monkeypatch):
     def too_large(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 51539607552 bytes.")
 
-    monkeypatch.setattr("omagd.run.cli.preflight._build_learner", too_large)
+    monkeypatch.setattr(preflight, "_build_learner", too_large)
     assert main(["--config=qmix", "with", "rnn_hidden_dim=65536"]) == 2
     said = capsys.readouterr()
     assert complaint(2, said.out, said.err) == ""

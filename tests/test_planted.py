@@ -28,6 +28,7 @@ from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint.resuming import claimed_folder, rank_at_work
 from omagd.run.cli.listing import comparison
 from omagd.run.cli.main import config_from, main
+from omagd.run.reporting import plots
 from omagd.run.reporting.card import read_card
 from omagd.run.reporting.plots import _label_beside
 from omagd.run.run import SeedList
@@ -116,7 +117,7 @@ PLANTED: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
 @pytest.mark.processes
 def test_a_planted_run_is_neither_continued_nor_changed_and_stops_nothing(tmp_path, home, capfd, monkeypatch):
     """All of them at once beside an own unfinished run, the oldest, which is continued."""
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     results = tmp_path / "results"
     own = unfinished(results)
     for name, plant, _ in PLANTED.values():

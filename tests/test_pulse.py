@@ -21,6 +21,7 @@ from omagd.config.loading import resolve
 from omagd.envs import REGISTRY
 from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.cli.preflight import describe_env
+from omagd.run.launch import watchdog
 from omagd.run.launch.watchdog import Heartbeat, beating, ended_if_hung, watching
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, CLOSING, Session
@@ -223,8 +224,8 @@ def test_a_session_whose_environment_cannot_be_closed_is_ended(late):
 
 def test_a_process_that_no_error_can_free_is_ended(monkeypatch):
     dist, ended = Dist(), []
-    monkeypatch.setattr("omagd.run.launch.watchdog.CLOSING_SECONDS", 0.1)
-    monkeypatch.setattr("omagd.run.launch.watchdog.leave_hung", lambda line, stack: ended.append(line))
+    monkeypatch.setattr(watchdog, "CLOSING_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "leave_hung", lambda line, stack: ended.append(line))
     with ended_if_hung(dist, 0.1, lambda: ended.append("finished")), dist.waits.doing(CLOSING):
         wait_until(lambda: len(ended) == 2)  # outside `stoppable` no error reaches this thread
     assert ended[0] == "finished" and CLOSING in ended[1]

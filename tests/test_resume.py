@@ -25,7 +25,9 @@ from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.checkpoint.store import SAVED, folders, read_checkpoint
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
+from omagd.run.reporting import report
 from omagd.run.reporting.report import runs_table
+from omagd.run.training import experiment
 from omagd.run.training.stages import REGISTRY
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.errors import UserError
@@ -165,7 +167,7 @@ def test_three_stages_are_cut_off_in_each_of_them(tmp_path):
         assert list(reached) == ["stage1", "stage2", "stage3"][: len(stages)], "the finished ones, and the current one"
         assert [name for name, stage in reached.items() if stage.get("unfinished")] == stages[-1:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("omagd.run.training.experiment.build_session", lambda *args: 1 / 0)
+        patch.setattr(experiment, "build_session", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             launch(given, "run")
     assert summary_of(folder.path)["stages"] == reached, "a start that reaches nothing forgets nothing"
@@ -301,7 +303,7 @@ def test_who_is_killed_after_the_last_iteration_finishes_the_same_run(tmp_path, 
     """What is left to do is done again: closing pictures and summary, no second run."""
     given = config(tmp_path, QMIX, "t_max=60")
     with monkeypatch.context() as patch:
-        patch.setattr("omagd.run.reporting.report.write_summary", lambda folder, summary: 1 / 0)
+        patch.setattr(report, "write_summary", lambda folder, summary: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             launch(given, "run")
     shutil.rmtree(tmp_path / "run" / "models")  # as where the disk was full

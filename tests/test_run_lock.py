@@ -19,7 +19,7 @@ import pytest
 from command_budgets import BUDGETS
 
 from omagd.config.schema import Config
-from omagd.run.checkpoint import run_lock
+from omagd.run.checkpoint import resuming, run_lock
 from omagd.run.checkpoint.resuming import claimed_folder, rank_at_work
 from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, busy_rank, mark_rank, start_ticks, take
 from omagd.run.cli.main import config_from, main
@@ -233,7 +233,7 @@ def test_a_run_that_was_finished_meanwhile_is_not_started_from_scratch(tmp_path)
 
 
 def test_a_rank_that_outlived_its_launcher_is_named(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("omagd.run.checkpoint.resuming.OLD_RANKS_SECONDS", 0.1)
+    monkeypatch.setattr(resuming, "OLD_RANKS_SECONDS", 0.1)
     given = config(tmp_path)
     path = unfinished(given)
     with (
