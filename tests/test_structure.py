@@ -83,12 +83,10 @@ def test_functions_are_short():
     assert sizes[int(0.95 * len(sizes))] <= 40
 
 
-@pytest.mark.xfail(reason="cycles are being removed")
 def test_no_module_imports_itself_through_others():
     assert cycle(import_graph()) == []
 
 
-@pytest.mark.xfail(reason="cycles are being removed")
 def test_packages_of_run_import_each_other_in_one_direction():
     graph = run_graph()
     assert cycle(graph) == []

@@ -11,7 +11,6 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.protocol import BatchedEnv
-from omagd.runners import REGISTRY
 from omagd.runners.recorder import Recorder
 from omagd.runners.rollout import EpisodeSeeds, Rollout, RolloutLoop
 from omagd.utils.errors import UserError
@@ -135,12 +134,10 @@ class Runner:
         return self._recorders[full_obs]
 
 
-@REGISTRY.register("parallel")
 class ParallelRunner(Runner):
     """Plays `batch_size_run` slots."""
 
 
-@REGISTRY.register("episode")
 class EpisodeRunner(Runner):
     """Plays one slot. Errors: UserError when the environment was built with more."""
 

@@ -10,14 +10,12 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.protocol import BatchedEnv
-from omagd.runners import REGISTRY
 from omagd.runners.recorder import Recorder
 from omagd.runners.rollout import ENDLESS, EpisodeSeeds, Rollout, RolloutLoop
 from omagd.runners.runner import Runner
 from omagd.utils.packing import RecordedEpisode
 
 
-@REGISTRY.register("stream")
 class StreamRunner(Runner):
     """Starts the next episode of a slot at once, so that no slot waits for the longest episode.
 
@@ -139,7 +137,6 @@ class StepLoop(RolloutLoop):
         """Do nothing: all steps have been returned."""
 
 
-@REGISTRY.register("ticks")
 class TickRunner(StreamRunner):
     """Plays `ticks_per_iteration` ticks of all slots per iteration; for learners that learn from single steps.
 
