@@ -248,41 +248,34 @@ def _same_as_batched(env: ParallelBattle, batched: BatchedEnv) -> None:
         assert {info[name] for info in parts[3].values()} == {final.item(0)}
 
 
-def test_the_interface_names_what_it_expects():
+def test_errors_name_what_is_wrong(tmp_path):
     assert {"run", "load_policy", "make", "play"} <= set(dir(omagd)) & set(omagd.__all__)
-    env = omagd.make("matrix_game")
-
-    with pytest.raises(TypeError, match=r"policy=None: give what load_policy returns, or an object with reset\(\)"):
-        omagd.play(None, env, 1)
-    for other in (None, "matrix_game"):
-        with pytest.raises(TypeError, match=f"env={other!r}: give an environment that omagd.make returns"):
-            omagd.play(Random(), other, 1)
-    assert omagd.play(Random(), env, 1)["totals"]["episodes"] == 1
-    env.close()
-    env.close()
-    for call in (env.reset, lambda: env.step({}), env.full_observations, lambda: omagd.play(Random(), env, 1)):
-        with pytest.raises(ValueError, match=r"the environment matrix_game.* is closed: make another one"):
+    env, closed = omagd.make("skirmish", map_name="3m"), omagd.make("matrix_game")
+    assert omagd.play(Random(), closed, 1)["totals"]["episodes"] == 1
+    closed.close()
+    closed.close()
+    config = config_from(["--config=qmix", "with", f"local_results_path={tmp_path}/new", "env_args.map_name=3m"])
+    is_closed = "the environment matrix_game.* is closed: make another one"
+    for call, kind, words in (
+        (lambda: omagd.play(None, env, 1), TypeError, r"policy=None: give .*load_policy.* reset\(\)"),
+        (lambda: omagd.play(Random(), None, 1), TypeError, "env=None: give .*omagd.make"),
+        (lambda: omagd.play(Random(), "matrix_game", 1), TypeError, "env='matrix_game': give .*omagd.make"),
+        (closed.reset, ValueError, is_closed),
+        (lambda: closed.step({}), ValueError, is_closed),
+        (closed.full_observations, ValueError, is_closed),
+        (lambda: omagd.play(Random(), closed, 1), ValueError, is_closed),
+        (lambda: env.step({}), RuntimeError, "call reset"),
+        (lambda: env.reset(seed=1) and env.step({"agent_0": 1}), ValueError, "give one to each"),
+        (lambda: env.step({"agent_0": 1, "agent_1": 0, "agent_2": 1}), ValueError,
+         r"agent_1: action 0 is not available now; available: \[1, "),
+        (lambda: omagd.make("skirmsh"), UserError, r"env=skirmsh is not known. Did you mean 'skirmish'?"),
+        (lambda: omagd.make("skirmish", map_nam="3m"), UserError, r"env_args.map_nam is not an argument"),
+        (lambda: omagd.play(Random(), env, episodes=0), UserError, "episodes=0"),
+        (lambda: omagd.run(config.model_copy(update={"mixer": "qmx"})), UserError, "mixer=qmx"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=words):
             call()
-
-
-def test_the_parallel_interface_names_what_it_cannot_play():
-    env = omagd.make("skirmish", map_name="3m")
-    with pytest.raises(RuntimeError, match="call reset"):
-        env.step({})
-    env.reset(seed=1)
-    for actions, words in (
-        ({"agent_0": 1}, "give one to each"),
-        ({"agent_0": 1, "agent_1": 0, "agent_2": 1}, r"agent_1: action 0 is not available now; available: \[1, "),
-    ):
-        with pytest.raises(ValueError, match=words):
-            env.step(actions)
-    for call, words in (
-        (lambda: omagd.make("skirmsh"), r"env=skirmsh is not known. Did you mean 'skirmish'?"),
-        (lambda: omagd.make("skirmish", map_nam="3m"), r"env_args.map_nam is not an argument"),
-        (lambda: omagd.play(Random(), env, episodes=0), "episodes=0"),
-    ):
-        with pytest.raises(UserError, match=words):
-            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_seeds_of_the_parallel_interface():
@@ -306,13 +299,6 @@ def test_pettingzoo_takes_it():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             parallel_api_test(env, num_cycles=60)
-
-
-def test_run_refuses_what_the_command_line_refuses(tmp_path):
-    config = config_from(["--config=qmix", "with", f"local_results_path={tmp_path}/new", "env_args.map_name=3m"])
-    with pytest.raises(UserError, match="mixer=qmx"):
-        omagd.run(config.model_copy(update={"mixer": "qmx"}))
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.processes

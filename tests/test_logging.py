@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,17 +24,6 @@ from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, setup_logging
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import BarSafeHandler, Progress, close_bars
-
-
-class Ranks:
-    """Stands in for `Dist` on several ranks."""
-
-    def __init__(self, everyone):
-        self.everyone = [metrics.state_dict() for metrics in everyone]
-
-    def gather(self, value):
-        assert value in self.everyone
-        return self.everyone
 
 
 class FakeRun:
@@ -82,14 +72,15 @@ def test_means_over_ranks_weigh_every_sample_alike():
             metrics.add({"loss": (torch.tensor(part.sum()), torch.tensor(len(part)))}, prefix="train/")
         ranks.append(metrics)
     ranks[1].add({"won_mean": (2.0, 3)})
-    dist = Ranks(ranks)
+    states = [metrics.state_dict() for metrics in ranks]
+    dist = SimpleNamespace(gather=lambda _: states)
     reduced = [metrics.reduce(dist) for metrics in ranks]
     assert reduced[0] == reduced[1] == reduced[2]
     assert reduced[0] == pytest.approx({"train/loss": np.concatenate(samples).mean(), "won_mean": 2 / 3})
     assert all(metrics.reduce(Dist()) == {} for metrics in ranks), "reduce starts again"
 
 
-def test_metrics_keep_no_graph_do_not_change_what_is_added_and_skip_empty_counts():
+def test_metrics_sum_in_double_precision_without_graph_and_skip_empty_counts():
     weight = torch.tensor(2.0, requires_grad=True)
     total, count = weight * 3, torch.tensor(2)
     metrics = Metrics()
@@ -97,18 +88,13 @@ def test_metrics_keep_no_graph_do_not_change_what_is_added_and_skip_empty_counts
     metrics.add({"a": (total, count)})
     metrics.add({"a": (1.0, 1)})
     assert total.item() == 6.0 and count.item() == 2
-    kept = Metrics()
-    kept.load_state_dict(json.loads(json.dumps(metrics.state_dict())))
-    assert metrics.reduce(Dist()) == kept.reduce(Dist()) == {"a": pytest.approx(13 / 5)}
-
-
-def test_many_small_numbers_are_summed_in_double_precision():
-    metrics = Metrics()
+    restored = Metrics()
+    restored.load_state_dict(json.loads(json.dumps(metrics.state_dict())))
+    assert metrics.reduce(Dist()) == restored.reduce(Dist()) == {"a": pytest.approx(13 / 5)}
     for _ in range(2000):
         metrics.add({"x": (torch.tensor(1e8 + 1, dtype=torch.float64), torch.tensor(1))})
         metrics.add({"y": (torch.tensor(0.1), torch.tensor(1))})
-    values = metrics.reduce(Dist())
-    assert values == {"x": 1e8 + 1, "y": pytest.approx(float(torch.tensor(0.1)), rel=1e-12)}
+    assert metrics.reduce(Dist()) == {"x": 1e8 + 1, "y": pytest.approx(float(torch.tensor(0.1)), rel=1e-12)}
 
 
 def test_due_depends_on_the_times_alone_and_continues_from_its_state():
@@ -239,33 +225,29 @@ def test_rank_0_prints_and_every_rank_writes_its_file(tmp_path, capsys):
 
 
 class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
+    """A stream that is a terminal."""
 
     def isatty(self):
         return True
 
 
-def test_bar_is_quiet_without_a_terminal_and_on_other_ranks(monkeypatch):
+def test_a_bar_shows_progress_on_a_terminal_and_log_lines_do_not_disturb_it(monkeypatch):
     for stream, enabled in ((io.StringIO(), True), (Terminal(), False)):
         monkeypatch.setattr(progress_module.sys, "stderr", stream)
         with Progress(10, "step", "collecting", enabled=enabled) as bar:
             bar.update(5)
             bar.note(loss=1.0)
         assert stream.getvalue() == ""
-
-
-def test_bar_shows_time_and_lines_do_not_tear_it(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(progress_module.sys, "stderr", stream)
     with Progress(1000, "step", "stage3", initial=100) as bar:
         time.sleep(0.3)
         bar.set(600)
-        handler = BarSafeHandler(stream)
-        handler.emit(logging.LogRecord("omagd", logging.INFO, "", 0, "a line", None, None))
+        BarSafeHandler(stream).emit(logging.LogRecord("omagd", logging.INFO, "", 0, "a line", None, None))
         bar.set(1500)
-        assert bar._bar.n == 1000, "a clock may pass the total, the bar does not"
+        assert bar._bar.n == 1000, "the position is at most the total"
         bar.set(1600, total=2000)
-        assert (bar._bar.n, bar._bar.total) == (1600, 2000), "an end that is estimated moves"
+        assert (bar._bar.n, bar._bar.total) == (1600, 2000)
     text = stream.getvalue()
     assert "stage3" in text and "60%" in text and "steps/s" in text
     written = [line for line in text.replace("\r", "\n").split("\n") if "a line" in line]
