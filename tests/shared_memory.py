@@ -15,7 +15,7 @@ def names() -> set[str]:
     return set(os.listdir(PLACE))
 
 
-def left_since(before: set[str], patience: float = 10.0) -> list[str]:
+def left_since(before: set[str], patience: float = 30.0) -> list[str]:
     """Return the paths that are new and that no living process uses: those in use are some other test's.
 
     A process may have unmapped a semaphore that it removes a moment later, hence `patience` in seconds.

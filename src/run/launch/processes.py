@@ -59,12 +59,14 @@ def preload(config: Config) -> None:
     from multiprocessing import forkserver, util
 
     forkserver.set_forkserver_preload(list(MODULES))
-    with ExitStack() as folder, contextlib.suppress(OSError):  # a path too long for a socket: ranks are spawned
+    folder = ExitStack()
+    # After multiprocessing's own folder (-100), which stands inside and is there even if the start fails.
+    util.Finalize(None, folder.close, exitpriority=-200)
+    with contextlib.suppress(OSError):  # a path too long for a socket: ranks are spawned
         path = folder.enter_context(temporary_folder("omagd_"))
         with _sockets_in(path), _stop_signals_blocked():
             forkserver.ensure_running()
         _preloading = True
-        util.Finalize(None, folder.pop_all().close, exitpriority=-200)  # after multiprocessing's own folder (-100)
 
 
 @contextmanager
