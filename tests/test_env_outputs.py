@@ -16,7 +16,7 @@ from omagd.envs.outputs import RESERVED
 from omagd.envs.protocol import Observation, StepResult
 from omagd.envs.workers.process_envs import ProcessEnvs
 from omagd.envs.workers.vector import SerialEnvs
-from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)

@@ -25,8 +25,7 @@ from omagd.config.loading import resolve
 from omagd.run.checkpoint.writer import Snapshot, SnapshotWriter
 from omagd.run.cli.main import main
 from omagd.run.launch import failures as verdict
-from omagd.run.reporting.episode_log import EpisodeLog
-from omagd.run.reporting.log_sinks import JsonLinesSink
+from omagd.run.reporting.log_sinks import EpisodeLog, JsonLinesSink
 from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils import logging as logging_module

@@ -10,7 +10,7 @@ import torch
 
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import MOST_SKIPPED

@@ -30,7 +30,7 @@ class Metrics:
         """Return the means over all ranks by name and clear the sums; a collective, equal on every rank."""
         parts = dist.gather(self.state_dict())
         self.clear()
-        return means(parts)
+        return weighted_means(parts)
 
     def clear(self) -> None:
         """Remove all sums and counts."""
@@ -54,7 +54,7 @@ class Metrics:
             self.add(state)
 
 
-def means(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+def weighted_means(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     """Return the sum of all sums over the sum of all counts by name, without names whose count is 0.
 
     parts: (sum, count) by name, one part for each rank; the names may differ.

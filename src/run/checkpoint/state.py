@@ -10,7 +10,7 @@ from torch import nn
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Policy
-from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.runners.runner import Runner
 from omagd.utils.clock import Counters
 from omagd.utils.logging import Logger

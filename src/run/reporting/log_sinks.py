@@ -1,4 +1,4 @@
-"""Log sinks: the places that a run's values go to. Console, `metrics.jsonl` and TensorBoard are here.
+"""Log sinks, the outputs for a run's values: console, `metrics.jsonl`, TensorBoard; and the log of episodes.
 
 Sacred is in `sacred_sink.py`, W&B in `wandb_sink.py`. To add a sink, derive a class from `omagd.utils.logging.Sink` and
 name it in `REGISTRY`, or in the entry-point group `omagd.log_sinks` of an installed package.
@@ -14,14 +14,14 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omagd.utils.logging import Logger, Record, RunFacts, Sink
 from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RunFolder, plain
-from omagd.utils.writing import AppendFile, open_records
+from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 BUILT_IN = {
     "console": "omagd.run.reporting.log_sinks:ConsoleSink",
@@ -74,6 +74,32 @@ class JsonLinesSink(Sink):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class EpisodeLog:
+    """Appends episodes to a rank's file; a resumed run truncates the file first.
+
+    Args:
+        path: the file, created with the first episode.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = AppendFile(path)
+
+    def write(self, episodes: Iterable[Mapping[str, Any]], **common: Any) -> None:
+        """Write episodes, each with the `common` values in front."""
+        lines = [json.dumps(plain({**common, **episode, **common}), allow_nan=False) for episode in episodes]
+        if lines:
+            self._file.write(("\n".join(lines) + "\n").encode())
+
+    def size(self) -> int:
+        """Return the bytes of all lines so far, including lines that wait for space on the disk."""
+        return STORAGE.size(self.path)
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        self._file.close()
 
 
 class TensorBoardSink(Sink):

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from omagd.run.memory_budget import over_ranks, usage
 from omagd.utils.dist_utils import Dist
-from omagd.utils.metrics import means
+from omagd.utils.metrics import weighted_means
 from omagd.utils.writing import STORAGE
 
 Pairs = dict[str, tuple[float, float]]
@@ -236,7 +236,7 @@ class Profiler:
             pairs["reconstruct_frames_per_tick"] = (frames, ticks)
         self._last, self._updates, self._waited, self._syncs = now, updates, waits.seconds, waits.calls
         parts = self.dist.gather((pairs, usage(self.dist.device)))
-        return {**means(mine for mine, _ in parts), **over_ranks([memory for _, memory in parts], self.each)}
+        return {**weighted_means(mine for mine, _ in parts), **over_ranks([memory for _, memory in parts], self.each)}
 
     def summary(self) -> dict[str, float]:
         """Return the seconds of every phase since the stage began, means over ranks, and their sum as `wall`."""

@@ -37,7 +37,7 @@ from omagd.run.checkpoint.weights import (
     load_into,
     run_folder_of,
 )
-from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules

@@ -11,7 +11,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import BatchedEnv
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.reporting.episode_log import EpisodeLog
+from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.runners.runner import Runner
 from omagd.utils.dist_utils import Dist
