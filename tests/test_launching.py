@@ -19,13 +19,6 @@ from omagd.run.cli.main import config_from
 
 WITH_LOG = str(ROOT / "scripts" / "with_log.py")
 BATCH = ("slurm/one_node.sbatch", "slurm/many_nodes.sbatch", "slurm/snakes.sbatch")
-SCRIPTS = (
-    "launch.sh",
-    "scripts/launch_distributed_training.sh",
-    "slurm/lib.sh",
-    "scripts/quick_distributed_test.sh",
-    *BATCH,
-)
 NODE = "--nodes 2 --node-rank 1 --master-addr 10.9.8.7"
 
 # Stands in for Python: has no GPU, refuses one key, and writes down how it is called otherwise.
@@ -84,42 +77,33 @@ def launch(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_parse_and_can_be_executed(script):
-    assert subprocess.run(["bash", "-n", str(ROOT / script)], check=False).returncode == 0
-    assert script == "slurm/lib.sh" or os.access(ROOT / script, os.X_OK)
+MISTAKES = {
+    "--nodes 0": "--nodes 0: must be a whole number",
+    "--nodes": "--nodes needs a value",
+    "--gpus=-1": "--gpus -1",
+    "--gpus 99999999999999999999": "--gpus 9999",
+    "--nodes 2": "--node-rank",
+    "--nodes 2 --node-rank 0": "--master-addr",
+    "--nodes 2 --node-rank 2 --master-addr a": "--node-rank 2: must be below --nodes 2",
+    "--nodes 2 --node-rank 0 --master-addr 'a b'": "--master-addr a b",
+    "--master-port 65536": "--master-port 65536",
+    "--max-restarts x": "--max-restarts x",
+    "--node 2": "--node: not understood",
+    "stray": "stray: not understood",
+    f"{NODE} t_mx=3": "t_mx",
+    "--dry-run t_mx=3": "t_mx",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ("--nodes 0", "--nodes 0: must be a whole number"),
-        ("--nodes two", "--nodes two"),
-        ("--nodes", "--nodes needs a value"),
-        ("--gpus=-1", "--gpus -1"),
-        ("--gpus 99999999999999999999", "--gpus 9999"),
-        ("--nodes 2", "--node-rank"),
-        ("--nodes 2 --node-rank 0", "--master-addr"),
-        ("--nodes 2 --node-rank 2 --master-addr a", "--node-rank 2: must be below --nodes 2"),
-        ("--nodes 2 --node-rank 0 --master-addr 'a b'", "--master-addr a b"),
-        ("--master-port 65536", "--master-port 65536"),
-        ("--max-restarts x", "--max-restarts x"),
-        ("--node 2", "--node: not understood"),
-        ("stray", "stray: not understood"),
-        (f"{NODE} t_mx=3", "t_mx"),
-        ("--dry-run t_mx=3", "t_mx"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line_before_anything_runs(launch, arguments, word):
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_one_line_before_anything_runs(launch, arguments):
     done, called = launch(arguments, ENV_CONFIG="skirmish", NUM_GPUS="2")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert word in done.stderr
-    assert called == []
+    assert (done.returncode, called) == (2, [])
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert MISTAKES[arguments] in done.stderr
 
 
-def test_one_of_several_hosts_is_torchruns(launch, tmp_path):
+def test_several_hosts_use_torchrun(launch, tmp_path):
     words = (
         f"{NODE} --gpus 3 --master-port=29611 --config qmix --env-config skirmish --max-restarts 5 'name=a b' t_max=9"
     )
@@ -137,7 +121,7 @@ def test_one_of_several_hosts_is_torchruns(launch, tmp_path):
     assert command[-2:] == ["name=a b", "t_max=9"]
 
 
-def test_one_host_needs_no_torchrun_and_what_is_typed_counts(launch):
+def test_one_host_needs_no_torchrun_and_typed_values_win(launch):
     done, called = launch("--gpus 2 auto_resume=False local_results_path=there", ENV_CONFIG="skirmish")
     assert done.returncode == 0
     assert "torch.distributed.run" not in called
@@ -161,22 +145,16 @@ def test_the_published_name_takes_the_flags_of_its_guide(launch):
     assert (done.returncode, done.stderr) == (2, "error: --nodes two: must be a whole number from 1 to 65536\n")
 
 
-def test_a_dry_run_shows_a_command_that_can_be_typed(launch):
-    done, called = launch(
-        f"{NODE} --gpus 1 --debug --dry-run 'name=a b'", ENV_CONFIG="skirmish", GLOO_SOCKET_IFNAME="e"
-    )
-    assert (done.returncode, called) == (0, [])
-    words = shlex.split(done.stdout)
-    assert words[0] == "GLOO_SOCKET_IFNAME=e"
-    assert {"--nnodes=2", "distributed_debug=True", "name=a b"} <= set(words)
-
-
-def test_hosts_resolve_the_same_configuration(launch):
-    """The word that differs between the hosts is --node-rank alone."""
-    shown = [launch(f"--nodes 2 --node-rank {rank} --master-addr 10.9.8.7 --gpus 1 --dry-run",
-                    ENV_CONFIG="skirmish", GLOO_SOCKET_IFNAME="e")[0].stdout for rank in (0, 1)]  # fmt: skip
-    assert shown[0] != shown[1]
-    assert shown[0].replace("--node-rank=0", "--node-rank=1") == shown[1]
+def test_a_dry_run_shows_a_command_that_can_be_typed_and_hosts_differ_in_their_rank_alone(launch):
+    shown = []
+    for rank in (0, 1):
+        words = f"--nodes 2 --node-rank {rank} --master-addr 10.9.8.7 --gpus 1 --debug --dry-run 'name=a b'"
+        done, called = launch(words, ENV_CONFIG="skirmish", GLOO_SOCKET_IFNAME="e")
+        assert (done.returncode, called) == (0, [])
+        shown.append(shlex.split(done.stdout))
+    assert shown[0][0] == "GLOO_SOCKET_IFNAME=e"
+    assert {"--nnodes=2", "distributed_debug=True", "name=a b"} <= set(shown[0])
+    assert set(shown[0]) ^ set(shown[1]) == {"--node-rank=0", "--node-rank=1"}
 
 
 def shown_commands() -> list[str]:
@@ -186,16 +164,13 @@ def shown_commands() -> list[str]:
     return sorted(set(re.findall(r"^(?:# +)?\./launch\.sh +(--nodes .*)$", text, re.MULTILINE)))
 
 
-@pytest.mark.parametrize("line", shown_commands())
-def test_commands_that_are_shown_are_understood(launch, line):
-    done, called = launch(line, ENV_CONFIG="skirmish", GLOO_SOCKET_IFNAME="e")
-    assert done.returncode == 0, done.stderr
-    at = called.index(str(ROOT / "src" / "main.py"))
-    assert config_from(called[at + 1 :]).auto_resume
-
-
-def test_there_are_commands_that_are_shown():
+def test_documented_commands_are_understood(launch):
     assert len(shown_commands()) >= 2
+    for line in shown_commands():
+        done, called = launch(line, ENV_CONFIG="skirmish", GLOO_SOCKET_IFNAME="e")
+        assert done.returncode == 0, done.stderr
+        at = called.index(str(ROOT / "src" / "main.py"))
+        assert config_from(called[at + 1 :]).auto_resume
 
 
 def with_log(tmp_path: Path, script: str, **options):
@@ -204,16 +179,15 @@ def with_log(tmp_path: Path, script: str, **options):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [("pass", 0), ("raise SystemExit(3)", 3), ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137)],
-)
-def test_the_log_takes_nothing_from_the_exit_code(tmp_path, script, code):
-    assert with_log(tmp_path, script).wait(20) == code
-
-
-@pytest.mark.processes
-def test_a_scratch_folder_goes_with_the_command(tmp_path):
+def test_the_exit_code_output_and_scratch_folder_of_a_logged_command(tmp_path):
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    for script, code in (("pass", 0), ("raise SystemExit(3)", 3), (killed, 137)):
+        assert with_log(tmp_path, script).wait(20) == code
+    (tmp_path / "logs" / "a.log").unlink()
+    script = "import sys; print('one'); print('bar 1%\\rbar 9%', file=sys.stderr); print('\\033[1mtwo\\033[0m', end='')"
+    out, err = with_log(tmp_path, script, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=60)
+    assert (out, err) == (b"one\n\033[1mtwo\033[0m", b"bar 1%\rbar 9%\n")
+    assert sorted((tmp_path / "logs" / "a.log").read_text().splitlines()) == ["bar 9%", "one", "two"]
     words = [sys.executable, "-c", "import os, sys; print(os.path.isdir(sys.argv[1]), sys.argv[1])", "{scratch}"]
     done = subprocess.run([sys.executable, WITH_LOG, str(tmp_path / "log"), *words], capture_output=True, text=True)
     there, folder = done.stdout.split()
@@ -221,17 +195,9 @@ def test_a_scratch_folder_goes_with_the_command(tmp_path):
 
 
 @pytest.mark.processes
-def test_the_log_holds_what_is_shown_and_keeps_the_outputs_apart(tmp_path):
-    script = "import sys; print('one'); print('bar 1%\\rbar 9%', file=sys.stderr); print('\\033[1mtwo\\033[0m', end='')"
-    out, err = with_log(tmp_path, script, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=60)
-    assert (out, err) == (b"one\n\033[1mtwo\033[0m", b"bar 1%\rbar 9%\n")
-    assert sorted((tmp_path / "logs" / "a.log").read_text().splitlines()) == ["bar 9%", "one", "two"]
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_is_handed_on_and_is_the_exit_code(tmp_path, number, code):
-    """torchrun ends with 1 whatever its ranks were told."""
+def test_a_signal_is_forwarded_and_is_the_exit_code(tmp_path, number, code):
+    """torchrun ends with 1 whatever signal its ranks got."""
     script = "import signal, sys, time\nfor n in (2, 15): signal.signal(n, lambda n, f: sys.exit(1))\n"
     started = with_log(tmp_path, script + "print('ready')\ntime.sleep(60)", stdout=subprocess.PIPE)
     assert started.stdout.readline() == b"ready\n"
@@ -241,7 +207,7 @@ def test_a_signal_is_handed_on_and_is_the_exit_code(tmp_path, number, code):
 
 
 @pytest.mark.processes
-def test_a_hangup_that_nohup_ignores_is_not_handed_on(tmp_path):
+def test_a_hangup_that_nohup_ignores_is_not_forwarded(tmp_path):
     def nohup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -310,31 +276,23 @@ def test_slurm_starts_one_launcher_on_each_host(slurm):
     assert not [line for line in slurm.called() if "requeue" in line]
 
 
-def test_slurm_on_one_host(slurm):
-    started = slurm("slurm/one_node.sbatch", "t_max=9")
-    started.communicate(timeout=60)
-    assert started.returncode == 0
-    assert [line for line in slurm.called() if line.startswith("launch.sh")] == ["launch.sh --gpus 4 t_max=9"]
-
-
-def test_slurm_plays_snakes_on_the_gpus_of_its_job(slurm):
+def test_slurm_on_one_host_and_the_exit_code_of_a_job(slurm):
+    """A job that ends by itself is not queued again."""
+    for code in (0, 1, 2, 143):
+        started = slurm("slurm/one_node.sbatch", "t_max=9", LAUNCH_CODE=str(code))
+        started.communicate(timeout=60)
+        assert started.returncode == code
+    assert {line for line in slurm.called() if line.startswith("launch.sh")} == {"launch.sh --gpus 4 t_max=9"}
+    assert not [line for line in slurm.called() if "requeue" in line]
     started = slurm("slurm/snakes.sbatch", "--max_episodes", "9")
     started.communicate(timeout=60)
     assert started.returncode == 0
     assert [line for line in slurm.called() if line.startswith("train_ddp.sh")] == ["train_ddp.sh 4 --max_episodes 9"]
 
 
-@pytest.mark.parametrize("code", [1, 2, 143])
-def test_a_job_that_ends_by_itself_is_not_queued_again(slurm, code):
-    started = slurm("slurm/one_node.sbatch", LAUNCH_CODE=str(code))
-    started.communicate(timeout=60)
-    assert started.returncode == code
-    assert not [line for line in slurm.called() if "requeue" in line]
-
-
 @pytest.mark.parametrize("script", BATCH)
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_what_the_time_limit_stops_is_queued_again_and_what_is_cancelled_is_not(slurm, script, number, again):
+def test_a_job_at_its_time_limit_is_queued_again_and_a_cancelled_one_is_not(slurm, script, number, again):
     started = slurm(script, WAITING=str(slurm.waiting))
     hosts, until = 2 if "many" in script else 1, time.monotonic() + 60
     while time.monotonic() < until:
