@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from command_budgets import BUDGETS
-from command_harness import ROOT, Ended, Started, left_behind, records, run_command, run_folders, summary_of
+from command_harness import ROOT, Started, left_behind, records, run_command, run_folders, summary_of
 from ddp_harness import run_ranks
 
 from omagd.run.launch import group
@@ -57,10 +57,7 @@ def test_a_folder_that_is_not_shared_is_refused_on_all_ranks_by_name(tmp_path):
         assert f"is not rank 0's on host {socket.gethostname()}" in text
     assert "cannot be written" in nowhere
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_one_rank_needs_no_shared_folder(tmp_path):
-    require_shared_folder(Dist(), tmp_path / "missing")
+    require_shared_folder(Dist(), tmp_path / "missing")  # one rank needs none
 
 
 @pytest.mark.processes
@@ -71,15 +68,12 @@ def test_the_quick_test_passes_and_fails(tmp_path):
     *lines, verdict = ended.out.splitlines()
     assert re.fullmatch(r"PASS in \d+ s", verdict)
     assert [line for line in lines if not line.startswith("ok ")] == []
-    assert [word for word in WORDS if word not in ended.out] == []
+    assert all(word in ended.out for word in ("2 ranks (gloo)", "MB/s", " ms", "updates on 2 ranks"))
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []
     broken = {"PYTHON": str(stand_in(tmp_path)), "TMPDIR": str(tmp_path)}
     failed = Started(command, tmp_path, **broken).wait(60)
     assert failed.code == 1
     assert "FAIL after" in failed.out
-
-
-WORDS = ("2 ranks (gloo)", "MB/s", " ms", "updates on 2 ranks")
 
 
 def stand_in(folder: Path) -> Path:
@@ -166,23 +160,15 @@ def wait_for(what, seconds: float, started: list[Started]) -> None:
         time.sleep(0.1)
 
 
-def ends(started: list[Started], seconds: float = 90) -> list[Ended]:
-    return [one.wait(seconds) for one in started]
-
-
-def rank_log(folder: Path, rank: int = 0) -> str:
-    return (folder / "logs" / f"rank_{rank}.log").read_text()
-
-
 @pytest.mark.processes
-def test_two_hosts_train_as_one_does_with_two_ranks_though_one_is_cut_off_and_both_are_stopped(hosts, tmp_path):
-    """Ranks that hear nothing end and start again by themselves; a job that was stopped goes on where it was.
+def test_two_hosts_train_like_two_ranks_of_one_host_though_the_network_fails_for_a_while(hosts, tmp_path):
+    """Ranks that hear nothing end, are restarted by torchrun and resume.
 
-    The updates are those of two spawned ranks that are left alone: the same weights, so the same numbers in the log.
+    The log of training equals that of two spawned ranks without a failure.
     """
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir(), here.mkdir()
-    length = ("t_max=1500", "epsilon_anneal_time=1000")
+    length = ("t_max=1000", "epsilon_anneal_time=1000")
     words = (*length, "--max-restarts", "2", "dist_timeout_minutes=0.05", "checkpoint_interval=0")
     words += ("distributed_debug=True",)
     together = Started([str(ROOT / "launch.sh"), "--debug", "--gpus", "2", *RUN[2:], *length], here)
@@ -195,18 +181,12 @@ def test_two_hosts_train_as_one_does_with_two_ranks_though_one_is_cut_off_and_bo
         reached = newest(folder)
     finally:
         hosts.cable("up")
-    wait_for(lambda: newest(folder) > reached, 120, started)
-    for one in started:
-        os.kill(one.process.pid, signal.SIGTERM)
-    assert [ended.code for ended in ends(started)] == [143, 143]
-    stopped = newest(folder)
-    assert stopped > reached > 0
-    both = ends(hosts.launch(there, 29615, *words))
+    both = [one.wait(120) for one in started]
     assert [ended.code for ended in both] == [0, 0], "\n".join(ended.text[-2000:] for ended in both)
     assert run_folders(there) == {folder}
     assert (summary_of(folder)["exit_state"], summary_of(folder)["world_size"]) == ("completed", 2)
     clock = [line["t_env"] for line in records(folder)]
-    assert clock == sorted(set(clock)) and clock[-1] >= 1500
+    assert clock == sorted(set(clock)) and clock[-1] >= 1000 and reached > 0
     alone = together.wait()
     assert (alone.code, left_behind(alone.group)) == (0, []), alone.text
     (undisturbed,) = run_folders(here)
@@ -214,7 +194,7 @@ def test_two_hosts_train_as_one_does_with_two_ranks_though_one_is_cut_off_and_bo
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     logs = sorted((there / "results" / "logs").iterdir())
     names = sorted(re.sub(r"\d{8}_\d{6}", "DATE", log.name) for log in logs)
-    assert names == [f"launch_DATE_node{rank}.log" for rank in (0, 0, 1, 1)]
+    assert names == [f"launch_DATE_node{rank}.log" for rank in (0, 1)]
     assert "results:" in "".join(log.read_text() for log in logs if log.name.endswith("node0.log"))
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process which has imported everything: when there is one, and what becomes of them."""
+"""The fork server that preloads ranks: when it starts; and ranks end with the process that started them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from command_harness import MAIN, PYTHON, Started, left_behind, run_folders, sum
 from sockets import running, tree
 
 from omagd.run.cli.main import config_from
-from omagd.run.launch import group, processes
+from omagd.run.launch import processes
 
 DDP = ("--config=qmix", "with", "run=ddp", "world_size=2")
 
@@ -29,7 +29,7 @@ DDP = ("--config=qmix", "with", "run=ddp", "world_size=2")
         (("--config=qmix", "with"), None, False),
     ],
 )
-def test_it_is_begun_where_ranks_will_be_started_here(words, rank, wanted, monkeypatch):
+def test_it_starts_where_ranks_will_start_here(words, rank, wanted, monkeypatch):
     started = []
     monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(True))
     monkeypatch.setattr(forkserver, "set_forkserver_preload", lambda modules: None)
@@ -50,54 +50,51 @@ LAUNCHERS = {"spawned": ((), "world_size=2"), "torchrun": (TORCHRUN, "env_proces
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", LAUNCHERS)
-def test_ranks_end_with_the_process_that_started_them(how, tmp_path):
-    """Also where it is killed, so that it can tell nobody; and nothing of it stays outside the run's folder."""
-    launcher, more = LAUNCHERS[how]
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    words = (MAIN, "-u", "--config=qmix", "with", "run=ddp", *BUDGETS, more, "t_max=100000000")
-    started = Started([PYTHON, *launcher, *words], tmp_path, TMPDIR=str(temporary))
-    until = time.monotonic() + 60
-    while not list(tmp_path.glob("results/*/metrics.jsonl")) and time.monotonic() < until:
-        time.sleep(0.1)
-    processes = tree(started.process.pid)
-    assert len(processes) >= 3
-    os.kill(started.process.pid, signal.SIGKILL)
-    until = time.monotonic() + 20
-    while (alive := [pid for pid in processes[1:] if running(pid)]) and time.monotonic() < until:
-        time.sleep(0.1)
-    for pid in alive:  # torchrun's ranks have sessions of their own
-        os.kill(pid, signal.SIGKILL)
-    assert alive == []
-    started.wait(60)
-    assert left_behind(started.group, patience=20) == []
-    if how == "spawned":
-        assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
-    (folder,) = run_folders(tmp_path)
-    assert summary_of(folder)["exit_state"] == "interrupted"
+def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    """Also if it is killed. The runs are side by side."""
+    started = {}
+    for how, (launcher, more) in LAUNCHERS.items():
+        (tmp_path / how).mkdir()
+        words = (MAIN, "-u", "--config=qmix", "with", "run=ddp", *BUDGETS, more, "t_max=100000000")
+        started[how] = Started([PYTHON, *launcher, *words], tmp_path / how)
+    for how, command in started.items():
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob(f"{how}/results/*/metrics.jsonl")) and time.monotonic() < until:
+            time.sleep(0.1)
+        descendants = tree(command.process.pid)
+        assert len(descendants) >= 3
+        os.kill(command.process.pid, signal.SIGKILL)
+        until = time.monotonic() + 20
+        while (alive := [pid for pid in descendants[1:] if running(pid)]) and time.monotonic() < until:
+            time.sleep(0.1)
+        for pid in alive:  # torchrun's ranks have sessions of their own
+            os.kill(pid, signal.SIGKILL)
+        assert alive == []
+        command.wait(60)
+        assert left_behind(command.group, patience=20) == []
+        (folder,) = run_folders(tmp_path / how)
+        assert summary_of(folder)["exit_state"] == "interrupted"
 
 
-def test_a_rank_that_somebody_has_started_in_a_shell_is_not_ended_with_it(monkeypatch):
-    """A single process, or ranks whose variables were set by hand and left running, outlive the shell."""
+def test_a_rank_started_in_a_shell_outlives_it(monkeypatch):
+    """A single process, or ranks whose variables were set by hand, are not ended with the shell."""
     watched = []
-    monkeypatch.setattr(group, "_when_over", lambda wait, launcher: watched.append(launcher))
-    for name in group.LAUNCHERS:
+    monkeypatch.setattr(processes, "_when_over", lambda wait, launcher: watched.append(launcher))
+    for name in processes.LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    group.end_with_launcher()
+    processes.end_with_launcher()
     assert watched == []
     monkeypatch.setenv("SLURM_PROCID", "0")
-    group.end_with_launcher()
-    assert watched == [group.STARTED_BY]
+    processes.end_with_launcher()
+    assert watched == [processes.STARTED_BY]
 
 
-def test_the_end_of_a_launcher_is_seen_also_where_it_came_first():
-    """A process that waits for its parent: the parent ends meanwhile, or had ended before it was asked about."""
-    code = "import os, sys, time; from omagd.run.launch.group import _wait_for_end\n"
+def test_the_end_of_a_launcher_is_noticed_also_if_it_came_first():
+    """A process waits for its parent, which ends meanwhile, or ended before."""
+    code = "import os, sys, time; from omagd.run.launch.processes import _wait_for_end\n"
     code += "now, parent, child = sys.argv[1] == 'now', os.getpid(), os.fork()\n"
     code += "time.sleep(0.5 * (now == (child > 0))); child and os._exit(0)\n"
     code += "_wait_for_end(parent); print('over', flush=True)"
-    for when in ("now", "before"):
-        found = subprocess.run([PYTHON, "-c", code, when], capture_output=True, text=True, timeout=60, check=True)
-        assert found.stdout == "over\n"
+    started = [subprocess.Popen([PYTHON, "-c", code, when], stdout=-1, text=True) for when in ("now", "before")]
+    assert [process.communicate(timeout=60)[0] for process in started] == ["over\n", "over\n"]

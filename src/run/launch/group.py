@@ -1,19 +1,15 @@
-"""One rank of a process group: join it, end with its launcher, check the shared folder, close within a time limit."""
+"""One rank of a process group: join it, check the shared folder, close within a time limit."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
-import select
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -30,12 +26,7 @@ from omagd.utils.dist_utils import (
     setup_distributed,
 )
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
-from omagd.utils.signals import CLOSING_SECONDS, STARTED_BY, Stopped, ask_to_end, stop_requested
-
-LAUNCHERS = frozenset(
-    {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID"}
-)
-"""Variables that torchrun, srun and MPI launchers set for the ranks that they start."""
+from omagd.utils.signals import CLOSING_SECONDS, Stopped, stop_requested
 
 LOST_CONNECTION = (
     "Connection closed by peer",
@@ -145,51 +136,6 @@ def naming_a_lost_rank(rank: int) -> Iterator[None]:
             raise
         line = f"rank {rank}: the connection to another rank broke ({words}): that rank has ended"
         raise RankFailed(f"{line}; torchrun's report names the first one") from error
-
-
-def end_with_parent() -> None:
-    """End this spawned rank, as on Ctrl-C, once the process that started the run is gone.
-
-    A rank that was forked has another parent, so `os.getppid` does not tell.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        _when_over(lambda: wait([parent.sentinel]), parent.pid)
-
-
-def end_with_launcher() -> None:
-    """End this rank, as on Ctrl-C, once the launcher that started it is gone.
-
-    Only known launchers (`LAUNCHERS`) are watched, not a shell in which RANK was set by hand.
-    """
-    if not LAUNCHERS & os.environ.keys() or STARTED_BY == 0:  # 0: the parent is outside this container
-        return
-    _when_over(lambda: _wait_for_end(STARTED_BY), STARTED_BY)
-
-
-def _wait_for_end(parent: int) -> None:
-    """Return once the process `parent`, of which this one is a child, is gone."""
-    poll = select.poll()
-    try:
-        poll.register(os.pidfd_open(parent), select.POLLIN)
-    except (OSError, AttributeError):  # gone already, or a system without pidfd
-        while os.getppid() == parent:
-            time.sleep(1.0)
-    else:
-        while os.getppid() == parent:
-            poll.poll(5000)
-
-
-def _when_over(wait: Callable[[], object], launcher: int | None) -> None:
-    """Start a thread that ends this process once `wait` returns: by a stop request, after a while by force."""
-
-    def watch() -> None:
-        wait()
-        ask_to_end(f"the launcher (process {launcher}) has ended")
-        time.sleep(CLOSING_SECONDS)
-        os._exit(128 + signal.SIGINT)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def require_shared_folder(dist: Dist, path: str | Path) -> None:

@@ -28,14 +28,12 @@ from omagd.run.launch.failures import (
     without_result,
 )
 from omagd.run.launch.group import (
-    end_with_launcher,
-    end_with_parent,
     exit_code,
     joined_group,
     naming_a_lost_rank,
     require_shared_folder,
 )
-from omagd.run.launch.processes import Ranks
+from omagd.run.launch.processes import Ranks, end_with_launcher, end_with_parent
 from omagd.run.launch.watchdog import ended_if_hung, leave_hung
 from omagd.run.reporting.card import read_card
 from omagd.run.topology import Plan, is_main, local_rank, make_plan

@@ -7,11 +7,13 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import select
 import shutil
 import signal
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.run.checkpoint.run_lock import ProcessIdentity, start_ticks
-from omagd.utils.signals import BOUNDARY_SECONDS, SAVING, SAVING_SECONDS
+from omagd.utils.signals import BOUNDARY_SECONDS, CLOSING_SECONDS, SAVING, SAVING_SECONDS, STARTED_BY, ask_to_end
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -36,6 +38,11 @@ MODULES = (
     "omagd.run.training.experiment",
 )
 """Imports of a rank, which the fork server loads ahead of time."""
+
+LAUNCHERS = frozenset(
+    {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID"}
+)
+"""Variables that torchrun, srun and MPI launchers set for the ranks that they start."""
 
 NAME = re.compile(r"omagd_(?:launch_)?(?P<pid>[0-9a-f]{1,8})-(?P<started>[0-9a-f]+)-(?P<here>[0-9a-f]*-[0-9a-f]*)_\w+")
 """Name of a temporary folder: process id and start time (in clock ticks) of its owner, PID namespace and boot id."""
@@ -163,6 +170,51 @@ class Ranks:
         until = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, until - time.monotonic()))
+
+
+def end_with_parent() -> None:
+    """End this spawned rank, as on Ctrl-C, once the process that started the run is gone.
+
+    A rank that was forked has another parent, so `os.getppid` does not tell.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        _when_over(lambda: multiprocessing.connection.wait([parent.sentinel]), parent.pid)
+
+
+def end_with_launcher() -> None:
+    """End this rank, as on Ctrl-C, once the launcher that started it is gone.
+
+    Only known launchers (`LAUNCHERS`) are watched, not a shell in which RANK was set by hand.
+    """
+    if not LAUNCHERS & os.environ.keys() or STARTED_BY == 0:  # 0: the parent is outside this container
+        return
+    _when_over(lambda: _wait_for_end(STARTED_BY), STARTED_BY)
+
+
+def _wait_for_end(parent: int) -> None:
+    """Return once the process `parent`, of which this one is a child, is gone."""
+    poll = select.poll()
+    try:
+        poll.register(os.pidfd_open(parent), select.POLLIN)
+    except (OSError, AttributeError):  # gone already, or a system without pidfd
+        while os.getppid() == parent:
+            time.sleep(1.0)
+    else:
+        while os.getppid() == parent:
+            poll.poll(5000)
+
+
+def _when_over(wait: Callable[[], object], launcher: int | None) -> None:
+    """Start a thread that ends this process once `wait` returns: by a stop request, after a while by force."""
+
+    def watch() -> None:
+        wait()
+        ask_to_end(f"the launcher (process {launcher}) has ended")
+        time.sleep(CLOSING_SECONDS)
+        os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 @contextmanager
