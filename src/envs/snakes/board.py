@@ -25,19 +25,14 @@ ROW, COL = np.divmod(np.arange(N_CELLS), WIDTH)
 STEPS = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)])
 
 
-def _next_cells() -> np.ndarray:
-    """Return [200, 4] the cell that each action leads to."""
-    rows = (ROW[:, None] + STEPS[:, 0]) % HEIGHT
-    return rows * WIDTH + (COL[:, None] + STEPS[:, 1]) % WIDTH
-
-
 def _torus_difference(size: int, place: np.ndarray) -> np.ndarray:
     """Return [200, 200] the shortest signed difference between the cells' coordinates `place` on a ring of `size`."""
     gap = place[None, :] - place[:, None]
     return np.where(np.abs(gap) > size // 2, gap - np.sign(gap) * size, gap).astype(np.int16)
 
 
-NEXT_CELL = _next_cells()
+# [200, 4]: the cell that each action leads to.
+NEXT_CELL = (ROW[:, None] + STEPS[:, 0]) % HEIGHT * WIDTH + (COL[:, None] + STEPS[:, 1]) % WIDTH
 # Differences from the first cell to the second on the torus; down and right are positive.
 DOWN, RIGHT = _torus_difference(HEIGHT, ROW), _torus_difference(WIDTH, COL)
 TORUS_DISTANCE = np.hypot(DOWN, RIGHT).astype(np.float32)

@@ -1,6 +1,6 @@
 """Agents without memory: the feed-forward agent, and actors and critics of DDPG.
 
-DDPG: Lillicrap et al. 2016, arXiv:1509.02971. As in the published snakes baseline (docs/snakes.md), and other than in
+DDPG: Lillicrap et al. 2016, arXiv:1509.02971. As in the published snakes baseline (docs/snakes.md), and unlike in
 MADDPG, a critic reads the observation and the action of its own agent only. BiCNet (Peng et al. 2017, arXiv:1703.10069)
 lets agents communicate through a bidirectional LSTM over the agents in their order.
 """

@@ -93,9 +93,9 @@ def to_bf16(x: Tensor, rows: int) -> Tensor:
     return out
 
 
-def padded_rows(rows: int) -> int:
-    """Return the next multiple of `PADDING`."""
-    return -(-rows // PADDING) * PADDING
+def padded_rows(rows: int, multiple: int = PADDING) -> int:
+    """Return the next multiple."""
+    return -(-rows // multiple) * multiple
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -178,7 +178,7 @@ class _LookupReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, table: Tensor, index: Tensor, bf16: bool) -> Tensor:
-        """Return [R, out]. bf16: factors of the product are rounded as in `_BF16Linear`."""
+        """Return [R, out]. bf16: the products of forward and of dL/dW round their factors, that of dL/dx does not."""
         out = features.new_empty(len(features), len(weight))
         weight_t = weight.t().bfloat16() if bf16 else weight.t()
         for rows, x, places in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index)), strict=True):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from omagd.modules.kernels.linear import no_autocast, to_bf16
+from omagd.modules.kernels.linear import no_autocast, padded_rows, to_bf16
 from omagd.utils.packing import Packing
 
 sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
@@ -127,7 +127,7 @@ class _Unroll(torch.autograd.Function):
             for chunk in _chunks(blocks):
                 place, sizes = slice(chunk[0].start, chunk[-1].stop), [b.stop - b.start for b in chunk]
                 n_rows = place.stop - place.start
-                read = to_bf16(x[place], _rounded(n_rows)) if bf16 else x[place]
+                read = to_bf16(x[place], padded_rows(n_rows, ROUNDING)) if bf16 else x[place]
                 gates = x.new_empty(len(read), 4 * size, dtype=kind)
                 torch.addmm(bias[: 3 * size], read, from_x, out=gates[:, : 3 * size])
                 gates[:, 3 * size :] = bias[3 * size :]
@@ -176,7 +176,7 @@ class _Unroll(torch.autograd.Function):
                 for_bias += grads.sum(dim=0)
                 read = x[place]
                 if bf16:
-                    padded = _rounded(n_rows)
+                    padded = padded_rows(n_rows, ROUNDING)
                     grads, read, hidden = (to_bf16(value, padded) for value in (grads, read, hidden))
                     for_x[place] = torch.mm(grads[:, : 3 * size], back_x)[:n_rows]
                     for_ih += torch.mm(grads[:, : 3 * size].t(), read)
@@ -259,7 +259,3 @@ def _chunks(blocks: list[slice]) -> list[list[slice]]:
         joins = block.start == chunks[-1][-1].stop and block.stop - chunks[-1][0].start <= ROWS_AT_ONCE
         chunks[-1].append(block) if joins else chunks.append([block])
     return chunks
-
-
-def _rounded(rows: int) -> int:
-    return -(-rows // ROUNDING) * ROUNDING
