@@ -129,32 +129,6 @@ def test_columns_do_what_graphs_do() -> None:
     assert torch.equal(columns.of_nodes(missing), marks)
 
 
-@pytest.mark.parametrize("decode", ["mean", "argmax"])
-def test_slots_in_turns_see_what_they_see_together(decode: str) -> None:
-    config = toy_config(mask_predictor_config__decode=decode)
-    modules = toy_modules(config)
-    obs = torch.stack([toy_episodes(1, seed=30 + i, longest=1)[0]["obs"] for i in range(8)], 1).numpy()
-    together, turns = Reconstructor(*modules, config, INFO), Reconstructor(*modules, config, INFO)
-    together.begin(4)
-    turns.begin(4)
-    first, second = np.array([True, False, True, False]), np.array([False, True, False, True])
-    obs = obs.reshape(-1, 4, *obs.shape[2:])
-    for step, shown in enumerate(obs):
-        now = np.full(4, step)
-        whole = together.step(shown, now)
-        parts = [turns.step(shown, now, which) for which in (first, second)]
-        for which, part in zip((first, second), parts, strict=True):
-            where = torch.from_numpy(which)
-            assert torch.allclose(part.obs[where], whole.obs[where], atol=2e-3)
-            assert torch.equal(part.guessed[where], whole.guessed[where]) and not part.guessed[~where].any()
-            assert torch.equal(part.obs[~where], torch.from_numpy(shown)[~where])
-            stored, field = part.fields[turns.field], whole.fields[turns.field]
-            assert torch.allclose(stored[where].float(), field[where].float(), atol=2e-3)
-    assert together.frames == turns.frames > 0 and turns.calls == 2 * together.calls and turns.seconds > 0
-    for name, value in together.snapshot().items():
-        assert torch.equal(value, turns.snapshot()[name])
-
-
 def test_changed_weights_are_read_when_rollouts_begin() -> None:
     config = toy_config()
     tokenizer, predictor = toy_modules(config)
@@ -174,9 +148,10 @@ def reconstructor_step(reconstructor: Reconstructor, obs: torch.Tensor) -> torch
     return reconstructor.step(obs, np.zeros(1, np.int64)).obs
 
 
-def test_a_controller_in_turns_does_what_it_does_for_all() -> None:
-    """What the other slots show may be half written: it is never read."""
-    config = toy_config(mask_predictor_config__decode="argmax")
+@pytest.mark.parametrize(("decode", "field"), [("mean", "recon"), ("argmax", "tokens")])
+def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) -> None:
+    """The observations of inactive slots are never read."""
+    config = toy_config(mask_predictor_config__decode=decode)
     macs = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -192,7 +167,7 @@ def test_a_controller_in_turns_does_what_it_does_for_all() -> None:
             broken = np.where(which[:, None, None], obs, np.float32("nan"))
             part = turns.act(_tick(broken, step, which), None)
             assert (part.actions[which] == whole.actions[which]).all()
-            assert (part.extras["tokens"][which] == whole.extras["tokens"][which]).all()
+            np.testing.assert_allclose(part.extras[field][which], whole.extras[field][which], atol=2e-3)
         assert torch.allclose(turns.snapshot()["hidden"], together.snapshot()["hidden"], atol=1e-6)
         assert turns.snapshot()["history"]["past"].equal(together.snapshot()["history"]["past"])
     assert turns.reconstructor.frames == together.reconstructor.frames > 0

@@ -34,9 +34,6 @@ from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import Logger, setup_logging
 from omagd.utils.run_folder import RunFolder, write_json
 
-# What differs between two equal runs.
-TIMES = {"steps_per_second", "wall_seconds", "updates_per_second", "communicate_ms_per_sync"}
-MEASURED = ("time/", "memory/", "gpu/")
 GRAPH_COMMAND = ("with", "run=ddp", "learner=nq_graph_learner_ddp")
 
 
@@ -65,7 +62,7 @@ def test_a_folder_that_does_not_exist_is_named_as_such(name, tmp_path, monkeypat
     assert main(["evaluate", name]) == 2
     assert readable(f"evaluate {name}: no such folder. Give a run's folder") in capsys.readouterr().err
     assert main(["--config=qmix", "with", f"checkpoint_path={name}"]) == 2
-    assert re.search("no such folder|cannot be a path", capsys.readouterr().err)
+    assert re.search("no such folder|invalid path", capsys.readouterr().err)
 
 
 def test_a_run_without_weights_says_when_there_will_be_some(tmp_path, capsys):
@@ -163,21 +160,6 @@ def test_evaluating_a_graph_run_finds_its_modules_and_repeats(small_run, tmp_pat
     assert {result["exit_state"] for result in results} == {"completed"}
 
 
-@pytest.mark.processes
-def test_the_same_seed_gives_the_same_run(tmp_path):
-    runs = [launch(qmix(tmp_path, f"seed={seed}"), name) for seed, name in ((7, "one"), (7, "two"), (8, "three"))]
-    first, second, other = (
-        [
-            {key: value for key, value in line.items() if key not in TIMES and not key.startswith(MEASURED)}
-            for line in records(Path(run["folder"]))
-        ]
-        for run in runs
-    )
-    assert first == second != other
-    weights = [checksum(torch.load(Path(run["artifacts"]["model"]) / "agent.th", weights_only=True)) for run in runs]
-    assert weights[0] == weights[1] != weights[2]
-
-
 def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], dict[str, int], np.ndarray, list[int]]:
     """Train QMIX for some updates.
 
@@ -212,21 +194,6 @@ def test_two_ranks_hold_the_same_and_play_their_own(tmp_path):
     assert (clock["t_env"], clock["episodes"]) == (sum(lengths + other_lengths), len(lengths + other_lengths))
     assert clock["updates"] > 1
     assert played.shape != other_played.shape or not np.array_equal(played, other_played)
-
-
-@pytest.mark.processes
-def test_a_run_of_two_ranks_is_continued_by_one(published_run, tmp_path, monkeypatch):
-    """Weights carry no trace of how many ranks wrote them."""
-    monkeypatch.chdir(tmp_path)
-    step = int(find_step_folder(str(published_run)).name)
-    paths = [f"pretrained_tokenizer_path={published_run / 'models' / 'pretrain_stage1_best'}"]
-    paths += [f"pretrained_mask_predictor_path={published_run / 'models' / 'pretrain_stage2_best'}"]
-    options = ["--config=omagd", "with", "env_args.map_name=5m_vs_6m", *BUDGETS, *paths]
-    longer = f"t_max={step + 60}"
-    assert main([*options, f"checkpoint_path={published_run}", f"load_step={step}", "name=weights", longer]) == 0
-    (file,) = tmp_path.glob("results/weights*/summary.json")
-    assert list(summary_of(file.parent)["stages"]) == ["stage3"]
-    assert summary_of(file.parent)["stages"]["stage3"]["clock"]["t_env"] >= step + 60
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_file import load_range
+from omagd.components.episode_file import MARK, load_range
 from omagd.utils.errors import UserError
+from omagd.utils.packing import UNKNOWN, EpisodeMeta, PackedBatch, RecordedEpisode, pack_episodes
 
 torch.set_num_threads(1)
 
@@ -28,10 +30,21 @@ def episode(number: int, steps: int) -> dict[str, torch.Tensor]:
     }
 
 
+def recorded(number: int, steps: int) -> RecordedEpisode:
+    return RecordedEpisode(episode(number, steps), EpisodeMeta(number % 3, 2**62 + number, number % 2, f"g{number}"))
+
+
 def filled(count: int, capacity: int = 50) -> EpisodeBuffer:
     buffer = EpisodeBuffer(capacity)
-    buffer.add([episode(i, 1 + i % 7) for i in range(count)])
+    buffer.add([recorded(i, 1 + i % 7) for i in range(count)])
     return buffer
+
+
+def assert_same(one: PackedBatch, other: PackedBatch) -> None:
+    assert (one.packing, one.sample_index, one.meta) == (other.packing, other.sample_index, other.meta)
+    for name in one.data:
+        assert one[name].dtype == other[name].dtype
+        assert one[name].numpy().tobytes() == other[name].numpy().tobytes()
 
 
 def numbers(buffer: EpisodeBuffer) -> list[int]:
@@ -52,19 +65,6 @@ def test_the_newest_episodes_stay_and_bytes_are_counted():
     assert buffer.can_sample(3)
 
 
-def test_a_sample_holds_each_episode_whole_in_packed_order():
-    buffer = filled(20)
-    batch = buffer.sample(9, np.random.default_rng(3))
-    drawn = np.random.default_rng(3).choice(20, 9, replace=False)
-    assert list(batch.packing.lengths) == sorted((2 + i % 7 for i in drawn), reverse=True)
-    padded = {name: batch.packing.pad(batch[name]) for name in buffer.fields}
-    for b, place in enumerate(batch.sample_index):
-        original = episode(int(drawn[place]), 1 + int(drawn[place]) % 7)
-        rows = batch.packing.lengths[b]
-        for name, values in original.items():
-            assert torch.equal(padded[name][b, :rows], values)
-
-
 def test_sampling_is_uniform_and_without_replacement():
     buffer = filled(12)
     rng = np.random.default_rng(0)
@@ -79,41 +79,6 @@ def test_sampling_is_uniform_and_without_replacement():
     assert ((counts - expected) ** 2 / expected).sum() < 37
     with pytest.raises(ValueError, match="larger sample"):
         buffer.sample(13, rng)
-
-
-def test_stretches_put_together_are_the_buffer_again_and_hold_each_episode_once(tmp_path):
-    buffer, parts, stored = EpisodeBuffer(20), [], 0
-    for added in (3, 0, 14, 9, 7):
-        buffer.add([episode(buffer.added + i, 1 + i) for i in range(added)])
-        stretch = buffer.since(stored)
-        assert (stretch.first, len(stretch.records)) == (stored, added)
-        stretch.save(tmp_path / f"{stored}.episodes")
-        parts.append((tmp_path / f"{stored}.episodes", stretch.describe()))
-        stored += added
-    oldest = buffer.added - len(buffer)
-    found = [load_range(path, said).from_number(oldest) for path, said in parts if said["count"]]
-    again = EpisodeBuffer(20)
-    again.restore(found, buffer.added)
-    assert (numbers(again), again.added, again.nbytes) == (numbers(buffer), buffer.added, buffer.nbytes)
-    for one in (buffer, again):
-        one.add([episode(99, 2)])
-    drawn = [one.sample(11, np.random.default_rng(5)) for one in (buffer, again)]
-    for name in buffer.fields:
-        assert drawn[0][name].numpy().tobytes() == drawn[1][name].numpy().tobytes()
-    assert len(buffer.since(0).records) == len(buffer), "what has left is not there any more"
-
-
-def test_a_stretch_that_is_not_what_is_said_of_it_is_refused(tmp_path):
-    buffer = filled(4)
-    stretch = buffer.since(1)
-    stretch.save(tmp_path / "s")
-    said = stretch.describe()
-    assert len(load_range(tmp_path / "s", said).records) == 3
-    for wrong in ({"count": 2}, {"count": 4}, {"codec": None}, {"codec": {"spec": [], "plain": []}}, {"first": "x"}):
-        with pytest.raises(ValueError, match="."):
-            load_range(tmp_path / "s", {**said, **wrong})
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_range(tmp_path / "nowhere", said)
 
 
 def test_an_episode_with_other_fields_is_refused_by_name():
@@ -136,37 +101,6 @@ def test_a_view_does_not_keep_the_whole_alive():
     assert stored.untyped_storage().nbytes() == 3 * 5 * 4
 
 
-def test_state_and_file_give_the_same_batches_bit_for_bit(tmp_path):
-    buffer = filled(33, capacity=20)
-    path = tmp_path / "deep" / "buffer.ep"
-    buffer.save(path, {"map": "3m", "n": 3})
-    from_file, restored = EpisodeBuffer(20), EpisodeBuffer(25)
-    from_file.load(path, {"map": "3m"})
-    restored.restore([buffer.since(0)], buffer.added)
-    expected = buffer.sample(11, np.random.default_rng(5))
-    for other in (from_file, restored):
-        assert other.nbytes == buffer.nbytes
-        batch = other.sample(11, np.random.default_rng(5))
-        assert batch.packing == expected.packing
-        assert batch.sample_index == expected.sample_index
-        for name in buffer.fields:
-            assert batch[name].dtype == expected[name].dtype
-            assert batch[name].numpy().tobytes() == expected[name].numpy().tobytes()
-        other.add([episode(77, 2)])  # the oldest leaves, or there is room
-    assert numbers(from_file) == [*range(14, 33), 77]
-    assert numbers(restored) == [*range(13, 33), 77]
-    assert [p.name for p in path.parent.iterdir()] == ["buffer.ep"]
-
-
-def test_an_empty_buffer_can_be_saved(tmp_path):
-    EpisodeBuffer(3).save(tmp_path / "empty")
-    buffer = EpisodeBuffer(3)
-    buffer.load(tmp_path / "empty")
-    assert len(buffer) == 0
-    buffer.restore([EpisodeBuffer(3).since(0)], 0)
-    assert len(buffer) == 0
-
-
 def test_every_kind_of_damage_is_refused_and_nothing_is_lost(tmp_path):
     path = tmp_path / "buffer.ep"
     filled(5).save(path)
@@ -184,7 +118,58 @@ def test_every_kind_of_damage_is_refused_and_nothing_is_lost(tmp_path):
         assert numbers(buffer) == [0, 1, 2]
 
 
-def test_a_file_of_another_run_or_of_another_size_is_refused(tmp_path):
+def test_a_file_and_ranges_of_episodes_give_the_buffer_again(tmp_path):
+    """With the origin of each episode; ranges hold each episode once, though some have left the buffer."""
+    buffer, ranges, stored = EpisodeBuffer(20), [], 0
+    for added in (3, 0, 14, 9, 7):
+        buffer.add([recorded(buffer.added + i, 1 + i) for i in range(added)])
+        part = buffer.since(stored)
+        assert (part.first, len(part.records)) == (stored, added)
+        part.save(tmp_path / f"{stored}.episodes")
+        ranges.append((tmp_path / f"{stored}.episodes", part.describe()))
+        stored += added
+    assert len(buffer.since(0).records) == len(buffer) == 20
+    oldest = buffer.added - len(buffer)
+    path = tmp_path / "deep" / "buffer.ep"
+    buffer.save(path, {"map": "3m", "n": 3})
+    from_ranges, from_file, larger = EpisodeBuffer(20), EpisodeBuffer(20), EpisodeBuffer(25)
+    found = [load_range(file, said).from_number(oldest) for file, said in ranges if said["count"]]
+    from_ranges.restore([one for part in found for one in part.each()], buffer.added)
+    from_file.load(path, {"map": "3m"})
+    larger.restore([buffer.since(0)], buffer.added)
+    drawn = np.random.default_rng(5).choice(20, 11, replace=False)
+    expected = pack_episodes([buffer.episodes[i] for i in drawn])
+    assert expected.meta[0].group == f"g{int(expected['number'][0])}"
+    for one in (buffer, from_ranges, from_file, larger):
+        assert (numbers(one), one.nbytes) == (list(range(13, 33)), buffer.nbytes)
+        assert_same(one.sample(11, np.random.default_rng(5)), expected)
+        assert_same(one.batch(drawn.tolist()).select(range(11)), expected)
+    assert from_ranges.added == larger.added == 33
+    for one in (from_file, larger):
+        one.add([episode(77, 2)])  # the oldest leaves, or there is room
+        assert one.batch([-1]).meta == (UNKNOWN,)
+    assert (numbers(from_file), numbers(larger)) == ([*range(14, 33), 77], [*range(13, 33), 77])
+    assert [file.name for file in path.parent.iterdir()] == ["buffer.ep"]
+    for empty in (EpisodeBuffer(3), filled(2)):
+        EpisodeBuffer(3).save(tmp_path / "empty")
+        empty.load(tmp_path / "empty")
+        empty.restore([EpisodeBuffer(3).since(0)], 0)
+        assert len(empty) == 0
+
+
+def test_a_range_that_does_not_fit_its_description_is_rejected(tmp_path):
+    part = filled(4).since(1)
+    part.save(tmp_path / "s")
+    said = part.describe()
+    assert len(load_range(tmp_path / "s", said).records) == 3
+    for wrong in ({"count": 2}, {"count": 4}, {"codec": None}, {"codec": {"spec": [], "plain": []}}, {"first": "x"}):
+        with pytest.raises(ValueError, match="."):
+            load_range(tmp_path / "s", {**said, **wrong})
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_range(tmp_path / "nowhere", said)
+
+
+def test_a_file_of_another_run_or_of_another_size_is_rejected_and_an_older_one_is_read(tmp_path):
     path = tmp_path / "buffer.ep"
     filled(5).save(path, {"map": "3m"})
     with pytest.raises(UserError, match="map is 3m there and 8m in this run"):
@@ -193,15 +178,21 @@ def test_a_file_of_another_run_or_of_another_size_is_refused(tmp_path):
         EpisodeBuffer(4).load(path, {"map": "3m"})
     with pytest.raises(UserError, match="some_key=.*nowhere cannot be read"):
         EpisodeBuffer(4).load(tmp_path / "nowhere", key="some_key")
-
-
-def test_the_file_says_what_it_holds_in_json(tmp_path):
-    path = tmp_path / "buffer.ep"
-    filled(2).save(path, {"map": "3m"})
     raw = path.read_bytes()
-    header = json.loads(raw[48 : 48 + int.from_bytes(raw[8:16], "little")])
-    assert header["facts"] == {"map": "3m"}
-    assert header["rows"] == [2, 3]
+    end = 48 + int.from_bytes(raw[8:16], "little")
+    header = json.loads(raw[48:end])
+    assert (header["facts"], header["rows"]) == ({"map": "3m"}, [2, 3, 4, 5, 6])
     kinds = {f["name"]: (f["dtype"], f["shape"]) for f in header["fields"]}
-    assert kinds["recon"] == ("float16", [2, 3])
-    assert kinds["tokens"] == ("int16", [2, 4])
+    assert (kinds["recon"], kinds["tokens"]) == (("float16", [2, 3]), ("int16", [2, 4]))
+    for meta, read in ((None, True), ({"slot": [1]}, False), ({"seed": ["x"] * 5}, False), ({"place": [1] * 5}, False)):
+        changed = {name: value for name, value in header.items() if name != "meta"}  # as earlier versions wrote it
+        text = json.dumps(changed if meta is None else {**changed, "meta": meta}).encode()
+        digest = hashlib.sha256(text).digest()
+        path.write_bytes(MARK + len(text).to_bytes(8, "little") + digest + text + raw[end:])
+        buffer = EpisodeBuffer(9)
+        if read:
+            buffer.load(path)
+            assert buffer.batch([0, 1]).meta == (UNKNOWN, UNKNOWN)
+        else:
+            with pytest.raises(UserError, match="damaged"):
+                buffer.load(path)

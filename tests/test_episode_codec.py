@@ -60,13 +60,6 @@ def test_every_bit_of_made_up_episodes_comes_back(dtype):
             assert bits(codec.field(records, name)) == bits(episode[name])
 
 
-def test_chosen_rows_come_in_the_order_asked_for():
-    episode = made_up(3)
-    rows = torch.tensor([2, 0, 2, len(episode["reward"]) - 1])
-    codec = Codec(spec_of(episode))
-    assert_same(codec.decode(codec.encode(episode), rows), {name: value[rows] for name, value in episode.items()})
-
-
 def test_what_breaks_a_rule_is_refused_by_the_codec_and_stored_plain_by_the_buffer():
     mask = made_up(1)
     mask["avail_actions"][0, 0, 0] = 2
@@ -86,19 +79,3 @@ def test_what_breaks_a_rule_is_refused_by_the_codec_and_stored_plain_by_the_buff
         rows = sum(len(episode["reward"]) for episode in episodes)
         assert buffer.nbytes == rows * codec.without(name).width
         assert_same(buffer.batch([2, 0, 1]).data, pack_episodes([episodes[i] for i in (2, 0, 1)]).data)
-
-
-def test_a_full_ring_gives_what_plain_packing_gives_also_when_it_is_restored(tmp_path):
-    buffer = EpisodeBuffer(7)
-    buffer.add(made_up(seed) for seed in range(17))
-    kept = [made_up(seed) for seed in range(10, 17)]
-    restored, loaded = EpisodeBuffer(7), EpisodeBuffer(8)
-    restored.restore([buffer.since(0)], buffer.added)
-    buffer.save(tmp_path / "file")
-    loaded.load(tmp_path / "file")
-    order = [3, 0, 6, 1]
-    for one in (buffer, restored, loaded):
-        assert one.nbytes == buffer.nbytes
-        assert_same(one.batch(order).data, pack_episodes([kept[i] for i in order]).data)
-    with pytest.raises(IndexError):
-        buffer.batch([7])

@@ -229,23 +229,6 @@ def test_whenever_a_worker_dies_it_is_replaced(tmp_path):
 
 
 @pytest.mark.processes
-def test_counters_outlive_the_worker_that_had_them():
-    env = ProcessEnvs(Walk, WalkArgs(limit=1), 2)
-    everyone, still = all_slots(env), np.zeros((2, N), int)
-    try:
-        for _ in range(3):
-            env.reset(everyone, np.arange(2))
-            env.step(still, everyone)
-        assert env.get_stats() == {"episodes": 6, "win_rate": 0.5, "worker_restarts": 0}
-        kill(env, 1)
-        env.reset(everyone, np.arange(2))
-        env.step(still, everyone)
-        assert env.get_stats() == {"episodes": 8, "win_rate": 0.5, "worker_restarts": 1}
-    finally:
-        env.close()
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("where", ["step", "reset"])
 def test_a_worker_that_dies_again_and_again_is_an_error(where, monkeypatch):
     monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 3)
@@ -260,16 +243,16 @@ def test_a_worker_that_dies_again_and_again_is_an_error(where, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_worker_that_ends_episodes_between_its_deaths_goes_on(monkeypatch):
+def test_a_worker_that_ends_episodes_between_its_deaths_goes_on_and_counters_outlive_it(monkeypatch):
     monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 2)
-    env = ProcessEnvs(Walk, WalkArgs(limit=1), 1)
-    everyone, still = all_slots(env), np.zeros((1, N), int)
+    env = ProcessEnvs(Walk, WalkArgs(limit=1), 2)
+    everyone, still = all_slots(env), np.zeros((2, N), int)
     try:
-        for _ in range(3):
-            env.reset(everyone, np.zeros(1, int))
+        for deaths in range(3):
+            env.reset(everyone, np.arange(2))
             assert not env.step(still, everyone).lost.any()
-            kill(env, 0)
-        assert env.get_stats()["worker_restarts"] == 3
+            assert env.get_stats() == {"episodes": 2 * deaths + 2, "win_rate": 0.5, "worker_restarts": deaths}
+            kill(env, 1)
     finally:
         env.close()
 

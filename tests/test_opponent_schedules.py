@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from omagd.config.loading import resolve
 from omagd.envs.factory import make_env
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
-from omagd.run.training.opponents import Opponents
+from omagd.run.training.opponents import Opponents, check_opponents
 from omagd.runners.rollout import EpisodeSeeds
 from omagd.runners.runner import Runner
 from omagd.utils.clock import Counters
+from omagd.utils.errors import UserError
 from omagd.utils.seeding import seed_everything
 
 torch.set_num_threads(1)
@@ -35,30 +37,13 @@ def levels(name, shares):
 def test_schedules_are_the_published_functions_of_the_share_of_training():
     assert levels("linear", [0, 0.249, 0.25, 0.5, 0.75, 0.999, 1.0]) == [0, 0, 1, 2, 3, 3, 4]
     assert levels("exponential", [0, 0.39, 0.4, 0.62, 0.63, 0.82, 0.83, 1.0]) == [0, 0, 1, 1, 2, 2, 3, 4]
-    assert levels("curriculum", [0, 0.099, 0.1, 0.299, 0.3, 0.599, 0.6, 0.849, 0.85, 2]) == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        4,
-        4,
-    ]
+    shares = [0, 0.099, 0.1, 0.299, 0.3, 0.599, 0.6, 0.849, 0.85, 2]
+    assert levels("curriculum", shares) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert levels("none", [0, 1]) == levels("self_play", [0, 1]) == [None, None]
     for name in ("linear", "exponential", "curriculum"):
         everywhere = levels(name, np.linspace(0, 1, 500))
         assert everywhere == sorted(everywhere)
         assert everywhere[-1] == 4
-
-
-class Quiet:
-    """Takes what is logged."""
-
-    def info(self, text: str) -> None:
-        """Forget it."""
 
 
 class FakeSession:
@@ -69,7 +54,7 @@ class FakeSession:
         self.config = resolve("snakes_ddpg", "snakes", values)
         self.env = make_env("snakes_3v3", dict(self.config.env_args), 4, processes=False)
         self.info = self.env.info
-        self.logger = Quiet()
+        self.logger = SimpleNamespace(info=str)
         self.runners = {
             purpose: Runner(self.env, self.config, self.info, EpisodeSeeds(1, purpose)) for purpose in ("train", "test")
         }
@@ -104,8 +89,14 @@ def followed(session, clock, moments):
 
 
 def test_training_climbs_the_ladder_and_tests_play_whom_env_args_name():
+    session, clock = FakeSession(), Counters()
+    before = session.runners["train"].prepare
+    opponents = Opponents(session, Policy(session), clock)
+    assert session.runners["train"].prepare is before and not opponents.due() and opponents.stats() == {}
+    plain = resolve("qmix", "skirmish", {"opponent_difficulty_strategy": "linear"})
+    with pytest.raises(UserError, match="env=skirmish has no opponents"):
+        check_opponents(plain, session.info)
     session = FakeSession(opponent_difficulty_strategy="curriculum")
-    clock = Counters()
     moments = [(t, 0, 0) for t in (0, 9_999, 10_000, 30_000, 60_000, 85_000, 100_000)]
     playing, opponents = followed(session, clock, moments)
     assert playing == [(name,) for name in ("random", "random", "l1", "l3", "l4", "greedy", "greedy")]
@@ -170,63 +161,47 @@ def test_a_frozen_self_plays_as_its_kind_of_agent_does(kind):
     assert np.mean(agreed) < 0.9 if kind == "ddpg" else np.mean(agreed) == 1.0
 
 
-def test_nothing_is_asked_of_an_environment_whose_opponents_stay():
-    session = FakeSession()
-    before = session.runners["train"].prepare
-    opponents = Opponents(session, Policy(session), Counters())
-    assert not opponents.due()
-    assert session.runners["train"].prepare is before
-    assert opponents.stats() == {}
+LEARN = "learner=nq_learner mac=n_mac"
 
 
 @pytest.mark.parametrize(
     ("updates", "words"),
     [
-        (["opponent_difficulty_strategy=liner"], "opponent_difficulty_strategy=liner is not known"),
-        (["opponent_difficulty_strategy=linear", "opponent_order=mesured"], "opponent_order=mesured is not known"),
-        (["env_args.opponent=greddy"], "env_args.opponent=greddy: must be one of random"),
+        ("opponent_difficulty_strategy=liner", "opponent_difficulty_strategy=liner is not known"),
+        ("opponent_order=mesured", "opponent_order=mesured is not known"),
+        ("env_args.opponent=greddy", "env_args.opponent=greddy: must be one of random"),
         (
-            ["enable_opponent_evasion=True", "opponent_evasion_start_episode=5", "t_max=1000"],
+            "enable_opponent_evasion=True opponent_evasion_start_episode=5 t_max=1000",
             "opponent_evasion_start_episode=5: is after the end",
         ),
-        (["opponent_difficulty_strategy=self_play", "agent=bicnet"], "only with an agent that does not talk"),
+        ("opponent_difficulty_strategy=self_play agent=bicnet", "only with an agent that does not talk"),
         (
-            ["opponent_difficulty_strategy=self_play", "obs_agent_id=True", "use_full_obs=True"],
+            "opponent_difficulty_strategy=self_play obs_agent_id=True use_full_obs=True",
             "agent=ddpg can be frozen as an opponent only with obs_agent_id=False, use_full_obs=False",
         ),
         (
-            ["opponent_difficulty_strategy=self_play", "learner=nq_learner", "agent=n_rnn"],
+            f"opponent_difficulty_strategy=self_play {LEARN} agent=n_rnn",
             "agent=n_rnn cannot be frozen as an opponent. Use an agent without memory: agent=ddpg for DDPG, agent=ff",
         ),
-        (["use_graph_reconstruction=True", "env_args.obs=entities"], "needs learner=nq_graph_learner"),
         (
-            ["use_graph_reconstruction=True", "env_args.obs=entities", "learner=nq_graph_learner"],
+            "use_graph_reconstruction=True env_args.obs=entities learner=nq_graph_learner",
             "mac=ddpg_mac: reads no reconstruction",
         ),
         (
-            ["opponent_difficulty_strategy=self_play", "mark_guesses=True", "env_args.obs=entities"],
+            "opponent_difficulty_strategy=self_play mark_guesses=True env_args.obs=entities",
             "agent=ddpg can be frozen as an opponent only with mark_guesses=False",
         ),
-        (["opponent_order=mesured"], "opponent_order=mesured is not known"),
-        (["mac=n_mac"], "learner=ddpg_learner needs mac=ddpg_mac, not mac=n_mac"),
-        (["agent=n_rnn"], "learner=ddpg_learner needs agent=ddpg or agent=bicnet, not agent=n_rnn"),
-        (["agent=ff"], "learner=ddpg_learner needs agent=ddpg or agent=bicnet, not agent=ff"),
-        (["learner=nq_learner", "mac=n_mac", "agent=gnn_rnn"], "agent=gnn_rnn needs an environment with an entity"),
-        (["opponent_difficulty_strategy=linear", "env_processes=True"], "needs env_processes=False"),
+        ("mac=n_mac", "learner=ddpg_learner needs mac=ddpg_mac, not mac=n_mac"),
+        ("agent=ff", "learner=ddpg_learner needs agent=ddpg or agent=bicnet, not agent=ff"),
+        (f"{LEARN} agent=gnn_rnn", "agent=gnn_rnn needs an environment with an entity"),
+        ("opponent_difficulty_strategy=linear env_processes=True", "needs env_processes=False"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(updates, words, tmp_path, capsys):
-    assert main([*RUN, f"local_results_path={tmp_path}", *updates]) == 2
+def test_wrong_combinations_are_rejected_in_one_line(updates, words, tmp_path, capsys):
+    assert main([*RUN, f"local_results_path={tmp_path}", *updates.split()]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(errors) == 1
-    assert words in errors[0]
+    assert len(errors) == 1 and words in errors[0]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_environment_without_opponents_says_so(tmp_path, capsys):
-    words = ["--config=qmix", "--env-config=skirmish", "with", "opponent_difficulty_strategy=linear"]
-    assert main([*words, f"local_results_path={tmp_path}", "use_cuda=False"]) == 2
-    assert "env=skirmish has no opponents" in capsys.readouterr().err
 
 
 LONG = ("t_max=820", "ticks_per_iteration=20", "updates_per_iteration=2", "checkpoint_interval=0", "test_interval=500")

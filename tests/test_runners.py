@@ -19,6 +19,7 @@ from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.packing import EpisodeMeta
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import stream_seed
 
@@ -52,57 +53,37 @@ def test_rows_hold_what_happened_and_the_closing_row_what_was_seen_last():
         assert mask[steps].tolist() == [[1, 0, 0, 0]] * 2
 
 
-def test_fields_are_compact_exact_and_of_the_agreed_dtypes():
-    episode = runner_of(FakeEnv(2)).run(Probe(), explore=None).episodes[0]
-    kinds = {name: values.dtype for name, values in episode.items()}
-    assert kinds == {
-        "obs": torch.float32,
-        "state": torch.float32,
-        "avail_actions": torch.uint8,
-        "actions": torch.uint8,
-        "reward": torch.float32,
-        "terminated": torch.uint8,
-        "note": torch.float16,
-        "age": torch.int16,
-    }
-    assert all(v.untyped_storage().nbytes() == v.nbytes for v in episode.values())
-    many = runner_of(FakeEnv(1, n_actions=300)).run(Probe(), explore=None).episodes[0]
-    assert many["actions"].dtype == torch.int16
-
-
-def test_every_slot_plays_its_quota_without_a_pause():
+def test_stats_are_sums_and_counts_over_episodes():
+    """Every slot plays its quota without a pause; episodes come in order of their last tick, then of their slot."""
     env = FakeEnv(4)
     rollout = runner_of(env).run(Probe(), explore=None, episodes_per_slot=5)
-    played = {slot: [length_of(seed) for s, seed in env.begun if s == slot] for slot in range(4)}
-    assert all(len(lengths) == 5 for lengths in played.values())
-    # One tick per step and one to look at the last moment; the last episode's look needs no step.
-    assert env.ticks <= max(sum(lengths) + len(lengths) - 1 for lengths in played.values())
-    assert rollout.steps == sum(map(sum, played.values())) == len(env.log)
-
-
-def test_episodes_stand_in_order_of_their_last_tick_and_then_of_their_slot():
-    env = FakeEnv(5)
-    episodes = runner_of(env).run(Probe(), explore=None, episodes_per_slot=3).episodes
-    expected = []
-    for slot in range(5):
-        tick = 0
-        for seed in [seed for s, seed in env.begun if s == slot]:
-            tick += length_of(seed) + 1
-            expected.append((tick, slot, seed % 1000))
-    assert [identity(episode) for episode in episodes] == [number for _, _, number in sorted(expected)]
-
-
-def test_stats_are_sums_and_counts_over_episodes():
-    env = FakeEnv(3)
-    rollout = runner_of(env).run(Probe(), explore=None, episodes_per_slot=2, keep=False)
+    played = {slot: [seed for s, seed in env.begun if s == slot] for slot in range(4)}
+    # One tick for each step and one for the closing row; after the last step of all no closing row needs a step.
+    assert env.ticks <= max(sum(map(length_of, seeds)) + len(seeds) - 1 for seeds in played.values())
+    assert rollout.steps == len(env.log)
+    ends = []
+    for slot, seeds in played.items():
+        ticks = np.cumsum([length_of(seed) + 1 for seed in seeds])
+        ends += [(tick, EpisodeMeta(slot, seed)) for tick, seed in zip(ticks, seeds, strict=True)]
+    expected = [meta for _, meta in sorted(ends, key=lambda end: (end[0], end[1].slot))]
+    assert [episode.meta for episode in rollout.episodes] == expected
+    assert [identity(episode) for episode in rollout.episodes] == [meta.seed % 1000 for meta in expected]
     seeds = [seed for _, seed in env.begun]
-    assert rollout.episodes == []
-    assert rollout.n_episodes == 6
-    assert rollout.stats["ep_length"] == (sum(map(length_of, seeds)), 6)
-    assert rollout.stats["battle_won"] == (sum(seed % 3 == 0 for seed in seeds), 6)
-    assert rollout.stats["dead_enemies"] == (sum(seed % 5 for seed in seeds), 6)
     total = sum(float(reward_at(seed, t, np.array(actions))) for _, seed, t, actions in env.log)
-    assert rollout.stats["return"] == (pytest.approx(total), 6)
+    assert rollout.stats == {
+        "return": (pytest.approx(total), 20),
+        "ep_length": (rollout.steps, 20),
+        "battle_won": (sum(seed % 3 == 0 for seed in seeds), 20),
+        "dead_enemies": (sum(seed % 5 for seed in seeds), 20),
+    }
+    kinds = {name: str(values.dtype).removeprefix("torch.") for name, values in rollout.episodes[0].items()}
+    floats = {"obs": "float32", "state": "float32", "reward": "float32", "note": "float16"}
+    assert kinds == floats | {"avail_actions": "uint8", "actions": "uint8", "terminated": "uint8", "age": "int16"}
+    assert all(v.untyped_storage().nbytes() == v.nbytes for v in rollout.episodes[0].values())
+    many = runner_of(FakeEnv(1, n_actions=300)).run(Probe(), explore=None).episodes[0]
+    assert many["actions"].dtype == torch.int16
+    unrecorded = runner_of(FakeEnv(4)).run(Probe(), explore=None, episodes_per_slot=5, keep=False)
+    assert (unrecorded.episodes, unrecorded.stats, unrecorded.log) == ([], rollout.stats, rollout.log)
 
 
 def test_a_batch_plays_the_same_episodes_as_its_slots_alone():
@@ -157,7 +138,7 @@ def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
 
 
 @pytest.mark.parametrize("name", ["parallel", "stream"])
-def test_the_log_tells_every_episode_in_the_order_in_which_it_is_counted(name):
+def test_the_log_holds_every_episode_in_the_order_in_which_it_is_counted(name):
     env = FakeEnv(3)
     runner, probe = runner_of(env, name=name), Probe()
     rollouts = [runner.collect(probe, explore=None) for _ in range(4)]
@@ -165,51 +146,47 @@ def test_the_log_tells_every_episode_in_the_order_in_which_it_is_counted(name):
     log = [entry for rollout in rollouts for entry in rollout.log]
     assert sorted((entry["slot"], entry["seed"]) for entry in log) == sorted(env.begun)
     for rollout in rollouts:
-        assert [entry["seed"] % 1000 for entry in rollout.log] == [identity(e) for e in rollout.episodes]
+        assert [(entry["slot"], entry["seed"]) for entry in rollout.log] == [
+            (episode.meta.slot, episode.meta.seed) for episode in rollout.episodes
+        ]
         assert sum(entry["length"] for entry in rollout.log) == rollout.steps
     for entry in log:
         seed = entry["seed"]
         actions = [played for _, s, _, played in env.log if s == seed]
-        brought = sum(float(reward_at(seed, t, np.array(a))) for t, a in enumerate(actions))
-        expected = {"slot": entry["slot"], "seed": seed, "length": length_of(seed), "return": brought}
+        reward = sum(float(reward_at(seed, t, np.array(a))) for t, a in enumerate(actions))
+        expected = {"slot": entry["slot"], "seed": seed, "length": length_of(seed), "return": reward}
         assert entry == {**expected, "battle_won": float(seed % 3 == 0), "dead_enemies": float(seed % 5)}
         assert [type(value) for value in list(entry.values())[:4]] == [int, int, int, float]
-    kept = runner_of(FakeEnv(3), name=name).run(Probe(), explore=None, episodes_per_slot=2, keep=False).log
-    assert len(kept) == 6 and all(entry["length"] == length_of(entry["seed"]) for entry in kept)
 
 
 def test_renewed_seeds_are_others_and_reproducible():
-    everyone = np.ones(3, bool)
-
-    def drawn(generation: int, times: int = 4) -> list[int]:
-        stream = EpisodeSeeds(3, "train", 1)
+    everyone, everything = np.ones(3, bool), []
+    for generation in range(4):
+        stream, again = EpisodeSeeds(3, "train", 1), EpisodeSeeds(3, "train", 1)
         stream.draw(everyone)
         if generation:
             stream.renew(generation)
-        again = EpisodeSeeds(3, "train", 1)
         again.load_state_dict(stream.state_dict())
-        seeds = [stream.draw(everyone) for _ in range(times)]
-        assert all((again.draw(everyone) == each).all() for each in seeds)
-        return [int(seed) for each in seeds for seed in each]
-
-    everything = [seed for generation in range(4) for seed in drawn(generation)]
+        drawn = [stream.draw(everyone) for _ in range(4)]
+        assert all((again.draw(everyone) == each).all() for each in drawn)
+        everything += [int(seed) for each in drawn for seed in each]
     assert len(set(everything)) == len(everything) == 4 * 4 * 3
-    assert drawn(2) == drawn(2)
     runner, other = runner_of(FakeEnv(2)), runner_of(FakeEnv(2))
     runner.renew(5)
-    first = runner.run(Probe(), explore=None).log
     other.restore(runner.snapshot(), None)
-    assert first != runner_of(FakeEnv(2)).run(Probe(), explore=None).log
-    assert runner.run(Probe(), explore=None).log == other.run(Probe(), explore=None).log
+    first = runner.run(Probe(), explore=None).log
+    assert first == other.run(Probe(), explore=None).log != runner_of(FakeEnv(2)).run(Probe(), explore=None).log
 
 
 def test_play_goes_on_with_new_episodes_and_can_be_continued_from_a_state():
+    """Tests in the same environment change nothing."""
     env = FakeEnv(2)
-    runner = runner_of(env)
+    runner, test = runner_of(env), runner_of(env, "test")
     runner.run(Probe(), explore=None, episodes_per_slot=2)
     state = runner.snapshot()
+    test.run(Probe(), explore=None, keep=False)
     second = runner.run(Probe(), explore=None, episodes_per_slot=2)
-    assert len({seed for _, seed in env.begun}) == 8
+    assert len({seed for _, seed in env.begun}) == 10
     again = runner_of(FakeEnv(2))
     again.restore(state, None)
     third = again.run(Probe(), explore=None, episodes_per_slot=2)
@@ -218,52 +195,26 @@ def test_play_goes_on_with_new_episodes_and_can_be_continued_from_a_state():
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_tests_do_not_disturb_training_on_the_same_environment():
-    def played(with_tests: bool) -> list[int]:
-        env = FakeEnv(2)
-        train, test = runner_of(env, "train"), runner_of(env, "test")
-        numbers: list[int] = []
-        for _ in range(3):
-            numbers += [identity(e) for e in train.run(Probe(), explore=None).episodes]
-            if with_tests:
-                test.run(Probe(), explore=None, episodes_per_slot=2, keep=False)
-        return numbers
-
-    assert played(True) == played(False)
-
-
-def test_exploration_reaches_the_policy_and_full_obs_only_who_asks():
-    explore = Exploration(0.3, np.random.default_rng(0))
-    probe = Probe()
-    episode = runner_of(FakeEnv(2)).run(probe, explore=explore).episodes[0]
-    assert all(given is explore for given in probe.explored)
-    assert not any(probe.full)
-    assert "full_obs" not in episode
-    oracle = Probe(wants_full_obs=True)
-    episode = runner_of(FakeEnv(2)).run(oracle, explore=None).episodes[0]
-    assert all(oracle.full)
-    assert "full_obs" not in episode
-
-
-def test_one_runner_serves_policies_with_different_fields():
-    env = FakeEnv(2)
-    runner = runner_of(env)
-    assert "note" in runner.run(Probe(), explore=None).episodes[0]
+def test_policies_get_what_they_ask_for_and_store_their_own_fields():
+    env, explore = FakeEnv(2), Exploration(0.3, np.random.default_rng(0))
+    runner, probe, oracle = runner_of(env), Probe(), Probe(wants_full_obs=True)
     plain = ScriptedPolicy(env, ("low",), 0.0, np.random.default_rng(0))
-    assert "note" not in runner.run(plain, explore=None).episodes[0]
-    assert "note" in runner.run(Probe(), explore=None).episodes[0]
+    for policy in (probe, plain, oracle):
+        episode = runner.run(policy, explore=explore).episodes[0]
+        assert "full_obs" not in episode and ("note" in episode) is (policy is not plain)
+    assert all(given is explore for given in probe.explored)
+    assert not any(probe.full) and all(oracle.full)
 
 
-def test_an_endless_episode_is_a_fault_of_the_environment():
-    told = "the episode goes on after its limit of 9 steps; correct the environment"
-    with pytest.raises(UserError, match=rf"^env=fake, slot 0, seed \d+, step 9: {told}$"):
+def test_wrong_environments_names_and_scripts_are_rejected():
+    words = "the episode goes on after its limit of 9 steps; correct the environment"
+    with pytest.raises(UserError, match=rf"^env=fake, slot 0, seed \d+, step 9: {words}$"):
         runner_of(FakeEnv(2, endless=True)).run(Probe(), explore=None)
-
-
-def test_the_episode_runner_plays_one_slot():
     assert own_names(REGISTRY) == ["episode", "parallel", "stream", "ticks"]
     with pytest.raises(UserError, match="runner=parallel"):
         runner_of(FakeEnv(2), name="episode")
+    with pytest.raises(UserError, match="no scripted policy clever"):
+        ScriptedPolicy(FakeEnv(1), ("clever",), 0.1, np.random.default_rng(0))
 
 
 def test_scripted_play_follows_its_scripts_and_mixes_chance_in():
@@ -276,6 +227,8 @@ def test_scripted_play_follows_its_scripts_and_mixes_chance_in():
         assert all((e["obs"] >= 0).all() for e in rollout.episodes)
         return float(torch.cat(choices).mean()), np.array([float(c.mean()) for c in choices])
 
+    one, other = share_of_low(("low", "high", "random"), 0.4), share_of_low(("low", "high", "random"), 0.4)
+    assert one[0] == other[0] and (one[1] == other[1]).all(), "a function of its generator"
     assert share_of_low(("low",), 0.0)[0] == 1.0
     assert share_of_low(("high",), 0.0)[0] == 0.0
     mean, each = share_of_low(("low", "high"), 0.0)
@@ -285,17 +238,3 @@ def test_scripted_play_follows_its_scripts_and_mixes_chance_in():
     assert abs(share_of_low((), 0.7)[0] - 0.5) < 0.06
     assert abs(share_of_low(("low",), 1.0)[0] - 0.5) < 0.06
     assert abs(share_of_low(("low",), 0.5)[0] - 0.75) < 0.06
-
-
-def test_scripted_play_is_determined_by_its_generator():
-    def played() -> list[list[list[int]]]:
-        env = FakeEnv(3)
-        policy = ScriptedPolicy(env, ("low", "high", "random"), 0.4, np.random.default_rng(5))
-        return [e["actions"].tolist() for e in runner_of(env).run(policy, explore=None, episodes_per_slot=3).episodes]
-
-    assert played() == played()
-
-
-def test_an_unknown_script_is_refused():
-    with pytest.raises(UserError, match="no scripted policy clever"):
-        ScriptedPolicy(FakeEnv(1), ("clever",), 0.1, np.random.default_rng(0))
