@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import q_toys
 import torch
 from command_budgets import BUDGETS
-from q_toys import state_of
+from q_toys import equal, state_of
 
 import omagd
 from omagd import learners
@@ -33,38 +35,36 @@ torch.set_num_threads(1)
 
 
 class Case:
-    """A learner, batches by number, and how to spoil one; `update` returns the stats."""
+    """A learner with batches by number, of which one may hold a `value` that is not finite."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
         self.name = name
-        if name in {"qmix", "iql"}:
-            updates = {"mixer": "none"} if name == "iql" else {}
-            self.learner: Any = q_toys.make_learner(q_toys.toy_config(target_update_updates=1, **updates))
-        elif name == "ddpg":
-            self.learner = ddpg_toys.make_ddpg(dtype=torch.float32)
-        else:
-            config = graph_toys.toy_config(tokenizer_config__revive_interval=1)
-            tokenizer, predictor = graph_toys.toy_modules(config)
-            both = (tokenizer,) if name == "tokenizer" else (predictor, tokenizer)
-            kind = TokenizerLearner if name == "tokenizer" else PredictorLearner
-            self.learner = kind(*both, config, graph_toys.INFO, Dist())
-
-    def batch(self, number: int, value: float | None = None) -> PackedBatch:
-        """Return a batch; with a `value`, one place of it holds that."""
-        if self.name in {"qmix", "iql"}:
-            episodes, field = [q_toys.random_episode(10 * number + i, 5) for i in range(4)], "reward"
-        elif self.name == "ddpg":
-            episodes, field = ddpg_toys.random_steps(number, 6), "agent_reward"
-        else:
-            episodes, field = graph_toys.toy_episodes(4, seed=number), "full_obs"
-        if value is not None:
-            episodes[0][field].view(-1)[0] = value
-        return pack_episodes(episodes)
+        config = graph_toys.toy_config(tokenizer_config__revive_interval=1)
+        tokenizer, predictor = graph_toys.toy_modules(config)
+        stage = config, graph_toys.INFO, Dist()
+        qmix = partial(q_toys.toy_config, target_update_updates=1)
+        make: dict[str, Any] = {
+            "qmix": lambda: q_toys.make_learner(qmix()),
+            "iql": lambda: q_toys.make_learner(qmix(mixer="none")),
+            "ddpg": lambda: ddpg_toys.make_ddpg(dtype=torch.float32),
+            "tokenizer": lambda: TokenizerLearner(tokenizer, *stage),
+            "predictor": lambda: PredictorLearner(predictor, tokenizer, *stage),
+        }
+        self.learner = make[name]()
 
     def update(self, number: int, value: float | None = None) -> dict[str, Any]:
-        batch = self.batch(number, value)
-        return self.learner.update(batch, **({} if hasattr(self.learner, "best_metric") else {"episodes": 0}))
+        """Take an update on a batch."""
+        graphs = hasattr(self.learner, "best_metric")
+        if self.name == "ddpg":
+            episodes, field = ddpg_toys.random_steps(number, 6), "agent_reward"
+        elif graphs:
+            episodes, field = graph_toys.toy_episodes(4, seed=number), "full_obs"
+        else:
+            episodes, field = [q_toys.random_episode(10 * number + i, 5) for i in range(4)], "reward"
+        if value is not None:
+            episodes[0][field].view(-1)[0] = value
+        return self.learner.update(pack_episodes(episodes), **({} if graphs else {"episodes": 0}))
 
 
 def spoilt(case: Case, value: float) -> dict[str, Any]:
@@ -91,12 +91,11 @@ def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_learns(na
     assert float(stats.pop(SKIPPED)[0]) == 1
     assert all(float(total) == float(count) == 0 for total, count in stats.values()), stats
     after = state_of(case.learner)
-    for tag, wanted in before.items():
-        assert torch.equal(after[tag], wanted), tag
+    assert equal(before, after)
     assert first_not_finite(after) is None
     learned = case.update(4)
     assert float(learned[SKIPPED][0]) == 0 and all(math.isfinite(float(total)) for total, _ in learned.values())
-    assert any(not torch.equal(value, after[tag]) for tag, value in state_of(case.learner).items())
+    assert not equal(after, state_of(case.learner))
 
 
 def test_an_update_whose_finite_gradients_have_an_infinite_norm_changes_nothing() -> None:
@@ -105,16 +104,16 @@ def test_an_update_whose_finite_gradients_have_an_infinite_norm_changes_nothing(
     before = state_of(case.learner)
     stats = case.update(3, 1e25)  # clipping would divide by infinity, and Adam's momentum move the weights
     assert float(stats[SKIPPED][0]) == 1
-    assert all(torch.equal(value, before[tag]) for tag, value in state_of(case.learner).items())
+    assert equal(before, state_of(case.learner))
 
 
 def test_weights_that_have_overflowed_do_not_reach_the_targets() -> None:
     case = Case("qmix")  # targets are copied after each update
     case.update(1)
-    kept = [value.clone() for value in case.learner.target_agent.state_dict().values()]
+    kept = copy.deepcopy(case.learner.target_agent.state_dict())
     next(case.learner.mac.agent.parameters()).data[0] = math.inf
     case.update(2)
-    assert all(map(torch.equal, kept, case.learner.target_agent.state_dict().values()))
+    assert equal(kept, case.learner.target_agent.state_dict())
 
 
 def test_few_skipped_updates_are_counted_and_many_in_a_row_end_the_run() -> None:

@@ -28,6 +28,7 @@ from q_toys import (
 from torch.func import functional_call
 from torch.nn import functional as F
 
+import omagd
 from omagd.components.action_selectors.selectors import EpsilonGreedy, Greedy
 from omagd.components.schedules import LinearSchedule
 from omagd.components.td_lambda import td_lambda_targets
@@ -35,13 +36,13 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.basic_mac import last_actions
-from omagd.controllers.types import Exploration, Tick
+from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
-from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_optimizer import lr_scale
 from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.run.cli.main import config_from
 from omagd.run.training.build import build_learner
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
@@ -100,25 +101,20 @@ def test_last_actions_stay_within_their_episode():
 
 
 def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_is_alive():
-    q = np.zeros((4000, 2, 5))
-    q[..., 3] = 1
-    available = np.ones((4000, 2, 5), bool)
+    q, available, only_noop = np.zeros((4000, 2, 5)), np.ones((4000, 2, 5), bool), np.zeros((4000, 2, 5), bool)
+    q[..., 3] = only_noop[..., 0] = 1
     available[:, 0, [0, 3]] = False
     rng, other = np.random.default_rng(1), np.random.default_rng(1)
     actions = EpsilonGreedy().select(q, available, 0.6, rng)
     shares = [np.bincount(actions[:, i], minlength=5) / 4000 for i in range(2)]
     # Agent 0: ties go to the first available action, 1.
-    np.testing.assert_allclose(shares[0], [0, 0.6, 0.2, 0, 0.2], atol=0.03)
-    np.testing.assert_allclose(shares[1], [0.12, 0.12, 0.12, 0.52, 0.12], atol=0.03)
+    np.testing.assert_allclose(shares, [[0, 0.6, 0.2, 0, 0.2], [0.12, 0.12, 0.12, 0.52, 0.12]], atol=0.03)
     both = ((actions[:, 0] != 1) & (actions[:, 1] != 3)).mean()
     assert both == pytest.approx(0.4 * 0.48, abs=0.03), "each agent explores on its own"
-    only_noop = np.zeros_like(available)
-    only_noop[..., 0] = True
     assert not EpsilonGreedy().select(q, only_noop, 0.0, other).any()
     assert rng.random() == other.random()
     greedy = Greedy().select(q, available, 1.0, rng)
-    assert np.array_equal(EpsilonGreedy().select(q, available, 1.0, None), greedy)
-    assert (greedy == [1, 3]).all()
+    assert np.array_equal(EpsilonGreedy().select(q, available, 1.0, None), greedy) and (greedy == [1, 3]).all()
 
 
 def test_schedule_falls_in_a_straight_line_and_stays():
@@ -356,63 +352,33 @@ def test_the_copy_that_acts_is_brought_up_to_date():
     for parameter in mac.agent.parameters():
         parameter.data.add_(1.0)
     mac.begin(2)
-    assert all(map(torch.equal, mac._actor.state_dict().values(), mac.agent.state_dict().values()))
+    assert equal(mac._actor.state_dict(), mac.agent.state_dict())
 
 
 def test_reset_forgets_one_slot_and_leaves_the_other():
-    mac = MACS.get("n_mac")(toy_config(), INFO, CPU)
+    mac, episodes = MACS.get("n_mac")(toy_config(), INFO, CPU), [random_episode(0, 6), random_episode(0, 6)]
     mac.begin(2)
-    episodes = [random_episode(0, 6), random_episode(0, 6)]
     start = mac._hidden.clone()
     for t in range(3):
         mac.act(tick_of(episodes, t)[0], None)
     kept = mac._hidden.clone()
     mac.reset(np.array([True, False]))
-    assert torch.equal(mac._hidden[0], start[0])
-    assert torch.equal(mac._hidden[1], kept[1])
-    assert mac._last_action[0].eq(-1).all()
-    assert mac._last_action[1].ge(0).all()
-
-
-def play(env, mac, explore, seeds):
-    """Play one episode of fixed length in each slot; return the episodes and the mean return."""
-    n_slots = env.n_slots
-    mac.reset(np.ones(n_slots, bool))
-    env.reset(np.ones(n_slots, bool), seeds)
-    steps = env.info.episode_limit
-    rows = []
-    for t in range(steps + 1):
-        seen = env.observe()
-        kept = {"obs": seen.obs, "state": seen.state, "avail_actions": seen.avail_actions.astype(np.uint8)}
-        kept = {name: value.copy() for name, value in kept.items()}
-        actions = mac.act(Tick(seen, np.full(n_slots, t), np.ones(n_slots, bool)), explore).actions
-        reward, over = np.zeros(n_slots, np.float32), np.zeros(n_slots, np.uint8)
-        if t < steps:
-            result = env.step(actions, np.ones(n_slots, bool))
-            reward, over = result.reward.copy(), result.terminated.astype(np.uint8)
-        taken = actions if t < steps else np.zeros_like(actions)
-        rows.append({**kept, "actions": taken.astype(np.uint8), "reward": reward, "terminated": over})
-    stacked = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
-    episodes = [{name: torch.from_numpy(value[b]) for name, value in stacked.items()} for b in range(n_slots)]
-    return episodes, float(stacked["reward"].sum(1).mean())
+    assert torch.equal(mac._hidden[0], start[0]) and torch.equal(mac._hidden[1], kept[1])
+    assert mac._last_action[0].eq(-1).all() and mac._last_action[1].ge(0).all()
 
 
 @pytest.mark.parametrize(
-    ("env", "mixer", "wanted", "updates"),
+    ("preset", "env", "wanted", "updates"),
     [
-        (MatrixGame(MatrixGameArgs(payoff="monotonic"), 32), "vdn", 8.0, 80),
-        (MatrixGame(MatrixGameArgs(payoff="monotonic"), 32), "none", 8.0, 80),
-        (MemoryGame(MemoryGameArgs(), 32), "qmix", 1.0, 150),
+        ("vdn", "matrix_game", 8.0, "env_args.payoff=monotonic t_max=2560 epsilon_anneal_time=1280"),
+        ("iql", "matrix_game", 8.0, "env_args.payoff=monotonic t_max=2560 epsilon_anneal_time=1280"),
+        ("qmix", "memory_game", 1.0, "t_max=14400 epsilon_anneal_time=7200"),
     ],
 )
-def test_tiny_worlds_are_learned(env, mixer, wanted, updates):
-    config = toy_config(mixer=mixer, lr=0.01, rnn_hidden_dim=32, target_update_updates=10)
-    learner = make_learner(config, info=env.info, seed=1)
-    learner.mac.begin(32)
-    rng = np.random.default_rng(0)
-    for i in range(updates):
-        epsilon = max(0.1, 1 - 2 * i / updates)
-        episodes, _ = play(env, learner.mac, Exploration(epsilon, rng), rng.integers(2**31, size=32))
-        learner.update(pack_episodes(episodes), episodes=32 * i)
-    _, mean = play(env, learner.mac, None, rng.integers(2**31, size=32))
-    assert mean == pytest.approx(wanted)
+def test_tiny_environments_are_learned(preset, env, wanted, updates, tmp_path, monkeypatch):
+    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    words = "run=default batch_size_run=32 batch_size=32 buffer_size=32 lr=0.01 rnn_hidden_dim=32 seed=1 use_cuda=False"
+    words += " mixing_embed_dim=4 hypernet_embed=6 target_update_updates=10 epsilon_finish=0.1 test_interval=100000"
+    words += f" log_interval=100000 save_model=False enable_checkpointing=False local_results_path={tmp_path} {updates}"
+    config = config_from([f"--config={preset}", f"--env-config={env}", "with", *words.split()])
+    assert omagd.run(config)["stages"]["stage3"]["values"]["test_return_mean"] == pytest.approx(wanted)
