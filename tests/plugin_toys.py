@@ -113,5 +113,6 @@ def install(site: Path) -> None:
 
 
 def own_names(registry: Registry) -> list[str]:
-    """Return the names of a registry that this repository brings, sorted."""
-    return sorted(set(registry.names()) - {point.name for point in entry_points(group=registry.group)})
+    """Return the names of a registry that this repository defines, sorted."""
+    plugins = {point.name for point in entry_points(group=registry.group)}
+    return sorted(name for name, place in registry._lazy.items() if place.startswith("omagd.") and name not in plugins)

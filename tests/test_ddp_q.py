@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from ddp_harness import run_ranks
 from ddpg_toys import ddpg_config, make_ddpg, random_steps
+from example_plugins import add_example
 from plugin_toys import own_names
 from q_toys import GRAPH, copy_learner, equal, gradients_of, make_learner, random_episode, state_of, toy_config
 
@@ -20,7 +18,6 @@ from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.processes
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "omagd_example"
 PLAIN = {"learner": "nq_learner_ddp", "target_update_updates": 5}
 KINDS = {
     "qmix": PLAIN,
@@ -45,23 +42,6 @@ TRAINED = [kind for kind in (*KINDS, *DDPG) if kind != "compiled"]
 # Different numbers of episodes and very different numbers of steps on each rank.
 LENGTHS = [[9, 4, 4, 1, 7], [1, 2], [3]]
 UPDATES = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def example():
-    """Register the example package's mixer, and compile without a compiler."""
-    objects, path, backend = dict(MIXERS._lazy), list(sys.path), compiling.BACKEND
-    add_example()
-    yield
-    MIXERS._lazy, sys.path[:], compiling.BACKEND = objects, path, backend
-    MIXERS._objects.pop("qplex", None)
-    torch.compiler.reset()
-
-
-def add_example():
-    sys.path.insert(0, str(EXAMPLE))
-    MIXERS._lazy["qplex"] = "omagd_example.qplex:QPLEXMixer"
-    compiling.BACKEND = "aot_eager"
 
 
 def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
@@ -104,6 +84,7 @@ def without_a_step(kind, rank):
 def of_ranks(rank, dist, kinds):
     """Train each kind, and once more from a checkpoint in the middle."""
     add_example()
+    compiling.BACKEND = "aot_eager"  # which needs no compiler
     out = {}
     for kind in kinds:
         if kind not in DDPG:
@@ -126,6 +107,7 @@ def of_ranks(rank, dist, kinds):
 
 @pytest.fixture(scope="module")
 def ranks():
+    add_example()
     return run_ranks(of_ranks, [*KINDS, *DDPG], world_size=len(LENGTHS))
 
 

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
-import pytest
 import torch
+from example_plugins import CONFIGS, add_example
+from interruption import interrupted_run
 from q_toys import INFO, toy_config
+from run_equality import differences
 
 import omagd
-from omagd.envs import REGISTRY as ENVS
-from omagd.learners.nq_learner import NQLearner
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.mixers.mixer import MixerInputs, mix
 from omagd.run.cli.main import config_from, main
+from omagd.run.cli.preflight import preflight
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "omagd_example"
 QPLEX = {"mixer": "qplex", "mixer_args": {"n_heads": 2, "hidden_dim": 8}, "target_update_updates": 3}
 WORDS = (
-    f"--config={EXAMPLE}/omagd_example/config/algs/qplex.yaml",
-    f"--env-config={EXAMPLE}/omagd_example/config/envs/crossroads.yaml",
+    f"--config={CONFIGS}/algs/qplex.yaml",
+    f"--env-config={CONFIGS}/envs/crossroads.yaml",
     *"with t_max=120 batch_size_run=2 batch_size=4 test_nepisode=2 test_interval=1000 log_interval=24".split(),
     *"learner_log_interval=24 checkpoint_interval=0 rnn_hidden_dim=8 use_cuda=False seed=3".split(),
 )
 
 
-def add_example() -> None:
-    """Register the example's environment and mixer, as its entry points do."""
-    sys.path.insert(0, str(EXAMPLE))
-    MIXERS._lazy["qplex"] = "omagd_example.qplex:QPLEXMixer"
-    ENVS._lazy["crossroads"] = "omagd_example.crossroads:Crossroads"
-
-
-@pytest.fixture(autouse=True)
-def example(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for registry in (MIXERS, ENVS):
-        monkeypatch.setattr(registry, "_lazy", dict(registry._lazy))
-        monkeypatch.setattr(registry, "_objects", dict(registry._objects))
-    add_example()
+add_example()
 
 
 def test_the_greedy_joint_action_is_made_of_the_agents_greedy_actions():
@@ -82,32 +68,15 @@ def test_it_represents_a_game_that_qmix_cannot():
     assert climbing_error("qplex") < 1.0 < 10.0 < climbing_error("qmix")
 
 
-def test_it_trains_and_resumes_bit_for_bit(tmp_path, monkeypatch, capsys):
-    def results(folder):
-        (run,) = (tmp_path / folder).glob("*")
-        saved = max((run / "models").glob("*"), key=lambda path: int(path.name))
-        assert json.loads((run / "config.json").read_text())["mixer_args"] == {"n_heads": 4, "hidden_dim": 64}
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses = [record["loss_td"] for record in records if record.get("loss_td") is not None]
-        return losses, {file.name: torch.load(file) for file in saved.glob("*.th") if file.name != "opt.th"}
-
-    words = [*WORDS, f"local_results_path={tmp_path}/whole"]
-    assert omagd.run(config_from(words))["exit_state"] == "completed"
-    update = NQLearner.update
-
-    def interrupted(self, batch, *, episodes):
-        if self.updates == 2:
-            raise KeyboardInterrupt
-        return update(self, batch, episodes=episodes)
-
-    words[-1] = f"local_results_path={tmp_path}/resumed"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(NQLearner, "update", interrupted)
-        omagd.run(config_from([*words, "auto_resume=True"]))
-    assert omagd.run(config_from([*words, "auto_resume=True"]))["exit_state"] == "completed"
-    (losses, whole), (again, resumed) = results("whole"), results("resumed")
-    assert losses and losses == again and whole.keys() == resumed.keys() == {"agent.th", "mixer.th"}
-    for name, weights in whole.items():
-        assert all(torch.equal(value, resumed[name][key]) for key, value in weights.items())
+def test_it_trains_and_resumes_bit_for_bit(tmp_path, capsys):
+    whole, cut = (config_from([*WORDS, "auto_resume=True", f"local_results_path={tmp_path}/{n}"]) for n in "ab")
+    summary = omagd.run(whole)
+    assert summary["exit_state"] == "completed"
+    interrupted_run(preflight(cut).config, 3)
+    folders = [Path(one["folder"]) for one in (summary, omagd.run(cut))]
+    assert differences(*folders) == []
+    assert json.loads((folders[0] / "config.json").read_text())["mixer_args"] == {"n_heads": 4, "hidden_dim": 64}
+    assert any(json.loads(line).get("loss_td") for line in (folders[0] / "metrics.jsonl").open())
+    assert len(list((tmp_path / "b").glob("*"))) == 1, "continued, not begun again"
     assert main([*WORDS, "mixer_args.n_head=8"]) == 2
     assert "'n_heads'" in capsys.readouterr().err
