@@ -1,0 +1,106 @@
+"""The reading lists of docs/architecture.md: the files exist, and they are those that run."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+
+import pytest
+
+from omagd.learners.nq_learner import NQLearner
+from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.cli.main import main
+from omagd.run.training import experiment
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+LISTS = ("One QMIX update", "One launch", "One checkpoint")
+COMMAND = (
+    "--unobserved --config=qmix --env-config=matrix_game with use_cuda=False batch_size=4 batch_size_run=4"
+    " buffer_size=8 t_max=16 test_nepisode=4 checkpoint_interval=0"
+)
+
+
+def listed(title: str) -> list[str]:
+    """Return the files of the numbered list under a heading, in order."""
+    section = PAGE.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\d\. `([\w./]+)`", section, re.MULTILINE)
+
+
+def sources(codes: Iterable[CodeType]) -> list[str]:
+    """Return the files of this package that the code is from, as paths in the repository, in order."""
+    files = dict.fromkeys(Path(code.co_filename) for code in codes)
+    return [path.relative_to(ROOT).as_posix() for path in files if path.is_relative_to(ROOT / "src")]
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory) -> dict[str, list[str]]:
+    """Run a small training; return the files of an update and of checkpoints, and the call chain to the loop."""
+    codes: dict[str, set[CodeType]] = {"update": set(), "checkpoint": set()}
+    chain: list[CodeType] = []
+
+    @contextmanager
+    def noting(name: str):
+        def note(frame, event, _):
+            if event == "call":
+                codes[name].add(frame.f_code)
+
+        old = sys.getprofile()
+        sys.setprofile(note)
+        threading.setprofile(note)  # the thread that writes checkpoints starts within
+        try:
+            yield
+        finally:
+            sys.setprofile(old)
+            threading.setprofile(None)
+
+    def noted(name: str, method: Callable) -> Callable:
+        def call(*args, **kwargs):
+            with noting(name):
+                return method(*args, **kwargs)
+
+        return call
+
+    def fit(stage):
+        frame = sys._getframe(1)
+        while frame is not None:
+            chain.insert(0, frame.f_code)
+            frame = frame.f_back
+        return loop(stage)
+
+    loop = experiment.fit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NQLearner, "update", noted("update", NQLearner.update))
+        for name in ("boundary", "restore"):
+            patch.setattr(Checkpointer, name, noted("checkpoint", getattr(Checkpointer, name)))
+        patch.setattr(experiment, "fit", fit)
+        assert main([*COMMAND.split(), f"local_results_path={tmp_path_factory.mktemp('results')}"]) == 0
+    return {"chain": sources(chain), **{name: sources(found) for name, found in codes.items()}}
+
+
+@pytest.mark.parametrize("title", LISTS)
+def test_a_reading_list_names_at_most_eight_files_that_exist(title):
+    files = listed(title)
+    assert 5 <= len(files) <= 8
+    assert [path for path in files if not (ROOT / path).is_file()] == []
+
+
+def test_an_update_runs_the_listed_files(executed):
+    """Beside them only what the page says is hidden: inputs, kernels, and exchanges between ranks."""
+    hidden = ("src/controllers/basic_mac.py", "src/modules/kernels/", "src/utils/dist_utils.py")
+    assert {path for path in executed["update"] if not path.startswith(hidden)} == set(listed(LISTS[0]))
+
+
+def test_a_launch_calls_the_listed_files_in_order(executed):
+    assert ["src/main.py", *executed["chain"], "src/run/training/loop.py"] == listed(LISTS[1])
+
+
+def test_saving_runs_the_listed_files(executed):
+    """Files of run/checkpoint/ that run when nothing is resumed; the schema of the manifest is not listed."""
+    files = {path for path in executed["checkpoint"] if path.startswith("src/run/checkpoint/")}
+    assert files - {"src/run/checkpoint/manifest.py"} == set(listed(LISTS[2])[1:6])
