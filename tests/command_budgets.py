@@ -32,6 +32,3 @@ BUDGETS = (
     "mask_predictor_config.last_seen=True",
     "mask_predictor_config.code_features=True",
 )
-
-# What a command's own values of these keys are does not matter once the budgets stand behind them.
-BUDGET_KEYS = frozenset(budget.partition("=")[0] for budget in BUDGETS)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from command_budgets import BUDGET_KEYS, BUDGETS
 from command_harness import ROOT
-
-from omagd.config.loading import to_plain
-from omagd.run.cli.main import config_from
 
 TEXTS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/*.md", "examples/*/README.md")
 SCRIPTS = ("run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh", "quickstart.sh")
@@ -64,19 +59,6 @@ class Documented:
         words = [w.partition("=")[0] if w.partition("=")[0] in PATH_KEYS else w for w in self.arguments]
         variables = [key if key in PATH_KEYS else f"{key}={value}" for key, value in self.variables.items()]
         return self.program, self.ranks, frozenset(words), frozenset(variables)
-
-    @property
-    def essence(self) -> tuple:
-        """Return a key that is equal for commands that are the same with the small budgets."""
-        program, ranks, words, variables = self.meaning
-        if program.endswith(".sh"):
-            others = {word for word in words if word.partition("=")[0] not in BUDGET_KEYS}
-            return program, ranks, frozenset(others), variables
-        given = [f"{w}=given" if w in PATH_KEYS else w for w in words if w not in {"with", "--dry-run"}]
-        options = sorted(word for word in given if word.startswith("-"))
-        updates = sorted(word for word in given if not word.startswith("-"))
-        config = to_plain(config_from([*options, "with", *updates, *BUDGETS]))
-        return program, ranks, json.dumps({**config, "ddp_port": 0}, sort_keys=True)
 
 
 def documented_commands() -> list[Documented]:

@@ -1,4 +1,4 @@
-"""Who is named when an exchange between the ranks does not come about."""
+"""Heartbeats and the watchdog: which rank is named when an exchange or any progress is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from omagd.utils.signals import Stopped, deferred, raise_in_main_thread, stoppab
 
 
 class Board:
-    """What the store of the ranks does, in this process; texts of `frozen` ranks no longer change."""
+    """The ranks' key-value store, in this process; texts of `frozen` ranks no longer change."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -58,7 +58,7 @@ def group(timeout: float, world_size: int = 3) -> tuple[Board, list[Dist], list[
     for pulse in pulses:
         pulse.start()
     for rank in ranks:
-        board.get(str(rank.rank))  # each has said something, so that whoever falls silent has been heard before
+        board.get(str(rank.rank))  # each has written a first heartbeat
     return board, ranks, pulses, said
 
 
@@ -67,10 +67,6 @@ def end(pulses: list[Heartbeat]) -> None:
         pulse.stop()
         pulse.join(30)
     assert not any(pulse.is_alive() for pulse in pulses)
-
-
-def wait_for_ever() -> None:
-    time.sleep(30)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -118,7 +114,7 @@ def test_nobody_is_named_where_all_compute_for_long_or_have_left():
 
 
 def test_what_cannot_be_read_is_no_sign_of_life_and_does_not_end_the_watch(caplog):
-    """Whatever one rank says: the others' threads live, wait for it as for one that is silent, and name it."""
+    """Whatever a rank writes, the threads of the others go on, wait as for a silent rank and name it."""
     logging.getLogger("omagd").propagate = True
     texts = ("{", "7", "[]", '{"rank": 1}', '{"rank": 1, "beat": "x"}', "[" * 100_000)
     groups = [group(0.4, 2) for _ in texts]
@@ -211,12 +207,10 @@ def test_an_environment_that_cannot_be_built_or_closed_is_found_before_the_run_b
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_session_whose_environment_cannot_be_closed_is_ended(late):
-    """late: also while the process holds back signals, as it does when it closes the run."""
-    dist = Dist()
-    nothing = SimpleNamespace(close=lambda *patience: None)
-    session = SimpleNamespace(
-        dist=dist, checkpointer=nothing, episode_log=nothing, env=SimpleNamespace(close=wait_for_ever)
-    )
+    """late: also while signals are held back, as when a run is closed."""
+    dist, nothing = Dist(), SimpleNamespace(close=lambda *patience: None)
+    env = SimpleNamespace(close=lambda: time.sleep(30))
+    session = SimpleNamespace(dist=dist, checkpointer=nothing, episode_log=nothing, env=env)
     with pytest.raises(RankFailed, match=f"in {CLOSING} for"), stoppable(), ended_if_hung(dist, 0.2):
         with unhurried() if late else nullcontext():
             Session.close(session)
@@ -277,18 +271,14 @@ def test_long_work_that_goes_on_or_belongs_to_a_disk_or_another_rank_is_no_hang(
     assert watch(dist, 0.25, work) == []
 
 
-def test_an_error_arrives_in_the_main_thread_wherever_it_is():
-    def later() -> None:
-        time.sleep(0.2)
-        raise_in_main_thread(RankFailed("it hangs"))
-
+def test_an_error_is_raised_in_the_main_thread():
     with pytest.raises(RankFailed, match="it hangs"), stoppable(), deferred(5.0):
-        threading.Thread(target=later).start()
+        threading.Timer(0.2, raise_in_main_thread, [RankFailed("it hangs")]).start()
         time.sleep(10)
 
 
-def test_a_rank_that_ends_leaves_the_board_alone():
-    """The board is often gone by then, with the rank or the launcher that held it: torch reports that in C++ frames."""
+def test_a_rank_that_ends_no_longer_uses_the_store():
+    """The store is often gone by then; torch would print its C++ stack."""
     board, dist = Board(), Dist(0, 2)
     pulse = Heartbeat(dist, board, 1.0, lambda line, stack: None)
     with pytest.raises(Stopped), stoppable():

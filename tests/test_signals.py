@@ -1,4 +1,4 @@
-"""Being asked to end: raised once, held back while something is written, put off to the end of an iteration."""
+"""Stop requests: raised once, delayed while files are written, delayed until the end of an iteration."""
 
 from __future__ import annotations
 
@@ -27,29 +27,35 @@ from omagd.utils.signals import (
 from omagd.utils.writing import STORAGE, drop_lost_output
 
 
-def tell(number: int = signal.SIGTERM) -> None:
+def send(number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
 def test_the_first_signal_stops_once_and_the_old_handlers_come_back():
-    before = signal.getsignal(signal.SIGTERM)
-    done = []
+    before, done = signal.getsignal(signal.SIGTERM), []
     with pytest.raises(Stopped) as stopped, stoppable():
+        assert not stop_requested()
+        with deferred(5.0):
+            pass
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            done.append("went on")
+            send(signal.SIGTERM)
+            done.append("continued")
         finally:
-            os.kill(os.getpid(), signal.SIGINT)  # the same wish again, by another way, a moment later
+            send(signal.SIGINT)  # the same request again, a moment later
             done.append("cleaned up")
     assert done == ["cleaned up"]
     assert (stopped.value.exit_code, stop_requested()) == (143, True)
     assert signal.getsignal(signal.SIGTERM) is before
+    alarm = signal.getsignal(signal.SIGALRM)
+    with deferred(1.0):  # no effect outside `stoppable`
+        assert not stop_wanted()
+    assert signal.getsignal(signal.SIGALRM) is alarm
 
 
 def test_a_signal_that_arrives_in_a_finalizer_is_neither_lost_nor_a_traceback(capsys):
     class Finalized:
         def __del__(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
+            send(signal.SIGINT)
 
     with pytest.raises(Stopped) as stopped, stoppable():
         finalized = Finalized()
@@ -59,14 +65,16 @@ def test_a_signal_that_arrives_in_a_finalizer_is_neither_lost_nor_a_traceback(ca
     assert capsys.readouterr().err == ""
 
 
-def test_what_must_be_written_is_written_before_a_signal_counts():
+@pytest.mark.parametrize("seconds", [None, 0.1])
+def test_files_are_written_before_a_signal_counts(seconds):
+    """seconds: of `deferred`, which end while the file is written."""
     done = []
-    with pytest.raises(Stopped), stoppable():
-        assert not stop_requested()
+    with pytest.raises(Stopped), stoppable(), nullcontext() if seconds is None else deferred(seconds):
         with unhurried():
-            os.kill(os.getpid(), signal.SIGINT)
+            send(signal.SIGINT if seconds is None else signal.SIGTERM)
+            time.sleep(3 * (seconds or 0))
             done.append("written")
-        done.append("went on")
+        done.append("continued")
     assert done == ["written"]
 
 
@@ -74,11 +82,11 @@ def test_a_put_off_sigterm_is_noted_and_raised_where_it_suits():
     done = []
     with pytest.raises(Stopped) as stopped, stoppable(), deferred(5.0):
         assert not stop_wanted()
-        tell()
+        send()
         done.append("noted")
         assert stop_wanted()
         with unhurried():
-            tell()
+            send()
         done.append("saved")
         stop_now()
     assert done == ["noted", "saved"]
@@ -86,32 +94,28 @@ def test_a_put_off_sigterm_is_noted_and_raised_where_it_suits():
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
-def test_a_put_off_sigterm_is_raised_at_the_end_of_the_block_but_hides_no_error():
+def test_a_delayed_sigterm_is_raised_in_time_and_hides_no_error():
     with pytest.raises(Stopped), stoppable(), deferred(5.0):
-        tell()
+        send()  # raised at the end of the block
     with pytest.raises(ZeroDivisionError), stoppable(), deferred(5.0):
-        tell()
+        send()
         raise ZeroDivisionError
-
-
-def test_a_put_off_sigterm_waits_only_so_long():
     began = time.monotonic()
     with pytest.raises(Stopped), stoppable(), deferred(0.2):
-        tell()
+        send()
         time.sleep(5)
     assert 0.15 < time.monotonic() - began < 2
 
 
-@pytest.mark.parametrize("told", ["here", "elsewhere", "here, a moment later"])
-def test_the_save_gets_its_time(told):
-    """Wherever the signal arrived: this rank was told, another one, or this one when it saves already."""
+@pytest.mark.parametrize("received", ["here", "elsewhere", "here, a moment later"])
+def test_the_save_gets_its_time(received):
     done = []
     with pytest.raises(Stopped) as stopped, stoppable(), deferred(0.2):
-        if told == "here":
-            tell()
+        if received == "here":
+            send()
         saving(5.0)
-        if told == "here, a moment later":
-            tell()
+        if received == "here, a moment later":
+            send()
         time.sleep(0.4)
         done.append("saved")
         stop_now()
@@ -119,77 +123,55 @@ def test_the_save_gets_its_time(told):
     assert stopped.value.number == signal.SIGTERM
 
 
-def test_time_that_ends_while_something_is_written_counts_afterwards():
-    done = []
-    with pytest.raises(Stopped), stoppable(), deferred(0.1):
-        with unhurried():
-            tell()
-            time.sleep(0.3)
-            done.append("written")
-        done.append("went on")
-    assert done == ["written"]
-
-
 @pytest.mark.parametrize("held", [False, True])
 def test_an_alarm_from_outside_is_named(held):
     with pytest.raises(Stopped, match="SIGALRM") as stopped, stoppable(), deferred(50.0):
         with unhurried() if held else nullcontext():
-            tell(signal.SIGALRM)
+            send(signal.SIGALRM)
     assert stopped.value.exit_code == 142
 
 
 def test_a_person_is_not_put_off(monkeypatch):
+    """SIGINT raises immediately, and so does a second SIGTERM after a while."""
     done = []
     with pytest.raises(Stopped) as stopped, stoppable(), deferred(50.0):
-        tell(signal.SIGINT)
-        done.append("went on")
+        send(signal.SIGINT)
+        done.append("continued")
     assert stopped.value.exit_code == 130
     monkeypatch.setattr(signals, "PATIENCE_SECONDS", 0.1)
     with pytest.raises(Stopped) as stopped, stoppable(), deferred(50.0):
-        tell(signal.SIGTERM)
+        send()
         time.sleep(0.2)
-        tell(signal.SIGTERM)  # once more, after a while
-        done.append("went on")
+        send()
+        done.append("continued")
     assert stopped.value.exit_code == 143
     assert done == []
-
-
-def test_outside_nothing_changes():
-    with pytest.raises(Stopped), stoppable():
-        with deferred(5.0):
-            pass
-        tell()
-        time.sleep(5)
-    before = signal.getsignal(signal.SIGALRM)
-    with deferred(1.0):
-        assert not stop_wanted()
-    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_a_closed_terminal_saves_like_sigterm_and_nohup_keeps_ignoring_it():
     before, done = signal.signal(signal.SIGHUP, signal.SIG_DFL), []  # these tests may run under nohup
     try:
         with pytest.raises(Stopped) as stopped, stoppable(), deferred(5.0):
-            tell(signal.SIGHUP)
+            send(signal.SIGHUP)
             done.append(stop_wanted())
             stop_now()
         assert (stopped.value.exit_code, stopped.value.render()) == (129, "interrupted by SIGHUP")
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with suppress(Stopped), stoppable():
-            tell(signal.SIGHUP)
+            send(signal.SIGHUP)
             done.append(stop_requested())
     finally:
         signal.signal(signal.SIGHUP, before)
     assert done == [True, False]
 
 
-def test_who_asks_for_the_end_is_named():
+def test_the_sender_of_a_stop_request_is_named_once():
     with pytest.raises(Stopped) as stopped, stoppable():
         ask_to_end("the launcher (process 7) has ended")
         time.sleep(5)
     assert stopped.value.render() == "interrupted: the launcher (process 7) has ended"
     with pytest.raises(Stopped) as stopped, stoppable():
-        tell(signal.SIGINT)
+        send(signal.SIGINT)
     assert stopped.value.render() == "interrupted by SIGINT"
 
 
