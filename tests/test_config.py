@@ -63,14 +63,9 @@ def test_published_sizes_of_omagd():
     assert (config.batch_size, config.buffer_size, config.lr, config.graph_lr) == (128, 5000, 1e-3, 5e-4)
     assert (config.td_lambda, config.gamma, config.target_update_interval) == (0.6, 0.99, 200)
     assert (config.graph_pretrain_epochs, config.graph_pretrain_episodes, config.ddp_port) == (200, 5000, 12355)
-
-
-def test_hungarian_and_origin_differ_from_omagd_in_matching_alone():
     plain = {name: to_plain(resolve(name)) for name in ("omagd", "omagd_hungarian", "omagd_origin")}
-    for values in plain.values():
-        values.pop("name")
-    matching = {name: values["mask_predictor_config"].pop("matching") for name, values in plain.items()}
-    assert (matching["omagd_hungarian"], matching["omagd_origin"]) == ("type", "none")
+    matching = [(values.pop("name"), values["mask_predictor_config"].pop("matching")) for values in plain.values()]
+    assert matching[1:] == [("omagd_hungarian", "type"), ("omagd_origin", "none")]
     assert plain["omagd"] == plain["omagd_hungarian"] == plain["omagd_origin"]
 
 
@@ -92,11 +87,8 @@ def test_presets_of_the_guides_for_snakes():
     values = (defaults.batch_size, defaults.lr, defaults.gamma, defaults.tau, defaults.epsilon_speed)
     assert values == (128, 3e-4, 0.99, 0.01, 0.9995)
     assert (defaults.epsilon_start, defaults.t_max, defaults.save_model_interval) == (0.5, 50000 * 200, 1000 * 200)
-    typed = resolve("snakes_ddpg", "snakes", {"max_episodes": 6250})
-    assert preflight(typed).config.t_max == 6250 * 200
-    for more in (50000, 100000):  # than the preset's t_max too
-        asked = resolve("snakes_ddpg_8ranks", "snakes", {"max_episodes": more, "run": "default", "world_size": 1})
-        assert preflight(asked).config.t_max == more * 200
+    typed = resolve("snakes_ddpg", "snakes", {"max_episodes": 100000})  # longer than the preset's t_max
+    assert preflight(typed).config.t_max == 100000 * 200
 
 
 def test_max_episodes_replaces_the_t_max_of_a_preset_only(tmp_path):

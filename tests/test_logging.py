@@ -25,6 +25,8 @@ from omagd.utils.logging import Logger, Record, RunFacts, Sink, setup_logging
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import BarSafeHandler, Progress, close_bars
 
+LOG = logging.getLogger("test_omagd")
+
 
 class FakeRun:
     """A Sacred run."""
@@ -37,29 +39,6 @@ class FakeRun:
         if self.error:
             raise self.error
         self.scalars.append((name, value, step))
-
-
-@pytest.fixture
-def text_log():
-    """Return a Python logger that writes into a string, and that string's stream."""
-    stream = io.StringIO()
-    logger = logging.getLogger("test_omagd")
-    logger.handlers[:] = [logging.StreamHandler(stream)]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    return logger, stream
-
-
-@pytest.fixture(autouse=True)
-def package_logger():
-    """Leave the package's logger as it was."""
-    logger = logging.getLogger("omagd")
-    before = list(logger.handlers), logger.level, logger.propagate
-    yield
-    for handler in logger.handlers:
-        if handler not in before[0]:
-            handler.close()
-    logger.handlers[:], logger.level, logger.propagate = before
 
 
 def test_means_over_ranks_weigh_every_sample_alike():
@@ -117,9 +96,9 @@ def test_due_depends_on_the_times_alone_and_continues_from_its_state():
     assert other == counters
 
 
-def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_path, text_log):
+def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"stage": "stage1", "ep')
-    logger = make_logger(RunFacts(tmp_path), ["jsonl"], text_log[0])
+    logger = make_logger(RunFacts(tmp_path), ["jsonl"], LOG)
     logger.log({"a": math.nan, "b": 2, "c": math.inf}, stage="stage1", clock="epoch", t=20)
     logger.log({"a": torch.tensor(1.5)}, stage="stage3", clock="t_env", t=400)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: every line is flushed
@@ -130,9 +109,9 @@ def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_
     logger.close()
 
 
-def test_values_of_one_step_become_one_log(tmp_path, text_log):
+def test_values_of_one_step_become_one_log(tmp_path):
     run = FakeRun()
-    logger = make_logger(RunFacts(tmp_path), ["jsonl", "sacred"], text_log[0], sacred=run)
+    logger = make_logger(RunFacts(tmp_path), ["jsonl", "sacred"], LOG, sacred=run)
     logger.log_stat("return_mean", 1.0, 100)
     logger.log_stat("epsilon", 0.5, 100, to_sacred=False)
     logger.log_stat("return_mean", 2.0, 200)
@@ -145,17 +124,18 @@ def test_values_of_one_step_become_one_log(tmp_path, text_log):
     assert run.scalars == [("return_mean", 1.0, 100), ("return_mean", 2.0, 200)]
 
 
-def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, text_log):
+def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, caplog):
+    caplog.set_level("INFO", logger=LOG.name)
     run = FakeRun()
     names = ["console", "jsonl", "sacred", "tensorboard", "wandb"]
-    logger = make_logger(RunFacts(tmp_path), names, text_log[0], minimal=True, sacred=run)
+    logger = make_logger(RunFacts(tmp_path), names, LOG, minimal=True, sacred=run)
     logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
     logger.log_stat("a", 1.0, 1)
     logger.close()
-    assert list(tmp_path.iterdir()) == [] and run.scalars == [] and text_log[1].getvalue() == ""
+    assert list(tmp_path.iterdir()) == [] and run.scalars == [] and caplog.records == []
 
 
-def test_an_unknown_sink_is_an_error_and_a_plug_in_gets_every_record(tmp_path, text_log, monkeypatch):
+def test_an_unknown_sink_is_an_error_and_a_plug_in_gets_every_record(tmp_path, monkeypatch):
     class Own(Sink):
         def _open(self, facts):
             seen.append(facts.label)
@@ -167,23 +147,23 @@ def test_an_unknown_sink_is_an_error_and_a_plug_in_gets_every_record(tmp_path, t
             seen.append(exit_state)
 
     with pytest.raises(UserError, match="jsonl"):
-        make_logger(RunFacts(tmp_path), ["jsnl"], text_log[0])
+        make_logger(RunFacts(tmp_path), ["jsnl"], LOG)
     seen = []
     monkeypatch.setattr(REGISTRY, "_objects", {"own": Own})
     facts = RunFacts(tmp_path, env="skirmish", map_name="8m")
-    logger = make_logger(facts, ["jsonl"], text_log[0])
+    logger = make_logger(facts, ["jsonl"], LOG)
     logger.log({"a": 1.0}, stage="stage2", clock="epoch", t=3)
     logger.close("interrupted")
     assert seen == ["skirmish 8m", ("stage2", 3, {"a": 1.0}), "interrupted"]
-    logger = Logger(text_log[0], facts=facts)
+    logger = Logger(LOG, facts=facts)
     logger.add_sink(Own())
     assert seen[3:] == ["skirmish 8m"]
 
 
-def test_a_failing_sink_warns_once_and_the_others_continue(tmp_path, text_log, caplog):
+def test_a_failing_sink_warns_once_and_the_others_continue(tmp_path, caplog):
     logging.getLogger("omagd").propagate = True
     run = FakeRun(error=RuntimeError("no\nspace"))
-    logger = make_logger(RunFacts(tmp_path), ["sacred", "jsonl"], text_log[0], sacred=run)
+    logger = make_logger(RunFacts(tmp_path), ["sacred", "jsonl"], LOG, sacred=run)
     for t in range(3):
         logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=t)
     logger.close()
@@ -254,7 +234,7 @@ def test_a_bar_shows_progress_on_a_terminal_and_log_lines_do_not_disturb_it(monk
     assert [line.strip() for line in written] == ["a line"]
 
 
-def test_sacred_gets_finite_values_with_the_stage_in_the_name_and_keeps_the_ids_of_all_starts(tmp_path, text_log):
+def test_sacred_gets_finite_values_with_the_stage_in_the_name_and_keeps_the_ids_of_all_starts(tmp_path):
     run = FakeRun()
     sink = SacredSink(run)
     sink.open(RunFacts(None))
@@ -266,7 +246,7 @@ def test_sacred_gets_finite_values_with_the_stage_in_the_name_and_keeps_the_ids_
         run = FakeRun()
         run._id = number
         relay = SacredRelay(run)
-        logger = make_logger(RunFacts(tmp_path, saved=saved), ["sacred"], text_log[0], sacred=relay.sender)
+        logger = make_logger(RunFacts(tmp_path, saved=saved), ["sacred"], LOG, sacred=relay.sender)
         saved = logger.state_dict()
         logger.close()
         relay.stop()
@@ -314,12 +294,12 @@ def test_relay_keeps_receiving_when_sacred_fails(caplog):
     assert sum("database is gone" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run_logs_again(tmp_path, text_log):
+def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run_logs_again(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def write(saved, values):
-        logger = make_logger(RunFacts(tmp_path, saved=saved), ["tensorboard"], text_log[0])
+        logger = make_logger(RunFacts(tmp_path, saved=saved), ["tensorboard"], LOG)
         states = []
         for t, loss in values:
             logger.log({"loss": loss}, stage="stage3", clock="t_env", t=t)
