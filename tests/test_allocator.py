@@ -9,7 +9,7 @@ import torch
 
 from omagd.run.training.device import keep_freed_memory
 
-LARGE = 40 << 20  # bytes; glibc on its own maps every block above 32 MiB anew
+LARGE = 40 << 20  # bytes; glibc on its own maps every block above 32 MiB again
 
 
 def faults_of(n_blocks):
@@ -19,9 +19,9 @@ def faults_of(n_blocks):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def test_large_blocks_are_not_mapped_anew_each_time():
+def test_large_blocks_are_not_mapped_again_each_time():
     if not keep_freed_memory():
         pytest.skip("not glibc")
     faults_of(8)
-    # Mapped anew, each block would fault in its pages again (also huge ones: at least 20 each).
+    # Mapped again, each block would fault in its pages again (also huge ones: at least 20 each).
     assert faults_of(10) < 100

@@ -92,10 +92,10 @@ def test_evaluate_reads_the_runs_configuration_and_labels_what_it_writes(page, t
     monkeypatch.chdir(tmp_path)
     trained, where = Path(page["summary"]["folder"]), f"local_results_path={tmp_path / 'results'}"
     assert main(["evaluate", str(trained / "models"), "-u", "test_nepisode=5", where]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"qmix_skirmish_3m_seed1_evaluation_\d{8}_\d{6}", folder.name)
-    assert "skirmish 3m · qmix · evaluation · seed 1" in said and "Next" not in said
+    assert "skirmish 3m · qmix · evaluation · seed 1" in output and "Next" not in output
     summary, card = (json.loads((folder / name).read_text()) for name in ("summary.json", "card.json"))
     assert (summary["kind"], card["kind"], page["summary"]["kind"]) == ("evaluation", "evaluation", "training")
     assert card["compared"]["trained"] == page["summary"]["card"]["id"]
@@ -132,7 +132,7 @@ def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys
     assert omagd.load_policy(tmp_path / "older").config.torch_threads == 1
 
 
-def test_evaluate_refuses_another_map_replays_and_a_taken_name(page, tmp_path, capsys, monkeypatch):
+def test_evaluate_rejects_another_map_replays_and_a_taken_name(page, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = Path(page["summary"]["folder"])
     (tmp_path / "results" / "mine").mkdir(parents=True)
@@ -146,9 +146,9 @@ def test_evaluate_refuses_another_map_replays_and_a_taken_name(page, tmp_path, c
     for words, parts in asked.items():
         for command in (["evaluate", str(trained), where], old_form):
             assert main([*command, words]) == 2
-            said = capsys.readouterr()
-            assert said.out == "" and len(said.err.splitlines()) == 1
-            assert [part for part in parts if part not in said.err] == []
+            output = capsys.readouterr()
+            assert output.out == "" and len(output.err.splitlines()) == 1
+            assert [part for part in parts if part not in output.err] == []
     config = resolve("qmix", None, {**SMALL, "local_results_path": str(taken.parent), "unique_token": "mine"})
     with pytest.raises(UserError, match=f"unique_token=mine: {taken} exists already"):
         launch(config.model_copy(update={"auto_resume": True}), "mine")
@@ -204,7 +204,7 @@ def test_every_environment_plays_by_the_parallel_interface(name, tmp_path, monke
     monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "StarCraftII")))
     given = WITH_ARGS.get(name, name)
     env = omagd.make(given)
-    other = env if env._env.deterministic else omagd.make(given)  # a game goes on to other battles
+    other = env if env._env.deterministic else omagd.make(given)  # a game continues with other battles
     assert env.info.name == name
     try:
         _same_as_batched(env, other._env)

@@ -67,13 +67,13 @@ def found(finder, results: Results, capsys, *words: str) -> list[str]:
     """Return the run folders of tokenizer and predictor; of a rejection its first line."""
     capsys.readouterr()
     code = finder.main(str(results.path), "with", *SIZES, *words)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     if code:
-        assert (code, said.out) == (2, "")
-        return said.err.splitlines()[:1]
-    lines = said.out.splitlines()
-    assert [line.partition(": ")[0] for line in said.err.splitlines()] == ["tokenizer", "mask predictor"]
-    assert all(line in said.err for line in lines)
+        assert (code, output.out) == (2, "")
+        return output.err.splitlines()[:1]
+    lines = output.out.splitlines()
+    assert [line.partition(": ")[0] for line in output.err.splitlines()] == ["tokenizer", "mask predictor"]
+    assert all(line in output.err for line in lines)
     assert [Path(line).name for line in lines] == [TOKENIZER_FILE, PREDICTOR_FILE]
     return [str(Path(line).relative_to(results.path).parts[0]) for line in lines]
 
@@ -113,24 +113,24 @@ def test_what_cannot_be_trusted_or_read_is_passed_over(finder, results, capsys, 
 
 
 def test_what_was_made_with_another_configuration_is_named_once(finder, results, capsys):
-    """After the quickstart, a command of the published sizes is answered with the quickstart's configuration."""
+    """After the quickstart, a command of the published sizes is answered by the quickstart's configuration."""
     made = RunFolder(results.add("small", "name=omagd_small"))
     asked = ("--config=omagd", "with", *(word for word in SIZES if "n_codes" not in word and "d_model" not in word))
-    say = "error: no tokenizer and mask predictor for skirmish 3m with the sizes of omagd in "
+    expected = "error: no tokenizer and mask predictor for skirmish 3m with the sizes of omagd in "
     ours = ("tokenizer_config.n_codes=8", "mask_predictor_config.d_model=8", "mask_predictor_config.n_layers=1")
 
     def answer(*words: str) -> list[str]:
         assert finder.main(str(results.path), *asked, *words) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        return said.err.splitlines()
+        output = capsys.readouterr()
+        assert output.out == ""
+        return output.err.splitlines()
 
     # No record of the configuration, or one that is not known: every key that differs, of both files.
     for record in (None, '{"name": "$(touch HIT)"}', "["):
         if record is not None:
             made.config_json.write_text(record)
         first, tokenizer, predictor = answer()
-        assert first.startswith(say) and "STAGE=stage1" in first and "HIT" not in first
+        assert first.startswith(expected) and "STAGE=stage1" in first and "HIT" not in first
         assert "tokenizer.th was trained with tokenizer_config.n_codes=8, not 1024; set tokenizer_config.n_codes=8" in (
             tokenizer
         )
@@ -138,6 +138,6 @@ def test_what_was_made_with_another_configuration_is_named_once(finder, results,
     # The configuration that it was made with finds it.
     made.config_json.write_text('{"name": "omagd_small"}')
     (line,) = answer("tokenizer_config.n_codes=8", "mask_predictor_config.d_model=8")
-    assert line.startswith(say) and line.endswith(
+    assert line.startswith(expected) and line.endswith(
         ": those found were made with --config omagd_small. Type CONFIG=omagd_small ./run_gnn_stage3_ddp.sh"
     )

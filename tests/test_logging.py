@@ -321,7 +321,7 @@ def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run
 
 
 def test_bars_are_taken_away_before_the_last_lines_of_a_run(monkeypatch):
-    """There is room in the line for the ^C that the terminal prints behind the bar."""
+    """The line has space for the ^C that the terminal prints after the bar."""
     stream = Terminal()
     monkeypatch.setattr(progress_module.sys, "stderr", stream)
     bar = Progress(1000, "step", "stage3")
