@@ -19,12 +19,15 @@ import json
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -56,10 +59,66 @@ VARIANTS = {
 
 
 @dataclass
+class MeasuredKill(Kill):
+    """A kill and its cost.
+
+    Attributes:
+        repeated: iterations that were repeated, from the episodes that rank 0 had logged; -1 where unknown.
+        seconds: since the newest checkpoint, or since the ranks resumed from it where that is later; 0 if they had not.
+    """
+
+    repeated: int = -1
+    seconds: float = 0.0
+
+
+class MeasuredTrial(Trial):
+    """A trial that measures the cost of each kill."""
+
+    since = 0.0
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the command."""
+        self.since = time.time()
+        return super().start()
+
+    def measure(self, kill: Kill, ended: bool = False) -> None:
+        """Note the age of the newest checkpoint before the kill, and the iterations that it lacks."""
+        if ended:
+            self.repeated = self._to_repeat()
+            return
+        went_on = self._went_on()
+        self.seconds = round(time.time() - max(self.newest()[2], went_on), 3) if went_on else 0.0
+        self.repeated = self._to_repeat() if kill.kind == "rank" else -1
+        if kill.kind == "rank":
+            self.since = time.time()
+
+    def _to_repeat(self) -> int:
+        """Return how many iterations of stage 3 the newest checkpoint lacks, by the episodes of rank 0."""
+        for folder in sorted(self.place.glob("results/*/checkpoints/[0-9]*"), reverse=True):
+            log = folder.parents[1] / "episodes" / "rank_0.jsonl"
+            try:
+                size = torch.load(folder / "rank_0.th", weights_only=True)["episode_bytes"]
+                return log.read_bytes()[int(size) :].count(b"\n") // 2 if log.exists() else 0
+            except (OSError, KeyError, RuntimeError, EOFError, ValueError):
+                continue
+        return -1
+
+    def _went_on(self) -> float:
+        """Return when the ranks of this start began to play or went on; 0 where they have not yet."""
+        for log in self.place.glob("results/*/logs/rank_0.log"):
+            said = [line for line in log.read_text().splitlines() if "continuing from" in line or "results: " in line]
+            if said:
+                when = time.mktime(time.strptime(said[-1][:19], "%Y-%m-%d %H:%M:%S"))
+                resumes = "continuing from" in said[-1] or self.newest()[0] < 0
+                return when if resumes and when >= self.since - 1.0 else 0.0
+        return 0.0
+
+
+@dataclass
 class Seen:
     """What one variant came to."""
 
-    kills: list[Kill] = field(default_factory=list)
+    kills: list[MeasuredKill] = field(default_factory=list)
     runs: int = 0
     starts: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -93,10 +152,11 @@ def try_variant(name: str, kills: int, asked: argparse.Namespace, place: Path) -
     chance = random.Random(f"{asked.seed} {name}")
     plan = plan_of(variant, kills, chance)
     while len(seen.kills) < kills:
-        trial = Trial(place / f"killed_{seen.runs}", words)
+        trial = MeasuredTrial(place / f"killed_{seen.runs}", words)
         ahead = plan[len(seen.kills) : len(seen.kills) + asked.per_run]
 
-        def told(kill: Kill) -> None:
+        def told(plain: Kill, trial: MeasuredTrial = trial) -> None:
+            kill = MeasuredKill(**asdict(plain), repeated=trial.repeated, seconds=trial.seconds)
             seen.kills.append(kill)
             while_saving = ", while a checkpoint was written" if kill.saving else ""
             say(

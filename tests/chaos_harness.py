@@ -1,6 +1,6 @@
-"""Runs that are killed and started again until they end, beside one that was left alone: what differs, what is left.
+"""Runs that are killed and restarted until they end, compared with an undisturbed run.
 
-benchmarks/chaos.py kills a hundred times, tests/test_chaos.py a few times.
+benchmarks/chaos.py kills a hundred times, tests/test_chaos.py four times.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import shared_memory
-import torch
 from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES, left_behind, run_folders, summary_of
 from run_equality import differences as bits_of_difference
 
@@ -43,21 +41,13 @@ PATIENCE = 90.0
 
 @dataclass
 class Kill:
-    """One kill: what was hit, when it was meant to hit, and what was lost by it.
-
-    Attributes:
-        stage, iteration: of the newest checkpoint at that moment. saving: whether one was being written.
-        repeated: iterations that were played again, told from the episodes that rank 0 had noted; -1 where unknown.
-        seconds: since the newest checkpoint, or since the ranks went on from it where that is later; 0 if they had not.
-    """
+    """One kill: what was hit, when, and stage and iteration of the newest checkpoint. saving: one was being written."""
 
     kind: str
     moment: str
     stage: str = ""
     iteration: int = -1
     saving: bool = False
-    repeated: int = -1
-    seconds: float = 0.0
 
 
 def family(leader: int) -> dict[int, str]:
@@ -107,7 +97,6 @@ class Trial:
         self.temporary.mkdir(parents=True)
         self.shared = shared_memory.names()
         self.groups: list[int] = []
-        self.since = 0.0
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -124,7 +113,7 @@ class Trial:
                 command, cwd=self.place, env={**kept, **more, **self.variables}, stdin=subprocess.DEVNULL,
                 stdout=said, stderr=said, start_new_session=True,
             )  # fmt: skip
-        self.starts, self.since = self.starts + 1, time.time()
+        self.starts += 1
         self.groups.append(self.process.pid)
         return self.process
 
@@ -193,11 +182,9 @@ class Trial:
             victims = [pid for pid, role in sorted(family(process.pid).items()) if role == kind]
         if not victims or process.poll() is not None:
             return None
-        iteration, stage, written = self.newest()
+        iteration, stage, _ = self.newest()
         kill = Kill(kind, moment, stage, iteration, bool(self._partials()))
-        went_on = self._went_on()
-        kill.seconds = round(time.time() - max(written, went_on), 3) if went_on else 0.0
-        kill.repeated = self._to_repeat() if kind == "rank" else -1
+        self.measure(kill)
         if kind == "group":
             os.killpg(process.pid, signal.SIGKILL)
         else:
@@ -208,10 +195,11 @@ class Trial:
         if kind in {"group", "launcher"}:
             process.wait(PATIENCE)
             left_behind(process.pid, 20)
-            kill.repeated = self._to_repeat()
-        elif kind == "rank":
-            self.since = time.time()
+            self.measure(kill, ended=True)
         return kill
+
+    def measure(self, kill: Kill, ended: bool = False) -> None:
+        """Measure what a kill costs: just before it, and once all processes have ended. The benchmark does."""
 
     def newest(self) -> tuple[int, str, float]:
         """Return iteration, stage and time of the newest checkpoint; -1 before there is one."""
@@ -223,27 +211,6 @@ class Trial:
 
     def _partials(self) -> list[Path]:
         return list(self.place.glob("results/*/checkpoints/.*.partial"))
-
-    def _to_repeat(self) -> int:
-        """Return how many iterations of stage 3 the newest checkpoint does not have, by the episodes of rank 0."""
-        for folder in sorted(self.place.glob("results/*/checkpoints/[0-9]*"), reverse=True):
-            log = folder.parents[1] / "episodes" / "rank_0.jsonl"
-            try:
-                size = torch.load(folder / "rank_0.th", weights_only=True)["episode_bytes"]
-                return log.read_bytes()[int(size) :].count(b"\n") // 2 if log.exists() else 0
-            except (OSError, KeyError, RuntimeError, EOFError, ValueError):
-                continue
-        return -1
-
-    def _went_on(self) -> float:
-        """Return when the ranks of this start began to play or went on; 0 where they have not yet."""
-        for log in self.place.glob("results/*/logs/rank_0.log"):
-            said = [line for line in log.read_text().splitlines() if "continuing from" in line or "results: " in line]
-            if said:
-                when = time.mktime(time.strptime(said[-1][:19], "%Y-%m-%d %H:%M:%S"))
-                resumes = "continuing from" in said[-1] or self.newest()[0] < 0
-                return when if resumes and when >= self.since - 1.0 else 0.0
-        return 0.0
 
     @staticmethod
     def _sleep(process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -264,10 +231,6 @@ class Trial:
         found += [str(path) for path in self.temporary.rglob("*")]
         half = [path for path in (self.place / "results").rglob(".*") if path.name not in {".", ".."}]
         return found + [str(path) for path in half]
-
-    def facts(self) -> dict[str, Any]:
-        """Return what happened, for a table."""
-        return {"starts": self.starts, "codes": self.codes, "kills": [asdict(kill) for kill in self.kills]}
 
 
 def _with_variable(name: str, value: str) -> list[int]:

@@ -23,6 +23,7 @@ from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint import writer as saver
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.manifest import sealed
+from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.recovery import recover
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.store import FORMAT, Checkpoint, CheckpointStore
@@ -99,12 +100,27 @@ def unfinished(tmp_path_factory) -> tuple[Path, Path]:
     return alone, torn
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch) -> None:
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
+
+
+def start(run: Path, *words: str) -> int:
+    """Start the command again in the folder of results of a run; return the exit code."""
+    return main([*COMMAND, f"local_results_path={run.parent}", *words])
+
+
+def plan_of(folder: RunFolder, dist: object = None, *words: str) -> ResumePlan:
+    """Return what a start with `COMMAND` would continue from."""
+    return recover(folder, dist or Dist(), config_from([*COMMAND[1:], *words]))
+
+
 def resaved(run: Path, part: str, change: Callable[[dict], object]) -> None:
     """Change a part of the newest checkpoint and write checksums that fit."""
     newest = newest_first(run)[0]
     state = torch.load(newest / f"{part}.th", weights_only=True)
     change(state)
-    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest = manifest_of(newest)
     manifest["files"][f"{newest.name}/{part}.th"] = saver.write_part(newest / f"{part}.th", state)
     (newest / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
@@ -123,7 +139,11 @@ def kill_at(boundary: int, run: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Checkpointer, "boundary", ended)
         with pytest.raises(KilledError):
-            main([*COMMAND, f"local_results_path={run.parent}"])
+            start(run)
+
+
+def manifest_of(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "manifest.json").read_text())
 
 
 def newest_first(run: Path) -> list[Path]:
@@ -133,7 +153,7 @@ def newest_first(run: Path) -> list[Path]:
 def files_of(run: Path) -> list[str]:
     """Return the files of the newest checkpoint, below checkpoints/."""
     newest = newest_first(run)[0]
-    return [f"{newest.name}/manifest.json", *json.loads((newest / "manifest.json").read_text())["files"]]
+    return [f"{newest.name}/manifest.json", *manifest_of(newest)["files"]]
 
 
 def truncate(path: Path) -> None:
@@ -156,7 +176,7 @@ def rejected(run: Path, capsys, *words: str) -> str:
     """Return the one line with which a start ends that changes nothing."""
     before = contents(run)
     capsys.readouterr()
-    assert main([*COMMAND, f"local_results_path={run.parent}", *words]) == 2
+    assert start(run, *words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
     assert contents(run) == before
     assert line.startswith("error: ")
@@ -175,7 +195,7 @@ def resumed(run: Path) -> list[dict]:
 
 def shared_by_all(run: Path) -> str:
     """Return a file of episodes that every checkpoint names."""
-    named = [set(json.loads((path / "manifest.json").read_text())["files"]) for path in newest_first(run)]
+    named = [set(manifest_of(path)["files"]) for path in newest_first(run)]
     return sorted(name for name in set.intersection(*named) if name.endswith(".episodes"))[0]
 
 
@@ -184,7 +204,6 @@ def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected
     damage, unfinished, tmp_path, monkeypatch, capsys
 ):
     alone, torn = unfinished
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     names = files_of(torn)
     assert {Path(name).name for name in names} >= {"manifest.json", "common.th", "rank_0.th"}
     assert any(name.startswith("kept/") for name in names)
@@ -193,7 +212,7 @@ def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected
         run = copied(torn, tmp_path / str(number))
         damaged, *others = newest_first(run)
         damage(run / "checkpoints" / name)
-        sound = [path for path in others if name not in json.loads((path / "manifest.json").read_text())["files"]]
+        sound = [path for path in others if name not in manifest_of(path)["files"]]
         ends.add(bool(sound))
         if not sound:
             said = rejected(run, capsys)
@@ -202,7 +221,7 @@ def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected
             )
             continue
         before = contents(run)
-        assert main([*COMMAND, f"local_results_path={run.parent}"]) == 0, capsys.readouterr().err
+        assert start(run) == 0, capsys.readouterr().err
         log = (run / "logs" / "rank_0.log").read_text()
         (said,) = [line for line in log.splitlines() if f"{damaged} is damaged" in line]
         assert Path(name).name in said
@@ -222,10 +241,9 @@ def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected
 @pytest.mark.parametrize("every", [False, True])
 def test_lossy_continues_without_the_damaged_episodes_and_counts_them(every, unfinished, tmp_path, monkeypatch, capsys):
     """One flipped byte in a file that all checkpoints share, or in each file: then no batch is left."""
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest, name = newest_first(run)[0], shared_by_all(run)
-    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest = manifest_of(newest)
     (said,) = [said["replay"] for said in manifest["logs"]]
     oldest = said["added"] - said["kept"]
     parts = [part for part in said["parts"] if part["file"] == name or every]
@@ -247,9 +265,9 @@ def test_lossy_continues_without_the_damaged_episodes_and_counts_them(every, unf
 
         patch.setattr(Checkpointer, "restore", restore)
         with pytest.raises(KilledError):
-            main([*COMMAND, f"local_results_path={run.parent}", "resume=lossy"])
+            start(run, "resume=lossy")
     assert seen == {"left": said["kept"] - lost, "t_env": manifest["t_env"], "iteration": manifest["iteration"]}
-    assert main([*COMMAND, f"local_results_path={run.parent}", "resume=lossy"]) == 0
+    assert start(run, "resume=lossy") == 0
     log = (run / "logs" / "rank_0.log").read_text()
     assert f"resume=lossy: {lost} episode(s) in {parts[0]['file']}" in log
     entries = resumed(run)
@@ -266,30 +284,18 @@ def test_lossy_continues_without_the_damaged_episodes_and_counts_them(every, unf
     assert summary_of(run)["exit_state"] == "completed"
 
 
-def break_parts(run: Path) -> None:
-    for path in newest_first(run):
-        truncate(path / "rank_0.th")
-
-
-def break_common(run: Path) -> None:
-    for path in newest_first(run):
-        truncate(path / "common.th")
-
-
-def move_away(run: Path) -> None:
-    (run / "checkpoints").rename(run.parent.parent / "elsewhere")
-
-
-@pytest.mark.parametrize("harm", [break_parts, break_common, move_away])
+@pytest.mark.parametrize("harm", ["rank_0.th", "common.th", "checkpoints"])
 def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
     harm, unfinished, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest = newest_first(run)[0]
-    t_env = json.loads((newest / "manifest.json").read_text())["t_env"]
+    t_env = manifest_of(newest)["t_env"]
     steps = sorted(int(path.name) for path in (run / "models").iterdir())
-    harm(run)
+    if harm == "checkpoints":
+        (run / "checkpoints").rename(tmp_path / "elsewhere")
+    for path in newest_first(run):
+        truncate(path / harm)
     before = contents(run)
     assert "resume=weights" in rejected(run, capsys)
     assert "resume=weights" in rejected(run, capsys, "resume=lossy")
@@ -304,10 +310,10 @@ def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
         )
 
     monkeypatch.setattr(Checkpointer, "restore", restore)
-    assert main([*COMMAND, f"local_results_path={run.parent}", "resume=weights"]) == 0, capsys.readouterr().err
+    assert start(run, "resume=weights") == 0, capsys.readouterr().err
     left, began, later, weights = seen["start"]
     assert (left, later) == (0, True)
-    if harm is break_parts:
+    if harm == "rank_0.th":
         assert began == t_env
         saved = torch.load(newest_first(unfinished[1])[0] / "common.th", weights_only=True)
         expected = saved["shared"]["modules"]["agent"]
@@ -324,7 +330,7 @@ def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
             found = [path.read_bytes() for path in (run / kept, *(aside / kept for aside in asides)) if path.exists()]
             assert any(each.startswith(content) for each in found), kept
     assert summary_of(run)["exit_state"] == "completed"
-    last = json.loads((newest_first(run)[0] / "manifest.json").read_text())
+    last = manifest_of(newest_first(run)[0])
     assert last["t_env"] >= 40 and last["iteration"] > KILLED_AT
 
 
@@ -336,7 +342,7 @@ def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_k
     (run / "models" / "99").mkdir()
     (run / "models" / "99" / "agent.th").write_bytes(b"late")
     folder = RunFolder(run)
-    taken = recover(folder, Dist(), config_from([*COMMAND[1:]]))
+    taken = plan_of(folder)
     assert (taken.kind, taken.state.checkpoint.path, taken.behind) == ("exact", older, True)
     aside = Path(cut_back(folder, Dist(), taken).aside)
     assert (aside / "models" / "99" / "agent.th").read_bytes() == b"late"
@@ -345,17 +351,16 @@ def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_k
 
 @pytest.mark.parametrize("how", ["exact", "weights"])
 def test_folders_in_the_place_of_files_are_kept_and_not_in_the_way(how, unfinished, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest, older = newest_first(run)
-    named = [set(json.loads((path / "manifest.json").read_text())["files"]) for path in (newest, older)]
+    named = [set(manifest_of(path)["files"]) for path in (newest, older)]
     (episodes,) = [name for name in named[0] - named[1] if name.endswith(".episodes")]
     places = [run / "checkpoints" / episodes]  # exact: the older checkpoint does not name it
     places += [newest / "rank_0.th", older / "manifest.json"] * (how == "weights")
     for path in places:
         path.unlink()
         (path / "mine").mkdir(parents=True)
-    assert main([*COMMAND, f"local_results_path={run.parent}", f"resume={how}"]) == 0, capsys.readouterr().err
+    assert start(run, f"resume={how}") == 0, capsys.readouterr().err
     assert [entry["kind"] for entry in resumed(run)] == [how]
     assert len([path for path in run.rglob("mine") if path.is_dir()]) == len(places)
 
@@ -363,7 +368,7 @@ def test_folders_in_the_place_of_files_are_kept_and_not_in_the_way(how, unfinish
 def test_another_format_is_rejected_and_named(unfinished, tmp_path, capsys):
     run = copied(unfinished[1], tmp_path)
     for path in newest_first(run):
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = manifest_of(path)
         (path / "manifest.json").write_text(json.dumps(sealed({**manifest, "format": FORMAT + 7})))
     assert f"format {FORMAT + 7}" in rejected(run, capsys)
     assert f"format {FORMAT + 7}" in rejected(run, capsys, "resume=lossy")
@@ -402,23 +407,22 @@ def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, unfini
     with monkeypatch.context() as patch:  # after the comparison
         broken = OSError(number, os.strerror(number))
         patch.setattr("omagd.components.episode_file._read_field", lambda *_: (_ for _ in ()).throw(broken))
-        assert main([*COMMAND, f"local_results_path={run.parent}"]) == 2
+        assert start(run) == 2
         assert f"episodes cannot be read ({os.strerror(number)})" in capsys.readouterr().err
     tried, fail = [], 2
-    assert recover(RunFolder(run), Dist(), config_from([*COMMAND[1:]])).kind == "exact"
+    assert plan_of(RunFolder(run)).kind == "exact"
     assert len(tried) == 3
 
 
 def test_a_run_that_was_never_saved_begins_from_scratch_and_keeps_what_it_wrote(unfinished, tmp_path, monkeypatch):
     """Killed before its first checkpoint was complete, which `saved.json` proves."""
     alone, torn = unfinished
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(torn, tmp_path)
     shutil.rmtree(run / "checkpoints")
     (run / "saved.json").write_text('{"iteration": 0}')
     (run / "checkpoints" / ".00000001.abc.partial").mkdir(parents=True)
     (run / "models" / "20" / ".agent.th.123.tmp").write_bytes(b"half")
-    assert main([*COMMAND, f"local_results_path={run.parent}"]) == 0
+    assert start(run) == 0
     assert differences(alone, run) == []
     assert not list((run / "checkpoints").glob(".*")) and not list(run.rglob(".*.tmp"))
     (aside,) = (run / "set_aside").iterdir()
@@ -428,7 +432,6 @@ def test_a_run_that_was_never_saved_begins_from_scratch_and_keeps_what_it_wrote(
 
 def test_a_kill_at_any_step_of_setting_aside_is_harmless(unfinished, tmp_path, monkeypatch):
     """Whatever step is the last one, the next start ends up with the same files, and each content is still there."""
-    given = config_from([*COMMAND[1:]])
     whole = copied(unfinished[1], tmp_path / "whole")
     truncate(newest_first(whole)[0] / "common.th")
     for path in (whole / "metrics.jsonl", whole / "episodes" / "rank_0.jsonl"):
@@ -460,7 +463,7 @@ def test_a_kill_at_any_step_of_setting_aside_is_harmless(unfinished, tmp_path, m
         for kill in (last, 0):
             count = kill
             try:
-                cut_back(folder, Dist(), recover(folder, Dist(), given))
+                cut_back(folder, Dist(), plan_of(folder))
             except KilledError:
                 killed = True
                 assert wanted <= set(contents(run).values()), f"something is lost after step {last}"
@@ -488,17 +491,16 @@ WRONG_PARTS = [
 
 def test_a_checkpoint_that_says_something_of_another_type_is_damaged(unfinished, tmp_path, capsys):
     """Though its seal and checksums fit: the one before it is used, and nothing by `checkpoint_path` of it alone."""
-    given = config_from([*COMMAND[1:]])
     for number, (*part, key, value) in enumerate([*WRONG_FACTS, *WRONG_PARTS]):
         run = copied(unfinished[1], tmp_path / str(number))
         newest, older = newest_first(run)
         if part:
             resaved(run, part[0], lambda state, key=key, value=value: state.update({key: value}))
         else:
-            manifest = json.loads((newest / "manifest.json").read_text())
+            manifest = manifest_of(newest)
             (newest / "manifest.json").write_text(json.dumps(sealed({**manifest, key: value})))
         name = f"{part[0]}.th" if part else "manifest.json"
-        taken = recover(RunFolder(run), Dist(), given)
+        taken = plan_of(RunFolder(run))
         assert taken.state.checkpoint.path == older, (key, value)
         assert taken.problems[newest].startswith(name), (key, value)
         words = [f"local_results_path={tmp_path}/results", "auto_resume=False", f"checkpoint_path={newest}"]
@@ -507,7 +509,7 @@ def test_a_checkpoint_that_says_something_of_another_type_is_damaged(unfinished,
         assert (said.startswith("error: checkpoint_path="), len(said.splitlines()), name in said) == (True, 1, True)
     assert not (tmp_path / "results").exists()
     assert [path.name for path in newest_first(run)] == [newest.name, older.name]
-    weights = recover(RunFolder(run), Dist(), config_from([*COMMAND[1:], "resume=weights"]))
+    weights = plan_of(RunFolder(run), None, "resume=weights")
     assert (weights.kind, weights.state.checkpoint.path) == ("weights", newest), "a rank's part is not needed for them"
 
 
@@ -526,7 +528,7 @@ def test_code_in_a_checkpoint_is_not_run_though_its_checksum_fits(part, unfinish
     run, marker = copied(unfinished[1], tmp_path), tmp_path / "marker"
     newest, older = newest_first(run)
     resaved(run, part, lambda state: state.update(hidden=Hostile(marker)))
-    plan = recover(RunFolder(run), Dist(), config_from([*COMMAND[1:]]))
+    plan = plan_of(RunFolder(run))
     assert (plan.state.checkpoint.path, marker.exists()) == (older, False)
     assert plan.problems[newest].startswith(f"{part}.th")
 
@@ -549,7 +551,7 @@ def test_episodes_of_ranks_that_the_run_no_longer_has_stay(unfinished, tmp_path,
     log.write_text("a\nb\nc\n")
     (run / "episodes" / "rank_2.jsonl").write_text("d\n")
     folder = RunFolder(run)
-    cut = cut_back(folder, Dist(), recover(folder, Dist(), config_from([*COMMAND[1:]])))
+    cut = cut_back(folder, Dist(), plan_of(folder))
     assert log.read_text() == "a\nb\n" and not folder.episode_log(2).exists()
     aside = Path(cut.aside) / "episodes"
     assert (aside / "rank_1.jsonl").read_text() == "a\nb\nc\n"
@@ -564,19 +566,21 @@ def test_what_came_after_the_checkpoint_is_kept_where_ranks_or_versions_change(r
     (folder.step(99) / "agent.th").write_bytes(b"late")
     told = {"ranks": 2, "versions": {**versions(), **({"torch": "1.0"} if ranks == 2 else {})}}
     folder.card_json.write_text(json.dumps({"id": "x", "compared": {}, "told": told}))
-    given = config_from([*COMMAND[1:]])
     if ranks == 1:
-        cut = cut_back(folder, Dist(), recover(folder, Dist(), given))
+        cut = cut_back(folder, Dist(), plan_of(folder))
     else:
-        cut, _ = on_two_ranks(lambda dist: cut_back(folder, dist, recover(folder, dist, given)))
+        cut, _ = on_two_ranks(lambda dist: cut_back(folder, dist, plan_of(folder, dist)))
     aside = Path(cut.aside)
     assert (aside / "models" / "99" / "agent.th").read_bytes() == b"late"
     assert (aside / "episodes" / "rank_1.jsonl").read_text() == "xyz"
     assert folder.episode_log(1).read_text() == "xy"
 
 
-def test_lines_that_are_gone_are_reported(unfinished, tmp_path, monkeypatch):
+def test_missing_lines_and_other_versions_are_reported(unfinished, tmp_path, monkeypatch):
     run = copied(unfinished[1], tmp_path)
+    card = json.loads((run / "card.json").read_text())
+    card["told"]["versions"]["torch"] = "1.0"
+    (run / "card.json").write_text(json.dumps(card))
     metrics, episodes = run / "metrics.jsonl", run / "episodes" / "rank_0.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join(lines[:-1]))
@@ -587,6 +591,8 @@ def test_lines_that_are_gone_are_reported(unfinished, tmp_path, monkeypatch):
     for name, size in lost.items():
         assert f"WARNING omagd {run / name}: {size} bytes that were there at that checkpoint are missing" in log
     assert resumed(run)[0]["missing_bytes"] == lost
+    assert f"this run continues with other versions: torch {torch.__version__} (was 1.0)" in log
+    assert resumed(run)[0]["versions_before"]["torch"] == "1.0"
 
 
 def test_what_stands_in_the_place_of_a_file_or_folder_of_the_run(unfinished, tmp_path, monkeypatch, capsys):
@@ -607,8 +613,7 @@ def test_what_stands_in_the_place_of_a_file_or_folder_of_the_run(unfinished, tmp
     (run / "run.json").unlink()
     (run / "run.json").mkdir()
     capsys.readouterr()
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
-    assert main([*COMMAND, f"local_results_path={run.parent}", "t_max=4"]) == 0
+    assert start(run, "t_max=4") == 0
     assert f"{run / 'run.json'} is damaged: that run is not continued" in capsys.readouterr().out
 
 
@@ -673,10 +678,9 @@ def test_ranks_decide_alike(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     saved_by_two(folder)
     flip(folder.checkpoints / "kept" / "rank1.episodes")
-    given = {mode: config_from([*COMMAND[1:], f"resume={mode}"]) for mode in ("exact", "lossy")}
-    first, second = on_two_ranks(lambda dist: recover(folder, dist, given["exact"]))
+    first, second = on_two_ranks(lambda dist: plan_of(folder, dist))
     assert first == second and "rank1.episodes" in first and "resume=lossy" in first
-    found = on_two_ranks(lambda dist: recover(folder, dist, given["lossy"]))
+    found = on_two_ranks(lambda dist: plan_of(folder, dist, "resume=lossy"))
     for taken in found:
         assert (taken.kind, taken.state.iteration) == ("lossy", 2)
         assert taken.state.lost == {"kept/rank1.episodes"}
@@ -690,7 +694,7 @@ def test_ranks_decide_alike(tmp_path, monkeypatch):
 
     def unlucky(dist: Together) -> object:
         alike.rank = dist.rank
-        return recover(folder, dist, given["lossy"])
+        return plan_of(folder, dist, "resume=lossy")
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "RETRY_SECONDS", ())
@@ -718,7 +722,7 @@ def test_a_stop_says_saved_only_where_the_files_are_found(unfinished, tmp_path, 
         if harmed:
             monkeypatch.setattr(CheckpointStore, "prune", prune)
         run = copied(unfinished[1], tmp_path / str(harmed))
-        assert main([*COMMAND, f"local_results_path={run.parent}"]) == 143
+        assert start(run) == 143
         (line,) = [line for line in (run / "logs" / "rank_0.log").read_text().splitlines() if "asked to stop" in line]
         assert ("is saved" in line) is not harmed
         assert ("ERROR" in line and "is not saved (rank 0: kept/replay" in line) is harmed
@@ -742,7 +746,7 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(unfinish
     record(Path, "rename")
     record(checkpoint_store, "write_json")
     monkeypatch.setattr(checkpointer, "stop_wanted", lambda: True)
-    assert main([*COMMAND, f"local_results_path={run.parent}"]) == 143
+    assert start(run) == 143
     (newest,) = {path.name for path in newest_first(run)} - before
     (draft,) = {name for what, name in done if what == "rename" and name.startswith(f".{newest}.")}
     save = done[: done.index(("rename", draft))]
@@ -758,7 +762,6 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(unfinish
 @pytest.mark.parametrize("moment", [1, 2])
 def test_a_run_that_is_going_on_is_continued_in_a_new_folder(moment, unfinished, tmp_path, monkeypatch):
     """It replaces its checkpoint just after that was compared: before it is read, and before it is linked."""
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     run = copied(unfinished[1], tmp_path)
     newest, other = newest_first(run)
     other.rename(tmp_path / "not yet")
@@ -778,29 +781,3 @@ def test_a_run_that_is_going_on_is_continued_in_a_new_folder(moment, unfinished,
     log = (folder.parent / "logs" / "rank_0.log").read_text()
     assert f"continuing from {folder.parent / 'checkpoints' / other.name}: iteration {KILLED_AT - 1}" in log
     assert resumed(folder.parent)[0]["kind"] == "exact"
-
-
-def test_a_run_that_continues_with_other_versions_says_so(unfinished, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
-    run = copied(unfinished[1], tmp_path)
-    card = json.loads((run / "card.json").read_text())
-    card["told"]["versions"]["torch"] = "1.0"
-    (run / "card.json").write_text(json.dumps(card))
-    assert main([*COMMAND, f"local_results_path={run.parent}"]) == 0
-    log = (run / "logs" / "rank_0.log").read_text()
-    assert f"WARNING omagd this run continues with other versions: torch {torch.__version__} (was 1.0)" in log
-    assert resumed(run)[0]["versions_before"]["torch"] == "1.0"
-
-
-def test_a_checkpoint_that_is_asked_for_by_name_must_be_sound(unfinished, tmp_path, monkeypatch, capsys):
-    torn = unfinished[1]
-    run = tmp_path / "torn"
-    shutil.copytree(torn, run)
-    newest = newest_first(run)[0]
-    truncate(newest / "common.th")
-    words = [f"local_results_path={tmp_path}/results", "auto_resume=False", f"checkpoint_path={newest}"]
-    assert main([*COMMAND, *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: checkpoint_path=")
-    assert (len(said.splitlines()), "common.th" in said) == (1, True)
-    assert not (tmp_path / "results").exists()

@@ -125,7 +125,7 @@ def test_one_line_says_that_it_cannot_be_written_one_that_it_could_be(disk, said
         episodes.write([{"won": True}], t_env=t)
         metrics.log(Record({"loss": 0.5}, "stage3", "t_env", t))
     reason = os.strerror(code)
-    assert said == [f"WARNING cannot be written ({reason}): episodes/rank_0.jsonl; the run goes on and tries again"]
+    assert said == [f"WARNING cannot be written ({reason}): episodes/rank_0.jsonl; training continues and tries again"]
     disk.room = 1 << 20
     STORAGE.retry()
     assert said[1:] == ["WARNING there is room again: episodes/rank_0.jsonl, metrics.jsonl could be written"]

@@ -256,16 +256,6 @@ def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_o
         Path("closed").chmod(0o700)
 
 
-def test_a_damaged_entry_is_named(tmp_path, capfd):
-    run = unfinished(tmp_path)
-    (run / "run.json").write_bytes(b"\xff")
-    given = config_from([*COMMAND, f"local_results_path={tmp_path}"])
-    with suppress(ZeroDivisionError), claimed_folder(given, "other"):
-        raise ZeroDivisionError
-    assert f"{run}/run.json is damaged: that run is not continued" in capfd.readouterr().out
-    assert (run / "run.json").read_bytes() == b"\xff"
-
-
 def test_everybody_is_kept_out_of_a_new_run_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:

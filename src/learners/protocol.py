@@ -38,8 +38,9 @@ class Trainable(Protocol):
 class Learner(Trainable, Protocol):
     """A learner of stage 3, built as `cls(mac, config, info, dist)`.
 
-    Optional: `args_model`, a pydantic model of the keys in `learner_args`; and a static method
-    `how_targets_move(config, environments) -> str`, a few words about target updates for the log.
+    Optional: `args_model`, a pydantic model of the keys in `learner_args`; a static method
+    `how_targets_move(config, environments) -> str`, a few words about target updates for the log; and
+    `register_state(register)`, which calls `Checkpointer.register` for state that is not the same on all ranks.
 
     Attributes:
         data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were

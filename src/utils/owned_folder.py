@@ -1,8 +1,8 @@
-"""Whether a folder found on disk can be trusted with writing: it is the user's own, and nothing in it leads outside.
+"""Check that a folder found on disk is safe to write: it is the user's own, and nothing in it leads outside.
 
-Everything is looked at through descriptors of the folders, without following links. A folder that everybody may write
-is first closed to others, so that what has been checked stays as it is. The group is trusted: it is the user who lets
-it write (umask, or a folder shared with colleagues).
+All checks use descriptors of the folders and follow no links. A world-writable folder is first closed to others, so
+what has been checked stays unchanged. The group is trusted: the user decides whether it may write (umask, or a folder
+shared with colleagues).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ HAS_LINKS = "wandb"
 
 
 class Untrusted(Exception):
-    """A folder that must not be written; the text says why."""
+    """A folder that must not be written; the message is the reason."""
 
 
 @contextmanager
 def closed_to_others() -> Iterator[None]:
-    """Within, what is made cannot be written by everybody, whatever the umask: else others could put links there."""
+    """Within, new files are not world-writable, whatever the umask: others could put links there."""
     before = os.umask(0o777)
     os.umask(before | stat.S_IWOTH)
     try:
@@ -115,7 +115,7 @@ def _stays_in_wandb(handle: int, place: tuple[str, ...]) -> bool:
 
 
 def _copy_in_place(handle: int, name: str) -> None:
-    """Let a file with several names be a file of its own: what is written to it must change no other."""
+    """Replace a file with several hard links by a copy of its own: writing to it must not change the others."""
     beside = f".{secrets.token_hex(8)}.tmp"
     source = os.open(name, FILE, dir_fd=handle)
     try:

@@ -1,4 +1,4 @@
-"""One folder per run, and what stands where in it."""
+"""One folder per run: names and paths of its files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_token(
 
     Args:
         now: seconds since the epoch, this moment if None. Two runs in one second get the same token;
-            `RunFolder.create` tells them apart. evaluation: whether `evaluation` stands before the date.
+            `RunFolder.create` makes them differ. evaluation: add `evaluation` before the date.
     """
     stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now))
     parts = [re.sub(r"[^\w.+-]+", "-", part) for part in (name, env, map_name) if part]
@@ -40,10 +40,24 @@ class RunFolder:
 
     Args:
         path: `<local_results_path>/<unique_token>`.
+
+    Attributes:
+        token: the run's unique name.
+        config_json: the resolved configuration. card_json: what the result depends on. env_info_json: facts about the
+            environment. metrics_jsonl: one JSON object per log. summary_json: what the run reached.
+        checkpoints, models, plots, logs, profile, replays: folders of checkpoints, weights, pictures, text logs, traces
+            and recorded games.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
+        self.token = self.path.name
+        self.config_json, self.card_json = self.path / "config.json", self.path / "card.json"
+        self.env_info_json, self.metrics_jsonl = self.path / "env_info.json", self.path / "metrics.jsonl"
+        self.summary_json = self.path / "summary.json"
+        self.checkpoints, self.models = self.path / "checkpoints", self.path / "models"
+        self.plots, self.logs = self.path / "plots", self.path / "logs"
+        self.profile, self.replays = self.path / "profile", self.path / "replays"
 
     @classmethod
     def create(cls, local_results_path: str | Path, unique_token: str, *, generated: bool = True) -> RunFolder:
@@ -70,44 +84,9 @@ class RunFolder:
             sub.mkdir(mode=0o755)
         return folder
 
-    @property
-    def token(self) -> str:
-        """The run's unique name."""
-        return self.path.name
-
-    @property
-    def config_json(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.json"
-
-    @property
-    def card_json(self) -> Path:
-        """What the result depends on."""
-        return self.path / "card.json"
-
-    @property
-    def env_info_json(self) -> Path:
-        """The facts of the environment."""
-        return self.path / "env_info.json"
-
-    @property
-    def metrics_jsonl(self) -> Path:
-        """One JSON object per log."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary_json(self) -> Path:
-        """What the run reached."""
-        return self.path / "summary.json"
-
     def files(self) -> tuple[Path, ...]:
         """Return the paths of the files that a run writes beside its episodes, text logs and weights."""
         return self.config_json, self.env_info_json, self.card_json, self.metrics_jsonl, self.summary_json
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
 
     def episode_log(self, rank: int) -> Path:
         """Return where a rank notes the episodes of its training, a JSON object each."""
@@ -117,31 +96,6 @@ class RunFolder:
         """Return the notes of all ranks that are there."""
         found = (self.path / "episodes").glob("rank_*.jsonl")
         return sorted(path for path in found if path.stem.removeprefix("rank_").isdecimal())
-
-    @property
-    def models(self) -> Path:
-        """Folder of the weights."""
-        return self.path / "models"
-
-    @property
-    def plots(self) -> Path:
-        """Folder of the pictures."""
-        return self.path / "plots"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the text logs."""
-        return self.path / "logs"
-
-    @property
-    def profile(self) -> Path:
-        """Folder of the profiler's traces."""
-        return self.path / "profile"
-
-    @property
-    def replays(self) -> Path:
-        """Folder of games to look at."""
-        return self.path / "replays"
 
     def step(self, t_env: int) -> Path:
         """Return the folder of the stage-3 weights at `t_env`."""
@@ -195,11 +149,11 @@ MACHINE = re.compile(
     r"^(time|memory|gpu)/|_per_second(_rank\d+)?$"
     r"|^(wall_seconds|restarts|worker_restarts|communicate_ms_per_sync|reconstruct_(ms|frames)_per_tick)$"
 )
-"""Values that tell how the machine did, and differ between two runs that learn the same."""
+"""Values about the machine, which differ between two runs that learn the same."""
 
 
 def reproducible(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of `metrics.jsonl` without what only tells how the machine did."""
+    """Return a line of `metrics.jsonl` without values about the machine."""
     return {name: value for name, value in record.items() if not MACHINE.search(name)}
 
 
@@ -224,7 +178,7 @@ def _json(value: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with nothing in it that strict JSON cannot say. Errors: TypeError for other objects."""
+    """Return `value` as values of strict JSON. Errors: TypeError for other objects."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, (str, bool, int)):

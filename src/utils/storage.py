@@ -22,13 +22,13 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-"""Errors of the system, which say nothing about a file."""
+"""Errors of the system, not of a file."""
 
 LONGEST_ENTRY = 1 << 20
 
 
 class Unreadable(UserError):
-    """The system could not read a path (EIO, EACCES, ESTALE, ...). This is no damage: nothing may follow from it."""
+    """The system could not read a path (EIO, EACCES, ESTALE, ...). The file is not damaged."""
 
 
 def patiently(path: Path, read: Callable[[], T]) -> T:

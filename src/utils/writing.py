@@ -1,8 +1,8 @@
-"""Files that a run writes while it goes on. A full disk costs a line in the log, not the run.
+"""Files that a run writes while it trains. A full disk costs a line in the log, not the run.
 
 What cannot be written is kept in memory, within bounds, and written once there is room: records of files that are
-only appended to (`AppendFile`), and files that are replaced as a whole (`Storage.write`). One line says that something
-cannot be written, one that it could be after all, and one at the end what was lost.
+only appended to (`AppendFile`), and files that are replaced as a whole (`Storage.write`). One line reports what
+cannot be written, one that there is room again, and one at the end what was lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PENDING_BYTES = 16 << 20
 """Of each file that is appended to."""
 
 REMIND_SECONDS, AGAIN_SECONDS = 600.0, 60.0
-"""Between two lines on what stays impossible, and on what comes and goes."""
+"""Pauses between two messages: about what stays impossible, and about what comes and goes."""
 
 NAMES_SHOWN = 6
 APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -46,15 +46,15 @@ class Storage:
         self._guard = threading.RLock()  # never held while something is logged: log files are written here too
         self._files = threading.RLock()
         self._local = threading.local()
-        self._unsaid: deque[tuple[int, str]] = deque(maxlen=20)
+        self._postponed: deque[tuple[int, str]] = deque(maxlen=20)
         self._kept: dict[Path, bytes] = {}
         self._open: set[AppendFile] = set()
         self._broken: dict[str, str] = {}
         self._lost: dict[str, int] = {}
         self._reasons: set[str] = set()  # of what was lost
         self._completed: set[str] = set()
-        self._said: dict[str, float] = {}  # when a reason was last said
-        self._announced = False  # since something was last said to be complete
+        self._logged: dict[str, float] = {}  # when a reason was last logged
+        self._announced = False  # a failure was logged since everything could last be written
 
     def begin(self, base: Path) -> None:
         """Begin a run; names are shown relative to its folder `base`."""
@@ -76,7 +76,7 @@ class Storage:
         """Try again to write what is kept. Called wherever a run logs."""
         for file in list(self._open):
             file.flush()
-        self._speak()
+        self._emit()
         with self._files:
             for path, content in list(self._kept.items()):
                 if not self._replace(path, content):
@@ -85,7 +85,7 @@ class Storage:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Within, nothing is logged: for handlers of the log, which would wait for each other. It is said later."""
+        """Within, log messages are postponed: handlers of the log would wait for each other."""
         self._local.silent = True
         try:
             yield
@@ -104,7 +104,7 @@ class Storage:
 
     @contextmanager
     def attempt(self, name: str, *kinds: type[Exception]) -> Iterator[None]:
-        """Go on when the block cannot write (OSError, or `kinds`): what it would have written is lost."""
+        """Continue if the block cannot write (OSError, or `kinds`): its output is lost."""
         try:
             yield
         except Exception as problem:
@@ -133,23 +133,23 @@ class Storage:
         return readable(str(path.relative_to(base) if base is not None and path.is_relative_to(base) else path))
 
     def failed(self, name: str, problem: BaseException) -> None:
-        """Note that something cannot be written; say so for the first of its kind, then now and then."""
+        """Note that something cannot be written; log the first failure of a kind, then at intervals."""
         reason = readable(str(getattr(problem, "strerror", None) or problem) or type(problem).__name__)[:200]
         with self._guard:
             first = reason not in self._broken.values()
             self._broken[name] = reason
             now, pause = time.monotonic(), AGAIN_SECONDS if first else REMIND_SECONDS
-            due = not self._over and now - self._said.get(reason, -math.inf) >= pause
+            due = not self._over and now - self._logged.get(reason, -math.inf) >= pause
             if due:
-                self._said[reason], self._announced = now, True
+                self._logged[reason], self._announced = now, True
             names = [each for each, why in self._broken.items() if why == reason]
         if due:
-            self._say(
-                logging.WARNING, f"cannot be written ({reason}): {_listed(names)}; the run goes on and tries again"
+            self._log(
+                logging.WARNING, f"cannot be written ({reason}): {_listed(names)}; training continues and tries again"
             )
 
     def wrote(self, name: str) -> None:
-        """Note that something could be written; say so once everything can."""
+        """Note that something could be written; log once that everything can."""
         with self._guard:
             if self._broken.pop(name, None) is None:
                 return
@@ -158,17 +158,17 @@ class Storage:
                 return
             names = sorted(self._completed)
             self._completed, self._announced = set(), False
-        self._say(logging.WARNING, f"there is room again: {_listed(names)} could be written")
+        self._log(logging.WARNING, f"there is room again: {_listed(names)} could be written")
 
     def lost(self, name: str, records: int = 0) -> None:
-        """Count what will not be written any more: records of a file, or all of it."""
+        """Count what is lost: records of a file, or the whole file."""
         with self._guard:
             self._lost[name] = self._lost.get(name, 0) + records
             reason = self._broken.get(name) if records else self._broken.pop(name, None)
             self._reasons |= {reason} if reason else set()
 
     def close(self) -> None:
-        """Try for the last time, say what was lost, and forget it. The log file may be among it: no word after this."""
+        """Try for the last time, log what was lost, and forget it. Nothing is logged after that."""
         self.retry()
         for file in list(self._open):
             file.close()
@@ -177,19 +177,19 @@ class Storage:
                 self.lost(self.name(path))
             lost = [f"{name} ({count} lines)" if count else name for name, count in sorted(self._lost.items())]
             why = ", ".join(sorted(self._reasons))
-            for found in (self._kept, self._broken, self._lost, self._reasons, self._completed, self._said):
+            for found in (self._kept, self._broken, self._lost, self._reasons, self._completed, self._logged):
                 found.clear()
-            spoken, self._over, self._announced = self._over, True, False
-        if lost and not spoken:
-            self._say(logging.ERROR, f"lost, since it could not be written ({why}): {_listed(lost)}")
+            already, self._over, self._announced = self._over, True, False
+        if lost and not already:
+            self._log(logging.ERROR, f"lost, since it could not be written ({why}): {_listed(lost)}")
 
-    def _say(self, level: int, text: str) -> None:
-        self._unsaid.append((level, text))
-        self._speak()
+    def _log(self, level: int, text: str) -> None:
+        self._postponed.append((level, text))
+        self._emit()
 
-    def _speak(self) -> None:
-        while self._unsaid and not getattr(self._local, "silent", False):
-            logging.getLogger("omagd").log(*self._unsaid.popleft())
+    def _emit(self) -> None:
+        while self._postponed and not getattr(self._local, "silent", False):
+            logging.getLogger("omagd").log(*self._postponed.popleft())
 
     def _replace(self, path: Path, content: bytes) -> bool:
         try:
@@ -338,7 +338,7 @@ def open_lines(path: Path) -> int:
 
 
 def drop_lost_output() -> None:
-    """Discard from now on what goes to a terminal that was closed, or to a pipe that nobody reads any more.
+    """Discard output to a closed terminal or to a pipe without a reader.
 
     Otherwise every write there fails, and so does what Python has buffered, at the latest when it exits.
     """

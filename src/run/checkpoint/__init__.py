@@ -1,1 +1,1 @@
-"""Checkpoints: what a run saves, where it stands, and how a later start finds and loads it."""
+"""Checkpoints: saving the state of a run, finding it again, and restoring it."""

@@ -1,7 +1,7 @@
-"""What the manifest and the parts of a checkpoint must say, checked once, where they are read.
+"""Types of the manifest and the parts of a checkpoint, validated once, when they are read.
 
-A checksum proves that a file is as it was written, not that this program wrote it. Keys that a form does not name are
-free: other versions may have more.
+A checksum proves that a file is as it was written, not that this program wrote it. Unknown keys are allowed: other
+versions may have more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST_NAME = 255
 
 
 class Form(BaseModel):
-    """Values of exactly these types: nothing is converted."""
+    """Base of the models: values must have exactly these types, nothing is converted."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -32,7 +32,7 @@ class FileForm(Form):
     sha256: str
 
 
-class StretchForm(Form):
+class RangeForm(Form):
     """A file of episodes."""
 
     first: Count
@@ -47,7 +47,7 @@ class LogForm(Form):
 
     added: Count
     kept: Count
-    parts: list[StretchForm]
+    parts: list[RangeForm]
 
 
 class ManifestForm(Form):
@@ -69,7 +69,7 @@ class ManifestForm(Form):
                 raise ValueError(f"{name[:80]!a} is no file of a checkpoint")
         if len(self.logs) != self.world_size:
             raise ValueError(f"logs of {len(self.logs)} ranks instead of {self.world_size}")
-        for part in (part for rank in self.logs for said in rank.values() for part in said.parts):
+        for part in (part for rank in self.logs for log in rank.values() for part in log.parts):
             if part.file not in self.files:
                 raise ValueError(f"{part.file[:80]!a} does not belong to it")
         if self.stage != "stage3" and "epoch" not in self.clock:
@@ -120,13 +120,13 @@ class RankForm(Form):
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with a checksum of what it says, as `seal`."""
-    said = {key: value for key, value in manifest.items() if key != "seal"}
-    return {**said, "seal": fingerprint(said)}
+    """Return a manifest with a checksum of its content under `seal`."""
+    content = {key: value for key, value in manifest.items() if key != "seal"}
+    return {**content, "seal": fingerprint(content)}
 
 
 def misfit(form: type[Form], value: Mapping[str, Any]) -> str:
-    """Return what a value lacks of a form, nothing if it fits."""
+    """Return what is wrong with a value, empty if it fits the form."""
     try:
         form.model_validate(value)
     except ValidationError as problem:

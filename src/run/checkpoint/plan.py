@@ -56,10 +56,10 @@ class RecoveredState:
 
     def lost_episodes(self) -> int:
         """Return how many episodes of all ranks are in files that cannot be read, of those that the run still kept."""
-        logs = [said for rank in self.checkpoint.manifest["logs"] for said in rank.values()]
+        logs = [log for rank in self.checkpoint.manifest["logs"] for log in rank.values()]
         if self.kind == "weights":
-            return sum(int(said["kept"]) for said in logs)
-        parts = [(said["added"] - said["kept"], part) for said in logs for part in said["parts"]]
+            return sum(int(log["kept"]) for log in logs)
+        parts = [(log["added"] - log["kept"], part) for log in logs for part in log["parts"]]
         return sum(
             part["first"] + part["count"] - max(part["first"], oldest)
             for oldest, part in parts

@@ -1,8 +1,8 @@
-"""Finding what a run continues from; what is there but cannot be read is never taken for nothing."""
+"""Find what a run continues from. A file that exists but cannot be read is never treated as missing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ PRETRAINED = {"stage1": TOKENIZER_FILE, "stage2": PREDICTOR_FILE}
 
 @dataclass(frozen=True)
 class _Judged:
-    """A folder of `checkpoints/`: what was read of it, and what is wrong with which file."""
+    """A checkpoint after its files have been compared. faults: problem by file. foreign: of another version."""
 
     path: Path
     checkpoint: Checkpoint | None
@@ -46,7 +46,7 @@ class _Judged:
         if not self.faults and (newest or mode != "weights"):
             return "exact"
         manifest = self.checkpoint.manifest
-        episodes = {part["file"] for rank in manifest["logs"] for said in rank.values() for part in said["parts"]}
+        episodes = {part["file"] for rank in manifest["logs"] for log in rank.values() for part in log["parts"]}
         if mode == "lossy" and self.faults.keys() <= episodes:
             return "lossy"
         own = {name for name in self.faults if Path(name).name.startswith("rank_")}
@@ -68,7 +68,7 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
     Errors: UserError, on all ranks, where something is there and `resume` does not allow to continue without it.
     """
     mode = config.resume
-    names, completed, others = _agreed(dist, _look, folder)
+    names, completed, others = _agreed(dist, _survey, folder)
     if not names and (completed == 0 or (completed is None and not others)):
         return ResumePlan(behind=bool(others), completed=0)
     problems: dict[Path, str] = {}
@@ -78,13 +78,13 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
         newest = not problems and _iteration(name) >= (completed or 0)
         kind = judged.usable(mode, newest)
         found, judged = _loaded(judged, kind, dist)
-        if found is None and (second := judged.usable(mode, newest)) != kind:  # a part is not what it should be
+        if found is None and (second := judged.usable(mode, newest)) != kind:  # reading has found more damage
             found, judged = _loaded(judged, second, dist)
         if found is not None:
             break
         problems[judged.path] = judged.problem
         if judged.foreign and mode == "exact":
-            break  # of another version: nothing says that the checkpoints before it are what is wanted
+            break  # of another version: its earlier checkpoints may not be what the user wants
     least = max([completed or 0, 1, *map(_iteration, names)])
     if mode == "weights" and (found is None or found.kind == "weights"):
         weights = _agreed(dist, _saved_weights, folder, config)
@@ -99,12 +99,12 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
 
 
 def _started_otherwise(folder: RunFolder, world_size: int) -> bool:
-    """Return whether the last start had other ranks or versions: what it wrote later is not played again bit for bit.
+    """Return whether the last start had other ranks or versions, which makes its later output impossible to reproduce.
 
-    A card that does not say so counts as another one.
+    Also True if there is no card.
     """
-    told = (read_card(folder.path) or {}).get("told")
-    return not isinstance(told, dict) or (told.get("ranks"), told.get("versions")) != (world_size, versions())
+    facts = (read_card(folder.path) or {}).get("told")
+    return not isinstance(facts, dict) or (facts.get("ranks"), facts.get("versions")) != (world_size, versions())
 
 
 def _iteration(name: str) -> int:
@@ -127,8 +127,8 @@ def _agreed(dist: Dist, read: Any, *arguments: Any) -> Any:
     return value
 
 
-def _look(folder: RunFolder) -> tuple[list[str], int | None, bool]:
-    """Return names of checkpoints, newest first, iteration of the last complete save, and if there is anything else."""
+def _survey(folder: RunFolder) -> tuple[list[str], int | None, bool]:
+    """Return names of checkpoints, newest first; iteration of the last complete save; whether there are other files."""
     for path in (folder.models, folder.plots, folder.logs, folder.checkpoints, folder.path / "episodes"):
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} is not a folder: move it away, then start again; nothing was changed")
@@ -140,43 +140,48 @@ def _look(folder: RunFolder) -> tuple[list[str], int | None, bool]:
 
 
 def _judge(path: Path, dist: Dist) -> _Judged:
-    """Compare a checkpoint with its manifest, together with the other ranks."""
-    checkpoint, faults, foreign, trouble = None, {}, False, ""
-    try:
-        checkpoint = read_checkpoint(path)
-        faults = checkpoint.faults(dist.rank, dist.world_size)
-    except Damaged as damage:
-        faults, foreign = {MANIFEST: str(damage)}, isinstance(damage, Foreign)
-    except Unreadable as problem:
-        trouble = problem.message
-    everyone = dist.gather((faults, foreign, trouble))
-    for _, _, trouble in everyone:
-        if trouble:
-            raise Unreadable(trouble)
-    merged = {name: problem for found, _, _ in everyone for name, problem in found.items()}
-    sound = checkpoint if MANIFEST not in merged else None
-    return _Judged(path, sound, merged, any(foreign for _, foreign, _ in everyone))
+    """Compare a checkpoint with its manifest; each rank compares a share of the files."""
+    found: list[Checkpoint] = []
+
+    def compare() -> dict[str, str]:
+        found.append(read_checkpoint(path))
+        return found[0].faults(dist.rank, dist.world_size)
+
+    everyone, faults, foreign = _on_all_ranks(dist, compare)
+    merged = {name: problem for part in everyone for name, problem in (part or {}).items()} | faults
+    return _Judged(path, None if MANIFEST in merged else found[0], merged, foreign)
 
 
 def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[RecoveredState | None, _Judged]:
-    """Read the parts of a checkpoint that is used for `kind`; where one is none of ours, return what is wrong."""
+    """Read the parts of a checkpoint that is used for `kind`; where one is damaged, return None and its problem."""
     if not kind or judged.checkpoint is None:
         return None, judged
-    found, problem, trouble = None, {}, ""
+    states: list[RecoveredState] = []
+    checkpoint, lost = judged.checkpoint, frozenset(judged.faults)
+    _, faults, _ = _on_all_ranks(dist, lambda: states.append(_read(checkpoint, dist, kind, lost)))
+    if faults:
+        return None, replace(judged, faults={**judged.faults, **faults})
+    return states[0], judged
+
+
+def _on_all_ranks(dist: Dist, read: Callable[[], Any]) -> tuple[list[Any], dict[str, str], bool]:
+    """Call `read` on every rank; return the values of all ranks, what is damaged by file, and if a format is foreign.
+
+    The value of a rank that found damage is None. Errors: Unreadable, on all ranks, where one could not read a file.
+    """
+    value, faults, foreign, trouble = None, {}, False, ""
     try:
-        found = _read(judged.checkpoint, dist, kind, frozenset(judged.faults))
+        value = read()
     except Damaged as damage:
-        problem = {str(damage).partition(":")[0]: str(damage)}  # by the name of the part
-    except Unreadable as error:
-        trouble = error.message
-    everyone = dist.gather((problem, trouble))
-    for _, trouble in everyone:
+        faults, foreign = {str(damage).partition(":")[0]: str(damage)}, isinstance(damage, Foreign)
+    except Unreadable as problem:
+        trouble = problem.message
+    everyone = dist.gather((value, faults, foreign, trouble))
+    for *_, trouble in everyone:
         if trouble:
             raise Unreadable(trouble)
-    problems = {name: text for each, _ in everyone for name, text in each.items()}
-    if problems:
-        return None, replace(judged, faults={**judged.faults, **problems})
-    return found, judged
+    merged = {name: problem for _, found, _, _ in everyone for name, problem in found.items()}
+    return [value for value, *_ in everyone], merged, any(foreign for _, _, foreign, _ in everyone)
 
 
 def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> RecoveredState:
@@ -191,7 +196,7 @@ def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -
 
 
 def _saved_weights(folder: RunFolder, config: Config) -> SavedWeights | None:
-    """Return the newest weights in `models/` that can be read, with all modules that they need; None without any."""
+    """Return the newest readable weights in `models/` with all modules that they need; None if there are none."""
     trained: dict[str, Path] = {}
     given = {"stage1": config.pretrained_tokenizer_path, "stage2": config.pretrained_mask_predictor_path}
     needed = [name for name in PRETRAINED if config.stage in {"all", name} and not given[name]]
@@ -219,7 +224,7 @@ def _can_be_read(path: Path) -> bool:
 
 
 def _rejected(folder: RunFolder, mode: str, problems: Mapping[Path, str]) -> UserError:
-    """Return the error for a run of which something is there that cannot be read."""
+    """Return the error for a run with files of which none can be used."""
     if problems:
         path, problem = next(iter(problems.items()))
         more = f" (and {len(problems) - 1} other(s))" if len(problems) > 1 else ""

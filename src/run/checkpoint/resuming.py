@@ -1,4 +1,4 @@
-"""Which folder a run lives in: a new one, or that of an unfinished run like it; one owner at a time."""
+"""Find the folder of an unfinished run of the same configuration, or create one, and lock it."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ ELSEWHERE = frozenset(
     | {"distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "max_restarts"}
     | {"auto_resume", "auto_resume_wait", "resume", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
 )
-"""Keys that do not make a run another one: where it runs, on how much, and what it tells."""
+"""Keys that may change when resuming: where the run is executed, on how many ranks, and what it logs."""
 
 READ = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path", "checkpoint_path")
-"""Keys with paths: what lies there makes a run another one, not where it lies."""
+"""Keys with paths: the content at the path is part of the identity, the path itself is not."""
 
 OLD_RANKS_SECONDS = 60.0
-"""How long to wait for the ranks of a launcher that was killed."""
+"""How long to wait until the ranks of a killed launcher have ended."""
 
 WAITING_SECONDS = 60.0
-"""How often a process that waits for another one says so."""
+"""Pause between two messages while waiting for another process."""
 
 LOOKS = 5
-"""How often a run that is going on is looked at again after it has removed the checkpoint that was being read."""
+"""How often to retry when a running run has removed the checkpoint that was being read."""
 
 KEYS_SHOWN = 8
-"""How many keys are named that differ from an unfinished run."""
+"""How many differing keys a message names."""
 
 CONTINUED, RUN_FILE = "continued_from.json", "run.json"
 
 
 @dataclass(frozen=True)
 class RunLock:
-    """A run's folder that is this process's alone. `config` is what to run there."""
+    """A locked run folder and the configuration to run there."""
 
     path: str
     config: Config
@@ -65,10 +65,10 @@ class RunLock:
 
 @contextmanager
 def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lambda: None) -> Iterator[RunLock]:
-    """Have the folder that a run lives in, under a lock that ends with the context or the process.
+    """Return the folder of a run, locked until the context or the process ends.
 
     Args:
-        config: of the run. token: name of a new folder. waits: called every second while another process has the run.
+        config: of the run. token: name of a new folder. waits: called every second while another process uses the run.
     Errors: UserError where nothing can be written, another process uses the run, or `checkpoint_path` holds no
         complete checkpoint.
     """
@@ -86,7 +86,7 @@ def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lam
         with closed_to_others():
             adopted = (folder.path / CONTINUED).exists()
             yield RunLock(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
-            # Not before: who is killed while the last files are written goes on with them.
+            # Last: a run that is killed while it writes its final files must be resumed.
             keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
     finally:
         lock.release()
@@ -117,7 +117,7 @@ def _new_run(config: Config, token: str, identity: str, console: logging.Logger)
 
 
 def require_free_token(config: Config) -> None:
-    """Refuse a `unique_token` that is the name of a folder already. Errors: UserError."""
+    """Raise UserError if `unique_token` is the name of an existing folder."""
     folder = Path(config.local_results_path).expanduser().absolute() / config.unique_token
     if config.unique_token and os.path.lexists(folder):
         raise UserError(
@@ -127,7 +127,7 @@ def require_free_token(config: Config) -> None:
 
 
 def identity_of(config: Config) -> str:
-    """Return a hash of all that makes two runs the same: their keys, without where they run and what they tell."""
+    """Return the identity of a run: a hash of its configuration without the keys that may change when resuming."""
     removed = {key: default for key, (default, _) in REMOVED.items()}  # earlier versions hashed them
     values: dict[str, Any] = {**removed, **config.model_dump(mode="json")}
     # Earlier versions had no COMPONENT_ARGS: their runs are those where these are empty.
@@ -135,19 +135,19 @@ def identity_of(config: Config) -> str:
         key: value for key, value in values.items() if key not in ELSEWHERE and (value or key not in COMPONENT_ARGS)
     }
     for key in READ:
-        kept[key] = _content(Path(kept[key]).expanduser()) if kept[key] else ""
+        kept[key] = _content_hash(Path(kept[key]).expanduser()) if kept[key] else ""
     policy = Path(config.graph_pretrain_policy).expanduser()
-    kept["graph_pretrain_policy"] = _content(policy) if policy.exists() else config.graph_pretrain_policy
+    kept["graph_pretrain_policy"] = _content_hash(policy) if policy.exists() else config.graph_pretrain_policy
     return fingerprint(kept)
 
 
-def _content(path: Path) -> str:
+def _content_hash(path: Path) -> str:
     """Return a hash of a file or of a folder's weights and episodes; the name of a folder that holds neither."""
     if path.is_file():
         return hashlib.sha256(patiently(path, path.read_bytes)).hexdigest()
     weights = {}
     for file in path.glob("*.th"):
-        with suppress(FileNotFoundError):  # a run that goes on replaces its checkpoints
+        with suppress(FileNotFoundError):  # a running run replaces its checkpoints
             weights[file.name] = hashlib.sha256(patiently(file, file.read_bytes)).hexdigest()
     episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
     found = sorted({**weights, **episodes}.items())
@@ -158,7 +158,7 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
     """Return what `use` makes of the newest sound checkpoint that `checkpoint_path` means; None where it means weights.
 
     A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights. The
-    run may be going on: where files disappear because newer checkpoints have replaced theirs, it is looked again.
+    run may still be running: if files disappear because newer checkpoints replaced them, the search is repeated.
     Errors: UserError where there are checkpoints and none of them is sound.
     """
     if not config.checkpoint_path or config.evaluate or config.load_step:
@@ -182,7 +182,7 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
     if problems:
         raise UserError(
             f"checkpoint_path={config.checkpoint_path}: no checkpoint there is sound ({problems[0]}); give models/ to"
-            " go on from saved weights"
+            " continue from saved weights"
         )
     return None
 
@@ -197,7 +197,7 @@ def _candidates(given: Path) -> list[Path]:
 def _unfinished(
     config: Config, identity: str, console: logging.Logger, waits: Callable[[], object]
 ) -> tuple[RunFolder, Lock] | None:
-    """Return the newest unfinished run of this configuration and its lock; None where there is none.
+    """Return the newest unfinished run of this configuration and its lock; None if there is none.
 
     Errors: UserError where another process uses it, or the system cannot read it.
     """
@@ -216,14 +216,14 @@ def _unfinished(
     if finished is not None:
         console.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
     elif not config.checkpoint_path:
-        _say_what_differs(config, console)
+        _warn_of_differences(config, console)
     return None
 
 
-def _say_what_differs(config: Config, console: logging.Logger) -> None:
+def _warn_of_differences(config: Config, console: logging.Logger) -> None:
     """Name the newest unfinished run of the same name, environment, map and seed, and the keys that differ from it.
 
-    Only runs with a checkpoint count, and none that a living process uses. What stands in their files is not trusted.
+    Only runs with a checkpoint that no living process uses. The content of their files is not trusted.
     """
     found: list[tuple[float, Path, list[str]]] = []
     values = config.model_dump(mode="json")
@@ -280,8 +280,8 @@ def _locked(folder: RunFolder, minutes: float, console: logging.Logger, waits: C
         except Busy as busy:
             now = time.monotonic()
             if now >= until:
-                mend = "wait with auto_resume_wait=<minutes>, or start another run (auto_resume=False or another seed)"
-                raise UserError(f"auto_resume=True: {folder.path} is in use by {busy}; {mend}") from None
+                fix = "wait with auto_resume_wait=<minutes>, or start another run (auto_resume=False or another seed)"
+                raise UserError(f"auto_resume=True: {folder.path} is in use by {busy}; {fix}") from None
             if now - shown >= WAITING_SECONDS:
                 shown = now
                 left = math.ceil(until - now)
@@ -294,8 +294,8 @@ def _locked(folder: RunFolder, minutes: float, console: logging.Logger, waits: C
         time.sleep(min(1.0, max(0.0, until - now)))
     if read_entry(folder.path / RUN_FILE).get("finished"):
         lock.release()
-        mend = "nothing is left to do; auto_resume=False starts a new run"
-        raise UserError(f"auto_resume=True: {folder.path} was just finished by another process: {mend}")
+        fix = "nothing is left to do; auto_resume=False starts a new run"
+        raise UserError(f"auto_resume=True: {folder.path} was just finished by another process: {fix}")
     return lock
 
 
@@ -316,7 +316,7 @@ def _try_lock(folder: RunFolder) -> Lock:
 
 @contextmanager
 def rank_at_work(folder: RunFolder) -> Iterator[None]:
-    """Say, as long as the context or this process lasts, that a rank works in a folder."""
+    """Mark a folder as used by a rank, until the context or this process ends."""
     try:
         mark = mark_rank(folder.path)
     except OSError as problem:
@@ -329,9 +329,9 @@ def rank_at_work(folder: RunFolder) -> Iterator[None]:
 
 
 def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
-    """Have a run's checkpoint, and what it had logged until then, in another run's folder; return the checkpoint.
+    """Copy a checkpoint, and what its run had logged until then, into another run's folder; return the checkpoint.
 
-    Errors: FileNotFoundError where the run, which is going on, has just removed the checkpoint.
+    Errors: FileNotFoundError if the run is still running and has just removed the checkpoint.
     """
     old = RunFolder(source.path.parents[1])
     if folder.checkpoints.exists():  # half of one that was removed meanwhile

@@ -1,4 +1,4 @@
-"""One process per run folder: a lock that ends with its holder, also where the file system has no `flock`.
+"""Run lock: one process per run folder; the lock ends with its holder, also on file systems without `flock`.
 
 `lock` is locked by `flock`, and holds who locked it. Where the file system does not support that (some network file
 systems), the lock is a numbered file `lock.<n>` that only one process can create. Its holder renews the time of the
@@ -109,7 +109,7 @@ LOCK, RANKS = "lock", "lock.ranks"
 HEARTBEAT_SECONDS = 20.0
 STALE_SECONDS = 300.0
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
-"""What `flock` says where the file system has no locks."""
+"""Errors of `flock` on file systems without locks."""
 
 ENTRY = 400
 """Bytes of a holder's entry."""
@@ -122,7 +122,7 @@ class Busy(Exception):
     """Another process has the lock.
 
     Attributes:
-        holder: that process; None if its file does not say.
+        holder: that process; None if unknown.
     """
 
     def __init__(self, holder: ProcessIdentity | None) -> None:
@@ -144,7 +144,7 @@ class Lock:
             threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Give the lock back. May be called twice."""
+        """Release the lock. May be called twice."""
         if self._released.is_set():
             return
         self._released.set()
@@ -179,7 +179,7 @@ def mark_rank(folder: Path) -> Lock:
 
 
 def busy_rank(folder: Path) -> Busy | None:
-    """Return who works in a folder as a rank, None if no rank does."""
+    """Return a rank that works in a folder, None if there is none."""
     handle = os.open(folder / RANKS, FLAGS | os.O_CREAT, 0o644)
     try:
         if _flock(handle, fcntl.LOCK_EX) is False:
@@ -258,7 +258,7 @@ def _last(folder: Path) -> int:
 
 
 def _busy(path: Path) -> Busy | None:
-    """Return who holds the lock that is a file of its own, None if nobody does any more."""
+    """Return the holder of a numbered lock, None if it is free."""
     handle = os.open(path, FLAGS)
     try:
         if os.pread(handle, len(RELEASED), 0) == RELEASED:
@@ -291,7 +291,7 @@ def _silent_for(handle: int, folder: Path) -> float:
 
 
 def _own() -> bytes:
-    """Return who this process is, always equally long: ranks write over each other."""
+    """Return the entry of this process, padded to a fixed length: ranks overwrite each other's."""
     return json.dumps(ProcessIdentity.own().plain()).encode().ljust(ENTRY) + b"\n"
 
 

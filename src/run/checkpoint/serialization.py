@@ -13,7 +13,7 @@ _ARRAY = "__ndarray__"
 
 
 def pack(tree: Any) -> Any:
-    """Return a copy of `tree` that nothing changes any more: tensors on the CPU, NumPy arrays as tensors under a mark.
+    """Return an independent copy of `tree`: tensors on the CPU, NumPy arrays as marked tensors.
 
     tree: dicts, lists and tuples of tensors, arrays, numbers, text, bytes, None. Errors: TypeError for anything else.
     """
@@ -54,7 +54,7 @@ def serialized(content: Mapping[str, Any]) -> bytes:
 
 
 def first_not_finite(tree: Any) -> str | None:
-    """Return where in nested dicts and lists the first tensor stands that holds a NaN or an infinity, None if none."""
+    """Return the path of the first tensor in nested dicts and lists that is not finite, None if all are."""
     for path, tensor in _tensors(tree):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return path

@@ -27,7 +27,7 @@ from omagd.utils.storage import listed, sync
 from omagd.utils.writing import atomic_file
 
 OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
-"""Errors where a file stands in the place of a folder, or the other way round."""
+"""Errors for a file in the place of a folder, or the other way round."""
 
 
 def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
@@ -58,7 +58,7 @@ def _cut(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> tuple[
     """Cut on rank 0; return the folder of what was set aside, and the missing bytes by file."""
     aside = Aside(folder)
     for path in [*folder.files(), folder.path / SAVED, *folder.episode_logs()]:
-        if path.exists() and not path.is_file():  # a folder, say: the run could not write its file there
+        if path.exists() and not path.is_file():  # for example a folder: the run could not write its file
             aside.move(path)
     missing = _cut_lines(folder, plan, sizes, aside)
     later = [folder.step(step) for step in folder.saved_steps() if step > plan.t_env]
@@ -103,7 +103,7 @@ def _truncate(path: Path, size: int) -> None:
 def _ends(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> Iterator[tuple[Path, int]]:
     """Yield the files that are appended to, and how many of their bytes stay."""
     found, logs = plan.state, folder.episode_logs()
-    if plan.position is not None:  # weights alone: no checkpoint says how long the files were
+    if plan.position is not None:  # weights alone: no checkpoint has the lengths of the files
         yield folder.metrics_jsonl, _bytes_until(folder.metrics_jsonl, plan.position)
         for path in logs:
             yield path, _bytes_until(path, (2, plan.t_env - 0.5))  # `t_env` of a line is when its iteration began
@@ -171,7 +171,7 @@ class Aside:
         self.used = False
 
     def _place(self, path: Path) -> Path:
-        """Return where a path of the run comes to stand, its folder made."""
+        """Return the new place of a path of the run, and create its folder."""
         target = self.path / path.relative_to(self.root)
         target.parent.mkdir(parents=True, exist_ok=True)
         if not self.used:
@@ -219,12 +219,12 @@ class Aside:
         for entry in listed(path):
             if entry.is_file(follow_symlinks=False):
                 link(path / entry.name, self._place(path / entry.name))
-            else:  # something that is no file stands where one was
+            else:  # something else in the place of a file
                 self.move(path / entry.name)
 
 
 def link(source: Path, target: Path) -> None:
-    """Have a file that is never changed at another place too, without a copy where the disk can do that."""
+    """Link a file that is never changed to another place; copy it if the disk has no hard links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)

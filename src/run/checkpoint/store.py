@@ -1,4 +1,4 @@
-"""`checkpoints/` of a run: whole states, each complete or not there, found again and checked before use.
+"""The folder `checkpoints/` of a run. A checkpoint is complete or absent, and checked before use.
 
     checkpoints/00000120/manifest.json          what belongs to it, with sizes and SHA-256; written last
     checkpoints/00000120/common.th rank_0.th …  tensors and plain values
@@ -42,7 +42,7 @@ UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 class Damaged(Exception):
-    """A checkpoint whose files are missing or not as they were written; the text says why."""
+    """A checkpoint with missing or changed files."""
 
 
 class Foreign(Damaged):
@@ -54,7 +54,7 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        path: its folder. manifest: what it says of itself; `files`: name below `checkpoints/` -> bytes and SHA-256.
+        path: its folder. manifest: its content; `files`: name below `checkpoints/` -> bytes and SHA-256.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class Checkpoint:
             raise Damaged(problem)
 
     def faults(self, part: int = 0, parts: int = 1) -> dict[str, str]:
-        """Return what is wrong with files that are not as the manifest says, by name; of a share of the files.
+        """Return the problems of a share of the files that differ from the manifest, by name.
 
         Errors: Unreadable.
         """
@@ -101,17 +101,17 @@ class Checkpoint:
         return self.path.parent / name
 
 
-def fault(path: Path, said: Mapping[str, Any], content: bool = True) -> str:
-    """Return how a file differs from what a manifest says of it, nothing if it does not. Errors: Unreadable.
+def fault(path: Path, entry: Mapping[str, Any], content: bool = True) -> str:
+    """Return how a file differs from its entry in the manifest, empty if it does not. Errors: Unreadable.
 
     content: compare the bytes too, not the size alone.
     """
     try:
         facts = patiently(path, path.stat)
         size = facts.st_size if stat.S_ISREG(facts.st_mode) else -1  # a pipe would keep its reader waiting
-        if size != said["bytes"]:
-            return f"{size} bytes instead of {said['bytes']}"
-        if content and patiently(path, lambda: digest(path)) != said["sha256"]:
+        if size != entry["bytes"]:
+            return f"{size} bytes instead of {entry['bytes']}"
+        if content and patiently(path, lambda: digest(path)) != entry["sha256"]:
             return "its content has changed"
     except ABSENT as problem:
         return str(problem.strerror)
@@ -164,7 +164,7 @@ def _upgraded(manifest: Any) -> dict[str, Any]:
 
 
 def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest that says what it must, and names no file outside `checkpoints/`. Errors: Damaged."""
+    """Return a manifest that is valid and names no file outside `checkpoints/`. Errors: Damaged."""
     if problem := misfit(ManifestForm, manifest):
         raise Damaged(f"{MANIFEST}: {problem}")
     return manifest
@@ -204,7 +204,7 @@ class CheckpointStore:
         needed = {name for found in known if found not in old for name in found.manifest["files"]}
         for each in old:
             doomed = each.path.with_name(f".{each.path.name}.{self.attempt}.partial")
-            each.path.rename(doomed)  # gone at once, whatever happens while it is removed
+            each.path.rename(doomed)  # disappears at once, even if its removal is interrupted
             shutil.rmtree(doomed, ignore_errors=True)
         unused = {name for found in old for name in found.manifest["files"]} - needed
         if unknown and unused:
@@ -214,7 +214,7 @@ class CheckpointStore:
 
 
 def clean(path: Path) -> None:
-    """Remove what killed starts have left half written below `checkpoints/`. Called while nobody else writes there.
+    """Remove half-written files of killed starts below `checkpoints/`. Called while no other process writes there.
 
     Shared files stay where a manifest cannot be read: it may name any of them. Errors: Unreadable.
     """

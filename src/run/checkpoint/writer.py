@@ -52,11 +52,11 @@ class CheckpointWriter:
         self.store, self.name = store, f"{iteration:08d}"
         self.path = store.path / f".{self.name}.{store.attempt}.partial"
         self.files: dict[str, dict[str, Any]] = {}
-        self._new: set[str] = set()  # of those, the ones that this draft wrote
+        self._new: set[str] = set()  # of those, the new ones
         self.final = self._free_name()
 
     def _free_name(self) -> Path:
-        """Return where the checkpoint will stand: beside a damaged one of the same iteration, not over it."""
+        """Return the final folder: beside a damaged checkpoint of the same iteration, not over it."""
         number, found = 1, self.store.path / self.name
         while found.exists():
             number += 1
@@ -69,7 +69,7 @@ class CheckpointWriter:
         self._add(f"{self.final.name}/{name}.th", entry)
 
     def keep(self, name: str, write: Callable[[Path], object]) -> str:
-        """Have `kept/<name>` in this checkpoint, which `write` writes; return its name in the manifest."""
+        """Let `write` write the shared file `kept/<name>` of this checkpoint; return its name in the manifest."""
         path = self.store.path / "kept" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         self._new.add(f"kept/{name}")
@@ -83,22 +83,22 @@ class CheckpointWriter:
         self._new.add(name)
 
     def refer(self, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have files in this checkpoint that an earlier one has already."""
-        self.files.update({name: dict(said) for name, said in files.items()})
+        """Include files of earlier checkpoints in this one."""
+        self.files.update({name: dict(entry) for name, entry in files.items()})
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        """Say that this rank's part is complete and on the disk."""
+        """Report that this rank's part is complete and on the disk."""
         if self.path.is_dir():
             sync(self.path)
         write_json(self.path / f"report_{self.store.rank}.json", {"files": self.files, "facts": facts})
 
     def give_up(self, reason: str) -> None:
-        """Remove the shared files that this rank wrote, and say, if that is possible, that its part is missing."""
+        """Remove the shared files that this rank wrote, and report, if possible, that its part is missing."""
         remove_kept(self.store.path, {name.partition("/")[2] for name in self._new if name.startswith("kept/")})
         try:
             write_json(self.path / f"report_{self.store.rank}.json", {"failed": reason})
         except OSError:
-            pass  # the disk is full: rank 0 will not wait for ever
+            pass  # the disk is full: rank 0 stops waiting after its time limit
 
     def commit(self, facts: Mapping[str, Any], patience: float) -> Path:
         """Wait for all reports, then make the checkpoint appear; rank 0 alone. Return its folder.
@@ -108,10 +108,10 @@ class CheckpointWriter:
         Errors: OSError where something could not be written or a rank did not report: then there is no checkpoint.
         """
         reports = [self._report_of(rank, time.monotonic() + patience) for rank in range(self.store.world_size)]
-        files = {name: said for report in reports for name, said in report["files"].items()}
+        files = {name: entry for report in reports for name, entry in report["files"].items()}
         logs = [report["facts"] for report in reports]
-        said = plain({**facts, "world_size": self.store.world_size, "logs": logs, "files": files})
-        write_json(self.path / MANIFEST, sealed({"format": FORMAT, **said}))
+        manifest = plain({**facts, "world_size": self.store.world_size, "logs": logs, "files": files})
+        write_json(self.path / MANIFEST, sealed({"format": FORMAT, **manifest}))
         for rank in range(self.store.world_size):
             (self.path / f"report_{rank}.json").unlink()
         sync(self.path)
@@ -119,16 +119,16 @@ class CheckpointWriter:
         return self.final
 
     def lacks(self) -> str:
-        """Return what this rank misses of its part in the complete checkpoint, nothing if all of it is there.
+        """Return what is missing of this rank's part in the complete checkpoint, empty if nothing is.
 
-        Whatever this draft wrote is read again; of files that earlier ones wrote the size is compared.
+        Files that this rank wrote now are read again; of files of earlier checkpoints the size is compared.
         """
         try:
             _see(self.final / MANIFEST)
             named = read_checkpoint(self.final).manifest["files"]
-            for name, said in self.files.items():
-                found = fault(self.store.path / name, said, content=name in self._new)
-                if found or named.get(name) != said:
+            for name, entry in self.files.items():
+                found = fault(self.store.path / name, entry, content=name in self._new)
+                if found or named.get(name) != entry:
                     return f"{name}: {found or 'the manifest names another file'}"
         except (Damaged, Unreadable) as problem:
             return str(problem)
@@ -219,7 +219,7 @@ class SnapshotWriter:
             draft.give_up(reason)
             if self.dist.is_main:
                 draft.discard()
-            if self.store.waits_until == math.inf:  # else the run ends, and says why
+            if self.store.waits_until == math.inf:  # else the run ends with its own error
                 self._log(snapshot.facts["iteration"], reason, logger)
             return reason
         self.parts = {name: entry["parts"] for name, entry in logs.items()}

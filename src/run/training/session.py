@@ -23,7 +23,7 @@ BUILDING, CLOSING, COUNTING = "building the environment", "closing the environme
 """Names of phases outside a stage, as the watchdog reports them."""
 
 RESTARTS = ("restarts", "worker_restarts")
-"""Counters of an environment that tell what had died there."""
+"""Counters of an environment: restarted games and worker processes."""
 
 
 def rounds(episodes: int, environments: int) -> int:

@@ -89,10 +89,12 @@ class Stage(ABC):
         self.session.checkpointer.register(name, stateful, scope)
 
     def register_learner(self, learner: Any) -> None:
-        """Train with `learner`, and save its modules and its state."""
+        """Train with `learner`, and save its modules, its state, and what it registers itself."""
         self.learner = learner
         self.register("modules", Group(learner.modules()))
         self.register("learner", learner)
+        if hasattr(learner, "register_state"):
+            learner.register_state(self.register)
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Return this rank's generator for `purpose`, which checkpoints hold."""
@@ -104,7 +106,7 @@ class Stage(ABC):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time within as a phase; where memory runs out in it, say which key to turn (UserError)."""
+        """Count the time within as a phase. Out-of-memory errors name the key to reduce (UserError)."""
         session = self.session
         with session.measures.phases(name), oom_hint(session.config, self.name, name, session.dist.device):
             yield
@@ -168,10 +170,10 @@ class Stage(ABC):
 
     @abstractmethod
     def finish(self) -> StageResult:
-        """Save what was trained, add it to the products, and say how it went."""
+        """Save what was trained, add it to the products, and return the result."""
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
-        """Return the episodes that the stage learns from, by name, which checkpoints hold."""
+        """Return the training episodes, which checkpoints include, by name."""
         return self.products.buffers()
 
     def policies(self) -> dict[str, Policy]:
@@ -191,7 +193,7 @@ class Stage(ABC):
         return StageResult(self.name, self.clock.state_dict(), self.standing(), {}, {"unfinished": True})
 
     def score(self) -> float | None:
-        """Return how good the stage is by now, higher is better; None where it cannot be told."""
+        """Return the current quality of the stage, higher is better; None if unknown."""
         return None
 
     def restored(self) -> None:

@@ -18,15 +18,15 @@ from omagd.utils.errors import UserError
 
 MOST_SKIPPED = 10
 """Skipped updates in a row that end a run. A rare batch overflows now and then, and the next one is learned from; a
-training that has diverged never recovers, as no skipped update changes a weight. Ten tell the two apart."""
+training that has diverged never recovers, as no skipped update changes a weight. Ten separate the two."""
 
-MOST_UNREAD = 4096  # updates between two readings: what they say is small, but must not grow without end
+MOST_UNREAD = 4096  # updates between two readings: bounds the memory of the flags
 
 
 class Health:
     """Counts the updates that were skipped because their gradient was not finite; the same on all ranks.
 
-    What each update says stays on its device until the counts are read.
+    The flags of the updates stay on their device until the counts are read.
 
     Args:
         config: the run. key: of the learning rate. loss_name: of the loss that every update must report; empty where
@@ -40,7 +40,7 @@ class Health:
         self._losses: dict[str, float] = {}  # as last logged
 
     def note(self, stats: Stats) -> Stats:
-        """Count one update; return its `stats` without the entry that says whether it was skipped.
+        """Count one update; return its `stats` without the flag `skipped_updates`.
 
         Errors: UserError where they lack the loss that the learner's `loss_name` names.
         """
@@ -67,7 +67,7 @@ class Health:
         return self._counts
 
     def record(self) -> dict[str, float]:
-        """Return what the log says: `skipped_updates` in all, if there were any. Waits for the device."""
+        """Return `skipped_updates` in all for the log, if there were any. Waits for the device."""
         total, _, _ = self._read()
         return {SKIPPED: float(total)} if total else {}
 

@@ -1,4 +1,4 @@
-"""Stage 2: the predictor learns to fill in what an agent does not see."""
+"""Pretraining: stage 1 trains the tokenizer, stage 2 the predictor of what an agent does not see."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REHEARSAL_EPISODES = 8
 
 
 class PretrainStage(Stage):
-    """Base of stages 1 and 2. A subclass says which learner and which file; the learner, what "best" means."""
+    """Base of stages 1 and 2. A subclass names the learner and its file; the learner defines "best"."""
 
     clock_name = "epoch"
     lr_key = "graph_lr"
@@ -197,7 +197,7 @@ class PretrainStage(Stage):
         return self.products.train_episodes
 
     def _rehearse(self) -> None:
-        """Pass a few episodes through the learner without learning, and say from it how long the stage will take."""
+        """Pass a few episodes through the learner without an update, and log how long the stage will take."""
         config, self._rehearsed = self.session.config, True
         size = min(config.graph_pretrain_batch_size, len(self._episodes))
         few = self._episodes.sample(min(REHEARSAL_EPISODES, size), generator(config.seed, "rehearsal"))
@@ -226,7 +226,7 @@ class PretrainStage(Stage):
         return wanted
 
     def _make_room(self) -> None:
-        """Have buffers for the episodes that are missing."""
+        """Create buffers for the episodes that are missing."""
         products, slots = self.products, self.session.env.n_slots
         room = {name: self.session.rounds(count) * slots for name, count in self._wanted().items()}
         if products.train_episodes is None or products.held_out is None:

@@ -285,11 +285,7 @@ def greedy_episodes(session: Session, mac: MAC, wanted: int, log_at: int | None 
     log_at: `t_env` with which episodes are written to `episodes/`; None to write none.
     """
     rollout = session.runners["test"].run(
-        mac,
-        explore=None,
-        episodes_per_slot=session.rounds(wanted),
-        full_obs=mac.wants_full_obs,
-        keep=False,
+        mac, explore=None, episodes_per_slot=session.rounds(wanted), full_obs=mac.wants_full_obs, keep=False
     )
     if log_at is not None:  # before the sum: after it rank 0 reads the lines of all ranks
         session.episode_log.write(rollout.log, t_env=log_at)
