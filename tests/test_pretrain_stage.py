@@ -26,7 +26,7 @@ class Measured(PretrainStage):
     """A stage whose held-out errors are given, and whose weight is the number of the measurement."""
 
     name = "stage1"
-    weights_name = "toy.th"
+    product, weights_name = "toy", "toy.th"
 
     def make_learner(self):
         self.module = torch.nn.Linear(1, 1, bias=False)
@@ -37,12 +37,6 @@ class Measured(PretrainStage):
             state_dict=dict,
             load_state_dict=lambda state: None,
         )
-
-    def trained(self):
-        return self.module
-
-    def describe(self):
-        return {}
 
 
 def stage_of(tmp_path, dist=None, episodes=8):

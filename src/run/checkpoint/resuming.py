@@ -343,12 +343,9 @@ def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
             target = folder.path / path.relative_to(old.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
-    for stage in ("stage1", "stage2"):
-        for best in (False, True):
-            if old.pretrained(stage, best).is_dir():
-                half = shutil.ignore_patterns(".*")
-                shutil.copytree(
-                    old.pretrained(stage, best), folder.pretrained(stage, best), ignore=half, dirs_exist_ok=True
-                )
+    for path in [old.pretrained(stage, best) for stage in ("stage1", "stage2") for best in (False, True)]:
+        if path.is_dir():
+            half = shutil.ignore_patterns(".*")
+            shutil.copytree(path, folder.models / path.name, ignore=half, dirs_exist_ok=True)
     write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
     return source

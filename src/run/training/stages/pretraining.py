@@ -15,9 +15,7 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
-from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import describe
-from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
 from omagd.run.training.beliefs import picture
@@ -35,10 +33,15 @@ REHEARSAL_EPISODES = 8
 
 
 class PretrainStage(Stage):
-    """Base of stages 1 and 2. A subclass names the learner and its file; the learner defines "best"."""
+    """Base of stages 1 and 2; the learner defines "best".
+
+    Attributes:
+        product: name of the trained module in `PretrainedModules`. weights_name: of its file.
+    """
 
     clock_name = "epoch"
     lr_key = "graph_lr"
+    product: str
     weights_name: str
 
     def __init__(self, session: Session, products: PretrainedModules) -> None:
@@ -66,13 +69,11 @@ class PretrainStage(Stage):
     def make_learner(self) -> Any:
         """Return the learner of this stage over freshly initialised modules."""
 
-    @abstractmethod
+    @property
     def trained(self) -> nn.Module:
-        """Return the module that this stage trains."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """Return the facts that are stored beside the weights."""
+        """The module that this stage trains."""
+        module: nn.Module = self.learner.modules()[self.product]
+        return module
 
     def prepare(self) -> None:
         """Fix the order of sums."""
@@ -164,7 +165,7 @@ class PretrainStage(Stage):
         self.require_sound()
         reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
         if reached < self.best[0] or math.isnan(self.best[0]):
-            self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained().state_dict()))
+            self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained.state_dict()))
 
     def standing(self) -> dict[str, float]:
         """Return the last measurement on the held-out episodes, and the best one with its epoch."""
@@ -177,18 +178,18 @@ class PretrainStage(Stage):
         if self._bar is not None:
             self._bar.close()
         self.require_sound()
-        module, folder = self.trained(), self.session.folder
+        module, folder = self.trained, self.session.folder
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])
         require_same_weights(self.session.dist, module, self.name)
         files: dict[str, str] = {}
         if self.session.dist.is_main and self.session.config.save_model:
-            meta = self.describe()
+            meta = describe(self.session.config, self.session.info, predictor=self.product == "predictor")
             for best, weights in ((False, last), (True, self.best[2])):
                 path = folder.pretrained(self.name, best) / self.weights_name
                 keep_file(path, {"weights": weights, "meta": meta})
             files[self.name] = str(folder.pretrained(self.name, best=True) / self.weights_name)
-        module.eval().requires_grad_(False)
+        setattr(self.products, self.product, module.eval().requires_grad_(False))
         return StageResult(self.name, self.clock.state_dict(), self.standing(), files)
 
     @property
@@ -261,8 +262,7 @@ class Stage1(PretrainStage):
     """Trains a fresh tokenizer on `full_obs`."""
 
     name = "stage1"
-    weights_name = TOKENIZER_FILE
-    learner: TokenizerLearner
+    product, weights_name = "tokenizer", TOKENIZER_FILE
 
     def make_learner(self) -> TokenizerLearner:
         """Return the learner over a new tokenizer, or over the given one when it is only evaluated."""
@@ -271,27 +271,12 @@ class Stage1(PretrainStage):
         tokenizer.requires_grad_(True)
         return TokenizerLearner(tokenizer, session.config, session.info, session.dist)
 
-    def trained(self) -> Tokenizer:
-        """Return the tokenizer."""
-        return self.learner.tokenizer
-
-    def describe(self) -> dict[str, Any]:
-        """Return the tokenizer's facts."""
-        return describe(self.session.config, self.session.info, predictor=False)
-
-    def finish(self) -> StageResult:
-        """Hand the best tokenizer on."""
-        result = super().finish()
-        self.products.tokenizer = self.trained()
-        return result
-
 
 class Stage2(PretrainStage):
     """Trains a fresh predictor over the frozen tokenizer's tokens."""
 
     name = "stage2"
-    weights_name = PREDICTOR_FILE
-    learner: PredictorLearner
+    product, weights_name = "predictor", PREDICTOR_FILE
 
     def make_learner(self) -> PredictorLearner:
         """Return the learner over a new predictor, or over the given one when it is only evaluated."""
@@ -301,18 +286,9 @@ class Stage2(PretrainStage):
         predictor.requires_grad_(True)
         return PredictorLearner(predictor, tokenizer, session.config, session.info, session.dist)
 
-    def trained(self) -> MaskPredictor:
-        """Return the predictor."""
-        return self.learner.predictor
-
-    def describe(self) -> dict[str, Any]:
-        """Return the predictor's facts."""
-        return describe(self.session.config, self.session.info, predictor=True)
-
     def finish(self) -> StageResult:
-        """Hand the best predictor on and draw one moment as seen, as reconstructed and as it was."""
+        """Save the models, and draw one moment as seen, as reconstructed and as it was."""
         result = super().finish()
-        self.products.predictor = self.trained()
         if self.session.dist.is_main:
             assert self.products.held_out is not None
             held_out = self.products.held_out
