@@ -279,7 +279,7 @@ def _network(name="frozen", obs="26", sample=False, seed=0) -> NetworkOpponent:
     return NetworkOpponent(name, layers, observer, sample)
 
 
-def test_a_frozen_network_acts_on_what_its_team_sees():
+def test_a_network_acts_on_its_teams_observation_by_the_largest_output_or_by_the_softmax():
     env = _env(side="a")
     list(_play(env, 30))
     board, network = env._engine.board, _network()
@@ -290,14 +290,11 @@ def test_a_frozen_network_acts_on_what_its_team_sees():
         np.testing.assert_array_equal(acts, (hidden @ network.layers[1][0].T + network.layers[1][1]).argmax(2))
     with pytest.raises(ValueError, match="26 features to 4"):
         NetworkOpponent("x", [(np.zeros((4, 25)), np.zeros(4))], Observer())
-
-
-def test_a_sampling_network_draws_from_its_softmax():
-    env, logits = _env(400), np.log([0.1, 0.2, 0.3, 0.4])
-    env.reset(np.ones(400, bool), np.arange(400))
-    network = NetworkOpponent("soft", [(np.zeros((4, 26)), logits)], Observer(), sample=True)
-    counts = np.bincount(network.act(env._engine.board, np.zeros(400, int)).reshape(-1), minlength=4) / 1200
-    np.testing.assert_allclose(counts, [0.1, 0.2, 0.3, 0.4], atol=0.05)
+    share, many = np.array([0.1, 0.2, 0.3, 0.4]), _env(400)
+    many.reset(np.ones(400, bool), np.arange(400))
+    sampling = NetworkOpponent("soft", [(np.zeros((4, 26)), np.log(share))], Observer(), sample=True)
+    drawn = sampling.act(many._engine.board, np.zeros(400, int))
+    np.testing.assert_allclose(np.bincount(drawn.reshape(-1), minlength=4) / 1200, share, atol=0.05)
 
 
 def test_a_snapshot_holds_opponents_networks_and_sums():
