@@ -255,7 +255,7 @@ def _legend(figure: Any, observer: str) -> None:
     from matplotlib.lines import Line2D
 
     def mark(kind: str, guessed: bool = False) -> Any:
-        style = {"mfc": BACKGROUND if guessed else COLOURS[kind], "mec": COLOURS[kind], "mew": 1.4}
+        style: dict[str, Any] = {"mfc": BACKGROUND if guessed else COLOURS[kind], "mec": COLOURS[kind], "mew": 1.4}
         return Line2D([], [], ls="", marker=MARKS[kind], ms=9, **style)
 
     handles: dict[str, Any] = {
