@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv with what the tests need, and runs them. Arguments go to pytest: ./run_tests.sh -m 'not processes'
-# Variables: VENV (where the virtual environment is), PYTHON (what it is made from),
-#   TEST_PROCESSES (how many files run side by side: 3)
+# Creates .venv with everything that the tests need, and runs them. Arguments go to pytest: ./run_tests.sh -m 'not processes'
+# Variables: VENV (folder of the virtual environment), PYTHON (the Python that creates it),
+#   TEST_PROCESSES (number of test files that run in parallel: 3)
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/scripts/lib.sh"

@@ -1,23 +1,23 @@
 # shellcheck shell=bash
-# What the scripts of this repository share; sourced, never run. `root` is the repository.
+# Functions shared by the scripts of this repository; source it. `root` is the repository.
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
-fail() { # message, exit code (2): to stderr; what was given may hold control characters, which a terminal would obey
+fail() { # message, exit code (2): print to stderr without control characters, which a terminal would execute
     printf 'error: %s\n' "${1//[[:cntrl:]]/?}" >&2
     exit "${2:-2}"
 }
 
-venv_dir() { # where the virtual environment is: $VENV, else .venv in the repository
+venv_dir() { # print the folder of the virtual environment: $VENV, else .venv in the repository
     printf '%s\n' "${VENV:-$root/.venv}"
 }
 
-usage() { # prints the head of the script that runs
+usage() { # print the comment at the top of the running script
     sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"
 }
 
-# shellcheck disable=SC2034 # the scripts use what is set here
-read_arguments() { # a script's arguments: sets updates, and CONFIG, ENV_CONFIG and DRY_RUN where they are given
+# shellcheck disable=SC2034 # the scripts use these variables
+read_arguments() { # arguments of a script: set updates, and CONFIG, ENV_CONFIG and DRY_RUN if they are given
     updates=()
     while [ $# -gt 0 ]; do
         case $1 in
@@ -41,17 +41,17 @@ read_arguments() { # a script's arguments: sets updates, and CONFIG, ENV_CONFIG 
     done
 }
 
-suits() { # python: whether it is there and a version that we support
+is_supported_python() { # python: succeed if it exists and has a supported version
     command -v "$1" >/dev/null 2>&1 &&
         "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1
 }
 
-check_python() { # fails where PYTHON is given and cannot be used
-    [ -z "${PYTHON:-}" ] || suits "$PYTHON" ||
+check_python() { # fail if PYTHON is set and not usable
+    [ -z "${PYTHON:-}" ] || is_supported_python "$PYTHON" ||
         fail "PYTHON=$PYTHON: does not start as Python 3.11 to 3.13; name another one, or leave PYTHON out"
 }
 
-find_python() { # the Python to run with: $PYTHON, else the virtual environment's, else python3
+find_python() { # print the Python to run: $PYTHON, else the virtual environment's, else python3
     local venv
     venv=$(venv_dir)
     if [ -n "${PYTHON:-}" ]; then
@@ -64,14 +64,14 @@ find_python() { # the Python to run with: $PYTHON, else the virtual environment'
     fi
 }
 
-base_python() { # the Python that a new virtual environment is made from
+base_python() { # print the Python that creates a new virtual environment
     local name
     if [ -n "${PYTHON:-}" ]; then
         printf '%s\n' "$PYTHON"
         return
     fi
     for name in python3.11 python3.12 python3.13 python3; do
-        if suits "$name"; then
+        if is_supported_python "$name"; then
             printf '%s\n' "$name"
             return
         fi
@@ -79,12 +79,12 @@ base_python() { # the Python that a new virtual environment is made from
     return 1
 }
 
-setup_venv() { # extras ("" or "dev,smax"): makes the virtual environment and installs, once; sets venv_python
+setup_venv() { # extras ("" or "dev,smax"): create the virtual environment and install, once; set venv_python
     local extras=$1 venv base wanted stamp
     check_python
     venv=$(venv_dir)
     venv_python=$venv/bin/python
-    if ! suits "$venv_python"; then
+    if ! is_supported_python "$venv_python"; then
         base=$(base_python) || fail 'no Python 3.11 to 3.13 here; install one, or name it: PYTHON=/path/to/python'
         "$base" -m venv --clear "$venv" || fail "$base cannot make a virtual environment (on Debian: apt install python3-venv)"
     fi
@@ -98,7 +98,7 @@ setup_venv() { # extras ("" or "dev,smax"): makes the virtual environment and in
     fi
 }
 
-count_gpus() { # python: GPUs that this process may use (CUDA_VISIBLE_DEVICES counts), 0 without
+count_gpus() { # python: print the number of GPUs that CUDA_VISIBLE_DEVICES allows
     local found
     found=$("$1" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null) || found=0
     case $found in
@@ -107,7 +107,7 @@ count_gpus() { # python: GPUs that this process may use (CUDA_VISIBLE_DEVICES co
     printf '%s\n' "$found"
 }
 
-choose_gpus() { # python, list of GPUs or nothing: lets the run see these alone; refuses those that are not there
+choose_gpus() { # python, list of GPUs or nothing: restrict the run to these GPUs; fail if one does not exist
     local given=${2:-} listed found
     [ -n "$given" ] || return 0
     case $given in
@@ -119,7 +119,7 @@ choose_gpus() { # python, list of GPUs or nothing: lets the run see these alone;
     export CUDA_VISIBLE_DEVICES=$given
 }
 
-choose_workers() { # python, hint: sets NUM_GPUS where it is not given: the GPUs that are there, else two CPU workers
+choose_workers() { # python, hint: set NUM_GPUS if it is unset: the number of GPUs, else two CPU workers
     if [ -n "${NUM_GPUS:-}" ]; then
         NUM_GPUS=$(whole NUM_GPUS "$NUM_GPUS" 1 1024)
         return
@@ -131,7 +131,7 @@ choose_workers() { # python, hint: sets NUM_GPUS where it is not given: the GPUs
     fi
 }
 
-choose_env() { # python: sets ENV_CONFIG where it is not given: sc2 where the game can be played, else skirmish
+choose_env() { # python: set ENV_CONFIG if it is unset: sc2 if the game can be played, else skirmish
     [ -z "${ENV_CONFIG:-}" ] || return 0
     ENV_CONFIG=skirmish
     if [ -d "${SC2PATH:-$HOME/StarCraftII}/Versions" ] &&
@@ -142,8 +142,8 @@ choose_env() { # python: sets ENV_CONFIG where it is not given: sc2 where the ga
         "$([ "$ENV_CONFIG" = sc2 ] || printf ' (the embedded battle; StarCraft II cannot be played here)')" >&2
 }
 
-whole() { # what, text, least, most: prints the text if it is a whole number within bounds
-    # Digits alone reach the arithmetic: it would execute a command in the brackets of `a[$(command)]`.
+whole() { # name, text, minimum, maximum: print the text if it is a whole number within the bounds
+    # Only digits may reach the arithmetic, which would execute the command in `a[$(command)]`.
     case $2 in
         '' | *[!0-9]* | ??????????*) fail "$1 $2: must be a whole number from $3 to $4" ;;
     esac
@@ -151,14 +151,14 @@ whole() { # what, text, least, most: prints the text if it is a whole number wit
     printf '%s\n' "$((10#$2))"
 }
 
-check_host() { # flag, text: fails unless the text can be the name or the address of a host
+check_host() { # flag, text: fail unless the text can be the name or address of a host
     case $2 in
         '' | -* | *[!A-Za-z0-9.:_-]*) fail "$1 $2: must be the name or the address of a host" ;;
     esac
 }
 
-choose_interface() { # address of host 0, number of this host: sets GLOO_SOCKET_IFNAME where it is not given
-    # Unasked, gloo takes the address that the host's name stands for, which on many systems is a loopback address.
+choose_interface() { # address of host 0, number of this host: set GLOO_SOCKET_IFNAME if it is unset
+    # By default gloo uses the address of the host's name, which on many systems is a loopback address.
     local found=''
     [ -z "${GLOO_SOCKET_IFNAME:-}" ] && command -v ip >/dev/null 2>&1 || return 0
     local address
