@@ -80,15 +80,9 @@ class MatrixGame(_TinyGame):
 
     def __init__(self, args: MatrixGameArgs, n_slots: int) -> None:
         info = EnvInfo(
-            name="matrix_game",
-            map_name=args.payoff,
-            n_agents=2,
-            n_actions=3,
-            obs_dim=3,
-            state_dim=1,
-            episode_limit=1,
+            name="matrix_game", map_name=args.payoff, n_agents=2, n_actions=3, obs_dim=3, state_dim=1, episode_limit=1,
             scripted_policies=("random",),
-        )
+        )  # fmt: skip
         super().__init__(info, n_slots)
         k = args.penalty
         penalty = ((10.0, 0.0, k), (0.0, 2.0, 0.0), (k, 0.0, 10.0))
@@ -139,15 +133,10 @@ class MemoryGame(_TinyGame):
 
     def __init__(self, args: MemoryGameArgs, n_slots: int) -> None:
         info = EnvInfo(
-            name="memory_game",
-            map_name=f"{args.n_agents}x{args.n_cues}",
-            n_agents=args.n_agents,
-            n_actions=1 + args.n_cues,
-            obs_dim=args.n_cues + 2,
-            state_dim=args.n_agents * args.n_cues + 2,
-            episode_limit=2,
-            scripted_policies=("random",),
-        )
+            name="memory_game", map_name=f"{args.n_agents}x{args.n_cues}", n_agents=args.n_agents,
+            n_actions=1 + args.n_cues, obs_dim=args.n_cues + 2, state_dim=args.n_agents * args.n_cues + 2,
+            episode_limit=2, scripted_policies=("random",),
+        )  # fmt: skip
         super().__init__(info, n_slots)
         self.n_cues = args.n_cues
         self._cues = np.zeros((n_slots, args.n_agents), np.int64)

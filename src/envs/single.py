@@ -24,15 +24,10 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
     if facts.get("obs_component") is not None:
         move, (n_enemies, enemy_dim), (n_allies, ally_dim), own = facts["obs_component"]
         layout = EntityLayout(
-            int(np.prod(move)),
-            n_enemies,
-            enemy_dim,
-            n_allies,
-            ally_dim,
-            int(np.prod(own)),
+            int(np.prod(move)), n_enemies, enemy_dim, n_allies, ally_dim, int(np.prod(own)),
             position=tuple(facts.get("entity_position", (2, 3))),
             health=int(facts.get("entity_health", 4 if min(enemy_dim, ally_dim) > 4 else -1)),
-        )
+        )  # fmt: skip
     return EnvInfo(
         name=name,
         map_name=map_name,
@@ -117,21 +112,16 @@ class BatchedAsSingle(MultiAgentEnv):
         """Return SMAC's dictionary; entries about entities only if there is a layout."""
         info = self.env.info
         facts: dict[str, Any] = {
-            "n_agents": info.n_agents,
-            "n_actions": info.n_actions,
-            "obs_shape": info.obs_dim,
-            "state_shape": info.state_dim,
-            "episode_limit": info.episode_limit,
-            "map_name": info.map_name,
+            "n_agents": info.n_agents, "n_actions": info.n_actions, "obs_shape": info.obs_dim,
+            "state_shape": info.state_dim, "episode_limit": info.episode_limit, "map_name": info.map_name,
             "has_win": info.has_win,
-        }
-        if info.layout is not None:
-            facts["obs_component"] = info.layout.obs_component
-            facts["entity_position"] = info.layout.position
-            facts["entity_health"] = info.layout.health
-            facts["n_enemies"] = info.layout.n_enemies
-            facts["n_allies"] = info.layout.n_allies
-            facts["n_normal_actions"] = info.n_normal_actions
+        }  # fmt: skip
+        if (layout := info.layout) is not None:
+            facts |= {
+                "obs_component": layout.obs_component, "entity_position": layout.position,
+                "entity_health": layout.health, "n_enemies": layout.n_enemies, "n_allies": layout.n_allies,
+                "n_normal_actions": info.n_normal_actions,
+            }  # fmt: skip
         if info.agent_rewards:
             facts["agent_rewards"] = True
         return {**facts, **self._more_info}

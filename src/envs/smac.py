@@ -78,13 +78,10 @@ class SmacInterface(BatchedAsSingle):
         ally, enemy = state_unit_dims(spec, variant)
         self.ally_state_attr_names, self.enemy_state_attr_names = feature_names(spec, variant)
         facts = {
-            "state_component": state_component(spec, args, variant),
-            "state_ally_feats_size": ally,
-            "state_enemy_feats_size": enemy,
-            "map_type": spec.map_type,
-            "agent_features": self.ally_state_attr_names,
-            "enemy_features": self.enemy_state_attr_names,
-        }
+            "state_component": state_component(spec, args, variant), "map_type": spec.map_type,
+            "state_ally_feats_size": ally, "state_enemy_feats_size": enemy,
+            "agent_features": self.ally_state_attr_names, "enemy_features": self.enemy_state_attr_names,
+        }  # fmt: skip
         super().__init__(env, facts)
         assert env.info.layout is not None
         self._layout = env.info.layout

@@ -189,17 +189,10 @@ class SmaxEnv(BatchedEnv):
         n, m = program.n, program.m
         layout = EntityLayout(0, m, UNIT_DIM, n - 1, UNIT_DIM, OWN_DIM, position=(1, 2), health=0)
         self.info = EnvInfo(
-            name="smax",
-            map_name=args.map_name,
-            n_agents=n,
-            n_actions=N_NORMAL_ACTIONS + m,
-            obs_dim=layout.obs_dim,
-            state_dim=(n + m) * OWN_DIM,
-            episode_limit=args.max_steps + 1,
-            n_normal_actions=N_NORMAL_ACTIONS,
-            layout=layout,
-            scripted_policies=("random", "attack_nearest"),
-        )
+            name="smax", map_name=args.map_name, n_agents=n, n_actions=N_NORMAL_ACTIONS + m, obs_dim=layout.obs_dim,
+            state_dim=(n + m) * OWN_DIM, episode_limit=args.max_steps + 1, n_normal_actions=N_NORMAL_ACTIONS,
+            layout=layout, scripted_policies=("random", "attack_nearest"),
+        )  # fmt: skip
         self._keys = np.zeros((n_slots, 2), np.uint32)
         self._set_state(program.blank(n_slots))
 

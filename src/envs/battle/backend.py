@@ -87,6 +87,3 @@ class BattleBackend(Protocol):
         order: [B, n] `Order`. target: [B, n] index in 0..U-1 for ATTACK and HEAL. dest: [B, n, 2] for MOVE.
         Always plays all loops, even if one side is dead.
         """
-
-    def close(self) -> None:
-        """Release processes and memory."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omagd.config.env_info import EntityLayout
+from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.envs.battle.actions import NORTH, WEST, Geometry, GridLookup
 from omagd.envs.battle.args import SMAC, BattleArgs, Variant
 from omagd.envs.battle.backend import Terrain, Units
@@ -73,6 +73,17 @@ def state_component(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) ->
 def state_dim(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> int:
     """Return the length of the state."""
     return sum(state_component(spec, args, variant))
+
+
+def battle_info(
+    name: str, spec: MapSpec, args: BattleArgs, variant: Variant = SMAC, scripted_policies: tuple[str, ...] = ()
+) -> EnvInfo:
+    """Return the sizes of environment `name` on a map."""
+    layout = entity_layout(spec, args, variant)
+    return EnvInfo(
+        name, spec.name, spec.n_agents, variant.n_actions(spec), layout.obs_dim, state_dim(spec, args, variant),
+        spec.limit, n_normal_actions=variant.n_normal_actions, layout=layout, scripted_policies=scripted_policies,
+    )  # fmt: skip
 
 
 # Source: oxwhirl/smac, starcraft2.py, `unit_max_cooldown`. A medivac shows its energy instead, of 200.
@@ -317,13 +328,9 @@ class FeatureWriter:
             np.bitwise_and(actions, shown[..., : self._n, None], out=self._pool.part["seen_action"].view(np.int32))
         self._pool.row.take(self._obs_at, axis=1, out=out.reshape(len(out), -1), mode="clip")
 
-    def state(self) -> np.ndarray:
-        """Return the state [B, :] float32, also where `obs_instead_of_state` replaces it."""
-        return self._pool.row.take(self._state_at, axis=1)
-
-    def write_state(self, out: np.ndarray) -> None:
-        """Write the state into `out` [B, state_dim] float32: allies, enemies, last actions, elapsed time."""
-        self._pool.row.take(self._state_at, axis=1, out=out, mode="clip")
+    def state(self, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the state [B, :] float32, in `out` if given: allies, enemies, last actions, elapsed time."""
+        return self._pool.row.take(self._state_at, axis=1, out=out, mode="clip")
 
     def _write_readiness(self, units: Units) -> None:
         """Write [B, n], remaining cooldown over its maximum; for medivacs that heal, energy over its maximum."""

@@ -99,25 +99,10 @@ class Battle:
         alive: 0 or 1.
     """
 
-    x: np.ndarray
-    y: np.ndarray
-    health: np.ndarray
-    shield: np.ndarray
-    energy: np.ndarray
-    timer: np.ndarray
-    quiet: np.ndarray
-    goal_x: np.ndarray
-    goal_y: np.ndarray
-    order: np.ndarray
-    target: np.ndarray
-    alive: np.ndarray
-
     def __init__(self, floats: np.ndarray, ints: np.ndarray) -> None:
         self.floats, self.ints = floats, ints
-        for row, name in enumerate(FLOATS):
-            setattr(self, name, floats[row])
-        for row, name in enumerate(INTS):
-            setattr(self, name, ints[row])
+        self.x, self.y, self.health, self.shield, self.energy, self.timer, self.quiet, self.goal_x, self.goal_y = floats
+        self.order, self.target, self.alive = ints
         self.slots = slot_row(floats.shape[2])
 
     @classmethod

@@ -110,7 +110,9 @@ class BattleSemantics:
             ending, reward = ending.among(active), np.where(active, reward, 0.0)
         if np.count_nonzero(ending.over):
             self.ended |= ending.over
-            self._count(ending.over, ending.limit, ending.won)
+            for name, flags in (("won", ending.won), ("game", ending.over)):
+                self._counters[f"battles_{name}"] += int(flags.sum())
+            self._counters["timeouts"] += int(ending.limit.sum())
         return StepResult(
             reward=reward.astype(np.float32),
             terminated=ending.over,
@@ -137,11 +139,6 @@ class BattleSemantics:
             "dead_enemies": dead[:, 1],
         }
 
-    def _count(self, over: np.ndarray, limit: np.ndarray, won: np.ndarray) -> None:
-        self._counters["battles_game"] += int(over.sum())
-        self._counters["battles_won"] += int(won.sum())
-        self._counters["timeouts"] += int(limit.sum())
-
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations; the arrays are overwritten by the next call."""
         self._refresh()
@@ -153,7 +150,7 @@ class BattleSemantics:
         if self._args.obs_instead_of_state:
             self._state[:] = self._obs.reshape(self._state.shape)
         else:
-            writer.write_state(self._state)
+            writer.state(out=self._state)
         return Observation(self._obs, self._state, self._avail, self._full if full else None)
 
     def _seen(self) -> np.ndarray:

@@ -141,8 +141,3 @@ class Simulator:
         np.copyto(self._battle.floats, snapshot["floats"])
         np.copyto(self._battle.ints, snapshot["ints"])
         self._publish()
-
-    def close(self) -> None:
-        """Release the scratch memory."""
-        self._pairs.clear()
-        self._memory = np.empty(0, np.float32)

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.config.env_info import EnvInfo
-from omagd.envs.battle.actions import N_NORMAL_ACTIONS
 from omagd.envs.battle.args import SMAC, SkirmishArgs
+from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import get_map, is_custom
 from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleSemantics
@@ -37,18 +36,7 @@ class SkirmishEnv(BattleEnv):
         self._seed: int | None = None
         self._simulator = Simulator(spec, n_slots, difficulty=args.difficulty)
         self._semantics = BattleSemantics(spec, args, self._simulator, [unit.name for unit in UNITS])
-        self.info = EnvInfo(
-            name="skirmish",
-            map_name=spec.name,
-            n_agents=spec.n_agents,
-            n_actions=self._semantics.n_actions,
-            obs_dim=self._semantics.obs_dim,
-            state_dim=self._semantics.state_dim,
-            episode_limit=spec.limit,
-            n_normal_actions=N_NORMAL_ACTIONS,
-            layout=self._semantics.layout,
-            scripted_policies=POLICIES,
-        )
+        self.info = battle_info("skirmish", spec, args, scripted_policies=POLICIES)
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]`."""
@@ -95,7 +83,3 @@ class SkirmishEnv(BattleEnv):
     def get_stats(self) -> dict[str, float]:
         """Return counts of battles since construction: played, won, run into the step limit."""
         return self._semantics.stats()
-
-    def close(self) -> None:
-        """Release the simulator. May be called twice."""
-        self._simulator.close()

@@ -43,12 +43,6 @@ def map_data(game: Path, name: str) -> bytes:
         raise UserError(f"env_args.map_name={name}: the game has no file {path}; {fix}") from None
 
 
-def require_map(game: Path, name: str) -> None:
-    """Raise UserError unless the file of the map `name` is there."""
-    if not (game / "Maps" / map_path(name)).is_file():
-        map_data(game, name)
-
-
 def read_terrain(facts: Any) -> Terrain:
     """Return the terrain in a ResponseGameInfo. Errors: ValueError for an image of the wrong size."""
     raw = facts.start_raw

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.config.env_info import EnvInfo
 from omagd.envs.battle.args import SMAC, SmacArgs, SmacV2Args, Variant, v2_map
-from omagd.envs.battle.features import entity_layout, state_dim
+from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import MapSpec, get_game_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
 from omagd.envs.protocol import LOST_IN_A_ROW, Observation, StepResult
 from omagd.envs.sc2.heuristic import Heuristic
-from omagd.envs.sc2.install import build_of, game_folder, require_map
+from omagd.envs.sc2.install import build_of, game_folder, map_data
 from omagd.envs.smac import BattleEnv, SmacInterface, SmacV2Interface
 from omagd.utils.errors import UserError
 
@@ -49,20 +48,9 @@ class SC2Battle(BattleEnv):
             raise ValueError(f"one game plays one battle at a time, not {n_slots}")
         spec, variant = self._battle_of(args)
         build_of(args.game_version)
-        require_map(game_folder(), spec.game_file)
+        map_data(game_folder(), spec.game_file)  # raises if it is missing
         self.n_slots, self.spec, self.variant, self.args = n_slots, spec, variant, args
-        layout = entity_layout(spec, args, variant)
-        self.info = EnvInfo(
-            name=self.name,
-            map_name=spec.name,
-            n_agents=spec.n_agents,
-            n_actions=variant.n_actions(spec),
-            obs_dim=layout.obs_dim,
-            state_dim=state_dim(spec, args, variant),
-            episode_limit=spec.limit,
-            n_normal_actions=variant.n_normal_actions,
-            layout=layout,
-        )
+        self.info = battle_info(self.name, spec, args, variant)
         self._backend: GameBackend | None = None
         self._semantics: BattleSemantics | None = None
         script = Heuristic(spec.n_agents, args, variant.n_normal_actions)

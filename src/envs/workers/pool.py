@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-import numpy as np
-
-from omagd.envs.workers.shared_memory import AnonymousMemory, Specs, array_views, total_size
+from omagd.envs.workers.shared_memory import AnonymousMemory, Arrays, Specs, array_views, total_size
 from omagd.envs.workers.slot import CLOSE, History
 from omagd.envs.workers.worker import FAILED, NOTE, Links, stack_of, work
 
@@ -38,18 +36,11 @@ class EnvWorkerError(RuntimeError):
     """An environment worker failed or died; the message includes its traceback."""
 
 
-class _SharedArrays(dict[str, np.ndarray]):
-    """The arrays by name; empty once the workers are closed."""
-
-    def __missing__(self, name: str) -> np.ndarray:
-        raise EnvWorkerError(f"no {name}: the environment workers are closed")
-
-
 class WorkerPool:
     """Worker processes and the connections to them.
 
     Attributes:
-        slots: slots of each worker. arrays: shared with all workers, once `share` was called.
+        slots: slots of each worker. arrays: shared with all workers, from `share` to `close`.
         processes, conns, wakes: one of each per worker; a byte in `wakes` makes the worker execute its commands.
         owed: notes that each worker still owes. deaths: deaths of each worker since it last completed an episode.
         replaced: number of workers replaced so far. timeout: seconds without an answer before a worker is killed.
@@ -60,7 +51,7 @@ class WorkerPool:
         self.processes: list[BaseProcess] = []
         self.conns: list[Connection] = []
         self.wakes: list[Connection] = []
-        self.arrays = _SharedArrays()
+        self.arrays: Arrays = {}
         self.owed: list[int] = []
         self.deaths: list[int] = []
         self.replaced = 0

@@ -239,6 +239,7 @@ class VectorEnv(BatchedEnv):
 
     def save_replay(self, folder: str) -> None:
         """Let each environment write its replay into `folder`. Errors: NotImplementedError."""
+        self._wait(np.arange(self.n_slots))
         path = np.frombuffer(folder.encode()[:MAX_PATH], np.uint8)
         self._arrays["folder"][:] = 0
         self._arrays["folder"][: len(path)] = path
