@@ -70,7 +70,7 @@ def test_healing_reaches_exactly_as_far_as_attacks():
     assert semantics.avail_actions()[0, 2, 6:].tolist() == [True, False, False]
 
 
-def test_a_side_is_gone_when_none_of_its_units_is_listed():
+def test_a_side_is_gone_when_no_unit_is_listed():
     """SMAC's `update_units`: who is listed with health 0 is dead, but counts for the end of the battle."""
     units = SimpleNamespace(alive=np.array([[1, 1, 0, 0]], bool), listed=np.array([[1, 1, 0, 1]], bool))
     on, off = judge(units, 2, None, np.zeros(1, bool)), SimpleNamespace(alive=units.alive, listed=units.alive)
@@ -87,7 +87,7 @@ def test_nobody_wins_where_both_sides_are_gone():
     assert (ended.over[0], ended.draw[0], ended.won[0], ended.lost[0]) == (True, True, False, False)
 
 
-def test_a_unit_that_has_died_pays_nothing_more():
+def test_a_death_is_rewarded_once():
     """SMAC's `death_tracker`: not even when the game lists the unit alive again."""
     ledger = RewardLedger(BattleArgs(reward_scale=False), 1, 1, 1)
     nobody = np.zeros(1, bool)
@@ -114,7 +114,7 @@ def test_orders_of_every_action():
     assert dest[0, 1:5].tolist() == [[10.25, 10.5], [10.25, 6.5], [12.25, 8.5], [8.25, 8.5]]
 
 
-def test_actions_that_are_not_available_are_refused():
+def test_unavailable_actions_are_rejected():
     semantics, _ = make_battle("5m_vs_6m", 2, np.array([True, False]))
     both = np.ones(2, bool)
     with pytest.raises(ValueError, match="slot 0, agent 3: action 0"):
@@ -175,7 +175,7 @@ def test_sparse_rewards():
     assert ending("5m_vs_6m", loss | win, {"reward_sparse": True}).reward[0] == 0
 
 
-def test_regenerating_enemy_shields_pay_unless_fixed():
+def test_regenerating_enemy_shields_are_rewarded_unless_fixed():
     for fixed, expected in ((False, 12.0), (True, 0.0)):
         semantics, units = make_battle("2m_vs_1z", reward_scale=False, reward_shield_fix=fixed)
         units.shield[0, 2] = 20

@@ -1,17 +1,15 @@
-"""`env=` and `env_args` become an environment, or one line that names the key, the value and the mend."""
+"""`env` and `env_args` become an environment, or one line with the key, its value and a fix."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from walk_env import Walk, WalkArgs
 
 from omagd.envs import REGISTRY
 from omagd.envs.factory import make_env, validate_env_args
-from omagd.envs.protocol import MultiAgentEnv
 from omagd.envs.sanity import MemoryGame
 from omagd.envs.workers.vector import SerialEnvs
 from omagd.utils.errors import UserError
@@ -33,7 +31,7 @@ from omagd.utils.errors import UserError
         ("smax", {"map_name": "5m_vs6m"}, ["env_args.map_name=5m_vs6m", "Did you mean '5m_vs_6m'?"]),
     ],
 )
-def test_wrong_arguments_are_named_with_their_mend(name, env_args, parts):
+def test_wrong_arguments_are_reported_with_a_fix(name, env_args, parts):
     with pytest.raises(UserError) as caught:
         make_env(name, env_args, 2, processes=False)
     assert all(part in caught.value.message for part in parts), caught.value.message
@@ -61,31 +59,13 @@ def test_a_batched_environment_is_built_as_it_is():
     assert env.n_slots == 5 and env.info.n_actions == 5
 
 
-class NothingArgs(BaseModel):
-    """One required argument."""
-
-    size: int
-
-
-class Nothing(MultiAgentEnv):
-    """A single environment of which only the sizes matter."""
-
-    args_model = NothingArgs
-
-    def __init__(self, args: NothingArgs) -> None:
-        self.size = args.size
-
-    reset = step = get_obs = get_state = get_avail_actions = None
-
-    def get_env_info(self) -> dict[str, Any]:
-        """Return the sizes."""
-        return {"n_agents": 1, "n_actions": 1, "obs_shape": self.size, "state_shape": 1, "episode_limit": 1}
-
-
 def test_a_single_environment_gets_an_adapter_and_its_registered_name(monkeypatch):
-    monkeypatch.setitem(REGISTRY._objects, "nothing", Nothing)
-    env = make_env("nothing", {"size": 7}, 3, processes=False)
-    assert type(env) is SerialEnvs
-    assert (env.info.name, env.info.obs_dim, env.n_slots) == ("nothing", 7, 3)
+    class Required(WalkArgs):
+        size: int
+
+    monkeypatch.setitem(REGISTRY._objects, "walk", Walk)
+    monkeypatch.setattr(Walk, "args_model", Required)
+    env = make_env("walk", {"size": 7}, 3, processes=False)
+    assert type(env) is SerialEnvs and (env.info.name, env.info.obs_dim, env.n_slots) == ("walk", 2, 3)
     with pytest.raises(UserError, match="env_args.size"):
-        validate_env_args("nothing", {})
+        validate_env_args("walk", {})

@@ -177,7 +177,7 @@ def test_a_batch_is_many_single_battles(name, seeded):
         _assert_same(episode, _play(single, [seed])[0])
 
 
-def test_replay_stores_observations_once_and_gives_every_bit_back(env):
+def test_the_replay_codec_is_lossless(env):
     for played in _play(env, [41, 42, 43, 44]):
         fields = {name: np.stack([shown[name] for shown in played.shown]) for name in played.shown[0]}
         episode = {name: torch.from_numpy(value) for name, value in fields.items()}
@@ -190,7 +190,7 @@ def test_replay_stores_observations_once_and_gives_every_bit_back(env):
             assert value.numpy().tobytes() == fields[name].tobytes(), name
 
 
-def test_inactive_slots_stand_still(name, env):
+def test_inactive_slots_do_not_change(name, env):
     b = env.n_slots
     env.reset(np.ones(b, bool), np.arange(b) + 50)
     before = _shown(env)
@@ -205,7 +205,7 @@ def test_inactive_slots_stand_still(name, env):
         assert values.shape == (b,) and not values[~active].any()
 
 
-def test_a_reset_of_some_slots_leaves_the_others_alone(env):
+def test_a_reset_changes_only_its_slots(env):
     b = env.n_slots
     _play(env, [31, 32, 33, 34], steps=1)
     before = _shown(env)
@@ -226,7 +226,7 @@ def _filed(tree: Any) -> Any:
     return unpack(torch.load(file, weights_only=True))
 
 
-def test_a_snapshot_continues_the_same_battle_elsewhere(name, env):
+def test_a_snapshot_continues_the_same_battle(name, env):
     """Snapshots are optional in other packages; one that can be taken must continue to the bit."""
     _play(env, [41, 42, 43, 44], steps=1)
     try:

@@ -1,4 +1,4 @@
-"""Workers that die where episodes are deterministic: nobody can tell, but for the count. Snapshots of such episodes."""
+"""Deterministic episodes survive the death of their worker unchanged. Snapshots of such episodes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLOTS = 4
 
 
 def filed(tree: Any) -> Any:
-    """Return `tree` after a way through a file that nothing can run from."""
+    """Return `tree` after saving and loading it with `weights_only`."""
     file = io.BytesIO()
     torch.save(pack(tree), file)
     file.seek(0)
@@ -48,16 +48,16 @@ def filed(tree: Any) -> Any:
 
 
 def story(env: BatchedEnv, rounds: int, meddle: Callable[[str], None], seed: int = 0) -> list[Any]:
-    """Play as a runner may, in halves and whole, with all that can be asked; return everything that was told."""
+    """Play in halves and whole, with every call of the protocol; return all results."""
     rng = np.random.default_rng(seed)
-    b, told = env.n_slots, []
+    b, out = env.n_slots, []
     everyone, first = np.ones(b, bool), np.arange(b) < b // 2
     env.reset(everyone, np.arange(b) + seed)
     for t in range(rounds):
         meddle("idle")
         seen = env.observe(full=t % 4 > 1)
-        told += [seen.obs.copy(), seen.state.copy(), seen.avail_actions.copy()]
-        told += [] if seen.full_obs is None else [seen.full_obs.copy()]
+        out += [seen.obs.copy(), seen.state.copy(), seen.avail_actions.copy()]
+        out += [] if seen.full_obs is None else [seen.full_obs.copy()]
         policy = env.info.scripted_policies[t % len(env.info.scripted_policies)]
         meddle("choose")
         actions = env.scripted_actions(policy, rng)
@@ -69,13 +69,13 @@ def story(env: BatchedEnv, rounds: int, meddle: Callable[[str], None], seed: int
             meddle("step")
             result = env.step_finish(active & half)
             assert not result.lost.any()
-            told += [result.reward.copy(), result.terminated.copy(), result.truncated.copy()]
+            out += [result.reward.copy(), result.terminated.copy(), result.truncated.copy()]
             over |= result.terminated
             ended = np.flatnonzero(result.terminated)
-            told += [(name, values[ended].tolist()) for name, values in result.info.items() if len(ended)]
+            out += [(name, values[ended].tolist()) for name, values in result.info.items() if len(ended)]
         env.reset(over, rng.integers(2**60, size=b))
         meddle("reset")
-    return told
+    return out
 
 
 def same_story(one: list[Any], other: list[Any]) -> bool:
@@ -89,7 +89,7 @@ def peace(where: str) -> None:
 
 
 def rounds_of(env: BatchedEnv, name: str, calls: int, snapshots: bool = False, scripted: bool = False) -> list[Rollout]:
-    """Return what a runner over `env` brings in some calls, and in the drain."""
+    """Return the rollouts of some calls of a runner over `env`, and of its drain."""
     runner, policy, explore = cast(env, name, scripted)
     rollouts = []
     for _ in range(calls):
@@ -116,7 +116,7 @@ def assert_same(one: list[Rollout], other: list[Rollout]) -> None:
             assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
 
 
-def test_a_script_of_its_own_follows_from_seed_and_step_and_leaves_the_generator_alone():
+def test_own_scripts_follow_from_seed_and_step_and_do_not_use_the_generator():
     env = SerialEnvs(SteadyWalk, SteadyArgs(), SLOTS)
     assert env.info.scripted_policies == ("random", "wander")
     everyone, rng, chosen = np.ones(SLOTS, bool), np.random.default_rng(0), []
@@ -133,14 +133,14 @@ def test_a_script_of_its_own_follows_from_seed_and_step_and_leaves_the_generator
 
 
 @pytest.mark.parametrize("name", ["parallel", "stream"])
-def test_a_snapshot_disturbs_nothing(name):
+def test_a_snapshot_has_no_side_effect(name):
     def played(snapshots: bool) -> list[Rollout]:
         return rounds_of(make_env("skirmish", {"map_name": "3m"}, SLOTS, processes=False), name, 3, snapshots)
 
     assert_same(played(True), played(False))
 
 
-def test_a_stream_over_single_environments_continues_elsewhere_from_what_a_file_holds():
+def test_a_stream_over_single_environments_continues_from_a_file():
     runner, mac, explore = cast(SerialEnvs(SteadyWalk, SteadyArgs(), SLOTS), "stream")
     runner.collect(mac, explore=explore)
     snapshot, state = filed(runner.snapshot()), explore.rng.bit_generator.state
@@ -155,7 +155,7 @@ def test_a_stream_over_single_environments_continues_elsewhere_from_what_a_file_
         SerialEnvs(SteadyWalk, SteadyArgs(), 3).restore(snapshot["flying"]["env"])
 
 
-def test_battles_that_cannot_be_saved_are_lost_and_counted():
+def test_episodes_that_cannot_be_saved_are_lost_and_counted():
     runner, mac, explore = cast(SerialEnvs(Walk, WalkArgs(limit=5), SLOTS), "stream")
     runner.collect(mac, explore=explore)
     snapshot = filed(runner.snapshot())
@@ -169,7 +169,7 @@ def test_battles_that_cannot_be_saved_are_lost_and_counted():
         SerialEnvs(Walk, WalkArgs(), 1).restore({})
 
 
-def test_what_cannot_be_divided_is_not():
+def test_an_indivisible_environment_is_rejected():
     with pytest.raises(UserError, match="env_processes=True: env=smax .* use env_processes=False"):
         make_env("smax", {}, 2, processes=True)
 
@@ -179,8 +179,8 @@ def test_what_cannot_be_divided_is_not():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("per_process", [1, 3])
-def test_nobody_can_tell_that_workers_were_killed(per_process):
-    """Workers are killed where the story stands still, and by a thread while they step, start and replay."""
+def test_killed_workers_change_no_result(per_process):
+    """Workers are killed between calls, and by a thread while they step, start and replay."""
     expected = story(SerialEnvs(SteadyWalk, SteadyArgs(), SLOTS), 40, peace)
     env, dice, over = ProcessEnvs(SteadyWalk, SteadyArgs(), SLOTS, per_process=per_process), random.Random(3), []
     kills: list[str] = []
@@ -209,10 +209,10 @@ def test_nobody_can_tell_that_workers_were_killed(per_process):
     ghost = threading.Thread(target=haunt)
     ghost.start()
     try:
-        told = story(env, 40, meddle)
+        found = story(env, 40, meddle)
         stop.set()
         ghost.join()
-        assert same_story(told, expected)
+        assert same_story(found, expected)
         assert set(kills) == {"idle", "choose", "step", "reset"}
         assert env.get_stats()["worker_restarts"] >= len(killed)
     finally:
@@ -244,7 +244,7 @@ def test_a_worker_that_dies_in_the_replay_is_replaced_again(tmp_path, monkeypatc
 
 @pytest.mark.processes
 def test_a_battle_in_a_process_of_its_own_is_the_same_battle():
-    """Every bit of rounds by scripts, with a kill among them; and of a stream that goes on from a snapshot."""
+    """Rounds by scripts, with a kill in between, and a stream that continues from a snapshot."""
     plain = make_env("skirmish", {"map_name": "3m"}, SLOTS, processes=False)
     env = make_env("skirmish", {"map_name": "3m"}, SLOTS, processes=True)
     try:
@@ -281,7 +281,7 @@ def _continue_mid_battle(env: ProcessEnvs) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("moment", ["facts", "share"])
 def test_a_worker_that_is_killed_while_it_starts_is_started_again(moment, monkeypatch):
-    """Before it has said what it plays, and before it has the shared arrays."""
+    """Before it has sent its facts, and before it has the shared arrays."""
     inner, killed = getattr(worker_pool.WorkerPool, moment), []
 
     def kill_first(self, *given):
@@ -302,11 +302,11 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(moment, monkey
         env.close()
 
 
-def test_what_a_worker_noted_in_its_last_moment_is_read_before_it_is_found_dead():
-    """Else its note would be counted as one of the worker that takes its place."""
+def test_the_last_note_of_a_dead_worker_is_read_first():
+    """Otherwise it would count as a note of the worker that replaces it."""
 
     class Looks:
-        """Looks at the notes first, then at a worker that notes something and dies in between."""
+        """A poll between whose two calls a worker writes a note and dies."""
 
         def __init__(self, workers: worker_pool.WorkerPool) -> None:
             self.workers, self.before = workers, False
@@ -329,8 +329,8 @@ def test_what_a_worker_noted_in_its_last_moment_is_read_before_it_is_found_dead(
 
 
 @pytest.mark.processes
-def test_a_worker_that_does_not_answer_is_named_killed_and_replayed(tmp_path, caplog, monkeypatch):
-    """Stopped, or in an endless loop: nothing is lost, and the log says which slots, seeds and where. Then: always."""
+def test_a_hung_worker_is_reported_killed_and_replayed(tmp_path, caplog, monkeypatch):
+    """Stopped, or in an endless loop: nothing is lost, and the log names slots, seeds and the place. Then always."""
     logging.getLogger("omagd").propagate = True
     plain = story(SerialEnvs(SteadyWalk, SteadyArgs(), 2), 3, peace)
     for how, says in (("stop", "; stopped)"), ("hang", "; waiting)")):
@@ -352,9 +352,9 @@ def test_a_worker_that_does_not_answer_is_named_killed_and_replayed(tmp_path, ca
             assert env.get_stats()["worker_restarts"] == 1
         finally:
             env.close()
-        (said,) = [record.getMessage() for record in caplog.records if "has not answered" in record.message]
-        assert re.match(r"environment worker 0 \(process \d+, slot 0 from seed 0, slot 1 from seed 1; ", said)
-        assert says in said and ("steady_walk.py" in said) == (how == "hang")
+        (line,) = [record.getMessage() for record in caplog.records if "has not answered" in record.message]
+        assert re.match(r"environment worker 0 \(process \d+, slot 0 from seed 0, slot 1 from seed 1; ", line)
+        assert says in line and ("steady_walk.py" in line) == (how == "hang")
     env = ProcessEnvs(SteadyWalk, SteadyArgs(die_at=[2], marks=str(tmp_path), how="always"), 1)
     env.set_worker_timeout(1.0)
     monkeypatch.setattr(worker_pool, "DEATHS_OF_A_HANG", worker_pool.DEATHS_IN_A_ROW)

@@ -1,4 +1,4 @@
-"""The two tiny worlds pay what their pages promise."""
+"""The two tiny environments give the documented rewards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_matrix_game_pays_every_pair_of_actions_in_one_step(payoff, best, best_r
     assert rewards[miss] == miss_reward
 
 
-def test_risky_games_punish_the_agent_that_averages_over_its_partner():
+def test_averaging_over_the_partner_is_wrong_in_risky_games():
     for payoff, safe in (("climbing", 2), ("penalty", 1)):
         table = MatrixGame(MatrixGameArgs(payoff=payoff), 1).payoff
         assert table.mean(1).argmax() == safe
@@ -60,7 +60,7 @@ def test_memory_game_rewards_memory_and_only_memory():
     assert abs(blind - 1 / 9) < 0.05
 
 
-def test_memory_game_hides_the_cue_from_everyone_when_it_must_be_named():
+def test_memory_game_hides_the_cue_when_it_must_be_named():
     env = MemoryGame(MemoryGameArgs(n_cues=2), 32)
     env.reset(np.ones(32, bool), np.arange(32))
     shown = env.observe()
@@ -74,7 +74,7 @@ def test_memory_game_hides_the_cue_from_everyone_when_it_must_be_named():
     np.testing.assert_array_equal(hidden.state[:, :4].reshape(32, 2, 2), shown.obs[:, :, :2])
 
 
-def test_an_action_outside_the_mask_is_refused_with_its_place():
+def test_an_unavailable_action_is_rejected_with_slot_and_agent():
     env = MemoryGame(MemoryGameArgs(), 2)
     env.reset(np.ones(2, bool), np.arange(2))
     with pytest.raises(ValueError, match="slot 1, agent 0: action 2"):

@@ -1,4 +1,4 @@
-"""`sc2` with a stand-in for the game: the same battles as the simulator's own, whatever happens to the processes."""
+"""`sc2` on a stand-in for the game: equal to the simulator behind it, and robust when processes die."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def play(env, rng, steps=1000):
 
 
 @pytest.mark.parametrize("fault", ["DIE_AFTER", "HANG_AFTER", "ERROR_AFTER", "GARBLE_AFTER"])
-def test_a_game_that_is_lost_voids_the_episode_and_the_next_one_is_played(game, monkeypatch, tmp_path, fault, caplog):
+def test_a_lost_game_voids_its_episode_only(game, monkeypatch, tmp_path, fault, caplog):
     monkeypatch.setenv(f"SC2_STAND_IN_{fault}", "5")  # of the second of the three requests that a step is
     monkeypatch.setenv("SC2_STAND_IN_ONCE", str(tmp_path / "once"))
     env = make_env("sc2", {"map_name": "3m", "game_timeout": 1.5}, 1, processes=False)
@@ -122,7 +122,7 @@ def test_a_game_that_is_lost_voids_the_episode_and_the_next_one_is_played(game, 
     env.close()
 
 
-def test_a_game_that_dies_between_battles_costs_no_episode(game):
+def test_a_game_that_dies_between_battles_loses_no_episode(game):
     env = SC2Env(SmacArgs())
     env.reset(seed=1)
     os.kill(sc2_stand_in.running(game)[0], signal.SIGKILL)
@@ -135,10 +135,10 @@ def test_a_game_that_dies_between_battles_costs_no_episode(game):
 
 @pytest.mark.parametrize(
     ("fault", "value", "seconds", "words"),
-    [("REFUSE", "exit", 60.0, ["told not to start", "exit code 3"]), ("REFUSE", "1", 0.7, ["did not listen within"]),
+    [("REFUSE", "exit", 60.0, ["asked not to start", "exit code 3"]), ("REFUSE", "1", 0.7, ["did not listen within"]),
      ("DIE_ON", "join_game", 60.0, ["exit code 1"])],
 )  # fmt: skip
-def test_a_game_that_never_starts_is_one_line_after_all_attempts(game, monkeypatch, fault, value, seconds, words):
+def test_a_game_that_never_starts_is_reported_in_one_line(game, monkeypatch, fault, value, seconds, words):
     monkeypatch.setenv(f"SC2_STAND_IN_{fault}", value)
     env = SC2Env(SmacArgs(game_timeout=seconds))
     with pytest.raises(UserError) as caught:
@@ -149,7 +149,7 @@ def test_a_game_that_never_starts_is_one_line_after_all_attempts(game, monkeypat
     env.close()
 
 
-def test_a_slow_start_is_waited_for_and_a_failed_one_is_tried_again(game, monkeypatch, tmp_path):
+def test_slow_starts_are_waited_for_and_failed_ones_repeated(game, monkeypatch, tmp_path):
     monkeypatch.setenv("SC2_STAND_IN_DELAY", "0.6")
     monkeypatch.setenv("SC2_STAND_IN_LATE_UNITS", "7")
     env = SC2Env(SmacArgs())
@@ -163,7 +163,7 @@ def test_a_slow_start_is_waited_for_and_a_failed_one_is_tried_again(game, monkey
     env.close()
 
 
-def test_workers_have_games_of_their_own_and_replays(game, tmp_path):
+def test_each_worker_has_its_own_game_and_replay(game, tmp_path):
     env = make_env("sc2", {"map_name": "3m"}, 3, processes=True)
     everyone, rng = np.ones(3, bool), np.random.default_rng(0)
     env.reset(everyone, np.arange(3))
@@ -184,7 +184,7 @@ def test_workers_have_games_of_their_own_and_replays(game, tmp_path):
     env.close()
 
 
-def test_replays_go_where_the_arguments_say(game, tmp_path):
+def test_replay_dir_and_prefix(game, tmp_path):
     args = {"map_name": "3m", "replay_dir": "mine", "replay_prefix": "best"}
     env = make_env("sc2", args, 1, processes=False)
     env.reset(np.ones(1, bool), np.zeros(1, np.int64))

@@ -1,4 +1,4 @@
-"""Games and workers that are killed while they play, commands that are ended: counted right, nothing left behind."""
+"""Killed games, workers and commands: losses are counted and nothing remains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def game(tmp_path, monkeypatch):
     place.mkdir()
     monkeypatch.setenv("SC2PATH", str(folder))
     monkeypatch.setenv("TMPDIR", str(place))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # torch keeps it, whoever runs
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # kept by torch
     monkeypatch.setenv("SC2_STAND_IN_STAY", "1")
     monkeypatch.setattr("tempfile.tempdir", None)
     shared = shared_memory.names()
@@ -102,7 +102,7 @@ class Killer(ScriptedPolicy):
 
 
 @pytest.mark.parametrize("way", ["rounds", "stream"])
-def test_killed_games_and_workers_cost_their_episodes_and_the_run_goes_on(game, way):
+def test_killed_games_and_workers_lose_only_their_episodes(game, way):
     env = make_env("sc2", {"map_name": "3m"}, 2, processes=True)
     try:
         killer = Killer(env, game)
@@ -154,7 +154,7 @@ def wait_for_games(started: Started, folder: Path, n: int) -> list[int]:
     return playing
 
 
-def test_a_run_of_two_ranks_goes_on_when_games_and_workers_are_killed(game, tmp_path):
+def test_two_ranks_continue_when_games_and_workers_are_killed(game, tmp_path):
     """One game dies at its 40th step, and the worker of another one is killed; the run ends by itself."""
     once = tmp_path / "once"
     started = start(tmp_path, 2, 2, "t_max=400", SC2_STAND_IN_DIE_AFTER="40", SC2_STAND_IN_ONCE=str(once))
@@ -176,11 +176,11 @@ def test_a_run_of_two_ranks_goes_on_when_games_and_workers_are_killed(game, tmp_
 
 
 ENDS = {
-    # name: ranks, who is told, what, exit code
+    # name: ranks, receiver of the signal, signal, exit code
     "ctrl-c": (2, "group", signal.SIGINT, 130),
     "launcher killed": (2, "launcher", signal.SIGKILL, -9),
     "rank killed": (2, "rank", signal.SIGKILL, 1),
-    "told to end": (1, "launcher", signal.SIGTERM, 143),
+    "terminated": (1, "launcher", signal.SIGTERM, 143),
     "exception": (1, "nobody", None, 1),
 }
 

@@ -1,4 +1,4 @@
-"""What `sc2` is made of, without a game: messages, frames, ports, terrain, versions, files, SMAC's script."""
+"""Parts of `sc2` without a game: messages, frames, ports, terrain, versions, files, SMAC's script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_part_that_needs_pysc2_can_come_first(module):
     assert done.returncode == 0, done.stderr
 
 
-def test_pysc2_shares_the_messages_without_an_environment_variable():
+def test_pysc2_uses_the_same_messages():
     code = (
         "from omagd.envs.sc2.client import sc_pb, raw_pb\n"
         "from pysc2.lib import protocol, remote_controller\n"
@@ -68,7 +68,7 @@ def served(serve):
         thread.join(5.0)
 
 
-def test_messages_of_all_sizes_travel_together():
+def test_messages_of_all_sizes_are_sent_together():
     sent = [os.urandom(size) for size in (0, 1, 125, 126, 65535, 65536, 300000)]
 
     def echo(connection):
@@ -125,7 +125,7 @@ def test_each_answer_of_a_step_is_decoded(garbled):
         game.exchange(b"", 3)
 
 
-def test_an_answer_without_what_was_asked_for_is_a_fault():
+def test_incomplete_answers_are_faults():
     from omagd.envs.sc2.backend import GameBackend
     from omagd.envs.sc2.game import Game, GameLost
 
@@ -139,7 +139,7 @@ def test_an_answer_without_what_was_asked_for_is_a_fault():
         backend._listed(game.exchange(b"", 1))
 
 
-def test_ports_that_are_held_at_the_same_time_differ():
+def test_claimed_ports_differ():
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(claimed_port()) for _ in range(200)]
         assert len(set(ports)) == 200
@@ -148,7 +148,7 @@ def test_ports_that_are_held_at_the_same_time_differ():
                 pass
 
 
-def test_a_scratch_is_swept_when_its_owner_is_gone(monkeypatch, tmp_path):
+def test_folders_of_dead_owners_are_removed(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     code = (
@@ -187,7 +187,7 @@ def test_terrain_is_indexed_by_x_and_y(bits):
     assert terrain.playable == (1, 0, 0, 15)
 
 
-def test_versions_are_found_or_told(monkeypatch, tmp_path):
+def test_versions_are_found_or_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "SC2")))
     sc2_stand_in.install(tmp_path / "SC2", "4.6.2")
     assert build_of(None) == build_of("latest") == build_of("4.10") == 75689 and build_of("4.6.2") == 69232

@@ -9,13 +9,11 @@ import pytest
 import sc2_stand_in
 import yaml
 from command_harness import ROOT
-from test_smac_parity import V2_PLAIN, Semantics, battles, stored, v2_facts
 
 from omagd.config.loading import config_names
 from omagd.envs.actions import random_actions
 from omagd.envs.battle.args import CapabilityArgs, SmacArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
 from omagd.envs.battle.backend import Terrain, Units
-from omagd.envs.battle.features import entity_layout
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_semantics import EnemyVisibility, V2Semantics, Vision
 from omagd.envs.factory import validate_env_args
@@ -36,7 +34,7 @@ def lineups(count, n_units=5, n_enemies=None, **start):
     return [draw_lineup(config, seed) for seed in range(count)]
 
 
-def test_line_ups_follow_from_the_seed():
+def test_lineups_follow_from_the_seed():
     config = CapabilityArgs()
     one, same, other = draw_lineup(config, 3), draw_lineup(config, 3), draw_lineup(config, 3, attempt=1)
     assert one.allies == same.allies and (one.enemy_places == same.enemy_places).all()
@@ -44,7 +42,7 @@ def test_line_ups_follow_from_the_seed():
     assert len({lineup.allies for lineup in lineups(50)}) > 10
 
 
-def test_types_come_by_their_weights_and_exceptions_never_alone():
+def test_types_are_drawn_by_weight_and_exceptions_never_alone():
     drawn = lineups(4000, n_units=2, n_enemies=3)
     teams = [lineup.allies for lineup in drawn]
     assert all(lineup.enemies[:2] == lineup.allies for lineup in drawn)
@@ -56,7 +54,7 @@ def test_types_come_by_their_weights_and_exceptions_never_alone():
     assert all(len(lineup.enemies) == 2 for lineup in lineups(5, n_units=4, n_enemies=2))
 
 
-def test_reflected_enemies_stand_where_a_mirror_shows_the_allies():
+def test_reflected_enemies_mirror_the_allies():
     for lineup in lineups(200, n_units=3, n_enemies=5, dist_type="reflect_position", map_x=40, map_y=20):
         ally, enemy = lineup.ally_places, lineup.enemy_places
         assert (ally >= 0).all() and (ally[:, 0] <= 19).all() and (ally[:, 1] <= 20).all()
@@ -90,12 +88,12 @@ def look(visibility, in_sight, order):
     return visibility.look(ON, np.array([in_sight], bool), np.ones((1, len(order)), bool))[0].astype(int).tolist()
 
 
-def test_who_is_looked_at_first_sees_less():
+def test_agents_that_observe_first_see_less():
     """Agent 0 sees enemies 0 and 1, agent 1 all three: only agent 1 finds enemy 2, which hides the others before."""
     in_sight = [[1, 1, 0], [1, 1, 1]]
     first, second = (EnemyVisibility(1.0, 1, 2, 3) for _ in range(2))
     assert look(first, in_sight, [0, 1]) == [[0, 0, 0], [1, 1, 1]]
-    assert look(first, in_sight, [0, 1]) == [[1, 1, 1], [1, 1, 1]]  # told meanwhile
+    assert look(first, in_sight, [0, 1]) == [[1, 1, 1], [1, 1, 1]]  # learned meanwhile
     assert look(second, in_sight, [1, 0]) == [[1, 1, 1], [1, 1, 1]]
     second.forget_dead(ON, np.array([[True, False, True, True, True]]))  # agent 1, who has found everyone
     assert look(second, [[1, 0, 0], [0, 0, 0]], [0, 1])[0] == [0, 0, 0]
@@ -109,39 +107,6 @@ def test_orders_follow_from_the_seed():
     assert orders == [other.order(0).tolist() for _ in range(5)] and orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("name", V2_PLAIN)
-def test_full_observations_know_neither_range_nor_sector_nor_order(name):
-    """Whoever is seen is shown alike, the dead not at all; with `obs_order_fix` what is in sight is all there is."""
-    args, arrays = v2_facts(name)[0], stored(name)
-    plain, fixed = Semantics(name, args), Semantics(name, {**args, "obs_order_fix": True})
-    spec, typed = v2_map(SmacV2Args(**args)), SmacV2Args(**args)
-    layout, n = entity_layout(spec, typed, typed.variant), spec.n_agents
-    enemies = slice(layout.move_dim, layout.move_dim + layout.n_enemies * layout.enemy_dim)
-    hidden = 0
-    for actions in battles(arrays):
-        plain.reset()
-        fixed.reset()
-        for row in actions:
-            (obs, *_, full), (clear, *_, clear_full) = plain.look(), fixed.look()
-            np.testing.assert_array_equal(full, clear_full)
-            np.testing.assert_array_equal(full[obs != 0], obs[obs != 0])
-            np.testing.assert_array_equal(clear[obs != 0], obs[obs != 0])
-            alive = plain.units.alive[0]
-            shown = full[:, enemies].reshape(n, -1, layout.enemy_dim)[..., 1:4].any(-1)
-            np.testing.assert_array_equal(shown, alive[:n, None] & alive[None, n:])
-            if not typed.obs_timestep_number:
-                assert not full[~alive[:n]].any()
-            if not typed.conic_fov and not typed.use_unit_ranges:
-                x, y = plain.units.x[0], plain.units.y[0]
-                near = np.hypot(x[:n, None] - x, y[:n, None] - y) < 8.999
-                everyone = alive[:n] & (near | ~alive).all(axis=1)
-                np.testing.assert_array_equal(clear[everyone], full[everyone])
-            hidden += int((full != clear).any())
-            plain.step(row)
-            fixed.step(row)
-    assert hidden or typed.fully_observable
-
-
 RANGES = [  # flags, sight, reach, whether a unit exactly at the limit of sight is seen
     ({}, 9.0, 6.0, False),
     ({"use_unit_ranges": True}, 9.0, 5.0, False),  # of a marine
@@ -151,7 +116,7 @@ RANGES = [  # flags, sight, reach, whether a unit exactly at the limit of sight 
 
 
 @pytest.mark.parametrize(("flags", "sight", "reach", "at_sight"), RANGES)
-def test_who_stands_exactly_at_the_limit_is_in_reach_but_not_seen(flags, sight, reach, at_sight):
+def test_units_exactly_at_the_limits_of_sight_and_attack_range(flags, sight, reach, at_sight):
     """SMACv2: attack at `<=` the reach; sight is `<`, but `<=` in a sector (`is_position_in_cone`)."""
     team = TeamArgs(unit_types=("marine",), weights=(1.0,))
     config = CapabilityArgs(n_units=1, n_enemies=4, team_gen=team)
@@ -172,7 +137,7 @@ def test_who_stands_exactly_at_the_limit_is_in_reach_but_not_seen(flags, sight, 
     assert blocks.any(axis=1).tolist() == [True, True, at_sight, True]
 
 
-def test_moves_turn_the_view_where_that_is_wanted():
+def test_change_fov_with_move_turns_the_view():
     args = SmacV2Args(conic_fov=True, change_fov_with_move=True)
     assert args.variant.n_actions(v2_map(args)) == 11 and args.variant.direction
     vision = Vision(args, ["marine"], 1, 5)
@@ -203,7 +168,7 @@ def test_yaml_files_hold_every_key(name):
         ({"obs_ordr_fix": True}, "obs_order_fix"),
     ],
 )
-def test_what_is_not_played_is_refused(change, words):
+def test_unsupported_arguments_are_rejected(change, words):
     with pytest.raises(UserError, match=words):
         validate_env_args("sc2_v2", change)
 
@@ -240,7 +205,7 @@ def play(env, seed, steps=25):
 
 
 @pytest.mark.processes
-def test_smac_and_smacv2_are_played_side_by_side_and_seeds_decide(game):
+def test_smac_and_smacv2_run_side_by_side_and_follow_from_seeds(game):
     smac, conic = SC2Env(SmacArgs(map_name="3m")), SC2V2Env(SmacV2Args(conic_fov=True, obs_own_pos=True))
     try:
         smac.reset(seed=1)
@@ -257,7 +222,7 @@ def test_smac_and_smacv2_are_played_side_by_side_and_seeds_decide(game):
 
 
 @pytest.mark.processes
-def test_units_that_come_late_are_waited_for_and_missing_ones_drawn_anew(game, monkeypatch):
+def test_late_units_are_waited_for_and_missing_ones_drawn_again(game, monkeypatch):
     from omagd.envs.sc2 import backend, v2_backend
 
     attempts = []

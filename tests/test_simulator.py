@@ -1,4 +1,4 @@
-"""The embedded battle against arithmetic done by hand, and properties that hold in every battle."""
+"""The embedded simulator: expected numbers are computed by hand, and properties hold in every battle."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_batch_is_bit_for_bit_its_single_battles(name):
             assert same({k: v[b : b + 1] for k, v in everything(batch).items()}, everything(sim)), (step, b)
 
 
-def test_many_slots_are_played_in_pieces_alike():
+def test_many_slots_are_computed_in_equal_pieces():
     spec = get_map("27m_vs_30m")
     n, rng = spec.n_agents, np.random.default_rng(6)
     large, small = Simulator(spec, 100), Simulator(spec, 30)
@@ -129,7 +129,7 @@ def test_many_slots_are_played_in_pieces_alike():
     assert same({k: v[70:] for k, v in everything(large).items()}, everything(small))
 
 
-def test_seed_decides_and_inactive_slots_stand_still():
+def test_battles_follow_from_seeds_and_inactive_slots_do_not_change():
     spec = get_map("3s5z")
     n, rng = spec.n_agents, np.random.default_rng(3)
     sim = Simulator(spec, 4)
@@ -178,13 +178,13 @@ def test_snapshot_and_restore_continue_alike():
         assert same(everything(sim), everything(other))
 
 
-def test_a_snapshot_of_another_number_of_slots_is_refused():
+def test_a_snapshot_with_another_number_of_slots_is_rejected():
     one, two = Simulator(get_map("3m"), 1), Simulator(get_map("3m"), 2)
     with pytest.raises(ValueError, match="6 units in 1 slots, not 6 in 2"):
         two.restore(one.snapshot())
 
 
-def test_who_is_shot_from_beyond_its_attention_does_not_answer():
+def test_an_enemy_does_not_answer_shots_from_beyond_its_target_range():
     # At difficulty "1" the enemy looks 6 cells far; two stalkers reach 6 + 0.625 + 0.625.
     answered = {}
     for difficulty in ("1", "7"):
@@ -212,7 +212,7 @@ def test_marine_duel_takes_the_time_of_eight_shots():
     assert not sim.units.alive.any()
 
 
-def test_the_dead_do_not_shoot():
+def test_dead_units_do_not_shoot():
     for allies, enemies, short in ((1, 2, slice(0, 1)), (2, 1, slice(2, 3))):
         sim = build(["marine"] * allies, ["marine"] * enemies)
         sim.units.health[0, short] = 6.0  # one shot
@@ -222,7 +222,7 @@ def test_the_dead_do_not_shoot():
         assert sim.units.health[0].sum() == 2 * 45 - 6, "it fired once, at the moment of its death"
 
 
-def test_nobody_shoots_at_the_dead():
+def test_units_do_not_shoot_at_dead_units():
     sim = build(["marine"] * 2, ["marine"] * 2)
     sim.units.health[0, 2] = 6.0
     sim._battle.timer[1, 0] = 2.0  # ready two loops after the first one has killed the target
@@ -241,7 +241,7 @@ def test_the_enemy_keeps_its_target_while_that_is_in_reach():
     assert sim.units.health[0, 1] == 45
 
 
-def test_shields_take_full_damage_and_armour_guards_health():
+def test_shields_take_full_damage_and_armour_protects_health():
     # A zealot (50 shield, 100 health, armour 1) walks on the spot and is shot by a marine, 6 a shot.
     sim = build(["zealot"], ["marine"], map_type="zealots")
     place = (float(sim.units.x[0, 0]), float(sim.units.y[0, 0]))
@@ -286,7 +286,7 @@ def test_idle_allies_shoot_but_do_not_move_and_movers_do_not_shoot():
     assert sim.units.health[0, 1] == 45
 
 
-def test_speed_and_orders_that_stay():
+def test_speed_and_persistent_orders():
     sim = build(["stalker"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="stalkers")
     x, y = float(sim.units.x[0, 0]), float(sim.units.y[0, 0])
     command(sim, 1, Order.MOVE, dest=(x, y + 2))
@@ -303,7 +303,7 @@ def test_speed_and_orders_that_stay():
     assert reach - 0.1 <= distance <= reach
 
 
-def test_medivac_heals_at_its_rate_and_pays_energy():
+def test_medivac_heals_at_its_rate_and_uses_energy():
     sim = build(["marine", "medivac"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="MMM")
     sim.units.health[0, 0] = 20.0
     command(sim, 2, Order.HEAL, target=0)
@@ -331,7 +331,7 @@ def test_healing_does_not_revive():
     assert sim.units.health[0, 0] == 0
 
 
-def test_medivacs_fly_to_their_patients():
+def test_medivacs_fly_to_their_targets():
     sim = build(["marine", "medivac"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="MMM")
     sim.units.health[0, 0] = 20.0
     sim.units.x[0, 1] = sim.units.x[0, 0] - 5.9  # the mask allows it; the beam reaches 4 + 0.375 + 0.75
@@ -345,7 +345,7 @@ def test_medivacs_fly_to_their_patients():
     assert sim.units.x[0, 2] < start - 3
 
 
-def test_shields_and_zerg_health_grow_back():
+def test_shields_and_zerg_health_regenerate():
     sim = build(["stalker"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="stalkers")
     sim.units.shield[0, 0], sim.units.health[0, 0], sim.units.health[0, 1] = 10.0, 50.0, 100.0
     for _ in range(28):  # 224 loops: 10 s
@@ -387,7 +387,7 @@ def test_colossus_burns_a_strip_across_its_line_of_fire():
     assert lost == pytest.approx([30, 30, 0], abs=0.2)
 
 
-def test_units_keep_apart_and_the_dead_take_no_room():
+def test_living_units_keep_apart_and_dead_ones_do_not_collide():
     sim = build(["marine"] * 6, ["spine_crawler"], enemy_at=(29.0, 29.0), spacing=0.3)
     for _ in range(12):
         command(sim, 6, Order.STOP)

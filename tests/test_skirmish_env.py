@@ -65,7 +65,7 @@ def test_random_script_is_uniform_over_available_actions():
         np.testing.assert_allclose(share[avail[agent]], 1 / avail[agent].sum(), atol=0.03)
 
 
-def test_the_layout_says_where_others_health_stands():
+def test_the_layout_names_the_column_of_health():
     for flags in ({}, {"obs_all_health": False}):
         env = make("2s3z", 1, **flags)
         env.reset(np.ones(1, bool), np.zeros(1, np.int64))

@@ -1,4 +1,4 @@
-"""SMAC's class interface: the methods that its users call, without the game (`test_smac_parity` compares values)."""
+"""SMAC's class interface without the game (`test_smac_parity` compares the values)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_documented_loop_runs():
     assert shown["terminated"] and shown["env"].get_stats()["battles_game"] == 1
 
 
-def test_the_state_comes_in_parts_whatever_the_state_is():
+def test_get_state_dict_returns_the_parts_of_the_state():
     plain, joined = (make_smac("skirmish", obs_instead_of_state=joined) for joined in (False, True))
     plain.reset(seed=1)
     _, state = joined.reset(seed=1)
@@ -65,7 +65,7 @@ def test_the_state_comes_in_parts_whatever_the_state_is():
         np.testing.assert_array_equal(joined.get_state_dict()[name], part)
 
 
-def test_one_agent_can_be_asked_without_its_range():
+def test_get_obs_agent_without_range_limit():
     env = make_smac("skirmish", map_name="3m")
     env.reset(seed=1)
     assert not env.get_visibility_matrix()[:, 3:].any()
@@ -78,7 +78,7 @@ def test_one_agent_can_be_asked_without_its_range():
     ("name", "keys", "words"),
     [("smax", {}, "sc2, sc2_v2, skirmish"), ("skirmish", {"map_nam": "3m"}, "env_args.map_nam .*map_name")],
 )
-def test_what_cannot_be_made_is_one_line(name, keys, words):
+def test_make_smac_reports_errors_in_one_line(name, keys, words):
     with pytest.raises(UserError, match=words):
         make_smac(name, **keys)
 
@@ -114,7 +114,7 @@ def add_maps(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_map_of_another_package_is_played(add_maps, tmp_path, monkeypatch):
+def test_a_map_of_another_package_can_be_played(add_maps, tmp_path, monkeypatch):
     """Its sizes follow from SMAC's keys, its units from the game."""
     folder = sc2_stand_in.install(tmp_path / "StarCraftII")
     (folder / "Maps" / "SMAC_Maps" / "my_map.SC2Map").write_bytes(b"mine")
@@ -148,13 +148,13 @@ def test_a_map_of_another_package_is_played(add_maps, tmp_path, monkeypatch):
         ({"b_race": None}, "my_map.b_race"),
     ],
 )
-def test_a_map_that_is_described_wrongly_is_one_line(add_maps, change, words):
+def test_an_invalid_map_is_reported_in_one_line(add_maps, change, words):
     add_maps({"my_map": {**MINE, **change}})
     with pytest.raises(UserError, match=f"mine=my_maps:MAPS of omagd.smac_maps.*{words}"):
         make_smac("sc2", map_name="my_map")
 
 
-def test_names_of_maps_are_clear(add_maps):
+def test_unknown_and_ambiguous_map_names(add_maps):
     add_maps({"my_map": MINE})
     with pytest.raises(UserError, match="Did you mean 'my_map'"):
         make_smac("sc2", map_name="my_mapp")

@@ -1,6 +1,6 @@
-"""Ours against SMAC and SMACv2 themselves: the same battles, the same actions, the same numbers in single precision.
+"""Parity with SMAC and SMACv2: in recorded battles with recorded actions, all numbers are equal in single precision.
 
-Their side is stored (`smac_parity`, with the command that records it); the tapes play the game's part.
+`smac_parity` holds the recordings and the command that records them; tapes take the place of the game.
 """
 
 from __future__ import annotations
@@ -10,22 +10,13 @@ import json
 import numpy as np
 import pytest
 import sc2_stand_in
-from sc2_stand_in.tape import DYNAMIC, REQUESTS, Tape
-from sc2_stand_in.world import V2_TYPE_IDS
-from smac_parity import DATA, GROUPS, INFO, SEED, V2_GROUPS, Log, interface_facts, moments_to_keep
+from sc2_stand_in.tape import REQUESTS
+from smac_parity import DATA, GROUPS, INFO, SEED, V2_GROUPS, interface_facts
+from smac_parity.replay import PLAIN, V2_PLAIN, Semantics, battles, compare, replay, stored, v2_facts
 
 from omagd.envs import REGISTRY
-from omagd.envs.battle.args import BattleArgs, SmacV2Args, v2_map
 from omagd.envs.battle.maps import MAPS, get_map
-from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.units import UNIT_ID, UNITS
-from omagd.envs.battle.v2_semantics import EnemyVisibility, V2Semantics
-
-ON = np.ones(1, bool)
-SCRIPTED = ("heuristic_ai", "heuristic_rest")  # here the environment itself plays, not the semantics' orders
-CASES = [(name, number) for name, group in GROUPS.items() for number in range(len(group.cases))]
-PLAIN = [(name, number) for name, number in CASES if not set(GROUPS[name].args) & set(SCRIPTED)]
-V2_PLAIN = [name for name, group in V2_GROUPS.items() if not set(group.args) & set(SCRIPTED)]
+from omagd.envs.battle.v2_semantics import EnemyVisibility
 
 
 @pytest.fixture(scope="module")
@@ -38,89 +29,6 @@ def game(installed, monkeypatch):
     """Return the folder of a stand-in that $SC2PATH names."""
     monkeypatch.setenv("SC2PATH", str(installed))
     return installed
-
-
-def stored(name):
-    with np.load(DATA / f"{name}.npz") as data:
-        return dict(data)
-
-
-def battles(arrays):
-    return np.split(arrays["actions"], np.cumsum(arrays["steps"])[:-1])
-
-
-class Semantics:
-    """The shared semantics on a tape, as a single environment."""
-
-    def __init__(self, name, args):
-        names = [unit.name for unit in UNITS]
-        if name in GROUPS:
-            spec, lingers = get_map(GROUPS[name].map_name), GROUPS[name].lingers
-            self._tape = Tape(DATA / f"{name}.npz", spec.n_agents, spec.unit_ids(), lingers)
-            self._semantics = BattleSemantics(spec, BattleArgs(map_name=spec.name, **args), self._tape, names)
-        else:
-            spec = v2_map(SmacV2Args(**args))
-            self._tape = SortedTape(name, spec.n_agents)
-            self._semantics = V2Semantics(spec, SmacV2Args(**args), self._tape, names)
-        self.units = self._tape.units
-
-    def reset(self):
-        self._tape.reset(ON, np.zeros(1))
-        self._semantics.begin(ON)
-
-    def look(self):
-        seen = self._semantics.observe(full=True)
-        return seen.obs[0], seen.state[0], seen.avail_actions[0], self._semantics.visibility()[0], seen.full_obs[0]
-
-    def step(self, actions):
-        order, target, dest = self._semantics.orders(actions[None].astype(np.int64), ON)
-        self._tape.advance(order, target, dest, ON)
-        result = self._semantics.finish_step(ON)
-        info = {name: int(values[0]) for name, values in result.info.items()}
-        return float(result.reward[0]), bool(result.terminated[0]), info
-
-    def facts(self):
-        semantics = self._semantics
-        return {"n_actions": semantics.n_actions, "obs_shape": semantics.obs_dim, "state_shape": semantics.state_dim}
-
-    def stats(self):
-        return self._semantics.stats()
-
-
-def replay(env, arrays, first_case):
-    """Return what `env` returns over the battles of a group."""
-    log = Log()
-    for actions in battles(arrays):
-        env.reset()
-        for moment in range(len(actions) + 1):
-            keep = moment in moments_to_keep(len(actions), first_case)
-            if "order" in arrays:  # of SMACv2
-                keep = len(log.digests) % 10 == 0
-            log.see(*env.look()[:4], keep)
-            if moment < len(actions):
-                log.note(*env.step(actions[moment]))
-    return log
-
-
-def compare(log, arrays, number, continuing):
-    """Demand that `log` is what SMAC returned in case `number`."""
-    kept = log.kept if f"moments_{number}" in arrays else []
-    for at, (moment, obs, state) in enumerate(kept):
-        assert moment == arrays[f"moments_{number}"][at]
-        np.testing.assert_array_equal(obs, arrays[f"obs_{number}"][at], err_msg=f"observations, moment {moment}")
-        np.testing.assert_array_equal(state, arrays[f"states_{number}"][at], err_msg=f"state, moment {moment}")
-    for column, what in enumerate(("observations", "state", "mask", "visibility")):
-        wrong = np.flatnonzero(np.array(log.digests, np.uint32)[:, column] != arrays["digests"][number][:, column])
-        assert not wrong.size, f"{what} differ at the moments {wrong.tolist()}"
-    np.testing.assert_array_equal(np.array(log.rewards, np.float32), arrays["rewards"][number])
-    ours, theirs = np.array(log.outcomes, np.int8), arrays["outcomes"][number].copy()
-    limit = 1 + INFO.index("episode_limit")
-    if continuing:  # else SMAC does not say that it was the limit
-        theirs[:, limit] = np.maximum(theirs[:, limit], 0)
-        np.testing.assert_array_equal(ours, theirs)
-    else:
-        assert (theirs[:, limit] == -1).all()
-        np.testing.assert_array_equal(ours[:, :limit], theirs[:, :limit])
 
 
 @pytest.mark.parametrize(("name", "number"), PLAIN)
@@ -137,50 +45,6 @@ def test_semantics_equal_smac(name, number):
         ours["state_shape"] -= n_agents * args.get("obs_instead_of_state", False)
     assert ours == {key: theirs["info"][key] for key in ours}
     assert env.stats() == pytest.approx(theirs["stats"])
-
-
-class SortedTape(Tape):
-    """A tape of SMACv2, whose units change from battle to battle; agents stand sorted by (type, x, y)."""
-
-    def __init__(self, name, n_agents):
-        super().__init__(DATA / f"{name}.npz", n_agents)
-        self._teams = [lineup["team_gen"] for lineup in v2_facts(name)[1]]
-        self._column = np.arange(self.units.x.shape[1])
-
-    def reset(self, which, seeds):
-        self._column = np.arange(len(self._column))
-        super().reset(which, seeds)
-        team, units = self._teams[self._battle], self.units
-        kinds = [*sorted(team["ally_team"], key=V2_TYPE_IDS.get), *team["enemy_team"]]
-        keys = [(V2_TYPE_IDS[kinds[i]], units.x[0, i], units.y[0, i]) for i in range(self._n)]
-        self._column[: self._n] = sorted(range(self._n), key=keys.__getitem__)
-        units.type_id[0] = [UNIT_ID[kinds[column]] for column in self._column]
-        for values in (units.health_max, units.shield_max):
-            values[0] = values[0, self._column]
-        self._show()
-
-    def _show(self):
-        super()._show()
-        for name in (*DYNAMIC, "alive"):
-            values = getattr(self.units, name)
-            values[0] = values[0, self._column]
-
-    def advance(self, order, target, dest, active):
-        agent = np.argsort(self._column)
-        self.units.alive[0] = self.units.alive[0, agent]
-        mine = agent[: self._n]
-        super().advance(order[:, mine], self._column[target[:, mine]], dest[:, mine], active)
-
-
-def v2_facts(name):
-    """Return `env_args` and line-ups of a group of SMACv2."""
-    arrays = stored(name)
-    args = json.loads(str(arrays["args"]))
-    config = args["capability_config"]
-    for part in ("team_gen", "start_positions"):  # SMACv2 itself writes more into it
-        config[part] = {key: value for key, value in config[part].items() if key not in ("env_key", "n_units")}
-    del config["team_gen"]["n_enemies"]
-    return args, json.loads(str(arrays["resets"]))
 
 
 @pytest.fixture
@@ -209,35 +73,41 @@ def test_semantics_equal_smacv2(name, recorded_orders):
 
 
 def in_sight_of_all(units, n):
-    """Return [n] bool: the agent lives and all others that live are nearer than SMAC's sight."""
+    """Return [n] bool: the agent lives, and all other living units are within SMAC's sight range."""
     distance = np.hypot(units.x[0, :n, None] - units.x[0], units.y[0, :n, None] - units.y[0])
     return units.alive[0, :n] & ((distance < 8.999) | ~units.alive[0]).all(axis=1)
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in PLAIN}))
-def test_full_observation_is_the_observation_of_what_is_in_sight(name):
-    """It shows what SMAC shows, and nothing else to an agent in whose sight everyone is."""
-    env, arrays = Semantics(name, GROUPS[name].args), stored(name)
-    equal = 0
+@pytest.mark.parametrize("name", [*sorted({name for name, _ in PLAIN}), *V2_PLAIN])
+def test_full_observations_ignore_range_sector_and_order(name):
+    """They equal the observation where it shows a unit, and show all living units and no dead ones."""
+    second = name in V2_GROUPS
+    args = v2_facts(name)[0] if second else GROUPS[name].args
+    env, arrays = Semantics(name, args), stored(name)
+    fixed = Semantics(name, {**args, "obs_order_fix": True}) if second else env  # every enemy in sight is visible
+    layout = env.layout
+    enemies = slice(layout.move_dim, layout.move_dim + layout.n_enemies * layout.enemy_dim)
+    ranged = args.get("conic_fov") or args.get("use_unit_ranges")
     for actions in battles(arrays):
         env.reset()
+        if second:
+            fixed.reset()
         for row in actions:
-            obs, _, _, _, full = env.look()
+            (obs, *_, full), (clear, *_, clear_full) = env.look(), fixed.look()
+            n, alive = len(obs), env.units.alive[0]
+            np.testing.assert_array_equal(full, clear_full)
             np.testing.assert_array_equal(full[obs != 0], obs[obs != 0])
-            everyone = in_sight_of_all(env.units, len(obs))
-            np.testing.assert_array_equal(full[everyone], obs[everyone])
-            equal += everyone.sum()
+            np.testing.assert_array_equal(clear[obs != 0], obs[obs != 0])
+            shown = full[:, enemies].reshape(n, -1, layout.enemy_dim)[..., 1:4].any(-1)
+            np.testing.assert_array_equal(shown, alive[:n, None] & alive[None, n:])
+            if not args.get("obs_timestep_number"):
+                assert not full[~alive[:n]].any()
+            if not ranged:
+                everyone = in_sight_of_all(env.units, n)
+                np.testing.assert_array_equal(full[everyone], clear[everyone])
             env.step(row)
-    assert equal or len(env.units.x[0]) > 20  # big battles are never that close
-
-
-def test_tapes_refuse_other_orders():
-    env, arrays = Semantics("3m", {}), stored("3m")
-    env.reset()
-    other = np.ones_like(arrays["actions"][0])
-    assert (other != arrays["actions"][0]).any()
-    with pytest.raises(ValueError, match="orders are not those"):
-        env.step(other)
+            if second:
+                fixed.step(row)
 
 
 def test_battles_cover_every_way_to_end():
@@ -329,7 +199,7 @@ def test_the_game_environment_equals_smac(name, game, tmp_path, monkeypatch):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["corridor-rough-move-1"])
-def test_an_older_game_sends_another_image_of_the_ground(name, tmp_path, monkeypatch):
+def test_an_older_game_sends_another_format_of_terrain(name, tmp_path, monkeypatch):
     monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "StarCraftII", version="4.6.2")))
     test_the_game_environment_equals_smac(name, tmp_path / "StarCraftII", tmp_path, monkeypatch)
 

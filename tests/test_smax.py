@@ -1,4 +1,4 @@
-"""SMAX shows JaxMARL's own battles: same observations, masks, rewards and ends, only laid out for this house."""
+"""SMAX equals JaxMARL's own battles: observations (in another order), masks, rewards and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omagd.utils.errors import UserError
 SLOTS = 8
 
 
-def test_without_the_extra_one_line_says_what_to_do(monkeypatch):
+def test_a_missing_extra_is_reported_in_one_line(monkeypatch):
     monkeypatch.setattr("omagd.envs.smax.find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
         make_env("smax", {"map_name": "3m"}, 1, processes=False)
@@ -65,7 +65,7 @@ def test_a_battle_is_jaxmarls_own_with_enemies_first(env):
     assert result.terminated[0] and set(seen_blocks) == {True, False}
 
 
-def test_full_observations_show_all_living_units_of_living_observers_and_nothing_else(env):
+def test_full_observations_show_exactly_the_living_units(env):
     rng = np.random.default_rng(2)
     env.reset(_everywhere(), np.arange(SLOTS) + 200)
     active = _everywhere()
@@ -101,7 +101,7 @@ def test_the_state_is_normalised_and_shows_every_unit(env):
     assert (state[:, :3, 1] < state[:, 3:, 1]).all()  # allies start in the west
 
 
-def test_wins_limits_and_the_ladder_of_scripts(env):
+def test_wins_limits_and_the_order_of_scripts(env):
     """A win is a last reward of at least one (times the scale); the limit lies one step behind max_steps."""
     rng = np.random.default_rng(4)
     wins = {}
@@ -133,7 +133,7 @@ def test_wins_limits_and_the_ladder_of_scripts(env):
 
 
 @pytest.mark.processes
-def test_a_new_process_plays_the_same_battle_and_leaves_the_terminal_alone(env):
+def test_another_process_plays_the_same_battle_and_keeps_stdout(env):
     code = (
         "import sys, json, numpy as np\n"
         "from omagd.envs.factory import make_env\n"

@@ -1,4 +1,4 @@
-"""The stand-in's process: listens like the game, answers its client's requests, and breaks down where it is told to."""
+"""The stand-in's process: listens like the game, answers its client's requests, and fails on request."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Game:
             time.sleep(self._faults.wait)
             os._exit(2)
         if self._steps == self._faults.error_after:
-            response.error.append("the stand-in was told to fail")
+            response.error.append("the stand-in was asked to fail")
             return
         try:
             self._world.step(request.count or 1)
@@ -231,9 +231,9 @@ def serve(listener: socket.socket, game: Game, faults: Faults) -> None:
 
 
 def listen(options: SimpleNamespace, faults: Faults) -> socket.socket:
-    """Return the listening socket, late or never if so told."""
+    """Return the listening socket, late or never on request."""
     if faults.refuse == "exit":
-        print("stand-in: told not to start", file=sys.stderr, flush=True)
+        print("stand-in: asked not to start", file=sys.stderr, flush=True)
         os._exit(3)
     if faults.refuse:
         time.sleep(faults.wait)

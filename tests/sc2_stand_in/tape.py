@@ -1,8 +1,8 @@
-"""Recorded battles: what the units did, played back instead of the simulator, whatever becomes of its physics.
+"""Recorded battles: what the units did, played back instead of the simulator, independent of its physics.
 
 A tape file (.npz) holds K battles of U units, n of them allies, with F = sum of (steps + 1) frames and S = sum of
 steps: `steps` [K]; `frames` [F, 6, U] float32 (`DYNAMIC` features); `orders` [S] uint32, `order_digest` of what the
-allies were told; `dead_orders` [S] uint32, the digest of the commands for dead allies, 0 where there are none;
+allies were ordered; `dead_orders` [S] uint32, the digest of the commands for dead allies, 0 where there are none;
 `requests` [R, 3] uint32, all requests outside of battles in their order: battles begun before, place of the name in
 `REQUESTS`, digest of the content (SMACv2 also draws where its agents look, which is left out); `maxima` [K, 2, U]
 float32, largest health and shield; `pathing` [map_x, map_y] bool; `height` likewise, in 255ths; `playable` [4].

@@ -1,4 +1,4 @@
-"""The stand-in's world: battles of the skirmish simulator, shown and ordered as the game shows and takes them."""
+"""The stand-in's battles: the skirmish simulator with the game's units, orders and respawning."""
 
 from __future__ import annotations
 

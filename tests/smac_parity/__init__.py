@@ -1,4 +1,4 @@
-"""What SMAC itself made of recorded battles, for comparison with ours, and the command that records it.
+"""Recordings of SMAC's results in recorded battles, and the command that records them.
 
 `data/<group>.npz` holds a tape (`sc2_stand_in.tape`: what the units did), the actions that led to it, and what SMAC
 returned in each case (a set of `env_args`): digests of observations, state, mask and visibility matrix at every moment,
@@ -7,7 +7,7 @@ rewards and ends of every step, and whole observations and states at a few momen
 
     python tests/smac_parity/record.py --smac PATH       # PATH: a checkout of github.com/oxwhirl/smac
 
-records them anew, and with `--smacv2 PATH` (github.com/oxwhirl/smacv2) in its place those of SMACv2, named `v2-*`; no
+records them again, and with `--smacv2 PATH` (github.com/oxwhirl/smacv2) in its place those of SMACv2, named `v2-*`; no
 game is needed. With `--check` the command compares instead of writing.
 
 SMACv2 looks at its agents in a random order, and what an agent sees depends on it: whoever is looked at and sees an

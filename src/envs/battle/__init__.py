@@ -1,1 +1,6 @@
-"""Battles with SMAC's semantics: written once, above the back-end interface that simulator and real game share."""
+"""Battles: SMAC's rules, and the embedded simulator.
+
+SMAC's rules, for any back-end (`backend`): `semantics` (one step), `actions` (masks and orders), `features`
+(observations and state), `reward`, `v2_semantics` (SMACv2). Simulator: `simulator` (one step), `combat`, `physics`,
+`roster` (state). Data: `maps`, `units`, `args`. The environment: `skirmish_env`, with the policies in `scripted`.
+"""

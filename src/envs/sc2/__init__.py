@@ -1,1 +1,5 @@
-"""The real game: StarCraft II through pysc2, under the battle semantics that all back-ends share."""
+"""StarCraft II: the environments (`sc2_env`), back-ends (`backend`, `v2_backend`), and one game process (`game`).
+
+`client` is the connection, `install` finds games and maps, `resources` are ports and temporary folders, `heuristic` is
+SMAC's scripted policy.
+"""
