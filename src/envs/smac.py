@@ -6,19 +6,17 @@ Source: oxwhirl/smac and oxwhirl/smacv2 (starcraft2.py, multiagentenv.py). docs/
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from omagd.envs.battle.args import BattleArgs, Variant
 from omagd.envs.battle.features import state_component, state_unit_dims
 from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.protocol import BatchedEnv
 from omagd.envs.single import BatchedAsSingle
 from omagd.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from omagd.envs.battle.semantics import BattleSemantics
 
 NAMES = ("sc2", "sc2_v2", "skirmish")
 
