@@ -12,10 +12,10 @@ import torch
 from ddp_harness import run_ranks
 from q_toys import make_learner, random_episode, toy_config
 
-from omagd.run.memory_budget import over_ranks, resident_bytes, usage
+from omagd.run.memory_budget import resident_bytes
 from omagd.run.reporting import profiling as tracing
 from omagd.run.reporting.log_sinks import render_block
-from omagd.run.reporting.profiling import OTHER, Phases, Profiler, shares
+from omagd.run.reporting.profiling import OTHER, Phases, Profiler, over_ranks, shares, usage
 from omagd.run.reporting.report import phases_table
 from omagd.run.training.stages.health import check_replicas, held_in_common
 from omagd.utils.dist_utils import Dist, Waits

@@ -20,24 +20,6 @@ from omagd.learners.protocol import learner_class
 from omagd.runners.recorder import row_fields
 from omagd.utils.errors import UserError
 
-MEGABYTE = 2.0**20
-
-
-def usage(device: torch.device) -> dict[str, float]:
-    """Return `memory/rss_mb` and, on a GPU, `memory/gpu_mb`, `memory/gpu_peak_mb` and `gpu/use` (0 to 1, if known).
-
-    Megabytes of 2^20 bytes; on the GPU those that torch has allocated, now and at the peak.
-    """
-    values = {"memory/rss_mb": resident_bytes() / MEGABYTE}
-    if device.type == "cuda":
-        values["memory/gpu_mb"] = torch.cuda.memory_allocated(device) / MEGABYTE
-        values["memory/gpu_peak_mb"] = torch.cuda.max_memory_allocated(device) / MEGABYTE
-        try:
-            values["gpu/use"] = torch.cuda.utilization(device) / 100.0
-        except Exception:  # noqa: BLE001 (NVML is not available)
-            values.pop("gpu/use", None)
-    return values
-
 
 def resident_bytes() -> int:
     """Return the resident bytes of this process; where they are unknown, their peak."""
@@ -47,17 +29,6 @@ def resident_bytes() -> int:
     except (OSError, IndexError, ValueError):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-def over_ranks(parts: list[dict[str, float]], each: bool) -> dict[str, float]:
-    """Return the maximum of each name over the ranks' `usage`; with `each` also every rank's as `<name>_rank<r>`."""
-    names = sorted({name for part in parts for name in part})
-    values = {name: max(part[name] for part in parts if name in part) for name in names}
-    if each:
-        values |= {
-            f"{name}_rank{rank}": part[name] for rank, part in enumerate(parts) for name in names if name in part
-        }
-    return values
 
 
 GIGABYTE = 2.0**30

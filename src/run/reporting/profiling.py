@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from omagd.run.memory_budget import over_ranks, usage
+from omagd.run.memory_budget import resident_bytes
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import weighted_means
 from omagd.utils.writing import STORAGE
@@ -160,6 +160,36 @@ class Tracer:
         self._profile = profile(activities=activities)
         self._profile.start()
         self._started = time.perf_counter()
+
+
+MEGABYTE = 2.0**20
+
+
+def usage(device: torch.device) -> dict[str, float]:
+    """Return `memory/rss_mb` and, on a GPU, `memory/gpu_mb`, `memory/gpu_peak_mb` and `gpu/use` (0 to 1, if known).
+
+    Megabytes of 2^20 bytes; on the GPU those that torch has allocated, now and at the peak.
+    """
+    values = {"memory/rss_mb": resident_bytes() / MEGABYTE}
+    if device.type == "cuda":
+        values["memory/gpu_mb"] = torch.cuda.memory_allocated(device) / MEGABYTE
+        values["memory/gpu_peak_mb"] = torch.cuda.max_memory_allocated(device) / MEGABYTE
+        try:
+            values["gpu/use"] = torch.cuda.utilization(device) / 100.0
+        except Exception:  # noqa: BLE001 (NVML is not available)
+            values.pop("gpu/use", None)
+    return values
+
+
+def over_ranks(parts: list[dict[str, float]], each: bool) -> dict[str, float]:
+    """Return the maximum of each name over the ranks' `usage`; with `each` also every rank's as `<name>_rank<r>`."""
+    names = sorted({name for part in parts for name in part})
+    values = {name: max(part[name] for part in parts if name in part) for name in names}
+    if each:
+        values |= {
+            f"{name}_rank{rank}": part[name] for rank, part in enumerate(parts) for name in names if name in part
+        }
+    return values
 
 
 class Profiler:
