@@ -12,7 +12,6 @@ from q_toys import INFO, SMALL, gradients_of, make_learner, random_episode, toy_
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import last_actions
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import AgentInputs, InputLinear
@@ -20,7 +19,6 @@ from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
 from omagd.modules.kernels import compiling, recurrent
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing, pack_episodes
 
 torch.set_num_threads(1)
@@ -48,9 +46,8 @@ def toy_inputs(lengths=(5, 3, 3, 1)):
 
 
 @pytest.mark.parametrize("updates", VARIANTS, ids=str)
-def test_unroll_equals_acting_step_by_step_and_every_parameter_takes_part(updates):
-    agent = make_agent(**updates)
-    inputs, packing = toy_inputs()
+def test_unroll_equals_acting_step_by_step_and_agents_read_what_the_configuration_says(updates):
+    agent, config, (inputs, packing) = make_agent(**updates), toy_config(**updates), toy_inputs()
     q = agent(inputs, packing)
     assert q.shape == (len(packing.step), INFO.n_agents, INFO.n_actions)
     for episode in range(packing.n_episodes):
@@ -61,39 +58,23 @@ def test_unroll_equals_acting_step_by_step_and_every_parameter_takes_part(update
             torch.testing.assert_close(values[0], q[row], atol=1e-10, rtol=1e-9)
     q.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in agent.parameters())
-
-
-@pytest.mark.parametrize("updates", VARIANTS, ids=str)
-def test_agents_read_exactly_what_they_are_told_to(updates):
-    agent = make_agent(**updates)
-    config = toy_config(**updates)
-    inputs, packing = toy_inputs()
-    q = agent(inputs, packing)
     same = AgentInputs(inputs.features[:, :1].expand_as(inputs.features), inputs.last_action[:, :1].expand(-1, 3))
-    told_apart = agent(same, packing)
-    assert torch.equal(told_apart[:, 0], told_apart[:, 1]) != config.obs_agent_id
+    of_same = agent(same, packing)
+    assert torch.equal(of_same[:, 0], of_same[:, 1]) != config.obs_agent_id
     other_actions = AgentInputs(inputs.features, (inputs.last_action + 1) % INFO.n_actions, inputs.guessed)
     assert torch.equal(agent(other_actions, packing), q) != config.obs_last_action
     other_guesses = AgentInputs(inputs.features, inputs.last_action, ~inputs.guessed)
     assert torch.equal(agent(other_guesses, packing), q) != config.mark_guesses
 
 
-def swap_enemies(features):
-    """Exchange the blocks of enemies 0 and 2 in the flat observation (4 move, 3 × 5 enemies, ...)."""
-    swapped = features.clone()
-    swapped[..., 4:9], swapped[..., 14:19] = features[..., 14:19], features[..., 4:9]
-    return swapped
-
-
 @pytest.mark.parametrize("readout", ["pool", "entity"])
-def test_readout_tells_enemies_apart_only_by_entity(readout):
-    agent = make_agent(agent="gnn_rnn", gnn_readout=readout)
-    inputs, packing = toy_inputs()
-    q = agent(inputs, packing)
-    swapped = agent(AgentInputs(swap_enemies(inputs.features), inputs.last_action), packing)
+def test_only_the_entity_readout_distinguishes_enemies(readout):
+    agent, (inputs, packing) = make_agent(agent="gnn_rnn", gnn_readout=readout), toy_inputs()
+    q, features = agent(inputs, packing), inputs.features.clone()
+    features[..., 4:9], features[..., 14:19] = inputs.features[..., 14:19], inputs.features[..., 4:9]  # enemies 0 and 2
+    swapped = agent(AgentInputs(features, inputs.last_action), packing)
     torch.testing.assert_close(q[..., :6], swapped[..., :6])
-    order = [8, 7, 6] if readout == "entity" else [6, 7, 8]
-    torch.testing.assert_close(q[..., [6, 7, 8]], swapped[..., order])
+    torch.testing.assert_close(q[..., [6, 7, 8]], swapped[..., [8, 7, 6] if readout == "entity" else [6, 7, 8]])
     assert not torch.equal(q[..., 6], q[..., 8])
 
 
@@ -104,15 +85,6 @@ def test_graph_convolution_follows_its_formula():
     for i in range(5):
         others = sum(conv.others(x[:, j]) for j in range(5) if j != i)
         torch.testing.assert_close(got[:, i], (F.relu(conv.own(x[:, i])) + F.relu(others)) / 5)
-
-
-def test_graph_agent_says_what_it_needs():
-    flat = EnvInfo("flat", "flat", 3, 9, INFO.obs_dim, 7, 12)
-    with pytest.raises(UserError, match="agent=gnn_rnn needs an environment with an entity layout"):
-        AGENTS.get("gnn_rnn")(toy_config(agent="gnn_rnn"), flat)
-    odd = EnvInfo("odd", "odd", 3, 11, INFO.obs_dim, 7, 12, n_normal_actions=6, layout=INFO.layout)
-    with pytest.raises(UserError, match="use gnn_readout=pool"):
-        AGENTS.get("gnn_rnn")(toy_config(agent="gnn_rnn", gnn_readout="entity"), odd)
 
 
 def unroll_with_a_cell(gru, x, packing, start):

@@ -78,6 +78,9 @@ def test_an_update_is_what_the_published_formulas_say(case):
     actor, norm = adam(w, "agent.", -value, 0.01, clip)
     assert float(stats["grad_norm_actor"][0]) == pytest.approx(norm.item())
     assert float(stats["loss_actor"][0] / stats["loss_actor"][1]) == pytest.approx(-value.item())
+    assert all(p.grad is None for p in learner.critic.parameters()), "the actor's step computes none"
+    targets = [*learner.target_agent.parameters(), *learner.target_critic.parameters()]
+    assert not any(p.requires_grad for p in [*targets, *learner._frozen_critic.parameters()])
     got = weights_of(learner)
     expected = {**critic, **actor}
     expected |= {f"target_{n}": 0.9 * w[f"target_{n}"] + 0.1 * value for n, value in expected.items()}
@@ -111,19 +114,7 @@ def test_options_go_together_and_parts_add_up(updates):
         torch.testing.assert_close(after[name], other[name], atol=2e-3, rtol=0, msg=name)
 
 
-def test_the_actors_step_leaves_no_gradient_in_the_critic_and_targets_have_none():
-    learner = make_ddpg()
-    learner.update(pack_episodes(random_steps(1, 8)), episodes=0)
-    batch = pack_episodes(random_steps(1, 8))
-    loss, _ = learner._actor_step.loss_module(learner.mac.inputs(batch), learner._frozen_critic, None)
-    loss.backward()
-    assert all(p.grad is None for p in learner.critic.parameters())
-    assert all(p.grad is not None for p in learner.mac.agent.parameters())
-    targets = [*learner.target_agent.parameters(), *learner.target_critic.parameters()]
-    assert not any(p.requires_grad for p in targets)
-
-
-def acted(config, epsilon, calls=400, slots=5, logits=None):
+def acted(config, epsilon, calls=400, slots=5):
     """Return actions and stored vectors of many calls on the same observation."""
     torch.manual_seed(0)
     mac = MACS.get("ddpg_mac")(config, INFO, torch.device("cpu"), None)
@@ -143,6 +134,11 @@ def test_actions_are_drawn_from_the_softmax_and_that_is_stored():
     np.testing.assert_allclose(vectors, np.broadcast_to(policy, vectors.shape), rtol=1e-5)
     shares = np.stack([(actions == a).mean((0, 1)) for a in range(4)], -1)
     np.testing.assert_allclose(shares, policy, atol=5 * 0.5 / np.sqrt(2000))
+    greedy, _, policy = acted(ddpg_config(), None, calls=1)
+    assert (greedy == policy.argmax(-1)).all(), "without exploration"
+    draws = draw(np.array([[[0.0, 2.0, 0.0, 1.0]]]).repeat(1000, 0), np.linspace(0, 1, 1000, endpoint=False)[:, None])
+    assert set(draws[:, 0]) == {1, 3} and (draws == 1).mean() == pytest.approx(2 / 3, abs=0.01)
+    np.testing.assert_allclose(softmax(np.array([[1000.0, 1000.0]])), 0.5)
 
 
 def test_exploring_makes_all_vectors_of_a_board_uniform_and_draws_in_proportion():
@@ -155,14 +151,6 @@ def test_exploring_makes_all_vectors_of_a_board_uniform_and_draws_in_proportion(
     assert drawn.mean() == pytest.approx(0.5, abs=0.03)
     taken = np.take_along_axis(drawn, actions[anew][:, None], 1)[:, 0]
     assert taken.mean() == pytest.approx(((drawn**2).sum(1) / drawn.sum(1)).mean(), abs=0.03)
-
-
-def test_without_exploration_the_most_likely_action_is_taken():
-    actions, _, policy = acted(ddpg_config(), None, calls=1)
-    assert (actions == policy.argmax(-1)).all()
-    draws = draw(np.array([[[0.0, 2.0, 0.0, 1.0]]]).repeat(1000, 0), np.linspace(0, 1, 1000, endpoint=False)[:, None])
-    assert set(draws[:, 0]) == {1, 3} and (draws == 1).mean() == pytest.approx(2 / 3, abs=0.01)
-    np.testing.assert_allclose(softmax(np.array([[1000.0, 1000.0]])), 0.5)
 
 
 def test_gumbel_actions_are_one_hot_draws_of_the_same_policy():

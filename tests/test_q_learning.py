@@ -42,7 +42,9 @@ from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_optimizer import lr_scale
 from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.run.cli.main import config_from
+from omagd.run.reporting import plots
 from omagd.run.training.build import build_learner
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
@@ -307,6 +309,10 @@ def test_components_say_what_they_need():
             MACS.get(mac)(toy_config(mac=mac), flat, CPU)
     with pytest.raises(UserError, match="mac=n_mac"):
         MACS.get("n_mac")(config, INFO, CPU, HalvingReconstructor())
+    odd = EnvInfo("odd", "odd", 3, 11, INFO.obs_dim, 7, 12, n_normal_actions=6, layout=INFO.layout)
+    for info, updates, message in ((flat, {}, "entity layout"), (odd, {"gnn_readout": "entity"}, "gnn_readout=pool")):
+        with pytest.raises(UserError, match=message):
+            AGENTS.get("gnn_rnn")(toy_config(agent="gnn_rnn", **updates), info)
 
 
 def tick_of(episodes, t):
@@ -376,7 +382,7 @@ def test_reset_forgets_one_slot_and_leaves_the_other():
     ],
 )
 def test_tiny_environments_are_learned(preset, env, wanted, updates, tmp_path, monkeypatch):
-    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
     words = "run=default batch_size_run=32 batch_size=32 buffer_size=32 lr=0.01 rnn_hidden_dim=32 seed=1 use_cuda=False"
     words += " mixing_embed_dim=4 hypernet_embed=6 target_update_updates=10 epsilon_finish=0.1 test_interval=100000"
     words += f" log_interval=100000 save_model=False enable_checkpointing=False local_results_path={tmp_path} {updates}"
