@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on several hosts: type it on each of them, alike but for --node-rank. Host 0 is where --master-addr points.
+# Trains on several hosts: run it on each of them with its own --node-rank. Host 0 has the address --master-addr.
 #
 #   ./launch.sh --nodes 2 --gpus 4 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 --config omagd t_max=500000
 #   ./launch.sh --nodes 2 --gpus 4 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --config omagd t_max=500000
@@ -8,7 +8,7 @@
 #   --gpus G          ranks on this host: GPUs, or  --env-config E    a name or a YAML file (sc2 where it can be
 #                     processes where there is none                   played, else skirmish)
 #   --node-rank R     which host this is, from 0    --max-restarts M  how often killed ranks start again (3)
-#   --master-addr A   address of host 0             --debug           say more, check more
+#   --master-addr A   address of host 0             --debug           log more, check more
 #   --master-port P   a free port there (29500)     --dry-run         check, show the command, start nothing
 #
 # Everything else is key=value for the training. What is shown is also written to <results>/logs/launch_<date>_node<R>.log.

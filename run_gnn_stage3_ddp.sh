@@ -6,7 +6,7 @@
 #   MASK_PREDICTOR_PATH=results/<run>/models/pretrain_stage2_best ./run_gnn_stage3_ddp.sh
 #
 # Further arguments are --config C, --env-config E, --dry-run and key=value: ./run_gnn_stage3_ddp.sh t_max=500000
-# A run that was stopped or killed goes on from its newest checkpoint when the same is typed again (auto_resume=False: anew).
+# The same command resumes a stopped or killed run from its newest checkpoint (auto_resume=False starts a new run).
 # Variables: TOKENIZER_PATH MASK_PREDICTOR_PATH NUM_GPUS CONFIG ENV_CONFIG MAP_NAME DDP_PORT RESULTS_PATH PYTHON VENV DRY_RUN
 set -euo pipefail
 # shellcheck source=scripts/lib.sh

@@ -5,7 +5,7 @@
 #   STAGE=stage2 TOKENIZER_PATH=results/<run>/models/pretrain_stage1_best ./run_pretrain_ddp.sh
 #
 # Further arguments are --config C, --env-config E, --dry-run and key=value: ./run_pretrain_ddp.sh graph_pretrain_epochs=50
-# A run that was stopped or killed goes on from its newest checkpoint when the same is typed again (auto_resume=False: anew).
+# The same command resumes a stopped or killed run from its newest checkpoint (auto_resume=False starts a new run).
 # Variables: STAGE NUM_GPUS TOKENIZER_PATH CONFIG ENV_CONFIG MAP_NAME DDP_PORT RESULTS_PATH PYTHON VENV DRY_RUN
 set -euo pipefail
 # shellcheck source=scripts/lib.sh

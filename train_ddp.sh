@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Trains DDPG on 3v3 snakes on all GPUs, or with two CPU workers where there is none; takes the published flags.
+# Trains DDPG on 3v3 snakes on all GPUs, or with two CPU workers; takes the published flags.
 #
 #   ./train_ddp.sh                                   ./train_ddp.sh --max_episodes 20000 --gpus 0,2
 #
-#   --gpus 0,2              of this machine's GPUs these; without: all that CUDA_VISIBLE_DEVICES leaves
+#   --gpus 0,2              GPUs to use; default: all in CUDA_VISIBLE_DEVICES
 #   --max_episodes N        t_max = 200 N: a game has 200 steps        --batch_size N   of each rank
 #   --save_interval N       save_model_interval = 200 N                --buffer_size N  steps
 #   --epsilon E             epsilon_start                              --epsilon_speed E  factor for one step
 #   --a_lr L  --c_lr L      lr and critic_lr                           --gamma G  --tau T
 #   --opponent_difficulty_strategy S   none | linear | exponential | curriculum | self_play
 #   --enable_opponent_evasion          --opponent_evasion_start_episode N
-#   --load_model            go on from --load_model_run RUN (a run's folder, or its name in RESULTS_PATH), with all that it
-#                           had; with --load_model_run_episode N from the weights nearest to that episode, replay empty
+#   --load_model            continue from --load_model_run RUN (a run's folder, or its name in RESULTS_PATH) with its full
+#                           state; with --load_model_run_episode N from the weights nearest to that episode, empty replay
 #   --config C              snakes_ddpg (default) | snakes_ddpg_planb | snakes_ddpg_defaults | snakes_ddpg_8ranks | a YAML file
 #   --dry-run               check, show, start nothing
 #
-# Everything else is key=value for the training. Episodes count over all ranks. A run that was stopped or killed goes on
-# from its newest checkpoint when the same is typed again (auto_resume=False: anew). By torchrun, with a part of the GPUs:
+# Everything else is key=value for the training. Episodes count over all ranks. The same command resumes a stopped or
+# killed run from its newest checkpoint (auto_resume=False starts a new run). By torchrun, on some of the GPUs:
 #   CUDA_VISIBLE_DEVICES=0,2 torchrun --nproc_per_node=2 src/main.py --config=snakes_ddpg --env-config=snakes with run=ddp
 # Variables: CONFIG ENV_CONFIG NUM_GPUS DDP_PORT RESULTS_PATH CUDA_VISIBLE_DEVICES PYTHON VENV DRY_RUN
 set -euo pipefail
@@ -87,7 +87,7 @@ if [ -n "$load" ]; then
     [ -d "$load_run" ] || fail "--load_model_run ${load_run#"$RESULTS_PATH/"}: no such run in $RESULTS_PATH"
     updates=("checkpoint_path=$load_run" ${load_episode:+"load_step=$((load_episode * steps))"} ${updates[@]+"${updates[@]}"})
 elif [ -n "$load_run$load_episode" ]; then
-    fail '--load_model_run and --load_model_run_episode say what --load_model shall go on from: give that too'
+    fail '--load_model_run and --load_model_run_episode need --load_model: give that too'
 fi
 python=$(find_python)
 choose_gpus "$python" "$gpus"

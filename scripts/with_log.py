@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Run a command, show what it says as if nothing stood between, and append that to a log: with_log.py LOG COMMAND ...
+"""Run a command, pass its output through and append it to a log: with_log.py LOG COMMAND ...
 
-Where this process writes to a terminal the command is given a terminal too, so bars and colours stay as they are; the
-log gets of each line what stood there last, without colours. SIGINT, SIGTERM and SIGHUP are handed on once and turned
-into the exit code that shells have for them (130, 143, 129), whatever the command makes of them. `{scratch}` in the
-command is a folder that is removed in the end.
+If this process writes to a terminal, the command gets a terminal too, so progress bars and colours work; the log gets
+the final text of each line, without colours. SIGINT, SIGTERM and SIGHUP are forwarded once; the exit code is then 130,
+143 or 129, whatever the command returns. `{scratch}` in the command is a folder that is removed at the end.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Stream:
         self.resize()
 
     def resize(self) -> None:
-        """Tell the command how large the terminal is."""
+        """Set the size of the command's terminal."""
         if self.terminal:
             fcntl.ioctl(self.source, termios.TIOCSWINSZ, fcntl.ioctl(self.target, termios.TIOCGWINSZ, bytes(8)))
 
@@ -58,7 +57,7 @@ class Stream:
         """Show what has come; return whole lines for the log, None at the end."""
         try:
             piece = os.read(self.source, 65536)
-        except OSError:  # what Linux says when the last holder of a terminal has closed it
+        except OSError:  # in Linux: the last holder of a terminal has closed it
             piece = b""
         if not piece:
             return None
@@ -83,7 +82,7 @@ def plain(line: bytes) -> bytes:
 
 
 def end_with_parent() -> None:
-    """Let the command be told to end when this process is killed."""
+    """Let the system signal the command when this process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGTERM)
 

@@ -39,7 +39,7 @@ run_and_requeue() { # command: runs it; near the time limit (SIGUSR1) ends it in
         kill -0 "$child" 2>/dev/null || break # `wait` also returns when a signal has been handled
     done
     wait "$child" 2>/dev/null || code=$? # what the command itself has ended with
-    # `scancel` also ends in 143: only what the time limit has stopped goes on.
+    # `scancel` also ends in 143: only a job stopped by its time limit is queued again.
     if [ -n "$near_limit" ] && [ "$code" -eq 143 ]; then
         printf 'stopped before the time limit; queueing job %s again\n' "$job"
         scontrol requeue "$job"

@@ -178,7 +178,7 @@ def kind(command: Documented) -> tuple[str, str, str]:
 def different(commands: list[Documented]) -> list[Documented]:
     """Return one documented command of each kind that no other test runs."""
     kinds = {kind(command): command for command in reversed(commands) if command.ranks <= 2 and not why_not(command)}
-    return [command for found, command in kinds.items() if found not in RUN_ELSEWHERE]
+    return [command for found, command in kinds.items() if found not in RUN_ELSEWHERE and not command.paths]
 
 
 def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str], list[str]]:
@@ -295,19 +295,10 @@ def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, m
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", different(COMMANDS), ids=shown)
-def test_documented_commands_run(command, qmix_run, small_run, published_run, tmp_path, installed):
-    variables, words = filled_in(command, {"qmix": qmix_run, "omagd_small": small_run, "omagd": published_run})
-    program = {
-        "main": [PYTHON, MAIN],
-        "torchrun": [PYTHON, "-m", "torch.distributed.run", f"--nproc_per_node={command.ranks}", "--rdzv-backend=c10d",
-                     "--rdzv-endpoint=localhost:0", MAIN],
-    }.get(command.program, [str(ROOT / command.program)])  # fmt: skip
-    # Fewer than were documented: two seeds and two ranks show as much as eight.
-    fewer = ["seeds=1,2"] * any(word.startswith("seeds=") for word in words)
-    fewer += ["world_size=2"] * any(re.match(r"world_size=([3-9]|\d\d)", word) for word in words)
-    place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(installed)}
-    place |= {"NUM_GPUS": "2", **FORKED}
-    run_command([*program, *words, *BUDGETS, *longer(command), *fewer], tmp_path, **{**variables, **place})
+def test_documented_commands_run(command, tmp_path, installed):
+    program = [PYTHON, MAIN] if command.program == "main" else [str(ROOT / command.program)]
+    words = [*command.arguments, *["with"] * (command.program == "main" and "with" not in command.arguments)]
+    place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(installed), "NUM_GPUS": "2", **FORKED}
+    run_command([*program, *words, *BUDGETS], tmp_path, **{**command.variables, **place})
     folders = {path.parent for path in tmp_path.rglob("summary.json") if "sacred" not in path.parts}
-    assert folders
     assert {summary_of(folder)["exit_state"] for folder in folders} == {"completed"}

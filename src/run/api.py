@@ -1,4 +1,4 @@
-"""The Python interface: `omagd.run`, `omagd.load_policy`, `omagd.make`, `omagd.play` (docs/python_api.md)."""
+"""Python interface: `omagd.run`, `omagd.load_policy`, `omagd.make`, `omagd.play` (docs/python_api.md)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from omagd.utils.run_folder import RunFolder
 
 
 class Team(Protocol):
-    """Who can be given to `play`."""
+    """A policy for `play`."""
 
     def reset(self) -> None:
         """Forget the episode."""
@@ -44,7 +44,7 @@ class Team(Protocol):
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Run what a configuration asks for, as the command line does, without Sacred; return its summary.
+    """Run a configuration like the command line, but without Sacred, and return the summary.
 
     Args:
         config: from `omagd.config.loading.resolve(config="qmix", env_config="skirmish", updates={"seed": 2})`. With
@@ -75,7 +75,7 @@ def make(env: str, **env_args: Any) -> ParallelBattle:
 
 
 def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dict[str, Any]:
-    """Play whole episodes and return what they brought.
+    """Play whole episodes and return their results.
 
     Args:
         policy: from `load_policy`, or any object with its `reset()` and `act(obs, mask)`. env: from `make`; it is left
@@ -137,7 +137,7 @@ def _play_one(policy: Team, env: ParallelBattle, seed: int, sees_all: bool) -> d
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch compute with `count` threads, and with as many as before when the context ends."""
+    """Let torch use `count` threads within a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -147,7 +147,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 class LoadedPolicy:
-    """A trained team that acts greedily; it remembers the episode, so call `reset` when one starts.
+    """A trained team that acts greedily and keeps the state of an episode: call `reset` at its start.
 
     Attributes:
         config: of the run that trained it; acting uses its `torch_threads`. info: facts of its environment.

@@ -61,7 +61,7 @@ def oom_hint(config: Config, stage: str, phase: str, device: torch.device | None
 
 
 def asked_bytes(error: BaseException) -> float | None:
-    """Return how many bytes were asked for when memory ran out: 0 if that is not said, None for another error."""
+    """Return the requested bytes of an out-of-memory error: 0 if unknown, None for another error."""
     ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if not ran_out and not (isinstance(error, RuntimeError) and _RAN_OUT.search(str(error))):
         return None

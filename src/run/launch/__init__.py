@@ -1,1 +1,1 @@
-"""Starts the processes of a run, watches them and says how they ended."""
+"""Launch: start the processes of a run, watch them and report how they ended."""

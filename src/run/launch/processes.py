@@ -175,7 +175,7 @@ class Ranks:
 def end_with_parent() -> None:
     """End this spawned rank, as on Ctrl-C, once the process that started the run is gone.
 
-    A rank that was forked has another parent, so `os.getppid` does not tell.
+    A forked rank is a child of the fork server, so `os.getppid` is of no use.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

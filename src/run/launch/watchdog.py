@@ -204,7 +204,7 @@ class Watchdog(threading.Thread):
         """Return busy slots with their seeds: those that the environment names, else all that were requested."""
         try:
             named, asked = self.dist.waits.slots(), self.dist.waits.asked
-        except Exception:  # noqa: BLE001 (an environment that is being closed; the watch goes on)
+        except Exception:  # noqa: BLE001 (an environment that is being closed)
             return ()
         if named or asked is None:
             return tuple(named.items())

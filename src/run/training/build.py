@@ -1,4 +1,4 @@
-"""From configuration to objects: the only place that looks things up in registries."""
+"""Build the objects of a run from its configuration; the only place that uses the registries."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class NoArgs(BaseModel):
 
 
 def n_slots(config: Config) -> int:
-    """Return how many battle slots each rank plays."""
+    """Return the number of environment slots of each rank."""
     return int(runners.REGISTRY.get(config.runner).slots(config))
 
 
@@ -234,7 +234,7 @@ def read_env_info(path: Path, source: str) -> EnvInfo:
 
 
 def require_same_map(trained: EnvInfo, info: EnvInfo, source: str) -> None:
-    """Refuse what was trained on another map than that of `info`, or in another environment with other sizes.
+    """Reject weights of another map, or of another environment with other sizes.
 
     A policy of another environment with the same map and sizes may play: `skirmish` and `sc2` differ in nothing else.
     source: what named the policy. Errors: UserError.
@@ -268,7 +268,7 @@ def build_learner(session: Session, products: PretrainedModules) -> tuple[MAC, L
 
 
 def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
-    """Return what plays the episodes of stages 1 and 2: random, scripted with random actions, or a trained agent.
+    """Return the policy of the episodes of stages 1 and 2: random, scripted with random actions, or a trained agent.
 
     rng: where the chance of the first two comes from.
     """

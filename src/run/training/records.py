@@ -115,8 +115,8 @@ def complete_card(session: Session, card: Card, stages: dict[str, Any]) -> Card:
         stats = {}
     final = final_card(card, stats, stages)
     if final["id"] != card["id"]:
-        game, said = card["compared"]["game"], final["compared"]["game"]
-        session.logger.warning(f"the game reports {said}, not {game}: the card is {final['id']}")
+        game, actual = card["compared"]["game"], final["compared"]["game"]
+        session.logger.warning(f"the game reports {actual}, not {game}: the card is {final['id']}")
     if session.dist.is_main:
         keep_json(session.folder.card_json, final)
     return final

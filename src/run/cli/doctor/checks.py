@@ -198,17 +198,17 @@ def game(settings: Settings) -> Finding:
     """Find the installed versions of the game."""
     from omagd.run.reporting.card import game_name
 
-    where, said = game_folder(), "SC2PATH" if os.environ.get("SC2PATH") else "SC2PATH is not set"
+    where, source = game_folder(), "SC2PATH" if os.environ.get("SC2PATH") else "SC2PATH is not set"
     found = builds()
     if not found:
         what = "no Versions/Base*/SC2_x64" if where.is_dir() else "no such folder"
-        return missing(f"{where} ({said}): {what}", f"{INSTALL_GAME} installs the game; SC2PATH is its folder")
+        return missing(f"{where} ({source}): {what}", f"{INSTALL_GAME} installs the game; SC2PATH is its folder")
     stuck = [build for build in found if not os.access(where / f"Versions/Base{build:05d}/SC2_x64", os.X_OK)]
     if stuck:
-        return missing(f"{where} ({said}): Base{stuck[0]} may not be executed", f"chmod +x {where}/Versions/*/SC2_x64")
+        return missing(f"{where} ({source}): Base{stuck[0]} is not executable", f"chmod +x {where}/Versions/*/SC2_x64")
     chosen = game_name(build_of(settings.game_version))
     others = [game_name(build).removeprefix("StarCraft II ") for build in found if game_name(build) != chosen]
-    return ok(f"{where} ({said}): {chosen} is used" + (f"; also installed: {', '.join(others)}" if others else ""))
+    return ok(f"{where} ({source}): {chosen} is used" + (f"; also installed: {', '.join(others)}" if others else ""))
 
 
 def smac_maps(settings: Settings) -> Finding:
