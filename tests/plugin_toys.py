@@ -1,4 +1,4 @@
-"""A package beside omagd, written by docs/extending.md with nothing that the page calls optional; and who is ours."""
+"""Another package with everything that docs/extending.md calls required, and the names of our own components."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MyArgs(BaseModel):
 
 
 class MyEnv(MultiAgentEnv):
-    """Two walkers on a ring; chance that no seed fixes moves them."""
+    """Two walkers on a ring, moved by an unseeded generator."""
 
     args_model = MyArgs
 
@@ -72,7 +72,7 @@ class MyEnv(MultiAgentEnv):
 
 
 class MyBatched(BatchedEnv):
-    """The same without chance, all slots at once; it cannot be saved in mid-battle."""
+    """The same without randomness, batched; it has no snapshots."""
 
     args_model = MyArgs
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
-from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
+from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
 from omagd.envs.battle.semantics import BattleSemantics
@@ -183,11 +182,3 @@ def test_regenerating_enemy_shields_are_rewarded_unless_fixed():
         semantics.orders(np.ones((1, 2), np.int64), ON)
         units.shield[0, 2] = 32
         assert semantics.finish_step(ON).reward[0] == expected
-
-
-def test_arguments_are_checked():
-    published = SmacArgs()
-    assert (published.difficulty, published.step_mul, published.reward_scale_rate) == ("7", 8, 20)
-    for wrong in ({"no_such_key": 1}, {"move_amount": 0}, {"difficulty": "x"}, {"obs_all_health": "maybe"}):
-        with pytest.raises(ValidationError):
-            SkirmishArgs(**wrong)

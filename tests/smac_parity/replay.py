@@ -88,7 +88,7 @@ class Semantics:
             spec = v2_map(SmacV2Args(**args))
             self._tape = SortedTape(name, spec.n_agents)
             self._semantics = V2Semantics(spec, SmacV2Args(**args), self._tape, names)
-        self.units, self.layout = self._tape.units, self._semantics.layout
+        self._spec, self.units, self.layout = spec, self._tape.units, self._semantics.layout
 
     def reset(self):
         self._tape.reset(ON, np.zeros(1))
@@ -107,7 +107,8 @@ class Semantics:
 
     def facts(self):
         semantics = self._semantics
-        return {"n_actions": semantics.n_actions, "obs_shape": semantics.obs_dim, "state_shape": semantics.state_dim}
+        sizes = {"n_actions": semantics.n_actions, "obs_shape": semantics.obs_dim, "state_shape": semantics.state_dim}
+        return {**sizes, "n_agents": self._spec.n_agents, "episode_limit": self._spec.limit}
 
     def stats(self):
         return self._semantics.stats()
