@@ -148,7 +148,7 @@ class SyncedOptimizer:
         stepped = bool(some > 0)
         if stepped:
             self._step_unless(None if plain else skipped)
-            # torch's fused optimizers do not count their writes, which tell acting agents that cached tables are stale.
+            # Fused optimizers do not count their writes; acting agents use these counters to renew cached tables.
             torch.autograd.graph.increment_version(self._parameters)
         self.optimizer.zero_grad(set_to_none=True)
         one = torch.ones_like(grad_norm)

@@ -1,4 +1,4 @@
-"""What a package of your own needs to add to omagd: a world, and the values it is configured by."""
+"""An environment, learners and a mixer for omagd, and the YAML files that select them."""
 
 from __future__ import annotations
 
