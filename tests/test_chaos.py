@@ -489,7 +489,7 @@ WRONG_PARTS = [
 ]  # fmt: skip
 
 
-def test_a_checkpoint_that_says_something_of_another_type_is_damaged(unfinished, tmp_path, capsys):
+def test_values_of_other_types_make_a_checkpoint_damaged(unfinished, tmp_path, capsys):
     """Though its seal and checksums fit: the one before it is used, and nothing by `checkpoint_path` of it alone."""
     for number, (*part, key, value) in enumerate([*WRONG_FACTS, *WRONG_PARTS]):
         run = copied(unfinished[1], tmp_path / str(number))
@@ -708,7 +708,7 @@ def test_ranks_decide_alike(tmp_path, monkeypatch):
     assert [folder.episode_log(rank).read_text() for rank in range(2)] == ["xy", "xy"]
 
 
-def test_a_stop_says_saved_only_where_the_files_are_found(unfinished, tmp_path, monkeypatch):
+def test_a_stop_reports_saved_only_if_the_files_are_found(unfinished, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointer, "stop_wanted", lambda: True)
     inner = CheckpointStore.prune
 
@@ -760,7 +760,7 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(unfinish
 
 
 @pytest.mark.parametrize("moment", [1, 2])
-def test_a_run_that_is_going_on_is_continued_in_a_new_folder(moment, unfinished, tmp_path, monkeypatch):
+def test_a_running_run_is_continued_in_a_new_folder(moment, unfinished, tmp_path, monkeypatch):
     """It replaces its checkpoint just after that was compared: before it is read, and before it is linked."""
     run = copied(unfinished[1], tmp_path)
     newest, other = newest_first(run)

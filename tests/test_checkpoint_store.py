@@ -68,7 +68,7 @@ def test_what_is_saved_comes_back_with_every_bit(tmp_path):
     assert found.part("rank_0") == {"number": 3}
 
 
-def test_a_copy_does_not_change_with_what_it_was_made_from():
+def test_a_packed_copy_is_independent():
     weights, array = torch.ones(2), np.ones(2)
     kept = pack({"w": weights, "a": array})
     weights.add_(1)

@@ -117,7 +117,7 @@ def test_a_half_line_that_cannot_be_taken_back_is_ended_before_the_next_one(disk
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_one_line_says_that_it_cannot_be_written_one_that_it_could_be(disk, said, tmp_path, code):
+def test_one_line_reports_a_failure_and_one_its_end(disk, said, tmp_path, code):
     disk.code = code
     episodes, metrics = EpisodeLog(tmp_path / "episodes" / "rank_0.jsonl"), JsonLinesSink()
     metrics.open(RunFacts(tmp_path))
@@ -163,7 +163,7 @@ def test_where_there_is_no_room_until_the_end_the_loss_is_one_line(disk, said, t
     assert said[1:] == [f"ERROR lost, since it could not be written ({reason}): a.jsonl (6 lines), b"]
 
 
-def test_what_a_log_file_says_of_itself_is_said_by_the_next_line(disk, said, tmp_path, monkeypatch):
+def test_errors_of_a_log_file_are_logged_with_the_next_line(disk, said, tmp_path, monkeypatch):
     """A handler that logs would wait for itself, or two of them for each other."""
     logger = logging.getLogger("omagd")
     handler = logging_module._FileHandler(tmp_path / "rank_0.log")
@@ -273,7 +273,7 @@ def no_traceback(text: str) -> bool:
 
 @pytest.mark.parametrize("ends", [None, ZeroDivisionError])
 @pytest.mark.parametrize("fails", ["mkdir", "copy"])
-def test_where_not_even_a_record_can_begin_the_run_goes_on_with_a_warning(tmp_path, capfd, monkeypatch, fails, ends):
+def test_without_a_sacred_record_the_run_continues_with_a_warning(tmp_path, capfd, monkeypatch, fails, ends):
     inner = os.mkdir
 
     def mkdir(path, *more, **how):
@@ -350,7 +350,7 @@ def test_a_run_catches_up_once_there_is_room(tmp_path, capsys, monkeypatch):
     assert summary_of(other)["exit_state"] == "completed"
 
 
-def test_a_launcher_whose_log_cannot_be_written_goes_on(tmp_path):
+def test_a_launcher_whose_log_cannot_be_written_continues(tmp_path):
     log = tmp_path / "logs" / "launch.log"
     words = [sys.executable, str(ROOT / "scripts" / "with_log.py"), str(log), "seq", "1", "2000"]
     command = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *words]

@@ -256,7 +256,7 @@ def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_o
         Path("closed").chmod(0o700)
 
 
-def test_everybody_is_kept_out_of_a_new_run_whatever_the_umask(tmp_path):
+def test_new_runs_are_not_world_writable_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
         run = unfinished(tmp_path)
@@ -278,7 +278,7 @@ def test_an_entry_that_is_none_is_empty(tmp_path, content):
     assert read_entry(tmp_path / "pipe") == {}
 
 
-def test_an_error_is_one_line_for_whoever_prints_it():
+def test_an_error_is_one_line():
     error = UserError("a\x1b]0;owned\x07\nb", "c\nd")
     assert (str(error), str(pickle.loads(pickle.dumps(error)))) == (error.message, error.message)
     assert error.message.isprintable()
@@ -330,7 +330,7 @@ def test_facts_of_an_environment_have_their_types_and_sizes(tmp_path, wrong):
         read_env_info(path, "path=x")
 
 
-def test_what_a_run_folder_says_is_shown_as_text(tmp_path, capsys):
+def test_texts_of_a_run_folder_are_shown_without_control_characters(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     hostile = f"qmix\n{INJECTED} x\x1b]0;owned\x07"
@@ -361,7 +361,7 @@ def test_a_planted_folder_of_records_is_rejected(tmp_path, home, capsys):
         [],
     ],
 )
-def test_a_summary_that_makes_no_sense_is_one_line(tmp_path, capsys, content):
+def test_a_wrong_summary_is_one_line(tmp_path, capsys, content):
     (tmp_path / "summary.json").write_text(json.dumps(content))
     assert main(["compare", str(tmp_path)]) == 2
     assert (

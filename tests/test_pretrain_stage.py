@@ -80,7 +80,7 @@ def measure(stage, errors):
 
 
 @pytest.mark.parametrize(("errors", "best"), [([3.0, 1.0, 2.0], 2), ([2.0, 3.0], 1)])
-def test_the_model_of_the_least_error_is_handed_on(errors, best, tmp_path):
+def test_the_model_with_the_smallest_error_is_passed_on(errors, best, tmp_path):
     stage = stage_of(tmp_path)
     measure(stage, errors)
     result = stage.finish()
@@ -110,7 +110,7 @@ def test_skipped_updates_are_counted_on_after_a_restart(tmp_path):
         resumed.require_sound()
 
 
-def test_every_rank_and_purpose_has_chance_of_its_own(tmp_path):
+def test_every_rank_and_purpose_has_its_own_random_numbers(tmp_path):
     stages, dropout = [], set()
     for rank in range(3):
         stages.append(stage_of(tmp_path, Dist(rank, 3)))

@@ -237,7 +237,7 @@ def test_what_a_checkpoint_copies_does_not_grow_with_the_replay(tmp_path):
     assert len(kept) < len(seen), "files that no checkpoint needs go"
 
 
-def test_a_full_disk_is_said_and_the_checkpoint_before_stands(whole, tmp_path, monkeypatch):
+def test_a_full_disk_is_logged_and_the_previous_checkpoint_remains(whole, tmp_path, monkeypatch):
     torch.set_num_threads(1)
     inner, full = snapshot_writer.write_part, []
 
@@ -263,7 +263,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stands(whole, tmp_path, m
     assert differences(whole, run) == [], "nothing of it shows in what is learned"
 
 
-def test_a_longer_run_goes_on_from_a_finished_one_with_all_it_had(whole, tmp_path):
+def test_a_longer_run_continues_from_a_finished_one_with_its_whole_state(whole, tmp_path):
     """`checkpoint_path=<run folder>`: a new folder, the same past; the old run is left as it is."""
     before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file() and "lock" not in p.name}
     given = config(tmp_path, QMIX, f"checkpoint_path={whole}", "t_max=700", "auto_resume=False")

@@ -134,7 +134,7 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
         got[0].release()
 
 
-def test_who_comes_late_to_a_number_that_was_used_before_does_not_get_it(tmp_path, monkeypatch):
+def test_a_latecomer_does_not_get_a_used_lock_number(tmp_path, monkeypatch):
     (tmp_path / "lock.3").write_bytes(run_lock.RELEASED)
     seen, last = [3], run_lock._last
 
@@ -187,7 +187,7 @@ def test_a_second_start_beside_a_running_one_is_rejected_and_starts_nothing(kind
         assert again.path == path
 
 
-def test_torchruns_ranks_say_it_once(tmp_path):
+def test_ranks_of_torchrun_print_the_error_once(tmp_path):
     """The error that rank 0 has found ends all ranks, and is marked as one that only rank 0 prints."""
     given = config(tmp_path)
     path, shared = unfinished(given), []
@@ -202,7 +202,7 @@ def test_torchruns_ranks_say_it_once(tmp_path):
     lock.release()
 
 
-def test_it_waits_as_long_as_it_is_allowed_to_and_shows_that(kind, tmp_path, capfd):
+def test_it_waits_up_to_the_limit_and_logs_that(kind, tmp_path, capfd):
     given = config(tmp_path, "auto_resume_wait=0.5")
     path = unfinished(given)
     lock, calls = take(Path(path)), []
