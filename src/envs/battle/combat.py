@@ -93,25 +93,27 @@ def shoot(roster: Roster, battle: Battle, in_reach: np.ndarray) -> None:
     if fired.size == 0:
         return
     width = battle.slots.size
-    who, slot = np.divmod(fired, width)
-    battle.timer.ravel()[fired] += roster.cooldown[who, 0]
+    attacker, slot = np.divmod(fired, width)
+    battle.timer.ravel()[fired] += roster.cooldown[attacker, 0]
     if not roster.has_splash:
-        _apply(roster, battle, [(who, battle.target.ravel()[fired], slot)])
+        _apply(roster, battle, [(attacker, battle.target.ravel()[fired], slot)])
         return
-    _shoot_with_splash(roster, battle, who, slot, battle.target.ravel()[fired])
+    _shoot_with_splash(roster, battle, attacker, slot, battle.target.ravel()[fired])
 
 
-def _shoot_with_splash(roster: Roster, battle: Battle, who: np.ndarray, slot: np.ndarray, whom: np.ndarray) -> None:
+def _shoot_with_splash(
+    roster: Roster, battle: Battle, attacker: np.ndarray, slot: np.ndarray, target: np.ndarray
+) -> None:
     """Apply direct hits and splash, then explosions, repeatedly while they kill exploding units."""
-    booms = roster.explodes[who]
+    booms = roster.explodes[attacker]
     direct = ~booms
-    hits = [(who[direct], whom[direct], slot[direct])]
-    strips = roster.splash_line[who] > 0
-    hits.append(_strip_hits(roster, battle, who[strips], whom[strips], slot[strips]))
-    hits.append(_blast_hits(roster, battle, who[booms], slot[booms]))
-    battle.health[who[booms], slot[booms]] = 0
+    hits = [(attacker[direct], target[direct], slot[direct])]
+    strips = roster.splash_line[attacker] > 0
+    hits.append(_strip_hits(roster, battle, attacker[strips], target[strips], slot[strips]))
+    hits.append(_blast_hits(roster, battle, attacker[booms], slot[booms]))
+    battle.health[attacker[booms], slot[booms]] = 0
     exploded = np.zeros(battle.alive.shape, dtype=bool)
-    exploded[who[booms], slot[booms]] = True
+    exploded[attacker[booms], slot[booms]] = True
     while hits:
         _apply(roster, battle, hits)
         killed = (battle.health <= 0) & (battle.alive > 0)
@@ -122,40 +124,40 @@ def _shoot_with_splash(roster: Roster, battle: Battle, who: np.ndarray, slot: np
         hits = [_blast_hits(roster, battle, where, at)] if where.size else []
 
 
-def _strip_hits(roster: Roster, battle: Battle, who: np.ndarray, whom: np.ndarray, slot: np.ndarray) -> Hits:
+def _strip_hits(roster: Roster, battle: Battle, attacker: np.ndarray, target: np.ndarray, slot: np.ndarray) -> Hits:
     """Return the hits on a strip across each line of fire, except the target."""
-    tx, ty = battle.x[whom, slot], battle.y[whom, slot]
-    ux, uy = tx - battle.x[who, slot], ty - battle.y[who, slot]
+    tx, ty = battle.x[target, slot], battle.y[target, slot]
+    ux, uy = tx - battle.x[attacker, slot], ty - battle.y[attacker, slot]
     length = np.maximum(np.sqrt(ux * ux + uy * uy), np.float32(1e-6))
     ux, uy = ux / length, uy / length
     rx, ry = battle.x[:, slot] - tx, battle.y[:, slot] - ty
     along, across = np.abs(rx * ux + ry * uy), np.abs(ry * ux - rx * uy)
-    inside = (along <= LINE_DEPTH + roster.radius) & (across <= roster.splash_line[who])
-    inside[whom, np.arange(whom.size)] = False
-    return _event_hits(roster, battle, inside, who, slot)
+    inside = (along <= LINE_DEPTH + roster.radius) & (across <= roster.splash_line[attacker])
+    inside[target, np.arange(target.size)] = False
+    return _event_hits(roster, battle, inside, attacker, slot)
 
 
-def _blast_hits(roster: Roster, battle: Battle, who: np.ndarray, slot: np.ndarray) -> Hits:
+def _blast_hits(roster: Roster, battle: Battle, attacker: np.ndarray, slot: np.ndarray) -> Hits:
     """Return the hits of explosions at the attackers' positions."""
-    rx, ry = battle.x[:, slot] - battle.x[who, slot], battle.y[:, slot] - battle.y[who, slot]
-    inside = rx * rx + ry * ry <= (roster.splash_radius[who] + roster.radius) ** 2
-    return _event_hits(roster, battle, inside, who, slot)
+    rx, ry = battle.x[:, slot] - battle.x[attacker, slot], battle.y[:, slot] - battle.y[attacker, slot]
+    inside = rx * rx + ry * ry <= (roster.splash_radius[attacker] + roster.radius) ** 2
+    return _event_hits(roster, battle, inside, attacker, slot)
 
 
-def _event_hits(roster: Roster, battle: Battle, inside: np.ndarray, who: np.ndarray, slot: np.ndarray) -> Hits:
+def _event_hits(roster: Roster, battle: Battle, inside: np.ndarray, attacker: np.ndarray, slot: np.ndarray) -> Hits:
     """Return one hit for every living foe inside the areas [U, events]."""
-    hurt = inside & (battle.alive[:, slot] > 0) & roster.can_hit[who].T
+    hurt = inside & (battle.alive[:, slot] > 0) & roster.can_hit[attacker].T
     unit, event = np.nonzero(hurt)
-    return who[event], unit, slot[event]
+    return attacker[event], unit, slot[event]
 
 
 def _apply(roster: Roster, battle: Battle, hits: list[Hits]) -> None:
     """Subtract the hits from shields, then health. Sums of multiples of 0.5 are exact in any order."""
-    who, whom, slot = (np.concatenate(part) for part in zip(*hits, strict=True)) if len(hits) > 1 else hits[0]
-    shape, place = battle.health.shape, whom * battle.slots.size + slot
-    loss = _sum_at(place, roster.health_hit[who, whom], shape)
+    attacker, target, slot = (np.concatenate(part) for part in zip(*hits, strict=True)) if len(hits) > 1 else hits[0]
+    shape, place = battle.health.shape, target * battle.slots.size + slot
+    loss = _sum_at(place, roster.health_hit[attacker, target], shape)
     if roster.has_shields:
-        full = _sum_at(place, roster.shield_hit[who, whom], shape)
+        full = _sum_at(place, roster.shield_hit[attacker, target], shape)
         absorbed = np.minimum(battle.shield, full)
         battle.shield -= absorbed
         loss *= (full - absorbed) / np.maximum(full, np.float32(1))

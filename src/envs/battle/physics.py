@@ -182,11 +182,11 @@ class Pairs:
         key = np.concatenate([self._nearest(slice(0, n), slice(n, None)), self._nearest(slice(n, None), slice(0, n))])
         return key & INDEX_BITS, np.sqrt((key & ~INDEX_BITS).view(np.float32))
 
-    def _nearest(self, who: slice, whom: slice) -> np.ndarray:
+    def _nearest(self, units: slice, foes: slice) -> np.ndarray:
         """Return the smallest (distance, index), packed into one integer: positive floats sort like their bits."""
-        key = (self.d2[who, whom].view(np.int32) & ~INDEX_BITS) | self._index[whom][None, :, None]
+        key = (self.d2[units, foes].view(np.int32) & ~INDEX_BITS) | self._index[foes][None, :, None]
         if not self._roster.all_hit:
-            key = np.where(self._roster.can_hit[who, whom, None], key, NOBODY)
+            key = np.where(self._roster.can_hit[units, foes, None], key, NOBODY)
         return np.minimum.reduce(key, axis=1)
 
 

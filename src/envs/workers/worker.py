@@ -57,7 +57,7 @@ def work(links: Links, number: int, slots: range, parent_pid: int, payload: byte
     """
     _prepare_process(parent_pid)
     envs: list[MultiAgentEnv] = []
-    players: list[EnvSlot] = []
+    env_slots: list[EnvSlot] = []
     try:
         make_env = pickle.loads(payload)
         envs += [make_env() for _ in slots]
@@ -68,15 +68,15 @@ def work(links: Links, number: int, slots: range, parent_pid: int, payload: byte
         else:
             histories = pickle.loads(links.conn.recv_bytes())
         arrays = array_views(links.memory.map(), specs)
-        players += [EnvSlot(env, slot, arrays) for env, slot in zip(envs, slots, strict=True)]
+        env_slots += [EnvSlot(env, slot, arrays) for env, slot in zip(envs, slots, strict=True)]
         if histories is None:
             links.conn.send_bytes(READY)
         commands = arrays.pop("commands")
         del arrays
-        for player in players:
+        for env_slot in env_slots:
             if histories:
-                player.replay(histories[player.slot])
-        _serve(links, number, players, commands)
+                env_slot.replay(histories[env_slot.slot])
+        _serve(links, number, env_slots, commands)
         del commands
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent is gone
@@ -86,31 +86,31 @@ def work(links: Links, number: int, slots: range, parent_pid: int, payload: byte
             links.conn.send_bytes(FAILED + pickle.dumps((traceback.format_exc(), user_error)))
             os.write(links.done.fileno(), NOTE.pack(number, 1))
     finally:
-        for player in players:
-            player.release()
+        for env_slot in env_slots:
+            env_slot.release()
         for env in envs:
             env.close()
         for end in links:
             end.close()
 
 
-def _serve(links: Links, number: int, players: list[EnvSlot], commands: np.ndarray) -> None:
+def _serve(links: Links, number: int, env_slots: list[EnvSlot], commands: np.ndarray) -> None:
     """Execute commands until CLOSE, or until the parent is gone; one note for each byte in the wake pipe."""
     wake, done = links.wake.fileno(), links.done.fileno()
     while os.read(wake, 1):
-        for player in players:
-            command = int(commands[player.slot])
+        for env_slot in env_slots:
+            command = int(commands[env_slot.slot])
             if command == CLOSE:
                 return
             if command:
-                commands[player.slot] = 0
-                player.execute(command)
+                commands[env_slot.slot] = 0
+                env_slot.execute(command)
         sent = 0
-        for player in players:
-            for message in player.messages:
+        for env_slot in env_slots:
+            for message in env_slot.messages:
                 links.conn.send_bytes(message)
                 sent += 1
-            player.messages.clear()
+            env_slot.messages.clear()
         os.write(done, NOTE.pack(number, sent))
 
 
