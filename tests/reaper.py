@@ -35,7 +35,12 @@ def watch_this_session() -> None:
 
 def marked(mark: str) -> list[int]:
     """Return the ids of living processes whose environment holds `mark`."""
-    entry, found = f"{NAME}={mark}".encode(), []
+    return having(f"{NAME}={mark}".encode())
+
+
+def having(entry: bytes) -> list[int]:
+    """Return the ids of living processes with `entry` in their environment."""
+    found = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if entry in (place / "environ").read_bytes().split(b"\0"):

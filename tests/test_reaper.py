@@ -46,14 +46,13 @@ def test_nothing_outlives_an_interrupted_session(tmp_path):
         place.mkdir()
         (place / "test_it.py").write_text(TEST)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull]
-        marks = {
-            "PYTHONPATH": str(ROOT / "tests"),
-            "MARK_OF_THIS_TEST": str(place),
+        variables = {
+            **os.environ, "PYTHONPATH": str(ROOT / "tests"), "MARK_OF_THIS_TEST": str(place),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        }
+        }  # fmt: skip
         sessions[number] = subprocess.Popen(
             [*command, "--basetemp", str(place / "temp"), str(place / "test_it.py")], cwd=place,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **marks}, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=variables, start_new_session=True,
         )  # fmt: skip
     for number, session in sessions.items():
         place = tmp_path / number.name
@@ -63,15 +62,7 @@ def test_nothing_outlives_an_interrupted_session(tmp_path):
     for number, session in sessions.items():
         session.wait(30)
         _until(lambda number=number: not _living(tmp_path / number.name))
-
-
-def test_only_processes_with_the_mark_are_found():
-    own = reaper.marked(os.environ[reaper.NAME])
-    assert os.getpid() not in own
-    with subprocess.Popen(["sleep", "60"]) as marked, subprocess.Popen(["sleep", "60"], env={"PATH": "/bin"}) as other:
-        found = reaper.marked(os.environ[reaper.NAME])
-        marked.kill(), other.kill()
-    assert marked.pid in found and other.pid not in found
+    assert os.getpid() not in reaper.marked(os.environ[reaper.NAME])
 
 
 def _until(done) -> None:
@@ -81,13 +72,6 @@ def _until(done) -> None:
         time.sleep(0.05)
 
 
-def _living(place: Path) -> list[str]:
-    """Return the command lines of living processes of one session, by a variable that only they have."""
-    found, entry = [], f"MARK_OF_THIS_TEST={place}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if entry in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return found
+def _living(place: Path) -> list[int]:
+    """Return the living processes of one session, by a variable that only they have."""
+    return reaper.having(f"MARK_OF_THIS_TEST={place}".encode())
