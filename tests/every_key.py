@@ -122,5 +122,5 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "learner_args": ("needs a component with keys of its own", "tests/test_component_args.py"),
     "agent_args": ("needs a component with keys of its own", "tests/test_component_args.py"),
     "mixer_args": ("needs a component with keys of its own", "tests/test_component_args.py"),
-    "max_memory_per_gpu_gb": ("needs a GPU", "tests/test_machine.py"),
+    "max_memory_per_gpu_gb": ("needs a GPU", "tests/test_device.py"),
 }

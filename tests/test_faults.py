@@ -17,7 +17,7 @@ import pytest
 import torch
 from command_budgets import BUDGETS
 from command_harness import left_behind, run_folders
-from trap_world import exit_state, make_plugin, start, wait_for_training
+from trap_env import exit_state, make_plugin, start, wait_for_training
 
 from omagd.config.schema import Config
 from omagd.envs.sanity import MatrixGame

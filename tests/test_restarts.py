@@ -19,7 +19,7 @@ import torch
 from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, Started, children, left_behind, run_folders, summary_of
 from sockets import listening, tree
-from trap_world import exit_state, make_plugin, start, wait_for_training
+from trap_env import exit_state, make_plugin, start, wait_for_training
 
 from omagd.run.launch.failures import note, note_error, note_hung, notes_of, verdict
 from omagd.utils.dist_utils import Dist

@@ -1,4 +1,4 @@
-"""A world that goes wrong on the rank, at the step and in the way that its arguments say; runs that play it."""
+"""An environment that fails on the rank, at the step and in the way that its arguments say; runs that play it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Trap(MultiAgentEnv):
         while self.args.how == "endless":
             time.sleep(0.05)
         if self.args.how == "raise":
-            # As NCCL does: who leaves the group waits for the others, who wait for an exchange with this rank.
+            # As NCCL does: leaving the group waits for the other ranks, which wait for an exchange with this one.
             torch.distributed.destroy_process_group = lambda *_: time.sleep(3600)
             raise ZeroDivisionError("the trap has closed")
         if self.args.how == "user":
@@ -89,7 +89,7 @@ MORE = ("t_max=100000", "epsilon_anneal_time=1000", "log_interval=20")
 
 
 def make_plugin(folder: Path) -> str:
-    """Write the package of the world `trap` into `folder`; return what PYTHONPATH has to name."""
+    """Write the package of the environment `trap` into `folder`; return what PYTHONPATH has to name."""
     (folder / "omagd_trap.py").write_text(PLUGIN)
     (folder / "configs" / "envs").mkdir(parents=True)
     (folder / "configs" / "envs" / "trap.yaml").write_text("env: trap\nenv_args: {how: never, rank: 1, step: 60}\n")
