@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if __name__ != "omagd":
     raise ImportError(f"this package is 'omagd', not {__name__!r}: install it (pip install -e .) and import omagd")
 
-import omagd.run  # noqa: F401 (the package first: its import would replace the function of the same name below)
+# An editable install imports through the link .package/omagd; modules, tracebacks and breakpoints are in src/.
+__path__ = [os.path.realpath(folder) for folder in __path__]
+
+import omagd.run  # noqa: E402, F401 (the package first: its import would replace the function of the same name below)
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
