@@ -137,7 +137,7 @@ def test_few_skipped_updates_are_counted_and_many_in_a_row_end_the_run() -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ("--config=omagd_small", "with", *BUDGETS, "graph_lr=1e30"),
@@ -149,8 +149,8 @@ def test_few_skipped_updates_are_counted_and_many_in_a_row_end_the_run() -> None
         ),
     ],
 )
-def test_a_training_that_diverges_ends_in_one_line_and_leaves_finite_files(words, told, tmp_path) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_training_that_diverges_ends_in_one_line_and_leaves_finite_files(words, message, tmp_path) -> None:
+    with pytest.raises(UserError, match=message):
         omagd.run(config_from([*words, f"local_results_path={tmp_path}"]))
     (folder,) = tmp_path.glob("*")
     assert "completed" not in (folder / "summary.json").read_text()
