@@ -1,4 +1,4 @@
-"""Runs that are interrupted at a chosen iteration."""
+"""Runs that are interrupted at a chosen iteration, and stages without a launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import pytest
 from omagd.config.schema import Config
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.launch.launcher import launch
-from omagd.run.training.stages.base import Stage
+from omagd.run.training.build import build_session
+from omagd.run.training.stages.base import PretrainedModules, Stage
+from omagd.run.training.stages.rl import RLStage
+from omagd.utils.dist_utils import Dist
+from omagd.utils.logging import Logger, setup_logging
 from omagd.utils.run_folder import RunFolder
 
 
@@ -35,3 +39,9 @@ def interrupted_run(config: Config, iteration: int) -> tuple[RunFolder, Stage | 
             launch(config, "run")
     (folder,) = [path.parent for path in Path(config.local_results_path).glob("*/run.json")]
     return RunFolder(folder), stages[0]
+
+
+def stage_of(config: Config, folder: Path, dist: Dist | None = None) -> RLStage:
+    """Return stage 3 of one rank in a run's folder, without a launcher."""
+    logger = Logger(setup_logging(None, rank=1), minimal=True)
+    return RLStage(build_session(config, dist or Dist(), RunFolder(folder), logger), PretrainedModules())

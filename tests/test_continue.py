@@ -12,6 +12,7 @@ import torch
 from command_budgets import BUDGETS
 from command_harness import records, summary_of
 from ddp_harness import run_ranks
+from interruption import stage_of
 from run_equality import differences
 
 import omagd
@@ -24,14 +25,10 @@ from omagd.run.checkpoint.weights import checksum, find_step_folder
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.build import build_session
 from omagd.run.training.loop import fit
 from omagd.run.training.stages import rl
-from omagd.run.training.stages.base import PretrainedModules
-from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
-from omagd.utils.logging import Logger, setup_logging
 from omagd.utils.run_folder import RunFolder, write_json
 
 GRAPH_COMMAND = ("with", "run=ddp", "learner=nq_graph_learner_ddp")
@@ -86,9 +83,7 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
     t_env = int(step.name)
     saved_weights = [f"checkpoint_path={qmix_run}", f"load_step={t_env}"]
     config = qmix(tmp_path, *saved_weights, f"t_max={t_env + 100}", "target_update_interval=1000")
-    folder = RunFolder.create(tmp_path, "again")
-    session = build_session(config, Dist(), folder, Logger(setup_logging(None, rank=1), minimal=True))
-    stage = RLStage(session, PretrainedModules())
+    stage = stage_of(config, tmp_path / "again")
     fresh = checksum(stage.mac.agent.state_dict())
     stage.prepare()
     stage.start()
@@ -106,7 +101,7 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
     assert any(kept["exp_avg"].abs().sum() > 0 for _, kept in moments)
     assert stage.clock.state_dict() == saved["clock"]
     assert (stage.clock.t_env, now["updates"]) == (t_env, saved["learner"]["updates"])
-    session.close()
+    stage.session.close()
     summary = launch(config, "on")
     clock = summary["stages"]["stage3"]["clock"]
     assert clock["t_env"] >= t_env + 100
@@ -165,8 +160,7 @@ def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], 
     """
     updates = {"t_max": 300, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
     config = resolve("qmix", "skirmish", {**updates, "use_cuda": False, "local_results_path": folder})
-    logger = Logger(setup_logging(None, rank=1), minimal=True)
-    stage = RLStage(build_session(config, dist, RunFolder(Path(folder) / "run"), logger), PretrainedModules())
+    stage = stage_of(config, Path(folder) / "run", dist)
     fit(stage)
     state = stage.learner.state_dict()
     tensors = {
@@ -229,8 +223,7 @@ def written_by_two(run: Path) -> list[dict]:
 
 
 def test_learning_waits_until_every_rank_can_give_a_batch(tmp_path):
-    logger = Logger(setup_logging(None, rank=1), minimal=True)
-    stage = RLStage(build_session(qmix(tmp_path), Dist(), RunFolder(tmp_path / "run"), logger), PretrainedModules())
+    stage = stage_of(qmix(tmp_path), tmp_path / "run")
     stage.session.dist = Dist(0, 2)
     for ranks, ready in ((1, False), (2, True), (1, True)):  # one that can give a batch can do so for good
         stage._counts = Pending(torch.tensor([9, 1, ranks]), None)
@@ -245,8 +238,7 @@ def test_stage3_ends_after_the_episodes_asked_for(tmp_path):
     words = ["max_episodes=7", "batch_size_run=2", "test_interval=1000000", "log_interval=1000000"]
     config = preflight(qmix(tmp_path, *words, "t_max=100000")).config
     assert config.t_max == 7 * 60
-    logger = Logger(setup_logging(None, rank=1), minimal=True)
-    stage = RLStage(build_session(config, Dist(), RunFolder(tmp_path / "run"), logger), PretrainedModules())
+    stage = stage_of(config, tmp_path / "run")
     assert (stage.done(), stage._end()) == (False, 7 * 60)
     stage.clock.t_env, stage.clock.episodes = 40, 2
     assert stage._end() == 140
@@ -264,8 +256,7 @@ def test_stage3_ends_after_the_episodes_asked_for(tmp_path):
 
 
 def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
-    logger = Logger(setup_logging(None, rank=1), minimal=True)
-    stage = RLStage(build_session(qmix(tmp_path), Dist(), RunFolder(tmp_path / "run"), logger), PretrainedModules())
+    stage = stage_of(qmix(tmp_path), tmp_path / "run")
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.5, 0.9, 0.2))
     monkeypatch.setattr(

@@ -1,14 +1,16 @@
-"""Replay: what is kept, how it is drawn, and that a file gives back the same bits or none."""
+"""Storage of episodes: what is kept, how batches are drawn and packed ahead, and files that return the same bits."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 
 import numpy as np
 import pytest
 import torch
 
+from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_file import MARK, load_range
 from omagd.utils.errors import UserError
@@ -196,3 +198,61 @@ def test_a_file_of_another_run_or_of_another_size_is_rejected_and_an_older_one_i
         else:
             with pytest.raises(UserError, match="damaged"):
                 buffer.load(path)
+
+
+def threads() -> int:
+    return sum(thread.name.startswith("replay") for thread in threading.enumerate())
+
+
+def sampler_of(buffer: EpisodeBuffer, batch_size: int = 3, workers: int = 1, seed: int = 8) -> Sampler:
+    return Sampler(buffer, batch_size, np.random.default_rng(seed), torch.device("cpu"), workers)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_batches_do_not_depend_on_the_thread(count):
+    buffer, reference = filled(30), np.random.default_rng(8)
+    plain, ahead = sampler_of(buffer, 11, 0), sampler_of(buffer, 11, 1)
+    expected = [buffer.sample(11, reference) for _ in range(count + 2)]
+    for sampler in (plain, ahead):
+        batches = [*sampler.batches(count), *sampler.batches(2)]
+        for one, other in zip(batches, expected, strict=True):
+            assert_same(one, other)
+        assert threads() == 0
+    assert plain.rng.random() == ahead.rng.random() == reference.random()
+
+
+def test_the_next_batch_is_packed_while_the_current_one_is_used():
+    buffer, packed = filled(30), threading.Event()
+    batch = buffer.batch
+
+    def watched(indices):
+        assert threading.current_thread() is not threading.main_thread()
+        packed.set()
+        return batch(indices)
+
+    buffer.batch = watched
+    batches = sampler_of(buffer).batches(3)
+    next(batches)
+    packed.clear()
+    next(batches)
+    assert packed.wait(10) and threads() == 1
+    next(batches)
+    assert threads() == 0
+
+
+def test_errors_of_the_thread_are_raised_and_a_closed_iterator_ends_it():
+    buffer = filled(30)
+    batches = sampler_of(buffer).batches(5)
+    next(batches)
+    batches.close()
+    assert threads() == 0
+    with pytest.raises(ValueError, match="larger sample"):
+        list(sampler_of(buffer, 31).batches(2))
+
+    def broken(indices):
+        raise MemoryError("no room")
+
+    buffer.batch = broken
+    with pytest.raises(MemoryError, match="no room"):
+        next(sampler_of(buffer).batches(5))
+    assert threads() == 0

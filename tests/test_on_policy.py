@@ -11,7 +11,7 @@ import pytest
 import torch
 from ddp_harness import run_ranks
 from example_plugins import CONFIGS, add_example
-from interruption import interrupted_run
+from interruption import interrupted_run, stage_of
 from q_toys import INFO, random_episode
 from run_equality import differences
 
@@ -25,15 +25,10 @@ from omagd.run.cli.listing import facts
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import replay_bytes
-from omagd.run.training.build import build_session
 from omagd.run.training.loop import fit
-from omagd.run.training.stages.base import PretrainedModules
-from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.logging import Logger, setup_logging
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
-from omagd.utils.run_folder import RunFolder
 
 add_example()
 torch.set_num_threads(1)
@@ -159,7 +154,7 @@ def test_advantages_are_gae_and_the_first_ratio_is_one():
 
 def test_what_acting_stored_is_what_learning_computes(tmp_path):
     config = config_of(tmp_path, t_max=1)
-    stage = stage_of(config, Dist(), tmp_path / "run")
+    stage = stage_of(config, tmp_path / "run")
     rollout = stage.session.runners["train"].collect(stage.mac, explore=stage._exploration())
     batch = pack_episodes(rollout.episodes)
     module = __import__("omagd_example.mappo", fromlist=["log_softmax"])
@@ -191,7 +186,7 @@ def rank_updates(rank: int, dist: Dist, accumulate: int) -> list[torch.Tensor]:
 def run_two(rank: int, dist: Dist, folder: str) -> tuple[list[torch.Tensor], dict[str, int], list[int]]:
     """Return weights, clock and episodes per update of one of two ranks of a run, whose batches are uneven."""
     config = config_of(folder, runner="stream", batch_size_run=3, batch_size=4, t_max=300, test_interval=150)
-    stage = stage_of(config, dist, Path(folder) / "run")
+    stage = stage_of(config, Path(folder) / "run", dist)
     sizes, update = [], stage.learner.update
     stage.learner.update = lambda batch, episodes: (  # type: ignore[method-assign]
         sizes.append(batch.packing.n_episodes) or update(batch, episodes=episodes)
@@ -204,11 +199,6 @@ def run_two(rank: int, dist: Dist, folder: str) -> tuple[list[torch.Tensor], dic
 
 def both(rank: int, dist: Dist, folder: str) -> tuple[Any, Any]:
     return rank_updates(rank, dist, 2), run_two(rank, dist, folder)
-
-
-def stage_of(config: Config, dist: Dist, folder: Path) -> RLStage:
-    logger = Logger(setup_logging(None, rank=1), minimal=True)
-    return RLStage(build_session(config, dist, RunFolder(folder), logger), PretrainedModules())
 
 
 def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -123,7 +123,7 @@ class Config(Frozen):
     batch_size_run: Count  # battles per rank
     env_processes: bool  # each battle in its own process; False: batched environments run in the rank's process
     ticks_per_iteration: Count  # runner=ticks: steps of every battle between updates
-    buffer_size: Count  # episodes in the replay buffer (runner=ticks: steps); a new one replaces the oldest
+    buffer_size: Count  # episodes in the replay buffer (runner=ticks: steps); the newest ones
     t_max: Count  # environment steps over all ranks after which stage 3 ends
     max_episodes: Episodes | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
     epsilon_start: Unit  # probability of a random action at step 0
@@ -138,7 +138,7 @@ class Config(Frozen):
     opponent_pool_size: Count  # self_play: number of past policies in the pool, the newest ones
     opponent_pool_interval: Count  # self_play: updates between two policies of the pool
 
-    batch_size: Count  # episodes of one update (runner=ticks: steps)
+    batch_size: Count  # episodes of one update (runner=ticks: steps); on-policy: least to collect, all used and dropped
     updates_per_iteration: Count  # updates after one episode in each battle slot (runner=ticks: after the ticks)
     gamma: Unit  # discount per environment step
     td_lambda: Unit  # 0: one-step targets, 1: full returns
