@@ -74,6 +74,17 @@ def test_a_batch_holds_the_quota_and_is_forgotten():
     assert (len(data.buffer), data.buffer.added, data.ready) == (0, 4, False)
 
 
+def test_minibatches_keep_rows_and_origin_of_their_episodes():
+    episodes = episodes_of(4, 2, 6, 1, 6)
+    batch = pack_episodes(episodes)
+    part = batch.select([4, 1, 2])
+    places = [batch.sample_index[i] for i in (1, 2, 4)]
+    expected = pack_episodes([episodes[place] for place in places])
+    assert part.packing == expected.packing and part.sample_index == tuple(places)
+    assert [meta.seed for meta in part.meta] == places
+    assert all(torch.equal(part[name], expected[name]) for name in expected.data)
+
+
 def played_and_learned(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[EpisodeMeta]], Path, dict]:
     """Run; return the episodes of each update, the run's folder and its summary."""
     learned: list[list[EpisodeMeta]] = []
