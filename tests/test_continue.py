@@ -237,19 +237,16 @@ def test_stage3_ends_after_the_episodes_asked_for(tmp_path):
     """Not after as many steps as the longest episodes would have; until then the end is estimated from their mean."""
     words = ["max_episodes=7", "batch_size_run=2", "test_interval=1000000", "log_interval=1000000"]
     config = preflight(qmix(tmp_path, *words, "t_max=100000")).config
-    assert config.t_max == 7 * 60
     stage = stage_of(config, tmp_path / "run")
-    assert (stage.done(), stage._end()) == (False, 7 * 60)
+    assert (config.t_max, stage.done(), stage._end()) == (7 * 60, False, 7 * 60)
     stage.clock.t_env, stage.clock.episodes = 40, 2
     assert stage._end() == 140
     stage.clock.t_env, stage.clock.episodes = 0, 0
     fit(stage)
     stage.session.close()
-    lengths = [
-        json.loads(line)["length"] for line in RunFolder(tmp_path / "run").episode_log(0).read_text().splitlines()
-    ]
-    assert len(lengths) == 8, "whole rounds of two slots"
-    assert stage.clock.episodes == 8
+    lines = RunFolder(tmp_path / "run").episode_log(0).read_text().splitlines()
+    lengths = [json.loads(line)["length"] for line in lines]
+    assert len(lengths) == stage.clock.episodes == 8, "whole rounds of two slots"
     assert stage.clock.t_env == stage._end() == sum(lengths) < 6 * 60, "the loop did not end by its steps"
     stage.clock.t_env, stage.clock.episodes = config.t_max, 6
     assert stage.done(), "t_max ends it too"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fragile_walk import Fragile, FragileArgs
-from runner_toys import FakeEnv, Probe, identity, length_of, runner_of
+from runner_toys import FakeEnv, Probe, length_of, runner_of
 from walk_env import N, Walk, WalkArgs, all_slots, gone, pids_of
 
 from omagd.envs.parallel import ParallelBattle
@@ -51,38 +51,26 @@ def test_rounds_replace_what_is_lost_until_every_slot_has_its_quota():
     env, quota = LossyEnv(4), 12
     runner = runner_of(env)
     rollout = runner.run(Probe(), explore=None, episodes_per_slot=quota)
-    kept = begun(env, lost=False)
     for slot in range(4):
         assert sum(not is_lost(seed) for s, seed in env.begun if s == slot) == quota
-    assert rollout.lost == runner.lost == len(begun(env, lost=True)) > 4
-    assert rollout.n_episodes == len(rollout.episodes) == 4 * quota
-    assert sorted(map(identity, rollout.episodes)) == sorted(seed % 1000 for seed in kept)
-    assert rollout.steps == sum(map(length_of, kept)) < len(env.log)
-    assert rollout.stats["ep_length"] == (rollout.steps, 4 * quota)
-    assert rollout.stats["battle_won"] == (sum(seed % 3 == 0 for seed in kept), 4 * quota)
+    assert rollout.stats["battle_won"] == (sum(seed % 3 == 0 for seed in begun(env, lost=False)), 4 * quota)
     assert rollout.stats["return"][1] == 4 * quota
+    without = runner_of(FakeEnv(4)).run(Probe(), explore=None, episodes_per_slot=50).episodes
+    found = {episode.meta: episode for episode in without}
+    for episode in rollout.episodes:  # as it would be played without losses
+        assert all(torch.equal(values, found[episode.meta][name]) for name, values in episode.items())
 
 
-def test_what_is_kept_is_what_would_be_played_without_losses():
-    env = LossyEnv(3)
-    kept = runner_of(env).run(Probe(), explore=None, episodes_per_slot=6, full_obs=True).episodes
-    without = runner_of(FakeEnv(3)).run(Probe(), explore=None, episodes_per_slot=30, full_obs=True).episodes
-    found = {identity(episode): episode for episode in without}
-    assert len(kept) == 18
-    for episode in kept:
-        assert all(torch.equal(values, found[identity(episode)][name]) for name, values in episode.items())
-
-
-@pytest.mark.parametrize("name", ["stream", "episode"])
-def test_other_runners_replace_as_well(name):
+@pytest.mark.parametrize("name", ["parallel", "stream", "episode"])
+def test_every_runner_counts_what_is_kept_and_what_is_lost(name):
     env, probe = LossyEnv(1 if name == "episode" else 5), Probe()
     runner = runner_of(env, name=name)
     rollouts = [runner.collect(probe, explore=None) for _ in range(6)]
     rollouts.append(runner.drain(probe, explore=None))
     kept = begun(env, lost=False)
     assert sum(rollout.n_episodes for rollout in rollouts) == len(kept) >= 6 * env.n_slots
-    assert sorted(identity(e) for rollout in rollouts for e in rollout.episodes) == sorted(s % 1000 for s in kept)
-    assert sum(rollout.steps for rollout in rollouts) == sum(map(length_of, kept))
+    assert sorted(e.meta.seed for rollout in rollouts for e in rollout.episodes) == sorted(kept)
+    assert sum(rollout.steps for rollout in rollouts) == sum(map(length_of, kept)) < len(env.log)
     assert all(rollout.steps == rollout.stats["ep_length"][0] for rollout in rollouts if rollout.n_episodes)
     assert sum(rollout.lost for rollout in rollouts) == runner.lost == len(begun(env, lost=True)) > 0
 

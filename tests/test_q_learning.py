@@ -29,7 +29,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import omagd
-from omagd.components.action_selectors.selectors import EpsilonGreedy, Greedy
+from omagd.components.action_selectors import EpsilonGreedy, Greedy
 from omagd.components.schedules import LinearSchedule
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo

@@ -1,4 +1,4 @@
-"""Levels of opponents as functions of the training progress, which is the same on all ranks.
+"""Schedules of opponents: levels as functions of the training progress, which is the same on all ranks.
 
 A level is an index into the environment's ladder of opponents; 0 is the weakest. An index beyond the end is the last.
 """
@@ -9,6 +9,8 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from typing import ClassVar
+
+from omagd.utils.registry import Registry
 
 LEVELS = 4
 """Number of levels of the published schedules; the last one is reached at the end of training."""
@@ -31,6 +33,10 @@ class OpponentSchedule(ABC):
         """Return the level at progress `share` ≥ 0; None where the ladder is not used."""
 
 
+REGISTRY: Registry[type[OpponentSchedule]] = Registry("opponent_difficulty_strategy", "omagd.opponent_schedules")
+
+
+@REGISTRY.register("none")
 class Unchanged(OpponentSchedule):
     """The opponents of `env_args`, always."""
 
@@ -39,6 +45,7 @@ class Unchanged(OpponentSchedule):
         return None
 
 
+@REGISTRY.register("linear")
 class Linear(OpponentSchedule):
     """Equally long levels; the last one begins at the end of training."""
 
@@ -47,6 +54,7 @@ class Linear(OpponentSchedule):
         return math.floor(LEVELS * share)
 
 
+@REGISTRY.register("exponential")
 class Exponential(OpponentSchedule):
     """Longer easy levels; the published schedule of this name."""
 
@@ -55,6 +63,7 @@ class Exponential(OpponentSchedule):
         return math.floor(LEVELS * share**1.5)
 
 
+@REGISTRY.register("curriculum")
 class Curriculum(OpponentSchedule):
     """Levels that begin at fixed progress."""
 
@@ -63,6 +72,7 @@ class Curriculum(OpponentSchedule):
         return bisect_right(THRESHOLDS, share)
 
 
+@REGISTRY.register("self_play")
 class SelfPlay(OpponentSchedule):
     """Frozen earlier policies, all equally often."""
 

@@ -1,10 +1,15 @@
-"""Greedy and epsilon-greedy choice among the available actions."""
+"""Action selectors: choose one available action for each agent from the values of all actions."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from omagd.utils.registry import Registry
 
+REGISTRY: Registry[type] = Registry("action_selector", "omagd.action_selectors")
+
+
+@REGISTRY.register("greedy")
 class Greedy:
     """The best available action, without exploration."""
 
@@ -18,6 +23,7 @@ class Greedy:
         return np.where(available, q, -np.inf).argmax(axis=-1)
 
 
+@REGISTRY.register("epsilon_greedy")
 class EpsilonGreedy(Greedy):
     """With probability epsilon, independently for each agent, a uniform available action instead of the best one.
 
