@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
@@ -96,7 +94,6 @@ def test_packages_of_run_import_each_other_in_one_direction():
     assert max(levels.values()) <= 5
 
 
-@pytest.mark.xfail(reason="helpers are being moved to modules of their own")
 def test_no_test_file_imports_another():
     """What several test files need is in a module without the prefix `test_`."""
     found = []
