@@ -100,7 +100,7 @@ def train(cwd: Path, *arguments: str) -> Path:
 
 
 def run_folders(cwd: Path) -> set[Path]:
-    """Return the folders of runs in `cwd`/results, where runs go that are not told otherwise."""
+    """Return the folders of runs in `cwd`/results, the default place."""
     return {path.parent for path in cwd.glob("results/*/logs") if path.is_dir()}
 
 

@@ -156,37 +156,34 @@ def test_interruption_has_the_shells_exit_code(monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_sacred_records_every_key_but_no_secret(empty_folder, monkeypatch):
+def test_sacred_records_every_key_but_no_secret_and_failures_too(empty_folder, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "very-secret-value")
     config = resolve("qmix", updates={"local_results_path": str(empty_folder), "seeds": (4, 5)})
-    seen = []
+    assert run_recorded(config, lambda _run, given, log: 3, observe=False) == 3
+    assert list(empty_folder.iterdir()) == []
 
     def mode(_run, given, log):
-        seen.append(given)
+        assert given == config
         _run.log_scalar("return_mean", 1.5, 10)
         return {"win": 1.0}
 
     assert run_recorded(config, mode, options={"--comment": "why"}) == {"win": 1.0}
-    assert seen == [config]
-    record = empty_folder / "sacred" / "1"
-    stored = json.loads((record / "config.json").read_text())
+    stored, run, metrics = (
+        json.loads((empty_folder / "sacred" / "1" / f"{name}.json").read_text())
+        for name in ("config", "run", "metrics")
+    )
     assert {key: stored[key] for key in to_plain(config)} == to_plain(config)
-    assert json.loads((record / "run.json").read_text())["meta"]["comment"] == "why"
-    assert json.loads((record / "run.json").read_text())["status"] == "COMPLETED"
-    assert json.loads((record / "metrics.json").read_text())["return_mean"]["values"] == [1.5]
-    assert not [p for p in empty_folder.rglob("*") if p.is_file() and "very-secret-value" in p.read_text()]
+    assert (run["meta"]["comment"], run["status"]) == ("why", "COMPLETED")
+    assert metrics["return_mean"]["values"] == [1.5]
 
-
-def test_sacred_records_a_failure_and_lets_it_through(empty_folder):
-    config = resolve("qmix", updates={"local_results_path": str(empty_folder)})
-
-    def mode(_run, given, log):
+    def failing(_run, given, log):
         _run.info["folder"] = "run"
         raise UserError("batch_size=7: no")
 
     with pytest.raises(UserError, match="batch_size=7"):
-        run_recorded(config, mode)
-    assert json.loads((empty_folder / "sacred" / "1" / "run.json").read_text())["status"] == "FAILED"
+        run_recorded(config, failing)
+    assert json.loads((empty_folder / "sacred" / "2" / "run.json").read_text())["status"] == "FAILED"
+    assert not [p for p in empty_folder.rglob("*") if p.is_file() and "very-secret-value" in p.read_text()]
 
 
 def test_a_rejected_start_is_one_line_without_a_record(empty_folder, monkeypatch, capfd):
@@ -212,12 +209,6 @@ def test_a_rejected_start_is_one_line_without_a_record(empty_folder, monkeypatch
     assert json.loads(record.read_text())["status"] == "FAILED"
     said = capfd.readouterr()
     assert "Failed after" not in said.out + said.err
-
-
-def test_ranks_without_observers_write_nothing(empty_folder):
-    config = resolve("qmix", updates={"local_results_path": str(empty_folder)})
-    assert run_recorded(config, lambda _run, given, log: 3, observe=False) == 3
-    assert list(empty_folder.iterdir()) == []
 
 
 def test_omagd_run_is_a_function_beside_the_package_of_that_name(monkeypatch):

@@ -305,7 +305,7 @@ def test_a_job_at_its_time_limit_is_queued_again_and_a_cancelled_one_is_not(slur
     assert ("scontrol requeue 4711" in slurm.called()) == again
 
 
-def test_a_batch_script_elsewhere_says_where_the_repository_is_missing(slurm, tmp_path):
+def test_a_batch_script_elsewhere_reports_the_missing_repository(slurm, tmp_path):
     started = slurm("slurm/one_node.sbatch", OMAGD_ROOT=str(tmp_path))
     assert started.communicate(timeout=60)[1].startswith("error: no slurm/lib.sh in")
     assert started.returncode == 2

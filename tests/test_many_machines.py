@@ -32,15 +32,15 @@ RUN = ("--gpus", "1", "--config", "qmix", "--env-config", "skirmish", "env_args.
 
 
 def look(rank: int, dist: Dist, paths: list[list[str]]) -> list[str]:
-    """Return for each case what this rank is told about its folder, nothing where all is well."""
-    group.WAITS, told = (0.0, 0.1), []
+    """Return the error that this rank gets for each folder, empty if there is none."""
+    group.WAITS, errors = (0.0, 0.1), []
     for case in paths:
         try:
             require_shared_folder(dist, case[rank])
-            told.append("")
+            errors.append("")
         except UserError as error:
-            told.append(error.message)
-    return told
+            errors.append(error.message)
+    return errors
 
 
 @pytest.mark.processes
@@ -48,9 +48,9 @@ def test_a_folder_that_is_not_shared_is_refused_on_all_ranks_by_name(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     one, other, missing = (str(tmp_path / name) for name in ("one", "other", "missing"))
-    told = run_ranks(look, [[one, one], [one, other], [one, missing], [missing, missing]])
-    assert told[0] == told[1]
-    shared, apart, gone, nowhere = told[0]
+    errors = run_ranks(look, [[one, one], [one, other], [one, missing], [missing, missing]])
+    assert errors[0] == errors[1]
+    shared, apart, gone, nowhere = errors[0]
     assert shared == ""
     for text in (apart, gone):
         assert "local_results_path" in text and one in text

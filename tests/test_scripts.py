@@ -154,7 +154,7 @@ def test_snakes_take_the_published_flags(call):
     assert args[-11:] == [*expected.split(), "seed=3", "opponent_evasion_start_episode=7"]
 
 
-def test_snakes_go_on_from_a_run_and_an_episode(call):
+def test_snakes_continue_from_a_run_and_an_episode(call):
     run = call.folder / "results" / "mine"
     run.mkdir(parents=True)
     _, _, args = call("train_ddp.sh", "--load_model", "--load_model_run", "mine", "--load_model_run_episode", "2000")
