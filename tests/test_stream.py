@@ -137,7 +137,7 @@ def test_stage_3_keeps_and_counts_every_episode_of_a_stream(tmp_path, monkeypatc
     monkeypatch.setattr(EpisodeBuffer, "add", watch)
     words = ["--config=vdn", "with", *BUDGETS, f"local_results_path={tmp_path}", "runner=stream", "test_interval=60"]
     learned, update = [], RLStage.update
-    monkeypatch.setattr(RLStage, "update", lambda stage: (learned.append(1), update(stage)))
+    monkeypatch.setattr(RLStage, "update", lambda stage: (learned.append(stage), update(stage)))
     result = omagd.run(config_from([*words, "epsilon_anneal_time=200", "updates_per_iteration=3"]))
     lines = [json.loads(line) for line in (Path(result["folder"]) / "metrics.jsonl").read_text().splitlines()]
     assert result["stages"]["stage3"]["clock"]["updates"] == 3 * len(learned) > 0
@@ -146,6 +146,8 @@ def test_stage_3_keeps_and_counts_every_episode_of_a_stream(tmp_path, monkeypatc
     assert epsilons[-1] < 0.7
     clock = result["stages"]["stage3"]["clock"]
     assert (clock["t_env"], clock["episodes"]) == (sum(kept), len(kept))
+    begun = learned[-1].session.runners["train"].stream.state_dict()["played"]
+    assert sum(begun) == len(kept), "episodes that a test has finished are stored too"
     assert clock["t_env"] >= 150
 
 
