@@ -22,11 +22,11 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.ddpg_mac import draw
 from omagd.controllers.types import Exploration
-from omagd.learners.nq_learner import lr_scale
 from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, merge
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules.agents.agent import AgentInputs
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
 from omagd.utils.seeding import generator
 
@@ -137,6 +137,8 @@ class MAPPOLearner:
     args_model = MAPPOArgs
 
     def __init__(self, mac: MAPPOController, config: Config, info: EnvInfo, dist: Dist) -> None:
+        if not isinstance(mac, MAPPOController):
+            raise UserError(f"learner={config.learner} needs mac=mappo_mac, not mac={config.mac}")
         self.mac, self.config, self.info, self.dist = mac, config, info, dist
         self.args = MAPPOArgs.model_validate(config.learner_args)
         width = self.args.critic_hidden
