@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from ranks import ready_stage, run_ranks, stage_config
 
-from omagd.run.reporting.profiling import MEGABYTE, resident_bytes
+from omagd.run.memory_budget import resident_bytes
+from omagd.run.reporting.profiling import MEGABYTE
 from omagd.utils.dist_utils import Dist
 
 MAPS = ("3m", "5m_vs_6m", "8m", "27m_vs_30m")
