@@ -6,7 +6,9 @@ import itertools
 import json
 from pathlib import Path
 
+import pytest
 import torch
+from command_budgets import BUDGETS
 from example_plugins import CONFIGS, add_example
 from interruption import interrupted_run
 from q_toys import INFO, toy_config
@@ -80,3 +82,18 @@ def test_it_trains_and_resumes_bit_for_bit(tmp_path, capsys):
     assert len(list((tmp_path / "b").glob("*"))) == 1, "continued, not begun again"
     assert main([*WORDS, "mixer_args.n_head=8"]) == 2
     assert "'n_heads'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "message"),
+    [
+        ("soft_qmix", "mixer=none", None),
+        ("soft_qmix", "mixer=qplex", "mixer=qplex"),
+        ("soft_qmix", "mac=mappo_mac", "learner=mappo"),
+    ],
+)
+def test_parts_of_the_example_package_work_together_or_say_why_not(config, word, message, tmp_path, capsys):
+    path = f"--config={CONFIGS}/algs/{config}.yaml"
+    code = main([path, "--env-config=matrix_game", "with", *BUDGETS, word, f"local_results_path={tmp_path}"])
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert code == (2 if message else 0) and (message is None or message in errors[0])

@@ -187,6 +187,10 @@ class NQLearner:
         best = greedy_actions(q if self.config.double_q else target_q, batch["avail_actions"])
         with autocast_bf16(self.device, bf16):
             values = mix(self.target_mixer, MixerInputs(target_q, best, batch["avail_actions"], state)).to(q.dtype)
+        return self.td_targets(values, batch)
+
+    def td_targets(self, values: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the TD(lambda) targets of values [S], or [S, n] without a mixer: those of the next state's actions."""
         reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
         if values.dim() > 1:  # mixer=none: each agent has a value, and its own reward where the environment gives one
             terminated = terminated.unsqueeze(-1)

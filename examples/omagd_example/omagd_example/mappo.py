@@ -22,7 +22,7 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.ddpg_mac import draw
 from omagd.controllers.types import Exploration
-from omagd.learners.protocol import Data
+from omagd.learners.protocol import Data, learner_class
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules.agents.agent import AgentInputs
 from omagd.utils.dist_utils import Dist
@@ -50,6 +50,11 @@ class MAPPOArgs(BaseModel):
 
 class MAPPOController(BasicMAC):
     """Draws actions from the softmax of the agent's logits and stores their log-probabilities."""
+
+    def __init__(self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Any = None) -> None:
+        if learner_class(config.learner).data != "on_policy":
+            raise UserError(f"mac={config.mac} draws from logits: it needs learner=mappo, not learner={config.learner}")
+        super().__init__(config, info, device, reconstructor)
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:

@@ -117,7 +117,9 @@ def check_data(config: Config) -> None:
             raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
         return
     if runners.REGISTRY.get(config.runner).unit != "episodes":
-        raise UserError(f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel or stream")
+        raise UserError(
+            f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel, episode or stream"
+        )
     defaults = read_yaml(HERE / "default.yaml")
     for key in REPLAY_KEYS:
         if getattr(config, key) != defaults[key]:
