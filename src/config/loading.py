@@ -39,8 +39,8 @@ VERSIONS = frozenset({"game_version"})
 REMOVED: dict[str, tuple[Any, str]] = {
     "act_in_halves": (False, "it brought no measurable gain; leave it out"),
 }
-"""Keys that earlier versions had, each with its default there and what to do instead. Runs that were started with them
-still continue: their `config.json` may hold them."""
+"""Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
+may hold them; unfinished runs continue where the key had its default."""
 NO_END_IN_STEPS = 10**12
 """`t_max` of a run that only `max_episodes` ends: the largest value of the key."""
 

@@ -45,7 +45,7 @@ from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
-from omagd.utils.run_folder import RunFolder
+from omagd.utils.run_folder import RunFolder, plain
 from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import read_entry, read_json
 
@@ -103,10 +103,22 @@ def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> C
         kind, given = section.removesuffix("_args"), getattr(config, section)
         owner = f"{kind}={getattr(config, kind)}"
         model = getattr(registries[section].get(getattr(config, kind)), "args_model", NoArgs)
-        values = typed_args(section, owner, model, given).model_dump(mode="json")
+        values = _as_json(section, typed_args(section, owner, model, given))
         typed_args(section, owner, model, values)  # as config.json will hold them
         complete[section] = values
     return config.model_copy(update=complete)
+
+
+def _as_json(section: str, args: BaseModel) -> dict[str, Any]:
+    """Return arguments as `config.json` holds them. Errors: UserError for values that JSON has no form for."""
+    try:
+        values = args.model_dump(mode="json")
+    except (ValueError, RecursionError) as problem:  # pydantic's serialization errors are ValueErrors
+        raise UserError(f"{section}: a value cannot be saved as JSON ({' '.join(str(problem).split())})") from None
+    for key, value in values.items():
+        if plain(value) != value:
+            raise UserError(f"{section}.{key}={value}: must be finite, so that config.json can hold it")
+    return values
 
 
 def check_data(config: Config) -> None:
