@@ -235,14 +235,14 @@ def test_warm_up_and_a_batch_without_a_step_change_nothing():
     assert equal(before, state_of(learner)), "the optimizer's state included"
 
 
-@pytest.mark.parametrize("updates", [{"target_update_interval": 20}, {"target_update_updates": 3}])
+@pytest.mark.parametrize("updates", [{"target_update_interval": 20}, {"target_update_updates": 4}])
 def test_a_restored_learner_continues_as_if_never_stopped(updates):
     config = toy_config(**updates)
     batches = [pack_episodes([random_episode(10 * i + k, 3 + k) for k in range(4)]) for i in range(7)]
     learner, resumed = make_learner(config), make_learner(config, seed=9)
     for i, batch in enumerate(batches):
         learner.update(batch, episodes=8 * i)
-        if i == 4:  # targets were copied in update 3 (of 8 * 3 episodes) or 2: the next copy depends on when
+        if i == 4:  # targets were copied at 24 episodes, or at update 4: the next copy depends on when
             copy_learner(learner, resumed)
         if i > 4:
             resumed.update(batch, episodes=8 * i)
