@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -235,6 +236,26 @@ def test_what_a_checkpoint_copies_does_not_grow_with_the_replay(tmp_path):
     assert max(count for _, count in numbers) < 12, "fewer than the buffer holds"
     kept = list((folder.checkpoints / "kept").iterdir())
     assert len(kept) < len(seen), "files that no checkpoint needs go"
+
+
+def test_no_save_begins_while_another_one_is_being_written(tmp_path, monkeypatch):
+    """A second one would refer to files that the first one has not finished."""
+    written, release, ask = [], threading.Event(), keeper_module.Checkpointer.ask
+
+    def write(self, snapshot, logger):
+        written.append(snapshot.facts["iteration"])
+        release.wait(60)
+        return ""
+
+    def release_later(self) -> None:
+        ask(self)
+        if self.iteration == 4:
+            release.set()
+
+    monkeypatch.setattr(snapshot_writer.SnapshotWriter, "write", write)
+    monkeypatch.setattr(keeper_module.Checkpointer, "ask", release_later)
+    launch(config(tmp_path, QMIX, "checkpoint_interval=0"), "run")
+    assert written[0] == 1 and not {2, 3, 4, 5} & set(written) and len(written) > 1
 
 
 def test_a_full_disk_is_logged_and_the_previous_checkpoint_remains(whole, tmp_path, monkeypatch):
