@@ -7,9 +7,9 @@ is killed several times by SIGKILL, a random rank, a random environment worker, 
 random moments, some while a checkpoint is being written, and started again until it ends. Then all weights,
 `metrics.jsonl` (without what measures the machine), the episodes of every rank and the results are compared with those
 of a run of the same configuration that was left alone, and what is left on the machine is looked for: processes (and
-with them ports), shared memory, temporary and half-written files. Of each kill is told how many iterations the newest
-checkpoint did not have, and how old it was. Exit code 1 where anything differs, is left, or more was repeated than one
-interval and the time that writing a checkpoint takes.
+with them ports), shared memory, temporary and half-written files. For each kill it reports how many iterations the
+newest checkpoint did not have, and how old it was. Exit code 1 where anything differs, is left, or more was repeated
+than one interval and the time that writing a checkpoint takes.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def try_variant(name: str, kills: int, asked: argparse.Namespace, place: Path) -
         trial = MeasuredTrial(place / f"killed_{seen.runs}", words)
         ahead = plan[len(seen.kills) : len(seen.kills) + asked.per_run]
 
-        def told(plain: Kill, trial: MeasuredTrial = trial) -> None:
+        def report(plain: Kill, trial: MeasuredTrial = trial) -> None:
             kill = MeasuredKill(**asdict(plain), repeated=trial.repeated, seconds=trial.seconds)
             seen.kills.append(kill)
             while_saving = ", while a checkpoint was written" if kill.saving else ""
@@ -165,7 +165,7 @@ def try_variant(name: str, kills: int, asked: argparse.Namespace, place: Path) -
             )
 
         try:
-            folder = trial.disturbed(chance, ahead, told)
+            folder = trial.disturbed(chance, ahead, report)
             wrong = differences(alone.folder, folder)
         except (AssertionError, OSError, ValueError) as error:
             wrong = [f"{type(error).__name__}: {str(error)[-1500:]}"]

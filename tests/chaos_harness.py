@@ -135,7 +135,7 @@ class Trial:
         return (self.place / f"said_{self.starts - 1}").read_text(errors="replace")[-3000:]
 
     def disturbed(
-        self, chance: random.Random, plan: list[tuple[str, str]], told: Callable[[Kill], None] = lambda kill: None
+        self, chance: random.Random, plan: list[tuple[str, str]], report: Callable[[Kill], None] = lambda kill: None
     ) -> Path:
         """Run to the end, with a kill for each (kind, moment) of the plan that it lives to see; return the folder."""
         plan = list(plan)
@@ -145,7 +145,7 @@ class Trial:
                 if plan and (kill := self._strike(process, *plan[0], chance)):
                     plan.pop(0)
                     self.kills.append(kill)
-                    told(kill)
+                    report(kill)
                     if kill.kind in {"rank", "worker"}:
                         continue
                 code = process.wait(PATIENCE)

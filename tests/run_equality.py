@@ -23,7 +23,7 @@ def differences(one: Path, other: Path, skip: tuple[str, ...] = ()) -> list[str]
     for name in sorted(weights[0] & weights[1]):
         states = [torch.load(run / name, weights_only=True) for run in (one, other)]
         _compare(states[0], states[1], name, found)
-    records = [told(run) for run in (one, other)]
+    records = [reproducible_lines(run) for run in (one, other)]
     if len(records[0]) != len(records[1]):
         found.append(f"metrics.jsonl: {len(records[0])} and {len(records[1])} lines")
     for mine, theirs in zip(*records, strict=False):
@@ -35,7 +35,7 @@ def differences(one: Path, other: Path, skip: tuple[str, ...] = ()) -> list[str]
     return found
 
 
-def told(run: Path) -> list[dict[str, Any]]:
+def reproducible_lines(run: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without what tells of the machine."""
     return [reproducible(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from command_harness import summary_of
 from interruption import interrupted_run
-from run_equality import differences, told
+from run_equality import differences, reproducible_lines
 
 from omagd.components.opponent_schedules import REGISTRY
 from omagd.config.loading import resolve
@@ -229,11 +229,11 @@ def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(strategy, learns, 
     launch(given, "another")
     assert differences(whole, folder.path) == []
     key = "opponent_level" if strategy == "curriculum" else "opponent_selves"
-    values = [record[key] for record in told(whole) if key in record]
+    values = [record[key] for record in reproducible_lines(whole) if key in record]
     assert values[0] < 1
     assert values[-1] == 2 if strategy == "self_play" else values[-1] > 3
     for purpose in ("", "test_"):
-        each = [record for record in told(whole) if f"{purpose}return_agent_0_mean" in record]
+        each = [record for record in reproducible_lines(whole) if f"{purpose}return_agent_0_mean" in record]
         assert each, "each snake's return stands beside the team's"
         for record in each:
             total = sum(record[f"{purpose}return_agent_{i}_mean"] for i in range(3))
@@ -264,5 +264,5 @@ def test_a_test_is_told_once_where_a_tick_brings_no_step(tmp_path):
     """After 200 ticks both games have ended, and the next tick only looks: the clock stands still."""
     short = ("t_max=420", "ticks_per_iteration=1", "test_interval=400", "log_interval=1000", "runner_log_interval=1000")
     folder = launch(config_from([*RUN, *short, "learner_log_interval=1000", f"local_results_path={tmp_path}"]), "run")
-    times = [record["t_env"] for record in told(Path(folder["folder"])) if "test_return_mean" in record]
+    times = [record["t_env"] for record in reproducible_lines(Path(folder["folder"])) if "test_return_mean" in record]
     assert times == [0, 400, 420]

@@ -15,14 +15,14 @@ import pytest
 import torch
 from command_budgets import BUDGETS
 from command_harness import summary_of
-from run_equality import differences, told
+from run_equality import differences, reproducible_lines
 
 from omagd.config.schema import Config
 from omagd.learners import REGISTRY
 from omagd.learners.nq_learner import NQLearner
-from omagd.run.checkpoint import checkpointer as keeper_module
 from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint import writer as snapshot_writer
+from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.resuming import RunLock, claimed_folder, identity_of
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.checkpoint.store import SAVED, folders, read_checkpoint
@@ -50,7 +50,7 @@ class Cut(Exception):
 
 def cut_at(monkeypatch: pytest.MonkeyPatch, iteration: int = -1) -> None:
     """Let the run end in the middle of its `iteration`, counted over its stages; every save is waited for."""
-    inner = keeper_module.Checkpointer.ask
+    inner = Checkpointer.ask
 
     def ask(self) -> None:
         self.finish()
@@ -58,7 +58,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, iteration: int = -1) -> None:
             raise Cut
         inner(self)
 
-    monkeypatch.setattr(keeper_module.Checkpointer, "ask", ask)
+    monkeypatch.setattr(Checkpointer, "ask", ask)
 
 
 def cut_run(given: Config, iteration: int) -> RunFolder:
@@ -97,7 +97,7 @@ def test_a_run_that_is_cut_off_again_and_again_ends_with_the_same_bits(runner, c
     assert differences(whole, folder.path) == []
     assert summary["exit_state"] == "completed"
     assert summary["stages"]["stage3"]["clock"] == summary_of(whole)["stages"]["stage3"]["clock"]
-    assert len(told(whole)) >= 4
+    assert len(reproducible_lines(whole)) >= 4
     assert (
         sum(1 for line in (folder.path / "episodes" / "rank_0.jsonl").open())
         == summary["stages"]["stage3"]["clock"]["episodes"]
@@ -240,7 +240,7 @@ def test_what_a_checkpoint_copies_does_not_grow_with_the_replay(tmp_path):
 
 def test_no_save_begins_while_another_one_is_being_written(tmp_path, monkeypatch):
     """A second one would refer to files that the first one has not finished."""
-    written, release, ask = [], threading.Event(), keeper_module.Checkpointer.ask
+    written, release, ask = [], threading.Event(), Checkpointer.ask
 
     def write(self, snapshot, logger):
         written.append(snapshot.facts["iteration"])
@@ -253,7 +253,7 @@ def test_no_save_begins_while_another_one_is_being_written(tmp_path, monkeypatch
             release.set()
 
     monkeypatch.setattr(snapshot_writer.SnapshotWriter, "write", write)
-    monkeypatch.setattr(keeper_module.Checkpointer, "ask", release_later)
+    monkeypatch.setattr(Checkpointer, "ask", release_later)
     launch(config(tmp_path, QMIX, "checkpoint_interval=0"), "run")
     assert written[0] == 1 and not {2, 3, 4, 5} & set(written) and len(written) > 1
 
@@ -293,7 +293,7 @@ def test_a_longer_run_continues_from_a_finished_one_with_its_whole_state(whole, 
     clock, earlier = summary["stages"]["stage3"]["clock"], summary_of(whole)["stages"]["stage3"]["clock"]
     assert clock["t_env"] >= 700 > earlier["t_env"]
     assert clock["updates"] > earlier["updates"]
-    assert told(folder)[: len(told(whole))] == told(whole)
+    assert reproducible_lines(folder)[: len(reproducible_lines(whole))] == reproducible_lines(whole)
     episodes = (folder / "episodes" / "rank_0.jsonl").read_text()
     assert episodes.startswith((whole / "episodes" / "rank_0.jsonl").read_text())
     assert before == {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.is_file() and "lock" not in p.name}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omagd.learners.protocol import Trainable
 from omagd.run.checkpoint.serialization import first_not_finite, serialized
 from omagd.run.checkpoint.store import Damaged, read_part
 from omagd.utils.clock import Counters
@@ -65,7 +66,7 @@ def require_finite(content: Any, path: Path, key: str) -> None:
         )
 
 
-def save_learner(learner: Any, clock: Counters, folder: Path) -> None:
+def save_learner(learner: Trainable, clock: Counters, folder: Path) -> None:
     """Write the folder `<t_env>/` of stage 3: a file for each module; `opt.th` has optimizer, targets and counters.
 
     Where the disk is full the files are written later; a run that ends without them fails.
@@ -76,7 +77,7 @@ def save_learner(learner: Any, clock: Counters, folder: Path) -> None:
         keep_file(folder / f"{name}.th", module.state_dict())
 
 
-def load_learner(learner: Any, folder: Path) -> dict[str, int]:
+def load_learner(learner: Trainable, folder: Path) -> dict[str, int]:
     """Load everything of a step's folder into a learner; return the state of the clock. Errors: UserError."""
     for name, module in learner.modules().items():
         path = folder / f"{name}.th"

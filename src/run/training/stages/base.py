@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import nn
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Policy
+from omagd.learners.protocol import Trainable
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.serialization import first_not_finite
@@ -65,7 +65,7 @@ class Stage(ABC):
     clock_name: str
     lr_key: str
     tasks: list[Task]
-    learner: Any
+    learner: Trainable
 
     def __init__(self, session: Session, products: PretrainedModules) -> None:
         self.session = session
@@ -88,7 +88,7 @@ class Stage(ABC):
         """Save `stateful` in the checkpoints of this stage: see `Checkpointer.register`."""
         self.session.checkpointer.register(name, stateful, scope)
 
-    def register_learner(self, learner: Any) -> None:
+    def register_learner(self, learner: Trainable) -> None:
         """Train with `learner`, and save its modules, its state, and what it registers itself."""
         self.learner = learner
         self.register("modules", Group(learner.modules()))

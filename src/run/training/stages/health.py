@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from omagd.config.schema import Config
+from omagd.learners.protocol import Trainable
 from omagd.learners.synced_optimizer import SKIPPED, Stats
 from omagd.run.checkpoint.weights import checksum
 from omagd.utils.dist_utils import Dist
@@ -107,7 +108,7 @@ class Health:
         self._unread, self._counts = [], [int(count) for count in state]
 
 
-def held_in_common(learner: Any) -> dict[str, torch.Tensor]:
+def held_in_common(learner: Trainable) -> dict[str, torch.Tensor]:
     """Return every tensor that must be the same on all ranks, by name.
 
     Parameters and buffers of what is trained (a codebook among them), and of the target networks.
@@ -117,7 +118,7 @@ def held_in_common(learner: Any) -> dict[str, torch.Tensor]:
     return {f"{module}.{name}": tensor for module, state in modules.items() for name, tensor in state.items()}
 
 
-def check_replicas(dist: Dist, learner: Any, when: str) -> None:
+def check_replicas(dist: Dist, learner: Trainable, when: str) -> None:
     """Compare everything that the ranks hold in common. Called on every rank.
 
     when: the iteration, for the message. Errors: UserError, on all ranks, that names the first tensor that differs.

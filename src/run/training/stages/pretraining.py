@@ -14,6 +14,7 @@ from torch import nn
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.reconstructor import describe
 from omagd.run.checkpoint.state import Attribute, StageResult
@@ -41,6 +42,7 @@ class PretrainStage(Stage):
 
     clock_name = "epoch"
     lr_key = "graph_lr"
+    learner: PretrainingLearner
     product: str
     weights_name: str
 
@@ -66,7 +68,7 @@ class PretrainStage(Stage):
             self.register(name, Attribute(self, attribute))
 
     @abstractmethod
-    def make_learner(self) -> Any:
+    def make_learner(self) -> PretrainingLearner:
         """Return the learner of this stage over freshly initialised modules."""
 
     @property

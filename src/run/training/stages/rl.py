@@ -11,7 +11,7 @@ from omagd.components.data import DataSource, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import MAC, Exploration, Policy
-from omagd.learners.protocol import updates_per_iteration
+from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
 from omagd.run.training.beliefs import judge_beliefs
@@ -34,6 +34,7 @@ class RLStage(Stage):
     name = "stage3"
     clock_name = "t_env"
     lr_key = "lr"
+    learner: Learner
 
     def __init__(self, session: Session, products: PretrainedModules) -> None:
         super().__init__(session, products)
