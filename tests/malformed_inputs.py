@@ -282,33 +282,3 @@ FAMILIES: dict[str, list[Malformed]] = {
 }
 for _family, _case in _of_keys():
     FAMILIES.setdefault(_family, []).append(_case)
-
-# What shell text does where a script hands it to arithmetic or to a test of numbers.
-INJECTED = "PATH[$(touch HIT)`touch HIT`]"
-GIVEN = {"TOKENIZER_PATH": "t", "MASK_PREDICTOR_PATH": "m"}
-# Scripts, their arguments and variables, and a word of the line that rejects them.
-SHELL_MISTAKES: tuple[tuple[str, str, dict[str, str], str], ...] = (
-    ("launch.sh", "--node 2", {}, "--node: not understood"),
-    ("launch.sh", "", {"NUM_GPUS": INJECTED}, "NUM_GPUS PATH[$("),
-    ("launch.sh", "--nodes 2 --node-rank 0 --master-addr -x", {}, "--master-addr -x"),
-    ("train_ddp.sh", "--epochs 3", {}, "--epochs: not understood"),
-    ("train_ddp.sh", "", {"NUM_GPUS": "two"}, "NUM_GPUS two"),
-    ("run_pretrain_ddp.sh", "--epochs=3", {}, "--epochs=3: not understood"),
-    ("run_pretrain_ddp.sh", "--config", {}, "--config needs a value"),
-    ("run_gnn_stage3_ddp.sh", "-x", {}, "-x: not understood"),
-    ("run_gnn_stage3_ddp.sh", "", {"NUM_GPUS": "-1", **GIVEN}, "NUM_GPUS -1"),
-    ("quickstart.sh", "\x1b[31mred", {}, "?[31mred: not understood"),
-    ("scripts/quick_distributed_test.sh", "", {"NUM_GPUS": INJECTED}, "NUM_GPUS PATH[$("),
-    ("scripts/quick_distributed_test.sh", "--nodes 2 --master-addr a;b", {}, "--master-addr a;b"),
-    ("install_sc2.sh", "--verison 4.10", {}, "--verison"),
-    ("slurm/one_node.sbatch", "", {"SLURM_JOB_ID": INJECTED}, "SLURM_JOB_ID="),
-    ("slurm/many_nodes.sbatch", "", {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID="),
-    *(
-        (script, "", {"PYTHON": python, **GIVEN}, f"PYTHON={python}: does not start")
-        for script, python in (
-            ("launch.sh", "/nowhere/python"), ("train_ddp.sh", "/bin/false"), ("run_tests.sh", "/bin/false"),
-            ("run_pretrain_ddp.sh", "/nowhere/python"), ("run_gnn_stage3_ddp.sh", "/bin/false"),
-            ("quickstart.sh", "/nowhere/python"),
-        )
-    ),
-)  # fmt: skip

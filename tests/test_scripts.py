@@ -1,96 +1,172 @@
-"""The launch scripts: from any directory, with any of their variables, they mean what they say."""
+"""The shell scripts: arguments of the commands that they start, mistakes, help; no part of their input is executed."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
+from command_harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = [
-    "run_pretrain_ddp.sh",
-    "run_gnn_stage3_ddp.sh",
-    "train_ddp.sh",
-    "quickstart.sh",
-    "run_tests.sh",
-    "install_sc2.sh",
-    ".ci/run", "scripts/lib.sh", "launch.sh", "scripts/launch_distributed_training.sh", "slurm/lib.sh",
-    "scripts/quick_distributed_test.sh", "slurm/one_node.sbatch", "slurm/many_nodes.sbatch", "slurm/snakes.sbatch",
-]  # fmt: skip
+LAUNCHERS = ("launch.sh", "train_ddp.sh", "run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh")
+SCRIPTS = (*LAUNCHERS, "quickstart.sh", "run_tests.sh", "scripts/quick_distributed_test.sh", "install_sc2.sh")
+BATCH = ("slurm/one_node.sbatch", "slurm/many_nodes.sbatch", "slurm/snakes.sbatch")
+WITH_HELP = (*SCRIPTS, ".ci/run", "benchmarks/gpu.sh")
+LIBRARIES = ("scripts/lib.sh", "slurm/lib.sh")
+MAIN = str(ROOT / "src" / "main.py")
 
-# Stands in for Python: says 0 GPUs when asked, and writes down how it is called otherwise.
-FAKE_PYTHON = """#!/usr/bin/env bash
-if [ "$1" = -c ]; then
-    case "$2" in *cuda*) echo "${FAKE_GPUS:-0}" ;; esac
-    exit 0
-fi
-case "$*" in *find_pretrained.py*) printf '%s\\n' "$@" >"$CALLED.found"; printf 'a b/t.th\\nc/p.th\\n'; exit 0 ;; esac
-case "$*" in *--env-config=sc2*--dry-run*) exit "${FAKE_SC2:-2}" ;; esac
-printf '%s\\n' "$PWD" "$@" >"$CALLED"
+# Stands in for Python: prints the number of GPUs, finds weights, and records its other calls.
+PYTHON = r"""#!/usr/bin/env bash
+case "$*" in
+    -c*cuda*) printf '%s\n' "${FAKE_GPUS:-0}" ;;
+    -c*) ;;
+    *find_pretrained.py*) printf '%s\n' "$@" >found; printf 'a b/t.th\nc/p.th\n' ;;
+    *--env-config=sc2*--dry-run*) exit "${FAKE_SC2:-2}" ;;
+    *) printf '%s\n' "$PWD" "$@" >"$CALLED" ;;
+esac
 """
+PROGRAM = '#!/usr/bin/env bash\necho "$0" >>programs\n[ "$1" != show ] || echo gpu17\n'
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a script ended, its folder, and the arguments of the command that it started."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+    arguments: list[str]
 
 
 @pytest.fixture
-def call(tmp_path):
-    """Return a function that runs a script with a stand-in Python: (process, its working directory, its arguments)."""
-    fake = tmp_path / "fake_python"
-    fake.write_text(FAKE_PYTHON)
-    fake.chmod(0o755)
-    folder = tmp_path / "some where"
-    folder.mkdir()
-    called = tmp_path / "called"
+def run(tmp_path):
+    """Return a function that runs a script in a folder `at`, with stand-ins for Python, SLURM and curl."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("python", PYTHON), *((name, PROGRAM) for name in ("srun", "scontrol", "curl"))):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
 
-    def run(script: str, *args: str, **variables: str):
-        clean = {key: value for key, value in os.environ.items() if key in {"PATH", "LANG"}}
-        env = {**clean, "HOME": str(tmp_path), "PYTHON": str(fake), "CALLED": str(called), **variables}
-        done = subprocess.run(
-            ["bash", str(ROOT / script), *args], cwd=folder, env=env, capture_output=True, text=True, check=False
-        )
-        lines = called.read_text().splitlines() if called.exists() else [""]
-        return done, lines[0], lines[1:]
+    def call(script: str, *arguments: str, at: str = "some where", **variables: str) -> Done:
+        folder, python = tmp_path / at, tmp_path / "bin" / "python"
+        (folder / "venv" / "bin").mkdir(parents=True, exist_ok=True)
+        called, own = folder / "called", folder / "venv" / "bin" / "python"
+        called.unlink(missing_ok=True)
+        own.unlink(missing_ok=True)
+        own.symlink_to(python)
+        env = {
+            "PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(folder), "CALLED": str(called),
+            "PYTHON": str(python), "VENV": str(folder / "venv"), "OMAGD_ROOT": str(ROOT),
+            "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "gpu17", **variables,
+        }  # fmt: skip
+        command = ["bash", str(ROOT / script), *arguments]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, stdin=-3, timeout=60)
+        where, *passed = called.read_text().splitlines() if called.exists() else [str(folder)]
+        assert where == str(folder) or script not in LAUNCHERS, "launchers never change the directory"
+        return Done(done.returncode, done.stdout, done.stderr, folder, passed)
 
-    run.folder = folder
-    return run
+    return call
 
 
-def test_scripts_are_bash_that_parses_and_can_be_executed():
-    for script in SCRIPTS:
+def test_scripts_parse_and_can_be_executed():
+    for script in (*WITH_HELP, *BATCH, *LIBRARIES, "scripts/launch_distributed_training.sh"):
         assert subprocess.run(["bash", "-n", str(ROOT / script)], check=False).returncode == 0
-        assert script.endswith("lib.sh") or os.access(ROOT / script, os.X_OK)
-    for script in SCRIPTS[:4]:  # launchers never change the directory
-        assert not [line for line in (ROOT / script).read_text().splitlines() if line.strip().startswith("cd ")]
+        assert script in LIBRARIES or os.access(ROOT / script, os.X_OK)
     assert "auto_resume" not in (ROOT / "quickstart.sh").read_text()  # a second start begins a new run
 
 
-def test_stage1_with_defaults(call):
-    done, folder, args = call("run_pretrain_ddp.sh")
-    assert done.returncode == 0
-    assert folder == str(call.folder)
-    assert args[:4] == [str(ROOT / "src" / "main.py"), "--config=omagd_origin", "--env-config=skirmish", "with"]
-    expected = "recontructer_stage=stage1 run=ddp learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355"
-    assert {*expected.split(), "auto_resume=True"} <= set(args)
-    assert not [arg for arg in args if "pretrained" in arg or "map_name" in arg]
-    assert "skirmish" in done.stderr
-    assert "2 CPU workers" in done.stderr
+# Shell text that would be executed where a script hands it to arithmetic or to a test of numbers.
+INJECTED = "PATH[$(touch HIT)`touch HIT`]"
+GIVEN = {"TOKENIZER_PATH": "a b/t", "MASK_PREDICTOR_PATH": "m"}
+STAGE1 = "recontructer_stage=stage1 run=ddp learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355"
+STAGE2 = "recontructer_stage=stage2 world_size=3 env_args.map_name=8m 'pretrained_tokenizer_path=a b/t'"
+STAGE3 = (
+    "recontructer_stage=stage3 mac=gnn_graph_mac agent=gnn_rnn world_size=4 'pretrained_tokenizer_path=a b/t'"
+    " pretrained_mask_predictor_path=m auto_resume=True"
+)
+SNAKES = (
+    "--max_episodes 50000 --batch_size=128 --epsilon 0.4 --epsilon_speed 0.9999 --a_lr 0.01 --c_lr=0.02 --save_interval"
+    " 1000 --opponent_difficulty_strategy curriculum --enable_opponent_evasion seed=3 --opponent_evasion_start_episode"
+)
+PASSED = (
+    "run=ddp learner=ddpg_learner_ddp world_size=2 auto_resume=True t_max=10000000 batch_size=128 epsilon_start=0.4"
+    " epsilon_speed=0.9999 lr=0.01 critic_lr=0.02 save_model_interval=200000 opponent_difficulty_strategy=curriculum"
+    " enable_opponent_evasion=True seed=3"
+)
+# Script, arguments and variables; the options that it passes, some of the arguments behind them, and the last ones.
+CALLS = (
+    ("run_pretrain_ddp.sh", "", {}, "omagd_origin skirmish", f"{STAGE1} auto_resume=True", ""),
+    (
+        "run_pretrain_ddp.sh", "graph_pretrain_epochs=5 'name=a b'",
+        {"STAGE": "stage2", "NUM_GPUS": "3", "MAP_NAME": "8m", "TOKENIZER_PATH": "a b/t"},
+        "omagd_origin skirmish", STAGE2, "graph_pretrain_epochs=5 'name=a b'",
+    ),
+    ("run_gnn_stage3_ddp.sh", "t_max=9", {"FAKE_GPUS": "4", **GIVEN}, "omagd skirmish", STAGE3, "t_max=9"),
+    ("run_gnn_stage3_ddp.sh", "auto_resume=False", GIVEN, "omagd skirmish", "auto_resume=True", "auto_resume=False"),
+    ("train_ddp.sh", f"{SNAKES} 7", {}, "snakes_ddpg snakes", PASSED, "opponent_evasion_start_episode=7"),
+    ("train_ddp.sh", "--gpus 0,2", {"FAKE_GPUS": "2"}, "snakes_ddpg snakes", "world_size=2", ""),
+)  # fmt: skip
 
 
-def test_stage2_passes_the_tokenizer_and_further_arguments_come_last(call):
-    variables = {"STAGE": "stage2", "TOKENIZER_PATH": "a b/tokenizer.th", "NUM_GPUS": "3", "MAP_NAME": "8m"}
-    _, _, args = call("run_pretrain_ddp.sh", "graph_pretrain_epochs=5", "name=a b", **variables)
-    assert {"recontructer_stage=stage2", "world_size=3", "env_args.map_name=8m"} <= set(args)
-    assert "pretrained_tokenizer_path=a b/tokenizer.th" in args
-    assert args[-2:] == ["graph_pretrain_epochs=5", "name=a b"]
+@pytest.mark.parametrize(("script", "typed", "variables", "names", "passed", "last"), CALLS)
+def test_variables_and_flags_become_arguments(run, script, typed, variables, names, passed, last):
+    """What is typed comes last, so that it overrides what the script adds."""
+    done, end = run(script, *shlex.split(typed), **variables), shlex.split(last)
+    config, env = names.split()
+    assert done.code == 0
+    assert done.arguments[:4] == [MAIN, f"--config={config}", f"--env-config={env}", "with"]
+    assert set(shlex.split(passed)) <= set(done.arguments)
+    assert done.arguments[len(done.arguments) - len(end) :] == end
+    absent = {"TOKENIZER_PATH": "pretrained", "MAP_NAME": "map_name"}
+    assert not [w for w in done.arguments for key, word in absent.items() if word in w and key not in variables]
+    assert "2 CPU workers" in done.err or "NUM_GPUS" in variables or "FAKE_GPUS" in variables
+    assert "--dry-run" in run(script, *shlex.split(typed), **variables, DRY_RUN="1").arguments
 
 
-MISTAKES = (
+def test_stage3_finds_weights_that_are_not_given(run):
+    typed = ("t_max=9", "env_args.move_amount=3")
+    done = run("run_gnn_stage3_ddp.sh", *typed, MAP_NAME="8m", RESULTS_PATH="a b")
+    assert {"pretrained_tokenizer_path=a b/t.th", "pretrained_mask_predictor_path=c/p.th"} <= set(done.arguments)
+    _, *asked = (done.folder / "found").read_text().splitlines()
+    assert asked == ["a b", "--config=omagd", "--env-config=skirmish", "with", "env_args.map_name=8m", *typed]
+    run("run_gnn_stage3_ddp.sh", TOKENIZER_PATH="mine")
+    assert (done.folder / "found").read_text().splitlines()[-1] == "pretrained_tokenizer_path=mine"
+
+
+def test_snakes_continue_from_a_run_and_an_episode(run, tmp_path):
+    mine = tmp_path / "some where" / "results" / "mine"
+    mine.mkdir(parents=True)
+    done = run("train_ddp.sh", "--load_model", "--load_model_run", "mine", "--load_model_run_episode", "2000")
+    assert done.arguments[-2:] == ["checkpoint_path=results/mine", "load_step=400000"]
+    assert run("train_ddp.sh", "--load_model", f"--load_model_run={mine}").arguments[-1] == f"checkpoint_path={mine}"
+
+
+@pytest.mark.parametrize(("playable", "env"), [("0", "sc2"), ("2", "skirmish")])
+def test_the_real_game_is_used_where_it_can_be_played(run, tmp_path, playable, env):
+    (tmp_path / "some where" / "StarCraftII" / "Versions").mkdir(parents=True)
+    done = run("run_pretrain_ddp.sh", FAKE_SC2=playable)
+    assert f"--env-config={env}" in done.arguments and f"environment: {env}" in done.err
+
+
+# Script, arguments and variables, and words of the line that rejects them.
+MISTAKES: tuple[tuple[str, str, dict[str, str], str], ...] = (
+    ("launch.sh", "--node 2", {}, "--node: not understood"),
+    ("launch.sh", "", {"NUM_GPUS": INJECTED}, "NUM_GPUS PATH[$("),
+    ("launch.sh", "--nodes 2 --node-rank 0 --master-addr -x", {}, "--master-addr -x"),
     ("run_pretrain_ddp.sh", "", {"STAGE": "stage2"}, "TOKENIZER_PATH"),
     ("run_pretrain_ddp.sh", "", {"STAGE": "stage7"}, "STAGE=stage7"),
+    ("run_pretrain_ddp.sh", "--epochs=3", {}, "--epochs=3: not understood"),
+    ("run_pretrain_ddp.sh", "--config", {}, "--config needs a value"),
     ("run_gnn_stage3_ddp.sh", "", {"MASK_PREDICTOR_PATH": "x"}, "TOKENIZER_PATH"),
-    ("train_ddp.sh", "--gpus 0,7", {}, "--gpus 0,7: only 1 of these 2 GPUs"),
+    ("run_gnn_stage3_ddp.sh", "-x", {}, "-x: not understood"),
+    ("run_gnn_stage3_ddp.sh", "", {"NUM_GPUS": "-1", **GIVEN}, "NUM_GPUS -1"),
+    ("train_ddp.sh", "--gpus 0,7", {"FAKE_GPUS": "1"}, "--gpus 0,7: only 1 of these 2 GPUs"),
     ("train_ddp.sh", "--gpus 0,,1", {}, "--gpus 0,,1"),
     ("train_ddp.sh", "--gpus all", {}, "--gpus all"),
     ("train_ddp.sh", "--max_episodes many", {}, "--max_episodes many: must be a whole number"),
@@ -99,85 +175,65 @@ MISTAKES = (
     ("train_ddp.sh", "--load_model", {}, "--load_model needs --load_model_run"),
     ("train_ddp.sh", "--load_model --load_model_run nobody", {}, "--load_model_run nobody: no such run in results"),
     ("train_ddp.sh", "--load_model_run_episode 3", {}, "--load_model"),
+    ("train_ddp.sh", "", {"NUM_GPUS": "two"}, "NUM_GPUS two"),
+    ("quickstart.sh", "\x1b[31mred", {}, "?[31mred: not understood"),
+    ("scripts/quick_distributed_test.sh", "", {"NUM_GPUS": INJECTED}, "NUM_GPUS PATH[$("),
+    ("scripts/quick_distributed_test.sh", "--nodes 2 --master-addr a;b", {}, "--master-addr a;b"),
+    ("install_sc2.sh", "--verison 4.10", {}, "--verison"),
+    ("slurm/one_node.sbatch", "", {"SLURM_JOB_ID": INJECTED}, "SLURM_JOB_ID="),
+    ("slurm/many_nodes.sbatch", "", {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID="),
+    *(
+        (script, "", {"PYTHON": python, **GIVEN}, f"PYTHON={python}: does not start")
+        for script in (*LAUNCHERS, "quickstart.sh", "run_tests.sh")
+        for python in ("/nowhere/python", "/bin/false")
+    ),
 )
 
 
-@pytest.mark.parametrize(("script", "typed", "variables", "word"), MISTAKES)
-def test_mistakes_are_one_line_before_anything_runs(call, script, typed, variables, word):
-    done, _, args = call(script, *typed.split(), FAKE_GPUS="1", **variables)
-    assert (done.returncode, args) == (2, [])
-    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
-    assert word in done.stderr
+def test_mistakes_are_one_line_before_anything_is_installed_or_started(run):
+    def attempt(number: int) -> str:
+        script, typed, variables, words = MISTAKES[number]
+        done = run(script, *typed.split(), at=f"case {number}", **variables)
+        left = {path.name for path in done.folder.rglob("*")} - {"venv", "bin", "python"}
+        right = (done.code, done.out, left) == (2, "", set()) and re.fullmatch(r"error: [^\n\x1b]*\n", done.err)
+        return "" if right and words in done.err else f"{MISTAKES[number]}: {done} {left}"
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [found for found in pool.map(attempt, range(len(MISTAKES))) if found] == []
 
 
-def test_stage3_takes_the_graph_agent_and_all_gpus(call):
-    done, folder, args = call(
-        "run_gnn_stage3_ddp.sh", "t_max=9", TOKENIZER_PATH="t", MASK_PREDICTOR_PATH="m", FAKE_GPUS="4", DRY_RUN="1"
-    )
-    assert (done.returncode, folder) == (0, str(call.folder))
-    assert "--config=omagd" in args
-    assert "--dry-run" in args
-    expected = "recontructer_stage=stage3 mac=gnn_graph_mac agent=gnn_rnn world_size=4 pretrained_tokenizer_path=t"
-    assert {*expected.split(), "pretrained_mask_predictor_path=m", "auto_resume=True"} <= set(args)
-    assert args[-1] == "t_max=9"
+def variables_of(script: str) -> list[str]:
+    """Return the variables of the environment that a script and its library read."""
+    library = LIBRARIES[script.startswith("slurm")]
+    text = "".join((ROOT / name).read_text() for name in (script, library))
+    given = {"PATH", "HOME", "BASH_SOURCE", "OMAGD_ROOT", "PWD"}
+    return sorted(set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)) - given)
 
 
-def test_stage3_as_printed_takes_what_is_found(call, tmp_path):
-    done, _, args = call(
-        "run_gnn_stage3_ddp.sh", "t_max=9", "env_args.move_amount=3", MAP_NAME="8m", RESULTS_PATH="a b"
-    )
-    assert done.returncode == 0
-    assert {"pretrained_tokenizer_path=a b/t.th", "pretrained_mask_predictor_path=c/p.th"} <= set(args)
-    asked = (tmp_path / "called.found").read_text().splitlines()
-    assert asked[1:5] == ["a b", "--config=omagd", "--env-config=skirmish", "with"]
-    assert asked[5:] == ["env_args.map_name=8m", "t_max=9", "env_args.move_amount=3"]
-    call("run_gnn_stage3_ddp.sh", TOKENIZER_PATH="mine")
-    assert (tmp_path / "called.found").read_text().splitlines()[-1] == "pretrained_tokenizer_path=mine"
+def test_neither_variables_nor_what_programs_print_are_executed(run, tmp_path):
+    cases = [(script, name) for script in (*SCRIPTS, *BATCH) for name in variables_of(script)]
+    assert {("slurm/many_nodes.sbatch", "SLURM_JOB_ID"), ("launch.sh", "NUM_GPUS")} <= set(cases)
+
+    def attempt(case: tuple[str, str]) -> None:
+        script, name = case
+        more = ("--node-rank", "0", "--master-addr", "host", "--nodes", "1") if "quick_dist" in script else ()
+        run(script, *more, at=f"{script} {name}".replace("/", "_"), **{name: INJECTED})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(attempt, cases))
+    for script in LAUNCHERS:
+        run(script, "--gpus", "0", at=f"gpus {script}", FAKE_GPUS=INJECTED)
+    assert [str(path) for path in tmp_path.rglob("HIT")] == []
 
 
-@pytest.mark.parametrize("script", ["run_pretrain_ddp.sh", "run_gnn_stage3_ddp.sh"])
-def test_what_is_typed_counts_more_than_going_on(call, script):
-    """The last value of a key is the one that counts."""
-    _, _, args = call(script, "auto_resume=False", TOKENIZER_PATH="t", MASK_PREDICTOR_PATH="m")
-    assert [arg for arg in args if arg.startswith("auto_resume=")] == ["auto_resume=True", "auto_resume=False"]
-
-
-def test_snakes_take_the_published_flags(call):
-    flags = "--max_episodes 50000 --batch_size=128 --epsilon 0.4 --epsilon_speed 0.9999 --a_lr 0.01 --c_lr=0.02"
-    flags += " --save_interval 1000 --opponent_difficulty_strategy curriculum --enable_opponent_evasion"
-    done, folder, args = call("train_ddp.sh", *flags.split(), "seed=3", "--opponent_evasion_start_episode", "7")
-    assert (done.returncode, folder) == (0, str(call.folder))
-    assert args[:4] == [str(ROOT / "src" / "main.py"), "--config=snakes_ddpg", "--env-config=snakes", "with"]
-    assert {"run=ddp", "learner=ddpg_learner_ddp", "world_size=2", "auto_resume=True"} <= set(args)
-    expected = "t_max=10000000 batch_size=128 epsilon_start=0.4 epsilon_speed=0.9999 lr=0.01 critic_lr=0.02"
-    expected += " save_model_interval=200000 opponent_difficulty_strategy=curriculum enable_opponent_evasion=True"
-    assert args[-11:] == [*expected.split(), "seed=3", "opponent_evasion_start_episode=7"]
-
-
-def test_snakes_continue_from_a_run_and_an_episode(call):
-    run = call.folder / "results" / "mine"
-    run.mkdir(parents=True)
-    _, _, args = call("train_ddp.sh", "--load_model", "--load_model_run", "mine", "--load_model_run_episode", "2000")
-    assert args[-2:] == ["checkpoint_path=results/mine", "load_step=400000"]
-    _, _, args = call("train_ddp.sh", "--load_model", f"--load_model_run={run}")
-    assert args[-1] == f"checkpoint_path={run}"
-    _, _, args = call("train_ddp.sh", "--gpus", "0,2", FAKE_GPUS="2")
-    assert "world_size=2" in args
-
-
-@pytest.mark.parametrize(("playable", "env"), [("0", "sc2"), ("2", "skirmish")])
-def test_the_real_game_is_taken_where_it_can_be_played(call, tmp_path, playable, env):
-    (tmp_path / "StarCraftII" / "Versions").mkdir(parents=True)
-    done, _, args = call("run_pretrain_ddp.sh", FAKE_SC2=playable)
-    assert f"--env-config={env}" in args
-    assert f"environment: {env}" in done.stderr
-
-
-@pytest.mark.processes
-def test_stage1_resolves_for_real(tmp_path):
-    env = {**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", "NUM_GPUS": "2", "ENV_CONFIG": "skirmish"}
-    command = [str(ROOT / "run_pretrain_ddp.sh"), "graph_pretrain_epochs=3", "use_cuda=False"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=60)
-    values = yaml.safe_load(done.stdout)
-    assert (values["recontructer_stage"], values["world_size"], values["graph_pretrain_epochs"]) == ("stage1", 2, 3)
-    assert list(tmp_path.iterdir()) == []
+def test_help_is_printed_and_nothing_else_is_done(run, tmp_path):
+    for number, script in enumerate(WITH_HELP):
+        done = run(script, ("-h", "--help")[number % 2], PYTHON="/nowhere/python")
+        assert (done.code, done.err) == (0, ""), script
+        assert done.out.splitlines()[0] == (ROOT / script).read_text().splitlines()[1].lstrip("# ")
+        assert "set -" not in done.out and "#!" not in done.out
+    log = [sys.executable, str(ROOT / "scripts" / "with_log.py")]  # it takes a name for its log, but no option
+    for words, code in ((["--help"], 0), (["--helpp", "true"], 2), ([], 2)):
+        shown = subprocess.run([*log, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert shown.returncode == code and "with_log.py LOG COMMAND" in (shown.stderr if code else shown.stdout)
+    assert {path for path in tmp_path.rglob("*") if path.is_file() and "bin" not in path.parts} == set()
