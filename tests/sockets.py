@@ -1,12 +1,31 @@
-"""Which addresses of this host processes listen on, as the kernel tells it."""
+"""Processes of this host: their descendants, the addresses that they listen on, waiting for what they do."""
 
 from __future__ import annotations
 
 import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 LISTEN = "0A"
+
+
+def wait_until(true: Callable[[], object], seconds: float = 60.0) -> bool:
+    """Wait until `true()` holds, for some seconds at most; return whether it does."""
+    until = time.monotonic() + seconds
+    while not (found := bool(true())) and time.monotonic() < until:
+        time.sleep(0.02)
+    return found
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def listening(pids: list[int]) -> dict[int, set[IPv4Address | IPv6Address]]:
@@ -24,10 +43,8 @@ def tree(pid: int) -> list[int]:
     """Return a process and all that descend from it."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
     found = [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
@@ -45,10 +62,8 @@ def running(pid: int) -> bool:
 def _descriptors(pid: int) -> set[str]:
     names = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with suppress(OSError):
             names.add(os.readlink(entry))
-        except OSError:
-            continue
     return names
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
+Store = dist.Store
 DEFAULT_PORT = 12355
 LOOPBACK = "127.0.0.1"
 _STARTED = time.perf_counter()

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from omagd.config.schema import Config
-from omagd.run.launch.watchdog import Hung, beating, watching
+from omagd.run.launch.watchdog import Heartbeat, Hung, Watchdog
 from omagd.run.topology import Plan, require_own_gpus
 from omagd.utils.dist_utils import (
     Dist,
@@ -74,7 +74,7 @@ def joined_group(
             dist = Dist(rank, plan.world_size, device)
             dist.waits.on_error = on_error
             board = open_board(rank, port, minutes, hosted=hosted, attempt=attempt)
-            with beating(dist, board, 60 * minutes, hung), watching(dist, 60 * minutes, hung):
+            with Heartbeat(dist, board, 60 * minutes, hung), Watchdog(dist, 60 * minutes, hung):
                 if plan.joins and plan.backend == "nccl":
                     gpu = str(torch.cuda.get_device_properties(device).uuid)
                     require_own_gpus(dist.gather((socket.gethostname(), gpu)))

@@ -16,13 +16,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from omagd.run.training.session import BUILDING, CLOSING, COUNTING
-from omagd.utils.dist_utils import Dist
+from omagd.utils.dist_utils import Dist, Store
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import CLOSING_SECONDS, ending, raise_in_main_thread
 
@@ -34,69 +33,80 @@ Hung = Callable[[str, str], None]
 """Called with one line that names the hanging rank, and the Python stack of its main thread (empty if unknown)."""
 
 
-class KeyValueStore(Protocol):
-    """Shared store of texts by key; calls may block, so only the heartbeat thread uses it."""
+class Watch(threading.Thread):
+    """A thread that checks every few seconds within a `with` block whether a rank hangs.
 
-    def set(self, key: str, value: str) -> None:
-        """Store a text."""
+    Args:
+        dist: this rank. timeout: seconds, without the time in which this process was stopped (as by Ctrl-Z).
+        hung: called once, in this thread.
+    """
 
-    def get(self, key: str) -> bytes:
-        """Return a text; waits until it exists."""
+    def __init__(self, dist: Dist, timeout: float, hung: Hung) -> None:
+        super().__init__(name=type(self).__name__.lower(), daemon=True)
+        self.dist, self.timeout, self.hung = dist, timeout, hung
+        self.interval = min(5.0, max(0.05, timeout / 16))
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join(max(1.0, 2 * self.interval))
+
+    def run(self) -> None:
+        """Check until the end of the block or the first hang."""
+        at = time.perf_counter()
+        while not self._ended.wait(self.interval):
+            now = time.perf_counter()
+            passed, at = min(now - at, 2 * self.interval), now
+            if found := self.check(passed):
+                self.hung(*found)
+                return
+
+    def check(self, passed: float) -> tuple[str, str] | None:
+        """Return the line and the stack for `hung`, None if nothing hangs; `passed`: seconds since the last check."""
+        raise NotImplementedError
 
 
-@dataclass
-class Seen:
-    """Last heartbeat read from a rank. since: time (of this process) at which its number `beat` was first seen."""
-
-    beat: int
-    since: float
-
-
-class Heartbeat(threading.Thread):
+class Heartbeat(Watch):
     """Writes this rank's heartbeat every few seconds, and reads those of the others when an exchange is late.
 
     Args:
-        dist: this rank. board: store shared by all ranks. timeout: seconds that an exchange may take; the thread waits
-            a little longer, so that a hanging rank can report itself. hung: called once, in this thread, with one line
-            that names the ranks that the others wait for.
+        board: store of texts by key, shared by all ranks. Its calls may block, so only this thread uses it.
+        timeout: seconds that an exchange may take; the thread waits a little longer, so that a hanging rank can report
+            itself. hung: gets a line that names the ranks that the others wait for.
     """
 
-    def __init__(self, dist: Dist, board: KeyValueStore, timeout: float, hung: Hung) -> None:
-        super().__init__(name="heartbeat", daemon=True)
-        self.dist, self.board, self.timeout, self.hung = dist, board, timeout, hung
-        self.interval = min(5.0, max(0.1, timeout / 16))
-        self._ended = threading.Event()
+    def __init__(self, dist: Dist, board: Store, timeout: float, hung: Hung) -> None:
+        super().__init__(dist, timeout, hung)
+        self.board = board
         self._beat = 0
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, tuple[int, float]] = {}  # last heartbeat read from a rank, and when it was first seen
         self._entered, self._late = -1, 0.0
         self._last: dict[int, dict[str, Any]] = {}
         self._unreadable: set[int] = set()
 
     def run(self) -> None:
-        """Beat until `stop`, or until the process that holds the store has ended."""
+        """Beat until the end of the block, or until the process that holds the store has ended."""
         try:
             self._write(left=False)
-            at = time.perf_counter()
-            while not self._ended.wait(self.interval):
-                now = time.perf_counter()
-                # Without the time in which this process was stopped, as by Ctrl-Z.
-                self._late = self._late + min(now - at, 3 * self.interval)
-                at = now
-                if self._entered != self.dist.waits.entered:
-                    self._entered, self._late = self.dist.waits.entered, 0.0
-                self._write(left=False)
-                if line := "" if ending() else self._look():
-                    self._write(left=True)  # this rank's end must not look like the cause
-                    self.hung(line, "")
-                    return
+            super().run()
             self._write(left=True)
         except (RuntimeError, OSError):
             return  # the main thread's connections break as well and report the cause
 
-    def stop(self) -> None:
-        """Write that this rank has left, and end the thread."""
-        self._ended.set()
-        self.join(2 * self.interval)
+    def check(self, passed: float) -> tuple[str, str] | None:
+        """Beat, and look at the other ranks."""
+        entered = self.dist.waits.entered
+        self._late = self._late + passed if entered == self._entered else 0.0
+        self._entered = entered
+        self._write(left=False)
+        if ending() or not (line := self._look()):
+            return None
+        self._write(left=True)  # this rank's end must not look like the cause
+        return line, ""
 
     def _write(self, left: bool) -> None:
         if ending():  # the store may be gone; torch would print its C++ stack
@@ -110,7 +120,7 @@ class Heartbeat(threading.Thread):
             "pid": os.getpid(),
             "beat": self._beat,
             "entered": waits.entered,
-            "place": f"{stage} ({phase})" if stage else phase,
+            "place": _place(stage, phase),
             "seconds": now - since,
             "left": left,
         }
@@ -150,10 +160,12 @@ class Heartbeat(threading.Thread):
 
     def _quiet(self, pulse: dict[str, Any]) -> float:
         """Return the seconds since a rank's last new heartbeat; does not use the clocks of other hosts."""
-        now, seen = time.perf_counter(), self._seen.get(pulse["rank"])
-        if seen is None or seen.beat != pulse["beat"]:
-            seen = self._seen[pulse["rank"]] = Seen(pulse["beat"], now)
-        return now - seen.since
+        now = time.perf_counter()
+        beat, since = self._seen.get(pulse["rank"], (-1, now))
+        if beat != pulse["beat"]:
+            self._seen[pulse["rank"]] = pulse["beat"], now
+            return 0.0
+        return now - since
 
 
 KINDS = {
@@ -162,43 +174,28 @@ KINDS = {
 """Fields of a heartbeat and their types."""
 
 
-class Watchdog(threading.Thread):
-    """Detects that this rank makes no progress.
+class Watchdog(Watch):
+    """Detects that this rank makes no progress. The thread that calls the constructor is watched.
 
     Progress is a tick of the environments, another slot, a backward pass, an exchange or another phase. While a rank
     waits in an exchange, `Heartbeat` is responsible: it can name the rank that is missing.
-
-    Args:
-        dist: this rank; the thread that calls the constructor is watched. timeout: seconds without progress, without
-            the time in which the process was stopped. hung: called once, in this thread.
     """
 
     def __init__(self, dist: Dist, timeout: float, hung: Hung) -> None:
-        super().__init__(name="watchdog", daemon=True)
-        self.dist, self.timeout, self.hung = dist, timeout, hung
+        super().__init__(dist, timeout, hung)
         self.watched = threading.get_ident()
-        self.interval = min(5.0, max(0.05, timeout / 16))
-        self._ended = threading.Event()
+        self._quiet = 0.0
+        self._mark: object = None
 
-    def run(self) -> None:
-        """Check every few seconds until `stop`."""
-        waits, last, quiet, at = self.dist.waits, None, 0.0, time.perf_counter()
-        while not self._ended.wait(self.interval):
-            now = time.perf_counter()
-            passed, at = min(now - at, 2 * self.interval), now
-            stage, phase, since = waits.place()
-            mark = (waits.ticks, waits.entered, stage, phase, since, self._slots())
-            busy = waits.playing or phase in WATCHED
-            quiet = quiet + passed if mark == last and busy and not waits.inside else 0.0
-            last = mark
-            if quiet >= self.timeout:
-                self.hung(self._line(quiet, f"{stage} ({phase})" if stage else phase), self._stack())
-                return
-
-    def stop(self) -> None:
-        """Stop watching; after this no error comes from this thread."""
-        self._ended.set()
-        self.join(1.0)
+    def check(self, passed: float) -> tuple[str, str] | None:
+        """Compare the progress with that of the last check."""
+        waits = self.dist.waits
+        stage, phase, since = waits.place()
+        mark = (waits.ticks, waits.entered, stage, phase, since, self._slots())
+        busy = (waits.playing or phase in WATCHED) and not waits.inside
+        self._quiet = self._quiet + passed if mark == self._mark and busy else 0.0
+        self._mark = mark
+        return (self._line(_place(stage, phase)), self._stack()) if self._quiet >= self.timeout else None
 
     def _slots(self) -> tuple[tuple[int, int], ...]:
         """Return busy slots with their seeds: those that the environment names, else all that were requested."""
@@ -210,26 +207,15 @@ class Watchdog(threading.Thread):
             return tuple(named.items())
         return tuple((slot, int(asked[1][slot])) for slot in np.flatnonzero(asked[0]).tolist())
 
-    def _line(self, quiet: float, place: str) -> str:
+    def _line(self, place: str) -> str:
         slots = self._slots()
         where = ", ".join(f"slot {slot} from seed {seed}" for slot, seed in slots[:4]) + ", …" * (len(slots) > 4)
         who = f"rank {self.dist.rank} (host {socket.gethostname()}, process {os.getpid()})"
-        return f"{who} hangs: in {place} for {quiet:.0f} s" + f", in {where}" * bool(where)
+        return f"{who} hangs: in {place} for {self._quiet:.0f} s" + f", in {where}" * bool(where)
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self.watched)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
-
-
-@contextmanager
-def watching(dist: Dist, timeout: float, hung: Hung) -> Iterator[None]:
-    """Watch this rank's progress within a block; see `Watchdog`."""
-    watchdog = Watchdog(dist, timeout, hung)
-    watchdog.start()
-    try:
-        yield
-    finally:
-        watchdog.stop()
 
 
 def leave_hung(line: str, stack: str) -> NoReturn:
@@ -255,22 +241,15 @@ def ended_if_hung(dist: Dist, timeout: float, finish: Callable[[], None] = lambd
             finish()
             leave_hung(line, "")
 
-    with watching(dist, timeout, hung):
+    with Watchdog(dist, timeout, hung):
         try:
             yield
         finally:
             over.set()
 
 
-@contextmanager
-def beating(dist: Dist, board: KeyValueStore, timeout: float, hung: Hung) -> Iterator[None]:
-    """Send heartbeats and watch those of the others within a block; see `Heartbeat`."""
-    heartbeat = Heartbeat(dist, board, timeout, hung)
-    heartbeat.start()
-    try:
-        yield
-    finally:
-        heartbeat.stop()
+def _place(stage: str, phase: str) -> str:
+    return f"{stage} ({phase})" if stage else phase
 
 
 def _describe(pulse: dict[str, Any], silent: dict[int, float]) -> str:
