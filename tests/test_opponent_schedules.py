@@ -99,7 +99,7 @@ def test_training_climbs_the_ladder_and_tests_play_whom_env_args_name():
     session = FakeSession(opponent_difficulty_strategy="curriculum")
     moments = [(t, 0, 0) for t in (0, 9_999, 10_000, 30_000, 60_000, 85_000, 100_000)]
     playing, opponents = followed(session, clock, moments)
-    assert playing == [(name,) for name in ("random", "random", "l1", "l3", "l4", "greedy", "greedy")]
+    assert playing == [[name] for name in ("random", "random", "l1", "l3", "l4", "greedy", "greedy")]
     assert session.begun("train") == ["greedy"] * 4
     assert session.begun("test") == ["l4"] * 4
     assert session.begun("train") == ["greedy"] * 4
@@ -107,13 +107,13 @@ def test_training_climbs_the_ladder_and_tests_play_whom_env_args_name():
     published, _ = followed(
         FakeSession(opponent_difficulty_strategy="linear", opponent_order="published"), Counters(), [(50_000, 0, 0)]
     )
-    assert published == [("greedy",)]
+    assert published == [["greedy"]]
 
 
 def test_evasion_comes_in_by_the_number_of_games_over_all_ranks():
     session = FakeSession(enable_opponent_evasion=True, opponent_evasion_start_episode=100)
     playing, _ = followed(session, Counters(), [(0, 0, 0), (19_000, 99, 0), (20_000, 100, 0)])
-    assert playing == [("l4",), ("l4",), ("l4", "evasion")]
+    assert playing == [["l4"], ["l4"], ["l4", "evasion"]]
     assert set(session.begun("train")) == {"l4", "evasion"}
     assert set(session.begun("test")) == {"l4"}
 
@@ -122,8 +122,8 @@ def test_the_pool_holds_the_newest_selves_and_comes_back_from_its_state():
     session = FakeSession(opponent_difficulty_strategy="self_play", opponent_pool_size=2, opponent_pool_interval=10)
     clock = Counters()
     playing, opponents = followed(session, clock, [(0, 0, u) for u in (0, 9, 10, 15, 27, 31)])
-    pool = [("self_10",), ("self_10",), ("self_10", "self_27"), ("self_27", "self_31")]
-    assert playing == [("random",), ("random",), *pool]
+    pool = [["self_10"], ["self_10"], ["self_10", "self_27"], ["self_27", "self_31"]]
+    assert playing == [["random"], ["random"], *pool]
     assert set(session.begun("train")) <= {"self_27", "self_31"}
     saved = opponents.state_dict()
     other = FakeSession(opponent_difficulty_strategy="self_play", opponent_pool_size=2, opponent_pool_interval=10)

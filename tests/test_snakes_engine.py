@@ -7,7 +7,7 @@ import pytest
 from snakes_reference import bodies_of
 
 from omagd.envs.snakes.board import NEXT_CELL
-from omagd.envs.snakes.draws import SeededDraws, below, draw, keys_of
+from omagd.envs.snakes.draws import Draws, below, draw, keys_of
 from omagd.envs.snakes.engine import Engine, respawn
 from omagd.envs.snakes.opponents import SCRIPTS
 
@@ -82,7 +82,7 @@ UP, DOWN, LEFT, RIGHT = range(4)
 
 def test_a_reversal_goes_one_of_three_other_ways_each_as_often():
     old, n = np.repeat(np.arange(4), 3000), 12_000
-    new = SeededDraws().turn(np.zeros(n), keys_of(np.arange(n)), np.ones(n), np.zeros(n, np.int64), old)
+    new = Draws().turn(np.zeros(n), keys_of(np.arange(n)), np.ones(n), np.zeros(n, np.int64), old)
     counts = np.zeros((4, 4))
     np.add.at(counts, (old, new), 1)
     for direction in range(4):
@@ -92,7 +92,7 @@ def test_a_reversal_goes_one_of_three_other_ways_each_as_often():
 
 def test_beans_and_starts_are_uniform_over_what_is_free():
     n = 20_000
-    draws, keys = SeededDraws(), keys_of(np.arange(n))
+    draws, keys = Draws(), keys_of(np.arange(n))
     free = np.zeros((n, 200), bool)
     free[:, [3, 77, 150, 199]] = True  # few, so that draws by rank are among them
     cells = draws.bean(np.arange(n), keys, np.ones(n), 0, free)

@@ -159,9 +159,14 @@ class DDPGLearner:
         self.target_agent = copy.deepcopy(mac.agent).requires_grad_(False)
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
         self._frozen_critic = _frozen_twin(self.critic)
-        pairs = ((self.target_agent, mac.agent), (self.target_critic, self.critic))
-        self._followers: list[Tensor] = [p for old, _ in pairs for p in old.parameters()]
-        self._followed: list[Tensor] = [p for _, new in pairs for p in new.parameters()]
+        self._followers: list[Tensor] = [*self.target_agent.parameters(), *self.target_critic.parameters()]
+        self._followed: list[Tensor] = [*mac.agent.parameters(), *self.critic.parameters()]
+        self._saved: dict[str, Any] = {
+            "optimizer": self.optimizer,
+            "critic_optimizer": self.critic_optimizer,
+            "target_agent": self.target_agent,
+            "target_critic": self.target_critic,
+        }
         self.updates = 0
 
     @staticmethod
@@ -249,20 +254,12 @@ class DDPGLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: optimizers, target networks, counter."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "critic_optimizer": self.critic_optimizer.state_dict(),
-            "target_agent": self.target_agent.state_dict(),
-            "target_critic": self.target_critic.state_dict(),
-            "updates": self.updates,
-        }
+        return {**{name: part.state_dict() for name, part in self._saved.items()}, "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.critic_optimizer.load_state_dict(state["critic_optimizer"])
-        self.target_agent.load_state_dict(state["target_agent"])
-        self.target_critic.load_state_dict(state["target_critic"])
+        for name, part in self._saved.items():
+            part.load_state_dict(state[name])
         self.updates = int(state["updates"])
 
 

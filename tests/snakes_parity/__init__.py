@@ -56,7 +56,7 @@ def unpack_twos(packed: np.ndarray, count: int) -> np.ndarray:
 
 @dataclass
 class StoredDraws:
-    """The stored draws of the public engine, in place of `SeededDraws`.
+    """The stored draws of the public engine, in place of `Draws`.
 
     Attributes:
         starts: [G, 6, 2]. turns, beans: those of all games, one after another. next_turn, next_bean: [G], next ones.

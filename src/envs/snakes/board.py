@@ -31,8 +31,12 @@ def _torus_difference(size: int, place: np.ndarray) -> np.ndarray:
     return np.where(np.abs(gap) > size // 2, gap - np.sign(gap) * size, gap).astype(np.int16)
 
 
-# [200, 4]: the cell that each action leads to.
-NEXT_CELL = (ROW[:, None] + STEPS[:, 0]) % HEIGHT * WIDTH + (COL[:, None] + STEPS[:, 1]) % WIDTH
+def shifted(rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """Return the cell that is `rows` [m] down and `cols` [m] right of each cell on the torus, [200, m]."""
+    return (ROW[:, None] + rows) % HEIGHT * WIDTH + (COL[:, None] + cols) % WIDTH
+
+
+NEXT_CELL = shifted(*STEPS.T)  # [200, 4]: the cell that each action leads to
 # Differences from the first cell to the second on the torus; down and right are positive.
 DOWN, RIGHT = _torus_difference(HEIGHT, ROW), _torus_difference(WIDTH, COL)
 TORUS_DISTANCE = np.hypot(DOWN, RIGHT).astype(np.float32)
@@ -45,6 +49,17 @@ PLAIN_DISTANCE = np.sqrt(PLAIN_SQUARE)
 def pair_lookup(table: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Return table[start, end] of a [200, 200] `table` for broadcast cells; faster than indexing with two arrays."""
     return table.reshape(-1).take(start * N_CELLS + end)
+
+
+def of_team(values: np.ndarray, team: np.ndarray) -> np.ndarray:
+    """Return the `values` [B, 6] of the snakes of `team` [B] (0 or 1), [B, 3]."""
+    return values.reshape(-1, 2, N_TEAM)[np.arange(len(values)), team]
+
+
+def own_first(values: np.ndarray, team: np.ndarray) -> np.ndarray:
+    """Return the `values` [B, 6] of the snakes of `team` [B], then those of the other team, [B, 6]."""
+    swapped = values.reshape(-1, 2, N_TEAM)[:, ::-1].reshape(values.shape)
+    return np.where(team[:, None] == 0, values, swapped)
 
 
 @dataclass
@@ -75,15 +90,6 @@ class Board:
     def rows(self, which: np.ndarray) -> Board:
         """Return the boards with the numbers `which` [k]."""
         return Board(**{part.name: getattr(self, part.name)[which] for part in fields(self)})
-
-    def of_team(self, values: np.ndarray, team: np.ndarray) -> np.ndarray:
-        """Return the `values` [B, 6] of the snakes of `team` [B] (0 or 1), [B, 3]."""
-        return values.reshape(-1, 2, N_TEAM)[np.arange(len(values)), team]
-
-    def own_first(self, values: np.ndarray, team: np.ndarray) -> np.ndarray:
-        """Return the `values` [B, 6] of the snakes of `team` [B], then those of the other team, [B, 6]."""
-        swapped = values.reshape(-1, 2, N_TEAM)[:, ::-1].reshape(values.shape)
-        return np.where(team[:, None] == 0, values, swapped)
 
     def codes_at(self, cells: np.ndarray) -> np.ndarray:
         """Return the codes of `cells` [B, ...], uint8."""

@@ -6,8 +6,6 @@ Moment 0 is the start of a game, t + 1 its step after t.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from omagd.utils.seeding import GOLDEN, splitmix64
@@ -44,41 +42,26 @@ def below(values: np.ndarray, n: np.ndarray | int) -> np.ndarray:
     return ((high * np.asarray(n).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
-class Draws(Protocol):
-    """Source of the engine's random numbers. `keys`, `moments`: [k], of the boards that draw."""
+class Draws:
+    """Source of the engine's random numbers: uniform draws from the boards' keys. `keys`, `moments`: [k]."""
 
     def start(self, rows: np.ndarray, keys: np.ndarray, snake: int, attempt: int) -> tuple[np.ndarray, np.ndarray]:
         """Return candidate start cells and directions [k] of `snake` on the boards `rows` [k]."""
-        ...
-
-    def turn(
-        self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, snakes: np.ndarray, directions: np.ndarray
-    ) -> np.ndarray:
-        """Return the actions [k] that replace a reversal of `snakes` [k], which move in `directions` [k]."""
-        ...
-
-    def bean(self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, place: int, free: np.ndarray) -> np.ndarray:
-        """Return cells [k] for the bean at `place` in the list; each row of `free` [k, 200] bool has a free cell."""
-        ...
-
-
-class SeededDraws:
-    """Uniform draws from the boards' keys."""
-
-    def start(self, rows: np.ndarray, keys: np.ndarray, snake: int, attempt: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return cells and directions, [k] each."""
         values = draw(keys, np.zeros(len(keys)), 256 * snake + attempt % 256)
         return below(values, 200), (values & np.uint64(3)).astype(np.int64)
 
     def turn(
         self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, snakes: np.ndarray, directions: np.ndarray
     ) -> np.ndarray:
-        """Return one of the three directions other than the reversal, [k]."""
+        """Return the actions [k] that replace a reversal of `snakes` [k], which move in `directions` [k]."""
         third = below(draw(keys, moments, snakes), 3)
         return third + (third >= (directions ^ 1))
 
     def bean(self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, place: int, free: np.ndarray) -> np.ndarray:
-        """Return free cells, [k]: the first free one of `_TRIES` draws, else one drawn among the free cells."""
+        """Return cells [k] for the bean at `place` in the list; each row of `free` [k, 200] bool has a free cell.
+
+        The first free cell of `_TRIES` draws, otherwise one that is drawn among the free cells.
+        """
         index = BEANS + 2 * _TRIES * place
         cells = below(draw(keys, moments, index), free.shape[1])
         rows = np.arange(len(keys))

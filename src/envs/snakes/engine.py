@@ -33,7 +33,7 @@ from omagd.envs.snakes.board import (
     Board,
     pair_lookup,
 )
-from omagd.envs.snakes.draws import Draws, SeededDraws, keys_of
+from omagd.envs.snakes.draws import Draws, keys_of
 
 _SEARCH = NEXT_CELL[:, [3, 1, 0, 2]]  # neighbours in the order of the public breadth-first search
 
@@ -139,7 +139,7 @@ class Engine:
     """`n_boards` games side by side.
 
     Args:
-        n_boards: B. draws: source of random numbers; None: `SeededDraws`.
+        n_boards: B. draws: source of random numbers.
 
     Attributes:
         board: the public state, always up to date.
@@ -148,7 +148,7 @@ class Engine:
     _saved: ClassVar[tuple[str, ...]] = ("ring", "top", "stuck")
 
     def __init__(self, n_boards: int, draws: Draws | None = None) -> None:
-        self._draws: Draws = draws or SeededDraws()
+        self._draws = draws or Draws()
         self._ring = np.zeros((n_boards, N_SNAKES, RING), np.uint8)
         self._top = np.zeros((n_boards, N_SNAKES), np.int64)
         self._stuck = np.zeros(n_boards, bool)
@@ -197,7 +197,7 @@ class Engine:
             self._remove(hit, rows)
             for snake in _SNAKES[hit.any(0)]:
                 self._respawn(rows[hit[:, snake]], int(snake))
-        self._find_tails(rows)
+        board.tails[rows] = self._at(rows, self._top[rows] - board.lengths[rows] + 1)
         self._refill(rows, moments)
         board.steps[rows] = moments
         full = board.lengths[rows].sum(1) + N_BEANS > N_CELLS
@@ -220,6 +220,10 @@ class Engine:
             getattr(self, f"_{name}")[:] = snapshot[name]
         for name, values in vars(self.board).items():
             values[:] = snapshot[name]
+
+    def _at(self, rows: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """Return the cells at `place` [k, 6] in the rings of the snakes on the boards `rows`."""
+        return self._ring.reshape(-1)[self._places(rows) + place % RING]
 
     def _places(self, rows: np.ndarray) -> np.ndarray:
         """Return the offset of each snake's ring in the flattened rings, [k, 6]."""
@@ -275,7 +279,7 @@ class Engine:
         """Clear the tail cells of snakes that did not eat, grow the others; return the lengths [k, 6]."""
         board = self.board
         lengths = board.lengths[rows]
-        tails = self._ring.reshape(-1)[self._places(rows) + (top - lengths) % RING]
+        tails = self._at(rows, top - lengths)
         board.codes.reshape(-1)[(rows[:, None] * N_CELLS + tails)[~ate]] = EMPTY
         lengths += ate
         board.lengths[rows] = lengths
@@ -303,10 +307,6 @@ class Engine:
         self._place(rows[found], snake, cells[found], directions[found])
         self.board.lengths[rows[~found], snake] = 0
         self._stuck[rows[~found]] = True
-
-    def _find_tails(self, rows: np.ndarray) -> None:
-        place = (self._top[rows] - self.board.lengths[rows] + 1) % RING
-        self.board.tails[rows] = self._ring.reshape(-1)[self._places(rows) + place]
 
     def _refill(self, rows: np.ndarray, moments: np.ndarray) -> None:
         """Add beans until there are five; new ones are last in the list."""

@@ -55,7 +55,9 @@ from omagd.envs.snakes.board import (
     TORUS_STEPS,
     WIDTH,
     Board,
+    own_first,
     pair_lookup,
+    shifted,
 )
 
 LONG = 20.0  # lengths are divided by this
@@ -75,7 +77,7 @@ SCALES: dict[str, np.ndarray] = {
 
 def flat_features(name: str, normalise: bool, board: Board, team: np.ndarray) -> np.ndarray:
     """Return the observations of the snakes of `team` [B], [B, 3, D] float32; `name` is a key of `SCALES`."""
-    heads = board.own_first(board.heads, team)
+    heads = own_first(board.heads, team)
     own = heads[:, :N_TEAM]
     b = len(heads)
     near_codes = AS_SEEN[team[:, None, None], board.codes_at(NEXT_CELL[own])]
@@ -85,9 +87,14 @@ def flat_features(name: str, normalise: bool, board: Board, team: np.ndarray) ->
     if name == "26":
         parts = [*start, beans, others]
     else:
-        lengths = board.own_first(board.lengths, team)
-        near = _two_nearest_beans(board.beans, own)
-        threats, their_heads = _two_nearest_opponents(heads, lengths)
+        lengths = own_first(board.lengths, team)
+        rows, start_cell = np.arange(b)[:, None, None], own[..., None]
+        nearest = board.beans[rows, _two_nearest(own, board.beans)]
+        ways = [pair_lookup(table, start_cell, nearest) for table in (RIGHT, DOWN, TORUS_DISTANCE)]
+        near = np.stack(ways, -1).reshape(b, N_TEAM, 6)
+        order = N_TEAM + _two_nearest(own, heads[:, N_TEAM:])
+        their_heads = heads[rows, order]
+        threats = lengths[rows, order] / 3 / (pair_lookup(TORUS_DISTANCE, start_cell, their_heads) + 1)
         if name == "30":
             parts = [*start, near, threats, beans, np.zeros((b, N_TEAM, 2)), _places(their_heads)]
         else:
@@ -101,10 +108,10 @@ def state_features(board: Board, team: np.ndarray) -> np.ndarray:
     b = len(board)
     scale = np.array(_PLACE, np.float32)
     snakes = np.empty((b, N_SNAKES, 9), np.float32)
-    heads, tails = board.own_first(board.heads, team), board.own_first(board.tails, team)
-    lengths = board.own_first(board.lengths, team)
+    heads, tails = own_first(board.heads, team), own_first(board.tails, team)
+    lengths = own_first(board.lengths, team)
     snakes[..., 0:2] = _places(heads[..., None]) / scale
-    snakes[..., 2:6] = np.eye(4, dtype=np.float32)[board.own_first(board.directions, team)]
+    snakes[..., 2:6] = np.eye(4, dtype=np.float32)[own_first(board.directions, team)]
     snakes[..., 6] = lengths / LONG
     snakes[..., 7:9] = _places(tails[..., None]) / scale
     beans = _places(board.beans_by_slot()) / np.tile(scale, 5)
@@ -119,24 +126,10 @@ def _places(cells: np.ndarray) -> np.ndarray:
     return places.reshape(*cells.shape[:-1], -1)
 
 
-def _two_nearest_beans(beans: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return (dx, dy, distance) of two beans for each own head [B, 3], [B, 3, 6]."""
-    start, end = own[:, :, None], np.broadcast_to(beans[:, None], (*own.shape, 5))
-    order = pair_lookup(TORUS_DISTANCE, start, end).argsort(2, kind="stable")[..., :2]
-    end = np.take_along_axis(end, order, 2)
-    way = [pair_lookup(table, start, end) for table in (RIGHT, DOWN, TORUS_DISTANCE)]
-    return np.stack(way, -1).reshape(*own.shape, 6)
-
-
-def _two_nearest_opponents(heads: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return threats and heads of the two nearest opponents of each own snake, [B, 3, 2]; arguments own team first."""
-    shape = (len(heads), N_TEAM, N_TEAM)
-    theirs = np.broadcast_to(heads[:, None, N_TEAM:], shape)
-    distance = pair_lookup(TORUS_DISTANCE, heads[:, :N_TEAM, None], theirs)
-    order = distance.argsort(2, kind="stable")[..., :2]
-    length = np.take_along_axis(np.broadcast_to(lengths[:, None, N_TEAM:], shape), order, 2)
-    threat = length / 3 / (np.take_along_axis(distance, order, 2) + 1)
-    return threat, np.take_along_axis(theirs, order, 2)
+def _two_nearest(own: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """Return the indices of the two of `cells` [B, m] that are nearest to each own head [B, 3], [B, 3, 2]."""
+    distance = pair_lookup(TORUS_DISTANCE, own[..., None], cells[:, None])
+    return distance.argsort(2, kind="stable")[..., :2]
 
 
 NEAR_DIM = 174
@@ -146,13 +139,6 @@ _SCALE, _REACH = 10, 3
 _COLUMNS = 2 * WIDTH - 1
 _NEAR_PLACE = ROW * _COLUMNS + COL
 _SAME = (HEIGHT - 1) * _COLUMNS + WIDTH - 1
-
-
-def _windows() -> np.ndarray:
-    """Return the 48 cells around each cell, row by row, [200, 48]."""
-    around = [(r, c) for r in range(-_REACH, _REACH + 1) for c in range(-_REACH, _REACH + 1) if (r, c) != (0, 0)]
-    rows, cols = np.array(around).T
-    return (ROW[:, None] + rows) % HEIGHT * WIDTH + (COL[:, None] + cols) % WIDTH
 
 
 def _examples() -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +155,8 @@ def _gaps() -> np.ndarray:
     return np.stack([*seen, np.minimum(mates, opponents) / _SCALE], -1).astype(np.float32)
 
 
-_WINDOW = _windows()
+_AROUND = [(r, c) for r in range(-_REACH, _REACH + 1) for c in range(-_REACH, _REACH + 1) if (r, c) != (0, 0)]
+_WINDOW = shifted(*np.array(_AROUND).T)  # the 48 cells around each cell, row by row, [200, 48]
 _BESIDE = [_WINDOW[0].tolist().index(cell) for cell in NEXT_CELL[0]]
 _FROM, _TO = _examples()
 _STEPS = TORUS_STEPS[_FROM, _TO].astype(np.int64)
@@ -190,8 +177,8 @@ _GOING = np.concatenate([_FACING.repeat(16, 0), np.tile(np.arange(16) / _SCALE, 
 def near_features(board: Board, team: np.ndarray) -> np.ndarray:
     """Return "near" of the snakes of `team` [B], [B, 3, 174] float32."""
     b = len(board)
-    heads, lengths = board.own_first(board.heads, team), board.own_first(board.lengths, team)
-    directions, tails = board.own_first(board.directions, team), board.own_first(board.tails, team)
+    heads, lengths = own_first(board.heads, team), own_first(board.lengths, team)
+    directions, tails = own_first(board.directions, team), own_first(board.tails, team)
     own, places = heads[:, :N_TEAM], _NEAR_PLACE.take(heads)
     start = places[:, :N_TEAM] - _SAME
     out = np.empty((b, N_TEAM, NEAR_DIM), np.float32)

@@ -13,19 +13,19 @@ from omagd.envs.snakes.board import (
     DOWN,
     EPISODE_LIMIT,
     FIRST_SNAKE,
-    HEIGHT,
     N_BEANS,
     N_CELLS,
-    N_SNAKES,
     N_TEAM,
     NEXT_CELL,
     RIGHT,
     ROW,
     TORUS_DISTANCE,
     TORUS_STEPS,
-    WIDTH,
     Board,
+    of_team,
+    own_first,
     pair_lookup,
+    shifted,
 )
 from omagd.envs.snakes.features import AS_SEEN, LONG, NEAR_DIM, OTHERS, SCALES, flat_features, near_features
 
@@ -33,13 +33,6 @@ ObsName = Literal["26", "26_raw", "30", "35", "near", "planes", "entities"]
 UNIT_DIM, OWN_DIM, MOVE_DIM = 12, 16, 4
 _EVERYTHING = 10.0  # distances are divided by the sight, or by this without a limit
 _TWO_AWAY = np.stack([np.flatnonzero(row == 2) for row in TORUS_STEPS])
-
-
-def entity_layout(sight: float | None) -> EntityLayout:
-    """Return the layout of "entities". Opponents and beans are its "enemies": everything that is not of the team."""
-    return EntityLayout(
-        MOVE_DIM, N_TEAM + N_BEANS, UNIT_DIM, N_TEAM - 1, UNIT_DIM - 1, OWN_DIM, sight=sight or _EVERYTHING
-    )
 
 
 def entity_features(
@@ -52,10 +45,10 @@ def entity_features(
     neighbour cells.
     """
     b, scale = len(board), sight or _EVERYTHING
-    heads = board.own_first(board.heads, team)
+    heads = own_first(board.heads, team)
     own = heads[:, :N_TEAM]
-    lengths, tails = board.own_first(board.lengths, team) / LONG, board.own_first(board.tails, team)
-    facing = np.eye(4, dtype=np.float32)[board.own_first(board.directions, team)]
+    lengths, tails = own_first(board.lengths, team) / LONG, own_first(board.tails, team)
+    facing = np.eye(4, dtype=np.float32)[own_first(board.directions, team)]
     snakes = np.zeros((b, N_TEAM, 5, UNIT_DIM), np.float32)
     distance = _relative(snakes, own, heads[:, OTHERS], scale)
     snakes[..., 4] = lengths[:, OTHERS]
@@ -104,16 +97,10 @@ def _join(free: np.ndarray, snakes: np.ndarray, beans: np.ndarray, mine: np.ndar
 
 N_PLANES = 11
 PLANES_DIM = N_PLANES * N_CELLS
-_MIDDLE = (5, 10)
 
 
-def _windows() -> np.ndarray:
-    """Return the cells in reading order of the board shifted so that a given cell is in the middle, [200, 200]."""
-    rows = (ROW[None, :] + ROW[:, None] - _MIDDLE[0]) % HEIGHT
-    return rows * WIDTH + (COL[None, :] + COL[:, None] - _MIDDLE[1]) % WIDTH
-
-
-_WINDOWS = _windows()
+# The cells in reading order of the board shifted so that a given cell is in row 5, column 10, [200, 200].
+_WINDOWS = shifted(ROW - 5, COL - 10)
 
 
 def plane_features(centred: bool, board: Board, team: np.ndarray) -> np.ndarray:
@@ -126,7 +113,7 @@ def plane_features(centred: bool, board: Board, team: np.ndarray) -> np.ndarray:
     codes = AS_SEEN[team[:, None], board.codes]
     heads, tails = _marks(board.heads, codes, board.lengths), _marks(board.tails, codes, board.lengths)
     planes = np.zeros((b, N_TEAM, N_PLANES, N_CELLS), np.float32)
-    own = board.of_team(board.heads, team)
+    own = of_team(board.heads, team)
     for i in range(N_TEAM):
         where = _WINDOWS[own[:, i]] if centred else np.broadcast_to(np.arange(N_CELLS), (b, N_CELLS))
         seen = [np.take_along_axis(each, where, 1) for each in (heads, codes, tails)]
@@ -143,7 +130,7 @@ def plane_features(centred: bool, board: Board, team: np.ndarray) -> np.ndarray:
 def _marks(cells: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the `codes` at the `cells` [B, 6] of snakes with a body, 0 elsewhere, [B, 200]."""
     marks = np.zeros_like(codes)
-    boards, snakes = np.nonzero(lengths[:, :N_SNAKES] > 0)
+    boards, snakes = np.nonzero(lengths)
     at = cells[boards, snakes]
     marks[boards, at] = codes[boards, at]
     return marks
@@ -160,8 +147,9 @@ class Observer:
 
     @property
     def layout(self) -> EntityLayout | None:
-        """Entity layout of "entities"."""
-        return entity_layout(self.sight) if self.obs == "entities" else None
+        """Entity layout of "entities". Opponents and beans are its "enemies": everything that is not of the team."""
+        sizes = MOVE_DIM, N_TEAM + N_BEANS, UNIT_DIM, N_TEAM - 1, UNIT_DIM - 1, OWN_DIM
+        return EntityLayout(*sizes, sight=self.sight or _EVERYTHING) if self.obs == "entities" else None
 
     @property
     def obs_dim(self) -> int:

@@ -17,9 +17,9 @@ from omagd.envs.snakes.board import (
     N_ACTIONS,
     N_TEAM,
     NEXT_CELL,
-    PLAIN_DISTANCE,
     PLAIN_SQUARE,
     Board,
+    of_team,
     pair_lookup,
 )
 from omagd.envs.snakes.draws import OPPONENT, below, draw, uniform01
@@ -52,23 +52,19 @@ class NetworkOpponent:
 
     def __eq__(self, other: object) -> bool:
         """Whether two opponents have the same name and weights, as one that was saved and restored has."""
-        if not isinstance(other, NetworkOpponent):
-            return NotImplemented
-        facts = (self.name, self.observer, self.sample) == (other.name, other.observer, other.sample)
-        pairs = zip(self.layers, other.layers, strict=False)
-        alike = all(np.array_equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
-        return facts and len(self.layers) == len(other.layers) and alike
+        return isinstance(other, NetworkOpponent) and self._facts() == other._facts()
 
     def __hash__(self) -> int:
         return hash(self.name)
 
+    def _facts(self) -> tuple[object, ...]:
+        return self.name, self.observer, self.sample, [part.tobytes() for layer in self.layers for part in layer]
+
     def act(self, board: Board, team: np.ndarray) -> np.ndarray:
         """Return actions [B, 3]."""
-        hidden, _ = self.observer.observe(board, team)
-        for weight, bias in self.layers[:-1]:
-            hidden = np.maximum(hidden @ weight.T + bias, 0)
-        weight, bias = self.layers[-1]
-        values = hidden @ weight.T + bias
+        values, _ = self.observer.observe(board, team)
+        for i, (weight, bias) in enumerate(self.layers):
+            values = (values if i == 0 else np.maximum(values, 0)) @ weight.T + bias
         if self.sample:  # argmax of logits + Gumbel noise is a draw from the softmax
             bits = np.stack([board.random_bits(_DRAWS + i) for i in range(N_TEAM * N_ACTIONS)], 1)
             uniform = ((bits >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
@@ -191,7 +187,7 @@ class Script:
 def _random(board: Board, team: np.ndarray) -> np.ndarray:
     """Draw any of the four actions, reversals included."""
     draws = [below(board.random_bits(i), N_ACTIONS) for i in range(2 * N_TEAM)]
-    return board.of_team(np.stack(draws, 1), team)
+    return of_team(np.stack(draws, 1), team)
 
 
 def _nearest_beans(board: Board, heads: np.ndarray) -> np.ndarray:
@@ -210,17 +206,22 @@ def _shared_beans(board: Board, heads: np.ndarray) -> np.ndarray:
     return np.take_along_axis(board.beans, chosen, 1)
 
 
-def _steps(board: Board, heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the neighbour cells of the heads [B, 3, 4], and whether a snake is on them."""
+def _options(
+    board: Board, team: np.ndarray, beans: Callable[[Board, np.ndarray], np.ndarray] = _nearest_beans
+) -> tuple[np.ndarray, ...]:
+    """Return the neighbour cells of the team's heads, whether a snake is on them, and squared distances to the beans.
+
+    All are [B, 3, 4]. beans: chooses the bean of each head.
+    """
+    heads = of_team(board.heads, team)
     cells = NEXT_CELL[heads]
-    return cells, board.codes_at(cells) >= FIRST_SNAKE
+    far = pair_lookup(PLAIN_SQUARE, cells, beans(board, heads)[:, :, None])
+    return cells, board.codes_at(cells) >= FIRST_SNAKE, far
 
 
 def _greedy(board: Board, team: np.ndarray) -> np.ndarray:
     """Assign the beans; step to the free cell nearest to the own bean."""
-    heads = board.of_team(board.heads, team)
-    cells, blocked = _steps(board, heads)
-    far = pair_lookup(PLAIN_SQUARE, cells, _shared_beans(board, heads)[:, :, None])
+    _, blocked, far = _options(board, team, _shared_beans)
     return np.where(blocked, _FAR, far).argmin(2)
 
 
@@ -228,20 +229,16 @@ def _toward_nearest(penalty: float) -> Callable[[Board, np.ndarray], np.ndarray]
     """Return a script that steps towards the nearest bean; an occupied cell costs `penalty` cells more."""
 
     def choose(board: Board, team: np.ndarray) -> np.ndarray:
-        heads = board.of_team(board.heads, team)
-        cells, blocked = _steps(board, heads)
-        far = pair_lookup(PLAIN_DISTANCE, cells, _nearest_beans(board, heads)[:, :, None])
-        return (far + penalty * blocked).argmin(2)
+        _, blocked, far = _options(board, team)
+        return (np.sqrt(far) + penalty * blocked).argmin(2)
 
     return choose
 
 
 def _evasion(board: Board, team: np.ndarray) -> np.ndarray:
     """Step to the cell nearest to the nearest bean, of those that are free and have a free neighbour."""
-    heads = board.of_team(board.heads, team)
-    cells, blocked = _steps(board, heads)
+    cells, blocked, far = _options(board, team)
     onward = board.codes_at(NEXT_CELL[cells]) < FIRST_SNAKE
-    far = pair_lookup(PLAIN_SQUARE, cells, _nearest_beans(board, heads)[:, :, None])
     return (far + _FAR * blocked + _FAR * ~onward.any(3)).argmin(2)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from omagd.config.env_info import EnvInfo
 from omagd.envs.actions import random_actions, require_available
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.envs.snakes.board import EPISODE_LIMIT, N_ACTIONS, N_TEAM
+from omagd.envs.snakes.board import EPISODE_LIMIT, N_ACTIONS, N_SNAKES, N_TEAM, of_team
 from omagd.envs.snakes.engine import Engine, StepOutcome, baseline_rewards, potential, score_rewards
 from omagd.envs.snakes.features import STATE_DIM, state_features
 from omagd.envs.snakes.observer import Observer, ObsName
@@ -67,14 +67,8 @@ class SnakesArgs(BaseModel):
         return self
 
 
-@dataclass
-class _Sums:
-    """Results of the slots' episodes so far, [B] each: raw rewards of both teams, own beans and deaths."""
-
-    own: np.ndarray
-    other: np.ndarray
-    beans: np.ndarray
-    deaths: np.ndarray
+RESULTS = {"own": "score_own", "other": "score_opponent", "beans": "beans", "deaths": "deaths"}
+"""Sums over an episode: raw rewards of both teams, own beans and deaths; and the names of their results."""
 
 
 class Snakes3v3(BatchedEnv):
@@ -97,9 +91,9 @@ class Snakes3v3(BatchedEnv):
         self._engine = Engine(n_slots)
         self._pool = OpponentPool(n_slots, args.opponent)
         self._team = np.zeros(n_slots, np.int64)
-        self._sums = _Sums(*(np.zeros(n_slots, np.int64) for _ in fields(_Sums)))
+        self._sums = {name: np.zeros(n_slots, np.int64) for name in RESULTS}
         self._avail = np.ones((n_slots, N_TEAM, N_ACTIONS), bool)
-        self._counts: dict[str, float] = {"games": 0, "won": 0, "drawn": 0}
+        self._counts = Counter(games=0, won=0, drawn=0)
         self._recorder = GameRecorder()
         self.info = EnvInfo(
             name="snakes_3v3",
@@ -140,8 +134,8 @@ class Snakes3v3(BatchedEnv):
         self._engine.reset(rows, seeds[rows])
         self._pool.choose(rows, self._engine.board.keys[rows])
         self._team[rows] = seeds[rows] % 2 if self._args.side == "both" else int(self._args.side == "b")
-        for part in fields(_Sums):
-            getattr(self._sums, part.name)[rows] = 0
+        for values in self._sums.values():
+            values[rows] = 0
         if which[0]:
             self._recorder.begin(self._engine, int(self._team[0]), self.opponents[0])
 
@@ -149,14 +143,12 @@ class Snakes3v3(BatchedEnv):
         """Play `actions` [B, 3] in the `active` slots. Errors: ValueError for an action that does not exist."""
         require_available(self.info.name, self._avail, actions, active)
         rows = np.flatnonzero(active)
-        if not len(rows):
-            return self._result(rows, np.zeros((0, N_TEAM)), np.zeros(0, bool))
         board, team, each = self._engine.board, self._team[rows], np.arange(len(rows))
         joint = np.empty((len(rows), 2, N_TEAM), np.int64)
         joint[each, team] = actions[rows]
         joint[each, 1 - team] = self._pool.act(board, rows, 1 - team)
         before = self._potential(rows)
-        outcome = self._engine.step(joint.reshape(len(rows), -1), rows)
+        outcome = self._engine.step(joint.reshape(-1, N_SNAKES), rows)
         reward = self._rewards(outcome, rows, before)
         if active[0]:
             self._recorder.record(self._engine, outcome.hit[0], bool(outcome.over[0]))
@@ -182,7 +174,7 @@ class Snakes3v3(BatchedEnv):
             "engine": self._engine.snapshot(),
             "pool": self._pool.snapshot(),
             "team": self._team.copy(),
-            "sums": {name: values.copy() for name, values in vars(self._sums).items()},
+            "sums": {name: values.copy() for name, values in self._sums.items()},
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -191,7 +183,7 @@ class Snakes3v3(BatchedEnv):
         self._engine.restore(snapshot["engine"])
         self._team[:] = snapshot["team"]
         for name, values in snapshot["sums"].items():
-            getattr(self._sums, name)[:] = values
+            self._sums[name][:] = values
         self._recorder.stop()
 
     def get_stats(self) -> dict[str, float]:
@@ -207,21 +199,19 @@ class Snakes3v3(BatchedEnv):
         if self._args.reward != "potential":
             return np.zeros((len(rows), N_TEAM))
         board = self._engine.board
-        heads = board.heads[rows].reshape(-1, 2, N_TEAM)[np.arange(len(rows)), self._team[rows]]
+        heads = of_team(board.heads[rows], self._team[rows])
         return potential(heads, board.beans[rows], self._args.potential_scale)
 
     def _rewards(self, outcome: StepOutcome, rows: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Add the step to the sums; return the rewards [k, 3] of the own snakes. before: potentials before the step."""
-        args, board, team, each = self._args, self._engine.board, self._team[rows], np.arange(len(rows))
-        raw = outcome.raw.reshape(-1, 2, N_TEAM)
-        own, other = raw[each, team], raw[each, 1 - team]
-        self._sums.own[rows] += own.sum(1)
-        self._sums.other[rows] += other.sum(1)
-        self._sums.beans[rows] += outcome.ate.reshape(raw.shape)[each, team].sum(1)
-        self._sums.deaths[rows] += outcome.hit.reshape(raw.shape)[each, team].sum(1)
-        lead = self._sums.own[rows] - self._sums.other[rows]
+        args, board, team = self._args, self._engine.board, self._team[rows]
+        own, other = of_team(outcome.raw, team), of_team(outcome.raw, 1 - team)
+        steps = {"own": own, "other": other, "beans": of_team(outcome.ate, team), "deaths": of_team(outcome.hit, team)}
+        for name, values in steps.items():
+            self._sums[name][rows] += values.sum(1)
+        lead = self._sums["own"][rows] - self._sums["other"][rows]
         if args.reward == "baseline":
-            heads = board.heads[rows].reshape(raw.shape)[each, team]
+            heads = of_team(board.heads[rows], team)
             return baseline_rewards(own, lead, outcome.over, heads, board.beans[rows])
         reward = score_rewards(own, other) + (args.reward_win * np.sign(lead) * outcome.over)[:, None]
         if args.reward == "potential":
@@ -232,26 +222,25 @@ class Snakes3v3(BatchedEnv):
 
     def _result(self, rows: np.ndarray, reward: np.ndarray, over: np.ndarray) -> StepResult:
         """Return rewards [k, 3] and ends [k] of the slots `rows`, with the results of episodes that ended."""
-        b, sums = self.n_slots, self._sums
+        b, lead = self.n_slots, self._sums["own"] - self._sums["other"]
         agent_reward, terminated = np.zeros((b, N_TEAM), np.float32), np.zeros(b, bool)
         agent_reward[rows], terminated[rows] = reward, over
-        won, drawn = terminated & (sums.own > sums.other), terminated & (sums.own == sums.other)
+        ends = {"games": terminated, "won": terminated & (lead > 0), "drawn": terminated & (lead == 0)}
         if terminated.any():
-            self._count(terminated, won, drawn)
-        results = {"score_own": sums.own, "score_opponent": sums.other, "beans": sums.beans, "deaths": sums.deaths}
-        info = {name: np.where(terminated, value, 0).astype(np.float32) for name, value in results.items()}
+            self._count(ends)
+        results = {"battle_won": ends["won"], "draw": ends["drawn"]}
+        results |= {RESULTS[name]: np.where(terminated, total, 0) for name, total in self._sums.items()}
         return StepResult(
             reward=agent_reward.sum(1),
             terminated=terminated,
             truncated=np.zeros(b, bool),
-            info={"battle_won": won.astype(np.float32), "draw": drawn.astype(np.float32), **info},
+            info={name: values.astype(np.float32) for name, values in results.items()},
             agent_reward=agent_reward,
         )
 
-    def _count(self, ended: np.ndarray, won: np.ndarray, drawn: np.ndarray) -> None:
-        names = self.opponents
-        for slot in np.flatnonzero(ended):
-            counted = {"games": 1, "won": won[slot], "drawn": drawn[slot]}
-            against = {f"{key}_against_{names[slot]}": counted[key] for key in ("games", "won", "drawn")}
-            for key, value in {**counted, **against}.items():
-                self._counts[key] = self._counts.get(key, 0) + int(value)
+    def _count(self, ends: dict[str, np.ndarray]) -> None:
+        """Count the episodes that ended, [B] bool each, in all and against each opponent."""
+        for slot, name in enumerate(self.opponents):
+            for key, values in ends.items():
+                if ends["games"][slot]:
+                    self._counts.update({key: int(values[slot]), f"{key}_against_{name}": int(values[slot])})

@@ -36,16 +36,15 @@ def check_opponents(config: Config, info: EnvInfo) -> None:
         raise UserError(f"opponent_order={config.opponent_order} is not known.{hint}", f"known: {', '.join(ladders)}")
     if not change(config):
         return
-    given = f"opponent_difficulty_strategy={config.opponent_difficulty_strategy}"
-    if config.opponent_difficulty_strategy == "none":
-        given = "enable_opponent_evasion=True"
+    strategy = config.opponent_difficulty_strategy
+    given = "enable_opponent_evasion=True" if strategy == "none" else f"opponent_difficulty_strategy={strategy}"
     if not hasattr(env, "set_opponents"):
         raise UserError(f"{given}: env={config.env} has no opponents that can be changed. Use another --env-config")
     if config.env_processes:
         raise UserError(f"{given}: needs env_processes=False")
     if config.enable_opponent_evasion:
         _check_evasion(config, info)
-    if REGISTRY.get(config.opponent_difficulty_strategy).selves:
+    if REGISTRY.get(strategy).selves:
         kind = agents.REGISTRY.get(config.agent)
         if not hasattr(kind, "frozen_needs"):
             fix = "Use an agent without memory: agent=ddpg for DDPG, agent=ff for Q-learning"
@@ -71,6 +70,9 @@ class Opponents:
     Args:
         session: environment and runners; not used where opponents do not change.
         policy: whose agent is frozen. clock: of the stage; it and the pool determine the opponents.
+
+    Attributes:
+        playing: names of the opponents in training now, all equally often.
     """
 
     def __init__(self, session: Session, policy: MAC, clock: Counters) -> None:
@@ -78,35 +80,23 @@ class Opponents:
         config = session.config
         self._schedule = REGISTRY.get(config.opponent_difficulty_strategy)()
         self._change = change(config)
-        self._usual: list[str] = []
-        self._ladder: tuple[str, ...] = ()
+        self.playing: list[str] = []
         self._pool: list[tuple[str, Any]] = []  # name and layers, oldest first
         self._made: dict[str, Any] = {}
         self._copy = Every(config.opponent_pool_interval)
         self._copy_now = False
-        self._playing: list[str] = []
         if not self._change:
             return
-        check_opponents(config, session.info)
+        assert isinstance(session.env, ChangingOpponents), "check_opponents rejects others"
+        self._env = session.env
         self._usual = sorted(set(self._env.opponents))
         self._ladder = self._env.ladders[config.opponent_order]
         for purpose, runner in session.runners.items():
             runner.prepare = self._before_training if purpose == "train" else self._before_others
         self.apply()
 
-    @property
-    def _env(self) -> ChangingOpponents:
-        assert isinstance(self._session.env, ChangingOpponents), "checked before"
-        return self._session.env
-
-    @property
-    def playing(self) -> tuple[str, ...]:
-        """Names of the opponents in training now, all equally often."""
-        return tuple(self._playing)
-
-    @property
-    def level(self) -> int | None:
-        """The schedule's level, at most the last of the ladder; None where there is none."""
+    def _level(self) -> int | None:
+        """Return the schedule's level, at most the last of the ladder; None where there is none."""
         level = self._schedule.level(self._clock.t_env / self._session.config.t_max)
         return None if level is None else min(level, len(self._ladder) - 1)
 
@@ -115,7 +105,7 @@ class Opponents:
         if not self._change:
             return False
         self._copy_now = self._schedule.selves and self._copy.due(self._clock.updates)
-        return self._copy_now or self._wanted() != self._playing
+        return self._copy_now or self._wanted() != self.playing
 
     def run(self) -> None:
         """Add a frozen policy to the pool if that is due, and set the current opponents."""
@@ -124,7 +114,7 @@ class Opponents:
             self._pool.append((f"self_{self._clock.updates}", agent.layers()))
             self._pool = self._pool[-self._session.config.opponent_pool_size :]
         self.apply()
-        self._session.logger.info(f"opponents from now on: {', '.join(self._playing)}")
+        self._session.logger.info(f"opponents from now on: {', '.join(self.playing)}")
 
     def apply(self) -> None:
         """Set the opponents that follow from clock and pool."""
@@ -132,13 +122,14 @@ class Opponents:
             return
         kind: Any = type(self._policy.agent)
         self._made = {name: self._env.frozen_opponent(name, layers, kind.samples) for name, layers in self._pool}
-        self._playing = self._wanted()
+        self.playing = self._wanted()
 
     def stats(self) -> dict[str, tuple[float, float]]:
         """Return the metrics: `opponent_level`, or the size of the pool."""
         if self._schedule.selves:
             return {"opponent_selves": (float(len(self._pool)), 1.0)}
-        return {} if self.level is None else {"opponent_level": (float(self.level), 1.0)}
+        level = self._level()
+        return {} if level is None else {"opponent_level": (float(level), 1.0)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the pool; the clock determines everything else."""
@@ -153,15 +144,15 @@ class Opponents:
         self.apply()
 
     def _wanted(self) -> list[str]:
-        config, level = self._session.config, self.level
-        names = list(self._usual) if level is None else [self._ladder[level]]
+        config, level = self._session.config, self._level()
+        names = self._usual if level is None else [self._ladder[level]]
         if self._schedule.selves:
             names = [name for name, _ in self._pool] or [self._ladder[0]]
         late = self._clock.episodes >= config.opponent_evasion_start_episode
         return names + [EVASION] * (config.enable_opponent_evasion and late and EVASION not in names)
 
     def _before_training(self) -> None:
-        self._env.set_opponents([self._made.get(name, name) for name in self._playing])
+        self._env.set_opponents([self._made.get(name, name) for name in self.playing])
 
     def _before_others(self) -> None:
         self._env.set_opponents(self._usual)
