@@ -86,8 +86,8 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
         ("mixer_args.shift=1e999", ["mixer_args.shift=inf", "finite"]),
         ("mixer_args.factor=-1", ["mixer_args.factor=-1", "more than 0"]),
         ("mixer_args=3", ["mixer_args=3"]),
-        ("mixer=qmix", ["mixer_args.factor", "mixer=qmix", "known: none"]),
-        ("learner_args.clip=0.1", ["learner_args.clip", "0.1", "learner=nq_learner", "known: none"]),
+        ("mixer=qmix", ["mixer_args.factor", "mixer=qmix", "takes none"]),
+        ("learner_args.clip=0.1", ["learner_args.clip", "0.1", "learner=nq_learner", "takes none"]),
         ("mixer=unreadable", ["mixer_args.pair=[1, 2]"]),
     ],
 )

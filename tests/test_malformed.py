@@ -68,9 +68,8 @@ def complaint(code: int, out: str, err: str) -> str:
         return f"exit code {code}: {out[-200:]}{err[-300:]}"
     if out or not lines or not lines[0].startswith("error: ") or len(lines[0]) < 12:
         return f"no line of an error: {out[:200]}{err[:300]}"
-    helps = all(line.startswith("  ") and line.strip() for line in lines[1:]) and err.endswith("\n")
-    if len(lines) > 3 or not helps:
-        return f"more than a line and its help: {err[:300]}"
+    if len(lines) > 1 or not err.endswith("\n"):
+        return f"more than a line: {err[:300]}"
     if "Traceback" in err or "\x1b" in err or len(err) > 1500:
         return f"not to be read: {len(err)} characters, {err[:300]!r}"
     return ""

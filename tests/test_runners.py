@@ -213,7 +213,7 @@ def test_wrong_environments_names_and_scripts_are_rejected():
     assert own_names(REGISTRY) == ["episode", "parallel", "stream", "ticks"]
     with pytest.raises(UserError, match="runner=parallel"):
         runner_of(FakeEnv(2), name="episode")
-    with pytest.raises(UserError, match="no scripted policy clever"):
+    with pytest.raises(UserError, match="scripted policy=clever is not known"):
         ScriptedPolicy(FakeEnv(1), ("clever",), 0.1, np.random.default_rng(0))
 
 

@@ -260,7 +260,7 @@ def test_the_next_episodes_draw_from_the_new_opponents_and_running_ones_keep_the
 @pytest.mark.parametrize(
     ("opponents", "weights", "words"),
     [
-        (["greedyy"], None, "opponent=greedyy: no such opponent. Did you mean 'greedy'"),
+        (["greedyy"], None, "opponent=greedyy is not known. Did you mean 'greedy'"),
         (["greedy", "l1"], [1, -1], "weights="),
         (["greedy", "l1"], [0, 0], "weights="),
         ([], None, "weights="),

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from omagd.config.checks import check, is_file
 from omagd.config.messages import shorten, validation_message
 from omagd.config.schema import COMPONENT_ARGS, Config, MaskPredictorConfig, TokenizerConfig
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.storage import read_json
 
 DEFAULT_CONFIG = "omagd_small"
@@ -135,7 +135,7 @@ def validate(values: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate(dict(values))
     except ValidationError as error:
-        raise UserError(*validation_message(error)) from None
+        raise UserError(validation_message(error)) from None
     check(config)
     return config
 
@@ -204,7 +204,7 @@ def find_yaml(kind: str, name: str) -> Path:
     known = config_names(kind)
     if name in known:
         return next(file for folder in config_dirs() if (file := folder / kind / f"{name}.yaml").exists())
-    raise UserError(f"{_option(kind)}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
+    raise unknown_name(_option(kind), name, known)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -30,7 +30,6 @@ BOUNDS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
-MOST_NAMES = 200  # characters of known names that fit into the line of an error
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
@@ -45,34 +44,33 @@ def typed_args(section: str, owner: str, model: type[BaseModel], values: Mapping
     known = sorted(model.model_fields)
     for key, value in values.items():
         if key not in known and model.model_config.get("extra") != "allow":
-            names = f"known: {', '.join(known) or 'none'}"
-            line = f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{nearest(str(key), known)}"
-            raise UserError(line, names) if len(names) > MOST_NAMES else UserError(f"{line} {names}")
+            fix = f"{nearest(str(key), known)} Known: {', '.join(known)}" if known else " It takes none: leave it out"
+            raise UserError(f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{fix}")
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UserError(*validation_message(error, f"{section}.")) from None
+        raise UserError(validation_message(error, f"{section}.")) from None
 
 
-def validation_message(error: ValidationError, prefix: str = "") -> tuple[str, ...]:
-    """Return one line with key, value and what is expected, and at most one line of help.
+def validation_message(error: ValidationError, prefix: str = "") -> str:
+    """Return a line with key, value and what is expected.
 
     Args:
-        error: from pydantic; the line is about its first entry, the help names the other keys.
+        error: from pydantic; the line is about its first entry and names the other keys.
         prefix: written before the key ("env_args." for the arguments of an environment).
     """
     details = error.errors(include_url=False, include_context=True)
     first = details[0]
     if not first["loc"]:  # a rule about several keys, which its message names
-        return (f"{first['msg'].removeprefix('Value error, ')}.",)
+        return f"{first['msg'].removeprefix('Value error, ')}."
     key = prefix + ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     if first["type"] == "missing":
-        return (f"{key}: has no value. Give {key}=…",)
+        return f"{key}: has no value. Give {key}=…"
     if first["type"] == "extra_forbidden":
-        return (f"{key}={shorten(first['input'])}: unknown key '{key}'",)
+        return f"{key}={shorten(first['input'])}: unknown key '{key}'"
     line = f"{key}={shorten(first['input'])}: must be {_expected(details, first)}{_fix(first)}"
     others = {item["loc"][0] for item in details if item["loc"]} - {first["loc"][0]}
-    return (line, f"also wrong: {', '.join(sorted(map(str, others)))}") if others else (line,)
+    return f"{line} (also wrong: {', '.join(sorted(map(str, others)))})" if others else line
 
 
 def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.actions import random_actions
 from omagd.envs.protocol import BatchedEnv
-from omagd.utils.errors import UserError
+from omagd.utils.errors import unknown_name
 
 RANDOM = "random"
 
@@ -37,10 +37,7 @@ class ScriptedPolicy:
         known = {RANDOM, *env.info.scripted_policies}
         for name in self.policies:
             if name not in known:
-                raise UserError(
-                    f"graph_pretrain_policy: {env.info.name} has no scripted policy {name}",
-                    f"known: {', '.join(sorted(known))}",
-                )
+                raise unknown_name(f"graph_pretrain_policy: env={env.info.name}: scripted policy", name, sorted(known))
         self._env = env
         self._random_share = random_share
         self._rng = rng

@@ -29,7 +29,7 @@ from omagd.run.training.build import (
     require_same_map,
 )
 from omagd.runners.rollout import EpisodeSeeds
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.run_folder import RunFolder
 
 
@@ -69,8 +69,7 @@ def make(env: str, **env_args: Any) -> ParallelBattle:
         file = read_yaml(find_yaml("envs", env))
         name, values = file["env"], {**(file.get("env_args") or {}), **env_args}
     elif env not in ENVS:
-        known = sorted({*config_names("envs"), *ENVS.names()})
-        raise UserError(f"env={env} is not known.{nearest(env, known)}", f"known: {', '.join(known)}")
+        raise unknown_name("env", env, sorted({*config_names("envs"), *ENVS.names()}))
     return ParallelBattle(make_env(name, values, 1, processes=False))
 
 

@@ -12,25 +12,19 @@ LONGEST_LINE = 1000
 
 
 class UserError(Exception):
-    """An error that the user can fix: one line plus at most two lines of help, exit code 2, no traceback.
+    """An error that the user can fix: shown in one line, exit code 2, no traceback.
 
     Args:
-        message: one line with the key, the value and the fix.
-        help_lines: at most two further lines.
+        message: the key, the value and the fix.
 
     Attributes:
         said_by_rank_0: rank 0 raises the same error; other ranks do not print it.
     """
 
-    def __init__(self, message: str, *help_lines: str) -> None:
+    def __init__(self, message: str) -> None:
         self.message = readable(message)
         super().__init__(self.message)
-        self.help_lines = tuple(readable(line) for line in help_lines[:2])
         self.said_by_rank_0 = False
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the help lines, for the parent of a worker."""
-        return (type(self), (self.message, *self.help_lines))
 
     def on_all_ranks(self) -> UserError:
         """Mark the error as one that rank 0 also raises; return it."""
@@ -38,8 +32,8 @@ class UserError(Exception):
         return self
 
     def render(self) -> str:
-        """Return the text for the terminal."""
-        return "\n".join([f"error: {self.message}", *(f"  {line}" for line in self.help_lines)])
+        """Return the line for the terminal."""
+        return f"error: {self.message}"
 
 
 def readable(text: str) -> str:
@@ -83,3 +77,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean X?' for the known name closest to `name`, or an empty string."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{found[0]}'?" if found else ""
+
+
+def unknown_name(key: str, name: str, known: Iterable[str]) -> UserError:
+    """Return the error for `key=name`, with the nearest of the `known` names and all of them."""
+    known = list(known)
+    return UserError(f"{key}={name} is not known.{nearest(name, known)} Known: {', '.join(known)}")

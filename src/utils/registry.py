@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, unknown_name
 
 T = TypeVar("T")
 
@@ -42,13 +42,15 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the object called `name`. Errors: UserError that lists the known names."""
-        self._read_plugins()
+        self.require(name)
         if name not in self._objects:
-            if name not in self._lazy:
-                known = self.names()
-                raise UserError(f"{self.kind}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
             self._objects[name] = self._load(name)
         return self._objects[name]
+
+    def require(self, name: str) -> None:
+        """Reject an unknown name, without importing the object of a known one. Errors: UserError."""
+        if name not in self:
+            raise unknown_name(self.kind, name, self.names())
 
     def names(self) -> list[str]:
         """Return all names, sorted, without importing anything."""

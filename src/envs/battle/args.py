@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from omagd.envs.battle.actions import N_NORMAL_ACTIONS
 from omagd.envs.battle.maps import HEALING, TYPE_ORDER, MapSpec
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def v2_map(args: SmacV2Args) -> MapSpec:
     """Return the map; its units are placeholders. Errors: UserError for another map or units of another race."""
     name, config = args.map_name, args.capability_config
     if name not in RACES:
-        raise UserError(f"env_args.map_name={name} is no map of env=sc2_v2.{nearest(name, RACES)}", " ".join(RACES))
+        raise unknown_name("env_args.map_name", name, RACES)
     kind = f"{name.removeprefix('10gen_')}_gen"
     for unit in config.team_gen.unit_types:
         if unit not in TYPE_ORDER[kind]:

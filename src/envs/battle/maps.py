@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from omagd.envs.battle.units import UNIT_ID
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, nearest, unknown_name
 
 # SMAC numbers the unit types of a map type from 0 in this order (`get_unit_type_id`), and sorts allies by it; not so in
 # SMACv2 (`*_gen`).
@@ -162,7 +162,7 @@ MAPS: dict[str, MapSpec] = {spec.name: spec for spec in _ALL}
 def get_map(name: str) -> MapSpec:
     """Return the map of that name. Errors: UserError with the nearest known name."""
     if name not in MAPS:
-        raise UserError(f"env_args.map_name={name} is no known map.{nearest(name, MAPS)}", "known: " + " ".join(MAPS))
+        raise unknown_name("env_args.map_name", name, MAPS)
     return MAPS[name]
 
 
@@ -224,8 +224,7 @@ def get_game_map(name: str) -> MapSpec:
     custom = list(_custom_maps())
     found = [(point, params) for point, key, params in custom if key == name]
     if not found:
-        known = [*MAPS, *(key for _, key, _ in custom)]
-        raise UserError(f"env_args.map_name={name} is no known map.{nearest(name, known)}", "known: " + " ".join(known))
+        raise unknown_name("env_args.map_name", name, [*MAPS, *(key for _, key, _ in custom)])
     if len(found) > 1:
         who = " and ".join(f"{point.name}={point.value}" for point, _ in found)
         raise UserError(f"env_args.map_name={name}: {who} of {GROUP} both have this map; uninstall one of them")

@@ -94,8 +94,8 @@ def build_of(game_version: str | None) -> int:
     found, where = builds(), game_folder()
     if not found:
         raise UserError(
-            f"env=sc2 needs StarCraft II: no Versions/Base*/SC2_x64 in {where}; {INSTALL} gets it, SC2PATH says where",
-            RUNS_TODAY,
+            f"env=sc2 needs StarCraft II: no Versions/Base*/SC2_x64 in {where}; {INSTALL} gets it, SC2PATH says where;"
+            f" {RUNS_TODAY}"
         )
     if game_version is None or game_version == LATEST:
         return found[-1]

@@ -24,7 +24,7 @@ from omagd.envs.snakes.board import (
 )
 from omagd.envs.snakes.draws import OPPONENT, below, draw, uniform01
 from omagd.envs.snakes.observer import Observer
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, unknown_name
 
 _DRAWS = 16  # indices of a network's draws begin here, after those of the random script
 _FAR = 10_000  # larger than any squared distance
@@ -266,7 +266,5 @@ def opponent(which: str | Opponent) -> Opponent:
     if not isinstance(which, str):
         return which
     if which not in SCRIPTS:
-        raise UserError(
-            f"opponent={which}: no such opponent.{nearest(which, list(SCRIPTS))}", f"known: {', '.join(SCRIPTS)}"
-        )
+        raise unknown_name("opponent", which, SCRIPTS)
     return SCRIPTS[which]

@@ -14,7 +14,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import validate
 from omagd.config.schema import Config
 from omagd.run.topology import Plan, make_plan
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def preflight(config: Config) -> PreflightResult:
         memory keys that this machine does not support.
     """
     for key, package in NAMED.items():
-        _known(key, getattr(config, key), registry_of(package))
+        registry_of(package).require(getattr(config, key))
     _check_replays(config)
     plan = make_plan(config)  # imports torch; the checks above do not
     from omagd.run.training.build import check_data, complete_args
@@ -109,13 +109,6 @@ def registry_of(package: str) -> Registry[Any]:
     """Return the REGISTRY of a package by its import name."""
     registry: Registry[Any] = importlib.import_module(package).REGISTRY
     return registry
-
-
-def _known(key: str, name: str, registry: Registry[Any]) -> None:
-    """Reject an unknown name, without importing the component of a known one."""
-    if name not in registry:
-        known = registry.names()
-        raise UserError(f"{key}={name} is not known.{nearest(name, known)}", f"known: {', '.join(known)}")
 
 
 def _check_replays(config: Config) -> None:

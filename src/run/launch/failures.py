@@ -79,7 +79,7 @@ def _into_reserve(folder: Path, target: Path, text: bytes) -> bool:
 def note_error(rank: int, folder: Path, error: BaseException) -> None:
     """Write the error of a rank as a note; only its first error counts."""
     if isinstance(error, UserError):
-        _note_first(rank, folder, {"user": [error.message, *error.help_lines]})
+        _note_first(rank, folder, {"user": error.message})
     elif isinstance(error, SystemExit):
         _note_first(rank, folder, {"reason": exit_line(error)})
     elif isinstance(error, RunFailed):
@@ -154,7 +154,7 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
         return Verdict(RankFailed(f"{killed}{_hint(number)}; {ENDED}"), killed)
     first = found[0]
     if "user" in first:
-        return Verdict(UserError(*first["user"]))
+        return Verdict(UserError(first["user"]))
     if "failed" in first:
         return Verdict(RunFailed(first["failed"]))
     if "reason" in first:

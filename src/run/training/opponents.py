@@ -17,7 +17,7 @@ from omagd.envs.protocol import ChangingOpponents
 from omagd.modules import agents
 from omagd.run.training.session import Session
 from omagd.utils.clock import Counters, Every
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, unknown_name
 
 EVASION = "evasion"
 
@@ -32,8 +32,7 @@ def check_opponents(config: Config, info: EnvInfo) -> None:
     env = envs.REGISTRY.get(config.env)
     ladders = getattr(env, "ladders", {config.opponent_order: ()})
     if config.opponent_order not in ladders:
-        hint = nearest(config.opponent_order, list(ladders))
-        raise UserError(f"opponent_order={config.opponent_order} is not known.{hint}", f"known: {', '.join(ladders)}")
+        raise unknown_name("opponent_order", config.opponent_order, ladders)
     if not change(config):
         return
     strategy = config.opponent_difficulty_strategy
