@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sc2_stand_in
 from command_harness import end_what_goes_on, train
 from reaper import watch_this_session
 
@@ -43,6 +44,18 @@ def _forget_text_log() -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
+
+
+@pytest.fixture
+def sc2_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the folder of a stand-in for StarCraft II, whose processes must all have ended after the test."""
+    folder, temporary = sc2_stand_in.install(tmp_path / "StarCraftII"), tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("SC2PATH", str(folder))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield folder
+    assert sc2_stand_in.wait_for(lambda: not sc2_stand_in.running(folder))
 
 
 @pytest.fixture(scope="session")

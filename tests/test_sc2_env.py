@@ -1,4 +1,4 @@
-"""`sc2` on a stand-in for the game: equal to the simulator behind it, and robust when processes die."""
+"""`sc2` on a stand-in for the game: equal to the simulator behind it; killed games, workers and commands."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-import sc2_stand_in
+import shared_memory
+from command_budgets import BUDGETS
+from command_harness import MAIN, PYTHON, Started, children, left_behind, records, run_folders, summary_of
+from runner_toys import runner_of
+from sc2_stand_in import battle_seed, install, running, wait_for
+from walk_env import is_running, pids_of
 
+from omagd.controllers.scripted_mac import ScriptedPolicy
+from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.actions import random_actions
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs
 from omagd.envs.battle.skirmish_env import SkirmishEnv
@@ -20,38 +27,36 @@ from omagd.envs.factory import make_env
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 
-pytestmark = pytest.mark.processes
-EVERY_FLAG = {
-    "obs_pathing_grid": True,
-    "obs_last_action": True,
-    "obs_timestep_number": True,
-    "state_timestep_number": True,
-    "reward_only_positive": False,
-    "continuing_episode": True,
-}
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's list of processes"),
+]
+ONE = np.ones(1, bool)
+ADDED = ("obs_pathing_grid", "obs_last_action", "obs_timestep_number", "state_timestep_number", "continuing_episode")
+EVERY_FLAG = dict.fromkeys(ADDED, True) | {"reward_only_positive": False}
 
 
 @pytest.fixture
-def game(tmp_path, monkeypatch):
-    """The folder of an installed stand-in; no process of it may be left at the end."""
-    folder = sc2_stand_in.install(tmp_path / "StarCraftII")
-    monkeypatch.setenv("SC2PATH", str(folder))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    yield folder
-    assert gone(folder)
+def game(sc2_game, monkeypatch):
+    """The folder of a game that outlives its connection, as the real one may; no shared memory may be left."""
+    monkeypatch.setenv("SC2_STAND_IN_STAY", "1")
+    before = shared_memory.names()
+    yield sc2_game
+    assert shared_memory.left_since(before) == []
 
 
-def gone(folder, seconds: float = 60.0) -> bool:
-    """Return whether no game of `folder` runs any more, waiting a little for it."""
-    deadline = time.monotonic() + seconds
-    while sc2_stand_in.running(folder) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return sc2_stand_in.running(folder) == []
+def files_in(folder: Path) -> list[Path]:
+    """Return the temporary files there, without the lock and the logs in the common folder of all games."""
+    common = folder / f"omagd-sc2-{os.getuid()}"
+    return [path for path in folder.rglob("*") if path != common and (path.parent != common or path.is_dir())]
 
 
-def shown(env: SC2Env) -> list[np.ndarray]:
-    return [env.get_obs(), env.get_obs(no_range_limit=True), env.get_state(), env.get_avail_actions()]
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def play_on(env, rng, active=ONE):
+    return env.step(random_actions(env.observe().avail_actions, rng), active)
 
 
 @pytest.mark.parametrize(
@@ -60,76 +65,47 @@ def shown(env: SC2Env) -> list[np.ndarray]:
 )
 def test_battles_are_those_of_the_simulator_behind_the_game(game, map_name, version, flags):
     """Two battles: units keep their columns though the game lists them in other orders with other tags."""
-    sc2_stand_in.install(game, version)
-    env = SC2Env(SmacArgs(map_name=map_name, game_version=version, **flags))
-    mirror = SkirmishEnv(SkirmishArgs(map_name=map_name, **flags), 1)
-    rng, one = np.random.default_rng(1), np.ones(1, bool)
-    try:
-        for number in range(2):
-            env.reset(seed=5)
-            mirror.reset(one, np.array([sc2_stand_in.battle_seed(5, number)]))
-            for _ in range(40):
-                seen = mirror.observe(full=True)
-                expected = [seen.obs[0], seen.full_obs[0], seen.state[0], seen.avail_actions[0]]
-                assert all((a == b).all() for a, b in zip(shown(env), expected, strict=True))
-                actions = random_actions(seen.avail_actions, rng)
-                reward, over, info = env.step(actions[0])
-                result = mirror.step(actions, one)
-                assert (reward, over) == (float(result.reward[0]), bool(result.terminated[0]))
-                assert info["dead_allies"] == result.info["dead_allies"][0]
-                assert info["battle_won"] == result.info["battle_won"][0]
-                if over:
-                    break
-    finally:
-        env.close()
-
-
-def play(env, rng, steps=1000):
-    """Play on until the episode's end and return its last result, the number of steps and the return."""
-    one, total = np.ones(env.n_slots, bool), 0.0
-    for step in range(1, steps + 1):
-        result = env.step(random_actions(env.observe().avail_actions, rng), one)
-        total += float(result.reward[0])
-        if result.terminated[0]:
-            return result, step, total
-    return result, steps, total
+    install(game, version)
+    env = make_env("sc2", {"map_name": map_name, "game_version": version, **flags}, 1, processes=False)
+    mirror, rng = SkirmishEnv(SkirmishArgs(map_name=map_name, **flags), 1), np.random.default_rng(1)
+    for number in range(2):
+        env.reset(ONE, np.array([5]))
+        mirror.reset(ONE, np.array([battle_seed(5, number)]))
+        for _ in range(40):
+            seen, expected = env.observe(full=True), mirror.observe(full=True)
+            for name in ("obs", "full_obs", "state", "avail_actions"):
+                np.testing.assert_array_equal(getattr(seen, name), getattr(expected, name))
+            actions = random_actions(expected.avail_actions, rng)
+            result, expected = env.step(actions, ONE), mirror.step(actions, ONE)
+            assert (result.reward, result.terminated) == (expected.reward, expected.terminated)
+            if result.terminated[0]:
+                assert all(result.info[name] == values for name, values in expected.info.items())
+                break
+    env.close()
 
 
 @pytest.mark.parametrize("fault", ["DIE_AFTER", "HANG_AFTER", "ERROR_AFTER", "GARBLE_AFTER"])
 def test_a_lost_game_voids_its_episode_only(game, monkeypatch, tmp_path, fault, caplog):
     monkeypatch.setenv(f"SC2_STAND_IN_{fault}", "5")  # of the second of the three requests that a step is
     monkeypatch.setenv("SC2_STAND_IN_ONCE", str(tmp_path / "once"))
-    env = make_env("sc2", {"map_name": "3m", "game_timeout": 1.5}, 1, processes=False)
-    rng, one = np.random.default_rng(0), np.ones(1, bool)
-    env.reset(one, np.array([1]))
-    before = None
+    env, rng = make_env("sc2", {"map_name": "3m", "game_timeout": 1.5}, 1, processes=False), np.random.default_rng(0)
+
+    def counters():
+        return tuple(env.get_stats()[name] for name in ("lost_episodes", "battles_game", "restarts"))
+
+    env.reset(ONE, np.array([1]))
     for _ in range(4):
-        before = env.observe().obs
-        env.step(random_actions(env.observe().avail_actions, rng), one)
-        before = env.observe().obs
-    result, steps, total = play(env, rng)
-    assert (steps, total) == (1, 0.0) and result.lost[0] and result.terminated[0] and not result.truncated[0]
+        assert not play_on(env, rng).terminated[0]
+    before = env.observe().obs
+    result = play_on(env, rng)
+    assert result.lost[0] and result.terminated[0] and not result.truncated[0] and result.reward[0] == 0
     assert not any(values[0] for values in result.info.values())
     assert (env.observe().obs == before).all()
-    assert "was lost" in caplog.text
-    stats = env.get_stats()
-    assert (stats["lost_episodes"], stats["battles_game"], stats["restarts"]) == (1, 0, 0)
-    env.reset(one, np.array([2]))
-    result, steps, _ = play(env, rng)
-    assert steps > 5 and not result.lost[0]
-    stats = env.get_stats()
-    assert (stats["lost_episodes"], stats["battles_game"], stats["restarts"]) == (1, 1, 1)
-    env.close()
-
-
-def test_a_game_that_dies_between_battles_loses_no_episode(game):
-    env = SC2Env(SmacArgs())
-    env.reset(seed=1)
-    os.kill(sc2_stand_in.running(game)[0], signal.SIGKILL)
-    env.reset(seed=2)
-    stats = env.get_stats()
-    assert (stats["restarts"], stats["lost_episodes"]) == (1, 0)
-    assert env.get_obs().any()
+    assert "was lost" in caplog.text and counters() == (1, 0, 0)
+    env.reset(ONE, np.array([2]))
+    while not (result := play_on(env, rng)).terminated[0]:
+        pass
+    assert not result.lost[0] and counters() == (1, 1, 1)
     env.close()
 
 
@@ -140,58 +116,97 @@ def test_a_game_that_dies_between_battles_loses_no_episode(game):
 )  # fmt: skip
 def test_a_game_that_never_starts_is_reported_in_one_line(game, monkeypatch, fault, value, seconds, words):
     monkeypatch.setenv(f"SC2_STAND_IN_{fault}", value)
-    env = SC2Env(SmacArgs(game_timeout=seconds))
     with pytest.raises(UserError) as caught:
-        env.reset(seed=1)
+        SC2Env(SmacArgs(game_timeout=seconds)).reset(seed=1)
     text = caught.value.render()
-    assert "5 attempts" in text and [word for word in words if word not in text] == []
-    assert len(text.splitlines()) == 1
-    env.close()
+    assert [word for word in ("5 attempts", *words) if word not in text] == [] and "\n" not in text
 
 
 def test_slow_starts_are_waited_for_and_failed_ones_repeated(game, monkeypatch, tmp_path):
-    monkeypatch.setenv("SC2_STAND_IN_DELAY", "0.6")
-    monkeypatch.setenv("SC2_STAND_IN_LATE_UNITS", "7")
+    """A game that dies between two battles loses no episode."""
     env = SC2Env(SmacArgs())
-    env.reset(seed=1)
-    assert env.get_state().any()
-    env.close()
-    monkeypatch.setenv("SC2_STAND_IN_REFUSE", "exit")
-    monkeypatch.setenv("SC2_STAND_IN_ONCE", str(tmp_path / "once"))
-    env.reset(seed=1)
-    assert env.get_stats()["restarts"] == 1 and env.get_obs().any()
+    for restarts, faults in enumerate(({"DELAY": "0.6", "LATE_UNITS": "7"}, {"REFUSE": "exit"})):
+        for name, value in {**faults, "ONCE": str(tmp_path / f"once{restarts}")}.items():
+            monkeypatch.setenv(f"SC2_STAND_IN_{name}", value)
+        env.reset(seed=1)
+        assert env.get_state().any() and env.get_stats()["restarts"] == restarts
+        os.kill(running(game)[0], signal.SIGKILL)
+    assert env.get_stats()["lost_episodes"] == 0
     env.close()
 
 
 def test_each_worker_has_its_own_game_and_replay(game, tmp_path):
-    env = make_env("sc2", {"map_name": "3m"}, 3, processes=True)
-    everyone, rng = np.ones(3, bool), np.random.default_rng(0)
+    env, everyone = make_env("sc2", {"map_name": "3m"}, 3, processes=True), np.ones(3, bool)
     env.reset(everyone, np.arange(3))
-    assert len(np.unique(env.observe().obs.reshape(3, -1), axis=0)) == 3
-    assert len(sc2_stand_in.running(game)) == 3
-    os.kill(sc2_stand_in.running(game)[0], signal.SIGKILL)
-    result = env.step(random_actions(env.observe().avail_actions, rng), everyone)
-    assert result.lost.sum() == 1 and (result.terminated == result.lost).all()
-    env.reset(result.lost, np.arange(3))
-    result = env.step(random_actions(env.observe().avail_actions, rng), everyone)
-    assert not result.lost.any()
+    assert len(np.unique(env.observe().obs.reshape(3, -1), axis=0)) == len(running(game)) == 3
     env.save_replay(str(tmp_path / "replays"))
     replays = list((tmp_path / "replays").glob("3m_*.SC2Replay"))
-    assert len(replays) == 3
-    assert {json.loads(path.read_bytes())["map"] for path in replays} == {"3m"}
-    stats = env.get_stats()
-    assert (stats["restarts"], stats["lost_episodes"]) == (1, 1)
+    assert [json.loads(path.read_bytes())["map"] for path in replays] == ["3m"] * 3
     env.close()
-
-
-def test_replay_dir_and_prefix(game, tmp_path):
     args = {"map_name": "3m", "replay_dir": "mine", "replay_prefix": "best"}
     env = make_env("sc2", args, 1, processes=False)
-    env.reset(np.ones(1, bool), np.zeros(1, np.int64))
+    env.reset(ONE, np.zeros(1, np.int64))
     env.save_replay(str(tmp_path / "elsewhere"))
     env.close()
     (replay,) = (game / "Replays" / "mine").iterdir()
     assert replay.name.startswith("best_") and not (tmp_path / "elsewhere").exists()
+
+
+def test_the_script_plays_instead_of_the_agents(game):
+    env = SC2Env(SmacArgs(map_name="8m", game_version="latest", heuristic_ai=True, heuristic_rest=True))
+    env.reset(seed=3)
+    rng, over, replaced = np.random.default_rng(0), False, 0
+    while not over:
+        actions = random_actions(env.get_avail_actions(), rng)
+        asked = actions.copy()
+        _, over, info = env.step(actions)
+        replaced += bool((asked != actions).any())
+    assert replaced > 5 and info["dead_enemies"] >= 4
+    env.close()
+
+
+class Killer(ScriptedPolicy):
+    """Plays at random and, before its ticks 4 and 9, kills the game of the first slot and the worker of the last."""
+
+    def __init__(self, env, folder: Path) -> None:
+        super().__init__(env, ("random",), 0.0, np.random.default_rng(0))
+        self.env, self.folder, self.ticks = env, folder, 0
+
+    def act(self, tick: Tick, explore: Exploration | None) -> Decision:
+        self.ticks += 1
+        first, last = pids_of(self.env)
+        if self.ticks == 4:
+            assert tick.step[0] > 0
+            os.kill(next(pid for pid in running(self.folder) if parent_of(pid) == first), signal.SIGKILL)
+        if self.ticks == 9:
+            assert tick.step[-1] > 0
+            os.kill(last, signal.SIGKILL)
+        return super().act(tick, explore)
+
+
+@pytest.mark.parametrize("name", ["parallel", "stream"])
+def test_killed_games_and_workers_lose_only_their_episodes(game, name):
+    env = make_env("sc2", {"map_name": "3m"}, 2, processes=True)
+    try:
+        killer, runner = Killer(env, game), runner_of(env, name=name)
+        if name == "stream":
+            rollouts = [runner.collect(killer, explore=None), runner.drain(killer, explore=None)]
+        else:
+            rollouts = [runner.run(killer, explore=None, episodes_per_slot=2, full_obs=True)]
+        episodes = [episode for rollout in rollouts for episode in rollout.episodes]
+        n_episodes = sum(rollout.n_episodes for rollout in rollouts)
+        assert n_episodes == len(episodes) and (n_episodes >= 3 if name == "stream" else n_episodes == 4)
+        assert sum(rollout.lost for rollout in rollouts) == runner.lost == 2
+        lengths = sum(rollout.stats["ep_length"][0] for rollout in rollouts)
+        assert sum(rollout.steps for rollout in rollouts) == lengths
+        assert sum(len(episode["reward"]) - 1 for episode in episodes) == lengths
+        assert sum(rollout.stats["battle_won"][1] for rollout in rollouts) == n_episodes
+        assert all(episode["terminated"].sum() == 1 for episode in episodes)
+        stats = env.get_stats()
+        assert (stats["worker_restarts"], stats["restarts"]) == (1, 1) and len(running(game)) == 2
+    finally:
+        env.close()
+    assert files_in(Path(os.environ["TMPDIR"])) == []
 
 
 OWNER = """
@@ -210,32 +225,73 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("where", "how"), [("here", "exception"), ("here", "SIGKILL"), ("workers", "end"), ("workers", "SIGKILL")]
+    ("where", "how"),
+    [("here", "exception"), ("here", "SIGKILL"), ("workers", "end"), ("workers", "exception"), ("workers", "SIGKILL")],
 )
-def test_games_end_with_the_process_that_plays_them(game, monkeypatch, tmp_path, where, how):
-    monkeypatch.setenv("SC2_STAND_IN_STAY", "1")  # as the game itself may, it outlives its connection
+def test_games_end_with_the_process_that_plays_them(game, tmp_path, where, how):
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
-    owner = subprocess.Popen(
-        [sys.executable, str(script), where, how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert owner.stdout.readline() == "playing\n"
-    if how.startswith("SIG"):
-        assert len(sc2_stand_in.running(game)) == 2
-        owner.send_signal(getattr(signal, how))
-    owner.wait(120)
-    owner.stdout.close()
-    assert gone(game)
+    command = [sys.executable, str(script), where, how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+        assert owner.stdout.readline() == "playing\n"
+        if how.startswith("SIG"):
+            assert len(running(game)) == 2
+            owner.send_signal(getattr(signal, how))
+        owner.wait(120)
+    assert wait_for(lambda: not running(game))
 
 
-def test_the_script_plays_instead_of_the_agents(game):
-    env = SC2Env(SmacArgs(map_name="8m", game_version="latest", heuristic_ai=True, heuristic_rest=True))
-    env.reset(seed=3)
-    rng, over, steps = np.random.default_rng(0), False, 0
-    while not over:
-        actions = random_actions(env.get_avail_actions()[None], rng)[0]
-        asked = actions.copy()
-        _, over, info = env.step(actions)
-        steps += bool((asked != actions).any())
-    assert steps > 5 and info["dead_enemies"] >= 4
-    env.close()
+# --- whole commands
+
+
+def start(cwd: Path, ranks: int, slots: int, **variables: str) -> Started:
+    how = [f"world_size={ranks}", "run=ddp"] if ranks > 1 else ["run=default"]
+    words = ["env_args.map_name=3m", *how, *BUDGETS, "save_model=False", f"batch_size_run={slots}", "max_restarts=0"]
+    length = "t_max=400" if variables else "t_max=1000000"
+    command = [PYTHON, MAIN, "--config=qmix", "--env-config=sc2", "with", *words, length]
+    return Started(command, cwd, TORCHINDUCTOR_CACHE_DIR=str(cwd / "torch"), **variables)
+
+
+def wait_for_games(started: Started, folder: Path, n: int) -> list[int]:
+    """Return the pids of games as soon as `n` play."""
+    assert wait_for(lambda: len(running(folder)) >= n or started.process.poll() is not None, 240)
+    assert started.process.poll() is None, started.wait(1).text
+    return running(folder)
+
+
+def test_two_ranks_continue_when_games_and_workers_are_killed(game, tmp_path):
+    """One game dies at its 40th step, and the worker of another one is killed; the run ends by itself."""
+    once = tmp_path / "once"
+    started = start(tmp_path, 2, 2, SC2_STAND_IN_DIE_AFTER="40", SC2_STAND_IN_ONCE=str(once))
+    games = wait_for_games(started, game, 4)
+    assert wait_for(lambda: once.exists() and once.read_text())
+    os.kill(parent_of(next(pid for pid in games if pid != int(once.read_text()))), signal.SIGKILL)
+    ended = started.wait()
+    assert ended.code == 0, ended.text
+    assert left_behind(ended.group) == [] and files_in(tmp_path / "tmp") == []
+    (folder,) = run_folders(tmp_path)
+    reached = summary_of(folder)["stages"]["stage3"]
+    values, clock = reached["values"], reached["clock"]
+    assert values["worker_restarts"] == values["restarts"] == 1 and 1 <= values["lost_episodes"] <= 2
+    assert clock["t_env"] >= 400 and clock["episodes"] % 4 == 0
+    assert records(folder)[-1]["lost_episodes"] == values["lost_episodes"]
+    assert "lost episodes" in ended.text and "workers restarted" in ended.text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "receiver", "number", "code"),
+    [(2, "group", signal.SIGINT, 130), (2, "launcher", signal.SIGKILL, -9), (2, "rank", signal.SIGKILL, 1),
+     (1, "launcher", signal.SIGTERM, 143)],
+)  # fmt: skip
+def test_no_game_outlives_the_command(game, tmp_path, ranks, receiver, number, code):
+    """A worker is killed first, so one of the games belongs to a worker that was started later."""
+    started = start(tmp_path, ranks, 2 // ranks)
+    first = wait_for_games(started, game, 2)[0]
+    os.kill(parent_of(first), signal.SIGKILL)
+    assert wait_for(lambda: not is_running(first))
+    wait_for_games(started, game, 2)
+    target = children(started.process.pid)[0] if receiver == "rank" else started.process.pid
+    (os.killpg if receiver == "group" else os.kill)(target, number)
+    ended = started.wait()
+    assert ended.code == code, ended.text
+    assert left_behind(ended.group, patience=60) == [] and wait_for(lambda: not running(game))

@@ -1,56 +1,47 @@
 """A stand-in for StarCraft II: a process that speaks the game's protocol, with the skirmish simulator behind it.
 
-For tests only. Unmodified pysc2, SMAC and SMACv2 start it, connect to it and play on it as on the game::
-
-    folder = sc2_stand_in.install(tmp_path / "StarCraftII")           # version="4.10" or "4.6.2"
-    monkeypatch.setenv("SC2PATH", str(folder))
-    ...
-    sc2_stand_in.running(folder)                                       # pids of its processes: [] if nothing leaks
+For tests only. Unmodified pysc2, SMAC and SMACv2 start it, connect to it and play on it. The fixture `sc2_game`
+installs it; `install` puts a version "4.10" or "4.6.2" into a folder.
 
 What it plays
-- The 23 SMAC maps, by the name of the map file. Random seed of `RequestCreateGame` (0 if it has none) and the number
-  of the battle in this game give the seed of a battle (`battle_seed`); the k-th battle of `Simulator(get_map(name), 1)`
-  after `reset(..., seeds=[battle_seed(random_seed, k)])` is the same battle, bit for bit.
-- When nobody is alive, the next step starts the next battle, with new tags. Allies' types are numbered from
-  `FIRST_ALLY_TYPE` in SMAC's order of types; enemies have the game's own numbers (`world.TYPE_IDS`).
-- Tags come in no order. Allies are listed in a scrambled order among the enemies; enemies in the simulator's order
-  until the first step that plays, later the list is turned. Dead units are not listed.
-- With SC2_STAND_IN_MAPS="mine=3m ..." the map file `mine`, as a user may have made it, is played as 3m.
-- Other map files that are no SMAC map (SMACv2's `32x32_flat`, `10gen_*`) are empty fields of 32 x 32 cells: units come
-  by debug commands `create_unit` (all of them before one step), and nothing comes back by itself. There are
-  `N_UNIT_TYPES` types in the answer to `data`; the last nine are those of SMACv2's allies.
+- The 23 SMAC maps, by the name of the map file. The random seed of `RequestCreateGame` and the number of the battle in
+  this game give the seed of a battle (`battle_seed`): battle k is that of `Simulator(get_map(name), 1)` after
+  `reset(..., seeds=[battle_seed(random_seed, k)])`, bit for bit. When nobody is alive, the next step starts the next.
+- Tags change with each battle and come in no order. Allies' types are numbered from `FIRST_ALLY_TYPE` in SMAC's order
+  of types. Allies are listed in a scrambled order among the enemies, enemies in the simulator's order until the first
+  step that plays; later the list is rotated. Dead units are not listed.
+- Other map files (SMACv2's `32x32_flat`, `10gen_*`) are empty fields of 32 x 32 cells: units come by debug commands
+  `create_unit`, all of them before one step. The last nine types in the answer to `data` are those of SMACv2's allies.
 - One call of the simulator is 8 game loops; steps of other lengths are summed up until there are 8.
-- The pathing grid has 1 bit per pixel, in version 4.6.2 (as in SMAC's other branch) 8 bits; heights have 8 bits.
-- With SC2_STAND_IN_LINGER=1 a unit that dies in battle is listed for one more step, with health 0.
-- With SC2_STAND_IN_ROUGH=1 the images show a ground full of holes and of any height; units walk as they do without.
+- The pathing grid has 1 bit per pixel, in version 4.6.2 8 bits; heights have 8 bits.
+- It ends with its client, on `quit`, on SIGTERM, or when nobody has connected for 60 seconds.
 
-How it ends: with its client, on `quit`, on SIGTERM, or when nobody has connected for `SC2_STAND_IN_WAIT` seconds (60).
-
-Faults, by environment variable (all are read when the process starts; n counts step requests of the process, from 1):
-- SC2_STAND_IN_DIE_AFTER=n     ends without an answer at the n-th step request (exit status 1)
-- SC2_STAND_IN_HANG_AFTER=n    never answers the n-th step request, nor anything later
-- SC2_STAND_IN_ERROR_AFTER=n   answers the n-th step request by an error
-- SC2_STAND_IN_GARBLE_AFTER=n  answers the n-th step request by bytes that are no message
-- SC2_STAND_IN_DIE_ON=name     ends at the first request of that name (create_game, join_game, game_info, debug, ...)
-- SC2_STAND_IN_REFUSE=1        lives, but never listens; =exit ends at once with a line on stderr (exit status 3)
-- SC2_STAND_IN_DELAY=seconds   listens only after that time
-- SC2_STAND_IN_LATE_UNITS=n    the enemies of a battle appear only after n step requests
-- SC2_STAND_IN_STAY=1          lives on when its client is gone (until WAIT is over), and takes the next one
-- SC2_STAND_IN_ONCE=path       the faults above happen only in the process that creates this file, and writes its pid
-
-Files, by environment variable:
-- SC2_STAND_IN_RECORD=path     writes the battles of the game as a tape (`tape.py`) when the process ends
-- SC2_STAND_IN_TAPE=path       plays the battles of a tape instead of the simulator; other orders are answered by errors
-- SC2_STAND_IN_STATS=path      appends one JSON line at the end: pid, seconds (spent on answers), requests (by name)
+Environment variables SC2_STAND_IN_<name>, read when the process starts (n counts its step requests from 1):
+- DIE_AFTER=n, HANG_AFTER=n, ERROR_AFTER=n, GARBLE_AFTER=n: at the n-th step request end without an answer, never answer
+  again, answer with an error, answer with bytes that are no message
+- DIE_ON=name: end at the first request of that name (create_game, join_game, game_info, debug, ...)
+- REFUSE=1: live, but never listen; REFUSE=exit: end at once with a line on stderr (exit status 3)
+- DELAY=seconds: listen only after that time. LATE_UNITS=n: the enemies of a battle appear only after n step requests
+- ONCE=path: the faults above happen only in the process that creates this file and writes its pid
+- STAY=1: live on when the client is gone, and accept the next one
+- MAPS="mine=3m ...": play the map file `mine`, as a user may have made it, as 3m
+- LINGER=1: list a unit that dies in battle for one more step, with health 0
+- ROUGH=1: the images show a ground full of holes and of any height; units walk as they do without
+- RECORD=path: write the battles as a tape (`tape.py`) at the end. TAPE=path: play the battles of a tape instead of the
+  simulator; other orders are answered with errors
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 BUILDS = {"4.10": 75689, "4.6.2": 69232}
 FIRST_ALLY_TYPE = 1970
@@ -86,17 +77,20 @@ def _script(build: int) -> str:
 
 def running(folder: Path) -> list[int]:
     """Return the pids of living stand-in processes that were started from `folder`."""
-    mark = f"{Path(folder)}{os.sep}".encode()
     pids = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue  # gone meanwhile
-            if b"-dataDir" in words and mark in words:
-                pids.append(int(entry.name))
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if {b"-dataDir", f"{folder}{os.sep}".encode()} <= set(command.read_bytes().split(b"\0")):
+                pids.append(int(command.parent.name))
     return sorted(pids)
+
+
+def wait_for(true: Callable[[], Any], seconds: float = 60.0) -> bool:
+    """Return whether something becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(found)
 
 
 def battle_seed(random_seed: int, number: int) -> int:

@@ -145,15 +145,3 @@ class Tape:
         """Let units die outside the tape."""
         self.units.health[0, columns] = 0
         self.units.alive[0, columns] = False
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return where the tape stands."""
-        return {"battle": self._battle, "at": self._at}
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._battle, self._at = snapshot["battle"], snapshot["at"]
-        self._show()
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ from omagd.envs.battle.maps import MAPS, TYPE_ORDER, MapSpec
 from omagd.envs.battle.roster import FLOATS, INTS
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNIT_ID, UNITS
+from omagd.envs.sc2.client import raw_pb
+from omagd.envs.sc2.install import GAME_TYPES
 from sc2_stand_in import FIRST_ALLY_TYPE, N_UNIT_TYPES, battle_seed
 from sc2_stand_in.tape import Tape, TapeWriter, order_digest
 
 LOOPS_PER_STEP = 8
-TYPE_IDS = {
-    "marine": 48, "marauder": 51, "medivac": 54, "stalker": 74, "zealot": 73, "colossus": 4, "baneling": 9,
-    "zergling": 105, "spine_crawler": 98, "hydralisk": 107,
-}  # fmt: skip
+TYPE_IDS = {name: number for number, name in GAME_TYPES.items()}
 V2_ALLIES = ("baneling", "colossus", "hydralisk", "marauder", "marine", "medivac", "stalker", "zealot", "zergling")
 V2_TYPE_IDS = {name: N_UNIT_TYPES - len(V2_ALLIES) + i for i, name in enumerate(V2_ALLIES)}
 STOP, MOVE, ATTACK, HEAL = 4, 16, 23, 386  # ability ids
@@ -43,33 +41,23 @@ class World:
 
     Args:
         map_name: name of the map file. seed: random seed of the game. difficulty: SMAC's scale.
-        messages: the protocol's message classes. tape: file to play instead of the simulator.
-        record: whether to keep a tape of what is played, for `self.writer.save`. rough: show a ground full of holes and
-            of any height; units walk as they do without. lingers: list a unit that died in battle, with health 0, for
-            one more step.
+        settings: the variables RECORD, TAPE, ROUGH and LINGER.
     """
 
-    def __init__(
-        self, map_name: str, seed: int, difficulty: str, messages: SimpleNamespace,
-        tape: Path | None = None, record: bool = False, rough: bool = False, lingers: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, map_name: str, seed: int, difficulty: str, settings: dict[str, str]) -> None:
         self._spec = MAPS.get(map_name)
-        self._seed, self._difficulty, self._unit = seed, difficulty, messages.Unit
-        self.loop, self.battles, self._owed, self._spawned = 0, 0, 0, 0
+        self._seed, self._difficulty = seed, difficulty
+        self._tape, self._lingers = settings.get("TAPE"), "LINGER" in settings
+        self.loop = self.battles = self.steps_of_battle = 0
+        self._owed = self._spawned = self._turned = self._dead_commands = 0
         self._kill: set[int] = set()
         self._create: list[tuple[str, int, float, float]] = []
         self._simulator: Simulator | Tape | None = None
-        self._tape = tape
         self._column: dict[int, int] = {}
-        self._turned, self._lingers = 0, lingers
-        self._dead_commands = 0
-        if self._spec is not None:
-            self.terrain = self._simulate(self._spec).terrain
-        else:
-            self.terrain = Simulator(MAPS["3m"], 1).terrain
-        if rough:
+        self.terrain = (self._simulate(self._spec) if self._spec else Simulator(MAPS["3m"], 1)).terrain
+        if "ROUGH" in settings:
             self.terrain = roughened(self.terrain, seed)
-        self.writer = TapeWriter(self.terrain) if record else None
+        self.writer = TapeWriter(self.terrain) if "RECORD" in settings else None
         if self._spec is not None:
             self._respawn()
 
@@ -79,7 +67,7 @@ class World:
             self._simulator = Simulator(spec, 1, difficulty=self._difficulty)
         else:
             if self._simulator is None:
-                self._simulator = Tape(self._tape, spec.n_agents)
+                self._simulator = Tape(Path(self._tape), spec.n_agents)
             self._simulator.units.type_id[0] = spec.unit_ids()
         self._n = spec.n_agents
         self._active = np.ones(1, bool)
@@ -103,7 +91,7 @@ class World:
         self._spawned += units.x.shape[1]
         self._cards, self._column = [], {}
         for column, kind in enumerate((*ally_types, *enemy_types)):
-            card = self._unit(
+            card = raw_pb.Unit(
                 display_type=1, alliance=1 if column < n else 4, owner=1 if column < n else 2, unit_type=kind,
                 tag=(1 << 32) + 1 + (int(numbers[column]) << 18), build_progress=1.0, radius=0.5,
                 health_max=float(units.health_max[0, column]), shield_max=float(units.shield_max[0, column]),
