@@ -1,22 +1,23 @@
-"""An environment that fails on the rank, at the step and in the way that its arguments say; runs that play it."""
+"""An environment that fails on the rank, at the step and in the way that its arguments say, and runs that play it."""
 
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
+from typing import Any
 
+import shared_memory
 from command_budgets import BUDGETS
-from command_harness import FORKED, MAIN, PYTHON, Started, children, run_folders, summary_of
+from command_harness import FORKED, MAIN, PYTHON, Ended, Started, children, left_behind, run_folders, summary_of
+from sockets import wait_until
 
-# A package beside omagd.
 PLUGIN = """
 import os, signal, sys, time
 import numpy as np
+import torch.distributed
 from pydantic import BaseModel
 from omagd.envs.protocol import MultiAgentEnv
 from omagd.utils.errors import UserError
-import torch.distributed
 
 CONFIGS = os.path.join(os.path.dirname(__file__), "configs")
 
@@ -32,7 +33,7 @@ class Trap(MultiAgentEnv):
     args_model = Args
 
     def __init__(self, args):
-        self.args, self.steps, self.t = args, 0, 0
+        self.args, self.steps = args, 0
 
     def reset(self, seed=None):
         self.t = 0
@@ -48,26 +49,25 @@ class Trap(MultiAgentEnv):
         return 1.0, self.t >= 5, {"battle_won": False}
 
     def fail(self):
+        how = self.args.how
         if self.args.once:
             if os.path.exists(self.args.once):
                 return
             open(self.args.once, "w").close()
-        if self.args.how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        while self.args.how == "endless":
+        while how == "endless":
             time.sleep(0.05)
-        if self.args.how == "raise":
+        if how == "raise":
             # As NCCL does: leaving the group waits for the other ranks, which wait for an exchange with this one.
             torch.distributed.destroy_process_group = lambda *_: time.sleep(3600)
             raise ZeroDivisionError("the trap has closed")
-        if self.args.how == "user":
+        if how == "user":
             raise UserError("env_args.how=user: take another", "this is the help")
-        if self.args.how == "leave":
+        if how == "leave":
             sys.exit(0)
-        if self.args.how == "exit":
+        if how == "exit":
             os._exit(0)
-        if self.args.how in ("kill", "once"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how in ("kill", "once", "stop"):
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
     def get_obs(self, no_range_limit=False):
         return np.zeros((2, 3), np.float32)
@@ -84,43 +84,76 @@ class Trap(MultiAgentEnv):
     def get_stats(self):
         return {}
 """
+FILES = {
+    "omagd_trap.py": PLUGIN,
+    "configs/envs/trap.yaml": "env: trap\nenv_args: {how: never, rank: 1, step: 60}\n",
+    "omagd_trap-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: omagd-trap\nVersion: 1.0\n",
+    "omagd_trap-1.0.dist-info/entry_points.txt": (
+        "[omagd.envs]\ntrap = omagd_trap:Trap\n[omagd.config_dirs]\ntrap = omagd_trap:CONFIGS\n"
+    ),
+}
 OPTIONS = ("--config=qmix", "--env-config=trap", "with", "run=ddp", "world_size=2")
 MORE = ("t_max=100000", "epsilon_anneal_time=1000", "log_interval=20")
 
 
-def make_plugin(folder: Path) -> str:
-    """Write the package of the environment `trap` into `folder`; return what PYTHONPATH has to name."""
-    (folder / "omagd_trap.py").write_text(PLUGIN)
-    (folder / "configs" / "envs").mkdir(parents=True)
-    (folder / "configs" / "envs" / "trap.yaml").write_text("env: trap\nenv_args: {how: never, rank: 1, step: 60}\n")
-    facts = folder / "omagd_trap-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: omagd-trap\nVersion: 1.0\n")
-    points = "[omagd.envs]\ntrap = omagd_trap:Trap\n[omagd.config_dirs]\ntrap = omagd_trap:CONFIGS\n"
-    (facts / "entry_points.txt").write_text(points)
-    return str(folder)
+class TrapRun:
+    """A run that plays `trap` in a folder of its own, with temporary files of its own.
 
+    Args:
+        more: settings, after those of two ranks. program: what starts the ranks instead of Python.
+    """
 
-def start(plugin: str, cwd: Path, how: str, *more: str, **variables: str) -> Started:
-    path = os.pathsep.join(part for part in (plugin, os.environ.get("PYTHONPATH", "")) if part)
-    command = [PYTHON, MAIN, *OPTIONS, *BUDGETS, *MORE, f"env_args.how={how}", *more]
-    return Started(command, cwd, PYTHONPATH=path, **{**FORKED, **variables})
+    def __init__(self, folder: Path, how: str, *more: str, program: tuple[str, ...] = (PYTHON,)) -> None:
+        self.here, self.temporary = folder / "here", folder / "temporary"
+        for path in (self.here, self.temporary):
+            path.mkdir(parents=True)
+        for name, text in FILES.items():
+            (folder / "plugin" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "plugin" / name).write_text(text)
+        path = os.pathsep.join(filter(None, (str(folder / "plugin"), os.environ.get("PYTHONPATH"))))
+        self.shared = shared_memory.names()
+        command = [*program, MAIN, *OPTIONS, *BUDGETS, *MORE, f"env_args.how={how}", *more]
+        self.started = Started(command, self.here, PYTHONPATH=path, TMPDIR=str(self.temporary), **FORKED)
 
+    @property
+    def pid(self) -> int:
+        return self.started.process.pid
 
-def wait_for_training(started: Started, cwd: Path, ranks: int = 2) -> list[int]:
-    """Wait until all ranks train; return their process ids."""
-    until = time.monotonic() + 120
-    while time.monotonic() < until and started.process.poll() is None:
-        logs = list(cwd.glob("results/*/metrics.jsonl"))
-        if logs and logs[0].stat().st_size > 0:
-            found = children(started.process.pid)
-            assert len(found) == ranks
-            return found
-        time.sleep(0.1)
-    ended = started.wait(1)
-    raise AssertionError(f"it never trained: exit code {ended.code}\n{ended.text}")
+    @property
+    def folder(self) -> Path:
+        (folder,) = run_folders(self.here)
+        return folder
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        return summary_of(self.folder)
 
-def exit_state(cwd: Path) -> str:
-    (folder,) = run_folders(cwd)
-    return summary_of(folder)["exit_state"]
+    @property
+    def newest_checkpoint(self) -> str:
+        found = self.here.glob("results/*/checkpoints/[0-9]*/manifest.json")
+        return max((path.parent.name for path in found), default="")
+
+    @property
+    def temporary_files(self) -> list[str]:
+        """Return the names of temporary files, without the caches that torch itself keeps."""
+        return [path.name for path in self.temporary.iterdir() if not path.name.startswith("torch")]
+
+    def wait_for(self, what: Any) -> None:
+        ended = self.started.process.poll
+        assert wait_until(lambda: what() or ended() is not None, 120) and what(), self.started.wait(1).text
+
+    def wait_for_training(self, ranks: int = 2) -> list[int]:
+        """Wait until all ranks train; return their process ids."""
+        self.wait_for(lambda: [log for log in self.here.glob("results/*/metrics.jsonl") if log.stat().st_size])
+        found = children(self.pid)
+        assert len(found) == ranks
+        return found
+
+    def end(self, seconds: float = 120) -> Ended:
+        """Wait for the end; check that no process, temporary file or shared memory is left, except after SIGKILL."""
+        ended = self.started.wait(seconds)
+        assert left_behind(ended.group) == []
+        if ended.code >= 0:
+            assert self.temporary_files == list(self.here.glob("results/*/.attempt_*")) == []
+            assert shared_memory.left_since(self.shared) == []
+        return ended
