@@ -1,4 +1,4 @@
-"""Small made-up battles and graph modules for the tests of stages 1 and 2."""
+"""Small made-up battles and graph modules for the tests of graphs and pre-training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
-from omagd.config.schema import Config
+from omagd.config.schema import Config, MaskPredictorConfig
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
-from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
+from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.dist_utils import Dist
@@ -21,33 +21,20 @@ from omagd.utils.packing import Episode
 LAYOUT = EntityLayout(move_dim=2, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=4, own_dim=1)
 INFO = EnvInfo("toy", "tiny", 3, 6, LAYOUT.obs_dim, 7, episode_limit=12, n_normal_actions=3, layout=LAYOUT)
 SMALL: dict[str, Any] = {
-    "tokenizer_config.n_codes": 12,
-    "tokenizer_config.code_dim": 4,
-    "tokenizer_config.hidden_dim": 8,
-    "tokenizer_config.dropout": 0.0,
-    "tokenizer_config.revive_interval": 2,
-    "mask_predictor_config.d_model": 8,
-    "mask_predictor_config.n_layers": 2,
-    "mask_predictor_config.n_heads": 2,
-    "mask_predictor_config.feedforward_dim": 16,
-    "mask_predictor_config.dropout": 0.0,
-    "mask_predictor_config.stacked_steps": 2,
-    "mask_predictor_config.stacked_strip": 2,
-    "mask_predictor_config.last_seen": True,
-    "mask_predictor_config.code_features": True,
-    "mask_predictor_config.use_gru": False,
-    "mask_predictor_config.matching": "none",
-    "mask_predictor_config.mask_ratio": 0.0,
-    "mask_predictor_config.decode": "mean",
-    "graph_pretrain_epochs": 100,
-    "graph_lr": 0.003,
-}
+    "tokenizer_config.n_codes": 12, "tokenizer_config.code_dim": 4, "tokenizer_config.hidden_dim": 8,
+    "tokenizer_config.dropout": 0.0, "tokenizer_config.revive_interval": 2,
+    "mask_predictor_config.d_model": 8, "mask_predictor_config.n_layers": 2, "mask_predictor_config.n_heads": 2,
+    "mask_predictor_config.feedforward_dim": 16, "mask_predictor_config.dropout": 0.0,
+    "mask_predictor_config.stacked_steps": 2, "mask_predictor_config.stacked_strip": 2,
+    "mask_predictor_config.last_seen": True, "mask_predictor_config.code_features": True,
+    "graph_pretrain_epochs": 100, "graph_lr": 0.003,
+}  # fmt: skip
 
 
 def toy_config(**changes: Any) -> Config:
-    """Return a configuration of tiny modules; changes are given as section__key=value."""
-    updates = {**SMALL, **{name.replace("__", "."): value for name, value in changes.items()}}
-    return resolve("omagd_small", "skirmish", updates)
+    """Return a configuration of tiny modules. changes: section__key=value; the predictor's keys need no section."""
+    full = {f"mask_predictor_config.{k}" if k in MaskPredictorConfig.model_fields else k: v for k, v in changes.items()}
+    return resolve("omagd_small", "skirmish", {**SMALL, **{name.replace("__", "."): full[name] for name in full}})
 
 
 def toy_modules(config: Config, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tokenizer, MaskPredictor]:
@@ -96,11 +83,5 @@ def _episode(rng: np.random.Generator, length: int) -> Episode:
         shown = rng.random((rows, LAYOUT.n_nodes)) < 0.6
         shown[:, 0] = True
         full[:, agent], obs[:, agent] = values, np.where(shown[..., None], values, np.float32(0))
-    return {"obs": torch.from_numpy(_flat(obs)), "full_obs": torch.from_numpy(_flat(full))}
-
-
-def _flat(nodes: np.ndarray) -> np.ndarray:
-    """Return observations [..., obs_dim] of nodes."""
-    obs = np.ascontiguousarray(nodes_to_obs(nodes, LAYOUT))
-    assert obs_to_nodes(obs, LAYOUT).shape == nodes.shape
-    return obs
+    shown_and_true = {"obs": obs, "full_obs": full}
+    return {name: nodes_to_obs(torch.from_numpy(nodes), LAYOUT) for name, nodes in shown_and_true.items()}

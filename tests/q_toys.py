@@ -1,10 +1,9 @@
-"""Small worlds, made-up episodes and an independent reference for the tests of Q-learning."""
+"""Small configurations, made-up episodes and learners for the tests of Q-learning."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.synced_optimizer import Stats
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.run.training.stages.health import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
@@ -35,12 +35,12 @@ def toy_config(**updates: Any) -> Config:
     return resolve("qmix", "skirmish", {**SMALL, **updates})
 
 
-def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInfo = INFO) -> dict[str, Tensor]:
-    """Return an episode of `length` steps (length + 1 rows) of chance; the action taken is available."""
+def random_episode(seed: int, length: int, truncated: bool = False) -> dict[str, Tensor]:
+    """Return an episode of `length` steps (length + 1 rows) of random numbers; the action taken is available."""
     rng = np.random.default_rng(seed)
-    rows, n = length + 1, info.n_agents
-    available = rng.random((rows, n, info.n_actions)) < 0.5
-    actions = rng.integers(info.n_actions, size=(rows, n))
+    rows, n = length + 1, INFO.n_agents
+    available = rng.random((rows, n, INFO.n_actions)) < 0.5
+    actions = rng.integers(INFO.n_actions, size=(rows, n))
     actions[-1] = 0
     np.put_along_axis(available, actions[..., None], True, axis=-1)
     terminated = np.zeros(rows, np.uint8)
@@ -48,10 +48,10 @@ def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInf
         terminated[-2] = 1
     reward = rng.normal(size=rows).astype(np.float32)
     reward[-1] = 0
-    obs = rng.normal(size=(rows, n, info.obs_dim)).astype(np.float32)
+    obs = rng.normal(size=(rows, n, INFO.obs_dim)).astype(np.float32)
     arrays = {
         "obs": obs,
-        "state": rng.normal(size=(rows, info.state_dim)).astype(np.float32),
+        "state": rng.normal(size=(rows, INFO.state_dim)).astype(np.float32),
         "avail_actions": available.astype(np.uint8),
         "actions": actions.astype(np.uint8),
         "reward": reward,
@@ -61,63 +61,38 @@ def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInf
     return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
 
-@dataclass
-class Made:
-    """What a reconstructor returns."""
-
-    fields: dict[str, Tensor]
-    obs: Tensor
-    guessed: Tensor
-
-
 class HalvingReconstructor:
-    """Stands in for the real one: halves what is seen, and stores that in 16 bits."""
+    """Replaces the real one: halves what is seen; negative numbers among the first N features mark guessed nodes."""
 
     def begin(self, n_slots: int) -> None:
-        """Remember the number of slots."""
-        self.n_slots = n_slots
+        """Forget all resets."""
         self.resets: list[list[bool]] = []
 
     def reset(self, which: np.ndarray) -> None:
-        """Remember who was reset."""
+        """Record which slots were reset."""
         self.resets.append(which.tolist())
 
-    def step(self, obs: np.ndarray, step: np.ndarray, active: np.ndarray | None = None) -> Made:
-        """Return half of what is seen; negative first features are guesses."""
-        half = (torch.as_tensor(obs) * 0.5).half()
-        return Made({"recon": half}, half.float(), self._guessed(half))
+    def step(self, obs: np.ndarray, step: np.ndarray, active: np.ndarray | None = None) -> Reconstruction:
+        """Return half of what is seen."""
+        fields = {"recon": (torch.as_tensor(obs) * 0.5).half()}
+        return Reconstruction(fields, *self.restore(fields))
 
     def restore(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the same from what was stored."""
-        return fields["recon"].float(), self._guessed(fields["recon"])
-
-    def _guessed(self, half: Tensor) -> Tensor:
-        return half[..., : LAYOUT.n_nodes] < 0
+        return fields["recon"].float(), fields["recon"][..., : LAYOUT.n_nodes] < 0
 
 
 def make_learner(
-    config: Config, info: EnvInfo = INFO, dist: Dist | None = None, dtype: torch.dtype = torch.float32, seed: int = 0
+    config: Config, dist: Dist | None = None, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> NQLearner:
-    """Return a warmed-up learner with a controller of its own; equal seeds give equal weights."""
+    """Return a warmed-up learner with its controller; equal seeds give equal weights."""
     torch.manual_seed(seed)
     reconstructor = HalvingReconstructor() if config.use_graph_reconstruction else None
-    mac: BasicMAC = MACS.get(config.mac)(config, info, torch.device("cpu"), reconstructor)
+    mac: BasicMAC = MACS.get(config.mac)(config, INFO, torch.device("cpu"), reconstructor)
     mac.agent.to(dtype)
-    learner: NQLearner = LEARNERS.get(config.learner)(mac, config, info, dist or Dist())
+    learner: NQLearner = LEARNERS.get(config.learner)(mac, config, INFO, dist or Dist())
     learner.warm_up()
     return learner
-
-
-def padded(episodes: list[Episode]) -> dict[str, Tensor]:
-    """Return the episodes side by side, [B, T, ...], zeros where they have ended, and `rows`, the rows of each."""
-    rows = [len(episode["reward"]) for episode in episodes]
-    out: dict[str, Tensor] = {"rows": torch.tensor(rows)}
-    for name, first in episodes[0].items():
-        full = torch.zeros((len(episodes), max(rows), *first.shape[1:]), dtype=first.dtype)
-        for i, episode in enumerate(episodes):
-            full[i, : rows[i]] = episode[name]
-        out[name] = full
-    return out
 
 
 def gradients_of(learner: NQLearner, episodes: list[Episode]) -> tuple[list[Tensor], Stats]:
@@ -134,7 +109,7 @@ def gradients_of(learner: NQLearner, episodes: list[Episode]) -> tuple[list[Tens
 
 
 def state_of(learner: Any) -> dict[str, Tensor]:
-    """Return copies of all that a learner has learned: weights, targets, the optimizers' state."""
+    """Return copies of a learner's weights, targets and optimizer states."""
     state = {name: value.detach().clone() for name, value in held_in_common(learner).items()}
     for key, optimizer in vars(learner).items():
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -153,3 +128,13 @@ def copy_learner(source: Any, target: Any) -> None:
     for name, module in source.modules().items():
         target.modules()[name].load_state_dict(copy.deepcopy(module.state_dict()))
     target.load_state_dict(copy.deepcopy(source.state_dict()))
+
+
+def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Return `out` and the gradients of `inputs` under `upstream_of(out)`."""
+    return [out, *torch.autograd.grad(out, inputs, upstream_of(out), retain_graph=True)]
+
+
+def upstream_of(out: Tensor) -> Tensor:
+    """Return a random gradient of `out` that depends on its shape and type alone."""
+    return torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0))

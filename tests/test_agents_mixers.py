@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 from plugin_toys import own_names
-from q_toys import INFO, SMALL, gradients_of, make_learner, random_episode, toy_config
-from torch.func import functional_call
+from q_toys import INFO, SMALL, gradients_of, make_learner, random_episode, toy_config, with_gradients
 from torch.nn import functional as F
 
 from omagd.controllers.basic_mac import last_actions
@@ -46,16 +43,14 @@ def toy_inputs(lengths=(5, 3, 3, 1)):
 
 
 @pytest.mark.parametrize("updates", VARIANTS, ids=str)
-def test_unroll_equals_acting_step_by_step_and_agents_read_what_the_configuration_says(updates):
+def test_unroll_equals_acting_and_agents_read_what_the_configuration_says(updates):
     agent, config, (inputs, packing) = make_agent(**updates), toy_config(**updates), toy_inputs()
     q = agent(inputs, packing)
     assert q.shape == (len(packing.step), INFO.n_agents, INFO.n_actions)
-    for episode in range(packing.n_episodes):
-        hidden = agent.init_hidden(1)
-        for row in torch.nonzero(packing.episode == episode).flatten().tolist():
-            one = AgentInputs(*(x[row : row + 1] for x in (inputs.features, inputs.last_action, inputs.guessed)))
-            values, hidden = agent.step(one, hidden)
-            torch.testing.assert_close(values[0], q[row], atol=1e-10, rtol=1e-9)
+    hidden = [agent.init_hidden(1)] * packing.n_episodes
+    for row, episode in enumerate(packing.episode.tolist()):
+        values, hidden[episode] = agent.step(inputs.rows(slice(row, row + 1)), hidden[episode])
+        torch.testing.assert_close(values[0], q[row], atol=1e-10, rtol=1e-9)
     q.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in agent.parameters())
     same = AgentInputs(inputs.features[:, :1].expand_as(inputs.features), inputs.last_action[:, :1].expand(-1, 3))
@@ -87,35 +82,22 @@ def test_graph_convolution_follows_its_formula():
         torch.testing.assert_close(got[:, i], (F.relu(conv.own(x[:, i])) + F.relu(others)) / 5)
 
 
-def unroll_with_a_cell(gru, x, packing, start):
-    """Each episode on its own through torch's cell."""
-    cell, weights, out = torch.nn.GRUCell(5, 4).double(), dict(gru.named_parameters()), [torch.empty(0)] * len(x)
-    for episode in range(packing.n_episodes):
-        hidden = start[episode]
-        for row in torch.nonzero(packing.episode == episode).flatten().tolist():
-            out[row] = hidden = functional_call(cell, weights, (x[row], hidden))
-    return torch.stack(out)
-
-
 @pytest.mark.parametrize("lengths", [(6, 6, 4, 1, 1), (1,), (3, 3)])
 def test_packed_gru_equals_a_cell_in_values_and_gradients_in_parts_of_any_size(monkeypatch, lengths):
     torch.manual_seed(0)
     gru, packing = PackedGRU(5, 4).double(), Packing(lengths)
     x = torch.randn(sum(lengths), 3, 5, dtype=torch.float64, requires_grad=True)
     start = torch.randn(len(lengths), 3, 4, dtype=torch.float64, requires_grad=True)
-    given = [x, start, *gru.parameters()]
-
-    def with_gradients(out):
-        return [out, *torch.autograd.grad((out.sin() * torch.arange(4)).sum(), given)]
-
-    wanted = with_gradients(unroll_with_a_cell(gru, x, packing, start))
-    rows = [3 * k for k in packing.batch_sizes]
-    found = [with_gradients(gru._library_unroll(x.flatten(0, 1), start.flatten(0, 1), rows).view_as(wanted[0]))]
+    hidden, plain, given = list(start), [], [x, start, *gru.parameters()]
+    for row, episode in enumerate(packing.episode.tolist()):
+        hidden[episode] = torch.gru_cell(x[row], hidden[episode], *gru.parameters())
+        plain.append(hidden[episode])
+    wanted = with_gradients(torch.stack(plain), given)
+    library = gru._library_unroll(x.flatten(0, 1), start.flatten(0, 1), [3 * k for k in packing.batch_sizes])
+    torch.testing.assert_close(with_gradients(library.view_as(wanted[0]), given), wanted)
     for size in (1, 4, 7, 20, 1000):
         monkeypatch.setattr(recurrent, "ROWS_AT_ONCE", size)
-        found.append(with_gradients(gru(x, packing, start)))
-    for a, b in ((a, b) for got in found for a, b in zip(got, wanted, strict=True)):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+        torch.testing.assert_close(with_gradients(gru(x, packing, start), given), wanted, atol=1e-10, rtol=1e-9)
     with torch.no_grad():
         torch.testing.assert_close(gru(x, packing, start), wanted[0], atol=1e-10, rtol=0)
 
@@ -123,24 +105,13 @@ def test_packed_gru_equals_a_cell_in_values_and_gradients_in_parts_of_any_size(m
 @pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("actions", [False, True])
 def test_input_layer_equals_a_linear_over_one_hots(ids, actions):
-    config = toy_config(obs_agent_id=ids, obs_last_action=actions)
-    layer = InputLinear(4, 5, config, INFO).double()
-    features = torch.randn(7, 3, 4, dtype=torch.float64)
-    last = torch.randint(-1, INFO.n_actions, (7, 3))
-    pieces = [features]
-    if actions:
-        pieces.append(F.one_hot(last + 1, INFO.n_actions + 1)[..., 1:].double())
-    if ids:
-        pieces.append(torch.eye(3, dtype=torch.float64).expand(7, 3, 3))
-    wanted = F.linear(torch.cat(pieces, dim=-1), layer.weight, layer.bias)
-    got = layer(features, last)
-    torch.testing.assert_close(got, wanted)
-    for a, b in zip(
-        torch.autograd.grad(got.square().sum(), layer.parameters()),
-        torch.autograd.grad(wanted.square().sum(), layer.parameters()),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
+    layer = InputLinear(4, 5, toy_config(obs_agent_id=ids, obs_last_action=actions), INFO).double()
+    features, last = torch.randn(7, 3, 4, dtype=torch.float64), torch.randint(-1, INFO.n_actions, (7, 3))
+    one_hots = [F.one_hot(last + 1, INFO.n_actions + 1)[..., 1:]] * actions + [torch.eye(3).expand(7, 3, 3)] * ids
+    plain = F.linear(torch.cat([features, *one_hots], dim=-1), layer.weight, layer.bias)
+    for got, wanted in ((layer(features, last), plain), (layer.relu(features, last), plain.relu())):
+        given = list(layer.parameters())
+        torch.testing.assert_close(with_gradients(got, given), with_gradients(wanted, given))
 
 
 def adam_step(layer):
@@ -210,9 +181,8 @@ def test_compiled_mixers_learn_the_same_from_batches_of_any_size(monkeypatch):
     for update in range(3):
         episodes = [random_episode(10 * update + k, 2 + 3 * k + update) for k in range(3)]
         (plain, stats), (compiled, others) = (gradients_of(learner, episodes) for learner in pair)
-        for a, b in zip(plain, compiled, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9)
-        assert all(torch.allclose(stats[name][0], total) for name, (total, _) in others.items())
+        torch.testing.assert_close(compiled, plain, atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(others, stats)
     torch.compiler.reset()
 
 
@@ -223,33 +193,29 @@ def test_orthogonal_start():
     assert agent.fc2.weight.abs().max() <= 0.01
 
 
+def unroll(batch, **updates):
+    """Return the values and all gradients of a new agent, and the bytes that it kept for backward."""
+    agent, kept = make_agent(**updates).to(batch[0].features.dtype), []
+    keep = lambda x: kept.append(x.untyped_storage().nbytes()) or x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        q = agent(*batch)
+    return [q, *torch.autograd.grad(q.square().sum(), list(agent.parameters()))], sum(kept)
+
+
 @pytest.mark.parametrize("updates", [{"agent": "n_rnn"}, {"agent": "gnn_rnn", "gnn_readout": "entity"}], ids=str)
 def test_checkpointing_keeps_less_for_backward_and_changes_neither_values_nor_gradients(updates):
-    inputs, packing = toy_inputs((41, 40, 40))
-    results, kept = [], []
-    for asked in (False, True):
-        agent, sizes = make_agent(**updates, enable_gradient_checkpointing=asked), []
-        keep = partial(lambda sizes, x: sizes.append(x.untyped_storage().nbytes()) or x, sizes)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            q = agent(inputs, packing)
-        kept.append(sum(sizes))
-        results.append([q, *torch.autograd.grad(q.square().sum(), list(agent.parameters()))])
-    assert kept[1] < 0.5 * kept[0]
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-9)
+    batch = toy_inputs((41, 40, 40))
+    (plain, kept), (checkpointed, less) = (
+        unroll(batch, **updates, enable_gradient_checkpointing=on) for on in (False, True)
+    )
+    assert less < 0.5 * kept
+    torch.testing.assert_close(checkpointed, plain, atol=1e-10, rtol=1e-9)
 
 
-@pytest.mark.parametrize("updates", [{"agent": "n_rnn"}, {"agent": "gnn_rnn"}], ids=str)
-def test_bf16_is_close_to_float32(updates):
+@pytest.mark.parametrize("agent", ["n_rnn", "gnn_rnn"])
+def test_bf16_is_close_to_float32(agent):
     inputs, packing = toy_inputs((41, 40, 40, 30, 9))
-    inputs = AgentInputs(inputs.features.float(), inputs.last_action)
-    results = []
-    for precision in ("float32", "bf16"):
-        agent = make_agent(**updates, precision=precision).float()
-        q = agent(inputs, packing)
-        results.append([q, *torch.autograd.grad(q.square().sum(), list(agent.parameters()))])
-    differs = False
-    for a, b in zip(*results, strict=True):
-        assert (a - b).norm() <= 0.03 * a.norm()
-        differs |= not torch.equal(a, b)
-    assert differs
+    batch = AgentInputs(inputs.features.float(), inputs.last_action), packing
+    plain, rounded = (unroll(batch, agent=agent, precision=precision)[0] for precision in ("float32", "bf16"))
+    assert all((a - b).norm() <= 0.03 * a.norm() for a, b in zip(plain, rounded, strict=True))
+    assert not all(map(torch.equal, plain, rounded))

@@ -2,7 +2,7 @@
 
 Weights are fixed here, so everything that depends on them alone is computed once: scaled and joined attention weights,
 sums of embeddings, weights in oneDNN's layout. Results equal those of `Tokenizer` and `MaskPredictor` in eval mode up
-to rounding: tests/test_acting_reconstruction.py.
+to rounding: tests/test_reconstruction.py.
 
 Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU), M tokens to guess, d = d_model, K codes.
 """

@@ -106,7 +106,7 @@ class _OneDNNLinear(torch.autograd.Function):
     """`F.linear` through oneDNN, x [..., in] to [..., out].
 
     Forward and dL/dx go through oneDNN, dL/dW through MKL, which is no slower there. Gradients as at the top of the
-    file. Compared with `F.linear`: tests/test_linear.py.
+    file. Compared with `F.linear`: tests/test_kernels.py.
     """
 
     @staticmethod
@@ -132,7 +132,7 @@ class _BF16Linear(torch.autograd.Function):
 
     With r = rounding to bf16: y = r(r(x) r(W)^T) + b, dL/dx = r(r(g) r(W)), dL/dW = r(r(g)^T r(x)); sums inside a
     product, the bias and its gradient stay in float32. Rows are padded with zeros, which add nothing to any product.
-    Compared with exactly these roundings: tests/test_linear.py.
+    Compared with exactly these roundings: tests/test_kernels.py.
     """
 
     @staticmethod

@@ -1,0 +1,315 @@
+"""Graphs of observations, and stage 3's reconstructions: what passes, what is guessed, and what acting computes."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import numpy as np
+import pytest
+import torch
+from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.controllers.graph_mac import NGraphMAC
+from omagd.controllers.types import Tick
+from omagd.envs.protocol import Observation
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.modules.graph_reconstructers import frozen
+from omagd.modules.graph_reconstructers.frozen import FrozenLinear, FrozenPredictor, FrozenTokenizer
+from omagd.modules.graph_reconstructers.graphs import (
+    GraphTables,
+    alive,
+    feature_mask,
+    nodes_to_obs,
+    obs_to_nodes,
+    unseen,
+)
+from omagd.modules.graph_reconstructers.history import Frames
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, describe
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
+
+torch.set_num_threads(1)
+DECODES = ["mean", "argmax"]
+layouts = st.builds(
+    EntityLayout,
+    **{name: st.integers(0, 6) for name in ("move_dim", "n_allies")},
+    **{name: st.integers(1, 9) for name in ("n_enemies", "enemy_dim", "ally_dim", "own_dim")},
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts, seed=st.integers(0, 2**32 - 1), lead=st.lists(st.integers(0, 3), max_size=3))
+def test_there_and_back_is_the_same_bit_for_bit(layout: EntityLayout, seed: int, lead: list[int]) -> None:
+    # Any bit pattern at all: also -0.0, infinities, NaN and subnormals.
+    bits = np.random.default_rng(seed).integers(0, 2**32, (*lead, layout.obs_dim), dtype=np.uint32)
+    for obs in (bits.view(np.float32), torch.from_numpy(bits.view(np.float32).copy())):
+        back = nodes_to_obs(obs_to_nodes(obs, layout), layout)
+        assert type(back) is type(obs)
+        assert np.array_equal(np.ascontiguousarray(np.asarray(back)).view(np.uint32), bits)
+
+
+def test_each_node_has_its_features_in_the_environments_order() -> None:
+    layout = EntityLayout(move_dim=4, n_enemies=2, enemy_dim=5, n_allies=1, ally_dim=6, own_dim=1)
+    nodes = obs_to_nodes(np.arange(1, layout.obs_dim + 1, dtype=np.float32), layout)
+    assert nodes.tolist() == [
+        [1, 0, 0, 0, 1, 2, 3, 4, 21],
+        [15, 16, 17, 18, 19, 20, 0, 0, 0],
+        [5, 6, 7, 8, 9, 0, 0, 0, 0],
+        [10, 11, 12, 13, 14, 0, 0, 0, 0],
+    ]
+    assert (nodes != 0)[feature_mask(layout).numpy()].all() and feature_mask(layout).sum() == layout.obs_dim
+    layout = EntityLayout(move_dim=1, n_enemies=2, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
+    assert obs_to_nodes(np.arange(layout.obs_dim), layout)[1:, 0].tolist() == [11, 16, 1, 6]
+    with pytest.raises(ValueError, match="features"):
+        obs_to_nodes(np.zeros(5, np.float32), layout)
+
+
+def test_unseen_nodes_are_all_zero_and_only_an_observer_that_sees_nothing_is_dead() -> None:
+    layout = EntityLayout(move_dim=0, n_enemies=1, enemy_dim=13, n_allies=1, ally_dim=13, own_dim=10)
+    obs = np.zeros((3, layout.obs_dim), np.float32)
+    obs[:2, -10:] = 7
+    obs[1, 4] = 0.5
+    nodes = obs_to_nodes(obs, layout)
+    assert nodes[0, 0].tolist() == [1, 0, 0, 0, *[7] * 10], "the fixed head stays without move features"
+    assert unseen(nodes).tolist() == [[False, True, True], [False, True, False], [False, True, True]]
+    assert alive(obs).tolist() == [True, True, False]
+
+
+def test_tables_convert_as_the_functions_do() -> None:
+    obs = torch.cat([episode["obs"] for episode in toy_episodes(5, seed=3)])
+    obs[0, 0, 0] = -0.0
+    tables, nodes = GraphTables(LAYOUT, torch.device("cpu")), obs_to_nodes(obs, LAYOUT)
+    assert torch.equal(tables.nodes(obs), nodes) and torch.equal(tables.obs(nodes), nodes_to_obs(nodes, LAYOUT))
+    (seen, missing), living = tables.sight(obs), alive(obs)[..., None]
+    assert torch.equal(missing, unseen(nodes) & living) and torch.equal(seen, ~unseen(nodes) & living)
+    assert torch.equal(tables.of_nodes(missing), nodes_to_obs(missing[..., None].expand_as(nodes), LAYOUT))
+
+
+def trained(**changes):
+    """Return (tokenizer, predictor, config, info) after a few updates, which change every weight."""
+    config = toy_config(**changes)
+    tokenizer, predictor = toy_modules(config)
+    stage = PredictorLearner(predictor, tokenizer, config, INFO, Dist())
+    for seed in range(3):
+        stage.update(pack_episodes(toy_episodes(4, seed=seed)))
+    return tokenizer, predictor, config, INFO
+
+
+def play(reconstructor: Reconstructor, episodes):
+    """Act through episodes in two slots, one after another; return (obs, guessed, field) of each."""
+    slots = [[(i, t) for i in range(s, len(episodes), 2) for t in range(len(episodes[i]["obs"]))] for s in (0, 1)]
+    out: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in episodes]
+    reconstructor.begin(2)
+    for places in zip_longest(*slots, fillvalue=(0, 0)):
+        step = np.array([t for _, t in places])
+        reconstructor.reset(step == 0)
+        made = reconstructor.step(torch.stack([episodes[i]["obs"][t] for i, t in places]), step)
+        for slot, (i, _) in enumerate(places):
+            out[i].append((made.obs[slot], made.guessed[slot], made.fields[reconstructor.field][slot]))
+    lengths = (len(episode["obs"]) for episode in episodes)
+    return [[torch.stack(x[:length]) for x in zip(*one, strict=True)] for one, length in zip(out, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.parametrize("use_gru", [False, True])
+def test_learning_reads_the_bits_that_acting_saw(decode: str, use_gru: bool) -> None:
+    reconstructor, episodes = Reconstructor(*trained(decode=decode, use_gru=use_gru)), toy_episodes(6, seed=20)
+    names = ("acted", "marks", reconstructor.field)
+    played = [dict(zip(names, one, strict=True)) for one in play(reconstructor, episodes)]
+    batch = pack_episodes([{**one, **extra} for one, extra in zip(episodes, played, strict=True)])
+    assert batch[reconstructor.field].dtype == (torch.float16 if decode == "mean" else torch.int16)
+    obs, guessed = reconstructor.restore(batch.data)
+    assert torch.equal(obs.view(torch.int32), batch["acted"].view(torch.int32))
+    assert torch.equal(guessed, batch["marks"]) and guessed.any()
+
+
+@pytest.mark.parametrize("decode", DECODES)
+def test_acting_predicts_what_training_predicts(decode: str) -> None:
+    parts = tokenizer, predictor, config, _ = trained(decode=decode)
+    episodes = toy_episodes(6, seed=21)
+    played = play(Reconstructor(*parts), episodes)
+    batch = pack_episodes([{**e, "acted": obs} for e, (obs, *_) in zip(episodes, played, strict=True)])
+    stage = PredictorLearner(predictor, tokenizer, config, INFO, Dist())
+    sample = stage.sample(batch, stage.graphs(batch))
+    guess = predictor.eval().guess(predictor(sample.frames, sample.masked))
+    acted = obs_to_nodes(batch["acted"], LAYOUT)[sample.rows, sample.agents][sample.masked]
+    real = feature_mask(LAYOUT)[torch.nonzero(sample.masked)[:, 1]]
+    assert torch.allclose(acted, guess.features * real, atol=2e-3)
+    assert (acted[guess.absent] == 0).all() and (acted[~guess.absent] != 0).any(-1).all()
+
+
+def test_what_is_seen_and_dead_observers_pass_unchanged_and_no_other_episode_matters() -> None:
+    reconstructor, episodes = Reconstructor(*trained()), toy_episodes(6, seed=22)
+    for episode, (obs, guessed, _) in zip(episodes, play(reconstructor, episodes), strict=True):
+        living = episode["obs"].any(-1)
+        assert torch.equal(obs[~living], episode["obs"][~living])
+        before, after = (obs_to_nodes(o, LAYOUT).view(torch.int32) for o in (episode["obs"], obs))
+        assert torch.equal(after[~guessed], before[~guessed])
+        assert torch.equal(guessed, unseen(before) & living[..., None])
+        assert torch.allclose(play(reconstructor, [episode, episode])[0][0], obs, atol=2e-3)
+
+
+def test_a_snapshot_continues_in_the_middle_of_an_episode_without_dropout_or_gradients() -> None:
+    parts = trained(dropout=0.5, tokenizer_config__dropout=0.5)
+    obs = toy_episodes(1, seed=24, longest=12)[0]["obs"][:, None]
+    whole, other = Reconstructor(*parts), Reconstructor(*parts)
+    whole.begin(1)
+    other.begin(1)
+    for step, seen in enumerate(torch.cat([obs, obs, obs])):
+        if step == 3:
+            other.load_snapshot(whole.snapshot())
+        wanted = whole.step(seen, np.array([step])).obs
+        assert step < 3 or torch.equal(other.step(seen, np.array([step])).obs, wanted)
+    assert not wanted.requires_grad
+    assert not any(p.requires_grad for module in parts[:2] for p in module.parameters())
+
+
+def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None:
+    config = toy_config()
+    with pytest.raises(UserError, match="another tokenizer"):
+        Reconstructor(toy_modules(config, seed=5)[0], toy_modules(config)[1], config, INFO)
+    tokenizer, predictor = "pretrained_tokenizer_path", "pretrained_mask_predictor_path"
+    meta, of_predictor = (describe(config, INFO, predictor=kind) for kind in (False, True))
+    check(meta, toy_config(tokenizer_config__dropout=0.3), INFO, tokenizer, "a/tokenizer.th")
+    check(of_predictor, config, INFO, predictor, "a/stage2_model.th")
+    elsewhere = EnvInfo(**{**INFO.__dict__, "map_name": "huge"})
+    resized = EnvInfo(**{**INFO.__dict__, "layout": EntityLayout(2, 3, 5, 2, 4, 2)})
+    cases = [
+        (meta, config, elsewhere, tokenizer, "trained on toy tiny"),
+        (meta, config, resized, tokenizer, "other sizes"),
+        (meta, toy_config(tokenizer_config__n_codes=13), INFO, tokenizer, "tokenizer_config.n_codes=12"),
+        (meta, config, INFO, predictor, "not the file of a trained mask_predictor"),
+        (None, config, INFO, tokenizer, "not the file"),
+        (of_predictor, toy_config(stacked_steps=3), INFO, predictor, "mask_predictor_config.stacked_steps=2"),
+    ]
+    for found, with_config, info, key, words in cases:
+        with pytest.raises(UserError, match=f"^{key}=some/file.th .*{words}"):
+            check(found, with_config, info, key, "some/file.th")
+
+
+def moved(**changes) -> MaskPredictor:
+    """Return a predictor whose weights have all changed since initialisation."""
+    predictor = toy_modules(toy_config(**changes))[1].eval().requires_grad_(False)
+    torch.manual_seed(0)
+    for weight in predictor.parameters():
+        weight.add_(0.3 * torch.randn_like(weight))
+    return predictor
+
+
+def random_frames(predictor: MaskPredictor) -> tuple[Frames, torch.Tensor, torch.Tensor]:
+    """Return frames, which of their nodes are masked, and the places of these; steps and ages exceed the tables."""
+    torch.manual_seed(1)
+    n, codes, nodes = 37, predictor.specials.n_codes, predictor.n_nodes
+    ids = torch.randint(codes + 3, (n, predictor.config.stacked_steps, nodes))
+    masked = torch.rand(n, nodes) < 0.4
+    masked[:, 1] = True
+    memory = torch.randint(codes + 2, (n, nodes)), torch.randint(30, (n, nodes))
+    return Frames(ids, torch.randint(30, (n,)), *memory), masked, masked.flatten().nonzero().flatten()
+
+
+@pytest.mark.parametrize("use_gru", [False, True])
+@pytest.mark.parametrize("last_seen", [False, True])
+@pytest.mark.parametrize("decode", DECODES)
+def test_the_frozen_predictor_is_the_trained_one(monkeypatch, use_gru: bool, last_seen: bool, decode: str) -> None:
+    predictor = moved(use_gru=use_gru, last_seen=last_seen, decode=decode, code_features=last_seen)
+    frames, masked, where = random_frames(predictor)
+    wanted = predictor(frames, masked)
+    assert torch.allclose(FrozenPredictor(predictor).logits(frames, where), wanted, atol=2e-5, rtol=1e-5)
+    plain = predictor.guess(wanted)
+    for floats in (frozen.FLOATS_AT_ONCE, 0):
+        monkeypatch.setattr(frozen, "FLOATS_AT_ONCE", floats)
+        guess = FrozenPredictor(predictor)(frames, where)
+        assert torch.equal(guess.absent, plain.absent) and torch.allclose(guess.features, plain.features, atol=1e-5)
+        assert decode == "mean" or torch.equal(guess.ids, plain.ids)
+
+
+def test_large_attention_scores_do_not_overflow_and_bf16_guesses_are_near() -> None:
+    predictor = moved(d_model=32, n_heads=4, feedforward_dim=64)
+    frames, masked, where = random_frames(predictor)
+    exact, rounded = (FrozenPredictor(predictor, bf16=bf16).logits(frames, where) for bf16 in (False, True))
+    assert 0 < (exact - rounded).abs().max() < 0.05 * exact.std()
+    for block in predictor.blocks:
+        block.query.weight.mul_(60.0)
+        block.key_value.weight.mul_(60.0)
+    got = FrozenPredictor(predictor).logits(frames, where)
+    assert got.isfinite().all() and torch.allclose(got, predictor(frames, masked), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_attention_by_numpy_is_attention(safe: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 7, 2, 5, 4).unbind()
+    joined = torch.cat([query, key, value, torch.ones(7, 2, 5, 1)], dim=-1)
+    wanted = ((query @ key.transpose(2, 3)).softmax(-1) @ value).transpose(1, 2).reshape(35, 8)
+    laid_out = joined.transpose(1, 2).contiguous().transpose(1, 2)
+    for mix in (frozen._mix, frozen._mix_by_numpy):
+        assert torch.allclose(mix(laid_out, safe), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("distance", ["l2", "cosine"])
+def test_the_frozen_tokenizer_is_the_trained_one(distance: str) -> None:
+    tokenizer = toy_modules(toy_config(tokenizer_config__distance=distance, tokenizer_config__dropout=0.5))[0].eval()
+    with torch.no_grad():
+        for weight in tokenizer.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+        tokenizer.place(torch.arange(12), tokenizer.encode(torch.randn(12, LAYOUT.node_dim)), 1.0)
+    nodes = torch.randn(500, LAYOUT.node_dim)
+    ids = FrozenTokenizer(tokenizer)(nodes)
+    assert torch.equal(ids, tokenizer.ids(nodes)) and len(ids.unique()) > 6
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_a_packed_product_is_the_plain_one(gelu: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(130, 128), torch.randn(130), torch.randn(9, 128)
+    wanted = torch.nn.functional.linear(x, weight, bias)
+    wanted = torch.nn.functional.gelu(wanted) if gelu else wanted
+    assert torch.allclose(FrozenLinear(weight, bias)(x, gelu), wanted, atol=1e-4)
+    assert torch.allclose(FrozenLinear(weight, bias, bf16=True)(x, gelu).float(), wanted, atol=0.4, rtol=0.02)
+
+
+def test_changed_weights_are_read_when_rollouts_begin() -> None:
+    tokenizer, predictor, *rest = trained()
+    reconstructor, episode = Reconstructor(tokenizer, predictor, *rest), toy_episodes(2, seed=4)[:1]
+    before = play(reconstructor, episode)[0][0]
+    with torch.no_grad():
+        predictor.head.bias.copy_(torch.linspace(-3, 3, len(predictor.head.bias)).flip(0))
+    after = play(reconstructor, episode)[0][0]
+    assert not torch.equal(before, after)
+    assert torch.equal(after, play(Reconstructor(tokenizer, predictor, *rest), episode)[0][0])
+
+
+@pytest.mark.parametrize(("decode", "field"), [("mean", "recon"), ("argmax", "tokens")])
+def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) -> None:
+    """The observations of inactive slots are never read."""
+    config = toy_config(decode=decode)
+    macs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        reconstructor = Reconstructor(*toy_modules(config), config, INFO)
+        macs.append(NGraphMAC(config, INFO, torch.device("cpu"), reconstructor))
+        macs[-1].begin(4)
+    together, turns = macs
+    shown = torch.stack([toy_episodes(1, seed=50 + i, longest=1)[0]["obs"] for i in range(16)], 1).numpy()
+    first = np.array([True, False, False, True])
+    for step, obs in enumerate(shown.reshape(-1, 4, *shown.shape[2:])):
+        whole = together.act(_tick(obs, step, np.ones(4, bool)), None)
+        for which in (first, ~first):
+            broken = np.where(which[:, None, None], obs, np.float32("nan"))
+            part = turns.act(_tick(broken, step, which), None)
+            assert (part.actions[which] == whole.actions[which]).all()
+            np.testing.assert_allclose(part.extras[field][which], whole.extras[field][which], atol=2e-3)
+        assert torch.allclose(turns.snapshot()["hidden"], together.snapshot()["hidden"], atol=1e-6)
+        assert turns.snapshot()["history"]["past"].equal(together.snapshot()["history"]["past"])
+    assert turns.reconstructor.frames == together.reconstructor.frames > 0
+
+
+def _tick(obs: np.ndarray, step: int, active: np.ndarray) -> Tick:
+    avail = np.ones((len(obs), INFO.n_agents, INFO.n_actions), bool) & active[:, None, None]
+    seen = Observation(obs=obs, state=np.zeros((len(obs), INFO.state_dim), np.float32), avail_actions=avail)
+    return Tick(seen, np.full(len(obs), step), active)
