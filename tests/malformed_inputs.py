@@ -6,12 +6,9 @@ Wrong values follow from the schema, so new keys are covered by themselves.
 from __future__ import annotations
 
 import json
-import types
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -20,7 +17,7 @@ from omagd.config.loading import known_keys, resolve, to_plain
 from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
 from omagd.run.cli.preflight import NAMED
 
-SECTIONS = {"tokenizer_config": TokenizerConfig, "mask_predictor_config": MaskPredictorConfig}
+SECTIONS = {"": Config, "tokenizer_config": TokenizerConfig, "mask_predictor_config": MaskPredictorConfig}
 GRAPHS = ("--config=omagd_small", "with")
 PLAIN = ("--config=qmix", "with")
 QMIX = {**to_plain(resolve("qmix")), "use_cuda": False}
@@ -64,85 +61,70 @@ class Malformed:
     files: dict[str, bytes] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a key takes: base types, literal options, and bounds as (name, number)."""
-
-    bases: frozenset[type]
-    options: tuple[str, ...] = ()
-    bounds: tuple[tuple[str, float], ...] = ()
-
-
-def kind_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> Kind:
-    """Return what a field of the schema takes."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return kind_of(inner[0], (*metadata, *inner[1:]))
-    if origin in {typing.Union, types.UnionType}:
-        parts = [kind_of(part, metadata) for part in inner]
-        merged = frozenset().union(*(part.bases for part in parts))
-        return Kind(merged, sum((p.options for p in parts), ()), sum((p.bounds for p in parts), ()))
-    if origin is Literal:
-        return Kind(frozenset({str}), tuple(inner))
-    found = [part for item in metadata for part in (item, *getattr(item, "metadata", ()))]
-    bounds = {(name, getattr(part, name)) for part in found for name in ("ge", "gt", "le", "lt") if hasattr(part, name)}
-    bounds = {(name, number) for name, number in bounds if number is not None}
-    return Kind(frozenset({origin or annotation}), (), tuple(sorted(bounds)))
-
-
-def _schema() -> dict[str, Kind]:
-    kinds = {}
+def _schema() -> dict[str, list[dict[str, Any]]]:
+    """Return for each key the JSON schemas of the values that it takes."""
+    fields = {section: model.model_json_schema()["properties"] for section, model in SECTIONS.items()}
+    found = {}
     for key in known_keys():
         section, _, name = key.rpartition(".")
-        fields = (SECTIONS[section] if section else Config).model_fields
-        kinds[key] = kind_of(fields[name].annotation, tuple(fields[name].metadata))
-    return kinds
+        found[key] = fields[section][name].get("anyOf", [fields[section][name]])
+    return found
 
 
-KINDS = _schema()
-WRONG: dict[type, list[str]] = {
-    bool: ["soon", "0", "1", "yes", "on", "2.0", "Tru", "nan", "[1, 'b']", "'"],
-    int: ["soon", "1.5", "True", "nan", "1e400", "-1.0", "0x", "3m", "", "007", "{'a': 1}", "(", "1,,2", "\u0663x"],
-    float: ["soon", "False", "nan", "inf", "1e400", "1j", "", "0.1.2", "1,5", "--1", "b'1'", "1 2", "…", "1_"],
-    tuple: ["a", "1.5", "1,b", "-1", "2,2", "[[1]]", "{1: 2}", "1,True", "nan"],
-    dict: ["3", "3m", "[1]", "True", "", "map_name", "nan"],
+WRONG = {
+    "boolean": ("soon", "0", "1", "yes", "on", "2.0", "Tru", "nan", "[1, 'b']", "'"),
+    "integer": (
+        "soon",
+        "1.5",
+        "True",
+        "nan",
+        "1e400",
+        "-1.0",
+        "0x",
+        "3m",
+        "",
+        "007",
+        "{'a': 1}",
+        "(",
+        "1,,2",
+        "\u0663x",
+    ),
+    "number": ("soon", "False", "nan", "inf", "1e400", "1j", "", "0.1.2", "1,5", "--1", "b'1'", "1 2", "…", "1_"),
+    "array": ("a", "1.5", "1,b", "-1", "2,2", "[[1]]", "{1: 2}", "1,True", "nan"),
+    "object": ("3", "3m", "[1]", "True", "", "map_name", "nan"),
 }
 
 
-def wrong_texts(kind: Kind) -> list[str]:
-    """Return texts of `key=text` that a key of this kind cannot take; none if it takes any text."""
-    if kind.options:
-        return [f"{kind.options[0]}x", kind.options[0].upper() + "?", "3", "[]", "", f"{kind.options[0]} "]
-    if kind.bases & {Path, str}:
-        return []
-    return next(texts for base, texts in WRONG.items() if base in kind.bases)
+def wrong_texts(kinds: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return texts of `key=text` that a key of these kinds cannot take; none if it takes any text."""
+    if options := [option for kind in kinds for option in kind.get("enum", ())]:
+        return f"{options[0]}x", options[0].upper() + "?", "3", "[]", "", f"{options[0]} "
+    return WRONG.get(kinds[0]["type"], ())
 
 
-def out_of_range(kind: Kind) -> list[str]:
+def out_of_range(kinds: list[dict[str, Any]]) -> list[str]:
     """Return texts of numbers just beyond, and far beyond, what a key takes."""
-    texts = []
-    for name, number in kind.bounds:
-        beyond = number - 1 if name in {"ge", "gt"} else number + 1
-        texts += [str(int(beyond)) if int in kind.bases else str(float(beyond))]
-        texts += [str(int(number))] * (name in {"gt", "lt"})
-    return texts + ["9" * 400, "0x" + "f" * 6000] * (int in kind.bases)
+    whole = kinds[0].get("type") == "integer"
+    steps = {"ge": -1, "minimum": -1, "exclusiveMinimum": 0, "le": 1, "maximum": 1}
+    beyond = [number + steps[name] for name, number in kinds[0].items() if name in steps]
+    return [str(int(number) if whole else float(number)) for number in beyond] + ["9" * 400, "0x" + "f" * 6000] * whole
 
 
 def _of_keys() -> Iterator[tuple[str, Malformed]]:
     """Yield mistakes in every key of the schema, with their family."""
-    for number, (key, kind) in enumerate(sorted(KINDS.items())):
-        if texts := wrong_texts(kind):
-            yield "wrong types", Malformed((*GRAPHS, f"{key}={texts[number % len(texts)]}"))
-        if texts := out_of_range(kind):
-            yield "out of range", Malformed((*GRAPHS, f"{key}={texts[number % len(texts)]}"))
+    for number, (key, kinds) in enumerate(sorted(_schema().items())):
+        for family, texts in (("wrong types", wrong_texts(kinds)), ("out of range", out_of_range(kinds))):
+            if texts:
+                yield family, Malformed((*GRAPHS, f"{key}={texts[number % len(texts)]}"))
         if number % 3:  # of the other mistakes a third of the keys shows as much
             continue
-        if not kind.bases & {type(None), str}:
+        types = {kind["type"] for kind in kinds}
+        if not types & {"null", "string"}:
             yield "no value", Malformed((*GRAPHS, f"{key}={('None', 'null', 'NULL')[number % 3]}"))
         yield "unknown keys", Malformed((*(GRAPHS, PLAIN)[number % 2], f"{key[:-1]}q{key[-1]}={('1', '')[number % 2]}"))
         values: list[object] = [[1, [2]], {"inner": {"deep": 1}}, float("inf"), b"\x00", {1: 2}]
-        values += ["1e-3x"] if str not in kind.bases else [3, 0.5, True, ["omagd"]]
-        if dict in kind.bases:
+        values += [3, 0.5, True, ["omagd"]] if "string" in types else ["1e-3x"]
+        if "object" in types:
             values = [[1], 3, "3m", {"map_name": ["3m"]}]
         section, _, name = key.rpartition(".")
         value: object = {name: values[number % len(values)]}
@@ -164,21 +146,19 @@ CONFIGS = (
     "\u202eximq", "qmix\n", "\x1b[2J", "\udcff\udcfe", "qmix;ls", "$HOME", "junk/qmix.yaml", "%s%n", "{0}", "-",
     "default", "omagd,qmix", "/dev/null/x.yaml", "../envs/skirmish", "omagd_smal", "skirmsh",
 )  # fmt: skip
-WORDS: tuple[tuple[str, ...], ...] = (
-    ("lr=3",), ("with", "lr"), ("with", "lr", "=", "3"), ("with", "lr=", "3"), ("with", "=3"), ("with", ""), ("",),
-    ("with", "lr =3"), ("whit", "lr=3"), ("With", "lr=3"), ("with", "with", "lr=3"), ("with", "=="), ("with", ".=3"),
-    ("with", "lr.=3"), ("with", "env_args.=3"), ("with", "env_args..map_name=3m"), ("with", "lr:3"), ("qmix",),
-    ("print_config",), ("with", "x" * 20000 + "=1"), ("with", "lr=" + "x" * 20000), ("with", "ключ=1"),
-    ("with", "lr=\u2028\u2029"), ("with", "\x1b[31mlr=1"), ("with", "lr=\r\nerror: two"), ("with", "\udcff=1"),
-    ("with", "lr=\udcff"), ("with", "__class__=1"), ("with", "model_config=1"), ("with", "a." * 3000 + "b=1"),
-    ("with", "lr=" + "(" * 5000), ("with", "lr=" + "-" * 5000 + "1"), ("with", "lr=1" + "0" * 6000),
-    ("with", "lr=__import__('os')"), ("with", "map_name=3m"), ("with", "self=1"), ("--", "lr=3"), ("--config",),
-    ("--config", "--dry-run"), ("--confg=qmix",), ("--conf=qmix",), ("-z", "3"), ("--dry-run=yes",), ("--list=all",),
-    ("--no-cuda",), ("--t_max=3",), ("-c",), ("--name",), ("-F",), ("--loglevel",), ("-l", "LOUD"), ("--loglevel=",),
-    ("-F", "junk/deep"), ("--file_storage=junk",), ("-F", ""), ("-F", "/proc/omagd"), ("--config=qmix", "vdn"),
-    ("compare",), ("compare", "nowhere"), ("compare", "junk"), ("compare", "folder"), ("compare", "x" * 5000),
-    ("compare", "\udcff"), ("doctor", "lr=3"), ("doctor", "with", "lr"), ("doctor", "all"),
-    ("doctor", "--env-config=chess"), ("doctor", "with", "lr=soon"), ("doctor", "--config=qmx"),
+# Words between single spaces.
+WORDS = (
+    "lr=3", "with lr", "with lr = 3", "with lr= 3", "with =3", "with ", "", "with lr\t=3", "whit lr=3", "With lr=3",
+    "with with lr=3", "with ==", "with .=3", "with lr.=3", "with env_args.=3", "with env_args..map_name=3m", "qmix",
+    "with lr:3", "print_config", "with " + "x" * 20000 + "=1", "with lr=" + "x" * 20000, "with ключ=1",
+    "with lr=\u2028\u2029", "with \x1b[31mlr=1", "with lr=\r\nerror:\ttwo", "with \udcff=1", "with lr=\udcff",
+    "with __class__=1", "with model_config=1", "with " + "a." * 3000 + "b=1", "with lr=" + "(" * 5000,
+    "with lr=" + "-" * 5000 + "1", "with lr=1" + "0" * 6000, "with lr=__import__('os')", "with map_name=3m",
+    "with self=1", "-- lr=3", "--config", "--config --dry-run", "--confg=qmix", "--conf=qmix", "-z 3", "--dry-run=yes",
+    "--list=all", "--no-cuda", "--t_max=3", "-c", "--name", "-F", "--loglevel", "-l LOUD", "--loglevel=",
+    "-F junk/deep", "--file_storage=junk", "-F ", "-F /proc/omagd", "--config=qmix vdn", "compare", "compare nowhere",
+    "compare junk", "compare folder", "compare " + "x" * 5000, "compare \udcff", "doctor lr=3", "doctor with lr",
+    "doctor all", "doctor --env-config=chess", "doctor with lr=soon", "doctor --config=qmx",
 )  # fmt: skip
 ENV_ARGS = {
     "skirmish": (
@@ -205,15 +185,11 @@ EVALUATIONS = (
     "eight save_replay=True", "eight local_results_path=. unique_token=folder", "eight test_nepisod=3",
 )  # fmt: skip
 CONTRADICTIONS = (
-    "save_replay=True", "evaluate=True checkpoint_path=agents save_replay=True", "evaluate=True checkpoint_path=eight",
+    "evaluate=True checkpoint_path=agents save_replay=True", "evaluate=True checkpoint_path=eight",
     "unique_token=folder local_results_path=.", "unique_token=junk local_results_path=.", "checkpoint_path=blank",
-    "use_per=True", "epsilon_start=0.1 epsilon_finish=0.2", "batch_size=64 buffer_size=32", "seeds=1,2 unique_token=x",
-    "accumulate=33 batch_size=32", "evaluate=True", "evaluation_only=True", "load_step=100", "seeds=3,4,3",
-    "reconstructer_stage=stage2", "reconstructer_stage=stage3", "pretrain_only=True reconstructer_stage=stage3",
-    "reconstructer_stage=stage1 recontructer_stage=stage2", "use_full_obs=True", "learner=nq_learner", "mac=n_mac",
-    "mac=basic_mac", "mask_predictor_config.n_heads=3", "pretrained_mask_predictor_path=masks",
-    "run=default world_size=2", "evaluate=True pretrain_only=True checkpoint_path=agents",
-    "dist_backend=nccl use_cuda=False", "learner=nq_learner_ddp", "lr=1 lr.x=2", "env_args=3",
+    "batch_size=64 buffer_size=32", "accumulate=33 batch_size=32", "evaluation_only=True", "seeds=3,4,3",
+    "pretrain_only=True reconstructer_stage=stage3", "learner=nq_learner", "mac=basic_mac", "run=default world_size=2",
+    "evaluate=True pretrain_only=True checkpoint_path=agents", "dist_backend=nccl use_cuda=False", "lr=1 lr.x=2",
     "reconstructer_stage=stage1 pretrained_tokenizer_path=tokens",
     "reconstructer_stage=stage2 pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
     "pretrain_only=True pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
@@ -230,55 +206,51 @@ GROUP = {
     "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500",
     "MASTER_ADDR": "127.0.0.1",
 }  # fmt: skip
-WRONG_GROUP = {
-    "RANK": ("abc", "", "1.5", "-1", "2"), "WORLD_SIZE": ("abc", "", "nan", "0"), "LOCAL_RANK": ("0x1", " ", "2"),
-    "LOCAL_WORLD_SIZE": ("9" * 30, "0", "٣x"), "MASTER_PORT": ("port", "0", "65536"),
-}  # fmt: skip
-
-
-def _in_paths() -> Iterator[Malformed]:
-    keys = ("checkpoint_path", "pretrained_tokenizer_path", "graph_pretrain_policy", "pretrained_mask_predictor_path")
-    for number, place in enumerate(PLACES):
-        key = keys[number % len(keys)]
-        more = [f"pretrained_tokenizer_path={place}"] if key == "pretrained_mask_predictor_path" else []
-        more += [["evaluate=True"], ["load_step=7"], []][number % 3] if key == "checkpoint_path" else []
-        yield Malformed((*GRAPHS, *more, f"{key}={place}"))
-    yield Malformed((*GRAPHS, "pretrain_buffer_path=nowhere"))
-
-
-def _in_groups() -> Iterator[Malformed]:
-    for name, texts in WRONG_GROUP.items():
-        yield from (Malformed((*PLAIN, "run=ddp"), {**GROUP, name: text}) for text in texts)
-    for name in ("MASTER_PORT", "MASTER_ADDR"):
-        yield Malformed((*PLAIN, "run=ddp"), {key: value for key, value in GROUP.items() if key != name})
-    for words in ("run=ddp world_size=3", "run=default", "run=ddp seeds=1,2"):
-        yield Malformed((*PLAIN, *words.split()), GROUP)
-
-
-def _files(texts: tuple[str, ...]) -> Iterator[Malformed]:
-    for number, text in enumerate(texts):
-        path = f"broken_{number}.{('yaml', 'yml')[number % 2]}"
-        content = text.encode(errors="surrogateescape")
-        yield Malformed((f"{('--config', '--env-config')[number % 2]}={path}",), {}, {path: content})
-
-
-FAMILIES: dict[str, list[Malformed]] = {
-    "broken files": list(_files(BROKEN_YAML)),
-    "unknown configurations": [
-        Malformed((f"{('--config', '--env-config', '--env_config')[i % 3]}={name}",)) for i, name in enumerate(CONFIGS)
-    ],
-    "wrong words": [Malformed(words) for words in WORDS],
-    "unknown names": [Malformed((*GRAPHS, f"{key}={NAMES[i % len(NAMES)]}")) for i, key in enumerate(sorted(NAMED))],
-    "wrong env_args": [
-        Malformed(("--config=qmix", f"--env-config={env}", "with", f"env_args.{text}"))
-        for env, texts in ENV_ARGS.items()
+WRONG_GROUPS = (
+    *(
+        ("run=ddp", {name: text})
+        for name, texts in {
+            "RANK": ("abc", "", "1.5", "-1", "2"), "WORLD_SIZE": ("abc", "", "nan", "0"), "MASTER_ADDR": (None,),
+            "LOCAL_RANK": ("0x1", " ", "2"), "LOCAL_WORLD_SIZE": ("9" * 30, "0", "٣x"),
+            "MASTER_PORT": ("port", "0", "65536", None),
+        }.items()
         for text in texts
-    ],
-    "wrong paths": list(_in_paths()),
-    "unusable results": [Malformed((*PLAIN, word)) for word in RESULTS],
-    "wrong evaluations": [Malformed(("evaluate", *words.split())) for words in EVALUATIONS],
-    "contradictions": [Malformed((*GRAPHS, *words.split())) for words in CONTRADICTIONS],
-    "wrong groups": list(_in_groups()),
-}
-for _family, _case in _of_keys():
+    ),
+    ("run=ddp world_size=3", {}), ("run=default", {}), ("run=ddp seeds=1,2", {}),
+)  # fmt: skip
+
+
+def _of_tables() -> Iterator[tuple[str, Malformed]]:
+    """Yield the mistakes in the tables, with their family."""
+    flags = ("--config", "--env-config", "--env_config")
+    for i, text in enumerate(BROKEN_YAML):
+        path, content = f"broken_{i}.{('yaml', 'yml')[i % 2]}", text.encode(errors="surrogateescape")
+        yield "broken files", Malformed((f"{flags[i % 2]}={path}",), {}, {path: content})
+    for i, name in enumerate(CONFIGS):
+        yield "unknown configurations", Malformed((f"{flags[i % 3]}={name}",))
+    for words in WORDS:
+        yield "wrong words", Malformed(tuple(words.split(" ")))
+    for i, key in enumerate(sorted(NAMED)):
+        yield "unknown names", Malformed((*GRAPHS, f"{key}={NAMES[i % len(NAMES)]}"))
+    for env, text in ((env, text) for env, texts in ENV_ARGS.items() for text in texts):
+        yield "wrong env_args", Malformed(("--config=qmix", f"--env-config={env}", "with", f"env_args.{text}"))
+    keys = ("checkpoint_path", "pretrained_tokenizer_path", "graph_pretrain_policy", "pretrained_mask_predictor_path")
+    for i, place in enumerate(PLACES):
+        key = keys[i % len(keys)]
+        more = [f"pretrained_tokenizer_path={place}"] if key == "pretrained_mask_predictor_path" else []
+        more += [["evaluate=True"], ["load_step=7"], []][i % 3] if key == "checkpoint_path" else []
+        yield "wrong paths", Malformed((*GRAPHS, *more, f"{key}={place}"))
+    for word in RESULTS:
+        yield "unusable results", Malformed((*PLAIN, word))
+    for words in EVALUATIONS:
+        yield "wrong evaluations", Malformed(("evaluate", *words.split()))
+    for words in CONTRADICTIONS:
+        yield "contradictions", Malformed((*GRAPHS, *words.split()))
+    for words, changes in WRONG_GROUPS:
+        group = {name: text for name, text in {**GROUP, **changes}.items() if text is not None}
+        yield "wrong groups", Malformed((*PLAIN, *words.split()), group)
+
+
+FAMILIES: dict[str, list[Malformed]] = {}
+for _family, _case in (*_of_tables(), *_of_keys()):
     FAMILIES.setdefault(_family, []).append(_case)
