@@ -19,7 +19,6 @@ from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, ROOT, Started, run_folders
 
 from omagd.components.episode_file import MARK, read_episodes
-from omagd.run.checkpoint.store import Damaged, read_part
 from omagd.run.checkpoint.weights import load_file
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
@@ -46,14 +45,10 @@ class Hostile:
         return os.system, (f"touch '{self.marker}'",)
 
 
-def hostile_files(marker: Path) -> dict[str, bytes]:
-    """Return files that would run code where they are unpickled: plain, as torch writes them, within a good one."""
-    plain = pickle.dumps({"weights": Hostile(marker)}, protocol=2)
+def saved(content: object, **how: bool) -> bytes:
     stream = io.BytesIO()
-    torch.save({"weights": torch.ones(3), "hidden": Hostile(marker)}, stream)
-    legacy = io.BytesIO()
-    torch.save({"hidden": Hostile(marker)}, legacy, _use_new_zipfile_serialization=False)
-    return {"plain": plain, "torch": stream.getvalue(), "legacy": legacy.getvalue()}
+    torch.save(content, stream, **how)
+    return stream.getvalue()
 
 
 def reads_what_could_run(path: Path, node: ast.AST) -> bool:
@@ -93,37 +88,48 @@ def test_a_hostile_configuration_runs_nothing(tmp_path, monkeypatch, capsys, tex
 
 
 def test_a_weights_file_runs_nothing(tmp_path):
-    file, hostile = tmp_path / "agent.th", hostile_files(tmp_path / "marker")
-    for content in hostile.values():
+    file, marker = tmp_path / "agent.th", tmp_path / "marker"
+    plain, hidden = pickle.dumps(Hostile(marker)), {"weights": torch.ones(3), "hidden": Hostile(marker)}
+    legacy = saved(hidden, _use_new_zipfile_serialization=False)
+    for content in (plain, saved(hidden), legacy, saved([1, 2]), promising_more(saved({"x": torch.zeros(4)}))):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"checkpoint_path=.*cannot be read \(agent\.th: "):
             load_file(file, "checkpoint_path")
-    assert not (tmp_path / "marker").exists()
-    pickle.loads(hostile["plain"])
-    assert (tmp_path / "marker").exists(), "the files of this test are hostile"
+    assert not marker.exists()
+    pickle.loads(plain)
+    assert marker.exists(), "the files of this test are hostile"
+
+
+def promising_more(weights: bytes) -> bytes:
+    """Return a small file that names more numbers than it holds: no memory must be made for them."""
+    source, out = zipfile.ZipFile(io.BytesIO(weights)), io.BytesIO()
+    with zipfile.ZipFile(out, "w") as target:
+        for entry in source.infolist():
+            # In the pickle 4 numbers become 2^30.
+            target.writestr(entry.filename, source.read(entry).replace(b"K\x04", b"J\x00\x00\x00\x40"))
+    return out.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "more"),
+    ("hostile", "words"),
     [
-        ("checkpoint_path", "models/100/agent.th", ["--config=qmix", "with", "evaluate=True"]),
-        ("checkpoint_path", "models/100/opt.th", ["--config=qmix", "with"]),
-        ("pretrained_tokenizer_path", "tokenizer.th", ["with", "recontructer_stage=stage2"]),
-        ("pretrained_mask_predictor_path", "stage2_model.th", ["with", "recontructer_stage=stage3"]),
+        ("models/100/agent.th", "--config=qmix with evaluate=True checkpoint_path=."),
+        ("models/100/opt.th", "--config=qmix with checkpoint_path=."),
+        ("tokenizer.th", "with recontructer_stage=stage2 pretrained_tokenizer_path=tokenizer.th"),
+        (
+            "stage2_model.th",
+            "with recontructer_stage=stage3 pretrained_tokenizer_path=stage2_model.th"
+            " pretrained_mask_predictor_path=stage2_model.th",
+        ),
     ],
 )
-def test_a_hostile_file_on_the_command_line_is_one_line(tmp_path, monkeypatch, capsys, key, name, more):
+def test_a_hostile_file_on_the_command_line_is_one_line(tmp_path, monkeypatch, capsys, hostile, words):
     monkeypatch.chdir(tmp_path)
-    files = [name, "models/100/agent.th", "models/100/mixer.th"] if name.endswith("opt.th") else [name]
-    for each in files:
-        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / each).write_bytes(hostile_files(tmp_path / "marker")["torch"])
-    given = [f"{key}={tmp_path / name}"] if key.startswith("pretrained") else [f"{key}={tmp_path}"]
-    if key == "pretrained_mask_predictor_path":
-        given += [f"pretrained_tokenizer_path={tmp_path / name}"]
-    code = main([*more, *BUDGETS, *given])
+    for name in (hostile, "models/100/agent.th", "models/100/mixer.th"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(saved({"hidden": Hostile(tmp_path / "marker")}))
+    assert main([*words.split(), *BUDGETS]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
-    assert code == 2
     assert len(lines) == 1 and lines[0].startswith("error: ")
     assert not (tmp_path / "marker").exists()
 
@@ -135,36 +141,22 @@ def episode_file(header: object, data: bytes = b"") -> bytes:
 
 GOOD = {"version": 1, "facts": {}, "rows": [2], "fields": []}
 FIELD = {"name": "x", "dtype": "float32", "shape": [2], "sha256": hashlib.sha256(bytes(16)).hexdigest()}
+WRONG_HEADERS = (b"no JSON", b"\xff\xfe", b"[" * 100_000, [1, 2], {**GOOD, "facts": None}, {**GOOD, "rows": None})
+WRONG_FIELDS = (
+    {"shape": [-1, -2]}, {"shape": [2.0]}, {"shape": "ab"}, {"dtype": "object"}, {"dtype": ["f4", "O"]},
+    {"name": ["x"]}, {"sha256": None}, {"sha256": "0" * 64},
+)  # fmt: skip
+WRONG_FILES = (
+    pickle.dumps({"a": 1}), MARK, MARK + (1 << 62).to_bytes(8, "little") + bytes(40), *map(episode_file, WRONG_HEADERS),
+    *(episode_file({**GOOD, "rows": rows, "fields": [FIELD]}, bytes(16)) for rows in ([10**18], [2.0], [True, 1])),
+    *(episode_file({**GOOD, "fields": [{**FIELD, **wrong}]}, bytes(16)) for wrong in WRONG_FIELDS),
+    episode_file({**GOOD, "fields": [7]}, bytes(16)),
+    episode_file({**GOOD, "fields": [{**FIELD, "shape": [0, 10**30]}]}),
+    episode_file({**GOOD, "fields": [{name: FIELD[name] for name in ("name", "dtype", "shape")}]}, bytes(16)),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        pickle.dumps({"a": 1}),
-        MARK,
-        MARK + (1 << 62).to_bytes(8, "little") + bytes(40),
-        episode_file(b"no JSON"),
-        episode_file(b"\xff\xfe"),
-        episode_file(b"[" * 100_000),
-        episode_file([1, 2]),
-        episode_file({**GOOD, "facts": None}),
-        episode_file({**GOOD, "rows": None}),
-        episode_file({**GOOD, "rows": [10**18], "fields": [FIELD]}, bytes(16)),
-        episode_file({**GOOD, "rows": [2.0], "fields": [FIELD]}, bytes(16)),
-        episode_file({**GOOD, "rows": [True, 1], "fields": [FIELD]}, bytes(16)),
-        episode_file({**GOOD, "fields": [7]}, bytes(16)),
-        episode_file({**GOOD, "fields": [{**FIELD, "shape": [-1, -2]}]}, bytes(16)),
-        episode_file({**GOOD, "fields": [{**FIELD, "shape": [2.0]}]}, bytes(16)),
-        episode_file({**GOOD, "fields": [{**FIELD, "shape": [0, 10**30]}]}),
-        episode_file({**GOOD, "fields": [{**FIELD, "shape": "ab"}]}, bytes(16)),
-        episode_file({**GOOD, "fields": [{**FIELD, "dtype": "object"}]}, bytes(16)),
-        episode_file({**GOOD, "fields": [{**FIELD, "dtype": ["f4", "O"]}]}, bytes(16)),
-        episode_file({**GOOD, "fields": [{**FIELD, "name": ["x"]}]}, bytes(16)),
-        episode_file({**GOOD, "fields": [{**FIELD, "sha256": None}]}, bytes(16)),
-        episode_file({**GOOD, "fields": [{key: FIELD[key] for key in ("name", "dtype", "shape")}]}, bytes(16)),
-        episode_file({**GOOD, "fields": [FIELD]}, b"7" * 16),
-    ],
-)
+@pytest.mark.parametrize("content", WRONG_FILES, ids=range(len(WRONG_FILES)))
 def test_a_wrong_episode_file_is_one_line(tmp_path, content):
     (tmp_path / "a").write_bytes(episode_file({**GOOD, "fields": [FIELD]}, bytes(16)))
     (episode,) = read_episodes(tmp_path / "a", {}, "pretrain_buffer_path", 9)
@@ -174,44 +166,22 @@ def test_a_wrong_episode_file_is_one_line(tmp_path, content):
         read_episodes(tmp_path / "a", {}, "pretrain_buffer_path", 10**20)
 
 
-def test_a_zip_that_promises_more_than_it_holds(tmp_path):
-    """A small file must not make memory for what it merely names."""
-    stream = io.BytesIO()
-    torch.save({"x": torch.zeros(4)}, stream)
-    source, out = zipfile.ZipFile(stream), io.BytesIO()
-    with zipfile.ZipFile(out, "w") as target:
-        for entry in source.infolist():
-            content = source.read(entry)
-            if entry.filename.endswith("data.pkl"):
-                content = content.replace(b"K\x04", b"J\x00\x00\x00\x40")  # 4 numbers become 2^30
-            target.writestr(entry.filename, content)
-    (tmp_path / "a.th").write_bytes(out.getvalue())
-    with pytest.raises(Damaged):
-        read_part(tmp_path / "a.th")
-
-
 @pytest.mark.parametrize("words", [["-m", SECRETS["SACRED_MONGO_URL"]], [f"--mongo_db={SECRETS['SACRED_MONGO_URL']}"]])
 def test_an_address_with_a_password_is_refused_and_not_repeated(capsys, words):
     assert main([*words, "with", "t_max=100"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    assert "5ec2e7" not in said
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1 and "5ec2e7" not in text
 
 
 @pytest.mark.processes
 def test_secrets_reach_no_file_and_no_command_line(tmp_path):
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / ".netrc").write_text(f"machine api.wandb.ai login user password {SECRETS['NETRC']}\n")
-    (home / ".netrc").chmod(0o600)
-    work = tmp_path / "work"
+    netrc, work = tmp_path / ".netrc", tmp_path / "work"
+    netrc.write_text(f"machine api.wandb.ai login user password {SECRETS['NETRC']}\n")
+    netrc.chmod(0o600)
     work.mkdir()
-    variables = {**SECRETS, "NETRC": str(home / ".netrc"), "HOME": str(home)}
-    command = [PYTHON, MAIN, "--config=qmix", "--env-config=skirmish", "with", "run=ddp", "world_size=2", *BUDGETS]
-    started = Started(
-        [*command, "use_wandb=True", "use_tensorboard=True", "checkpoint_interval=0", "env_processes=True"],
-        work, **variables,
-    )  # fmt: skip
+    words = "--config=qmix --env-config=skirmish with run=ddp world_size=2 use_wandb=True use_tensorboard=True"
+    command = [PYTHON, MAIN, *words.split(), *BUDGETS, "checkpoint_interval=0", "env_processes=True"]
+    started = Started(command, work, **{**SECRETS, "NETRC": str(netrc), "HOME": str(tmp_path)})
     seen: set[bytes] = set()
     until = time.monotonic() + 120
     while started.process.poll() is None and time.monotonic() < until:
