@@ -37,9 +37,10 @@ EVERY_FLAG = dict.fromkeys(ADDED, True) | {"reward_only_positive": False}
 
 
 @pytest.fixture
-def game(sc2_game, monkeypatch):
+def game(sc2_game, tmp_path, monkeypatch):
     """The folder of a game that outlives its connection, as the real one may; no shared memory may be left."""
     monkeypatch.setenv("SC2_STAND_IN_STAY", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # torch leaves it there
     before = shared_memory.names()
     yield sc2_game
     assert shared_memory.left_since(before) == []
@@ -248,8 +249,7 @@ def start(cwd: Path, ranks: int, slots: int, **variables: str) -> Started:
     how = [f"world_size={ranks}", "run=ddp"] if ranks > 1 else ["run=default"]
     words = ["env_args.map_name=3m", *how, *BUDGETS, "save_model=False", f"batch_size_run={slots}", "max_restarts=0"]
     length = "t_max=400" if variables else "t_max=1000000"
-    command = [PYTHON, MAIN, "--config=qmix", "--env-config=sc2", "with", *words, length]
-    return Started(command, cwd, TORCHINDUCTOR_CACHE_DIR=str(cwd / "torch"), **variables)
+    return Started([PYTHON, MAIN, "--config=qmix", "--env-config=sc2", "with", *words, length], cwd, **variables)
 
 
 def wait_for_games(started: Started, folder: Path, n: int) -> list[int]:
