@@ -1,8 +1,11 @@
-"""Keys of precision, compiling and memory that a machine cannot serve: one line before anything starts."""
+"""Keys of precision, compiling and memory that a machine cannot serve are rejected; device settings have an effect."""
 
 from __future__ import annotations
 
-import types
+import os
+import resource
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,119 +13,128 @@ import torch
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.run.topology import Plan
-from omagd.run.training import device as machine
-from omagd.run.training.device import check_machine, deterministic_algorithms, limit_memory, processor_features
+from omagd.run.training import device
+from omagd.run.training.device import (
+    check_machine,
+    deterministic_algorithms,
+    keep_freed_memory,
+    limit_memory,
+    processor_features,
+)
 from omagd.utils.errors import UserError
 
-LAYOUT = EntityLayout(4, 6, 5, 4, 5, 1)
-INFO = EnvInfo("null", "5m_vs_6m", 5, 12, 55, 98, 70, 6, LAYOUT)
-CPU, GPU = Plan(1, "gloo", False, False), Plan(1, "nccl", True, False)
+INFO = EnvInfo("null", "5m_vs_6m", 5, 12, 55, 98, 70, 6, EntityLayout(4, 6, 5, 4, 5, 1))
+CPU, GPU, SHARED_GPU = (Plan(*values, False) for values in ((1, "gloo", False), (1, "nccl", True), (2, "gloo", True)))
 
 
-def check(plan: Plan = CPU, config: str = "qmix", **updates) -> None:
-    check_machine(resolve(config=config, env_config="skirmish", updates=updates), plan, INFO)
-
-
-def refusal(plan: Plan = CPU, config: str = "qmix", **updates) -> str:
-    with pytest.raises(UserError) as error:
-        check(plan, config, **updates)
-    assert "\n" not in error.value.render()
-    return error.value.message
+def check(plan: Plan = CPU, error: str = "", **updates) -> None:
+    """Check these keys on a machine; with `error`, they must be rejected in one line that contains it."""
+    with pytest.raises(UserError) if error else nullcontext() as raised:
+        check_machine(resolve(config="qmix", env_config="skirmish", updates=updates), plan, INFO)
+    assert not error or (error in raised.value.message and "\n" not in raised.value.render())
 
 
 @pytest.fixture
 def card(monkeypatch):
-    """One card of 8 GB that knows bf16; what a test changes in it, the checks see."""
-    made = types.SimpleNamespace(total_memory=8 * 2**30, bf16=True, capability=(8, 0), count=1, fraction=None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: made.count)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: made)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=0: "Card")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card: made.capability)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: made.bf16)
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda share, of: setattr(made, "fraction", share)
-    )
+    """Simulate one card of 8 GB with bf16; the checks see what a test changes in it."""
+    made = SimpleNamespace(total_memory=8 * 2**30, bf16=True, capability=(8, 0), count=1, fraction=None)
+    functions = {
+        "device_count": lambda: made.count,
+        "get_device_properties": lambda card: made,
+        "get_device_name": lambda card=0: "Card",
+        "get_device_capability": lambda card: made.capability,
+        "is_bf16_supported": lambda including_emulation: made.bf16,
+        "set_per_process_memory_fraction": lambda share, of: setattr(made, "fraction", share),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
     return made
 
 
-def test_bf16_only_where_it_is_faster(monkeypatch, card, tmp_path):
+def test_bf16_is_accepted_where_it_is_faster(monkeypatch, card, tmp_path):
     listed = tmp_path / "cpuinfo"
     listed.write_text("processor: 0\nflags\t\t: fpu avx512f avx512_bf16 vme\nprocessor: 1\n")
     assert processor_features(str(listed)) == {"fpu", "avx512f", "avx512_bf16", "vme"}
-    assert processor_features(str(tmp_path / "nowhere")) == frozenset()
-    for name, fast in {"avx512f": False, "avx512_bf16": True, "amx_bf16": True, "bf16": True}.items():
-        monkeypatch.setattr(machine, "processor_features", lambda name=name: frozenset({name}))
-        if fast:
-            check(precision="bf16", acting_precision="bf16")
-            continue
-        assert all(f"{key}=bf16" in refusal(**{key: "bf16"}) for key in ("precision", "acting_precision"))
-        check(GPU, precision="bf16", acting_precision="bf16")  # the GPU decides, but for acting on the CPU
-        assert "acting_precision=bf16" in refusal(GPU, precision="bf16", acting_precision="bf16", cpu_inference=True)
+    assert processor_features(str(tmp_path / "missing")) == frozenset()
+    both = {"precision": "bf16", "acting_precision": "bf16"}
+    for name in ("avx512_bf16", "amx_bf16", "bf16", "avx512f"):
+        monkeypatch.setattr(device, "processor_features", lambda name=name: frozenset({name}))
+        if name != "avx512f":
+            check(**both)
+    for key in both:
+        check(error=f"{key}=bf16", **{key: "bf16"})
+    check(GPU, **both)
+    check(GPU, "acting_precision=bf16", **both, cpu_inference=True)
     card.bf16 = False
-    assert "precision=bf16: Card" in refusal(GPU, precision="bf16")
+    check(GPU, "precision=bf16: Card", precision="bf16")
 
 
 def test_compile_needs_a_compiler_on_cpus_and_triton_on_gpus(monkeypatch, card, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert "neither g++ nor clang++" in refusal(compile=True)
-    compiler = tmp_path / "clang++"
-    compiler.write_text("#!/bin/sh\n")
-    compiler.chmod(0o755)
-    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "Python.h" in refusal(compile=True)
+    check(error="neither g++ nor clang++", compile=True)
+    (tmp_path / "clang++").write_text("#!/bin/sh\n")
+    (tmp_path / "clang++").chmod(0o755)
+    monkeypatch.setattr(device.sysconfig, "get_path", lambda name: str(tmp_path))
+    check(error="Python.h", compile=True)
     (tmp_path / "Python.h").touch()
     check(compile=True)
     monkeypatch.setenv("CXX", "other++")
-    assert "CXX=other++ is not found" in refusal(compile=True)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    assert "Triton" in refusal(GPU, compile=True)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name)
-    check(GPU, compile=True)
-    card.capability = (6, 1)
-    assert "Triton does not compile for Card" in refusal(GPU, compile=True)
+    check(error="CXX=other++ is not found", compile=True)
+    for module, capability, error in (
+        (None, (8, 0), "Triton"),
+        ("triton", (8, 0), ""),
+        ("triton", (6, 1), "Triton does not compile for Card"),
+    ):
+        monkeypatch.setattr(device.importlib.util, "find_spec", lambda name, module=module: module)
+        card.capability = capability
+        check(GPU, error, compile=True)
 
 
-def test_the_memory_cap_must_be_there_for_each_rank_of_a_card(card):
-    assert "max_memory_per_gpu_gb=2: " in refusal(max_memory_per_gpu_gb=2.0)
+def test_the_memory_limit_and_the_replay_of_each_rank_must_fit_on_its_card(card):
+    check(error="accumulate=9: must be at most batch_size=8", accumulate=9, batch_size=8)
+    check(error="max_memory_per_gpu_gb=2: ", max_memory_per_gpu_gb=2.0)
     check(GPU, max_memory_per_gpu_gb=8.0)
-    assert "a rank can have 8.0 GB" in refusal(GPU, max_memory_per_gpu_gb=8.5)
-    two = Plan(2, "gloo", True, False)
-    assert "a rank can have 4.0 GB of a GPU here, shared by 2 ranks" in refusal(two, max_memory_per_gpu_gb=6.0)
+    check(GPU, "a rank can have 8.0 GB", max_memory_per_gpu_gb=8.5)
+    check(SHARED_GPU, "a rank can have 4.0 GB of a GPU here, shared by 2 ranks", max_memory_per_gpu_gb=6.0)
     card.count = 2
-    check(two, max_memory_per_gpu_gb=6.0)
-    limit_memory(torch.device("cuda", 0), 2.0)
-    assert card.fraction == 0.25
-    card.fraction = None
-    limit_memory(torch.device("cuda", 0), None)
-    limit_memory(torch.device("cpu"), 2.0)
-    assert card.fraction is None
-
-
-def test_deterministic_algorithms_are_asked_for_while_a_run_lasts(monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with deterministic_algorithms(False):
-        assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ZeroDivisionError), deterministic_algorithms(True):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert machine.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        assert not torch.backends.cudnn.benchmark
-        raise ZeroDivisionError
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.backends.cudnn.benchmark
-
-
-def test_replay_on_the_gpu_must_fit(card):
-    check(buffer_cpu_only=False, buffer_size=10**6)  # without a GPU it means nothing
+    check(SHARED_GPU, max_memory_per_gpu_gb=6.0)
+    check(buffer_cpu_only=False, buffer_size=10**6)  # no effect without a GPU
     check(GPU, buffer_cpu_only=False)
     check(GPU, buffer_size=10**6)
-    line = refusal(GPU, buffer_cpu_only=False, buffer_size=100_000)
-    assert "buffer_size=100000" in line
-    assert "buffer_cpu_only=True" in line
-    assert "a rank can have 0.2 GB" in refusal(GPU, buffer_cpu_only=False, max_memory_per_gpu_gb=0.2)
+    check(GPU, "buffer_size=100000", buffer_cpu_only=False, buffer_size=100_000)
+    check(GPU, "buffer_cpu_only=True", buffer_cpu_only=False, buffer_size=100_000)
+    check(GPU, "a rank can have 0.2 GB", buffer_cpu_only=False, max_memory_per_gpu_gb=0.2)
 
 
-def test_more_parts_than_episodes_are_refused():
-    with pytest.raises(UserError, match="accumulate=9: must be at most batch_size=8"):
-        resolve(config="qmix", env_config="skirmish", updates={"accumulate": 9, "batch_size": 8})
+def test_the_memory_limit_is_a_fraction_of_the_card(card):
+    for where, gigabytes, fraction in (("cuda:0", 2.0, 0.25), ("cuda:0", None, None), ("cpu", 2.0, None)):
+        card.fraction = None
+        limit_memory(torch.device(where), gigabytes)
+        assert card.fraction == fraction
+
+
+def test_deterministic_algorithms_are_used_within_the_block(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    for wanted in (False, True):
+        with pytest.raises(ZeroDivisionError), deterministic_algorithms(wanted):
+            assert torch.are_deterministic_algorithms_enabled() == wanted
+            assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wanted else None)
+            assert torch.backends.cudnn.benchmark != wanted
+            raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark
+
+
+def page_faults(n_blocks: int) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(n_blocks):
+        torch.empty(40 << 20, dtype=torch.uint8).fill_(1)  # by default glibc maps blocks above 32 MiB each time
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_freed_memory_is_kept_for_the_next_request():
+    if not keep_freed_memory():
+        pytest.skip("not glibc")
+    page_faults(8)
+    assert page_faults(10) < 100  # a mapped block has at least 20, also with huge pages

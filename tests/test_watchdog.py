@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,13 +20,12 @@ from omagd.config.loading import resolve
 from omagd.envs import REGISTRY
 from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.cli.preflight import describe_env
-from omagd.run.launch import watchdog
 from omagd.run.launch.watchdog import Heartbeat, Watchdog, ended_if_hung
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, CLOSING, Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
-from omagd.utils.signals import Stopped, deferred, raise_in_main_thread, stoppable, unhurried
+from omagd.utils.signals import Stopped, stoppable, unhurried
 
 
 class Board:
@@ -191,15 +189,6 @@ def test_a_session_whose_environment_cannot_be_closed_is_ended(held):
         Session.close(session)
 
 
-def test_a_process_that_no_error_can_free_is_ended(monkeypatch):
-    dist, ended = Dist(), []
-    monkeypatch.setattr(watchdog, "CLOSING_SECONDS", 0.1)
-    monkeypatch.setattr(watchdog, "leave_hung", lambda line, stack: ended.append(line))
-    with ended_if_hung(dist, 0.1, lambda: ended.append("finished")), dist.waits.doing(CLOSING):
-        wait_until(lambda: len(ended) == 2)  # outside `stoppable` no error reaches this thread
-    assert ended[0] == "finished" and CLOSING in ended[1]
-
-
 def test_an_environment_is_watched_while_it_is_saved_and_its_counters_are_read():
     dist, env, policy = Dist(), FakeEnv(3), Probe()
     runner = runner_of(env, name="stream")
@@ -238,12 +227,6 @@ def test_long_work_with_progress_or_on_a_disk_or_in_an_exchange_is_no_hang():
             time.sleep(0.4)
 
     assert watch(dist, 0.25, work) == []
-
-
-def test_an_error_is_raised_in_the_main_thread():
-    with pytest.raises(RankFailed, match="it hangs"), stoppable(), deferred(5.0):
-        threading.Timer(0.2, raise_in_main_thread, [RankFailed("it hangs")]).start()
-        time.sleep(10)
 
 
 def test_a_rank_that_ends_no_longer_uses_the_store():
