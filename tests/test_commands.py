@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from matplotlib.image import imread
 from omagd.config.loading import validate
 from omagd.run.cli.main import main
 
-PLAIN_FILES = ("config.json", "env_info.json", "metrics.jsonl", "summary.json")
 COMMANDS = documented_commands()
 # Program, algorithm and environment of commands that fixtures and other tests run already.
 RUN_ELSEWHERE = {
@@ -32,112 +32,89 @@ RUN_ELSEWHERE = {
 }
 
 
-def check_run_folder(folder: Path, ranks: int, stages: tuple[str, ...]) -> dict:
+STAGES = ("stage1", "stage2", "stage3")
+NAMES = {
+    "stage1": "epoch train/graph_loss eval/graph_loss",
+    "stage2": "epoch train/graph_loss eval/graph_loss",
+    "stage3": "t_env test_battle_won_mean return_mean ep_length_mean epsilon loss_td grad_norm td_error_abs"
+    " q_taken_mean target_mean episode",
+}
+
+
+def check_run_folder(folder: Path, ranks: int, stages: tuple[str, ...] = STAGES) -> dict:
     """Assert that a completed run left what it promises; return its summary."""
-    assert [name for name in PLAIN_FILES if not (folder / name).is_file()] == []
     assert validate(json.loads((folder / "config.json").read_text())).name
-    summary = summary_of(folder)
-    assert (summary["exit_state"], summary["world_size"]) == ("completed", ranks)
-    assert tuple(summary["stages"]) == stages
+    assert (folder / "env_info.json").is_file()
+    summary, lines = summary_of(folder), records(folder)
+    assert (summary["exit_state"], summary["world_size"], tuple(summary["stages"])) == ("completed", ranks, stages)
     assert [path for path in summary["artifacts"].values() if not Path(path).exists()] == []
-    _check_logs(folder, ranks, stages)
+    for stage in stages:
+        assert set(NAMES[stage].split()) <= {name for line in lines if line["stage"] == stage for name in line}
+    logs = {path.name: path.read_text() for path in (folder / "logs").iterdir()}
+    assert logs.keys() == {f"rank_{rank}.log" for rank in range(ranks)} and "results:" in logs["rank_0.log"]
     expected = {f"pretrain_{stage}{best}" for stage in stages if stage != "stage3" for best in ("", "_best")}
     expected |= {str(summary["stages"]["stage3"]["clock"]["t_env"])} if "stage3" in stages else set()
     assert {path.name for path in (folder / "models").iterdir()} == expected
-    assert not [name for path in folder.rglob("*.th") for name in tensor_names(path) if "module." in name]
+    weights = [torch.load(path, map_location="cpu", weights_only=True) for path in folder.rglob("*.th")]
+    assert weights and "module." not in str([list(names(value)) for value in weights])
     pictures = list((folder / "plots").glob("*.png"))
-    assert folder / "plots" / "curves.png" in pictures
+    assert folder / "plots" / "curves.png" in pictures and len(pictures) >= len(stages) - 1
     assert all(min(imread(picture).shape[:2]) > 100 for picture in pictures)
     return summary
 
 
-def _check_logs(folder: Path, ranks: int, stages: tuple[str, ...]) -> None:
-    lines = records(folder)
-    assert {line["stage"] for line in lines} == set(stages)
-    assert all(("t_env" if line["stage"] == "stage3" else "epoch") in line for line in lines)
-    if "stage3" in stages:
-        named = {name for line in lines for name in line}
-        wanted = "test_battle_won_mean return_mean ep_length_mean epsilon loss_td grad_norm td_error_abs q_taken_mean"
-        assert {*wanted.split(), "target_mean", "episode"} <= named
-    if "stage1" in stages:
-        assert {"train/graph_loss", "eval/graph_loss"} <= {name for line in lines for name in line}
-    logs = sorted(path.name for path in (folder / "logs").iterdir())
-    assert logs == [f"rank_{rank}.log" for rank in range(ranks)]
-    assert "results:" in (folder / "logs" / "rank_0.log").read_text()
-
-
-def tensor_names(path: Path) -> list[str]:
-    """Return the dotted names of everything in a weights file."""
-
-    def names(value: object, prefix: str) -> list[str]:
-        if not isinstance(value, dict):
-            return [prefix]
-        return [name for key, inner in value.items() for name in names(inner, f"{prefix}.{key}")]
-
-    return names(torch.load(path, map_location="cpu", weights_only=True), "")
-
-
-def sacred_scalars(folder: Path) -> dict:
-    return json.loads((folder.parent / "sacred" / "1" / "metrics.json").read_text())
+def names(value: object, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of everything in a weights file."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from (f"{prefix}{key}", *names(inner, f"{prefix}{key}."))
 
 
 @pytest.mark.processes
-def test_all_defaults_play_all_stages(small_run):
-    summary = check_run_folder(small_run, 1, ("stage1", "stage2", "stage3"))
-    assert (summary["env"], summary["map_name"]) == ("skirmish", "3m")
-    assert len(list((small_run / "plots").glob("*.png"))) >= 2
-    assert "eval/graph_loss" in " ".join(sacred_scalars(small_run))
-
-
-@pytest.mark.processes
-def test_the_published_command_with_two_ranks(published_run):
-    summary = check_run_folder(published_run, 2, ("stage1", "stage2", "stage3"))
-    assert (summary["map_name"], summary["environments"]) == ("5m_vs_6m", 4)
-    assert summary["updates"] > 0
-    assert "test_battle_won_mean" in sacred_scalars(published_run)
-
-
-@pytest.mark.processes
-def test_qmix_in_one_process(qmix_run):
-    check_run_folder(qmix_run, 1, ("stage3",))
-    assert "loss_td" in sacred_scalars(qmix_run)
+@pytest.mark.parametrize(
+    ("run", "ranks", "stages", "facts", "scalar"),
+    [
+        ("small_run", 1, STAGES, {"env": "skirmish", "map_name": "3m"}, "eval/graph_loss"),
+        ("published_run", 2, STAGES, {"map_name": "5m_vs_6m", "environments": 4}, "test_battle_won_mean"),
+        ("qmix_run", 1, ("stage3",), {"map_name": "3m"}, "loss_td"),
+    ],
+)
+def test_a_run_leaves_its_files_and_a_record_of_sacred(run, ranks, stages, facts, scalar, request):
+    folder = request.getfixturevalue(run)
+    summary = check_run_folder(folder, ranks, stages)
+    assert facts.items() <= summary.items() and summary["updates"] > 0
+    assert scalar in (folder.parent / "sacred" / "1" / "metrics.json").read_text()
 
 
 @pytest.mark.processes
 def test_the_scripts_one_after_another_from_elsewhere(tmp_path):
     """Relative paths are the caller's; a file's own path is taken; stage 3 finds both pre-trainings by itself."""
-    before: set[Path] = set()
-    folders = []
-    for number, (script, given) in enumerate(
-        [
-            ("run_pretrain_ddp.sh", {"STAGE": "stage1", "NUM_GPUS": "2"}),
-            ("run_pretrain_ddp.sh", {"STAGE": "stage2", "NUM_GPUS": "1"}),
-            ("run_gnn_stage3_ddp.sh", {"NUM_GPUS": "1"}),
-        ]
-    ):
-        if number == 1:
-            path = folders[0] / "models" / "pretrain_stage1_best" / "tokenizer.th"
-            given["TOKENIZER_PATH"] = os.path.relpath(path, tmp_path)
-        run_command([str(ROOT / script), *BUDGETS], tmp_path, ENV_CONFIG="skirmish", CUDA_VISIBLE_DEVICES="", **given)
-        (folder,) = run_folders(tmp_path) - before
-        before.add(folder)
+    folders: list[Path] = []
+
+    def start(script: str, stage: int, ranks: int, **variables: str) -> Path:
+        given = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "NUM_GPUS": str(ranks), **variables}
+        run_command([str(ROOT / script), *BUDGETS], tmp_path, **given)
+        (folder,) = run_folders(tmp_path) - set(folders)
         folders.append(folder)
-    for number, folder in enumerate(folders, 1):
-        check_run_folder(folder, 2 if number == 1 else 1, (f"stage{number}",))
+        check_run_folder(folder, ranks, (f"stage{stage}",))
+        return folder / "models" / f"pretrain_stage{stage}_best"
+
+    tokenizer = start("run_pretrain_ddp.sh", 1, 2, STAGE="stage1") / "tokenizer.th"
+    found = os.path.relpath(tokenizer, tmp_path)
+    predictor = start("run_pretrain_ddp.sh", 2, 1, STAGE="stage2", TOKENIZER_PATH=found) / "stage2_model.th"
+    start("run_gnn_stage3_ddp.sh", 3, 1)
     resolved = json.loads((folders[2] / "config.json").read_text())
-    assert (resolved["mac"], resolved["agent"]) == ("gnn_graph_mac", "gnn_rnn")
-    for key, folder, name in (("tokenizer", folders[0], "tokenizer"), ("mask_predictor", folders[1], "stage2_model")):
-        found = folder / "models" / f"pretrain_stage{2 if name == 'stage2_model' else 1}_best" / f"{name}.th"
-        assert resolved[f"pretrained_{key}_path"] == str(found)
+    assert {
+        "mac": "gnn_graph_mac", "agent": "gnn_rnn", "pretrained_tokenizer_path": str(tokenizer),
+        "pretrained_mask_predictor_path": str(predictor),
+    }.items() <= resolved.items()  # fmt: skip
 
 
 @pytest.mark.processes
 def test_the_main_job_on_smax(tmp_path):
-    if importlib.util.find_spec("jaxmarl") is None:
-        pytest.skip("the extra smax is not installed")
+    pytest.importorskip("jaxmarl", reason="the extra smax is not installed")
     options = ("--config=omagd", "--env-config=smax", "with", "env_args.map_name=3m", "run=ddp", "world_size=2")
     folder = train(tmp_path, *options, "learner=nq_graph_learner_ddp")
-    assert check_run_folder(folder, 2, ("stage1", "stage2", "stage3"))["env"] == "smax"
+    assert check_run_folder(folder, 2)["env"] == "smax"
 
 
 # --- what is documented
@@ -152,9 +129,7 @@ def why_not(command: Documented) -> str:
         return "needs StarCraft II"
     if "soft_qmix" in text or "crossroads" in text:
         return "needs the example package: test_example_package.py runs it"
-    if command.open_places:
-        return f"the reader fills in {command.open_places}"
-    return ""
+    return f"the reader fills in {command.open_places}" if command.open_places else ""
 
 
 def shown(command: Documented) -> str:
@@ -186,73 +161,42 @@ def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str
 
     runs: by --config; a run of the published sizes stands in for all others, with its map.
     """
-    words, variables = list(command.arguments), dict(command.variables)
-    name = next((word.partition("=")[2] for word in words if word.startswith("--config=")), "omagd_small")
-    if command.program.endswith(".sh"):
-        name = variables.get("CONFIG", "omagd")
+    script = command.program.endswith(".sh")
+    name = command.variables.get("CONFIG", "omagd") if script else kind(command)[1]
     graph = runs["omagd_small" if name == "omagd_small" else "omagd"]
+    tokenizer, predictor = (str(graph / "models" / f"pretrain_stage{stage}_best") for stage in (1, 2))
     where = {
-        "checkpoint_path": runs.get(name, graph) / "models",
-        "graph_pretrain_policy": runs["qmix"],
-        "pretrained_tokenizer_path": graph / "models" / "pretrain_stage1_best",
-        "pretrained_mask_predictor_path": graph / "models" / "pretrain_stage2_best",
-    }
-    where |= {"TOKENIZER_PATH": where["pretrained_tokenizer_path"]}
-    where |= {"MASK_PREDICTOR_PATH": where["pretrained_mask_predictor_path"]}
-    keys = [(word, word.partition("=")[0]) for word in words]
+        "checkpoint_path": str(runs.get(name, graph) / "models"), "graph_pretrain_policy": str(runs["qmix"]),
+        "pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor,
+        "TOKENIZER_PATH": tokenizer, "MASK_PREDICTOR_PATH": predictor,
+    }  # fmt: skip
+    keys = [(word, word.partition("=")[0]) for word in command.arguments]
     words = [f"{key}={where[key]}" if key in command.paths else word for word, key in keys]
-    variables |= {key: str(where[key]) for key in command.paths if key.isupper()}
-    if not command.program.endswith(".sh") and "with" not in words:
-        words.append("with")
+    words += ["with"] * (not script and "with" not in words)
     if command.paths and graph == runs["omagd"] and name not in {"qmix", "vdn"}:
         words.append("env_args.map_name=5m_vs_6m")
-    return variables, words
+    return command.variables | {key: where[key] for key in command.paths if key.isupper()}, words
 
 
-def longer(command: Documented) -> list[str]:
-    """Return a budget with steps left to train, for a command that continues a run which has ended."""
-    return ["t_max=400"] * ("checkpoint_path" in command.paths)
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Return a virtual environment for the scripts whose pip does nothing."""
-    bin_folder = tmp_path_factory.mktemp("venv") / "bin"
-    bin_folder.mkdir()
-    (bin_folder / "python").write_text(f'#!/bin/sh\ncase "$*" in *"-m pip"*) exit 0 ;; esac\nexec "{PYTHON}" "$@"\n')
-    (bin_folder / "python").chmod(0o755)
-    return bin_folder.parent
-
-
-# Stands in for Python: writes down with what arguments a script calls main.py.
-RECORDER = f"""#!/usr/bin/env bash
+# Stands in for the Python of a script: installs nothing, has no GPU, and records the arguments of main.py if asked to.
+INTERPRETER = f"""#!/usr/bin/env bash
 case "$*" in
     *"-m pip"*) ;;
     *torch.cuda*) echo 0 ;;
-    *main.py*) printf '%s\\0' "${{@:2}}" >"$CALLED" ;;
+    *main.py*) [ -z "${{CALLED:-}}" ] && exec "{PYTHON}" "$@" || printf '%s\\0' "${{@:2}}" >"$CALLED" ;;
     *) exec "{PYTHON}" "$@" ;;
 esac
 """
 
 
 @pytest.fixture(scope="module")
-def called_by(tmp_path_factory):
-    """Return a function that types a script with variables and arguments, and returns what it calls main.py with."""
-    venv, called = tmp_path_factory.mktemp("recorder"), tmp_path_factory.mktemp("called") / "arguments"
-    (venv / "bin").mkdir()
-    python = venv / "bin" / "python"
-    python.write_text(RECORDER)
+def venv(tmp_path_factory):
+    """Return a virtual environment for the scripts, with the stand-in for Python."""
+    python = tmp_path_factory.mktemp("venv") / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(INTERPRETER)
     python.chmod(0o755)
-
-    def call(script: str, words: list[str], cwd: Path, variables: dict[str, str]) -> list[str]:
-        place = {"PYTHON": str(python), "VENV": str(venv), "CALLED": str(called)}
-        run_command([str(ROOT / script), *words], cwd, **variables, **place)
-        *arguments, end = called.read_text().split("\0")
-        called.unlink()
-        assert end == ""
-        return arguments
-
-    return call
+    return python.parents[1]
 
 
 def test_commands_are_found_in_the_texts():
@@ -266,26 +210,30 @@ def test_commands_are_found_in_the_texts():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", distinct(COMMANDS), ids=shown)
-def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, monkeypatch, capsys, called_by):
+def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, monkeypatch, capsys, venv):
     if reason := why_not(command):
         pytest.skip(reason)
     names = {"qmix": "qmix_run", "omagd_small": "small_run", "omagd": "published_run"}
     runs = {key: request.getfixturevalue(name) if command.paths else Path() for key, name in names.items()}
     variables, words = filled_in(command, runs)
     # The runs that stand in for the reader's were small; the weights' sizes must be said to fit them.
-    words = [*words, *BUDGETS, *longer(command)] if command.paths else words
+    words += BUDGETS if command.paths else ()
+    words += ["t_max=400"] * ("checkpoint_path" in command.paths)  # steps are left to a run that continues
     monkeypatch.chdir(tmp_path)
     if command.program.endswith(".sh"):
-        variables |= {"DRY_RUN": "1", "ENV_CONFIG": "skirmish"}
-        arguments = called_by(command.program, words, tmp_path, variables)
-        assert "--dry-run" in arguments
+        called = venv / "called"
+        place = {"PYTHON": str(venv / "bin" / "python"), "VENV": str(venv), "CALLED": str(called)}
+        script = [str(ROOT / command.program), *words]
+        run_command(script, tmp_path, **variables, **place, DRY_RUN="1", ENV_CONFIG="skirmish")
+        *arguments, end = called.read_text().split("\0")
+        called.unlink()
+        assert "--dry-run" in arguments and end == ""
     else:
         arguments = ["--dry-run", *words]
         if command.program == "torchrun":
-            monkeypatch.setenv("RANK", "0")
-            monkeypatch.setenv("WORLD_SIZE", str(command.ranks))
-            monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-            monkeypatch.setenv("MASTER_PORT", "29500")
+            group = {"RANK": 0, "WORLD_SIZE": command.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+            for name, value in group.items():
+                monkeypatch.setenv(name, str(value))
     code = main(arguments)
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -295,10 +243,10 @@ def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, m
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", different(COMMANDS), ids=shown)
-def test_documented_commands_run(command, tmp_path, installed):
+def test_documented_commands_run(command, tmp_path, venv):
     program = [PYTHON, MAIN] if command.program == "main" else [str(ROOT / command.program)]
     words = [*command.arguments, *["with"] * (command.program == "main" and "with" not in command.arguments)]
-    place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(installed), "NUM_GPUS": "2", **FORKED}
+    place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(venv), "NUM_GPUS": "2", **FORKED}
     run_command([*program, *words, *BUDGETS], tmp_path, **{**command.variables, **place})
     folders = {path.parent for path in tmp_path.rglob("summary.json") if "sacred" not in path.parts}
     assert {summary_of(folder)["exit_state"] for folder in folders} == {"completed"}
