@@ -9,11 +9,15 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import sc2_stand_in
 from command_harness import end_what_goes_on, train
 from reaper import watch_this_session
+
+if TYPE_CHECKING:
+    from torn_runs import TornRun
 
 # A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -78,6 +82,22 @@ def published_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("--config=omagd", "--env-config=skirmish", "with", "env_args.map_name=5m_vs_6m", "run=ddp")
     updates = ("learner=nq_graph_learner_ddp", "use_ddp=True", "world_size=2", "ddp_port=12355")
     return _made_once(tmp_path_factory, "published", *options, *updates)
+
+
+@pytest.fixture(scope="session")
+def torn(tmp_path_factory: pytest.TempPathFactory) -> TornRun:
+    """Return a run that was interrupted in its middle."""
+    from torn_runs import SAVED_AT, TornRun
+
+    found = TornRun(tmp_path_factory.mktemp("torn") / "run")
+    found.continue_until(SAVED_AT)
+    return found
+
+
+@pytest.fixture
+def run(torn: TornRun, tmp_path: Path) -> TornRun:
+    """Return a copy of `torn`."""
+    return torn.copy(tmp_path)
 
 
 def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *arguments: str) -> Path:
