@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from omagd.config.schema import Config
 from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.checkpoint.resuming import RunLock, claimed_folder
 from omagd.run.launch.launcher import launch
 from omagd.run.training.build import build_session
 from omagd.run.training.stages.base import PretrainedModules, Stage
@@ -21,24 +24,41 @@ class Interrupted(Exception):
     """Ends a run."""
 
 
+def wait_for_saves(patch: pytest.MonkeyPatch, then: Callable[[Checkpointer], object] = id) -> None:
+    """Let each iteration begin with the save before it complete, then call `then`."""
+    ask = Checkpointer.ask
+
+    def complete(self: Checkpointer) -> None:
+        self.finish()
+        then(self)
+        ask(self)
+
+    patch.setattr(Checkpointer, "ask", complete)
+
+
 def interrupted_run(config: Config, iteration: int) -> tuple[RunFolder, Stage | None]:
     """Run until `iteration`, with the last save complete. Return its folder and stage."""
     stages: list[Stage | None] = []
-    ask = Checkpointer.ask
 
-    def interrupt(self: Checkpointer) -> None:
-        self.finish()
-        if self.iteration == iteration:
-            stages.append(self.stage)
+    def interrupt(checkpointer: Checkpointer) -> None:
+        if checkpointer.iteration == iteration:
+            stages.append(checkpointer.stage)
             raise Interrupted
-        ask(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "ask", interrupt)
+        wait_for_saves(patch, interrupt)
         with pytest.raises(Interrupted):
             launch(config, "run")
     (folder,) = [path.parent for path in Path(config.local_results_path).glob("*/run.json")]
     return RunFolder(folder), stages[0]
+
+
+@contextmanager
+def unfinished(config: Config, token: str = "run") -> Iterator[RunLock]:
+    """Lock the folder of a run, and leave the run unfinished."""
+    with suppress(Interrupted), claimed_folder(config, token) as claim:
+        yield claim
+        raise Interrupted
 
 
 def stage_of(config: Config, folder: Path, dist: Dist | None = None) -> RLStage:

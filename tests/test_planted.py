@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 import os
 import pickle
@@ -181,7 +180,7 @@ def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(cod
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {run}/run.json cannot be read ({os.strerror(code)})")
     else:
-        assert resuming._same_runs(run.parent, "any", logging.getLogger("omagd")) == []
+        assert resuming._same_runs(run.parent, "any") == []
     assert list(run.parent.iterdir()) == [run]
 
 
@@ -189,7 +188,7 @@ def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_o
     """As another user where this one is root, whom permissions do not bind."""
     monkeypatch.setattr(storage, "RETRY_SECONDS", ())
     monkeypatch.chdir(tmp_path)
-    root, found = os.geteuid() == 0, partial(resuming._same_runs, Path("."), "mine", logging.getLogger("omagd"))
+    root, found = os.geteuid() == 0, partial(resuming._same_runs, Path("."), "mine")
     for name in ("closed", "open"):
         Path(name).mkdir()
         Path(name, "run.json").write_text('{"identity": "mine"}')

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +22,14 @@ from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, bus
 from omagd.run.checkpoint.set_aside import link
 from omagd.run.checkpoint.store import SAVED, Checkpoint, Damaged, folders, read_checkpoint
 from omagd.utils.errors import UserError, readable
-from omagd.utils.logging import setup_logging
+from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.owned_folder import Untrusted, closed_to_others, require_own
 from omagd.utils.run_folder import RunFolder, fingerprint, keep_json, write_json
 from omagd.utils.storage import ABSENT, listed, patiently, read_entry
 from omagd.utils.writing import STORAGE
 
 T = TypeVar("T")
+LOG = logging.getLogger(PACKAGE)
 ELSEWHERE = frozenset(
     {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
     | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "use_tensorboard"}
@@ -49,8 +51,8 @@ WAITING_SECONDS = 60.0
 LOOKS = 5
 """How often to retry when a running run has removed the checkpoint that was being read."""
 
-KEYS_SHOWN = 8
-"""How many differing keys a message names."""
+KEYS_SHOWN, KEY_LENGTH = 8, 100
+"""How many differing keys a message names; of each with its values at most `KEY_LENGTH` characters."""
 
 CONTINUED, RUN_FILE = "continued_from.json", "run.json"
 
@@ -72,15 +74,15 @@ def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lam
     Errors: UserError where nothing can be written, another process uses the run, or `checkpoint_path` holds no
         complete checkpoint.
     """
-    console = setup_logging(None)
+    setup_logging(None)
     identity = identity_of(config)
-    wanted = config.auto_resume and not config.evaluate
-    claimed = _unfinished(config, identity, console, waits) if wanted else None
+    resumes = config.auto_resume and not config.evaluate
+    claimed = _unfinished(config, identity, waits) if resumes else None
     if claimed is None:
-        folder, lock = _new_run(config, token, identity, console)
+        folder, lock = _new_run(config, token, identity)
     else:
         folder, lock = claimed
-        console.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
+        LOG.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
     STORAGE.begin(folder.path)
     try:
         with closed_to_others():
@@ -92,7 +94,7 @@ def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lam
         lock.release()
 
 
-def _new_run(config: Config, token: str, identity: str, console: logging.Logger) -> tuple[RunFolder, Lock]:
+def _new_run(config: Config, token: str, identity: str) -> tuple[RunFolder, Lock]:
     """Make the folder of a new run and lock it; one that cannot be completed is removed. Errors: UserError."""
     require_free_token(config)
     folder: RunFolder | None = None
@@ -101,7 +103,7 @@ def _new_run(config: Config, token: str, identity: str, console: logging.Logger)
         lock = take(folder.path)
         source = whole_state(config, lambda found: _adopt(found, made))
         if source is not None:
-            console.info(f"continuing from {source.path} in a new folder: {folder.path}")
+            LOG.info(f"continuing from {source.path} in a new folder: {folder.path}")
         write_json(folder.config_json, config.model_dump(mode="json"))
         write_json(folder.path / RUN_FILE, {"identity": identity})
     except (OSError, UserError) as problem:
@@ -116,13 +118,13 @@ def _new_run(config: Config, token: str, identity: str, console: logging.Logger)
     return folder, lock
 
 
-def require_free_token(config: Config) -> None:
-    """Raise UserError if `unique_token` is the name of an existing folder."""
+def require_free_token(config: Config, state: str = "exists already") -> None:
+    """Raise UserError if `unique_token` is the name of an existing folder. state: what the message says about it."""
     folder = Path(config.local_results_path).expanduser().absolute() / config.unique_token
     if config.unique_token and os.path.lexists(folder):
         raise UserError(
-            f"unique_token={config.unique_token}: {folder} exists already. Give another one, or leave it out;"
-            " auto_resume=True continues an unfinished run of the same command"
+            f"unique_token={config.unique_token}: {folder} {state}. Give another one, or leave it out;"
+            " auto_resume=True continues an unfinished run of that name and the same configuration"
         )
 
 
@@ -194,15 +196,16 @@ def _candidates(given: Path) -> list[Path]:
     return folders(given / "checkpoints") or (folders(given) if given.name == "checkpoints" else [])
 
 
-def _unfinished(
-    config: Config, identity: str, console: logging.Logger, waits: Callable[[], object]
-) -> tuple[RunFolder, Lock] | None:
+def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> tuple[RunFolder, Lock] | None:
     """Return the newest unfinished run of this configuration and its lock; None if there is none.
 
-    Errors: UserError where another process uses it, or the system cannot read it.
+    With `unique_token` it must have that name. Errors: UserError where another process uses it, the system cannot read
+    it, or `unique_token` is the name of another run.
     """
     finished = None
-    for path in _same_runs(Path(config.local_results_path).expanduser(), identity, console):
+    for path in _same_runs(Path(config.local_results_path).expanduser(), identity):
+        if config.unique_token not in {"", path.name}:
+            continue
         if read_entry(path / RUN_FILE).get("finished"):
             finished = finished or path
             continue
@@ -210,44 +213,55 @@ def _unfinished(
             patiently(path, partial(require_own, path))
         except (Untrusted, *ABSENT) as problem:
             reason = problem.strerror if isinstance(problem, OSError) else problem
-            console.warning(f"auto_resume=True: {readable(str(path))} is neither continued nor changed: {reason}")
+            LOG.warning(f"auto_resume=True: {readable(str(path))} is neither continued nor changed: {reason}")
             continue
-        return RunFolder(path), _locked(RunFolder(path), config.auto_resume_wait, console, waits)
+        return RunFolder(path), _locked(RunFolder(path), config.auto_resume_wait, waits)
     if finished is not None:
-        console.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
-    elif not config.checkpoint_path:
-        _warn_of_differences(config, console)
+        require_free_token(config, "is finished already")
+        LOG.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
+    elif not config.checkpoint_path and (other := _most_similar(config)):
+        where, state = readable(str(other[0])), f"is unfinished and differs in {other[1]}"
+        require_free_token(config, state)
+        LOG.warning(f"auto_resume=True: a new run begins; {where} {state}; to extend it: checkpoint_path={where}")
     return None
 
 
-def _warn_of_differences(config: Config, console: logging.Logger) -> None:
-    """Name the newest unfinished run of the same name, environment, map and seed, and the keys that differ from it.
+def _most_similar(config: Config) -> tuple[Path, str] | None:
+    """Return the newest unfinished run of the same name, environment, map and seed, and how its keys differ.
 
-    Only runs with a checkpoint that no living process uses. The content of their files is not trusted.
+    Only runs with a checkpoint that no living process uses, and with `unique_token` only of that name. The content of
+    their files is not trusted.
     """
-    found: list[tuple[float, Path, list[str]]] = []
+    found: list[tuple[float, Path, str]] = []
     values = config.model_dump(mode="json")
     for path in (Path(entry.path) for entry in listed(Path(config.local_results_path).expanduser())):
         about, saved = read_entry(path / RUN_FILE), read_entry(path / SAVED).get("iteration")
-        if "identity" not in about or about.get("finished") or not isinstance(saved, int) or not saved:
+        if config.unique_token not in {"", path.name} or about.get("finished") or not isinstance(saved, int):
             continue
         theirs, holder = read_entry(path / "config.json"), ProcessIdentity.read(read_entry(path / LOCK))
-        goes_on = holder is not None and holder.pid != os.getpid() and holder.runs()
-        if _place(theirs) == _place(values) and not theirs.get("evaluate") and not goes_on:
-            with suppress(OSError):
-                differing = sorted(
-                    key
-                    for key in values.keys() - ELSEWHERE
-                    if theirs.get(key, {} if key in COMPONENT_ARGS else None) != values[key]
-                )
-                found.append(((path / RUN_FILE).stat().st_mtime, path, differing))
-    if found:
-        _, path, keys = max(found)
-        where, which = readable(str(path)), ", ".join(keys[:KEYS_SHOWN]) + (", …" if len(keys) > KEYS_SHOWN else "")
-        console.warning(
-            f"auto_resume=True: a new run begins; {where} is unfinished and differs in {which or 'the files it reads'};"
-            f" to extend it: checkpoint_path={where}"
-        )
+        is_running = holder is not None and holder.pid != os.getpid() and holder.runs()
+        if saved and "identity" in about and _place(theirs) == _place(values) and not is_running:
+            with suppress(OSError, RecursionError):
+                found.append(((path / RUN_FILE).stat().st_mtime, path, _differences(theirs, values)))
+    return max(found)[1:] if found else None
+
+
+def _differences(theirs: dict[str, Any], values: dict[str, Any]) -> str:
+    """Return the keys in which two configurations differ, with both values."""
+    kept = values.keys() - ELSEWHERE
+    before, now = _flat(theirs, kept), _flat(values, kept)
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    shown = [readable(f"{key}: {before.get(key)} -> {now.get(key)}")[:KEY_LENGTH] for key in keys[:KEYS_SHOWN]]
+    return ", ".join(shown + ["…"] * (len(keys) > KEYS_SHOWN)) or "the files it reads"
+
+
+def _flat(config: dict[str, Any], keys: AbstractSet[str]) -> dict[str, Any]:
+    """Return the values of some keys; those of a section by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key in keys & config.keys():
+        value = config[key]
+        found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+    return found
 
 
 def _place(values: dict[str, Any]) -> tuple[Any, ...]:
@@ -257,20 +271,20 @@ def _place(values: dict[str, Any]) -> tuple[Any, ...]:
     return values.get("name"), values.get("env"), map_name, values.get("seed")
 
 
-def _same_runs(root: Path, identity: str, console: logging.Logger) -> list[Path]:
+def _same_runs(root: Path, identity: str) -> list[Path]:
     """Return the folders that hold a run of this identity, newest first. Errors: UserError."""
     found: list[tuple[float, Path]] = []
     for path in (Path(entry.path) for entry in listed(root)):
         entry = patiently(path / RUN_FILE, partial(read_entry, path / RUN_FILE, strict=True))
         if "identity" not in entry and os.path.lexists(path / RUN_FILE):  # False where the folder cannot be entered
-            console.warning(f"auto_resume=True: {readable(str(path / RUN_FILE))} is damaged: that run is not continued")
+            LOG.warning(f"auto_resume=True: {readable(str(path / RUN_FILE))} is damaged: that run is not continued")
         if entry.get("identity") == identity:
             with suppress(OSError):
                 found.append(((path / RUN_FILE).stat().st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _locked(folder: RunFolder, minutes: float, console: logging.Logger, waits: Callable[[], object]) -> Lock:
+def _locked(folder: RunFolder, minutes: float, waits: Callable[[], object]) -> Lock:
     """Return the lock of an unfinished run, waiting for it as long as the user allows. Errors: UserError."""
     until, shown = time.monotonic() + 60 * minutes, -math.inf
     while True:
@@ -286,7 +300,7 @@ def _locked(folder: RunFolder, minutes: float, console: logging.Logger, waits: C
                 shown = now
                 left = math.ceil(until - now)
                 most = f"{left} s" if left < 120 else f"{math.ceil(left / 60)} min"
-                console.info(f"waiting {most} at most: {folder.path} is in use by {busy}")
+                LOG.info(f"waiting {most} at most: {folder.path} is in use by {busy}")
         except OSError as problem:
             reason = f"({problem.strerror}); give a folder that can be written"
             raise UserError(f"local_results_path: {folder.path} cannot be written {reason}") from problem
