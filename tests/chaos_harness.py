@@ -79,49 +79,44 @@ class Trial:
     """One configuration, in a folder of its own: started, killed, started again.
 
     Args:
-        place: an empty folder. words: of the configuration, after TINY. variables: of the environment.
+        place: an empty folder. words: of the configuration, after TINY.
         stride: iterations between two kills, at most. options: of the command line, before the configuration.
     """
 
     place: Path
     words: tuple[str, ...]
-    variables: dict[str, str] = field(default_factory=dict)
     stride: int = 8
     options: tuple[str, ...] = ()
-    starts: int = 0
     codes: list[int] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.temporary = self.place / "tmp"
         self.temporary.mkdir(parents=True)
         self.shared = shared_memory.names()
-        self.groups: list[int] = []
-        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the command, leader of a session of its own."""
         kept = {key: value for key, value in os.environ.items() if key not in TORCHRUN_VARIABLES}
-        more = {
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(self.temporary),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.place / "torch"),
-        }
-        with (self.place / f"said_{self.starts}").open("wb") as said:
-            command = [PYTHON, MAIN, "-u", *self.options, "with", *TINY, *self.words]
-            self.process = subprocess.Popen(
-                command, cwd=self.place, env={**kept, **more, **self.variables}, stdin=subprocess.DEVNULL,
-                stdout=said, stderr=said, start_new_session=True,
+        own = {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.place / "torch")}
+        with (self.place / f"output_{self.starts}").open("wb") as output:
+            process = subprocess.Popen(
+                [PYTHON, MAIN, "-u", *self.options, "with", *TINY, *self.words], cwd=self.place,
+                env={**kept, "OMP_NUM_THREADS": "1", **own}, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
-        self.starts += 1
-        self.groups.append(self.process.pid)
-        return self.process
+        self.groups.append(process.pid)
+        return process
+
+    @property
+    def starts(self) -> int:
+        return len(self.groups)
 
     def undisturbed(self) -> Path:
         """Run to the end; return the run's folder."""
-        process = self.start()
-        code = process.wait(PATIENCE)
-        assert code == 0, f"exit code {code}\n{self.said()}"
+        code = self.start().wait(PATIENCE)
+        assert code == 0, f"exit code {code}\n{self.output()}"
         return self.folder
 
     @property
@@ -130,20 +125,19 @@ class Trial:
         (folder,) = run_folders(self.place)
         return folder
 
-    def said(self) -> str:
-        """Return the end of what the last start said."""
-        return (self.place / f"said_{self.starts - 1}").read_text(errors="replace")[-3000:]
+    def output(self) -> str:
+        """Return the end of the last start's output."""
+        return (self.place / f"output_{self.starts - 1}").read_text(errors="replace")[-3000:]
 
     def disturbed(
         self, chance: random.Random, plan: list[tuple[str, str]], report: Callable[[Kill], None] = lambda kill: None
     ) -> Path:
         """Run to the end, with a kill for each (kind, moment) of the plan that it lives to see; return the folder."""
-        plan = list(plan)
         process = self.start()
         try:
             while True:
-                if plan and (kill := self._strike(process, *plan[0], chance)):
-                    plan.pop(0)
+                left = plan[len(self.kills) :]
+                if left and (kill := self._strike(process, *left[0], chance)):
                     self.kills.append(kill)
                     report(kill)
                     if kill.kind in {"rank", "worker"}:
@@ -152,9 +146,9 @@ class Trial:
                 self.codes.append(code)
                 if code == 0:
                     return self.folder
-                assert code in {-signal.SIGKILL, 1}, f"exit code {code}\n{self.said()}"
+                assert code in {-signal.SIGKILL, 1}, f"exit code {code}\n{self.output()}"
                 ranks = sum(kill.kind == "rank" for kill in self.kills)
-                assert code != 1 or ranks > 3, f"it gave up\n{self.said()}"
+                assert code != 1 or ranks > 3, f"it gave up\n{self.output()}"
                 if chance.random() < 0.5:  # the other half meets ranks that have not ended yet
                     left_behind(process.pid, 20)
                 process = self.start()
@@ -185,13 +179,10 @@ class Trial:
         iteration, stage, _ = self.newest()
         kill = Kill(kind, moment, stage, iteration, bool(self._partials()))
         self.measure(kill)
-        if kind == "group":
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            try:
-                os.kill(chance.choice(victims), signal.SIGKILL)
-            except ProcessLookupError:
-                return None
+        try:
+            os.kill(-process.pid if kind == "group" else chance.choice(victims), signal.SIGKILL)
+        except ProcessLookupError:
+            return None
         if kind in {"group", "launcher"}:
             process.wait(PATIENCE)
             left_behind(process.pid, 20)
@@ -226,28 +217,17 @@ class Trial:
     def left(self) -> list[str]:
         """Return what this trial has left: processes, shared memory, temporary and half-written files."""
         found = [f"process {line}" for group in self.groups for line in left_behind(group, 10)]
-        found += [f"process {pid}" for pid in _with_variable("TMPDIR", str(self.temporary))]
-        found += shared_memory.left_since(self.shared)
-        found += [str(path) for path in self.temporary.rglob("*")]
-        half = [path for path in (self.place / "results").rglob(".*") if path.name not in {".", ".."}]
-        return found + [str(path) for path in half]
-
-
-def _with_variable(name: str, value: str) -> list[int]:
-    """Return living processes that were started with a variable."""
-    found, wanted = [], f"{name}={value}".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if wanted in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"TMPDIR={self.temporary}".encode() in path.read_bytes().split(b"\0"):
+                    found.append(f"process {path.parent.name}")
+        files = [*self.temporary.rglob("*"), *(self.place / "results").rglob(".*")]
+        return [*found, *shared_memory.left_since(self.shared), *map(str, files)]
 
 
 def differences(one: Path, other: Path) -> list[str]:
     """Return in what two runs differ that must not: weights, metrics, episodes, results. Empty: the same bits."""
-    results = [
-        {name: (stage["clock"], reproducible(stage["values"])) for name, stage in summary_of(run)["stages"].items()}
-        for run in (one, other)
-    ]
-    nothing = [] if any((one / "episodes").glob("*.jsonl")) else [f"{one}: no episodes to compare"]
-    return bits_of_difference(one, other) + nothing + [f"summary: {results}"] * (results[0] != results[1])
+    stages = [summary_of(run)["stages"] for run in (one, other)]
+    results = [{name: (each["clock"], reproducible(each["values"])) for name, each in run.items()} for run in stages]
+    found = bits_of_difference(one, other) + [f"summary: {results}"] * (results[0] != results[1])
+    return found if any((one / "episodes").glob("*.jsonl")) else [*found, f"{one}: no episodes to compare"]
