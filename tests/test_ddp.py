@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from ddp_harness import run_ranks
 from ddpg_toys import ddpg_config, make_ddpg, random_steps
 from example_plugins import add_example
+from graph_toys import graph_learner, toy_episodes
 from plugin_toys import own_names
 from q_toys import GRAPH, copy_learner, equal, gradients_of, make_learner, random_episode, state_of, toy_config
 
 from omagd.learners import REGISTRY as LEARNERS
+from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.kernels import compiling
 from omagd.modules.mixers import REGISTRY as MIXERS
@@ -19,7 +23,7 @@ from omagd.utils.packing import pack_episodes
 torch.set_num_threads(1)
 pytestmark = pytest.mark.processes
 PLAIN = {"learner": "nq_learner_ddp", "target_update_updates": 5}
-KINDS = {
+Q = {
     "qmix": PLAIN,
     "alone": {**PLAIN, "mixer": "none", "agent": "ff"},
     "parts": {**PLAIN, "accumulate": 3},  # the second rank has two episodes, so two parts
@@ -29,40 +33,71 @@ KINDS = {
     "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2, "hidden_dim": 8}},
 }
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
-    compared = {toy_config(**updates).model_dump()[part] for updates in KINDS.values()}
-    KINDS |= {name: {**PLAIN, part: name} for name in registry.names() if name not in compared}
+    compared = {toy_config(**updates).model_dump()[part] for updates in Q.values()}
+    Q |= {name: {**PLAIN, part: name} for name in registry.names() if name not in compared}
 DDPG = {
     "DDPG": {},
     "DDPG bicnet": {"agent": "bicnet"},
     "DDPG gumbel": {"gumbel_softmax": True},
     "DDPG parts": {"accumulate": 3},
 }
+STAGES = {
+    "stage1": {"tokenizer_config__dead_code_threshold": 0.6},
+    "stage1 cosine": {"tokenizer_config__distance": "cosine"},
+    "stage2": {"mask_ratio": 0.3},
+    "stage2 matched": {"matching": "type"},
+    "stage2 GRU": {"use_gru": True, "early_step_weight": 0.3},
+}
+LOSSES = ("loss_td", "td_error_abs", "q_taken_mean", "target_mean", "graph_loss")
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}
-TRAINED = [kind for kind in (*KINDS, *DDPG) if kind != "compiled"]
+KINDS = (*Q, *DDPG, *STAGES)
+TRAINED = [kind for kind in KINDS if kind != "compiled"]
 # Different numbers of episodes and very different numbers of steps on each rank.
 LENGTHS = [[9, 4, 4, 1, 7], [1, 2], [3]]
-UPDATES = dict.fromkeys(TRAINED, 6) | {"qmix": 20, "graph": 20}
+UPDATES = dict.fromkeys(TRAINED, 6) | {"qmix": 20, "graph": 20, "stage1": 10}
 
 
 def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
     if kind in DDPG:
         return make_ddpg(dist, dtype, seed, **{**DDPG[kind], **more})
-    return make_learner(toy_config(**{"grad_norm_clip": 1e9, **KINDS[kind], **more}), dist=dist, dtype=dtype, seed=seed)
+    if kind in Q:
+        return make_learner(toy_config(**{"grad_norm_clip": 1e9, **Q[kind], **more}), dist, dtype, seed)
+    learner = graph_learner(kind.split()[0], dtype, dist, total_updates=10, **STAGES[kind])
+    learner.warm_up(pack_episodes(toy_episodes(2)))
+    update = learner.update
+    learner.update = lambda batch, episodes: update(batch)
+    return learner
 
 
 def alone(kind, dtype=torch.float64):
-    """One process that learns each batch in one piece, without compiling."""
+    """Return a learner of one process that takes each batch in one piece, without compiling."""
     return make(kind, dtype=dtype, accumulate=1, compile=False)
+
+
+def blank(episodes):
+    return [{name: torch.zeros_like(value) for name, value in episode.items()} for episode in episodes]
 
 
 def episodes_of(kind, rank, update):
     if kind in DDPG:
         return random_steps(1000 * update + rank, [6, 2, 1][rank])
-    return [random_episode(1000 * update + 100 * rank + i, k, i % 2 == 1) for i, k in enumerate(LENGTHS[rank])]
+    if kind in Q:
+        return [random_episode(1000 * update + 100 * rank + i, k, i % 2 == 1) for i, k in enumerate(LENGTHS[rank])]
+    episodes = toy_episodes([2, 3, 4][rank], seed=100 * update + rank)
+    return blank(episodes) if (rank, update) == (2, 2) else episodes
 
 
 def union(kind, update):
     return [episode for rank in range(len(LENGTHS)) for episode in episodes_of(kind, rank, update)]
+
+
+def without_a_step(kind, rank):
+    """Return a batch in which only rank 0 has steps to learn from, then one in which no rank has."""
+    if kind in DDPG:
+        return [random_steps(1, 3 if rank == 0 else 1, int(rank == 0)), random_steps(2, 1, 0)]
+    if kind in Q:
+        return [[random_episode(5, 6)] if rank == 0 else [random_episode(6, 0)], [random_episode(7, 0)]]
+    return [toy_episodes(2, seed=5) if rank == 0 else blank(toy_episodes(1)), blank(toy_episodes(2))]
 
 
 def train(learner, batches):
@@ -74,11 +109,15 @@ def train(learner, batches):
     return states
 
 
-def without_a_step(kind, rank):
-    """Return a batch in which only rank 0 has steps to learn from, then one in which no rank has."""
-    if kind in DDPG:
-        return [random_steps(1, 3 if rank == 0 else 1, int(rank == 0)), random_steps(2, 1, 0)]
-    return [[random_episode(5, 6)] if rank == 0 else [random_episode(6, 0)], [random_episode(7, 0)]]
+def overflow(learner, episodes, here):
+    """Return whether an update with weights that are not finite on one rank (`here`) is skipped and changes nothing."""
+    before, weight = state_of(learner), next(next(iter(learner.modules().values())).parameters())
+    kept = weight.detach().clone()
+    if here:
+        weight.data.fill_(math.nan)
+    skipped = learner.update(pack_episodes(episodes), episodes=0)[SKIPPED][0].item()
+    weight.data.copy_(kept)
+    return skipped, equal(before, state_of(learner))
 
 
 def of_ranks(rank, dist, kinds):
@@ -99,6 +138,8 @@ def of_ranks(rank, dist, kinds):
         out[kind] += train(learner, batches[3:])
         out[kind, "resumed"] = train(resumed, batches[3:])
         out[kind, "idle"] = train(learner, without_a_step(kind, rank))
+        if kind not in DDPG:  # whose actor and critic have a step each
+            out[kind, "overflow"] = overflow(learner, batches[0], here=rank == dist.world_size - 1)
     broken = make("qmix", dist)
     broken._step._wrapped = broken._step.loss_module
     out["unsynchronised"] = train(broken, [episodes_of("qmix", rank, 0)])
@@ -108,11 +149,11 @@ def of_ranks(rank, dist, kinds):
 @pytest.fixture(scope="module")
 def ranks():
     add_example()
-    return run_ranks(of_ranks, [*KINDS, *DDPG], world_size=len(LENGTHS))
+    return run_ranks(of_ranks, KINDS, world_size=len(LENGTHS))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*Q, *STAGES])
 def test_gradients_equal_those_of_the_union(ranks, kind, dtype):
     if (kind, dtype) not in ranks[0]:
         pytest.skip("compiling takes long")
@@ -121,7 +162,7 @@ def test_gradients_equal_those_of_the_union(ranks, kind, dtype):
     for rank in ranks:
         for a, b in zip(rank[kind, dtype][0], wanted, strict=True):
             assert (a - b).norm() <= bound * max(b.norm(), 1e-3)
-    for name in ("loss_td", "td_error_abs", "q_taken_mean", "target_mean"):
+    for name in set(LOSSES) & stats.keys():
         sums = [sum(rank[kind, dtype][1][name][i] for rank in ranks) for i in range(2)]
         torch.testing.assert_close(sums, list(stats[name]))
     assert len({rank[kind, dtype][1]["grad_norm"][0].item() for rank in ranks}) == 1
@@ -138,15 +179,26 @@ def test_ranks_are_equal_bit_for_bit_and_train_and_resume_like_one_process(ranks
         torch.testing.assert_close(states[-1][name], value, atol=1e-10, rtol=0, msg=name)
 
 
+def test_codes_are_revived_in_these_updates(ranks):
+    sizes, codes = (
+        torch.stack([state[f"tokenizer.{name}"] for state in ranks[0]["stage1"]])
+        for name in ("cluster_size", "codebook")
+    )
+    grown = (sizes[1:] > 2 * sizes[:-1]) & ((codes[1:] - codes[:-1]).norm(dim=-1) > 1e-3)
+    assert grown.any(-1).sum() >= 2
+
+
 @pytest.mark.parametrize("kind", TRAINED)
-def test_a_rank_without_a_step_takes_part_and_without_any_step_nothing_changes(ranks, kind):
+def test_all_ranks_take_part_in_or_skip_an_update(ranks, kind):
+    """A rank without a step takes part; without any step, or with an overflow on one rank, nothing changes."""
     first, *others = (rank[kind, "idle"] for rank in ranks)
     assert all(all(map(equal, first, other)) for other in others)
     # Targets are not due (5 divides neither 6 + 2 nor 20 + 2), so the second update changes nothing at all.
     assert equal(*first) and not equal(first[0], ranks[0][kind][-1])
+    assert {rank.get((kind, "overflow"), (1, True)) for rank in ranks} == {(1, True)}
 
 
 def test_every_registered_learner_is_compared_and_one_without_synchronisation_is_noticed(ranks):
-    names = {toy_config(**updates).learner for updates in KINDS.values()} | {ddpg_config().learner}
+    names = {toy_config(**updates).learner for updates in Q.values()} | {ddpg_config().learner}
     assert {n.removesuffix("_ddp") for n in names} == {n.removesuffix("_ddp") for n in own_names(LEARNERS)}
     assert not equal(ranks[0]["unsynchronised"][0], ranks[1]["unsynchronised"][0])
