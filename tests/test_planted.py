@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import pickle
 import stat
 import subprocess
 import sys
@@ -231,12 +230,6 @@ def test_an_entry_that_is_none_is_empty(tmp_path):
     for content in (b"", b"[]", b"\xff", b"[" * 100_000, b'{"a": 1}' + b" " * (1 << 20)):
         entry.write_bytes(content)
         assert read_entry(entry) == read_entry(tmp_path / "missing") == read_entry(tmp_path) == read_entry(pipe) == {}
-
-
-def test_an_error_is_one_line():
-    error = UserError("a\x1b]0;owned\x07\nb", "c\nd")
-    assert (str(error), str(pickle.loads(pickle.dumps(error)))) == (error.message, error.message)
-    assert error.message.isprintable()
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ def test_artifacts_are_what_is_there(tmp_path):
 
 def test_json_is_strict_and_written_whole_or_not_at_all(tmp_path):
     value = {"nan": math.nan, "path": Path("x"), 3: np.arange(2), "n": np.float32(1)}
-    path = write_json(tmp_path / "deep" / "a.json", value)
+    path = tmp_path / "deep" / "a.json"
+    write_json(path, value)
     assert json.loads(path.read_text()) == {"nan": None, "path": "x", "3": [0, 1], "n": 1.0}
     before = path.read_bytes()
     with pytest.raises(TypeError, match="object"):

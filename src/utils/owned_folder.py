@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from omagd.utils.errors import readable
+from omagd.utils.storage import opened
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
 WRITTEN_ONCE = frozenset({"checkpoints", "models", "set_aside"})
 """Folders whose files are replaced as a whole, never changed: another name of such a file elsewhere is safe."""
 
@@ -45,8 +45,7 @@ def require_own(folder: Path) -> None:
     """Check a run's folder; make a file that has another name outside a copy of its own. Errors: Untrusted, OSError."""
     if not folder.name.isprintable():
         raise Untrusted("its name holds control characters")
-    root = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(folder.parent, os.O_DIRECTORY) as root:
         mode = os.fstat(root).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise Untrusted("everybody may replace it: the folder around it is writable by all, without a sticky bit")
@@ -54,15 +53,8 @@ def require_own(folder: Path) -> None:
         if not stat.S_ISDIR(about.st_mode):
             raise Untrusted("it is a link, not a folder")
         own = _own_ids(about.st_uid, root)
-        if about.st_uid not in own:
-            raise Untrusted("it belongs to another user")
-        handle = os.open(folder.name, FOLDER, dir_fd=root)
-        try:
+        with opened(folder.name, FOLDER, root) as handle:
             _check(handle, (), own)
-        finally:
-            os.close(handle)
-    finally:
-        os.close(root)
 
 
 def _own_ids(found: int, root: int) -> frozenset[int]:
@@ -98,11 +90,8 @@ def _check(handle: int, place: tuple[str, ...], own: frozenset[int]) -> None:
         elif found.st_uid not in own:
             raise Untrusted(f"{_named(here)} belongs to another user")
         elif stat.S_ISDIR(found.st_mode):
-            inner = os.open(name, FOLDER, dir_fd=handle)
-            try:
+            with opened(name, FOLDER, handle) as inner:
                 _check(inner, here, own)
-            finally:
-                os.close(inner)
         elif not stat.S_ISREG(found.st_mode):
             raise Untrusted(f"it contains something that is neither a file nor a folder, {_named(here)}")
         elif found.st_nlink > 1 and here[0] not in WRITTEN_ONCE:
@@ -117,20 +106,18 @@ def _stays_in_wandb(handle: int, place: tuple[str, ...]) -> bool:
 def _copy_in_place(handle: int, name: str) -> None:
     """Replace a file with several hard links by a copy of its own: writing to it must not change the others."""
     beside = f".{secrets.token_hex(8)}.tmp"
-    source = os.open(name, FILE, dir_fd=handle)
     try:
-        mode = stat.S_IMODE(os.fstat(source).st_mode)
-        target = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=handle)
-        with open(target, "wb") as copy:
-            while piece := os.read(source, 1 << 20):
-                copy.write(piece)
+        with opened(name, os.O_NOFOLLOW | os.O_NONBLOCK, handle) as source:
+            mode = stat.S_IMODE(os.fstat(source).st_mode)
+            target = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=handle)
+            with open(target, "wb") as copy:
+                while piece := os.read(source, 1 << 20):
+                    copy.write(piece)
         os.replace(beside, name, src_dir_fd=handle, dst_dir_fd=handle)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(beside, dir_fd=handle)
         raise
-    finally:
-        os.close(source)
 
 
 def _named(place: tuple[str, ...]) -> str:

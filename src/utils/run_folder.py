@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -101,10 +100,6 @@ class RunFolder:
         """Return the folder of the stage-3 weights at `t_env`."""
         return self.models / str(int(t_env))
 
-    def remove_step(self, t_env: int) -> None:
-        """Remove the stage-3 weights at `t_env`."""
-        shutil.rmtree(self.step(t_env), ignore_errors=True)
-
     def pretrained(self, stage: str, best: bool = False) -> Path:
         """Return the folder of the weights of `stage1` or `stage2`."""
         return self.models / f"pretrain_{stage}{'_best' if best else ''}"
@@ -115,26 +110,18 @@ class RunFolder:
 
     def saved_steps(self) -> list[int]:
         """Return the `t_env` of all saved stage-3 weights, ascending."""
-        if not self.models.is_dir():
-            return []
-        return sorted(int(p.name) for p in self.models.iterdir() if p.is_dir() and p.name.isdigit())
+        found = self.models.iterdir() if self.models.is_dir() else ()
+        return sorted(int(path.name) for path in found if path.name.isdigit() and path.is_dir())
 
     def artifacts(self) -> dict[str, str]:
         """Return the absolute paths of what is there, by name: files, folders of weights, pictures."""
-        files = (self.config_json, self.env_info_json, self.card_json, self.metrics_jsonl)
-        found = {p.stem: p for p in files if p.is_file()}
-        for stage in ("stage1", "stage2"):
-            for best in (False, True):
-                folder = self.pretrained(stage, best)
-                if folder.is_dir():
-                    found[folder.name] = folder
-        steps = self.saved_steps()
-        if steps:
+        folders = [self.pretrained(stage, best) for stage in ("stage1", "stage2") for best in (False, True)]
+        found = {path.stem: path for path in self.files() if path.is_file() and path != self.summary_json}
+        found |= {path.name: path for path in folders if path.is_dir()}
+        if steps := self.saved_steps():
             found["model"] = self.step(steps[-1])
-        if self.profile.is_dir():
-            found.update({f"profile/{p.stem}": p for p in sorted(self.profile.glob("*.json"))})
-        if self.plots.is_dir():
-            found.update({f"plots/{p.stem}": p for p in sorted(self.plots.glob("*.png"))})
+        found |= {f"profile/{path.stem}": path for path in sorted(self.profile.glob("*.json"))}
+        found |= {f"plots/{path.stem}": path for path in sorted(self.plots.glob("*.png"))}
         if self.replays.is_dir():
             found["replays"] = self.replays
         return {name: str(path) for name, path in found.items()}
@@ -157,15 +144,13 @@ def reproducible(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not MACHINE.search(name)}
 
 
-def write_json(path: str | Path, value: Any) -> Path:
-    """Write `value` as JSON, whole or not at all: into a file beside it, which then takes its name. Return the path.
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON, whole or not at all: into a file beside it, which then takes its name.
 
     NaN and infinities become null; paths become text; NumPy and torch scalars and arrays become numbers and lists.
     Errors: OSError.
     """
-    path = Path(path)
     replace_file(path, _json(value))
-    return path
 
 
 def keep_json(path: Path, value: Any) -> bool:

@@ -7,7 +7,8 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +20,6 @@ RETRY_SECONDS = (0.1, 0.4, 1.6)
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
-
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 """Errors of the system, not of a file."""
 
@@ -65,13 +64,20 @@ def listed(path: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def sync(path: Path) -> None:
-    """Have what was written to a file, or the names in a folder, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+@contextmanager
+def opened(path: str | Path, flags: int = 0, folder: int | None = None) -> Iterator[int]:
+    """Open a file or folder for reading, by its name in an open `folder` if given. Errors: OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
     try:
-        os.fsync(handle)
+        yield handle
     finally:
         os.close(handle)
+
+
+def sync(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, on the disk."""
+    with opened(path) as handle:
+        os.fsync(handle)
 
 
 def read_json(path: Path, most: int = LONGEST_ENTRY) -> Any:
@@ -80,20 +86,16 @@ def read_json(path: Path, most: int = LONGEST_ENTRY) -> Any:
     Errors: OSError where it cannot be read or is a folder, a pipe or a device; ValueError where it holds no JSON, more
     bytes, or values nested too deeply.
     """
-    handle = os.open(path, FILE & ~os.O_NOFOLLOW)
-    try:
+    with opened(path, os.O_NONBLOCK) as handle:  # a pipe would keep its reader waiting
         about = os.fstat(handle)
-        if stat.S_ISDIR(about.st_mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(about.st_mode):
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if about.st_size > most:
             raise ValueError(f"more than {most} bytes")
-        return json.loads(os.read(handle, most))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    finally:
-        os.close(handle)
+        try:
+            return json.loads(os.read(handle, most))
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
 
 
 def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
@@ -115,10 +117,6 @@ def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
 def _is_own(path: Path) -> bool:
     """Return whether a file is this user's; where its folder cannot be entered, whether that folder is."""
     for place in (path, path.parent):
-        try:
+        with suppress(OSError):
             return place.lstat().st_uid == os.geteuid()
-        except PermissionError:
-            continue
-        except OSError:
-            break
     return False

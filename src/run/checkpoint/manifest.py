@@ -6,8 +6,8 @@ versions may have more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,6 +17,7 @@ from omagd.utils.run_folder import fingerprint
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Stage = Literal["stage1", "stage2", "stage3"]
 LONGEST_NAME = 255
+PLAIN = re.compile(r"[^./][^/]*/[^./][^/]*")
 
 
 class Form(BaseModel):
@@ -138,10 +139,5 @@ def misfit(form: type[Form], value: Mapping[str, Any]) -> str:
 
 def _is_inside(name: str) -> bool:
     """Return whether a name is `<folder>/<file>`, both plain and of a length that a disk takes."""
-    try:
-        sizes = [len(part.encode()) for part in name.split("/")]
-    except UnicodeEncodeError:
-        return False
-    parts = Path(name).parts
-    plain = not any(part.startswith((".", "/")) or "\0" in part for part in parts)
-    return len(parts) == len(sizes) == 2 and plain and max(sizes) <= LONGEST_NAME
+    sizes = [len(part.encode(errors="replace")) for part in name.split("/")]
+    return bool(PLAIN.fullmatch(name)) and name.isprintable() and max(sizes) <= LONGEST_NAME

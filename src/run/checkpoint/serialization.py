@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -53,18 +53,10 @@ def serialized(content: Mapping[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def first_not_finite(tree: Any) -> str | None:
+def first_not_finite(tree: Any, path: str = "") -> str | None:
     """Return the path of the first tensor in nested dicts and lists that is not finite, None if all are."""
-    for path, tensor in _tensors(tree):
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            return path
-    return None
-
-
-def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        for key, value in items:
-            yield from _tensors(value, f"{path}.{key}" if path else str(key))
+        return path if tree.is_floating_point() and not bool(tree.isfinite().all()) else None
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    found = (first_not_finite(value, f"{path}.{key}" if path else str(key)) for key, value in items)
+    return next((place for place in found if place is not None), None)

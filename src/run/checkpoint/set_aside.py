@@ -68,7 +68,7 @@ def _cut(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> tuple[
         elif path == folder.summary_json:
             path.unlink(missing_ok=True)
         else:
-            folder.remove_step(int(path.name))
+            shutil.rmtree(path, ignore_errors=True)
     if plan.behind:
         for path in _pretrained_behind(folder, plan):
             aside.move(path)

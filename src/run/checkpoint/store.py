@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import shutil
 import stat
 import warnings
@@ -36,6 +37,7 @@ FORMAT = 2
 """Of the manifest and the parts. 1 was `models/<t_env>/opt.th`, which `checkpoint_path` still reads."""
 
 MANIFEST, SAVED = "manifest.json", "saved.json"
+NUMBERS = re.compile(r"[0-9]+(_[0-9]+)?")
 
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """What makes a manifest of the next format out of one of an earlier format."""
@@ -60,9 +62,9 @@ class Checkpoint:
     path: Path
     manifest: Mapping[str, Any]
 
-    def check(self, part: int = 0, parts: int = 1) -> None:
-        """Compare every file with the manifest, or a share of them. Errors: Damaged, Unreadable."""
-        for problem in self.faults(part, parts).values():
+    def check(self) -> None:
+        """Compare every file with the manifest. Errors: Damaged, Unreadable."""
+        for problem in self.faults().values():
             raise Damaged(problem)
 
     def faults(self, part: int = 0, parts: int = 1) -> dict[str, str]:
@@ -76,23 +78,13 @@ class Checkpoint:
                 found[name] = f"{name}: {problem}"
         return found
 
-    def part(self, name: str) -> dict[str, Any]:
-        """Return what was put under `name`. Errors: Damaged, Unreadable."""
-        return read_part(self.path / f"{name}.th")
-
     def common(self) -> dict[str, Any]:
         """Return what all ranks share. Errors: Damaged, Unreadable."""
-        return self._formed("common", CommonForm)
+        return _fitting(CommonForm, "common.th", read_part(self.path / "common.th"))
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Return a rank's part. Errors: Damaged, Unreadable."""
-        return self._formed(f"rank_{rank}", RankForm)
-
-    def _formed(self, name: str, form: type[Form]) -> dict[str, Any]:
-        found = self.part(name)
-        if problem := misfit(form, found):
-            raise Damaged(f"{name}.th: {problem}")
-        return found
+        return _fitting(RankForm, f"rank_{rank}.th", read_part(self.path / f"rank_{rank}.th"))
 
     def shared(self, name: str) -> Path:
         """Return the path of a file that the manifest names below `checkpoints/`. Errors: Damaged."""
@@ -136,7 +128,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Foreign, Unreadable."""
     text = _content(path / MANIFEST)
     try:
-        return Checkpoint(path, _checked(_upgraded(json.loads(text))))
+        return Checkpoint(path, _fitting(ManifestForm, MANIFEST, _upgraded(json.loads(text))))
     except (ValueError, RecursionError) as problem:
         raise Damaged(f"{MANIFEST}: no JSON ({problem})") from problem
 
@@ -163,11 +155,11 @@ def _upgraded(manifest: Any) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest that is valid and names no file outside `checkpoints/`. Errors: Damaged."""
-    if problem := misfit(ManifestForm, manifest):
-        raise Damaged(f"{MANIFEST}: {problem}")
-    return manifest
+def _fitting(form: type[Form], name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a file, which fits a form. Errors: Damaged."""
+    if problem := misfit(form, content):
+        raise Damaged(f"{name}: {problem}")
+    return content
 
 
 class CheckpointStore:
@@ -209,7 +201,7 @@ class CheckpointStore:
         unused = {name for found in old for name in found.manifest["files"]} - needed
         if unknown and unused:
             return unknown[0]
-        remove_kept(self.path, {name.partition("/")[2] for name in unused if name.startswith("kept/")})
+        remove_kept(self.path, unused)
         return ""
 
 
@@ -227,25 +219,21 @@ def clean(path: Path) -> None:
             needed |= set(read_checkpoint(each).manifest["files"])
         except Damaged:
             return
-    remove_kept(path, {entry.name for entry in listed(path / "kept") if f"kept/{entry.name}" not in needed})
+    remove_kept(path, {f"kept/{entry.name}" for entry in listed(path / "kept")} - needed)
 
 
 def remove_kept(path: Path, names: set[str]) -> None:
-    """Remove shared files below `checkpoints/`. A folder among them is not ours and stays."""
-    kept = path / "kept"
-    for name in () if kept.is_symlink() else sorted(names):  # a link leads to files that are not ours
+    """Remove those of some files of the manifest that are shared. A folder among them is not ours and stays."""
+    shared = [name for name in names if name.startswith("kept/")]
+    for name in [] if (path / "kept").is_symlink() else shared:  # a link leads to files that are not ours
         with suppress(IsADirectoryError):
-            (kept / name).unlink(missing_ok=True)
+            (path / name).unlink(missing_ok=True)
 
 
 def folders(path: Path) -> list[Path]:
     """Return the folders of checkpoints below `checkpoints/`, newest first. Errors: Unreadable."""
-    found = [Path(entry.path) for entry in listed(path) if entry.name[:1].isdigit() and entry.is_dir()]
-    return sorted((p for p in found if p.name.replace("_", "").isdigit()), key=_age, reverse=True)
-
-
-def _age(path: Path) -> tuple[int, ...]:
-    return tuple(int(part) for part in path.name.split("_") if part)
+    found = [Path(entry.path) for entry in listed(path) if NUMBERS.fullmatch(entry.name) and entry.is_dir()]
+    return sorted(found, key=lambda path: [int(part) for part in path.name.split("_")], reverse=True)
 
 
 def digest(path: Path) -> str:

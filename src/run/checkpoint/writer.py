@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,6 @@ from omagd.utils.writing import REMIND_SECONDS, replace_file
 
 POLL_SECONDS = 0.02
 MOST_BYTES = 1 << 28  # of the report of one rank, which names each of its files of episodes
-Parts = list[dict[str, Any]]
-"""Entries of the files that hold one rank's episodes of a buffer, oldest first."""
 
 
 class CheckpointWriter:
@@ -53,34 +52,26 @@ class CheckpointWriter:
         self.path = store.path / f".{self.name}.{store.attempt}.partial"
         self.files: dict[str, dict[str, Any]] = {}
         self._new: set[str] = set()  # of those, the new ones
-        self.final = self._free_name()
-
-    def _free_name(self) -> Path:
-        """Return the final folder: beside a damaged checkpoint of the same iteration, not over it."""
-        number, found = 1, self.store.path / self.name
-        while found.exists():
+        self.final, number = store.path / self.name, 1
+        while self.final.exists():  # a damaged checkpoint of the same iteration is not written over
             number += 1
-            found = self.store.path / f"{self.name}_{number}"
-        return found
+            self.final = store.path / f"{self.name}_{number}"
 
     def put(self, name: str, state: Mapping[str, Any]) -> None:
         """Write a `pack` state as `<name>.th`. Errors: OSError."""
-        entry = write_part(self.path / f"{name}.th", state)
-        self._add(f"{self.final.name}/{name}.th", entry)
+        file = f"{self.final.name}/{name}.th"
+        self._new.add(file)
+        self.files[file] = write_part(self.path / f"{name}.th", state)
 
     def keep(self, name: str, write: Callable[[Path], object]) -> str:
         """Let `write` write the shared file `kept/<name>` of this checkpoint; return its name in the manifest."""
-        path = self.store.path / "kept" / name
+        file, path = f"kept/{name}", self.store.path / "kept" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._new.add(f"kept/{name}")
+        self._new.add(file)
         write(path)
-        self._add(f"kept/{name}", {"bytes": path.stat().st_size, "sha256": digest(path)})
+        self.files[file] = {"bytes": path.stat().st_size, "sha256": digest(path)}
         sync(path.parent)
-        return f"kept/{name}"
-
-    def _add(self, name: str, entry: dict[str, Any]) -> None:
-        self.files[name] = entry
-        self._new.add(name)
+        return file
 
     def refer(self, files: Mapping[str, Mapping[str, Any]]) -> None:
         """Include files of earlier checkpoints in this one."""
@@ -94,11 +85,9 @@ class CheckpointWriter:
 
     def give_up(self, reason: str) -> None:
         """Remove the shared files that this rank wrote, and report, if possible, that its part is missing."""
-        remove_kept(self.store.path, {name.partition("/")[2] for name in self._new if name.startswith("kept/")})
-        try:
+        remove_kept(self.store.path, self._new)
+        with suppress(OSError):  # the disk is full: rank 0 stops waiting after its time limit
             write_json(self.path / f"report_{self.store.rank}.json", {"failed": reason})
-        except OSError:
-            pass  # the disk is full: rank 0 stops waiting after its time limit
 
     def commit(self, facts: Mapping[str, Any], patience: float) -> Path:
         """Wait for all reports, then make the checkpoint appear; rank 0 alone. Return its folder.
@@ -173,12 +162,13 @@ class SnapshotWriter:
         store: the run's checkpoints. dist: the ranks. folder: of the run. minutes: that rank 0 waits for the others.
 
     Attributes:
-        parts: files that hold this rank's episodes, by buffer. modules: trained modules that have a file of their own.
+        parts: entries of the files that hold this rank's episodes, oldest first, by buffer. modules: trained modules
+            that have a file of their own.
     """
 
     def __init__(self, store: CheckpointStore, dist: Dist, folder: RunFolder, minutes: float) -> None:
         self.store, self.dist, self.folder, self.minutes = store, dist, folder, minutes
-        self.parts: dict[str, Parts] = {}
+        self.parts: dict[str, list[dict[str, Any]]] = {}
         self.modules: dict[str, dict[str, Any]] = {}
         self._warned = False
         self._logged: dict[str, float] = {}
