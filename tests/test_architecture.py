@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 
@@ -44,25 +43,20 @@ def executed(tmp_path_factory) -> dict[str, list[str]]:
     codes: dict[str, set[CodeType]] = {"update": set(), "checkpoint": set()}
     chain: list[CodeType] = []
 
-    @contextmanager
-    def noting(name: str):
+    def noted(name: str, method: Callable) -> Callable:
         def note(frame, event, _):
             if event == "call":
                 codes[name].add(frame.f_code)
 
-        old = sys.getprofile()
-        sys.setprofile(note)
-        threading.setprofile(note)  # the thread that writes checkpoints starts within
-        try:
-            yield
-        finally:
-            sys.setprofile(old)
-            threading.setprofile(None)
-
-    def noted(name: str, method: Callable) -> Callable:
         def call(*args, **kwargs):
-            with noting(name):
+            old = sys.getprofile()
+            sys.setprofile(note)
+            threading.setprofile(note)  # the thread that writes checkpoints starts within
+            try:
                 return method(*args, **kwargs)
+            finally:
+                sys.setprofile(old)
+                threading.setprofile(None)
 
         return call
 

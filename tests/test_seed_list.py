@@ -1,4 +1,4 @@
-"""`seeds=1,2,3` as one unit: what has finished is not repeated, the rest is continued, and then a new list begins."""
+"""Seeds: lists of runs that are continued, and SplitMix64 with its published test vectors."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import json
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from command_budgets import BUDGETS
 
+from omagd.envs.battle.physics import seeded_uniform
+from omagd.envs.snakes.draws import draw, keys_of
 from omagd.run.cli.main import config_from
 from omagd.run.launch import launcher as launching
 from omagd.run.run import run_seeds
 from omagd.utils.run_folder import write_json
+from omagd.utils.seeding import GOLDEN, splitmix64, uniform
 from omagd.utils.signals import Stopped
 
 
 class Trainer:
-    """Stands for the training of one run: notes seed and folder, and is interrupted where it is asked to be."""
+    """Stands in for the training of one run: records seed and folder, and is interrupted at one seed."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, str]] = []
@@ -27,8 +32,8 @@ class Trainer:
         self.runs.append((config.seed, path))
         if config.seed == self.interrupted:
             raise Stopped(signal.SIGINT)
-        names = {"name": config.name, "env": config.env, "map_name": config.map_name, "exit_state": "completed"}
-        summary = {**names, "seed": config.seed, "folder": path, "return": config.seed / 10, "wall_seconds": 1.0}
+        facts = {"name": config.name, "env": config.env, "map_name": config.map_name, "exit_state": "completed"}
+        summary = {**facts, "seed": config.seed, "folder": path, "return": config.seed / 10, "wall_seconds": 1.0}
         write_json(Path(path) / "summary.json", summary)
         return summary
 
@@ -51,30 +56,32 @@ def start(*words: str) -> dict:
     return run_seeds(None, config_from(["--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, *words]))
 
 
-def test_a_list_that_was_interrupted_is_continued_and_a_finished_one_begins_again(trainer, capsys):
-    trainer.interrupted = 2
+def interrupt(trainer: Trainer, seed: int, *words: str) -> None:
+    """Start a list that is interrupted in the run of one seed."""
+    trainer.interrupted = seed
     with pytest.raises(Stopped):
-        start("seeds=1,2,3")
+        start(*words)
+
+
+def test_a_list_that_was_interrupted_is_continued_and_a_finished_one_begins_again(trainer, capsys):
+    interrupt(trainer, 2, "seeds=1,2,3")
     first = dict(trainer.runs)
     assert trainer.took() == [1, 2]
-    trainer.interrupted = 3
-    with pytest.raises(Stopped):
-        start("seeds=1,2,3", "auto_resume=True")
+    interrupt(trainer, 3, "seeds=1,2,3", "auto_resume=True")
     assert dict(trainer.runs)[2] == first[2]  # the unfinished one goes on in its folder
     assert trainer.took() == [2, 3]
     trainer.interrupted = None
-    capsys.readouterr()
     found = start("seeds=1,2,3", "auto_resume=True")
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     assert trainer.took() == [3]
     assert [run["seed"] for run in found["runs"]] == [1, 2, 3]
     assert [run["folder"] for run in found["runs"][:2]] == [first[1], first[2]]
     assert [run["return"] for run in found["runs"]] == [0.1, 0.2, 0.3]
-    assert "3 seeds" in said and f"seed 1 is finished: {first[1]}" in said
+    assert "3 seeds" in out and first[1] in out
     again = start("seeds=1,2,3", "auto_resume=True")
     assert trainer.took() == [1, 2, 3]
     assert not {run["folder"] for run in again["runs"]} & {run["folder"] for run in found["runs"]}
-    assert "all runs of seeds=1,2,3 are finished already; a new list begins" in capsys.readouterr().out
+    assert "a new list begins" in capsys.readouterr().out
 
 
 def test_a_list_killed_between_two_seeds_is_continued(trainer, monkeypatch):
@@ -85,38 +92,44 @@ def test_a_list_killed_between_two_seeds_is_continued(trainer, monkeypatch):
             raise Stopped(signal.SIGKILL)
         return real(config, token, **more)
 
-    monkeypatch.setattr(launching, "claimed_folder", killed)
-    with pytest.raises(Stopped):
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(launching, "claimed_folder", killed)
         start("seeds=1,2")
     assert trainer.took() == [1]
-    monkeypatch.setattr(launching, "claimed_folder", real)
     start("seeds=1,2", "auto_resume=True")
     assert trainer.took() == [2]
 
 
-def test_other_lists_other_keys_and_lists_without_auto_resume_start_from_scratch(trainer, tmp_path):
-    trainer.interrupted = 2
+def test_other_lists_other_keys_and_lists_without_auto_resume_start_from_scratch(trainer):
     for words in (("seeds=1,2",), ("seeds=1,2",), ("seeds=1,2", "auto_resume=True", "lr=0.01")):
-        with pytest.raises(Stopped):
-            start(*words)
+        interrupt(trainer, 2, *words)
         assert trainer.took() == [1, 2]
-    with pytest.raises(Stopped):
-        start("seeds=2,1", "auto_resume=True")
+    interrupt(trainer, 2, "seeds=2,1", "auto_resume=True")
     assert trainer.took() == [2]
 
 
 def test_a_list_whose_file_is_damaged_or_planted_trusts_nothing_in_it(trainer, tmp_path):
     """A run that is not finished, of another configuration or elsewhere is not taken for a finished seed."""
-    trainer.interrupted = 2
-    with pytest.raises(Stopped):
-        start("seeds=1,2")
-    (_, first), _ = trainer.runs
+    interrupt(trainer, 2, "seeds=1,2")
+    other = json.loads((Path(trainer.runs[0][1]) / "run.json").read_text()) | {"identity": "another"}
     trainer.took()
     (file,) = (tmp_path / "results").glob(".seeds_*.json")
-    other = json.loads((Path(first) / "run.json").read_text()) | {"identity": "another"}
     (tmp_path / "run.json").write_text(json.dumps(other))
     for content in ("{", "[]", '{"runs": {"1": ".."}}', '{"runs": {"1": 7}}', '{"runs": {"1": "gone"}}', '{"runs": 3}'):
         file.write_text(content)
-        with pytest.raises(Stopped):
-            start("seeds=1,2", "auto_resume=True")
+        interrupt(trainer, 2, "seeds=1,2", "auto_resume=True")
         assert trainer.took() == [1, 2], content
+
+
+def test_splitmix64_gives_the_published_vectors_and_all_streams_keep_their_bits():
+    outputs = splitmix64(np.arange(1, 4, dtype=np.uint64) * np.uint64(GOLDEN))  # of the seed 0
+    assert outputs.tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    keys = keys_of(np.array([0, 7, 2**62 + 3]))
+    assert keys.tolist() == [0xE220A8397B1DCDAF, 0xC584133AC916AB3C, 0x64AE8065F1CA0B55]
+    drawn = draw(keys, np.array([0, 1, 2]), 5)
+    assert drawn.tolist() == [0xC9B5AE106698F0BB, 0x6CA8F3247486042F, 0x299809073D8AD93E]
+    assert seeded_uniform(np.array([0, 7]), 2).tolist() == [
+        [0.6524484753608704, 0.7215081453323364], [0.7012121081352234, 0.6497042775154114]
+    ]  # fmt: skip
+    numbers = uniform(torch.tensor([0, 5, 2**40]), 123456789)
+    assert numbers.tolist() == [0.13373499211736684, 0.7004310576226229, 0.17513188866386764]

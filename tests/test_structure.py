@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 RUN_PACKAGES = {"cli", "launch", "training", "checkpoint", "reporting"}
-
-
-def functions() -> list[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    return [(path, node) for path, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, FUNCTION)]
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, ...]]:
@@ -30,64 +26,53 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, ...]]:
             yield from ((node.module, name.name) for name in node.names)
 
 
+def module_of(path: Path) -> str:
+    parts = ["omagd", *path.relative_to(ROOT / "src").with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 @cache
 def import_graph() -> dict[str, set[str]]:
     """Return module -> modules of this package that it imports, in functions and for type checking as well.
 
     `omagd/__init__.py` is left out: it loads the Python interface when a name of it is first used.
     """
-    modules = {}
-    for path in FILES:
-        parts = ["omagd", *path.relative_to(ROOT / "src").with_suffix("").parts]
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = TREES[path]
-    graph = {name: set() for name in modules if name != "omagd"}
-    for name in graph:
-        for words in imported(modules[name]):
-            found = next((module for module in (".".join(words), words[0]) if module in graph), name)
-            graph[name] |= {found} - {name}
+    trees = {module_of(path): tree for path, tree in TREES.items() if module_of(path) != "omagd"}
+    graph: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        found = (next((m for m in (".".join(words), words[0]) if m in trees), name) for words in imported(tree))
+        graph[name] = {*found} - {name}
     return graph
 
 
-def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return the nodes of one cycle; empty if there is none."""
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return error.args[1]
-    return []
+def lengths(trees: Iterable[ast.AST]) -> list[int]:
+    """Return the lines of every function, sorted."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, functions))
+    return sorted((node.end_lineno or 0) - node.lineno + 1 for node in nodes)
 
 
-@cache
-def run_graph() -> dict[str, set[str]]:
-    """Return package of run/ -> packages of run/ that it imports."""
+def test_files_and_functions_have_a_readable_size():
+    """Files of a few lines make a reader jump as much as files of a thousand make a reader scroll."""
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {str(path): n for path, n in lines.items() if n > 400} == {}
+    assert 100 <= statistics.median(lines.values()) <= 200
+    sizes = lengths(TREES.values())
+    assert sizes[int(0.95 * len(sizes))] <= 40
+    assert lines[ROOT / "src" / "main.py"] <= 25, "main.py only calls the command line"
+
+
+def test_no_module_imports_itself_through_others():
+    graphlib.TopologicalSorter(import_graph()).prepare()  # CycleError names the modules of a cycle
+
+
+def test_packages_of_run_import_each_other_in_one_direction():
     graph: dict[str, set[str]] = {name: set() for name in RUN_PACKAGES}
     for module, targets in import_graph().items():
         for target in targets:
             ends = [name.split(".")[2] if name.startswith("omagd.run.") else "" for name in (module, target)]
             if ends[0] != ends[1] and set(ends) <= RUN_PACKAGES:
                 graph[ends[0]].add(ends[1])
-    return graph
-
-
-def test_files_have_a_readable_size():
-    """Files of a few lines make a reader jump as much as files of a thousand make a reader scroll."""
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert {str(path): n for path, n in lines.items() if n > 400} == {}
-    assert 100 <= statistics.median(lines.values()) <= 200
-
-
-def test_functions_are_short():
-    sizes = sorted((node.end_lineno or 0) - node.lineno + 1 for _, node in functions())
-    assert sizes[int(0.95 * len(sizes))] <= 40
-
-
-def test_no_module_imports_itself_through_others():
-    assert cycle(import_graph()) == []
-
-
-def test_packages_of_run_import_each_other_in_one_direction():
-    graph = run_graph()
-    assert cycle(graph) == []
     levels: dict[str, int] = {}
     for name in graphlib.TopologicalSorter(graph).static_order():
         levels[name] = 1 + max((levels[other] for other in graph[name]), default=0)
@@ -105,30 +90,20 @@ def test_no_test_file_imports_another():
 
 def test_the_training_loop_fits_on_a_page_and_knows_no_rank():
     loop = ROOT / "src" / "run" / "training" / "loop.py"
-    assert max((node.end_lineno or 0) - node.lineno + 1 for path, node in functions() if path == loop) <= 40
+    assert max(lengths([TREES[loop]])) <= 40
     assert "rank" not in loop.read_text(encoding="utf-8").lower().replace("ranks are ready", "")
-
-
-def test_main_only_calls_the_command_line():
-    assert len((ROOT / "src" / "main.py").read_text(encoding="utf-8").splitlines()) <= 25
 
 
 def test_configuration_has_no_second_defaults():
     """`getattr(config, "key", default)` and `config.get("key", default)` hide what default.yaml should say."""
+    pattern = re.compile(r"getattr\((?P<owner>[\w.]+), [^,]+, .+\)|(?P<its>[\w.]+)\.get\(.+, .+\)")
     found = []
     for path, tree in TREES.items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not node.args:
-                continue
-            if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) == 3:
-                owner = node.args[0]
-            elif isinstance(node.func, ast.Attribute) and node.func.attr == "get" and len(node.args) == 2:
-                owner = node.func.value
-            else:
-                continue
-            name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
-            if name in {"config", "_config", "args", "cfg"} or name.endswith("_config"):
-                found.append(f"{path}:{node.lineno}")
+        for call in (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            match = pattern.fullmatch(call)
+            owner = (match["owner"] or match["its"]).rpartition(".")[2] if match else ""
+            if owner in {"args", "cfg"} or owner.endswith("config"):
+                found.append(f"{path}: {call}")
     assert found == []
 
 
