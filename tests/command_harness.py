@@ -107,25 +107,20 @@ def run_folders(cwd: Path) -> set[Path]:
 def left_behind(group: int, patience: float = 30.0) -> list[str]:
     """Return the command lines of living processes of a group, after giving them some seconds to end."""
     until = time.monotonic() + patience
-    while (found := _living(group)) and time.monotonic() < until:
+    while (
+        found := [line for _, in_group, line in _living().values() if in_group == group]
+    ) and time.monotonic() < until:
         time.sleep(0.1)
     return found
 
 
 def children(pid: int) -> list[int]:
     """Return the process ids of the living ranks of `pid`: its own children, or those of its fork server."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        fields, line = _stat(stat), _command_line(stat.parent)
-        if not fields or fields[1] != str(pid) or fields[0] == "Z" or "resource_tracker" in line:
-            continue
-        found += _forked(int(stat.parent.name)) if "multiprocessing.forkserver" in line else [int(stat.parent.name)]
-    return sorted(found)
-
-
-def _forked(pid: int) -> list[int]:
-    parents = {int(stat.parent.name): _stat(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
-    return [child for child, fields in parents.items() if fields and fields[1] == str(pid) and fields[0] != "Z"]
+    living = _living()
+    own = {child: line for child, (parent, _, line) in living.items() if parent == pid}
+    servers = {child for child, line in own.items() if "multiprocessing.forkserver" in line}
+    found = {child for child, line in own.items() if "resource_tracker" not in line} - servers
+    return sorted(found | {child for child, (parent, _, _) in living.items() if parent in servers})
 
 
 def records(folder: Path) -> list[dict]:
@@ -138,25 +133,13 @@ def summary_of(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
-def _living(group: int) -> list[str]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        fields = _stat(stat)
-        if fields and fields[2] == str(group) and fields[0] not in "ZX":
-            found.append(_command_line(stat.parent) or stat.parent.name)
+def _living() -> dict[int, tuple[int, int, str]]:
+    """Return parent, group and command line of every living process."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, parent, group, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if state not in "ZX":
+                found[int(process.name)] = (int(parent), int(group), line or process.name)
     return found
-
-
-def _stat(path: Path) -> list[str]:
-    """Return state, parent, group, … of a process; nothing if it has gone."""
-    try:
-        return path.read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _command_line(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""

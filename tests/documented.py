@@ -38,46 +38,43 @@ class Documented:
     arguments: tuple[str, ...] = ()
 
     @property
-    def paths(self) -> dict[str, str]:
+    def given(self) -> list[tuple[str, str]]:
+        """Return key and value of every variable and argument; a word without `=` is a key."""
+        words = [word.partition("=") for word in self.arguments]
+        return [*self.variables.items(), *((key, value) for key, _, value in words)]
+
+    @property
+    def paths(self) -> set[str]:
         """Return the keys and variables that hold a path of an earlier run."""
-        given = dict(word.split("=", 1) for word in self.arguments if "=" in word and not word.startswith("-"))
-        found = {"TOKENIZER_PATH": "", "MASK_PREDICTOR_PATH": ""} if self.program == "run_gnn_stage3_ddp.sh" else {}
-        return found | {
-            key: value for key, value in {**self.variables, **given}.items()
-            if key in PATH_KEYS and value not in {"random", "mixed"}
-        }  # fmt: skip
+        found = {"TOKENIZER_PATH", "MASK_PREDICTOR_PATH"} if self.program == "run_gnn_stage3_ddp.sh" else set()
+        return found | {key for key, value in self.given if key in PATH_KEYS and value not in {"random", "mixed"}}
 
     @property
     def open_places(self) -> list[str]:
-        """Return placeholders outside paths."""
-        words = [*self.arguments, *(f"{key}={value}" for key, value in self.variables.items())]
-        return [w for w in words if PLACEHOLDER.search(w) and w.partition("=")[0] not in PATH_KEYS]
+        """Return arguments and variables with placeholders, except paths."""
+        return [f"{k}={v}" for k, v in self.given if PLACEHOLDER.search(f"{k}={v}") and k not in PATH_KEYS]
 
     @property
     def meaning(self) -> tuple:
         """Return a key that is equal for commands that differ in paths only."""
-        words = [w.partition("=")[0] if w.partition("=")[0] in PATH_KEYS else w for w in self.arguments]
-        variables = [key if key in PATH_KEYS else f"{key}={value}" for key, value in self.variables.items()]
-        return self.program, self.ranks, frozenset(words), frozenset(variables)
+        values = frozenset((key, "" if key in PATH_KEYS else value) for key, value in self.given)
+        return self.program, self.ranks, values
 
 
 def documented_commands() -> list[Documented]:
     """Return every command of this program in the texts, in order, without duplicates."""
-    found: dict[str, Documented] = {}
-    for path, block in _blocks():
-        _collect(found, path, block)
+    texts = _blocks()
     for name in HOLDERS:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        comments = [line.lstrip("# ") for line in text.splitlines() if line.startswith(("#", "  python", "  ./"))]
-        _collect(found, ROOT / name, "\n".join(comments))
+        lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        comments = [line.lstrip("# ") for line in lines if line.startswith(("#", "  python", "  ./"))]
+        texts.append((name, _joined("\n".join(comments))))
+    found: dict[str, Documented] = {}
+    for where, text in texts:
+        for line in text.splitlines():
+            for piece in map(str.strip, re.split(r" && | then | ; ", line.strip().removeprefix("$ "))):
+                if STARTS.match(piece) and (command := parse(piece, where)):
+                    found.setdefault(command.line, command)
     return list(found.values())
-
-
-def _collect(found: dict[str, Documented], path: Path, text: str) -> None:
-    for line in re.sub(r" *\\\n\s*", " ", text).splitlines():
-        for piece in re.split(r" && | then | ; ", line.strip().removeprefix("$ ")):
-            if STARTS.match(piece.strip()) and (command := parse(piece.strip(), str(path.relative_to(ROOT)))):
-                found.setdefault(command.line, command)
 
 
 def parse(line: str, where: str) -> Documented | None:
@@ -87,37 +84,36 @@ def parse(line: str, where: str) -> Documented | None:
     while re.match(r"^\w+=", words[0]):
         key, _, variables[key] = words.pop(0).partition("=")
     program, ranks = Path(words.pop(0)).name, 1
-    if program.startswith("python"):
-        words = words[2:] if words[0] == "-m" else words[1:]
-        program = "main"
-    elif program == "omagd":
-        program = "main"
-    elif program == "torchrun":
+    if program == "torchrun":
         at = next(i for i, word in enumerate(words) if word.endswith("main.py"))
         own = dict(word.lstrip("-").replace("-", "_").split("=", 1) for word in words[:at] if "=" in word)
         ranks = _number(own.get("nproc_per_node", "1")) * _number(own.get("nnodes", "1"))
         words = words[at + 1 :]
-    if any(word in {"--help", "--list", "--version"} for word in words) or QUESTIONS & set(words[:1]):
+    elif not program.endswith(".sh"):  # python src/main.py, python -m omagd, omagd
+        words = words[(1 + (words[0] == "-m")) * program.startswith("python") :]
+        program = "main"
+    if {"--help", "--list", "--version"} & set(words) or QUESTIONS & set(words[:1]):
         return None
     return Documented(where, line, program, variables, ranks, tuple(words))
 
 
 def questions() -> list[tuple[str, ...]]:
     """Return the words of every documented `doctor`, `compare` and `evaluate` command."""
-    found = []
-    for _, block in _blocks():
-        for line in re.sub(r" *\\\n\s*", " ", block).splitlines():
-            words = shlex.split(line, comments=True) if STARTS.match(line) else []
-            at = next((i for i, word in enumerate(words) if word in QUESTIONS), 0)
-            found += [tuple(words[at:])] * bool(at)
-    return list(dict.fromkeys(found))
+    lines = [line for _, block in _blocks() for line in block.splitlines() if STARTS.match(line)]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    found = [words[i:] for words in commands for i, word in enumerate(words) if word in QUESTIONS]
+    return list(dict.fromkeys(map(tuple, found)))
 
 
-def _blocks() -> list[tuple[Path, str]]:
-    """Return the shell blocks of the pages, with the page."""
+def _blocks() -> list[tuple[str, str]]:
+    """Return the shell blocks of the pages with joined lines, and each page's path."""
     pages = sorted({path for pattern in TEXTS for path in ROOT.glob(pattern)})
     blocks = [(path, *found) for path in pages for found in FENCE.findall(path.read_text(encoding="utf-8"))]
-    return [(path, block) for path, language, block in blocks if language in SHELLS]
+    return [(str(path.relative_to(ROOT)), _joined(text)) for path, language, text in blocks if language in SHELLS]
+
+
+def _joined(text: str) -> str:
+    return re.sub(r" *\\\n\s*", " ", text)
 
 
 def _number(text: str) -> int:

@@ -204,7 +204,7 @@ def test_commands_are_found_in_the_texts():
     line = "STAGE=stage2 TOKENIZER_PATH=results/<run>/models ./run_pretrain_ddp.sh t_max=3   # a comment"
     command = parse(line, "here")
     assert (command.program, command.arguments) == ("run_pretrain_ddp.sh", ("t_max=3",))
-    assert command.paths == {"TOKENIZER_PATH": "results/<run>/models"}
+    assert (command.paths, command.variables["TOKENIZER_PATH"]) == ({"TOKENIZER_PATH"}, "results/<run>/models")
     assert parse("python src/main.py --config=<yours> with lr=1", "here").open_places == ["--config=<yours>"]
 
 
