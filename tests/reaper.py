@@ -1,7 +1,7 @@
-"""Ends what a test session has started once the session has ended, however that was: `python reaper.py MARK`.
+"""Kills what a test session has started once the session has ended: `python reaper.py MARK SESSION`.
 
-Every process that a test starts inherits MARK in its environment, so that none escapes by a session or a parent of its
-own. pytest cannot do this itself: SIGTERM and SIGKILL leave it no time.
+Every process that a test starts inherits MARK in its environment, also one with its own session or another parent.
+pytest cannot do this itself: SIGTERM and SIGKILL leave it no time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PATIENCE_SECONDS = 10.0
 
 
 def watch_this_session() -> None:
-    """Mark what this process starts from here on, and let another process watch over that. On Linux alone."""
+    """On Linux, mark the processes that this one starts from here on, and start another process that kills them."""
     if sys.platform != "linux":
         return
     mark = uuid.uuid4().hex
-    # A session of its own: Ctrl-C on the terminal is not for the watcher.
+    # In its own session: Ctrl-C on the terminal is not for the watcher.
     subprocess.Popen(
         [sys.executable, "-S", "-E", __file__, mark, str(os.getpid())],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -33,27 +33,22 @@ def watch_this_session() -> None:
     os.environ[NAME] = mark
 
 
-def marked(mark: str) -> list[int]:
-    """Return the ids of living processes whose environment holds `mark`."""
-    return having(f"{NAME}={mark}".encode())
-
-
-def having(entry: bytes) -> list[int]:
-    """Return the ids of living processes with `entry` in their environment."""
+def having(name: str, value: str) -> list[int]:
+    """Return the ids of living processes whose environment holds this variable."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if entry in (place / "environ").read_bytes().split(b"\0"):
+            if f"{name}={value}".encode() in (place / "environ").read_bytes().split(b"\0"):
                 found.append(int(place.name))
     return found
 
 
 def main(mark: str, session: str) -> None:
-    """Wait for the end of the process `session`, the parent; then kill what carries `mark`."""
+    """Wait for the end of the process `session`, the parent; then kill the processes with `mark`."""
     while os.getppid() == int(session):
         time.sleep(POLL_SECONDS)
     until = time.monotonic() + PATIENCE_SECONDS
-    while (found := marked(mark)) and time.monotonic() < until:
+    while (found := having(NAME, mark)) and time.monotonic() < until:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

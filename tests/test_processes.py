@@ -1,21 +1,26 @@
-"""The fork server that preloads ranks: when it starts; and ranks end with the process that started them."""
+"""Processes and folders of a launch: the preloading fork server, ranks without a launcher, temporary folders."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import time
+import tempfile
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 from command_budgets import BUDGETS
-from command_harness import MAIN, PYTHON, Started, left_behind, run_folders, summary_of
-from sockets import running, tree
+from command_harness import MAIN, PYTHON, ROOT, Started, left_behind, run_folders, summary_of
+from sockets import running, tree, wait_until
 
+from omagd.envs.sc2.resources import Scratch
+from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.cli.main import config_from
 from omagd.run.launch import processes
+from omagd.run.launch.processes import NAME, remove_left_behind, temporary_folder
 
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 DDP = ("--config=qmix", "with", "run=ddp", "world_size=2")
 
 
@@ -29,7 +34,7 @@ DDP = ("--config=qmix", "with", "run=ddp", "world_size=2")
         (("--config=qmix", "with"), None, False),
     ],
 )
-def test_it_starts_where_ranks_will_start_here(words, rank, wanted, monkeypatch):
+def test_the_fork_server_starts_only_where_ranks_will_start(words, rank, wanted, monkeypatch):
     started = []
     monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(True))
     monkeypatch.setattr(forkserver, "set_forkserver_preload", lambda modules: None)
@@ -38,9 +43,8 @@ def test_it_starts_where_ranks_will_start_here(words, rank, wanted, monkeypatch)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     assert processes.start_method() == "spawn"
-    config = config_from(list(words))
-    processes.preload(config)
-    processes.preload(config)
+    for _ in range(2):
+        processes.preload(config_from(list(words)))
     assert started == [True] * wanted
     assert processes.start_method() == ("forkserver" if wanted else "spawn")
 
@@ -50,24 +54,21 @@ LAUNCHERS = {"spawned": ((), "world_size=2"), "torchrun": (TORCHRUN, "env_proces
 
 
 @pytest.mark.processes
-def test_ranks_end_with_the_process_that_started_them(tmp_path):
-    """Also if it is killed. The runs are side by side."""
+def test_ranks_end_when_their_launcher_is_killed(tmp_path):
+    """The runs are side by side."""
     started = {}
     for how, (launcher, more) in LAUNCHERS.items():
         (tmp_path / how).mkdir()
         words = (MAIN, "-u", "--config=qmix", "with", "run=ddp", *BUDGETS, more, "t_max=100000000")
         started[how] = Started([PYTHON, *launcher, *words], tmp_path / how)
     for how, command in started.items():
-        until = time.monotonic() + 60
-        while not list(tmp_path.glob(f"{how}/results/*/metrics.jsonl")) and time.monotonic() < until:
-            time.sleep(0.1)
+        wait_until(lambda how=how: list(tmp_path.glob(f"{how}/results/*/metrics.jsonl")))
         descendants = tree(command.process.pid)
         assert len(descendants) >= 3
         os.kill(command.process.pid, signal.SIGKILL)
-        until = time.monotonic() + 20
-        while (alive := [pid for pid in descendants[1:] if running(pid)]) and time.monotonic() < until:
-            time.sleep(0.1)
-        for pid in alive:  # torchrun's ranks have sessions of their own
+        wait_until(lambda started=descendants[1:]: not any(map(running, started)), 20)
+        alive = [pid for pid in descendants[1:] if running(pid)]
+        for pid in alive:  # torchrun's ranks have their own sessions
             os.kill(pid, signal.SIGKILL)
         assert alive == []
         command.wait(60)
@@ -76,21 +77,18 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
         assert summary_of(folder)["exit_state"] == "interrupted"
 
 
-def test_a_rank_started_in_a_shell_outlives_it(monkeypatch):
-    """A single process, or ranks whose variables were set by hand, are not ended with the shell."""
-    watched = []
-    monkeypatch.setattr(processes, "_when_over", lambda wait, launcher: watched.append(launcher))
-    for name in processes.LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "0")
+@pytest.mark.parametrize(("name", "watched"), [("RANK", []), ("SLURM_PROCID", [processes.STARTED_BY])])
+def test_a_rank_ends_with_a_known_launcher_but_not_with_a_shell(name, watched, monkeypatch):
+    found = []
+    monkeypatch.setattr(processes, "_when_over", lambda wait, launcher: found.append(launcher))
+    for each in processes.LAUNCHERS:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "0")
     processes.end_with_launcher()
-    assert watched == []
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    processes.end_with_launcher()
-    assert watched == [processes.STARTED_BY]
+    assert found == watched
 
 
-def test_the_end_of_a_launcher_is_noticed_also_if_it_came_first():
+def test_the_end_of_a_launcher_is_noticed_even_if_it_came_first():
     """A process waits for its parent, which ends meanwhile, or ended before."""
     code = "import os, sys, time; from omagd.run.launch.processes import _wait_for_end\n"
     code += "now, parent, child = sys.argv[1] == 'now', os.getpid(), os.fork()\n"
@@ -98,3 +96,74 @@ def test_the_end_of_a_launcher_is_noticed_also_if_it_came_first():
     code += "_wait_for_end(parent); print('over', flush=True)"
     started = [subprocess.Popen([PYTHON, "-c", code, when], stdout=-1, text=True) for when in ("now", "before")]
     assert [process.communicate(timeout=60)[0] for process in started] == ["over\n", "over\n"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """Return the folder of temporary files of this test and of the processes that it starts."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield folder
+    tempfile.tempdir = None
+
+
+def launcher(tmp_path: Path, script: str) -> subprocess.Popen:
+    words = [PYTHON, ROOT / "scripts" / "with_log.py", tmp_path / "logs" / "a.log", "sh", "-c", script]
+    return subprocess.Popen([*words, "sh", "{scratch}"], stdout=subprocess.PIPE, text=True)
+
+
+@needs_proc
+def test_the_next_launcher_removes_the_folders_of_killed_ones_only(tmp_path, place):
+    alive, killed = (launcher(tmp_path, 'echo "$1"; touch "$1/file"; exec sleep 60') for _ in range(2))
+    try:
+        mine, left = (Path(process.stdout.readline().strip()) for process in (alive, killed))
+        killed.kill()
+        killed.communicate(timeout=20)
+        assert sorted(place.iterdir()) == sorted([mine, left]) and NAME.fullmatch(left.name)
+        after = launcher(tmp_path, 'ls -d "$1"')
+        out, _ = after.communicate(timeout=20)
+        assert after.returncode == 0 and out.strip() not in {str(mine), str(left)}
+        assert list(place.iterdir()) == [mine]
+    finally:
+        alive.terminate()
+        alive.communicate(timeout=20)
+    assert list(place.iterdir()) == []
+
+
+@needs_proc
+def test_only_own_folders_of_dead_processes_of_this_host_are_removed(place, tmp_path, monkeypatch):
+    with temporary_folder("omagd_") as folder:
+        dead = folder.name.replace(f"-{start_ticks(os.getpid()) or 0:x}-", "-1-")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").touch()
+    (place / dead).mkdir()
+    for link in (f"{dead}/link", f"{dead}link"):
+        (place / link).symlink_to(home)
+    (place / f"{dead}file").touch()
+    elsewhere = dead.replace(dead.split("-")[3].split("_")[0], "0badb007")
+    others = [elsewhere, "omagd_launch_abcdefgh", "omagd_notes", "other"]
+    for name in others:
+        (place / name).mkdir()
+    with temporary_folder("omagd_") as mine:
+        assert {path.name for path in place.iterdir()} == {mine.name, f"{dead}link", f"{dead}file", *others}
+    assert (home / "thesis.tex").exists()
+    (place / dead).mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4321)
+        remove_left_behind()
+    assert (place / dead).is_dir()
+    processes.preload(config_from(["--config=qmix"]))  # every start of the program removes them
+    assert not (place / dead).exists()
+
+
+def test_a_link_is_not_taken_for_the_users_folder_of_games(place, tmp_path):
+    home = tmp_path / "home"
+    (home / "game-1").mkdir(parents=True)
+    (place / f"omagd-sc2-{os.getuid()}").symlink_to(home)
+    made = Scratch()
+    assert made.path.parent == place / f"omagd-sc2-{os.getuid()}-2"
+    made.close()
+    assert [path.name for path in home.rglob("*")] == ["game-1"]

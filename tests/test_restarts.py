@@ -100,7 +100,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(tmp_path):
         assert re.match(rf"error: rank {rank} \(host \S+, process \d+\) hangs: {re.escape(words)} \d+ s", line), line
         if how == "endless":
             assert re.search(r", in slot [01] from seed \d+", line)
-            assert "omagd_trap.py" in ended.text and "in fail" in ended.text  # the stack
+            assert "trap_env.py" in ended.text and "in fail" in ended.text  # the stack
         assert "Traceback" not in ended.err and "restarting" not in ended.text
 
 

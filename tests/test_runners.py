@@ -1,4 +1,4 @@
-"""Playing episodes, against a small world whose every number follows from the seed, the step and the actions."""
+"""Playing episodes, against an environment whose every number follows from the seed, the step and the actions."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from plugin_toys import own_names
-from runner_toys import FakeEnv, Probe, identity, length_of, reward_at, runner_of, seen_at
+from runner_toys import FakeEnv, LossyEnv, Probe, collected, length_of, reward_at, rounds, runner_of, same, seen_at
 
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Exploration
+from omagd.envs.parallel import ParallelBattle
+from omagd.envs.protocol import LOST_IN_A_ROW, StepResult
+from omagd.run import api
 from omagd.run.training.build import PURPOSES, build_session
+from omagd.run.training.session import Session
 from omagd.run.training.stages.rl import greedy_episodes
-from omagd.runners import REGISTRY
 from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import EpisodeMeta
+from omagd.utils.packing import Episode
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.seeding import stream_seed
 
 torch.set_num_threads(1)
 
 
-def test_rows_hold_what_happened_and_the_closing_row_what_was_seen_last():
+def test_rows_hold_what_happened_and_the_closing_row_the_last_observation():
     env = FakeEnv(3)
-    rollout = runner_of(env).run(Probe(), explore=None, episodes_per_slot=4, full_obs=True)
-    by_identity = {seed % 1000: seed for _, seed in env.begun}
-    assert len(rollout.episodes) == rollout.n_episodes == 12 == len(by_identity)
+    rollout = rounds(env, 4, full_obs=True)
+    assert sorted((episode.meta.slot, episode.meta.seed) for episode in rollout.episodes) == sorted(env.begun)
     for episode in rollout.episodes:
-        seed = by_identity[identity(episode)]
+        seed = episode.meta.seed
         steps = length_of(seed)
         played = [entry for entry in env.log if entry[1] == seed]
         assert [entry[2] for entry in played] == list(range(steps))
@@ -41,91 +41,137 @@ def test_rows_hold_what_happened_and_the_closing_row_what_was_seen_last():
         assert (episode["obs"].numpy() == seen[:, None, None]).all()
         assert (episode["full_obs"].numpy() == -seen[:, None, None]).all()
         assert (episode["note"].numpy() == (seen + 0.5).astype(np.float16)[:, None, None]).all()
-        assert episode["age"].tolist() == list(range(steps + 1)) == episode["state"][:, 1].tolist()
+        assert episode["state"].tolist() == [[seed % 1000, t] for t in range(steps + 1)]
+        assert episode["age"].tolist() == list(range(steps + 1))
         assert episode["actions"].tolist() == [*(entry[3] for entry in played), [0, 0]]
         rewards = [reward_at(seed, entry[2], np.array(entry[3])) for entry in played]
         assert episode["reward"].tolist() == [*rewards, 0.0]
-        terminal = 0 if steps % 2 == 0 else 1
-        assert episode["terminated"].tolist() == [0] * (steps - 1) + [terminal, 0]
+        assert episode["terminated"].tolist() == [0] * (steps - 1) + [steps % 2, 0]
         mask = episode["avail_actions"].numpy()
         assert mask[:steps, :, 1].all()
         assert (mask[:steps, :, 3] == (np.arange(steps) % 2 == 0)[:, None]).all()
         assert mask[steps].tolist() == [[1, 0, 0, 0]] * 2
-
-
-def test_stats_are_sums_and_counts_over_episodes():
-    """Every slot plays its quota without a pause; episodes come in order of their last tick, then of their slot."""
-    env = FakeEnv(4)
-    rollout = runner_of(env).run(Probe(), explore=None, episodes_per_slot=5)
-    played = {slot: [seed for s, seed in env.begun if s == slot] for slot in range(4)}
-    # One tick for each step and one for the closing row; after the last step of all no closing row needs a step.
-    assert env.ticks <= max(sum(map(length_of, seeds)) + len(seeds) - 1 for seeds in played.values())
-    assert rollout.steps == len(env.log)
-    ends = []
-    for slot, seeds in played.items():
-        ticks = np.cumsum([length_of(seed) + 1 for seed in seeds])
-        ends += [(tick, EpisodeMeta(slot, seed)) for tick, seed in zip(ticks, seeds, strict=True)]
-    expected = [meta for _, meta in sorted(ends, key=lambda end: (end[0], end[1].slot))]
-    assert [episode.meta for episode in rollout.episodes] == expected
-    assert [identity(episode) for episode in rollout.episodes] == [meta.seed % 1000 for meta in expected]
-    seeds = [seed for _, seed in env.begun]
-    total = sum(float(reward_at(seed, t, np.array(actions))) for _, seed, t, actions in env.log)
-    assert rollout.stats == {
-        "return": (pytest.approx(total), 20),
-        "ep_length": (rollout.steps, 20),
-        "battle_won": (sum(seed % 3 == 0 for seed in seeds), 20),
-        "dead_enemies": (sum(seed % 5 for seed in seeds), 20),
-    }
     kinds = {name: str(values.dtype).removeprefix("torch.") for name, values in rollout.episodes[0].items()}
-    floats = {"obs": "float32", "state": "float32", "reward": "float32", "note": "float16"}
+    floats = {"obs": "float32", "full_obs": "float32", "state": "float32", "reward": "float32", "note": "float16"}
     assert kinds == floats | {"avail_actions": "uint8", "actions": "uint8", "terminated": "uint8", "age": "int16"}
     assert all(v.untyped_storage().nbytes() == v.nbytes for v in rollout.episodes[0].values())
-    many = runner_of(FakeEnv(1, n_actions=300)).run(Probe(), explore=None).episodes[0]
-    assert many["actions"].dtype == torch.int16
-    unrecorded = runner_of(FakeEnv(4)).run(Probe(), explore=None, episodes_per_slot=5, keep=False)
+    assert rounds(FakeEnv(1, n_actions=300)).episodes[0]["actions"].dtype == torch.int16
+    unrecorded = rounds(FakeEnv(3), 4, keep=False)
     assert (unrecorded.episodes, unrecorded.stats, unrecorded.log) == ([], rollout.stats, rollout.log)
 
 
-def test_a_batch_plays_the_same_episodes_as_its_slots_alone():
-    together = runner_of(FakeEnv(3)).run(Probe(), explore=None, episodes_per_slot=2).episodes
-    found = {identity(episode): episode for episode in together}
-    for slot in range(3):
-        for number in range(2):
-            env = FakeEnv(1)
-            seed = stream_seed(11, "env/train", 0, slot, number)
-            runner = runner_of(env, name="episode")
-            runner.stream.draw = lambda which, seed=seed: np.array([seed])
-            (alone,) = runner.run(Probe(), explore=None).episodes
-            for name, values in alone.items():
-                assert torch.equal(values, found[seed % 1000][name])
+@pytest.mark.parametrize("name", ["parallel", "stream"])
+def test_episodes_come_in_the_order_of_ticks_and_slots(name):
+    """Slots never pause; a stream plays the episodes of rounds, as many at least as there are slots per iteration."""
+    env = FakeEnv(5)
+    played = [rounds(env, 20)] if name == "parallel" else collected(env, name, 4)[1]
+    episodes = [episode for rollout in played for episode in rollout.episodes]
+    expected = []
+    for slot in range(5):
+        seeds = [seed for s, seed in env.begun if s == slot]
+        ticks = np.cumsum([length_of(seed) + 1 for seed in seeds])  # one tick for the closing row
+        expected += zip(ticks, [slot] * len(seeds), seeds, strict=True)
+    assert [(e.meta.slot, e.meta.seed) for e in episodes] == [(slot, seed) for _, slot, seed in sorted(expected)]
+    assert env.ticks <= max(expected)[0] - 1  # after the last step of all, the closing row needs no step
+    if name == "stream":
+        assert all(5 <= rollout.n_episodes == len(rollout.episodes) < 10 for rollout in played[:-1])
+        found = {e.meta: e for e in rounds(FakeEnv(5), 20).episodes}
+        assert all(same(episode, found[episode.meta]) for episode in episodes)
 
 
-def test_every_purpose_rank_slot_and_number_has_a_seed_of_its_own():
-    everyone = np.ones(4, bool)
-    drawn = [
-        seed
-        for purpose in ("train", "test", "pretrain")
-        for rank in (0, 1)
-        for stream in [EpisodeSeeds(3, purpose, rank)]
-        for _ in range(5)
-        for seed in stream.draw(everyone)
-    ]
-    assert len(set(drawn)) == 3 * 2 * 5 * 4
+@pytest.mark.parametrize("kind", [FakeEnv, LossyEnv])
+@pytest.mark.parametrize("name", ["parallel", "episode", "stream", "ticks"])
+def test_every_episode_is_counted_and_logged_once_unless_it_is_lost(name, kind):
+    env = kind(1 if name == "episode" else 5)
+    runner, rollouts = collected(env, name, 30)
+    kept = [(slot, seed) for slot, seed in env.begun if kind is FakeEnv or seed % 4]
+    log = [entry for rollout in rollouts for entry in rollout.log]
+    assert sorted((entry["slot"], entry["seed"]) for entry in log) == sorted(kept)
+    assert sum(rollout.lost for rollout in rollouts) == runner.lost == len(env.begun) - len(kept)
+    for entry in log:
+        seed = entry["seed"]
+        actions = [played for _, s, _, played in env.log if s == seed]
+        reward = sum(float(reward_at(seed, t, np.array(a))) for t, a in enumerate(actions))
+        expected = {"slot": entry["slot"], "seed": seed, "length": length_of(seed), "return": reward}
+        assert entry == {**expected, "battle_won": float(seed % 3 == 0), "dead_enemies": float(seed % 5)}
+        assert [type(value) for value in list(entry.values())[:4]] == [int, int, int, float]
+    for rollout in rollouts:
+        assert rollout.n_episodes == len(rollout.log)
+        for stat, key in (("return", "return"), ("ep_length", "length"), ("battle_won", "battle_won")):
+            values = [entry[key] for entry in rollout.log]
+            assert rollout.stats.get(stat, (0, 0)) == (pytest.approx(sum(values)), len(values))
+        if name == "ticks":
+            assert rollout.steps == len(rollout.episodes)
+        else:
+            assert rollout.steps == sum(entry["length"] for entry in rollout.log)
+            assert [(e.meta.slot, e.meta.seed) for e in rollout.episodes] == [
+                (entry["slot"], entry["seed"]) for entry in rollout.log
+            ]
+    if kind is FakeEnv:
+        assert sum(rollout.steps for rollout in rollouts) == len(env.log) == sum(length_of(seed) for _, seed in kept)
+
+
+def test_steps_are_the_rows_of_the_episodes_that_rounds_play():
+    expected: dict[tuple[float, ...], list[Episode]] = {}
+    for episode in rounds(FakeEnv(4), 12).episodes:
+        for t in range(len(episode["reward"]) - 1):
+            step = {name: value[t : t + 2].clone() for name, value in episode.items()}
+            for name in ("actions", "reward", "terminated"):
+                step[name][1] = 0
+            expected.setdefault(tuple(step["state"][0].tolist()), []).append(step)
+    steps = [step for rollout in collected(FakeEnv(4), "ticks", 25)[1] for step in rollout.episodes]
+    assert len(steps) > 60
+    assert all(any(same(step, other) for other in expected[tuple(step["state"][0].tolist())]) for step in steps)
+    whole = runner_of(FakeEnv(3), "beliefs", "ticks").run(Probe(), explore=None, episodes_per_slot=2)
+    assert whole.n_episodes == len(whole.episodes) == 6
+    assert whole.steps == sum(len(episode["reward"]) - 1 for episode in whole.episodes)
+
+
+def test_no_other_policy_plays_while_episodes_are_in_flight():
+    env = FakeEnv(3)
+    runner, probe = runner_of(env, name="stream"), Probe()
+    assert not runner.in_flight
+    runner.collect(probe, explore=None)
+    assert runner.in_flight
+    for call, message in (
+        (lambda: runner.renew(1), "drain"),
+        (lambda: runner.run(probe, explore=None), "drain"),
+        (lambda: runner.collect(Probe(), explore=None), "another policy"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    runner.drain(probe, explore=None)
+    assert not runner.in_flight and runner.drain(probe, explore=None).n_episodes == 0
+    runner_of(env, "test", "stream").run(probe, explore=None, episodes_per_slot=2, keep=False)
+    assert runner.collect(probe, explore=None).n_episodes >= 3
+
+
+def test_every_purpose_rank_slot_number_and_generation_has_its_own_seed():
+    everyone, drawn = np.ones(4, bool), []
+    for purpose in ("train", "test", "pretrain"):
+        for rank in (0, 1):
+            for generation in range(3):
+                stream, again = EpisodeSeeds(3, purpose, rank), EpisodeSeeds(3, purpose, rank)
+                if generation:
+                    stream.renew(generation)
+                drawn += stream.draw(everyone).tolist()
+                again.load_state_dict(stream.state_dict())
+                for _ in range(4):
+                    drawn += stream.draw(everyone).tolist()
+                    assert again.draw(everyone).tolist() == drawn[-4:]
+    assert len(set(drawn)) == len(drawn) == 3 * 2 * 3 * 5 * 4
     assert min(drawn) >= 0
 
 
-def test_no_rank_or_purpose_of_a_run_plays_the_episodes_of_another(tmp_path):
-    config = resolve(
-        "qmix", "skirmish", {"env_args.map_name": "3m", "batch_size_run": 3, "enable_checkpointing": False}
-    )
+def test_the_ranks_and_purposes_of_a_run_have_different_seeds(tmp_path):
+    updates = {"env_args.map_name": "3m", "batch_size_run": 3, "enable_checkpointing": False}
     drawn = []
     for rank in range(2):
-        folder = RunFolder(tmp_path / str(rank))
-        session = build_session(config, Dist(rank, 2), folder, SimpleNamespace(info=print))
-        for purpose in PURPOSES:
-            drawn += session.runners[purpose].stream.draw(np.ones(3, bool)).tolist()
+        folder, log = RunFolder(tmp_path / str(rank)), SimpleNamespace(info=print)
+        session = build_session(resolve("qmix", "skirmish", updates), Dist(rank, 2), folder, log)
+        drawn += [session.runners[purpose].stream.draw(np.ones(3, bool)) for purpose in PURPOSES]
         session.close()
-    assert len(set(drawn)) == 2 * len(PURPOSES) * 3
+    assert len(np.unique(drawn)) == 2 * len(PURPOSES) * 3
 
 
 def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
@@ -137,62 +183,22 @@ def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
     assert {"test_return_mean", "test_ep_length_mean", "test_battle_won_mean"} <= values.keys()
 
 
-@pytest.mark.parametrize("name", ["parallel", "stream"])
-def test_the_log_holds_every_episode_in_the_order_in_which_it_is_counted(name):
-    env = FakeEnv(3)
-    runner, probe = runner_of(env, name=name), Probe()
-    rollouts = [runner.collect(probe, explore=None) for _ in range(4)]
-    rollouts.append(runner.drain(probe, explore=None))
-    log = [entry for rollout in rollouts for entry in rollout.log]
-    assert sorted((entry["slot"], entry["seed"]) for entry in log) == sorted(env.begun)
-    for rollout in rollouts:
-        assert [(entry["slot"], entry["seed"]) for entry in rollout.log] == [
-            (episode.meta.slot, episode.meta.seed) for episode in rollout.episodes
-        ]
-        assert sum(entry["length"] for entry in rollout.log) == rollout.steps
-    for entry in log:
-        seed = entry["seed"]
-        actions = [played for _, s, _, played in env.log if s == seed]
-        reward = sum(float(reward_at(seed, t, np.array(a))) for t, a in enumerate(actions))
-        expected = {"slot": entry["slot"], "seed": seed, "length": length_of(seed), "return": reward}
-        assert entry == {**expected, "battle_won": float(seed % 3 == 0), "dead_enemies": float(seed % 5)}
-        assert [type(value) for value in list(entry.values())[:4]] == [int, int, int, float]
-
-
-def test_renewed_seeds_are_others_and_reproducible():
-    everyone, everything = np.ones(3, bool), []
-    for generation in range(4):
-        stream, again = EpisodeSeeds(3, "train", 1), EpisodeSeeds(3, "train", 1)
-        stream.draw(everyone)
-        if generation:
-            stream.renew(generation)
-        again.load_state_dict(stream.state_dict())
-        drawn = [stream.draw(everyone) for _ in range(4)]
-        assert all((again.draw(everyone) == each).all() for each in drawn)
-        everything += [int(seed) for each in drawn for seed in each]
-    assert len(set(everything)) == len(everything) == 4 * 4 * 3
-    runner, other = runner_of(FakeEnv(2)), runner_of(FakeEnv(2))
-    runner.renew(5)
-    other.restore(runner.snapshot(), None)
-    first = runner.run(Probe(), explore=None).log
-    assert first == other.run(Probe(), explore=None).log != runner_of(FakeEnv(2)).run(Probe(), explore=None).log
-
-
-def test_play_goes_on_with_new_episodes_and_can_be_continued_from_a_state():
+@pytest.mark.parametrize("generation", [0, 5])
+def test_play_continues_from_a_snapshot_with_new_or_renewed_episodes(generation):
     """Tests in the same environment change nothing."""
-    env = FakeEnv(2)
-    runner, test = runner_of(env), runner_of(env, "test")
+    env, env2 = FakeEnv(2), FakeEnv(2)
+    runner, again = runner_of(env), runner_of(env2)
     runner.run(Probe(), explore=None, episodes_per_slot=2)
-    state = runner.snapshot()
-    test.run(Probe(), explore=None, keep=False)
-    second = runner.run(Probe(), explore=None, episodes_per_slot=2)
+    if generation:
+        runner.renew(generation)
+    snapshot = runner.snapshot()
+    runner_of(env, "test").run(Probe(), explore=None, keep=False)
+    expected = runner.run(Probe(), explore=None, episodes_per_slot=2)
     assert len({seed for _, seed in env.begun}) == 10
-    again = runner_of(FakeEnv(2))
-    again.restore(state, None)
-    third = again.run(Probe(), explore=None, episodes_per_slot=2)
-    assert third.stats == second.stats
-    for one, other in zip(second.episodes, third.episodes, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    again.restore(snapshot, None)
+    found = again.run(Probe(), explore=None, episodes_per_slot=2)
+    assert (found.stats, found.log) == (expected.stats, expected.log)
+    assert all(same(*pair) for pair in zip(found.episodes, expected.episodes, strict=True))
 
 
 def test_policies_get_what_they_ask_for_and_store_their_own_fields():
@@ -206,35 +212,102 @@ def test_policies_get_what_they_ask_for_and_store_their_own_fields():
     assert not any(probe.full) and all(oracle.full)
 
 
-def test_wrong_environments_names_and_scripts_are_rejected():
-    words = "the episode goes on after its limit of 9 steps; correct the environment"
-    with pytest.raises(UserError, match=rf"^env=fake, slot 0, seed \d+, step 9: {words}$"):
-        runner_of(FakeEnv(2, endless=True)).run(Probe(), explore=None)
-    assert own_names(REGISTRY) == ["episode", "parallel", "stream", "ticks"]
+def test_wrong_environments_and_scripts_are_rejected():
+    with pytest.raises(UserError, match=r"^env=fake, slot 0, seed \d+, step 9: .* limit of 9 steps"):
+        rounds(FakeEnv(2, endless=True))
     with pytest.raises(UserError, match="runner=parallel"):
         runner_of(FakeEnv(2), name="episode")
     with pytest.raises(UserError, match="scripted policy=clever is not known"):
         ScriptedPolicy(FakeEnv(1), ("clever",), 0.1, np.random.default_rng(0))
 
 
-def test_scripted_play_follows_its_scripts_and_mixes_chance_in():
-    def share_of_low(policies: tuple[str, ...], random_share: float) -> tuple[float, np.ndarray]:
+def test_scripted_play_follows_its_scripts_and_mixes_in_random_actions():
+    def shares_of_low(policies: tuple[str, ...], random_share: float) -> np.ndarray:
+        """Return how often each episode took the low action where both were available (even steps)."""
         env = FakeEnv(8)
         policy = ScriptedPolicy(env, policies, random_share, np.random.default_rng(1))
-        rollout = runner_of(env).run(policy, explore=None, episodes_per_slot=30)
-        # Where both actions were open (even steps): was it the low one? Once per episode, and over all.
-        choices = [(e["actions"][:-1:2] == 1).float() for e in rollout.episodes]
-        assert all((e["obs"] >= 0).all() for e in rollout.episodes)
-        return float(torch.cat(choices).mean()), np.array([float(c.mean()) for c in choices])
+        episodes = runner_of(env).run(policy, explore=None, episodes_per_slot=30).episodes
+        assert all((episode["obs"] >= 0).all() for episode in episodes)
+        return np.array([float((episode["actions"][:-1:2] == 1).float().mean()) for episode in episodes])
 
-    one, other = share_of_low(("low", "high", "random"), 0.4), share_of_low(("low", "high", "random"), 0.4)
-    assert one[0] == other[0] and (one[1] == other[1]).all(), "a function of its generator"
-    assert share_of_low(("low",), 0.0)[0] == 1.0
-    assert share_of_low(("high",), 0.0)[0] == 0.0
-    mean, each = share_of_low(("low", "high"), 0.0)
-    assert set(each) == {0.0, 1.0}
-    assert 0.35 < each.mean() < 0.65
-    assert abs(share_of_low(("random",), 0.0)[0] - 0.5) < 0.06
-    assert abs(share_of_low((), 0.7)[0] - 0.5) < 0.06
-    assert abs(share_of_low(("low",), 1.0)[0] - 0.5) < 0.06
-    assert abs(share_of_low(("low",), 0.5)[0] - 0.75) < 0.06
+    mixed = ("low", "high", "random")
+    assert (shares_of_low(mixed, 0.4) == shares_of_low(mixed, 0.4)).all(), "a function of its generator"
+    for policies, random_share, expected in (
+        (("low",), 0.0, 1.0), (("high",), 0.0, 0.0), (("random",), 0.0, 0.5), ((), 0.7, 0.5), (("low",), 1.0, 0.5),
+        (("low",), 0.5, 0.75),
+    ):  # fmt: skip
+        tolerance = 0.06 * (0 < expected < 1)
+        assert shares_of_low(policies, random_share).mean() == pytest.approx(expected, abs=tolerance)
+    either = shares_of_low(("low", "high"), 0.0)
+    assert set(either) == {0.0, 1.0} and 0.35 < either.mean() < 0.65
+
+
+def test_lost_episodes_are_replaced_until_every_slot_has_its_quota():
+    env = LossyEnv(4)
+    rollout = rounds(env, 12)
+    for slot in range(4):
+        assert sum(seed % 4 > 0 for s, seed in env.begun if s == slot) == 12
+    found = {episode.meta: episode for episode in rounds(FakeEnv(4), 50).episodes}
+    assert all(same(episode, found[episode.meta]) for episode in rollout.episodes)  # as without losses
+
+
+class Hopeless(FakeEnv):
+    """Slot 1 loses all its episodes, or all but every tenth."""
+
+    def __init__(self, n_slots: int, kept: int = 0) -> None:
+        super().__init__(n_slots)
+        self.kept = kept
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        result = super().step(actions, active)
+        number = sum(slot == 1 for slot, _ in self.begun)
+        lost = active & (np.arange(self.n_slots) == 1) & (self.kept == 0 or number % self.kept != 0)
+        self.over |= lost
+        return StepResult(result.reward, result.terminated | lost, result.truncated & ~lost, result.info, lost)
+
+
+@pytest.mark.parametrize("name", ["parallel", "stream", "ticks"])
+def test_a_slot_that_loses_every_episode_ends_the_run_after_ten(name):
+    env = Hopeless(3)
+    with pytest.raises(UserError, match=r"^env=fake, slot 1, seed \d+, step 1: .*lost, as the 9 episodes of the slot"):
+        collected(env, name, 100)
+    assert sum(slot == 1 for slot, _ in env.begun) == LOST_IN_A_ROW == 10
+
+
+def test_nine_lost_episodes_in_a_row_are_replaced_again_and_again():
+    rollout = rounds(Hopeless(3, kept=10), 3)
+    assert (rollout.n_episodes, rollout.lost) == (9, 27)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_lost_episodes_in_a_row_are_counted_over_a_restart(known):
+    env = Hopeless(3)
+    first, again = (runner_of(env)._loop(Probe(), False, True) for _ in range(2))
+    first.policy = again.policy
+    first.begin(10**6)
+    for _ in range(7):
+        first.tick(None)
+    state = first.snapshot()
+    if not known:
+        del state["clock"]["lost"]  # as earlier versions saved it
+    again.restore(state)
+    with pytest.raises(UserError, match="this was lost"):
+        for _ in range(100):
+            again.tick(None)
+    assert sum(slot == 1 for slot, _ in env.begun) == 10 + (0 if known else 7)
+
+
+def test_the_python_interface_gives_up_after_ten_lost_episodes_too(monkeypatch):
+    monkeypatch.setattr(api, "_play_one", lambda *_: {"lost": True})
+    with pytest.raises(UserError, match="env=fake: 10 episodes in a row were lost"):
+        api.play(SimpleNamespace(reset=print, act=print), ParallelBattle(FakeEnv(1)), 1)
+
+
+def test_failures_are_counted_over_runners_and_restarts():
+    env = SimpleNamespace(get_stats=lambda: {"restarts": 3.0})
+    runners = {"train": SimpleNamespace(lost=2), "test": SimpleNamespace(lost=1)}
+    session = Session(None, Dist(), env, None, None, None, runners, None, None)
+    assert session.failure_counts() == {"restarts": 3, "lost_episodes": 3}
+    session.resume_counting({"restarts": 2.0})  # of an earlier start
+    assert session.failure_counts() == {"restarts": 5, "lost_episodes": 3}
+    assert session.logged_failures["restarts"] == 5

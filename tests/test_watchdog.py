@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from runner_toys import FakeEnv, Probe, runner_of
 from sockets import wait_until
-from steady_walk import SteadyArgs, SteadyWalk
+from walk_env import SteadyArgs, SteadyWalk
 
 from omagd.config.loading import resolve
 from omagd.envs import REGISTRY

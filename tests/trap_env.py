@@ -1,59 +1,67 @@
-"""An environment that fails on the rank, at the step and in the way that its arguments say, and runs that play it."""
+"""A walk that fails on the rank, at the step and in the way that its arguments say, and runs that play it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import shared_memory
+import torch
 from command_budgets import BUDGETS
 from command_harness import FORKED, MAIN, PYTHON, Ended, Started, children, left_behind, run_folders, summary_of
 from sockets import wait_until
+from walk_env import Walk, WalkArgs
 
-PLUGIN = """
-import os, signal, sys, time
-import numpy as np
-import torch.distributed
-from pydantic import BaseModel
-from omagd.envs.protocol import MultiAgentEnv
 from omagd.utils.errors import UserError
 
-CONFIGS = os.path.join(os.path.dirname(__file__), "configs")
+FILES = {
+    "trap_configs.py": "from pathlib import Path\nPATH = Path(__file__).parent\n",
+    "envs/trap.yaml": "env: trap\nenv_args: {how: never, rank: 1, step: 60}\n",
+    "trap-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: trap\nVersion: 1.0\n",
+    "trap-1.0.dist-info/entry_points.txt": (
+        "[omagd.envs]\ntrap = trap_env:Trap\n[omagd.config_dirs]\ntrap = trap_configs:PATH\n"
+    ),
+}
+OPTIONS = ("--config=qmix", "--env-config=trap", "with", "run=ddp", "world_size=2")
+MORE = ("t_max=100000", "epsilon_anneal_time=1000", "log_interval=20")
 
 
-class Args(BaseModel):
+class TrapArgs(WalkArgs):
+    """rank: -1 for all. step: of that process, the first one that fails. once: a file; fail only if it is missing."""
+
+    limit: int = 5
     how: str = "never"
     rank: int = 1
     step: int = 60
     once: str = ""
 
 
-class Trap(MultiAgentEnv):
-    args_model = Args
+class Trap(Walk):
+    """A walk whose steps fail; "slow" only takes its time."""
 
-    def __init__(self, args):
-        self.args, self.steps = args, 0
+    args_model = TrapArgs
+    args: TrapArgs
 
-    def reset(self, seed=None):
-        self.t = 0
-
-    def step(self, actions):
-        self.steps += 1
-        self.t += 1
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if self.steps >= self.args.step and self.args.rank in (rank, -1):
-            self.fail()
+        if self.calls + 1 >= self.args.step and self.args.rank in (rank, -1):
+            self.fail(self.args.how)
         if self.args.how in ("slow", "once"):
             time.sleep(0.01)
-        return 1.0, self.t >= 5, {"battle_won": False}
+        return super().step(actions)
 
-    def fail(self):
-        how = self.args.how
+    def fail(self, how: str) -> None:
         if self.args.once:
-            if os.path.exists(self.args.once):
+            if Path(self.args.once).exists():
                 return
-            open(self.args.once, "w").close()
+            Path(self.args.once).touch()
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         while how == "endless":
             time.sleep(0.05)
         if how == "raise":
@@ -61,39 +69,13 @@ class Trap(MultiAgentEnv):
             torch.distributed.destroy_process_group = lambda *_: time.sleep(3600)
             raise ZeroDivisionError("the trap has closed")
         if how == "user":
-            raise UserError("env_args.how=user: take another", "this is the help")
+            raise UserError("env_args.how=user: take another")
         if how == "leave":
             sys.exit(0)
         if how == "exit":
             os._exit(0)
-        if how in ("kill", "once", "stop"):
-            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-
-    def get_obs(self, no_range_limit=False):
-        return np.zeros((2, 3), np.float32)
-
-    def get_state(self):
-        return np.zeros(4, np.float32)
-
-    def get_avail_actions(self):
-        return np.ones((2, 2), bool)
-
-    def get_env_info(self):
-        return {"n_agents": 2, "n_actions": 2, "obs_shape": 3, "state_shape": 4, "episode_limit": 5}
-
-    def get_stats(self):
-        return {}
-"""
-FILES = {
-    "omagd_trap.py": PLUGIN,
-    "configs/envs/trap.yaml": "env: trap\nenv_args: {how: never, rank: 1, step: 60}\n",
-    "omagd_trap-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: omagd-trap\nVersion: 1.0\n",
-    "omagd_trap-1.0.dist-info/entry_points.txt": (
-        "[omagd.envs]\ntrap = omagd_trap:Trap\n[omagd.config_dirs]\ntrap = omagd_trap:CONFIGS\n"
-    ),
-}
-OPTIONS = ("--config=qmix", "--env-config=trap", "with", "run=ddp", "world_size=2")
-MORE = ("t_max=100000", "epsilon_anneal_time=1000", "log_interval=20")
+        if how in ("kill", "once"):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class TrapRun:
@@ -110,7 +92,8 @@ class TrapRun:
         for name, text in FILES.items():
             (folder / "plugin" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "plugin" / name).write_text(text)
-        path = os.pathsep.join(filter(None, (str(folder / "plugin"), os.environ.get("PYTHONPATH"))))
+        here = str(Path(__file__).parent)
+        path = os.pathsep.join(filter(None, (str(folder / "plugin"), here, os.environ.get("PYTHONPATH"))))
         self.shared = shared_memory.names()
         command = [*program, MAIN, *OPTIONS, *BUDGETS, *MORE, f"env_args.how={how}", *more]
         self.started = Started(command, self.here, PYTHONPATH=path, TMPDIR=str(self.temporary), **FORKED)

@@ -1,14 +1,18 @@
-"""A random walk as a single environment, and whether worker processes are gone. Workers import this module."""
+"""Walks: single environments that fail as their arguments say. Worker processes import this module."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
+from sockets import running as is_running
+from sockets import wait_until
 
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
 from omagd.envs.workers.process_envs import ProcessEnvs
@@ -19,11 +23,18 @@ CRASH, END = 2, 1
 
 
 class WalkArgs(BaseModel):
-    """Arguments of the walk."""
+    """limit: steps of an episode. shares: whether agents have rewards. broken: "user" or "shares", a wrong result.
+
+    fail_in: "reset", "step", "step 3" (of this process), "show", "stats", "replay": calls that fail, each in one
+        process alone if `marks` names a folder. how: "kill", "leave" (sys.exit), or no more answer: "stop", "hang".
+    """
 
     limit: int = 4
-    broken: str = ""
     shares: bool = False
+    broken: str = ""
+    fail_in: list[str] = []
+    marks: str = ""
+    how: str = "kill"
 
 
 class Walk(MultiAgentEnv):
@@ -35,14 +46,33 @@ class Walk(MultiAgentEnv):
         if args.broken == "user":
             raise UserError("env_args.broken=user: choose another")
         self.args = args
-        self.episodes = 0
+        self.episodes = self.calls = 0
+
+    def _enter(self, call: str) -> None:
+        """Fail if `call` has to."""
+        if call not in self.args.fail_in:
+            return
+        if self.args.marks:
+            try:
+                Path(self.args.marks, call).touch(exist_ok=False)
+            except FileExistsError:
+                return
+        if self.args.how == "leave":
+            sys.exit(0)
+        while self.args.how == "hang":
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGSTOP if self.args.how == "stop" else signal.SIGKILL)
 
     def reset(self, seed: int | None = None) -> None:
+        self._enter("reset")
         self.rng = np.random.default_rng(seed)
         self.place = self.rng.random(N)
         self.t = 0
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        self.calls += 1
+        self._enter("step")
+        self._enter(f"step {self.calls}")
         if actions[0] == CRASH:
             raise RuntimeError("the ground gave way")
         self.place += self.rng.random(N) + actions
@@ -58,6 +88,8 @@ class Walk(MultiAgentEnv):
         return float(self.place.sum()), ended or limit, info
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
+        if no_range_limit:
+            self._enter("show")
         total = self.place.sum() if no_range_limit else 0.0
         return np.stack([self.place, np.full(N, total)], 1).astype(np.float32)
 
@@ -71,38 +103,49 @@ class Walk(MultiAgentEnv):
         return mask
 
     def get_env_info(self) -> dict[str, Any]:
-        return {
-            "n_agents": N,
-            "n_actions": A,
-            "obs_shape": (2,),
-            "state_shape": N,
-            "episode_limit": self.args.limit,
-            "has_win": True,
-            "agent_rewards": self.args.shares,
-        }
+        sizes = {"n_agents": N, "n_actions": A, "obs_shape": (2,), "state_shape": N}
+        return {**sizes, "episode_limit": self.args.limit, "has_win": True, "agent_rewards": self.args.shares}
 
     def get_stats(self) -> dict[str, float]:
+        self._enter("stats")
         return {"episodes": float(self.episodes), "win_rate": 0.5}
+
+    def save_replay(self, folder: str = "") -> None:
+        self._enter("replay")
+        super().save_replay(folder)
+
+
+class SteadyArgs(WalkArgs):
+    """Longer episodes."""
+
+    limit: int = 6
+
+
+class SteadyWalk(Walk):
+    """A deterministic walk with a scripted policy, which draws."""
+
+    args_model = SteadyArgs
+    deterministic = True
+    scripted_policies = ("random", "wander")
+
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        assert actions.dtype == np.int64
+        return super().step(actions)
+
+    def get_scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
+        assert policy == "wander"
+        return rng.integers(2, size=N) * (self.t >= 1)
+
+    def get_env_info(self) -> dict[str, Any]:
+        return {**super().get_env_info(), "scripted_policies": list(self.scripted_policies)}
 
 
 def all_slots(env: BatchedEnv) -> np.ndarray:
     return np.ones(env.n_slots, bool)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
 def gone(pids: list[int], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(is_running, pids))
+    return wait_until(lambda: not any(map(is_running, pids)), seconds)
 
 
 def pids_of(env: ProcessEnvs) -> list[int]:

@@ -1,0 +1,317 @@
+"""Worker processes that are killed, crash or hang: deterministic episodes continue unchanged, others are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import re
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runner_toys import Game, assert_continues, assert_same
+from walk_env import N, SteadyArgs, SteadyWalk, Walk, WalkArgs, all_slots, gone, pids_of
+
+from omagd.controllers.scripted_mac import ScriptedPolicy
+from omagd.envs.factory import make_env
+from omagd.envs.protocol import BatchedEnv
+from omagd.envs.workers import pool as worker_pool
+from omagd.envs.workers.process_envs import EnvWorkerError, ProcessEnvs
+from omagd.envs.workers.vector import SerialEnvs
+from omagd.envs.workers.worker import NOTE
+from omagd.utils.errors import UserError
+
+torch.set_num_threads(1)
+SLOTS = 4
+
+
+def story(env: BatchedEnv, rounds: int, meddle: Callable[[str], object] = str) -> list[Any]:
+    """Play in halves and whole, with every call of the protocol; return all results. meddle: called between them."""
+    rng = np.random.default_rng(0)
+    b, out = env.n_slots, []
+    everyone, first = all_slots(env), np.arange(b) < b // 2
+    env.reset(everyone, np.arange(b))
+    for t in range(rounds):
+        meddle("idle")
+        seen = env.observe(full=t % 4 > 1)
+        out += [seen.obs.copy(), seen.state.copy(), seen.avail_actions.copy()]
+        out += [] if seen.full_obs is None else [seen.full_obs.copy()]
+        policy = env.info.scripted_policies[t % len(env.info.scripted_policies)]
+        meddle("choose")
+        actions = env.scripted_actions(policy, rng)
+        active = (rng.random(b) < 0.8) if t % 3 else everyone
+        over = np.zeros(b, bool)
+        halves = (first, ~first) if t % 2 else (everyone,)
+        for half in halves:
+            env.step_start(np.where(active[:, None], actions, 0), active & half)
+        for half in halves:
+            meddle("step")
+            result = env.step_finish(active & half)
+            assert not result.lost.any()
+            out += [result.reward.copy(), result.terminated.copy(), result.truncated.copy()]
+            over |= result.terminated
+            out += [values[result.terminated] for values in result.info.values() if result.terminated.any()]
+        env.reset(over, rng.integers(2**60, size=b))
+        meddle("reset")
+    return out
+
+
+def assert_same_story(one: list[np.ndarray], other: list[np.ndarray]) -> None:
+    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def steady_story(rounds: int, n_slots: int, **args: Any) -> list[np.ndarray]:
+    return story(SerialEnvs(SteadyWalk, SteadyArgs(**args), n_slots), rounds)
+
+
+@contextlib.contextmanager
+def workers(env: ProcessEnvs) -> Iterator[ProcessEnvs]:
+    """Close `env` at the end; no worker may be left."""
+    try:
+        yield env
+        pids = pids_of(env)
+    finally:
+        env.close()
+    assert gone(pids)
+
+
+def kill(env: ProcessEnvs, number: int) -> int:
+    pid = pids_of(env)[number]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def restarts(env: ProcessEnvs) -> float:
+    return env.get_stats()["worker_restarts"]
+
+
+def test_own_scripts_follow_from_seed_and_step_and_do_not_use_the_generator():
+    env = SerialEnvs(SteadyWalk, SteadyArgs(), SLOTS)
+    assert env.info.scripted_policies == ("random", "wander")
+    rng, chosen = np.random.default_rng(0), []
+    for seeds in (np.arange(SLOTS), np.arange(SLOTS), np.arange(SLOTS) + 50):
+        env.reset(all_slots(env), seeds)
+        for _ in range(5):
+            chosen.append(env.scripted_actions("wander", rng))
+            assert (chosen[-1] == env.scripted_actions("wander", rng)).all()
+            env.step(np.zeros((SLOTS, N), int), all_slots(env))
+    played = np.array(chosen).reshape(3, 5, SLOTS, N)
+    assert (played[0] == played[1]).all() and (played[0] != played[2]).any() and (played[0, 1] != played[0, 2]).any()
+    assert rng.random() == np.random.default_rng(0).random()
+
+
+def test_an_environment_without_slots_of_their_own_cannot_have_processes():
+    with pytest.raises(UserError, match="env_processes=True: env=smax .* use env_processes=False"):
+        make_env("smax", {}, 2, processes=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("per_process", [1, 3])
+def test_killed_workers_change_no_result(per_process):
+    """Workers are killed between calls, and by a thread while they step, start and replay."""
+    expected, dice, stop = steady_story(40, SLOTS), random.Random(3), threading.Event()
+    env = ProcessEnvs(SteadyWalk, SteadyArgs(), SLOTS, per_process=per_process)
+    killed: dict[str, int] = {}
+
+    def kill_some() -> None:
+        for _ in range(3):
+            if not stop.wait(dice.uniform(0.2, 0.8)):
+                with contextlib.suppress(ProcessLookupError, ValueError, TypeError):  # it has just been replaced
+                    kill(env, dice.randrange(len(env._workers.processes)))
+
+    def meddle(where: str) -> None:
+        if where not in killed and dice.random() < 0.2:
+            killed[where] = kill(env, 0)
+            assert where != "idle" or gone([killed[where]])
+
+    killer = threading.Thread(target=kill_some)
+    killer.start()
+    try:
+        with workers(env):
+            found = story(env, 40, meddle)
+            stop.set()
+            killer.join()
+            assert_same_story(found, expected)
+            assert set(killed) == {"idle", "choose", "step", "reset"}
+            assert restarts(env) >= len(set(killed.values()))
+    finally:
+        stop.set()
+        killer.join()
+
+
+@pytest.mark.processes
+def test_a_worker_that_dies_in_the_replay_is_replaced_again(tmp_path):
+    args = SteadyArgs(limit=9, marks=str(tmp_path), fail_in=["step 4", "step 2", "step 3"])
+    with workers(ProcessEnvs(SteadyWalk, args, 1)) as env:
+        assert_same_story(story(env, 12), steady_story(12, 1, limit=9))
+        assert restarts(env) == 3 and sorted(os.listdir(tmp_path)) == sorted(args.fail_in)
+
+
+@pytest.mark.processes
+def test_a_batched_environment_plays_the_same_episodes_in_processes():
+    """By scripts in rounds, with a kill in between, and as a stream that continues from a snapshot."""
+
+    def make(processes: bool) -> BatchedEnv:
+        return make_env("skirmish", {"map_name": "3m"}, SLOTS, processes=processes)
+
+    def played(env: BatchedEnv) -> list[Any]:
+        policy = ScriptedPolicy(env, env.info.scripted_policies, 0.2, np.random.default_rng(5))
+        by_scripts, stream = Game(env, "parallel", policy), Game(env)
+        return [*by_scripts.collect(2), *stream.collect(3), stream.drain()]
+
+    plain = make(processes=False)
+    with workers(make(processes=True)) as env:
+        assert type(env) is ProcessEnvs and env.info == plain.info
+        assert_same_story(story(env, 25), story(plain, 25))
+        timer = threading.Timer(0.05, kill, (env, 1))
+        timer.start()
+        assert_same(played(env), played(plain))
+        timer.join()
+        assert restarts(env) == 1
+        assert_continues(lambda: Game(env), 1, 2, after=lambda game: kill(game.env, 0))
+        assert restarts(env) == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("moment", ["facts", "share"])
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(moment, monkeypatch):
+    """Before it has sent its facts, and before it has the shared arrays."""
+    inner, killed = getattr(worker_pool.WorkerPool, moment), []
+
+    def kill_first(self, *given):
+        if not killed:
+            killed.append(self.processes[1].pid)
+            os.kill(killed[0], signal.SIGKILL)
+            self.processes[1].join()
+        return inner(self, *given)
+
+    monkeypatch.setattr(worker_pool.WorkerPool, moment, kill_first)
+    with workers(make_env("matrix_game", {}, 2, processes=True)) as env:
+        env.reset(all_slots(env), np.arange(2))
+        assert env.observe().obs.shape[0] == 2
+        assert restarts(env) == 1 and killed[0] not in pids_of(env)
+
+
+def test_the_last_note_of_a_dead_worker_is_read_first():
+    """Otherwise it would count as a note of the worker that replaces it."""
+    workers = worker_pool.WorkerPool()
+    workers.owed, workers._number = [1], {-7: 0}
+
+    class Looks:
+        """A poll between whose two calls a worker writes a note and dies."""
+
+        noted = False
+
+        def poll(self, timeout: int | None = None) -> list[tuple[int, int]]:
+            if self.noted:
+                return [(workers._done.fileno(), select.POLLIN), (-7, select.POLLHUP)]
+            self.noted = os.write(workers._note.fileno(), NOTE.pack(0, 2)) > 0
+            return [(-7, select.POLLHUP)]
+
+    workers._poll = Looks()
+    try:
+        assert workers.notes() == ([(0, 2)], [])
+        assert workers.owed == [0]
+    finally:
+        workers.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("how", "state"), [("stop", "stopped"), ("hang", "waiting")])
+def test_a_hung_worker_is_reported_killed_and_replayed(how, state, tmp_path, caplog, monkeypatch):
+    """Nothing is lost, and the log names slots, seeds and the place."""
+    logging.getLogger("omagd").propagate = True
+    args = SteadyArgs(fail_in=["step 2"], marks=str(tmp_path), how=how)
+    with workers(ProcessEnvs(SteadyWalk, args, 2, per_process=2)) as env:
+        env.set_worker_timeout(1.0)
+        kill_hung = env._workers._kill_hung_workers
+
+        def once(seconds: float) -> None:
+            kill_hung(seconds)
+            env.set_worker_timeout(60.0)  # the one that replaces it has to start
+
+        monkeypatch.setattr(env._workers, "_kill_hung_workers", once)
+        assert_same_story(story(env, 3), steady_story(3, 2))
+        assert restarts(env) == 1
+    (line,) = [record.getMessage() for record in caplog.records if "has not answered" in record.message]
+    assert re.match(rf"environment worker 0 \(process \d+, slot 0 from seed 0, slot 1 from seed 1; {state}\)", line)
+    assert ("walk_env.py" in line) == (how == "hang")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "call", "how", "message"),
+    [
+        (Walk, "step", "kill", "worker 0 died 3 times"),
+        (Walk, "reset", "kill", "worker 0 died 3 times"),
+        (SteadyWalk, "step 2", "kill", "worker 0 died 3 times"),
+        (SteadyWalk, "step 2", "hang", "worker 0 hung repeatedly without"),
+        (SteadyWalk, "step 2", "leave", r"(?s)worker 0 failed:.*sys\.exit\(0\).*SystemExit: 0"),
+    ],
+)
+def test_a_worker_that_always_fails_is_an_error(kind, call, how, message, monkeypatch):
+    monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 3)
+    monkeypatch.setattr(worker_pool, "DEATHS_OF_A_HANG", 3)
+    env = ProcessEnvs(kind, kind.args_model(fail_in=[call], how=how), 1)
+    env.set_worker_timeout(1.0 if how == "hang" else 60.0)
+    env.reset(all_slots(env), np.zeros(1, int))
+    with pytest.raises(EnvWorkerError, match=message):
+        for _ in range(4):
+            if env.step(np.zeros((1, N), int), all_slots(env)).lost.all():
+                env.reset(all_slots(env), np.zeros(1, int))
+    with pytest.raises(EnvWorkerError, match="closed"):
+        env.observe()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("per_process", [1, 2])
+def test_a_dead_worker_costs_the_episodes_of_its_slots_alone(per_process, tmp_path):
+    """In each kind of call one dies, and one between calls; in a reset, which comes first, that costs no episode."""
+    args = WalkArgs(shares=True, limit=3)
+    failing = args.model_copy(update={"fail_in": ["reset", "show", "stats", "step", "replay"], "marks": str(tmp_path)})
+    env, mirror = ProcessEnvs(Walk, failing, SLOTS, None, per_process), SerialEnvs(Walk, args, SLOTS)
+    everyone, still, seeds = all_slots(env), np.zeros((SLOTS, N), int), np.arange(SLOTS)
+    calls = [
+        lambda: env.reset(everyone, seeds), lambda: env.observe(full=True), env.get_stats, lambda: env.save_replay(""),
+        lambda: gone([kill(env, 0)]),
+    ]  # fmt: skip
+    mirror.reset(everyone, seeds)
+    with workers(env):
+        for number, call in enumerate(calls):
+            with contextlib.suppress(NotImplementedError):  # a walk has no replays
+                call()
+            assert (env.observe().obs == mirror.observe().obs).all()
+            result, expected = env.step(still, everyone), mirror.step(still, everyone)
+            lost = result.lost
+            assert lost.sum() == per_process
+            assert (result.reward == np.where(lost, 0, expected.reward)).all()
+            assert (result.agent_reward == np.where(lost[:, None], 0, expected.agent_reward)).all()
+            assert (result.terminated == expected.terminated | lost).all()
+            assert (result.truncated == expected.truncated & ~lost).all()
+            over = expected.terminated & ~lost
+            for name in expected.info if over.any() else ():
+                assert (result.info[name][over] == expected.info[name][over]).all()
+            assert (env.step(still, lost).lost == lost).all()  # until its reset
+            for one in (env, mirror):
+                one.reset(result.terminated, seeds + 10 * number)
+            if number > 0:
+                assert (env.observe(full=True).full_obs == mirror.observe(full=True).full_obs).all()
+        assert restarts(env) == len(calls) + 1
+
+
+@pytest.mark.processes
+def test_deaths_are_counted_since_the_last_completed_episode_and_counters_survive_them(monkeypatch):
+    monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 2)
+    with workers(ProcessEnvs(Walk, WalkArgs(limit=1), 2)) as env:
+        for deaths in range(3):
+            env.reset(all_slots(env), np.arange(2))
+            assert not env.step(np.zeros((2, N), int), all_slots(env)).lost.any()
+            assert env.get_stats() == {"episodes": 2 * deaths + 2, "win_rate": 0.5, "worker_restarts": deaths}
+            assert gone([kill(env, 1)])
