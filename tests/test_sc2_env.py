@@ -21,10 +21,11 @@ from walk_env import is_running, pids_of
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.actions import random_actions
-from omagd.envs.battle.args import SkirmishArgs, SmacArgs
+from omagd.envs.battle.args import SkirmishArgs, SmacArgs, SmacV2Args
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.factory import make_env
-from omagd.envs.sc2.sc2_env import SC2Env
+from omagd.envs.sc2 import backend, v2_backend
+from omagd.envs.sc2.sc2_env import SC2Env, SC2V2Env
 from omagd.utils.errors import UserError
 
 pytestmark = [
@@ -164,6 +165,41 @@ def test_the_script_plays_instead_of_the_agents(game):
         replaced += bool((asked != actions).any())
     assert replaced > 5 and info["dead_enemies"] >= 4
     env.close()
+
+
+def seen_in(env: SC2Env, seed: int) -> list[np.ndarray]:
+    """Return what the agents see in 25 random steps, or until the end."""
+    env.reset(seed=seed)
+    rng, seen, over = np.random.default_rng(seed), [], False
+    while not over and len(seen) < 75:
+        seen += [env.get_obs(), env.get_obs(no_range_limit=True), env.get_state()]
+        _, over, _ = env.step(random_actions(env.get_avail_actions(), rng))
+    return seen
+
+
+def test_smac_and_smacv2_run_side_by_side_and_follow_from_seeds(game):
+    smac, conic = SC2Env(SmacArgs(map_name="3m")), SC2V2Env(SmacV2Args(conic_fov=True, obs_own_pos=True))
+    smac.reset(seed=1)
+    first, other, again = (seen_in(conic, seed) for seed in (7, 8, 7))
+    assert smac.get_obs().shape == (3, 30) and (first[0] != other[0]).any()
+    assert all((one == two).all() for one, two in zip(first, again, strict=True))
+    facts = conic.get_env_info()
+    assert facts["n_normal_actions"] == 18 and sum(facts["state_component"]) == conic.get_state().size
+    smac.close()
+    conic.close()
+
+
+def test_late_units_are_waited_for_and_missing_ones_drawn_again(game, monkeypatch):
+    attempts, draw = [], v2_backend.draw_lineup
+    monkeypatch.setattr(v2_backend, "draw_lineup", lambda *args: attempts.append(args[2]) or draw(*args))
+    monkeypatch.setenv("SC2_STAND_IN_LATE_UNITS", "3")
+    env = SC2V2Env(SmacV2Args())
+    env.reset(seed=1)
+    assert attempts == [0] and env.get_obs().any()
+    monkeypatch.setattr(backend, "PATIENCE", 2)
+    with pytest.raises(UserError, match="0 of 5 enemies"):
+        env.reset(seed=1)
+    assert attempts[1:] == 5 * list(range(v2_backend.DRAWS))
 
 
 class Killer(ScriptedPolicy):
