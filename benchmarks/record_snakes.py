@@ -1,4 +1,4 @@
-"""Record games of the public 3v3 snakes engine, for tests/test_snakes_parity.py.
+"""Record games of the public 3v3 snakes engine, for tests/test_snakes_engine.py.
 
 git clone https://github.com/jidiai/Competition_3v3snakes ENGINE
 python benchmarks/record_snakes.py ENGINE [--random 1000] [--greedy 40]
@@ -96,8 +96,9 @@ def play(game: Any, notes: Notes, greedy: bool) -> dict[str, Any]:
         bodies = [[cell(part) for part in snake.segments] for snake in game.players]
         facing = [DIRECTIONS.index(snake.direction) for snake in game.players]
         beans = [cell(bean) for bean in game.beans_position]
-        values = state_values(bodies, facing, beans, rewards, after["hit"], after["score"], over)
-        digest = chained(digest, values[None])
+        padded = np.array([[body + [-1] * (200 - len(body)) for body in bodies]])
+        lists = (facing, beans, rewards, after["hit"], after["score"])
+        digest = chained(digest, state_values(padded, *(np.array([values]) for values in lists), np.array([over])))
         digests.append(int(digest[0]) & 255)
     return {
         "starts": starts,

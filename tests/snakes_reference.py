@@ -1,4 +1,4 @@
-"""One board of 3v3 snakes in plain Python, slowly and by other means: what opponents, observations and rewards mean."""
+"""One board of 3v3 snakes in plain Python: an independent reference of opponents, observations and rewards."""
 
 from __future__ import annotations
 
@@ -9,25 +9,36 @@ import numpy as np
 
 HEIGHT, WIDTH = 10, 20
 STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
+Place = tuple[int, int]
 
 
 @dataclass
 class Slow:
-    """bodies: six lists of (row, col), head first. beans: (row, col), oldest first. directions: of the last moves."""
+    """A board as one team sees it: its own snakes are the first three.
 
-    bodies: list[list[tuple[int, int]]]
-    beans: list[tuple[int, int]]
+    bodies: six lists of (row, col), head first. beans: oldest first, and `slots`, their numbers. directions: of the
+    last moves.
+    """
+
+    bodies: list[list[Place]]
+    beans: list[Place]
+    slots: list[int]
     directions: list[int]
     steps: int
 
-    def code(self, place):
-        for i, body in enumerate(self.bodies):
-            if place in body:
-                return 2 + i
-        return int(place in self.beans)
+    def code(self, place: Place) -> int:
+        return next((2 + i for i, body in enumerate(self.bodies) if place in body), int(place in self.beans))
 
-    def around(self, place):
-        return [((place[0] + r) % HEIGHT, (place[1] + c) % WIDTH) for r, c in STEPS]
+    def snake_at(self, place: Place) -> float:
+        return float(self.code(place) > 1)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(body) for body in self.bodies]
+
+    def facts(self, snake: int) -> list[float]:
+        """Return length and direction."""
+        return [self.lengths[snake] / 20, *(float(self.directions[snake] == a) for a in range(4))]
 
 
 def bodies_of(engine, row) -> list[list[int]]:
@@ -36,13 +47,23 @@ def bodies_of(engine, row) -> list[list[int]]:
     return [body[:length].tolist() for body, length in zip(segments, lengths, strict=True)]
 
 
-def of_engine(engine, row) -> Slow:
-    def place(cell):
-        return int(cell) // WIDTH, int(cell) % WIDTH
+def of_engine(engine, row, team) -> Slow:
+    def places(cells):
+        return [divmod(int(cell), WIDTH) for cell in cells]
 
-    bodies = [[place(cell) for cell in body] for body in bodies_of(engine, row)]
-    board = engine.board
-    return Slow(bodies, [place(c) for c in board.beans[row]], board.directions[row].tolist(), int(board.steps[row]))
+    order, board = [0, 1, 2, 3, 4, 5] if team == 0 else [3, 4, 5, 0, 1, 2], engine.board
+    bodies = [places(body) for body in bodies_of(engine, row)]
+    directions = board.directions[row, order].tolist()
+    slots = board.bean_slots[row].tolist()
+    return Slow([bodies[i] for i in order], places(board.beans[row]), slots, directions, int(board.steps[row]))
+
+
+def beside(place, r, c):
+    return (place[0] + r) % HEIGHT, (place[1] + c) % WIDTH
+
+
+def around(place):
+    return [beside(place, r, c) for r, c in STEPS]
 
 
 def plain(a, b):
@@ -50,42 +71,30 @@ def plain(a, b):
 
 
 def difference(a, b):
-    """Return (down, right) from a to b the shorter way around."""
-    out = []
-    for i, size in enumerate((HEIGHT, WIDTH)):
-        d = b[i] - a[i]
-        if abs(d) > size // 2:
-            d -= int(math.copysign(size, d))
-        out.append(d)
-    return out
+    """Return (down, right) from a to b the shorter way around the torus."""
+    gaps = zip(a, b, (HEIGHT, WIDTH), strict=True)
+    return [y - x if abs(y - x) <= size // 2 else y - x - int(math.copysign(size, y - x)) for x, y, size in gaps]
 
 
 def torus(a, b):
     return math.hypot(*difference(a, b))
 
 
-def nearest(head, beans):
-    best = 0
-    for i, bean in enumerate(beans):
-        if plain(head, bean) < plain(head, beans[best]):
-            best = i
-    return best
+def steps_between(a, b):
+    return sum(map(abs, difference(a, b)))
 
 
-def first_smallest(costs):
-    return costs.index(min(costs))
-
-
-def play(name: str, slow: Slow, snakes: list[int]) -> list[int]:
-    """Return the actions of a script (not "random") for `snakes`."""
+def play(name: str, slow: Slow) -> list[int]:
+    """Return the actions of a script (not "random") for the own snakes."""
     left, actions = list(slow.beans), []
-    for i in snakes:
-        head = slow.bodies[i][0]
-        target = left.pop(nearest(head, left)) if name == "greedy" else slow.beans[nearest(head, slow.beans)]
+    for head, *_ in slow.bodies[:3]:
+        target = min(left, key=lambda bean: plain(head, bean))
+        if name == "greedy":
+            left.remove(target)
         costs = []
-        for cell in slow.around(head):
-            cost, blocked = plain(cell, target), slow.code(cell) > 1
-            dead_end = all(slow.code(after) > 1 for after in slow.around(cell))
+        for cell in around(head):
+            cost, blocked = plain(cell, target), slow.snake_at(cell)
+            dead_end = all(slow.snake_at(after) for after in around(cell))
             if name == "greedy":
                 cost = math.inf if blocked else cost
             elif name == "evasion":
@@ -93,150 +102,125 @@ def play(name: str, slow: Slow, snakes: list[int]) -> list[int]:
             else:
                 cost += {"l1": 0, "l3": 5, "l4": 1000}[name] * blocked
             costs.append(cost)
-        actions.append(first_smallest(costs))
+        actions.append(costs.index(min(costs)))
     return actions
 
 
-def order_of(team: int) -> list[int]:
-    return [0, 1, 2, 3, 4, 5] if team == 0 else [3, 4, 5, 0, 1, 2]
+SCALES = {
+    "26": [10, 20, *[7] * 4, *[10, 20] * 10],
+    "30": [10, 20, *[7] * 4, *[10, 5, 125**0.5] * 2, 1, 1, *[10, 20] * 5, 1, 1, *[10, 20] * 2],
+    "35": [10, 20, *[7] * 4, *[10, 20] * 5, *[10, 5, 125**0.5] * 2, 1, *[10, 20] * 5, 1, 1],
+}
 
 
-def flat(name: str, slow: Slow, team: int, agent: int) -> list[float]:
+def observation(slow: Slow, agent: int, args: dict) -> list[float]:
+    """Return what an agent sees under these `env_args`."""
+    name = args["obs"]
+    if name == "entities":
+        return entities(slow, agent, args.get("sight"))
+    if name == "near":
+        return near(slow, agent)
+    if name == "planes":
+        return planes(slow, agent, args["centred"])
+    raw = flat(name.removesuffix("_raw"), slow, agent)
+    return [x / scale for x, scale in zip(raw, SCALES[name], strict=True)] if args.get("normalise") else raw
+
+
+def flat(name: str, slow: Slow, agent: int) -> list[float]:
     """Return the raw features of "26", "30" or "35"."""
-    order = order_of(team)
-    heads = [slow.bodies[i][0] for i in order]
+    heads = [body[0] for body in slow.bodies]
     head = heads[agent]
-
-    def code(place):
-        value = slow.code(place)
-        return value if value < 2 else 2 + order.index(value - 2)
-
-    start = [*head, *(code(cell) for cell in slow.around(head))]
+    start = [*head, *map(slow.code, around(head))]
     beans = [x for bean in slow.beans for x in bean]
     others = [x for j, other in enumerate(heads) if j != agent for x in other]
     near = []
     for bean in sorted(slow.beans, key=lambda b: torus(head, b))[:2]:
         down, right = difference(head, bean)
         near += [right, down, torus(head, bean)]
-    foes = sorted(order[3:], key=lambda i: torus(head, slow.bodies[i][0]))[:2]
-    threats = [len(slow.bodies[i]) / 3 / (torus(head, slow.bodies[i][0]) + 1) for i in foes]
+    foes = sorted([3, 4, 5], key=lambda i: torus(head, heads[i]))[:2]
+    threats = [slow.lengths[i] / 3 / (torus(head, heads[i]) + 1) for i in foes]
     if name == "26":
         return [*start, *beans, *others]
     if name == "30":
-        return [*start, *near, *threats, *beans, 0, 0, *(x for i in foes for x in slow.bodies[i][0])]
-    return [*start, *beans, *near, len(slow.bodies[order[agent]]) / 20, *others, *threats]
+        return [*start, *near, *threats, *beans, 0, 0, *(x for i in foes for x in heads[i])]
+    return [*start, *beans, *near, slow.lengths[agent] / 20, *others, *threats]
 
 
-def one_hot(k: int) -> list[float]:
-    return [float(k == j) for j in range(4)]
-
-
-def entities(slow: Slow, team: int, agent: int, sight: float | None, slots: list[int]) -> list[float]:
-    """Return the features of "entities"; `slots` are the numbers of the beans."""
-    order, scale = order_of(team), sight or 10.0
-    me = order[agent]
-    head = slow.bodies[me][0]
+def entities(slow: Slow, agent: int, sight: float | None) -> list[float]:
+    head, scale = slow.bodies[agent][0], sight or 10.0
 
     def way(place):
         down, right = difference(head, place)
         return [right / scale, -down / scale]
 
-    def block(place, rest):
+    def unit(place, rest):
         if sight is not None and torus(head, place) > sight:
             return [0.0] * (4 + len(rest))
         return [1.0, torus(head, place) / scale, *way(place), *rest]
 
-    def snake(i):
-        body = slow.bodies[i]
-        return block(body[0], [len(body) / 20, *one_hot(slow.directions[i]), *way(body[-1])])
-
-    foes = []
-    for i in order[3:]:
-        shown = snake(i)
-        foes += [*shown, 0.0]
-    beans = [[]] * 5
-    for slot, bean in zip(slots, slow.beans, strict=True):
-        beans[slot] = block(bean, [0.0] * 7 + [1.0])
-    mates = [x for i in order[:3] if i != me for x in snake(i)]
-    free = [float(slow.code(cell) < 2) for cell in slow.around(head)]
-    two_away = sorted(
-        {
-            ((head[0] + r) % HEIGHT, (head[1] + c) % WIDTH)
-            for r in range(-2, 3)
-            for c in range(-2, 3)
-            if abs(r) + abs(c) == 2
-        }
-    )
-    own = [len(slow.bodies[me]) / 20, *one_hot(slow.directions[me]), *way(slow.bodies[me][-1]), slow.steps / 200]
-    own += [float(slow.code(cell) > 1) for cell in two_away]
-    return [*free, *foes, *(x for bean in beans for x in bean), *mates, *own]
+    snakes = [unit(body[0], [*slow.facts(i), *way(body[-1])]) for i, body in enumerate(slow.bodies)]
+    foes = [x for snake in snakes[3:] for x in [*snake, 0.0]]
+    beans = [x for _, bean in sorted(zip(slow.slots, slow.beans, strict=True)) for x in unit(bean, [0.0] * 7 + [1.0])]
+    mates = [x for i in range(3) if i != agent for x in snakes[i]]
+    free = [1 - slow.snake_at(cell) for cell in around(head)]
+    two_away = sorted({beside(head, r, c) for r in range(-2, 3) for c in range(-2, 3) if abs(r) + abs(c) == 2})
+    own = [*slow.facts(agent), *way(slow.bodies[agent][-1]), slow.steps / 200]
+    return [*free, *foes, *beans, *mates, *own, *map(slow.snake_at, two_away)]
 
 
-def steps_between(a, b):
-    return sum(abs(d) for d in difference(a, b))
-
-
-def near(slow: Slow, team: int, agent: int) -> list[float]:
-    """Return the features of "near"."""
-    order = order_of(team)
-    me, mates, foes = order[agent], [i for i in order[:3] if i != order[agent]], order[3:]
-    head = slow.bodies[me][0]
-
-    def head_of(i):
-        return slow.bodies[i][0]
+def near(slow: Slow, agent: int) -> list[float]:
+    mates, foes, heads = [i for i in range(3) if i != agent], [3, 4, 5], [body[0] for body in slow.bodies]
+    head = heads[agent]
 
     def way(place):
         down, right = difference(head, place)
         return [right / 10, -down / 10, (abs(down) + abs(right)) / 10]
 
-    def sign(x):
-        return (x > 0) - (x < 0)
-
-    def snake(i):
-        own_bean = min(steps_between(head_of(i), bean) for bean in slow.beans)
-        return [*way(head_of(i)), len(slow.bodies[i]) / 20, *one_hot(slow.directions[i]), own_bean / 10]
-
-    out = [float(slow.code(cell) < 2) for cell in slow.around(head)]
-    reach = [[i for i in order if i != me and head_of(i) in slow.around(cell)] for cell in slow.around(head)]
+    reach = [[i for i in (*mates, *foes) if heads[i] in around(cell)] for cell in around(head)]
+    out = [1 - slow.snake_at(cell) for cell in around(head)]
     out += [float(any(i in mates for i in those)) for those in reach]
-    out += [max((len(slow.bodies[i]) / 20 for i in those if i in foes), default=0.0) for those in reach]
+    out += [max((slow.lengths[i] / 20 for i in those if i in foes), default=0.0) for those in reach]
     for bean in sorted(slow.beans, key=lambda b: steps_between(head, b)):
         down, right = difference(head, bean)
-        farther = [
-            min(steps_between(head_of(i), bean) for i in those) - steps_between(head, bean) for those in (mates, foes)
-        ]
+        theirs = [min(steps_between(heads[i], bean) for i in those) for those in (mates, foes)]
+        farther = [steps - steps_between(head, bean) for steps in theirs]
         out += [float(down < 0), float(down > 0), float(right < 0), float(right > 0), *way(bean)]
-        out += [x for gap in farther for x in (gap / 10, sign(gap))] + [min(farther) / 10]
+        out += [x for gap in farther for x in (gap / 10, np.sign(gap))] + [min(farther) / 10]
     for those in (mates, foes):
-        for i in sorted(those, key=lambda i: steps_between(head, head_of(i))):
-            out += snake(i)
-    lead = sum(len(slow.bodies[i]) for i in order[:3]) - sum(len(slow.bodies[i]) for i in foes)
-    out += [len(slow.bodies[me]) / 20, *one_hot(slow.directions[me]), *way(slow.bodies[me][-1])[:2]]
-    out += [lead / 20, slow.steps / 200]
-    for r in range(-3, 4):
-        for c in range(-3, 4):
-            if r or c:
-                out.append(float(slow.code(((head[0] + r) % HEIGHT, (head[1] + c) % WIDTH)) > 1))
-    return out
+        for i in sorted(those, key=lambda i: steps_between(head, heads[i])):
+            own_bean = min(steps_between(heads[i], bean) for bean in slow.beans)
+            out += [*way(heads[i]), *slow.facts(i), own_bean / 10]
+    out += [*slow.facts(agent), *way(slow.bodies[agent][-1])[:2]]
+    window = [beside(head, r, c) for r in range(-3, 4) for c in range(-3, 4) if r or c]
+    lead = sum(slow.lengths[:3]) - sum(slow.lengths[3:])
+    return [*out, lead / 20, slow.steps / 200, *map(slow.snake_at, window)]
 
 
-def planes(slow: Slow, team: int, agent: int, centred: bool) -> dict[tuple[int, int, int], float]:
-    """Return the cells (plane, row, col) of "planes" that are not zero; plane 4 left out."""
-    order, out = order_of(team), {}
-    head = slow.bodies[order[agent]][0]
+def planes(slow: Slow, agent: int, centred: bool) -> list[float]:
+    out, head = np.zeros((11, HEIGHT, WIDTH)), slow.bodies[agent][0]
+    out[4] = 1 - slow.steps / 200
+    marks = [(0, bean) for bean in slow.beans]
+    for i, body in enumerate(slow.bodies):
+        first = 1 if i == agent else 5 if i < 3 else 8
+        marks += [(first, body[0]), (first + 2, body[-1]), *((first + 1, part) for part in body)]
+    for plane, place in marks:
+        out[(plane, *(beside(place, 5 - head[0], 10 - head[1]) if centred else place))] = 1
+    return out.reshape(-1).tolist()
 
-    def mark(plane, place):
-        r, c = place
-        if centred:
-            r, c = (r - head[0] + 5) % HEIGHT, (c - head[1] + 10) % WIDTH
-        out[plane, r, c] = 1.0
 
-    for bean in slow.beans:
-        mark(0, bean)
-    for j, i in enumerate(order):
-        first = 1 if j == agent else 5 if j < 3 else 8
-        mark(first, slow.bodies[i][0])
-        mark(first + 2, slow.bodies[i][-1])
-        for part in slow.bodies[i]:
-            mark(first + 1, part)
+def rewards(kind: str, was: Slow, now: Slow, lead: int, over: bool) -> list[float]:
+    """Return the own rewards of a step, with reward_win=2 for "score". lead: the sign of the difference of scores."""
+    raw = [after - before for before, after in zip(was.lengths, now.lengths, strict=True)]
+    out = []
+    for i, own in enumerate(raw[:3]):
+        score = own - sum(raw[3:]) / 3
+        if kind == "baseline":
+            standing = lead * ((50 if lead > 0 else 25) if over else (10 if lead > 0 else 5))
+            distance = min(plain(now.bodies[i][0], bean) for bean in now.beans)
+            out.append(standing + (20 if own > 0 else -distance - 10 * (own < 0)))
+        elif kind == "potential":
+            before, after = (min(steps_between(b.bodies[i][0], bean) for bean in b.beans) for b in (was, now))
+            out.append(score + 0.1 * before - 0.99 * 0.1 * after * (not over))
+        else:
+            out.append(score + 2 * lead * over)
     return out

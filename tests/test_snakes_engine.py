@@ -1,9 +1,10 @@
-"""What stored games do not show of the 3v3 snakes engine: bean slots, independent boards, crowded boards, draws."""
+"""The 3v3 snakes engine: 1,040 games of the public engine replayed step by step, and what these do not show."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from snakes_parity import GAMES, chained, load, state_values
 from snakes_reference import bodies_of
 
 from omagd.envs.snakes.board import NEXT_CELL
@@ -11,27 +12,46 @@ from omagd.envs.snakes.draws import Draws, below, draw, keys_of
 from omagd.envs.snakes.engine import Engine, respawn
 from omagd.envs.snakes.opponents import SCRIPTS
 
-BOARDS = 48
+UP, DOWN, LEFT, RIGHT = range(4)
 
 
-def _joint(engine: Engine, script: str) -> np.ndarray:
-    b = len(engine.board)
-    teams = [SCRIPTS[script].act(engine.board, np.full(b, team)) for team in (0, 1)]
-    return np.concatenate(teams, 1)
+def begun(seeds: np.ndarray) -> tuple[Engine, np.ndarray]:
+    """Return an engine whose boards have new games, and the numbers of its boards."""
+    engine, rows = Engine(len(seeds)), np.arange(len(seeds))
+    engine.reset(rows, seeds)
+    return engine, rows
 
 
-def _begun(n: int = BOARDS, first_seed: int = 0) -> Engine:
-    engine = Engine(n)
-    engine.reset(np.arange(n), np.arange(n) + first_seed)
-    return engine
+def test_every_step_of_every_stored_game_is_the_same():
+    actions, draws, expected = load()
+    n = len(actions)
+    assert n >= 1000 and GAMES.stat().st_size < 1_000_000
+    engine, everyone = Engine(n, draws), np.arange(n)
+    engine.reset(everyone, np.zeros(n, np.int64))
+    board, digest, over = engine.board, np.zeros(n, np.uint64), np.zeros(n, bool)
+    deaths, longest = 0, 0
+    for t in range(actions.shape[1]):
+        rows = everyone[~over]
+        outcome = engine.step(actions[rows, t], rows)
+        segments, lengths = engine.segments(rows).astype(np.int64), board.lengths[rows]
+        bodies = np.where(np.arange(segments.shape[2]) < lengths[..., None], segments, -1)
+        facts = (board.directions[rows], board.beans[rows], outcome.raw, outcome.hit, lengths - 3, outcome.over)
+        digest[rows] = chained(digest[rows], state_values(bodies, *facts))
+        wrong = rows[(digest[rows] & np.uint64(255)) != expected["digests"][rows, t]]
+        assert not len(wrong), f"step {t + 1}: {len(wrong)} games differ, the first is {wrong[0]}"
+        over[rows] = outcome.over
+        np.testing.assert_array_equal(outcome.over, expected["steps"][rows] == t + 1)
+        deaths, longest = deaths + int(outcome.hit.sum()), max(longest, int(lengths.max()))
+    np.testing.assert_array_equal(digest, expected["final"])
+    assert over.all() and deaths > 10_000 and longest > 15, "the stored games are worth comparing"
 
 
 def test_a_bean_keeps_its_number_while_it_lies_there():
-    engine, rows = _begun(), np.arange(BOARDS)
-    moved = 0
+    (engine, rows), moved = begun(np.arange(48)), 0
     for _ in range(60):
         before, list_before = engine.board.beans_by_slot(), engine.board.beans.copy()
-        outcome = engine.step(_joint(engine, "greedy"), rows)
+        teams = [SCRIPTS["greedy"].act(engine.board, np.full(48, team)) for team in (0, 1)]
+        outcome = engine.step(np.concatenate(teams, 1), rows)
         after = engine.board.beans_by_slot()
         for row in rows[~outcome.hit.any(1)]:  # where two meet on a bean and die, a new one may lie on the same cell
             stay = [cell for cell in list_before[row] if cell in engine.board.beans[row]]
@@ -43,7 +63,7 @@ def test_a_bean_keeps_its_number_while_it_lies_there():
 
 
 def test_boards_are_the_same_alone_as_among_others_and_when_others_stand_still():
-    together, alone = _begun(6, 100), _begun(1, 104)
+    (together, _), (alone, only) = begun(np.arange(100, 106)), begun(np.array([104]))
     rng = np.random.default_rng(0)
     for step in range(80):
         actions = rng.integers(0, 4, (6, 6))
@@ -51,8 +71,8 @@ def test_boards_are_the_same_alone_as_among_others_and_when_others_stand_still()
         still = np.setdiff1d(np.arange(6), rows)
         before = together.board.codes[still].copy()
         outcome = together.step(actions[: len(rows)], rows)
-        place = int(np.flatnonzero(rows == 4)[0])
-        one = alone.step(actions[place : place + 1], np.array([0]))
+        place = rows.tolist().index(4)
+        one = alone.step(actions[place : place + 1], only)
         np.testing.assert_array_equal(together.board.codes[still], before)
         for name in ("raw", "hit", "ate", "over"):
             np.testing.assert_array_equal(getattr(outcome, name)[place], getattr(one, name)[0])
@@ -60,45 +80,18 @@ def test_boards_are_the_same_alone_as_among_others_and_when_others_stand_still()
         np.testing.assert_array_equal(together.board.beans[4], alone.board.beans[0])
 
 
-def _scene(*bodies: list[int], beans: tuple[int, ...] = (195, 196, 197, 198, 199)) -> Engine:
-    """Return one board with the six `bodies` (head first) and `beans`."""
-    engine = _begun(1)
-    board = engine.board
-    board.codes[:] = 0
-    board.beans[0] = beans
-    board.codes[0, list(beans)] = 1
-    for i, body in enumerate(bodies):
-        ring = np.array(body[::-1])
-        engine._ring[0, i, : len(body)] = ring
-        engine._top[0, i] = len(body) - 1
-        board.codes[0, body] = 2 + i
-        board.heads[0, i], board.tails[0, i], board.lengths[0, i] = body[0], body[-1], len(body)
-        board.directions[0, i] = int(np.flatnonzero(NEXT_CELL[body[1]] == body[0])[0])
-    return engine
-
-
-UP, DOWN, LEFT, RIGHT = range(4)
-
-
-def test_a_reversal_goes_one_of_three_other_ways_each_as_often():
-    old, n = np.repeat(np.arange(4), 3000), 12_000
-    new = Draws().turn(np.zeros(n), keys_of(np.arange(n)), np.ones(n), np.zeros(n, np.int64), old)
+def test_draws_are_uniform_over_what_is_possible():
+    n, draws = 20_000, Draws()
+    keys, moments, old = keys_of(np.arange(n)), np.ones(n), np.repeat(np.arange(4), n // 4)
     counts = np.zeros((4, 4))
-    np.add.at(counts, (old, new), 1)
-    for direction in range(4):
-        assert counts[direction, direction ^ 1] == 0
-        assert (np.abs(np.delete(counts[direction], direction ^ 1) - 1000) < 130).all()
-
-
-def test_beans_and_starts_are_uniform_over_what_is_free():
-    n = 20_000
-    draws, keys = Draws(), keys_of(np.arange(n))
+    np.add.at(counts, (old, draws.turn(moments, keys, moments, np.zeros(n, np.int64), old)), 1)
+    reversed_ = np.eye(4, dtype=bool)[np.arange(4) ^ 1]
+    assert (counts[reversed_] == 0).all() and (np.abs(counts[~reversed_] - n / 12) < 170).all()
     free = np.zeros((n, 200), bool)
     free[:, [3, 77, 150, 199]] = True  # few, so that draws by rank are among them
-    cells = draws.bean(np.arange(n), keys, np.ones(n), 0, free)
-    counts = np.bincount(cells, minlength=200)
+    counts = np.bincount(draws.bean(moments, keys, moments, 0, free), minlength=200)
     assert counts.sum() == n and (np.abs(counts[[3, 77, 150, 199]] - n / 4) < 300).all()
-    cell, direction = draws.start(np.arange(n), keys, 2, 0)
+    cell, direction = draws.start(moments, keys, 2, 0)
     assert abs(cell.mean() - 99.5) < 2 and (np.bincount(cell, minlength=200) > 50).all()
     assert (np.abs(np.bincount(direction, minlength=4) - n / 4) < 300).all()
     assert abs(np.corrcoef(cell, direction)[0, 1]) < 0.03
@@ -111,11 +104,9 @@ def test_draws_differ_by_key_moment_and_index():
     assert set(below(draw(keys, np.zeros(400), 1), 3).tolist()) == {0, 1, 2}
 
 
-def _slow_respawn(codes: np.ndarray) -> list[int] | None:
+def slow_respawn(codes: np.ndarray) -> list[int] | None:
     """Search breadth-first with a queue."""
-    for start in range(200):
-        if codes[start]:
-            continue
+    for start in np.flatnonzero(codes == 0).tolist():
         queue, found = [start], []
         while queue:
             cell = queue.pop(0)
@@ -126,10 +117,8 @@ def _slow_respawn(codes: np.ndarray) -> list[int] | None:
                     bend = (rows[1] == rows[0]) != (rows[2] == rows[0])
                     found = [found[1], found[0], found[2]] if bend and cell in NEXT_CELL[start] else found
                 return found
-            for way in (RIGHT, DOWN, UP, LEFT):
-                after = int(NEXT_CELL[cell, way])
-                if not codes[after] and after not in found and after not in queue:
-                    queue.append(after)
+            ways = NEXT_CELL[cell, [RIGHT, DOWN, UP, LEFT]].tolist()
+            queue += [after for after in ways if not codes[after] and after not in found + queue]
     return None
 
 
@@ -139,7 +128,7 @@ def test_respawns_on_crowded_boards_are_those_of_a_plain_search():
     codes = (rng.random((400, 200)) < crowd).astype(np.uint8) * 3
     codes[0] = 3
     cells, directions, found = respawn(codes)
-    expected = [_slow_respawn(row) for row in codes]
+    expected = [slow_respawn(row) for row in codes]
     assert found.tolist() == [cells is not None for cells in expected]
     assert not found[0] and 2 < (~found).sum() < 300
     for row in np.flatnonzero(found):
@@ -150,13 +139,20 @@ def test_respawns_on_crowded_boards_are_those_of_a_plain_search():
 
 @pytest.mark.parametrize("room", [False, True])
 def test_the_game_ends_where_a_dead_snake_has_no_room_to_return(room):
+    engine, row = begun(np.zeros(1, np.int64))
+    board = engine.board
+    board.codes[:] = 7
+    board.beans[0] = np.arange(195, 200)
+    board.codes[0, 195:] = 1
+    board.codes[0, 61] = 0 if room else 7
     squares = [[c, c + 1, c + 21, c + 20] for c in (5, 8, 11, 14)]  # four that go round, so that no cell becomes free
-    engine = _scene([42, 41, 40], squares[0], [60, 80, 100], *squares[1:])
-    codes = engine.board.codes[0]
-    codes[codes == 0] = 7
-    codes[61] = 0 if room else 7
-    outcome = engine.step(np.array([[RIGHT, DOWN, UP, DOWN, DOWN, DOWN]]), np.array([0]))
+    for i, body in enumerate([[42, 41, 40], squares[0], [60, 80, 100], *squares[1:]]):  # head first
+        engine._ring[0, i, : len(body)] = body[::-1]
+        engine._top[0, i] = len(body) - 1
+        board.codes[0, body] = 2 + i
+        board.heads[0, i], board.tails[0, i], board.lengths[0, i] = body[0], body[-1], len(body)
+        board.directions[0, i] = NEXT_CELL[body[1]].tolist().index(body[0])
+    outcome = engine.step(np.array([[RIGHT, DOWN, UP, DOWN, DOWN, DOWN]]), row)
     assert outcome.hit.tolist() == [[True] + 5 * [False]] and outcome.raw.tolist() == [6 * [0]]
     assert outcome.over.tolist() == [not room]
-    body = bodies_of(engine, 0)[0]
-    assert body == ([42, 41, 61] if room else [])
+    assert bodies_of(engine, 0)[0] == ([42, 41, 61] if room else [])

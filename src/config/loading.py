@@ -235,7 +235,9 @@ def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, show
         if key not in Config.model_fields:
             raise _unknown(key, source, value if shown is None else shown)
         if key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):
-            raise UserError(f"{key}={shorten(value)}: must be a mapping of keys to values")
+            pair = re.match(r"\{\W*(\w+)\W*:\s*([^,}]+)", str(value)) if source == "with" else None
+            fix = f". Write {key}.{pair[1]}={pair[2]}" if pair else ""
+            raise UserError(f"{key}={shorten(value)}: must be a mapping of keys to values{fix}")
         if key in OPEN_SECTIONS:
             result[key] = {**result.get(key, {}), **value}
         elif key in SECTIONS:

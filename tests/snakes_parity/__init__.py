@@ -1,4 +1,4 @@
-"""Stored games of the public engine: their format, and a digest of a game's state that both sides can compute.
+"""Stored games of the public engine: their format, and a digest of a game's state that both engines can compute.
 
 games.npz: steps [G]; starts [G, 6, 2] (cell of the tail, direction); actions and turns (what replaced reversals, in the
 order of steps, then snakes), two bits each; n_turns, n_beans [G]; beans, in the order in which they were laid out;
@@ -33,12 +33,11 @@ def chained(before: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def state_values(bodies, directions, beans, raw, hit, score, over) -> np.ndarray:
-    """Return [N_VALUES] int64 of one board: bodies are lists of cells, head first; the others as called."""
-    values = np.full(N_VALUES, -1, np.int64)
-    for i, body in enumerate(bodies):
-        values[200 * i : 200 * i + len(body)] = body
-    rest = [*directions, *beans, *raw, *hit, *score, int(over)]
-    values[1200 : 1200 + len(rest)] = rest
+    """Return [B, N_VALUES] int64 of B boards: bodies [B, 6, L], head first, then -1; over [B]; the others [B, m]."""
+    values = np.full((len(over), N_VALUES), -1, np.int64)
+    values[:, :1200].reshape(-1, 6, 200)[:, :, : bodies.shape[2]] = bodies
+    rest = np.concatenate([directions, beans, raw, hit, score, np.reshape(over, (-1, 1))], 1)
+    values[:, 1200 : 1200 + rest.shape[1]] = rest
     return values
 
 
@@ -86,9 +85,9 @@ class StoredDraws:
         return cells
 
 
-def load(path: Path = GAMES) -> tuple[np.ndarray, StoredDraws, dict[str, np.ndarray]]:
+def load() -> tuple[np.ndarray, StoredDraws, dict[str, np.ndarray]]:
     """Return actions [G, T, 6] (zero after a game's end), the draws, and steps, digests [G, T] and final [G]."""
-    with np.load(path) as file:
+    with np.load(GAMES) as file:
         kept = {name: file[name] for name in file.files}
     steps = kept["steps"].astype(np.int64)
     played = np.arange(steps.max()) < steps[:, None]

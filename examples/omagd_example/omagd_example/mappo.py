@@ -140,6 +140,7 @@ class MAPPOLearner:
     data: Data = "on_policy"
     loss_name = "loss_ppo"
     args_model = MAPPOArgs
+    precisions = ("float32",)
 
     def __init__(self, mac: MAPPOController, config: Config, info: EnvInfo, dist: Dist) -> None:
         if not isinstance(mac, MAPPOController):

@@ -29,6 +29,10 @@ class QPLEXMixer(nn.Module):
     Dueling mixing: lambda_i = sum_k key_k(s) agent_ik(s) action_ik(s, a) over attention heads k, with a positive key
     and sigmoids. A_i is 0 for each agent's greedy action and negative for others, so the greedy joint action consists
     of the agents' greedy actions (IGM), and yet lambda may depend on all actions.
+
+    As in the paper, Q_tot = sum_i Q_i + sum_i (lambda_i - 1) A_i with Q_i = V_i + A_i, and no gradient passes through
+    the advantages of the second sum: it trains lambda alone. Neither values nor results on StarCraft were compared with
+    the authors' implementation.
     """
 
     args_model = QPLEXArgs
@@ -57,6 +61,5 @@ class QPLEXMixer(nn.Module):
         agent = self.agent(state).sigmoid().view(shape)
         action = self.action(torch.cat([state, one_hot], dim=-1)).sigmoid().view(shape)
         importance = (key * agent * action).sum(dim=1) + POSITIVE
-        # V_i + lambda_i A_i = (w_i q_i + b_i) + (lambda_i - 1) A_i. As in the authors' implementation, the second term
-        # trains lambda alone: gradients through the advantages and their maximum are stopped.
+        # (w_i q_i + b_i) + (lambda_i - 1) A_i = V_i + lambda_i A_i
         return (weight * taken + self.bias(state) + (importance - 1) * advantage.detach()).sum(dim=-1)

@@ -2,7 +2,7 @@
 
 A step: reversals are replaced by a random other direction; heads advance, beans are eaten, tails follow; heads on a
 body or on another head die; the dead return in index order; beans are refilled to five. A game ends after 200 steps, or
-if a snake or a bean finds no room. docs/snakes.md has the rules; tests/test_snakes_parity.py compares every step of
+if a snake or a bean finds no room. docs/snakes.md has the rules; tests/test_snakes_engine.py compares every step of
 1,040 recorded games of the public engine.
 
 A snake is stored in a ring buffer of cells: `ring[b, i, top]` is its head, `ring[b, i, top - j]` its j-th segment. A

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 from omagd import controllers, learners, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import HERE, read_yaml
+from omagd.config.loading import HERE, find_yaml, read_yaml
 from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -103,10 +104,25 @@ def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> C
         kind, given = section.removesuffix("_args"), getattr(config, section)
         owner = f"{kind}={getattr(config, kind)}"
         model = getattr(registries[section].get(getattr(config, kind)), "args_model", NoArgs)
-        values = _as_json(section, typed_args(section, owner, model, given))
+        try:
+            args = typed_args(section, owner, model, given)
+        except UserError as error:
+            origin = _set_by(config, section, set(given) - set(model.model_fields))
+            raise UserError(error.message + origin, *error.help_lines) from None
+        values = _as_json(section, args)
         typed_args(section, owner, model, values)  # as config.json will hold them
         complete[section] = values
     return config.model_copy(update=complete)
+
+
+def _set_by(config: Config, section: str, keys: set[str]) -> str:
+    """Return the end of an error about unknown `keys` of a section, if the preset `name` sets one of them."""
+    with suppress(UserError):  # a file given by its path, or another name
+        path = find_yaml("algs", config.name)
+        if keys & read_yaml(path).get(section, {}).keys():
+            kind = section.removesuffix("_args")
+            return f". {path.name} sets it for another {kind}: use a --config with {kind}={getattr(config, kind)}"
+    return ""
 
 
 def _as_json(section: str, args: BaseModel) -> dict[str, Any]:
@@ -122,9 +138,12 @@ def _as_json(section: str, args: BaseModel) -> dict[str, Any]:
 
 
 def check_data(config: Config) -> None:
-    """Reject keys that contradict the learner's kind of data. Errors: UserError."""
-    given = f"learner={config.learner}"
-    if learner_class(config.learner).data == "replay":
+    """Reject keys that contradict the learner's kind of data or its precisions. Errors: UserError."""
+    given, learner = f"learner={config.learner}", learner_class(config.learner)
+    if config.precision not in getattr(learner, "precisions", (config.precision,)):
+        fix = " or ".join(learner.precisions)
+        raise UserError(f"precision={config.precision}: {given} does not support it. Use precision={fix}")
+    if learner.data == "replay":
         if config.batch_size > config.buffer_size:
             raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
         return
@@ -132,6 +151,12 @@ def check_data(config: Config) -> None:
         raise UserError(
             f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel, episode or stream"
         )
+    for key in ("t_max", "max_episodes"):  # an episode has at least one step
+        if (limit := getattr(config, key)) is not None and config.batch_size > limit:
+            raise UserError(
+                f"batch_size={config.batch_size}: {given} plays so many episodes before its first update, more than"
+                f" {key}={limit} allows. Lower batch_size"
+            )
     defaults = read_yaml(HERE / "default.yaml")
     for key in REPLAY_KEYS:
         if getattr(config, key) != defaults[key]:
