@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from q_toys import make_learner, random_episode
 from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
-from omagd.controllers import REGISTRY as MACS
-from omagd.learners import REGISTRY as LEARNERS
-from omagd.learners.ddpg_learner import DDPGLearner
 from omagd.utils.dist_utils import Dist
 
 INFO = EnvInfo("snakes_3v3", "", 3, 4, 26, 66, 200, 4, agent_rewards=True)
@@ -25,34 +23,18 @@ def ddpg_config(**updates: Any) -> Config:
     return resolve("snakes_ddpg", "snakes", {**small, **updates})
 
 
-def make_ddpg(
-    dist: Dist | None = None, dtype: torch.dtype = torch.float64, seed: int = 0, **updates: Any
-) -> DDPGLearner:
-    """Return a warmed-up learner with a controller of its own; equal seeds give equal weights."""
-    torch.manual_seed(seed)
-    config = ddpg_config(**updates)
-    mac = MACS.get(config.mac)(config, INFO, torch.device("cpu"), None)
-    mac.agent.to(dtype)
-    learner: DDPGLearner = LEARNERS.get(config.learner)(mac, config, INFO, dist or Dist())
-    learner.warm_up()
-    return learner
+def make_ddpg(dist: Dist | None = None, dtype: torch.dtype = torch.float64, seed: int = 0, **updates: Any) -> Any:
+    """Return a warmed-up learner with its own controller; equal seeds give equal weights."""
+    return make_learner(ddpg_config(**updates), INFO, dist, dtype, seed)
 
 
 def random_steps(seed: int, count: int, length: int = 1, team: bool = False) -> list[dict[str, Tensor]]:
     """Return random episodes of `length` steps; every third one terminates. team: without rewards of single agents."""
-    rng = np.random.default_rng(seed)
-    out = []
+    rng, out = np.random.default_rng(seed), []
     for i in range(count):
-        rows = length + 1
-        ended = np.zeros(rows, np.uint8)
-        ended[:-1][-1:] = i % 3 == 0
-        arrays = {
-            "obs": rng.normal(size=(rows, 3, 26)).astype(np.float32),
-            "actions": rng.integers(4, size=(rows, 3)).astype(np.uint8),
-            "reward": rng.normal(size=rows).astype(np.float32),
-            "agent_reward": rng.normal(size=(rows, 3)).astype(np.float32),
-            "terminated": ended,
-            "action_probs": rng.random((rows, 3, 4)).astype(np.float32),
-        }
-        out.append({name: torch.from_numpy(value) for name, value in arrays.items() if not (team and "agent" in name)})
+        episode = random_episode(1000 * seed + i, length, truncated=i % 3 > 0, info=INFO)
+        episode["action_probs"] = torch.from_numpy(rng.random((length + 1, 3, 4))).float()
+        if not team:
+            episode["agent_reward"] = torch.from_numpy(rng.normal(size=(length + 1, 3))).float()
+        out.append(episode)
     return out

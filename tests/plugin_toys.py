@@ -1,11 +1,28 @@
-"""Another package with everything that docs/extending.md calls required, and the names of our own components."""
+"""Plug-ins: the example package in this process, a package with what is required and no more, and our own names."""
 
 from __future__ import annotations
 
+import sys
+import tomllib
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from omagd.utils.registry import Registry
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "omagd_example"
+CONFIGS = EXAMPLE / "omagd_example" / "config"
+
+
+def add_example() -> None:
+    """Register all components of the example package as its entry points do; may be called twice."""
+    if str(EXAMPLE) not in sys.path:
+        sys.path.insert(0, str(EXAMPLE))
+    groups = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
+    for package in ("envs", "learners", "controllers", "modules.mixers"):
+        points = groups[f"omagd.{package.removeprefix('modules.')}"]
+        import_module(f"omagd.{package}").REGISTRY._lazy.update(points)
+
 
 POINTS = """\
 [omagd.envs]

@@ -1,100 +1,107 @@
-"""Keys of learners, agents and mixers: `learner_args`, `agent_args`, `mixer_args`."""
+"""Keys of learners, agents and mixers (`mixer_args`, ...); QPLEX and MAPPO of the example package have some."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from command_budgets import BUDGETS
-from pydantic import BaseModel, ConfigDict, Field
+from interruption import interrupted_run
+from plugin_toys import CONFIGS, add_example
+from pydantic import BaseModel
+from q_toys import INFO, toy_config
+from run_equality import differences
 
 import omagd
+from omagd.config import loading
 from omagd.config.schema import COMPONENT_ARGS
-from omagd.learners import REGISTRY as LEARNERS
-from omagd.learners.nq_learner import NQLearner
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.rnn_agent import NRNNAgent
 from omagd.modules.mixers import REGISTRY as MIXERS
+from omagd.modules.mixers.mixer import MixerInputs, mix
 from omagd.modules.mixers.vdn import VDNMixer
 from omagd.run.checkpoint import resuming
 from omagd.run.cli.main import config_from, main
+from omagd.run.cli.preflight import preflight
+
+add_example()
+SIZES = "batch_size_run=2 batch_size=4 test_nepisode=2 rnn_hidden_dim=8 use_cuda=False".split()
 
 
-class ScaleArgs(BaseModel):
-    """Keys of the mixer below."""
+class NamesArgs(BaseModel, extra="forbid"):
+    """Keys of the agent below."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    factor: float = Field(default=1.0, gt=0.0)
-    shift: float = 0.0
     names: list[str] = []
+    scale: float = 1.0
 
 
-class ScaledVDN(VDNMixer):
-    """A sum that its own keys scale and shift."""
+class NamedAgent(NRNNAgent):
+    """An agent with keys."""
 
-    args_model = ScaleArgs
-
-    def __init__(self, config, info):
-        super().__init__(config, info)
-        self.args = ScaleArgs.model_validate(config.mixer_args)
-
-    def forward(self, agent_qs, state):
-        return super().forward(agent_qs, state) * self.args.factor + self.args.shift
+    args_model = NamesArgs
 
 
 class Unreadable(VDNMixer):
     """Its defaults cannot be read back from a file."""
 
-    class args_model(ScaleArgs):  # noqa: N801
+    class args_model(BaseModel, strict=True):  # noqa: N801
         pair: tuple[int, int] = (1, 2)
 
 
 @pytest.fixture
-def words(monkeypatch, tmp_path):
-    """Return the beginning of a command that uses both mixers' and an agent's keys."""
-    mixers = {**MIXERS._objects, "scaled": ScaledVDN, "unreadable": Unreadable}
-    monkeypatch.setattr(MIXERS, "_objects", mixers)
-    for registry, base in ((AGENTS, NRNNAgent), (LEARNERS, NQLearner)):
-        found = type("Scaled", (base,), {"args_model": ScaleArgs})
-        monkeypatch.setattr(registry, "_objects", {**registry._objects, "scaled": found})
-    (tmp_path / "mine.yaml").write_text("name: mine\nrun: default\nmixer: scaled\nmixer_args: {factor: 2}\n")
-    return [f"--config={tmp_path}/mine.yaml", "--env-config=matrix_game"]
+def words(monkeypatch):
+    """Return the beginning of a command; the example's presets are known by name, and so are the toys above."""
+    monkeypatch.setattr(MIXERS, "_objects", {**MIXERS._objects, "unreadable": Unreadable})
+    monkeypatch.setattr(AGENTS, "_objects", {**AGENTS._objects, "named": NamedAgent})
+    monkeypatch.setattr(loading, "config_dirs", lambda: [loading.HERE, CONFIGS])
+    return ["--config=qplex", "--env-config=matrix_game", "with", *SIZES]
 
 
 def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tmp_path):
-    given = ["with", "mixer_args.shift=5e-1", "agent=scaled", "agent_args={'names': ['a', 'b']}"]
-    given += ["learner=scaled", "learner_args={'shift': 3}"]
-    assert main([*words, "--dry-run", *given]) == 0
+    given = [*words, "mixer_args.hidden_dim=8", "agent=named", "agent_args={'names': ['a', 'b']}"]
+    assert main([*given, "--dry-run"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["mixer_args"] == {"factor": 2.0, "shift": 0.5, "names": []}
-    assert shown["learner_args"]["shift"] == 3.0
-    assert shown["agent_args"] == {"factor": 1.0, "shift": 0.0, "names": ["a", "b"]}
-    assert main([*words, "-F", f"{tmp_path}/sacred", *given, *BUDGETS, f"local_results_path={tmp_path}/runs"]) == 0
+    assert shown["mixer_args"] == {"n_heads": 4, "hidden_dim": 8}
+    assert shown["agent_args"] == {"names": ["a", "b"], "scale": 1.0}
+    assert main([*given, "-F", f"{tmp_path}/sacred", *BUDGETS, f"local_results_path={tmp_path}/runs"]) == 0
     (folder,) = (tmp_path / "runs").glob("*")
     saved, card = (json.loads((folder / name).read_text()) for name in ("config.json", "card.json"))
     assert saved["mixer_args"] == card["told"]["mixer_args"] == shown["mixer_args"]
     assert omagd.load_policy(folder)
     assert main(["evaluate", str(folder), "test_nepisode=2", "use_cuda=False"]) == 0
+    mappo = preflight(config_from(["--config=mappo", *words[1:], "learner_args.clip=5e-1"])).config
+    assert (mappo.learner_args["clip"], mappo.learner_args["epochs"], mappo.learner_args["gae_lambda"]) == (
+        0.5,
+        5,
+        0.95,
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        ("mixer_args.factr=3", ["mixer_args.factr", "mixer=scaled", "3", "'factor'?", "factor, names, shift"]),
-        ("mixer_args.factor=far", ["mixer_args.factor=far"]),
-        ("mixer_args.shift=1e999", ["mixer_args.shift=inf", "finite"]),
-        ("mixer_args.factor=-1", ["mixer_args.factor=-1", "more than 0"]),
+        ("mixer_args.n_head=3", ["mixer_args.n_head", "mixer=qplex", "3", "'n_heads'?", "hidden_dim, n_heads"]),
+        ("mixer_args.n_heads=far", ["mixer_args.n_heads=far"]),
+        ("mixer_args.n_heads=0", ["mixer_args.n_heads=0", "at least 1"]),
+        ("agent=named agent_args.scale=1e999", ["agent_args.scale=inf", "finite"]),
         ("mixer_args=3", ["mixer_args=3"]),
-        ("mixer=qmix", ["mixer_args.factor", "mixer=qmix", "takes none"]),
-        ("learner_args.clip=0.1", ["learner_args.clip", "0.1", "learner=nq_learner", "takes none"]),
-        ("mixer=unreadable", ["mixer_args.pair=[1, 2]"]),
+        ("mixer_args={n_heads:8}", ["mixer_args={n_heads:8}", "mixer_args.n_heads=8"]),
+        ("mixer=qmix", ["mixer_args.n_heads", "mixer=qmix", "qplex.yaml", "--config"]),
+        ("learner_args.clip=0.1", ["learner_args.clip", "0.1", "learner=nq_learner"]),
+        ("--config=qmix mixer=unreadable", ["mixer_args.pair=[1, 2]"]),
+        ("--config=soft_qmix mixer=qplex", ["mixer=qplex", "learner=soft_learner"]),
+        ("--config=soft_qmix mac=mappo_mac", ["mac=mappo_mac", "learner=mappo"]),
+        ("--config=mappo learner_args.clip=-1", ["learner_args.clip=-1", "more than 0"]),
     ],
 )
 def test_wrong_keys_of_components_are_rejected_in_one_line(words, capsys, tmp_path, given, parts):
-    assert main([*words, "with", given, f"local_results_path={tmp_path}/runs"]) == 2
+    assert main([*words, *given.split(), f"local_results_path={tmp_path}/runs"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert all(part in line for part in parts), line
+    assert [part for part in parts if part not in line] == [], line
     assert not (tmp_path / "runs").exists()
 
 
@@ -102,7 +109,58 @@ def test_keys_of_components_make_another_run_and_empty_ones_that_of_earlier_vers
     hashed, dumps = [], json.dumps
     monkeypatch.setattr(json, "dumps", lambda value, **options: hashed.append(value) or dumps(value, **options))
     config = config_from(words)
-    others = [config.model_copy(update={"mixer_args": values}) for values in ({}, {"factor": 2}, {"factor": 3})]
+    others = [config.model_copy(update={"mixer_args": values}) for values in ({}, {"n_heads": 2}, {"n_heads": 3})]
     assert len({*map(resuming.identity_of, others)}) == 3
     found = [next(value for value in hashed if value.get("mixer_args", {}) == other.mixer_args) for other in others]
     assert [set(COMPONENT_ARGS) & value.keys() for value in found] == [set(), {"mixer_args"}, {"mixer_args"}]
+
+
+def test_qplex_is_maximal_only_at_the_agents_greedy_actions():
+    torch.manual_seed(0)
+    config = toy_config(mixer="qplex", mixer_args={"n_heads": 2, "hidden_dim": 8})
+    mixer = MIXERS.get("qplex")(config, INFO).double()
+    joint_actions = torch.tensor(list(itertools.product(range(INFO.n_actions), repeat=INFO.n_agents)))
+    for _ in range(20):
+        q, state = torch.randn(INFO.n_agents, INFO.n_actions).double(), torch.randn(INFO.state_dim).double()
+        available = torch.rand(INFO.n_agents, INFO.n_actions) < 0.6
+        available[:, 0] = True
+        allowed = joint_actions[available.gather(1, joint_actions.t()).all(0)]
+        rows = len(allowed)
+        inputs = (q.expand(rows, -1, -1), allowed, available.expand(rows, -1, -1), state.expand(rows, -1))
+        joint = mix(mixer, MixerInputs(*inputs))
+        best = q.masked_fill(~available, -torch.inf).argmax(-1)
+        assert torch.equal(allowed[joint.argmax()], best) and (joint == joint.max()).sum() == 1
+
+
+def climbing_error(mixer: str) -> float:
+    """Return the mean squared error of the joint values of a game that no monotonic mixer can represent."""
+    payoff = torch.tensor([[11.0, -30.0, 0.0], [-30.0, 7.0, 6.0], [0.0, 0.0, 5.0]])  # Claus and Boutilier 1998
+    torch.manual_seed(1)
+    info = type(INFO)("climbing", "", 2, 3, 2, 1, 1)
+    mixing = MIXERS.get(mixer)(toy_config(mixer=mixer, mixing_embed_dim=8), info)
+    q = torch.zeros(2, 3, requires_grad=True)
+    actions = torch.tensor(list(itertools.product(range(3), repeat=2)))
+    optimizer = torch.optim.Adam([q, *mixing.parameters()], lr=0.02)
+    for _ in range(1500):
+        joint = mix(mixing, MixerInputs(q.expand(9, -1, -1), actions, torch.ones(9, 2, 3), torch.ones(9, 1)))
+        error = (joint - payoff[actions[:, 0], actions[:, 1]]).square().mean()
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+    return error.item()
+
+
+def test_qplex_represents_a_game_that_qmix_cannot():
+    assert climbing_error("qplex") < 1.0 < 10.0 < climbing_error("qmix")
+
+
+def test_qplex_trains_and_resumes_bit_for_bit(words, tmp_path):
+    more = "t_max=120 test_interval=1000 log_interval=24 learner_log_interval=24 checkpoint_interval=0".split()
+    command = [*words, "--env-config=crossroads", *more, "auto_resume=True"]
+    whole, cut = (config_from([*command, f"local_results_path={tmp_path}/{name}"]) for name in "ab")
+    summary = omagd.run(whole)
+    interrupted_run(preflight(cut).config, 3)
+    folders = [Path(one["folder"]) for one in (summary, omagd.run(cut))]
+    assert differences(*folders) == []
+    assert any(json.loads(line).get("loss_td") for line in (folders[0] / "metrics.jsonl").open())
+    assert len(list((tmp_path / "b").glob("*"))) == 1, "continued, not begun again"

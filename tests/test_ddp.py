@@ -8,9 +8,8 @@ import pytest
 import torch
 from ddp_harness import run_ranks
 from ddpg_toys import ddpg_config, make_ddpg, random_steps
-from example_plugins import add_example
 from graph_toys import graph_learner, toy_episodes
-from plugin_toys import own_names
+from plugin_toys import add_example, own_names
 from q_toys import GRAPH, copy_learner, equal, gradients_of, make_learner, random_episode, state_of, toy_config
 
 from omagd.learners import REGISTRY as LEARNERS

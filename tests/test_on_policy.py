@@ -9,22 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_harness import records
 from ddp_harness import run_ranks
-from example_plugins import CONFIGS, add_example
 from interruption import interrupted_run, stage_of
-from q_toys import INFO, random_episode
+from plugin_toys import CONFIGS, add_example
+from q_toys import make_learner, random_episode
 from run_equality import differences
 
 import omagd
 from omagd.components.data import OnPolicyData
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
-from omagd.controllers import REGISTRY as MACS
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.run.cli.listing import facts
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import replay_bytes
+from omagd.run.training import device
 from omagd.run.training.loop import fit
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -32,6 +33,7 @@ from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
 add_example()
 torch.set_num_threads(1)
+SIZES = {"batch_size_run": 3, "batch_size": 4}
 SMALL = {"use_cuda": False, "rnn_hidden_dim": 8, "test_nepisode": 4, "checkpoint_interval": 0, "log_interval": 60}
 
 
@@ -50,15 +52,6 @@ def episodes_of(*lengths: int) -> list[RecordedEpisode]:
         fields["log_prob"] = -fields["avail_actions"].sum(-1).float().log()
         made.append(RecordedEpisode(fields, EpisodeMeta(slot=i % 2, seed=i)))
     return made
-
-
-def learner_of(config: Config, dist: Dist | None = None) -> Any:
-    """Return a MAPPO learner of 64-bit floats; the same weights on every call."""
-    torch.manual_seed(0)
-    mac = MACS.get(config.mac)(config, INFO, torch.device("cpu"))
-    learner = LEARNERS.get(config.learner)(mac, config, INFO, dist or Dist())
-    learner.warm_up()
-    return learner
 
 
 def test_a_batch_holds_the_quota_and_is_forgotten():
@@ -85,27 +78,14 @@ def test_minibatches_keep_rows_and_origin_of_their_episodes():
     assert all(torch.equal(part[name], expected[name]) for name in expected.data)
 
 
-def played_and_learned(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[EpisodeMeta]], Path, dict]:
-    """Run; return the episodes of each update, the run's folder and its summary."""
-    learned: list[list[EpisodeMeta]] = []
-    kind = LEARNERS.get("mappo")
-    update = kind.update
-
-    def recorded(self, batch, *, episodes):
-        learned.append(list(batch.meta))
-        return update(self, batch, episodes=episodes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "update", recorded)
-        summary = omagd.run(config)
-    return learned, Path(summary["folder"]), summary
-
-
 @pytest.mark.parametrize(("runner", "tests"), [("parallel", 10**6), ("stream", 100), ("episode", 100)])
 def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, monkeypatch):
     """Also those in flight when a test begins; the batch needs more than one round of the runner."""
-    sizes = {"batch_size_run": 3, "batch_size": 4, "runner": runner, "t_max": 300, "test_interval": tests}
-    learned, folder, summary = played_and_learned(config_of(tmp_path, **sizes), monkeypatch)
+    kind, learned = LEARNERS.get("mappo"), []
+    update = kind.update
+    monkeypatch.setattr(kind, "update", lambda *args, **more: learned.append(args[1].meta) or update(*args, **more))
+    summary = omagd.run(config_of(tmp_path, **SIZES, runner=runner, t_max=300, test_interval=tests))
+    folder = Path(summary["folder"])
     seeds = [meta.seed for batch in learned for meta in batch]
     played = [json.loads(line)["seed"] for line in (folder / "episodes" / "rank_0.jsonl").read_text().splitlines()]
     left = len(played) - len(seeds)
@@ -116,72 +96,62 @@ def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, mon
     clock = summary["stages"]["stage3"]["clock"]
     assert clock["updates"] == 10 * len(learned) and clock["episodes"] == len(played)
     assert summary["updates_per_iteration"] == summary["card"]["compared"]["updates_per_round"] == 10
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = records(folder)
     assert not any("epsilon" in line for line in lines) and any(line.get("loss_ppo") for line in lines)
     assert "10 update(s) per on-policy batch" in (folder / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.parametrize("runner", ["parallel", "stream"])
 def test_it_resumes_bit_for_bit(runner, tmp_path):
-    sizes = {"batch_size_run": 3, "batch_size": 4, "runner": runner, "t_max": 400, "test_interval": 100}
+    sizes = {**SIZES, "runner": runner, "t_max": 400, "test_interval": 100}
     whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
     given = config_of(tmp_path / "cut", auto_resume=True, **sizes)
-    pending = []
-    for iteration in (2, 3, 5):
-        _, stage = interrupted_run(given, iteration)
-        pending.append(len(stage.data.buffer))
-    summary = launch(given, "cut")
-    assert differences(Path(whole), Path(summary["folder"])) == []
+    pending = [len(interrupted_run(given, iteration)[1].data.buffer) for iteration in (2, 3, 5)]
+    assert differences(Path(whole), Path(launch(given, "cut")["folder"])) == []
     assert any(pending) is (runner == "stream"), "episodes that a test had finished are in the checkpoint"
 
 
 def test_mappo_learns_to_take_turns(tmp_path):
     config = config_of(tmp_path, t_max=6000, test_nepisode=64, test_interval=10**6, lr=0.005, rnn_hidden_dim=32)
     summary = omagd.run(config.model_copy(update={"checkpoint_interval": 1000.0}))
-    first, *_ = (json.loads(line) for line in (Path(summary["folder"]) / "metrics.jsonl").open())
+    first = records(Path(summary["folder"]))[0]
     assert first["test_return_mean"] < 4 and summary["stages"]["stage3"]["values"]["test_return_mean"] > 6.5
 
 
-def test_advantages_are_gae_and_the_first_ratio_is_one():
-    learner = learner_of(config_of(learner_args={"epochs": 1, "gae_lambda": 0.7, "clip": 1e-6}))
-    learner.critic.double()
-    episodes = [RecordedEpisode({**e, "state": e["state"].double()}, e.meta) for e in episodes_of(5, 3)]
+def test_advantages_are_gae():
+    learner = make_learner(config_of(learner_args={"gae_lambda": 0.7}))
+    episodes = episodes_of(5, 3)
     batch = learner._with_advantages(pack_episodes(episodes))
     raw = []
-    for place, episode in enumerate(episodes):
-        value = learner.critic(episode["state"]).squeeze(-1).detach()
-        reward, ended, total = episode["reward"], episode["terminated"], 0.0
-        advantage = torch.zeros(len(reward), dtype=torch.float64)
+    for episode in episodes:
+        value = learner.critic(episode["state"]).squeeze(-1).tolist()
+        reward, ended = episode["reward"].tolist(), episode["terminated"].tolist()
+        advantage = [0.0] * len(reward)
         for t in reversed(range(len(reward) - 1)):  # Schulman et al. 2016, equation 16
-            delta = reward[t] + 0.99 * (1 - ended[t].double()) * value[t + 1] - value[t]
-            advantage[t] = total = delta + 0.99 * 0.7 * (1 - ended[t].double()) * total
-        raw.append((place, advantage[:-1]))
-    flat = torch.cat([advantage for _, advantage in raw])
-    for place, advantage in raw:
+            delta = reward[t] + 0.99 * (1 - ended[t]) * value[t + 1] - value[t]
+            advantage[t] = delta + 0.99 * 0.7 * (1 - ended[t]) * advantage[t + 1]
+        raw.append(advantage[:-1])
+    flat = np.concatenate(raw)
+    for place, advantage in enumerate(raw):
         row = batch.packing.episode == batch.sample_index.index(place)
-        wanted = (advantage - flat.mean()) / flat.std(correction=0)
-        torch.testing.assert_close(batch["advantage"][row][:-1], wanted, rtol=1e-5, atol=1e-6)
+        wanted = (advantage - flat.mean()) / flat.std()
+        np.testing.assert_allclose(batch["advantage"][row][:-1], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_what_acting_stored_is_what_learning_computes(tmp_path):
-    config = config_of(tmp_path, t_max=1)
-    stage = stage_of(config, tmp_path / "run")
+    stage = stage_of(config_of(tmp_path), tmp_path / "run")
     rollout = stage.session.runners["train"].collect(stage.mac, explore=stage._exploration())
     batch = pack_episodes(rollout.episodes)
-    module = __import__("omagd_example.mappo", fromlist=["log_softmax"])
     with torch.no_grad():
         logits = stage.mac.agent(stage.mac.inputs(batch), batch.packing)
-    chosen = module.log_softmax(logits, batch["avail_actions"].bool()).gather(-1, batch["actions"].long()[..., None])
-    taken = batch.valid_mask
+    available, actions, taken = batch["avail_actions"].bool(), batch["actions"].long()[..., None], batch.valid_mask
+    chosen = logits.masked_fill(~available, -torch.inf).log_softmax(-1).gather(-1, actions)
     torch.testing.assert_close(chosen[taken].squeeze(-1), batch["log_prob"][taken], rtol=1e-4, atol=1e-5)
-    assert (batch["avail_actions"].gather(-1, batch["actions"].long()[..., None])[taken] == 1).all()
+    assert available.gather(-1, actions)[taken].all()
     stage.session.close()
 
 
-def after_updates(learner: Any, batches: list[list[Any]]) -> list[torch.Tensor]:
-    """Return all weights after an update on each batch."""
-    for episodes in batches:
-        learner.update(pack_episodes(episodes), episodes=0)
+def weights(learner: Any) -> list[torch.Tensor]:
     return [value for module in learner.modules().values() for value in module.state_dict().values()]
 
 
@@ -189,27 +159,22 @@ BATCHES = [episodes_of(9, 4, 4, 1, 7, 2, 5), episodes_of(3, 6, 1)]  # more minib
 ARGS = {"epochs": 3, "minibatches": 3}
 
 
-def rank_updates(rank: int, dist: Dist, accumulate: int) -> list[torch.Tensor]:
-    config = config_of(learner_args=ARGS, accumulate=accumulate, batch_size=8)
-    return after_updates(learner_of(config, dist), [batch[rank :: dist.world_size] for batch in BATCHES])
+def updated(dist: Dist, accumulate: int, batches: int = len(BATCHES)) -> list[torch.Tensor]:
+    """Return the weights after updates on this rank's share of the batches."""
+    learner = make_learner(config_of(learner_args=ARGS, accumulate=accumulate), dist=dist)
+    for batch in BATCHES[:batches]:
+        learner.update(pack_episodes(batch[dist.rank :: dist.world_size]), episodes=0)
+    return weights(learner)
 
 
-def run_two(rank: int, dist: Dist, folder: str) -> tuple[list[torch.Tensor], dict[str, int], list[int]]:
-    """Return weights, clock and episodes per update of one of two ranks of a run, whose batches are uneven."""
-    config = config_of(folder, runner="stream", batch_size_run=3, batch_size=4, t_max=300, test_interval=150)
-    stage = stage_of(config, Path(folder) / "run", dist)
-    sizes, update = [], stage.learner.update
-    stage.learner.update = lambda batch, episodes: (  # type: ignore[method-assign]
-        sizes.append(batch.packing.n_episodes) or update(batch, episodes=episodes)
+def of_two(rank: int, dist: Dist, folder: str) -> tuple[Any, ...]:
+    """Return one rank's weights after updates; and after a run with uneven batches its weights, clock and updates."""
+    stage = stage_of(
+        config_of(folder, **SIZES, runner="stream", t_max=300, test_interval=150), Path(folder) / "run", dist
     )
     fit(stage)
     stage.session.close()
-    tensors = [value for module in stage.learner.modules().values() for value in module.state_dict().values()]
-    return tensors, stage.clock.state_dict(), sizes
-
-
-def both(rank: int, dist: Dist, folder: str) -> tuple[Any, Any]:
-    return rank_updates(rank, dist, 2), run_two(rank, dist, folder)
+    return updated(dist, 2), weights(stage.learner), stage.clock.state_dict(), stage.learner.updates
 
 
 def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -219,14 +184,12 @@ def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.processes
 def test_two_ranks_equal_one_and_parts_equal_the_whole(tmp_path):
     """Uneven batches, a minibatch without an episode of one rank, and both ranks of a run hold the same weights."""
-    alone = rank_updates(0, Dist(), 1)
-    assert close(alone, rank_updates(0, Dist(), 3))
-    start = after_updates(learner_of(config_of(learner_args=ARGS, batch_size=8)), [])
-    assert not close(alone, start)
-    (one, mine), (two, theirs) = run_ranks(both, str(tmp_path))
+    alone = updated(Dist(), 1)
+    assert close(alone, updated(Dist(), 3)) and not close(alone, updated(Dist(), 1, batches=0))
+    (one, mine, *counts), (two, theirs, *same) = run_ranks(of_two, str(tmp_path))
     assert all(map(torch.equal, one, two)) and close(alone, one)
-    assert all(map(torch.equal, mine[0], theirs[0])) and mine[1] == theirs[1]
-    assert len(mine[2]) == len(theirs[2]) == mine[1]["updates"] / 10 > 1
+    assert all(map(torch.equal, mine, theirs)) and counts == same
+    assert counts[0]["updates"] == counts[1] > 10
 
 
 @pytest.mark.parametrize(
@@ -238,12 +201,15 @@ def test_two_ranks_equal_one_and_parts_equal_the_whole(tmp_path):
         ({"runner": "ticks"}, ["runner=ticks", "runner=parallel"]),
         ({"learner_args": {"clipp": 1}}, ["learner_args.clipp", "clip"]),
         ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
+        ({"batch_size": 200, "t_max": 199}, ["batch_size=200", "t_max=199"]),
+        ({"batch_size": 5, "max_episodes": 4}, ["batch_size=5", "max_episodes=4"]),
+        ({"precision": "bf16"}, ["precision=bf16", "learner=mappo", "precision=float32"]),
     ],
 )
-def test_keys_without_a_meaning_are_rejected(updates, words):
-    config = config_of()
+def test_values_that_mean_nothing_to_the_learner_are_rejected(updates, words, monkeypatch):
+    monkeypatch.setattr(device, "check_bf16", lambda *_: None)  # whatever this processor supports
     with pytest.raises(UserError) as caught:
-        preflight(config.model_copy(update=updates))
+        preflight(config_of().model_copy(update=updates))
     assert [word for word in words if word not in caught.value.render()] == []
 
 

@@ -108,7 +108,7 @@ def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> C
             args = typed_args(section, owner, model, given)
         except UserError as error:
             origin = _set_by(config, section, set(given) - set(model.model_fields))
-            raise UserError(error.message + origin, *error.help_lines) from None
+            raise UserError(error.message + origin) from None
         values = _as_json(section, args)
         typed_args(section, owner, model, values)  # as config.json will hold them
         complete[section] = values
