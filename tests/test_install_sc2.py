@@ -29,34 +29,18 @@ class Files(http.server.BaseHTTPRequestHandler):
     """Serves `server.files`, with ranges; records the requests."""
 
     def do_GET(self):
-        body, start = self.server.files.get(self.path), 0
-        wanted = self.headers.get("Range", "")
+        body, wanted = self.server.files[self.path], self.headers.get("Range", "")
         self.server.asked.append((self.path, wanted))
-        if body is None:
-            return self.send_error(404)
-        if wanted.startswith("bytes=") and self.server.ranges:
-            start = int(wanted[6:].split("-")[0])
+        start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted and self.server.ranges else 0
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
         self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()
         self.wfile.write(body[start:])
-        return None
 
     def log_message(self, *args):
         pass
-
-
-@pytest.fixture
-def server():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files)
-    server.files, server.asked, server.ranges = {}, [], True
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 def archive(folder: Path, build: int = 75689) -> bytes:
@@ -70,9 +54,9 @@ def archive(folder: Path, build: int = 75689) -> bytes:
 
 
 class Site:
-    """A server with a game and two maps, and a copy of the script with a list of their checksums."""
+    """Files of a game and two maps for a server, and a copy of the script with a list of their checksums."""
 
-    def __init__(self, server, folder: Path) -> None:
+    def __init__(self, server: http.server.HTTPServer, folder: Path) -> None:
         self.server, self.home, self.repo = server, folder / "home", folder / "repo"
         self.home.mkdir()
         (self.repo / "scripts").mkdir(parents=True)
@@ -85,29 +69,33 @@ class Site:
         self.listed.write_text(f"# of another game\n{'0' * 64} SC2.zip\n")
         self.body = archive(folder)
         self.total = hashlib.sha256(self.body).hexdigest()
-        server.files = {**self.maps, "/SC2.4.10.zip": self.body}
+        server.files, server.asked, server.ranges = {**self.maps, "/SC2.4.10.zip": self.body}, [], True
+        self.url = f"http://127.0.0.1:{server.server_port}"
         self.game = self.home / "StarCraftII"
         self.program = self.game / "Versions" / "Base75689" / "SC2_x64"
 
     def install(self, *options: str, url: str = "", **variables: str) -> subprocess.CompletedProcess:
         """Run the script; with the password if there are no options."""
-        url, options = url or self.server.url, options or ("--password", PASSWORD)
-        env = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(self.home),
-            "SC2_GAME_URL": url,
-            "SC2_MAPS_URL": url,
-            **variables,
-        }
-        command = ["bash", str(self.repo / "install_sc2.sh"), *(option for option in options if option)]
+        url, options = url or self.url, options or ("--password", PASSWORD)
+        env = {"PATH": os.environ["PATH"], "HOME": str(self.home), "SC2_GAME_URL": url, "SC2_MAPS_URL": url}
+        command = ["bash", str(self.repo / "install_sc2.sh"), *filter(None, options)]
         return subprocess.run(
             command, env=env | variables, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
         )
 
+    def rejected(self, code: int, *words: str, options: tuple[str, ...] = (), **how: str) -> list[str]:
+        """Run the script and return its messages, which hold these words; it must end with that exit code."""
+        done = self.install(*options, **how)
+        assert done.returncode == code and [word for word in words if word not in done.stderr] == [], done.stderr
+        return done.stderr.splitlines()
+
 
 @pytest.fixture
-def site(server, tmp_path) -> Site:
-    return Site(server, tmp_path)
+def site(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield Site(server, tmp_path)
+        server.shutdown()
 
 
 def test_game_and_maps_are_downloaded_once(site):
@@ -141,75 +129,57 @@ def test_maps_only_replaces_a_wrong_map_and_keeps_a_copy(site):
     assert (folder / "8m.SC2Map.old").read_bytes() == b"another"
 
 
-def test_a_network_error_is_one_line(site):
+def test_mistakes_and_network_errors_are_one_line(site):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        done = site.install("--maps-only", url=f"http://127.0.0.1:{nobody.getsockname()[1]}")
-    assert done.returncode == 3
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: cannot fetch http://127.0.0.1") and "connect" in line
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        (line,) = site.rejected(3, "connect", options=("--maps-only",), url=url)
+        assert line.startswith(f"error: cannot fetch {url}")
+    for options, words in (
+        (("--verison", "4.10"), ("--verison", "--help")), (("--version", "5.0"), ("5.0", "4.10", "4.6.2")),
+        (("",), ("license", "--password")),
+    ):  # fmt: skip
+        assert len(site.rejected(2, *words, options=options)) == 1
+    assert site.server.asked == []
 
 
 def test_wrong_files_are_rejected(site):
-    done = site.install("--password", PASSWORD, "--sha256", "0" * 64)
-    assert done.returncode == 4 and len(done.stderr.splitlines()) == 2 and "sha256" in done.stderr
-    done = site.install("--password", "no")
-    assert done.returncode == 4 and "password" in done.stderr
-    assert not site.game.exists()
-    site.server.files = {path: body + b"!" for path, body in site.maps.items()}
-    done = site.install("--maps-only")
-    assert done.returncode == 4 and "published" in done.stderr
-    assert not list(site.game.rglob("*.SC2Map"))
-
-
-def test_the_archive_must_be_the_published_one(site):
+    assert len(site.rejected(4, "sha256", options=("--password", PASSWORD, "--sha256", "0" * 64))) == 2
+    site.rejected(4, "password", options=("--password", "no"))
     site.listed.write_text(f"# somebody\n{'1' * 64} SC2.4.10.zip\n")
-    done = site.install()
-    assert done.returncode == 4 and len(done.stderr.splitlines()) == 2
-    assert f"not {'1' * 64} (scripts/sc2_archives.txt)" in done.stderr and f"--sha256 {site.total}" in done.stderr
-    assert not site.game.exists()
-    site.listed.write_text(f"{site.total} SC2.4.10.zip\n")
-    done = site.install()
-    assert done.returncode == 0 and f"{site.total}, equal to scripts/sc2_archives.txt" in done.stdout
+    lines = site.rejected(4, f"not {'1' * 64} (scripts/sc2_archives.txt)", f"--sha256 {site.total}")
+    assert len(lines) == 1 and not site.game.exists()
+    site.server.files = {path: body + b"!" for path, body in site.maps.items()}
+    site.rejected(4, "published", options=("--maps-only",))
+    assert not list(site.game.rglob("*.SC2Map"))
 
 
 def test_checksums_of_the_first_installation_are_recorded_and_checked_later(site):
     """The archive when it is downloaded again, the program at every call; --sha256 accepts another archive."""
-    done = site.install()
-    assert f"archive sha256 {site.total}, recorded" in done.stdout
-    own, record = hashlib.sha256(site.program.read_bytes()).hexdigest(), site.game / "omagd_sha256.txt"
+    own, record = hashlib.sha256(b"#!/bin/sh\n").hexdigest(), site.game / "omagd_sha256.txt"
+    assert f"archive sha256 {site.total}, recorded" in site.install().stdout
     wanted = [f"{site.total}  SC2.4.10.zip", f"{own}  Versions/Base75689/SC2_x64"]
     assert record.read_text().splitlines() == wanted
     site.program.write_text("#!/bin/sh\necho another\n")
-    done = site.install("")
-    assert done.returncode == 4 and f"not {own}" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert len(site.rejected(4, f"not {own}", options=("",))) == 1
     shutil.rmtree(site.game / "Versions")
     other = site.server.files["/SC2.4.10.zip"] = site.body + b"\0"
-    done = site.install()
-    assert done.returncode == 4 and f"not {site.total} ({record}, recorded" in done.stderr
+    site.rejected(4, f"not {site.total} ({record}, recorded")
     assert not site.program.exists()
-    sum_of_other = hashlib.sha256(other).hexdigest()
-    done = site.install("--password", PASSWORD, "--sha256", sum_of_other)
+    total = hashlib.sha256(other).hexdigest()
+    done = site.install("--password", PASSWORD, "--sha256", total)
     assert done.returncode == 0, done.stderr
-    assert f"{sum_of_other}  SC2.4.10.zip" in record.read_text() and site.install("").returncode == 0
-
-
-def test_wrong_options_are_one_line(site):
-    for options, words in (
-        (["--verison", "4.10"], ["--verison", "--help"]), (["--version", "5.0"], ["5.0", "4.10", "4.6.2"]),
-        ([""], ["license", "--password"]),
-    ):  # fmt: skip
-        done = site.install(*options)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and site.server.asked == []
-        assert [word for word in words if word not in done.stderr] == []
+    assert f"{total}  SC2.4.10.zip" in record.read_text() and site.install("").returncode == 0
+    shutil.rmtree(site.game)
+    site.listed.write_text(f"{total} SC2.4.10.zip\n")
+    assert f"{total}, equal to scripts/sc2_archives.txt" in site.install().stdout
 
 
 def test_a_second_version_needs_its_own_folder(site, tmp_path):
     site.server.files["/SC2.4.6.2.69232.zip"] = archive(tmp_path, 69232)
     site.program.parent.mkdir(parents=True)
     options = ("--version", "4.6.2", "--password", PASSWORD)
-    rejected = site.install(*options)
-    assert rejected.returncode == 2 and "SC2PATH=" in rejected.stderr
+    site.rejected(2, "SC2PATH=", options=options)
     assert site.install(*options, SC2PATH=str(site.home / "other")).returncode == 0
     assert (site.home / "other" / "Versions" / "Base69232" / "SC2_x64").is_file()
 

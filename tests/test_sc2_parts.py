@@ -1,4 +1,4 @@
-"""Parts of `sc2` without a game: messages, frames, ports, terrain, versions, files, SMAC's script."""
+"""Parts of `sc2` without a game: messages, frames, ports, temporary folders, terrain, versions, sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +16,10 @@ import sc2_stand_in
 from sc2_stand_in.wire import Connection
 
 from omagd.envs.battle.args import SmacArgs
-from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.maps import MAPS
-from omagd.envs.battle.units import UNIT_ID
+from omagd.envs.sc2.backend import GameBackend
 from omagd.envs.sc2.client import Disconnected, Wire, frame, sc_pb
-from omagd.envs.sc2.heuristic import Heuristic
+from omagd.envs.sc2.game import Game, GameLost
 from omagd.envs.sc2.install import build_of, read_terrain
 from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
 from omagd.envs.sc2.sc2_env import SC2Env
@@ -50,10 +50,8 @@ def served(serve):
     with socket.create_server((HOST, 0)) as listener:
 
         def accept():
-            connection = Connection(listener.accept()[0])
-            with contextlib.suppress(Exception):
-                serve(connection)
-            connection.close()
+            with listener.accept()[0] as sock, contextlib.suppress(Exception):
+                serve(Connection(sock))
 
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
@@ -69,7 +67,7 @@ def test_messages_of_all_sizes_are_sent_together():
 
     def echo(connection):
         for _ in sent:
-            connection.send(connection.receive())
+            connection.answer(connection.receive())
 
     with served(echo) as wire:
         # The other end answers while it still reads: send from another thread, as the kernel's buffers are finite.
@@ -79,10 +77,11 @@ def test_messages_of_all_sizes_are_sent_together():
 
 def test_fragments_pings_silence_and_the_end():
     def speak(connection):
-        sock = connection._sock
-        sock.sendall(b"\x02\x03abc" + b"\x89\x02hi" + b"\x80\x03def")
-        assert connection._frame()[1:] == (10, b"hi")
+        connection.sock.sendall(b"\x02\x03abc" + b"\x89\x02hi" + b"\x80\x03def")
+        pongs.append(connection.recv_frame().data)
         connection.receive()
+
+    pongs = []
 
     with served(speak) as wire:
         assert wire.receive() == b"abcdef"
@@ -91,48 +90,33 @@ def test_fragments_pings_silence_and_the_end():
         wire.send(frame(b"go"))
         with pytest.raises(Disconnected):
             wire.receive()
+    assert pongs == [b"hi"]
 
 
-class Says:
-    """A wire that answers with messages given beforehand."""
-
-    def __init__(self, *messages):
-        self._left = list(messages)
-
-    def send(self, frames):
-        pass
-
-    def receive(self):
-        return self._left.pop(0)
-
-
-@pytest.mark.parametrize("garbled", [0, 1, 2])
-def test_each_answer_of_a_step_is_decoded(garbled):
-    """Action, step, observation: one that is no message is a fault, though only the last is read."""
-    from omagd.envs.sc2.game import Game, GameLost
-
-    messages = [sc_pb.Response(status=sc_pb.in_game, observation=sc_pb.ResponseObservation()).SerializeToString()] * 3
+def game_that_answers(*messages):
+    """Return a connected game that answers with these messages."""
+    answers = iter(messages)
     game = object.__new__(Game)
-    game._wire = Says(*messages)
+    game._wire = SimpleNamespace(send=lambda frames: None, receive=lambda: next(answers))
+    return game
+
+
+def test_all_answers_of_a_step_must_be_messages_and_complete():
+    """Action, step, observation: an answer that cannot be decoded is a fault, though only the last is read."""
+    empty = sc_pb.Response(status=sc_pb.in_game)
+    good = sc_pb.Response(status=sc_pb.in_game, observation=sc_pb.ResponseObservation()).SerializeToString()
+    game = game_that_answers(good, good, good)
     assert game.exchange(b"", 3).HasField("observation") and game.in_game
-    messages[garbled] = b"\x0a\xff\xff\xff\xff\x0f"
-    game._wire = Says(*messages)
-    with pytest.raises(GameLost, match="cannot be decoded"):
-        game.exchange(b"", 3)
-
-
-def test_incomplete_answers_are_faults():
-    from omagd.envs.sc2.backend import GameBackend
-    from omagd.envs.sc2.game import Game, GameLost
-
-    game, empty = object.__new__(Game), sc_pb.Response(status=sc_pb.in_game)
-    game._wire = Says(*[empty.SerializeToString()] * 2)
+    for garbled in range(3):
+        answers = [good] * garbled + [b"\x0a\xff\xff\xff\xff\x0f"] + [good] * (2 - garbled)
+        with pytest.raises(GameLost, match="cannot be decoded"):
+            game_that_answers(*answers).exchange(b"", 3)
     with pytest.raises(GameLost, match="game_info is empty"):
-        game.ask(game_info=sc_pb.RequestGameInfo())
+        game_that_answers(empty.SerializeToString()).ask(game_info=sc_pb.RequestGameInfo())
     backend = GameBackend(MAPS["3m"], SmacArgs())
     backend.game = game
     with pytest.raises(GameLost, match="no observation"):
-        backend._listed(game.exchange(b"", 1))
+        backend._listed(empty)
 
 
 def test_claimed_ports_differ():
@@ -144,15 +128,11 @@ def test_claimed_ports_differ():
                 pass
 
 
-def test_folders_of_dead_owners_are_removed(monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_folders_of_dead_owners_are_removed(sc2_game):
     code = (
-        "import os\nfrom omagd.envs.sc2.resources import Scratch\n"
-        "place = Scratch(); print(place.path, flush=True); os._exit(1)"
+        "import os; from omagd.envs.sc2.resources import Scratch as S; s = S(); os.write(1, bytes(s.path)); os._exit(1)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    left = done.stdout.strip()
+    left = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False).stdout
     assert os.path.isdir(left)
     mine, other = Scratch(), Scratch()
     assert not os.path.exists(left) and mine.path.is_dir() and other.path.is_dir()
@@ -183,23 +163,21 @@ def test_terrain_is_indexed_by_x_and_y(bits):
     assert terrain.playable == (1, 0, 0, 15)
 
 
-def test_versions_are_found_or_reported(monkeypatch, tmp_path):
-    monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "SC2")))
-    sc2_stand_in.install(tmp_path / "SC2", "4.6.2")
+def test_versions_and_maps_are_found_or_reported(sc2_game):
+    sc2_stand_in.install(sc2_game, "4.6.2")
     assert build_of(None) == build_of("latest") == build_of("4.10") == 75689 and build_of("4.6.2") == 69232
     with pytest.raises(UserError, match="no version"):
         build_of("4.10.99")
     with pytest.raises(UserError, match="Base70154.*there: Base69232 Base75689"):
         build_of("4.7.0")
-    SC2Env(SmacArgs(game_version="4.6.2"))  # starts nothing
-    assert sc2_stand_in.running(tmp_path / "SC2") == []
-    (tmp_path / "SC2" / "Maps" / "SMAC_Maps" / "8m.SC2Map").unlink()
+    SC2Env(SmacArgs(game_version="4.6.2"))
+    assert sc2_stand_in.running(sc2_game) == []
+    (sc2_game / "Maps" / "SMAC_Maps" / "8m.SC2Map").unlink()
     with pytest.raises(UserError, match="8m.*--maps-only"):
         SC2Env(SmacArgs(map_name="8m"))
 
 
-def test_sizes_are_known_before_the_game_starts(monkeypatch, tmp_path):
-    monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "SC2")))
+def test_sizes_are_known_before_the_game_starts(sc2_game):
     for map_name, spec in MAPS.items():
         facts = SC2Env(SmacArgs(map_name=map_name)).get_env_info()
         assert sum(facts["state_component"]) == facts["state_shape"]
@@ -207,37 +185,3 @@ def test_sizes_are_known_before_the_game_starts(monkeypatch, tmp_path):
         assert facts["map_type"] == spec.map_type and facts["map_name"] == map_name
         (enemies, dim), (allies, _) = facts["obs_component"][1:3]
         assert (enemies, allies + 1) == (facts["n_enemies"], facts["n_agents"]) and dim >= 4
-
-
-def scene(types: list[str], places: list[tuple[float, float]], health: list[float]) -> Units:
-    x, y = (np.array([[place[axis] for place in places]], np.float32) for axis in (0, 1))
-    points = np.array([health], np.float32)
-    zero, full = np.zeros_like(x), np.full_like(x, 50.0)
-    kinds = np.array([[UNIT_ID[name] for name in types]], np.int16)
-    return Units(x, y, points, full, zero, zero, zero, zero, kinds, points > 0)
-
-
-FIELD = Terrain(32, 32, (0, 0, 32, 32), np.ones((32, 32), bool), np.zeros((32, 32), np.float32))
-
-
-def test_the_script_attacks_the_nearest_keeps_its_target_and_heals_the_hurt():
-    units = scene(["marine", "medivac", "marine", "marine"], [(5, 5), (6, 5), (20, 5), (9, 5)], [20, 50, 50, 50])
-    script = Heuristic(2, SmacArgs(heuristic_ai=True))
-    avail = np.zeros((1, 2, 8), bool)
-    order, target, _ = script.orders(units, FIELD, avail)
-    assert order.tolist() == [[Order.ATTACK, Order.HEAL]] and target.tolist() == [[3, 0]]
-    assert script.actions.tolist() == [7, 6]
-    units.x[0, 2] = 6.0  # another comes nearer: the target stays
-    assert script.orders(units, FIELD, avail)[1][0, 0] == 3
-    units.alive[0, 3], units.health[0, 0] = False, 50.0
-    order, target, _ = script.orders(units, FIELD, avail)
-    assert target[0, 0] == 2 and order[0, 1] == Order.NONE and script.actions[1] == 0
-
-
-def test_with_rest_the_script_walks_along_the_longer_axis():
-    units = scene(["marine", "marine"], [(5, 5), (6, 12)], [50, 50])
-    script = Heuristic(1, SmacArgs(heuristic_ai=True, heuristic_rest=True, move_amount=2))
-    order, _, dest = script.orders(units, FIELD, np.zeros((1, 1, 7), bool))
-    assert order[0, 0] == Order.MOVE and dest[0, 0].tolist() == [5.0, 7.0] and script.actions[0] == 2
-    order, _, _ = script.orders(units, FIELD, np.ones((1, 1, 7), bool))
-    assert order[0, 0] == Order.ATTACK
