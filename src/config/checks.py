@@ -31,14 +31,6 @@ def check(config: Config) -> None:
         rule(config)
 
 
-def is_file(path: Path) -> bool:
-    """Return whether a file exists; False for an invalid path."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def pretrained_file(key: str, path: str, file_name: str) -> Path:
     """Return the weights file at `path`: the file itself, or `file_name` in the folder.
 

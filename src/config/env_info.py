@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 SELF, ALLY, ENEMY = 0, 1, 2
 LARGEST = 1 << 20
 """Largest size that is accepted from a file."""
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,12 @@ class EntityLayout:
     features (-1: no health), and `sight` is the sight range in cells, by which positions are divided.
     """
 
-    move_dim: int
-    n_enemies: int
-    enemy_dim: int
-    n_allies: int
-    ally_dim: int
-    own_dim: int
+    move_dim: Count
+    n_enemies: Count
+    enemy_dim: Count
+    n_allies: Count
+    ally_dim: Count
+    own_dim: Count
     position: tuple[int, int] = (2, 3)
     health: int = 4
     sight: float = 9.0
@@ -83,12 +86,12 @@ class EnvInfo:
 
     name: str
     map_name: str
-    n_agents: int
-    n_actions: int
-    obs_dim: int
-    state_dim: int
-    episode_limit: int
-    n_normal_actions: int = 0
+    n_agents: Size
+    n_actions: Size
+    obs_dim: Size
+    state_dim: Count
+    episode_limit: Size
+    n_normal_actions: Count = 0
     layout: EntityLayout | None = None
     scripted_policies: tuple[str, ...] = ()
     has_win: bool = True
@@ -107,12 +110,6 @@ class EnvInfo:
     def from_dict(cls, values: object) -> EnvInfo:
         """Rebuild from `to_dict`. Errors: ValueError for a wrong type or an impossible size."""
         info: EnvInfo = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
-        sizes = {1: [info.n_agents, info.n_actions, info.obs_dim, info.episode_limit]}
-        sizes[0] = [info.state_dim, info.n_normal_actions]
-        if info.layout is not None:
-            own = info.layout
-            sizes[0] += [own.move_dim, own.n_enemies, own.enemy_dim, own.n_allies, own.ally_dim, own.own_dim]
-            sizes[0] += [own.obs_dim]
-        if not all(least <= size <= LARGEST for least, found in sizes.items() for size in found):
+        if info.layout is not None and info.layout.obs_dim > LARGEST:
             raise ValueError("an impossible size")
         return info

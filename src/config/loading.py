@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from omagd.config.checks import check, is_file
+from omagd.config.checks import check
 from omagd.config.messages import shorten, validation_message
 from omagd.config.schema import COMPONENT_ARGS, Config, MaskPredictorConfig, TokenizerConfig
 from omagd.utils.errors import UserError, unknown_name
@@ -198,7 +199,7 @@ def _plugin_dir(point: EntryPoint) -> Path:
 def find_yaml(kind: str, name: str) -> Path:
     """Return the file of `--config=name` (kind "algs") or `--env-config=name` (kind "envs")."""
     if name.endswith((".yaml", ".yml")):
-        if not is_file(Path(name)):
+        if not os.path.isfile(name):  # unlike Path.is_file, False for a name that no file can have
             raise UserError(f"{_option(kind)}={name}: no such file. Give a YAML file, or one of the names of --list")
         return Path(name)
     known = config_names(kind)

@@ -47,7 +47,7 @@ def oom_hint(config: Config, stage: str, phase: str, device: torch.device | None
 
     Args:
         stage: stage1, stage2 or stage3. phase: of the loop (collect, update, test, ...), "replay" for keeping
-            episodes, "start" for making the environment. device: of the rank.
+            episodes, "start" for making the environment, "networks" for making the networks. device: of the rank.
     Errors: UserError; any other error passes.
     """
     try:
@@ -80,6 +80,9 @@ def _figures(error: BaseException, asked: float, device: torch.device | None) ->
 def _fix(config: Config, stage: str, phase: str) -> str:
     """Return which key reduces the memory of a phase, with its value and one to try."""
     learns = phase in {"update", "prepare"}
+    if phase == "networks":
+        keys = ("rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "gnn_hidden_dim")
+        return f"Lower one of {', '.join(f'{key}={getattr(config, key)}' for key in keys)}"
     if phase == "start":
         return f"Lower batch_size_run={config.batch_size_run}"
     if phase == "replay":

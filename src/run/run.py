@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omagd.config.checks import is_file
 from omagd.config.loading import validate
 from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import RUN_FILE, identity_of
@@ -125,7 +125,7 @@ class SeedList:
         console = setup_logging(None)
         named = ",".join(map(str, self.config.seeds))
         entry = read_entry(self.file).get("runs")
-        if entry is None and is_file(self.file):
+        if entry is None and os.path.isfile(self.file):
             console.warning(f"auto_resume=True: {self.file} cannot be read; the list seeds={named} starts from scratch")
         begun = {str(seed): name for seed, name in entry.items()} if isinstance(entry, dict) else {}
         found = {}

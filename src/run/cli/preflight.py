@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +76,9 @@ def preflight(config: Config) -> PreflightResult:
         raise UserError(
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
         )
-    with _fitting(config):
+    from omagd.run.memory_budget import oom_hint
+
+    with oom_hint(config, "preflight", "networks"):
         result = PreflightResult(_check_paths(config, info), plan, info, config)
     _check_token(config, plan)
     return result
@@ -217,23 +218,6 @@ def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> No
         return
     for name, module in learner.modules().items():
         load_into(module, common["shared"]["modules"].get(name, {}), path, "checkpoint_path")
-
-
-@contextmanager
-def _fitting(config: Config) -> Iterator[None]:
-    """Turn out-of-memory errors of the networks into a UserError that names their sizes."""
-    from omagd.run.memory_budget import GIGABYTE, asked_bytes
-
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        asked = asked_bytes(error)
-        if asked is None:
-            raise
-        keys = ("rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "gnn_hidden_dim")
-        sizes = ", ".join(f"{key}={getattr(config, key)}" for key in keys)
-        more = f" ({asked / GIGABYTE:.1f} GB more were requested)" if asked else ""
-        raise UserError(f"out of memory: the networks do not fit{more}. Lower one of {sizes}") from error
 
 
 def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:

@@ -23,7 +23,7 @@ CHECKS = (
     Check("memory", checks.memory, fix="see the line on torch"),
     Check("shared memory", checks.shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
     Check("disk", checks.disk, ALL, fix=checks.MORE_ROOM),
-    Check("ddp port", checks.ddp_port, fix="give another ddp_port=…"),
+    Check("ddp port", checks.ddp_port, fix="give another ddp_port, such as ddp_port=12400"),
     Check("smax", checks.smax, frozenset({"smax"}), fix=checks.INSTALL_SMAX),
     Check("game messages", checks.messages, GAMES),
     Check("pysc2", checks.pysc2, GAMES),
@@ -57,14 +57,14 @@ def render(found: Sequence[tuple[Check, Finding]], env: str) -> tuple[str, bool]
 
 def _lacking(found: Sequence[tuple[Check, Finding]], env: str) -> list[str]:
     """Return the names of missing things that an environment needs."""
-    return [check.name for check, finding in found if finding.mark == Finding.MISSING and check.needed & {"all", env}]
+    return [check.name for check, finding in found if finding.mark == "missing" and check.needed & {"all", env}]
 
 
 def _look(check: Check, settings: Settings) -> Finding:
     try:
         return check.look(settings)
     except UserError as error:  # its message includes a fix
-        return Finding(Finding.MISSING, error.message)
+        return Finding("missing", error.message)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the doctor reports whatever is broken)
         reason = (str(error).strip().splitlines() or [""])[0][:200]
-        return Finding(Finding.MISSING, f"{type(error).__name__}: {reason}", check.fix)
+        return Finding("missing", f"{type(error).__name__}: {reason}", check.fix)

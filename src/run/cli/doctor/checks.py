@@ -16,7 +16,7 @@ from typing import Any
 
 from omagd.envs.sc2.install import INSTALL as INSTALL_GAME
 from omagd.envs.sc2.install import build_of, builds, game_folder
-from omagd.run.cli.doctor.findings import INSTALL, Finding, Settings, listed, missing, ok, warning
+from omagd.run.cli.doctor.findings import INSTALL, Finding, Settings, missing, ok, warning
 from omagd.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -58,8 +58,7 @@ def packages(_settings: Settings) -> Finding:
 
 def messages(_settings: Settings) -> Finding:
     """Check that the game's messages load with the installed protobuf."""
-    wanted = requirements()
-    if trouble := _trouble({name: wanted.get(name, "") for name in GAME if name != "pysc2"}):
+    if trouble := _trouble(_required(*(name for name in GAME if name != "pysc2"))):
         return missing(trouble, INSTALL)
     protocol = importlib.import_module("omagd.envs.sc2.client")
     request = protocol.sc_pb.Request(ping=protocol.sc_pb.RequestPing())
@@ -74,7 +73,7 @@ def messages(_settings: Settings) -> Finding:
 
 def pysc2(_settings: Settings) -> Finding:
     """Check that the used parts of pysc2 can be imported."""
-    if trouble := _trouble({"pysc2": requirements().get("pysc2", "")}):
+    if trouble := _trouble(_required("pysc2")):
         return missing(trouble, INSTALL)
     importlib.import_module("omagd.envs.sc2.client")  # pysc2 takes the messages that it makes
     for name in ("pysc2.run_configs", "pysc2.lib.sc_process"):
@@ -92,7 +91,7 @@ def smax(_settings: Settings) -> Finding:
 
 def wandb(_settings: Settings) -> Finding:
     """Check W&B and in which mode it would record."""
-    if trouble := _trouble({"wandb": requirements().get("wandb", "")}):
+    if trouble := _trouble(_required("wandb")):
         return missing(trouble, f"{INSTALL}, or leave use_wandb=False")
     from omagd.run.reporting.wandb_sink import choose_mode
 
@@ -103,7 +102,7 @@ def wandb(_settings: Settings) -> Finding:
 
 def tensorboard(_settings: Settings) -> Finding:
     """Check that TensorBoard is installed."""
-    if trouble := _trouble({"tensorboard": requirements().get("tensorboard", "")}):
+    if trouble := _trouble(_required("tensorboard")):
         return missing(trouble, f"{INSTALL}, or leave use_tensorboard=False")
     return ok(installed("tensorboard"))
 
@@ -116,9 +115,10 @@ def torch(settings: Settings) -> Finding:
         return missing(f"{library.__version__} computes wrongly", "install another build of torch (pytorch.org)")
     one = "oneDNN" if library.backends.mkldnn.is_available() else "no oneDNN"
     text = f"{library.__version__} ({one}), torch_threads={settings.torch_threads} for each rank"
-    cores, threads = _cores(), settings.torch_threads * settings.ranks
+    ranks = settings.world_size or 1
+    cores, threads = _cores(), settings.torch_threads * ranks
     if threads > cores:
-        fix = f"lower torch_threads to {max(1, cores // settings.ranks)}"
+        fix = f"lower torch_threads to {max(1, cores // ranks)}"
         return warning(f"{text}, {threads} in all on {cores} cores", fix)
     return ok(text)
 
@@ -173,7 +173,7 @@ def shared_memory(_settings: Settings) -> Finding:
 
 def disk(settings: Settings) -> Finding:
     """Check that results can be written."""
-    place = Path(settings.results).expanduser().absolute()
+    place = Path(settings.local_results_path).expanduser().absolute()
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return missing(f"{place} cannot be written", MORE_ROOM)
@@ -190,7 +190,8 @@ def ddp_port(settings: Settings) -> Finding:
         try:
             probe.bind(("", port))
         except OSError:
-            return warning(f"{port} is taken: a run on one machine uses another one", "give another ddp_port=…")
+            text = f"{port} is taken: a run on one machine uses another one, one on several machines needs it"
+            return warning(text, f"give another one, such as ddp_port={port - 1 if port == 65535 else port + 1}")
     return ok(f"{port} is free")
 
 
@@ -271,17 +272,19 @@ def _pinned() -> dict[str, str]:
     return dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
 
 
+def _required(*names: str) -> dict[str, str]:
+    wanted = requirements()
+    return {name: wanted.get(name, "") for name in names}
+
+
 def _trouble(wanted: dict[str, str]) -> str:
     """Return a line about packages that are missing or do not fit; empty if there are none."""
     lacking = [name for name in wanted if not installed(name)]
     if lacking:
         return f"not installed: {', '.join(lacking)}"
-    wrong = [f"{name} {installed(name)} (needs {spec})" for name, spec in wanted.items() if not _suits(name, spec)]
+    found = {name: (installed(name), spec) for name, spec in wanted.items() if spec}
+    wrong = [f"{name} {number} (needs {spec})" for name, (number, spec) in found.items() if not fits(number, spec)]
     return f"do not fit: {', '.join(wrong)}" if wrong else ""
-
-
-def _suits(name: str, spec: str) -> bool:
-    return not spec or fits(installed(name), spec)
 
 
 def _cores() -> int:
@@ -296,5 +299,6 @@ def _maps(names: list[str], chosen: str) -> Finding:
     text = f"{len(names) - len(lacking)} of {len(names)} in {(folder / map_path('x')).parent}"
     if not lacking:
         return ok(text)
-    text = f"{text}, not there: {listed(lacking)}"
+    more = f" and {len(lacking) - 6} more" if len(lacking) > 6 else ""
+    text = f"{text}, not there: {', '.join(lacking[:6])}{more}"
     return missing(text, GET_MAPS) if chosen in lacking or len(lacking) == len(names) else warning(text, GET_MAPS)
