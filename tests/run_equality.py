@@ -22,7 +22,7 @@ def differences(one: Path, other: Path, skip: tuple[str, ...] = ()) -> list[str]
     weights = [{name for name in names if not name.startswith(skip)} for names in weights]
     found += [f"{name} is in one of them only" for name in sorted(weights[0] ^ weights[1])]
     for name in sorted(weights[0] & weights[1]):
-        mine, theirs = (dict(_leaves(torch.load(run / name, weights_only=True), name)) for run in (one, other))
+        mine, theirs = (dict(leaves(torch.load(run / name, weights_only=True), name)) for run in (one, other))
         found += sorted(where for where in mine | theirs if mine.get(where) != theirs.get(where))
     records = [reproducible_lines(run) for run in (one, other)]
     if len(records[0]) != len(records[1]):
@@ -40,13 +40,13 @@ def reproducible_lines(run: Path) -> list[dict[str, Any]]:
     return [reproducible(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values in nested dictionaries and lists with their place; of a tensor its bits: -0 is not 0."""
     if isinstance(value, torch.Tensor):
         bits = value.contiguous().flatten().view(torch.uint8)
         yield where, (value.dtype, value.shape, bits.numpy().tobytes())
     elif isinstance(value, (dict, list, tuple)) and value:
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(each, f"{where}.{key}")
+            yield from leaves(each, f"{where}.{key}")
     else:
         yield where, value

@@ -63,100 +63,99 @@ def page(tmp_path_factory) -> dict:
     return names
 
 
-def test_the_page_runs_and_run_returns_what_the_summary_says(page):
+@pytest.fixture(scope="module")
+def trained(page) -> Path:
+    """Return the folder of the page's run."""
+    return Path(page["summary"]["folder"])
+
+
+def json_of(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_the_page_runs_and_run_returns_what_the_summary_says(page, trained):
     result = page["summary"]
-    folder = Path(result["folder"])
-    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(result))
+    assert json_of(trained / "summary.json") == json.loads(json.dumps(result))
     assert (result["exit_state"], result["seed"], result["name"]) == ("completed", 1, "qmix")
     assert result["stages"]["stage3"]["clock"]["t_env"] >= 150
-    assert not (folder.parent / "sacred").exists()
+    assert not (trained.parent / "sacred").exists()
     assert len(page["results"]["returns"]) == 8 and page["results"]["totals"]["episodes"] == 8
 
 
-def test_play_gives_what_evaluation_of_the_run_gives(page):
+def test_play_gives_what_evaluation_of_the_run_gives(page, trained):
     """The same seeds in one battle slot, counted by the runner there and by `play` here."""
-    folder = page["summary"]["folder"]
-    updates = {"evaluate": True, "checkpoint_path": folder, "batch_size_run": 1, "eval_report_episodes": 3}
-    config = page["config"].model_copy(update={**updates, "local_results_path": str(Path(folder).parent)})
-    values = omagd.run(config)["stages"]["stage3"]["values"]
-    env = omagd.make("skirmish", map_name="3m")
-    results = omagd.play(omagd.load_policy(folder), env, episodes=3)
+    updates = {"evaluate": True, "checkpoint_path": str(trained), "batch_size_run": 1, "eval_report_episodes": 3}
+    values = omagd.run(page["config"].model_copy(update=updates))["stages"]["stage3"]["values"]
+    results = omagd.play(omagd.load_policy(trained), omagd.make("skirmish", map_name="3m"), episodes=3)
     totals = results["totals"]
     assert {name: totals[name.removeprefix("test_")] for name in values} == pytest.approx(values)
     assert totals["steps"] == sum(results["lengths"]) and totals["return_mean"] == np.mean(results["returns"])
     assert results["battle_won"] == [False] * 3 or totals["battle_won_mean"] > 0
 
 
-def test_evaluate_reads_the_runs_configuration_and_labels_what_it_writes(page, tmp_path, capsys, monkeypatch):
+def test_evaluate_reads_the_runs_configuration_and_labels_what_it_writes(page, trained, tmp_path, capsys, monkeypatch):
     """The table of the same run: the numbers of a summary are those of the episodes' lines."""
     monkeypatch.chdir(tmp_path)
-    trained, where = Path(page["summary"]["folder"]), f"local_results_path={tmp_path / 'results'}"
-    assert main(["evaluate", str(trained / "models"), "-u", "test_nepisode=5", where]) == 0
+    assert main(["evaluate", str(trained / "models"), "-u", "test_nepisode=5", "local_results_path=results"]) == 0
     output = capsys.readouterr().out
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"qmix_skirmish_3m_seed1_evaluation_\d{8}_\d{6}", folder.name)
     assert "skirmish 3m · qmix · evaluation · seed 1" in output and "Next" not in output
-    summary, card = (json.loads((folder / name).read_text()) for name in ("summary.json", "card.json"))
+    summary, card, config = (json_of(folder / name) for name in ("summary.json", "card.json", "config.json"))
     assert (summary["kind"], card["kind"], page["summary"]["kind"]) == ("evaluation", "evaluation", "training")
     assert card["compared"]["trained"] == page["summary"]["card"]["id"]
     assert [path.name for path in (folder / "plots").iterdir()] == ["evaluation.png"]
-    config, before = (json.loads((path / "config.json").read_text()) for path in (folder, trained))
-    differ = {key for key in config if config[key] != before[key]}
-    assert differ == {
-        "evaluate", "checkpoint_path", "test_nepisode", "eval_report_episodes", "local_results_path", "buffer_cpu_only",
-    } - {key for key in ("buffer_cpu_only",) if before[key]}  # fmt: skip
-    lines = [json.loads(line) for line in (folder / "episodes" / "rank_0.jsonl").read_text().splitlines()]
+    changed = {"evaluate", "checkpoint_path", "test_nepisode", "eval_report_episodes", "local_results_path"}
+    before = json_of(trained / "config.json")
+    assert {key for key in config if config[key] != before[key]} - {"buffer_cpu_only"} == changed
+    lines = [json.loads(line) for line in (folder / "episodes" / "rank_0.jsonl").open()]
     assert len(lines) == card["compared"]["test_episodes"] == 6  # whole rounds of two battles
     values = summary["stages"]["stage3"]["values"]
     for name, key in (("return", "return"), ("ep_length", "length"), ("battle_won", "battle_won")):
         assert values[f"test_{name}_mean"] == pytest.approx(np.mean([line[key] for line in lines]))
 
 
-def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys(page, tmp_path, capsys):
-    trained = Path(page["summary"]["folder"])
+def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys(trained, tmp_path, capsys):
     commands = [words for words in questions() if words[0] == "evaluate"]
     assert len(commands) >= 2
     for _, run, *words in commands:
         assert main(["evaluate", run.replace("results/<run>", str(trained)), *words, "--dry-run"]) == 0
-    config = json.loads((trained / "config.json").read_text())
-    shutil.copytree(trained, tmp_path / "older", ignore=shutil.ignore_patterns("checkpoints"))
-    older = {key: value for key, value in config.items() if key not in {"resume", "torch_threads"}}
-    older |= {"local_results_path": "/nowhere", "use_wandb": True, "unique_token": "../x"}  # not taken from the file
-    (tmp_path / "older" / "config.json").write_text(json.dumps(older))
+    older = tmp_path / "older"
+    shutil.copytree(trained, older, ignore=shutil.ignore_patterns("checkpoints"))
+    config = json_of(trained / "config.json") | {"local_results_path": "/nowhere", "use_wandb": True}
+    del config["resume"], config["torch_threads"]
+    (older / "config.json").write_text(json.dumps(config | {"unique_token": "../x"}))  # not taken from the file
     capsys.readouterr()
-    assert main(["evaluate", str(tmp_path / "older"), "--dry-run", "torch_threads=2"]) == 0
+    assert main(["evaluate", str(older), "--dry-run", "torch_threads=2"]) == 0
     resolved = yaml.safe_load(capsys.readouterr().out)
     kept = ("torch_threads", "local_results_path", "use_wandb", "unique_token")
     assert [resolved[key] for key in kept] == [2, str(tmp_path), False, ""]
-    (tmp_path / "older" / "config.json").write_text(json.dumps({**older, "unique_token": ""}))
-    assert omagd.load_policy(tmp_path / "older").config.torch_threads == 1
+    (older / "config.json").write_text(json.dumps(config))
+    assert omagd.load_policy(older).config.torch_threads == 1
 
 
-def test_evaluate_rejects_another_map_replays_and_a_taken_name(page, tmp_path, capsys, monkeypatch):
+def test_evaluate_rejects_another_map_replays_and_a_taken_name(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trained = Path(page["summary"]["folder"])
-    (tmp_path / "results" / "mine").mkdir(parents=True)
-    where, taken = "local_results_path=results", tmp_path / "results" / "mine"
-    old_form = ["--config=qmix", "with", *BUDGETS, "evaluate=True", f"checkpoint_path={trained}", where]
-    asked = {
-        "env_args.map_name=8m": ["trained on skirmish 3m, not on skirmish 8m"],
-        "save_replay=True": ["save_replay=True: env=skirmish writes no replays"],
-        "unique_token=mine": [f"unique_token=mine: {taken} exists already", "Give another one"],
-    }
-    for words, parts in asked.items():
-        for command in (["evaluate", str(trained), where], old_form):
-            assert main([*command, words]) == 2
+    taken = tmp_path / "results" / "mine"
+    taken.mkdir(parents=True)
+    old_form = ["--config=qmix", "with", *BUDGETS, "evaluate=True", f"checkpoint_path={trained}"]
+    for word, part in (
+        ("env_args.map_name=8m", "trained on skirmish 3m, not on skirmish 8m"),
+        ("save_replay=True", "save_replay=True: env=skirmish writes no replays"),
+        ("unique_token=mine", f"unique_token=mine: {taken} exists already. Give another one"),
+    ):
+        for command in (["evaluate", str(trained)], old_form):
+            assert main([*command, "local_results_path=results", word]) == 2
             output = capsys.readouterr()
-            assert output.out == "" and len(output.err.splitlines()) == 1
-            assert [part for part in parts if part not in output.err] == []
-    config = resolve("qmix", None, {**SMALL, "local_results_path": str(taken.parent), "unique_token": "mine"})
+            assert output.out == "" and len(output.err.splitlines()) == 1 and part in output.err
+    given = {**SMALL, "local_results_path": str(taken.parent), "unique_token": "mine", "auto_resume": True}
     with pytest.raises(UserError, match=f"unique_token=mine: {taken} exists already"):
-        launch(config.model_copy(update={"auto_resume": True}), "mine")
+        launch(resolve("qmix", None, given), "mine")
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "mine"]
 
 
-def test_a_policy_rejects_other_shapes_and_maps(page, tmp_path):
-    policy = omagd.load_policy(Path(page["summary"]["folder"]) / "models")
+def test_a_policy_rejects_other_shapes_and_maps(trained, tmp_path):
+    policy = omagd.load_policy(trained / "models")
     info = policy.info
     with pytest.raises(ValueError, match="must be"):
         policy.act(np.zeros((1, info.obs_dim)), np.ones((info.n_agents, info.n_actions)))
@@ -166,20 +165,21 @@ def test_a_policy_rejects_other_shapes_and_maps(page, tmp_path):
         omagd.play(policy, omagd.make("skirmish", map_name="8m"), episodes=1)
 
 
-def test_acting_uses_the_runs_threads_and_leaves_the_callers(page, monkeypatch):
-    policy = omagd.load_policy(page["summary"]["folder"])
-    used, act = [], policy._mac.act
-    monkeypatch.setattr(policy._mac, "act", lambda *given: used.append(torch.get_num_threads()) or act(*given))
-    mask = np.ones((policy.info.n_agents, policy.info.n_actions), bool)
+def test_acting_uses_the_runs_threads_and_leaves_the_callers(trained, monkeypatch):
+    policy, used = omagd.load_policy(trained), []
+    obs, mask = (np.ones((policy.info.n_agents, size)) for size in (policy.info.obs_dim, policy.info.n_actions))
+
+    def fails(*_):
+        used.append(torch.get_num_threads())
+        raise ZeroDivisionError
+
     try:
         torch.set_num_threads(3)
-        policy.act(np.zeros((policy.info.n_agents, policy.info.obs_dim)), mask)
-        omagd.load_policy(page["summary"]["folder"])
-        assert (used, torch.get_num_threads()) == ([1], 3)
-        monkeypatch.setattr(policy._mac, "act", lambda *_: 1 / 0)
+        omagd.load_policy(trained).act(obs, mask)
+        monkeypatch.setattr(policy._mac, "act", fails)
         with pytest.raises(ZeroDivisionError):
-            policy.act(np.zeros((policy.info.n_agents, policy.info.obs_dim)), mask)
-        assert torch.get_num_threads() == 3
+            policy.act(obs, mask)
+        assert (used, torch.get_num_threads()) == ([1], 3)
     finally:
         torch.set_num_threads(1)
 
@@ -207,7 +207,7 @@ def test_every_environment_plays_by_the_parallel_interface(name, tmp_path, monke
     other = env if env._env.deterministic else omagd.make(given)  # a game continues with other battles
     assert env.info.name == name
     try:
-        _same_as_batched(env, other._env)
+        assert_same_as_batched(env, other._env)
         totals = omagd.play(Random(), env, episodes=1)["totals"]
         assert totals["episodes"] == 1 and 1 <= totals["steps"] <= env.info.episode_limit + 1
     finally:
@@ -216,7 +216,7 @@ def test_every_environment_plays_by_the_parallel_interface(name, tmp_path, monke
     assert env.agents == []
 
 
-def _same_as_batched(env: ParallelBattle, batched: BatchedEnv) -> None:
+def assert_same_as_batched(env: ParallelBattle, batched: BatchedEnv) -> None:
     """Play an episode with the batched environment, then the same one by the interface."""
     one, policy = np.ones(1, bool), Random()
     batched.reset(one, np.array([7]))
@@ -306,45 +306,25 @@ def test_pettingzoo_takes_it():
 def test_a_loaded_policy_acts_as_the_runs_own_controller(run, request):
     """Over whole episodes, history and hidden state included; and again after `reset`."""
     folder = request.getfixturevalue(run)
-    config = validate(json.loads((folder / "config.json").read_text()))
-    info = EnvInfo.from_dict(json.loads((folder / "env_info.json").read_text()))
+    config, info = validate(json_of(folder / "config.json")), EnvInfo.from_dict(json_of(folder / "env_info.json"))
     step = find_step_folder(str(folder))
     products = load_products(of_checkpoint(config, step), info, torch.device("cpu"))
     mac = build_mac(config, info, torch.device("cpu"), products)
     mac.agent.load_state_dict(torch.load(step / "agent.th", weights_only=True))
-    policy = omagd.load_policy(folder)
+    policy, everyone = omagd.load_policy(folder), np.ones(1, bool)
+    env = make_env(config.env, dict(config.env_args), 1, processes=False)
     for seed in (1, 2):
         policy.reset()
-        assert _same_episode(policy, mac, config, seed) > 5
-
-
-def _same_episode(policy: omagd.run.api.LoadedPolicy, mac: object, config: object, seed: int) -> int:
-    """Play an episode by the policy, with the controller looking on; return its length."""
-    env = make_env(config.env, dict(config.env_args), 1, processes=False)
-    everyone = np.ones(1, bool)
-    env.reset(everyone, np.array([seed]))
-    mac.begin(1)
-    mac.reset(everyone)
-    step, done = 0, False
-    while not done:
-        observation = env.observe()
-        wanted = mac.act(Tick(observation, np.array([step]), everyone), None).actions[0]
-        actions = policy.act(observation.obs[0], observation.avail_actions[0])
-        assert actions.tolist() == wanted.tolist()
-        assert observation.avail_actions[0][np.arange(len(actions)), actions].all()
-        done, step = bool(env.step(actions[None], everyone).terminated[0]), step + 1
+        env.reset(everyone, np.array([seed]))
+        mac.begin(1)
+        mac.reset(everyone)
+        step, done = 0, False
+        while not done:
+            seen = env.observe()
+            expected = mac.act(Tick(seen, np.array([step]), everyone), None).actions[0]
+            actions = policy.act(seen.obs[0], seen.avail_actions[0])
+            assert actions.tolist() == expected.tolist()
+            assert seen.avail_actions[0][np.arange(len(actions)), actions].all()
+            done, step = bool(env.step(actions[None], everyone).terminated[0]), step + 1
+        assert step > 5
     env.close()
-    return step
-
-
-@pytest.mark.processes
-def test_seeds_end_in_one_table(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "t_max=20", "seeds=1,2"]) == 0
-    out = capsys.readouterr().out
-    summaries = [json.loads(file.read_text()) for file in tmp_path.glob("results/*/summary.json")]
-    assert sorted(summary["seed"] for summary in summaries) == [1, 2]
-    table = out[out.rindex("2 seeds") :].splitlines()[1:]
-    assert [line.split()[0] for line in table if line[:1].isdigit()] == ["1", "2"]
-    assert out.count("2 seeds") == 1
-    assert any(line.startswith("median") for line in table)

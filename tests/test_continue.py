@@ -13,7 +13,7 @@ from command_budgets import BUDGETS
 from command_harness import records, summary_of
 from ddp_harness import run_ranks
 from interruption import stage_of
-from run_equality import differences
+from run_equality import differences, leaves
 
 import omagd
 from omagd.config.loading import resolve
@@ -30,8 +30,6 @@ from omagd.run.training.stages import rl
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RunFolder, write_json
-
-GRAPH_COMMAND = ("with", "run=ddp", "learner=nq_graph_learner_ddp")
 
 
 def qmix(results: Path, *more: str) -> Config:
@@ -51,7 +49,7 @@ def test_the_nearest_saved_step_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "junk", "x" * 300, "\0", "~nobody_here/x"])
-def test_a_folder_that_does_not_exist_is_named_as_such(name, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_does_not_exist_is_named(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "junk").write_bytes(b"a file")
     with pytest.raises(UserError, match=re.escape(readable(f"path={name}: no such folder"))):
@@ -69,8 +67,8 @@ def test_a_run_without_weights_says_when_there_will_be_some(tmp_path, capsys):
     (run / "config.json").write_text("{}")
     for given in (run, run / "models"):
         assert main(["evaluate", str(given)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: evaluate {given}: this run has saved no weights") and "auto_resume=True" in said
+        line = capsys.readouterr().err
+        assert line.startswith(f"error: evaluate {given}: this run has saved no weights") and "auto_resume=True" in line
         with pytest.raises(UserError, match=f"path={given}: this run has saved no weights .*save_model_interval"):
             omagd.load_policy(given)
 
@@ -81,32 +79,30 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
     torch.set_num_threads(1)
     step = find_step_folder(str(qmix_run))
     t_env = int(step.name)
-    saved_weights = [f"checkpoint_path={qmix_run}", f"load_step={t_env}"]
-    config = qmix(tmp_path, *saved_weights, f"t_max={t_env + 100}", "target_update_interval=1000")
+    words = (f"load_step={t_env}", f"t_max={t_env + 100}", "target_update_interval=1000")
+    config = qmix(tmp_path, f"checkpoint_path={qmix_run}", *words)
     stage = stage_of(config, tmp_path / "again")
     fresh = checksum(stage.mac.agent.state_dict())
     stage.prepare()
     stage.start()
-    saved = torch.load(step / "opt.th", weights_only=True)
-    agent = torch.load(step / "agent.th", weights_only=True)
+    agent, mixer, saved = (torch.load(step / name, weights_only=True) for name in ("agent.th", "mixer.th", "opt.th"))
+    now, kept = stage.learner.state_dict(), saved["learner"]
     assert checksum(stage.mac.agent.state_dict()) == checksum(agent) != fresh
-    assert checksum(stage.learner.mixer.state_dict()) == checksum(torch.load(step / "mixer.th", weights_only=True))
-    now = stage.learner.state_dict()
+    assert checksum(stage.learner.mixer.state_dict()) == checksum(mixer)
     for name in ("target_agent", "target_mixer"):
-        assert checksum(now[name]) == checksum(saved["learner"][name])
+        assert checksum(now[name]) == checksum(kept[name])
     assert checksum(now["target_agent"]) != checksum(agent), "the targets lag behind: another file than the agent's"
-    moments = [(now["optimizer"]["state"][i], kept) for i, kept in saved["learner"]["optimizer"]["state"].items()]
-    assert len(moments) == len(list(stage.mac.agent.parameters())) + len(list(stage.learner.mixer.parameters()))
-    assert all(torch.equal(mine[key], kept[key]) for mine, kept in moments for key in kept)
-    assert any(kept["exp_avg"].abs().sum() > 0 for _, kept in moments)
+    moments = kept["optimizer"]["state"]
+    assert len(moments) == len(agent) + len(mixer)
+    assert dict(leaves(now["optimizer"])) == dict(leaves(kept["optimizer"]))
+    assert any(moment["exp_avg"].abs().sum() > 0 for moment in moments.values())
     assert stage.clock.state_dict() == saved["clock"]
-    assert (stage.clock.t_env, now["updates"]) == (t_env, saved["learner"]["updates"])
+    assert (stage.clock.t_env, now["updates"]) == (t_env, kept["updates"])
     stage.session.close()
     summary = launch(config, "on")
     clock = summary["stages"]["stage3"]["clock"]
     assert clock["t_env"] >= t_env + 100
-    assert clock["episodes"] > saved["clock"]["episodes"]
-    assert clock["updates"] > saved["clock"]["updates"]
+    assert clock["episodes"] > saved["clock"]["episodes"] and clock["updates"] > saved["clock"]["updates"]
     assert min(line["t_env"] for line in records(Path(summary["folder"]))) > t_env
 
 
@@ -114,22 +110,22 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
 def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
     step = int(find_step_folder(str(qmix_run)).name)
     reached = f"t_max={step}: already reached, checkpoint_path=.* is at {step:,} steps. Give a larger t_max"
-    for source in (qmix_run, qmix_run / "models"):
-        config = qmix(tmp_path, f"checkpoint_path={source}", f"t_max={step}")
-        with pytest.raises(UserError, match=reached):
-            preflight(config)
-        with pytest.raises(UserError, match=reached):
-            preflight(config.model_copy(update={"auto_resume": True}))
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(
-        UserError, match=r"max_episodes=2: already reached, .* is at \d+ episodes. Give a larger max_ep"
+    episodes = r"max_episodes=2: already reached, .* is at \d+ episodes. Give a larger max_ep"
+    whole, weights = f"checkpoint_path={qmix_run}", f"checkpoint_path={qmix_run / 'models'}"
+    for message, *words in (
+        (reached, whole, f"t_max={step}"),
+        (reached, whole, f"t_max={step}", "auto_resume=True"),
+        (reached, weights, f"t_max={step}"),
+        (reached, weights, f"t_max={step}", "auto_resume=True"),
+        (episodes, whole, "t_max=100000", "max_episodes=2"),
     ):
-        preflight(qmix(tmp_path, f"checkpoint_path={qmix_run}", "t_max=100000", "max_episodes=2"))
-    config = config.model_copy(update={"auto_resume": True})
+        with pytest.raises(UserError, match=message):
+            preflight(qmix(tmp_path, *words))
+    assert list(tmp_path.iterdir()) == []
+    config = qmix(tmp_path, weights, f"t_max={step}", "auto_resume=True")
     summary = launch(config, "begun")
     assert summary["stages"]["stage3"]["clock"]["t_env"] == step
-    begun = RunFolder(summary["folder"])
-    write_json(begun.path / "run.json", {"identity": identity_of(config)})  # killed before it was finished
+    write_json(tmp_path / "begun" / "run.json", {"identity": identity_of(config)})  # killed before it was finished
     assert preflight(config).stages == ("stage3",), "an unfinished run may have its last files to write"
 
 
@@ -137,60 +133,58 @@ def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
 def test_evaluating_a_graph_run_finds_its_modules_and_repeats(small_run, tmp_path, monkeypatch):
     """By the keys of its command, and by its own config.json: the same episodes."""
     monkeypatch.chdir(tmp_path)
+    by_keys = ["with", "run=ddp", "learner=nq_graph_learner_ddp", *BUDGETS, "evaluate=True"]
     results = []
-    by_keys = [*GRAPH_COMMAND, *BUDGETS, "evaluate=True", f"checkpoint_path={small_run}"]
-    for command in (by_keys, ["evaluate", str(small_run)]):
-        places = (tmp_path / "results", small_run.parent)  # `evaluate RUN` writes beside the run
-        before = {file for place in places for file in place.glob("*/summary.json")}
+    for command, place in (
+        ([*by_keys, f"checkpoint_path={small_run}"], tmp_path / "results"),
+        (["evaluate", str(small_run)], small_run.parent),  # it writes beside the run
+    ):
+        before = set(place.glob("*/summary.json"))
         assert main(command) == 0
-        (file,) = {file for place in places for file in place.glob("*/summary.json")} - before
-        results.append(json.loads(file.read_text()))
+        (file,) = set(place.glob("*/summary.json")) - before
+        results.append(summary_of(file.parent))
         (line,) = records(file.parent)
         assert line["t_env"] == int(find_step_folder(str(small_run)).name)
     first, second = (result["stages"]["stage3"]["values"] for result in results)
-    assert first == second and {result["kind"] for result in results} == {"evaluation"}
-    assert 0 <= first["test_battle_won_mean"] <= 1
-    assert {result["exit_state"] for result in results} == {"completed"}
+    assert first == second and 0 <= first["test_battle_won_mean"] <= 1
+    assert {(result["kind"], result["exit_state"]) for result in results} == {("evaluation", "completed")}
 
 
-def _train_and_sum(rank: int, dist: Dist, folder: str) -> tuple[dict[str, str], dict[str, int], np.ndarray, list[int]]:
+def _train(rank: int, dist: Dist, folder: str) -> tuple[dict, dict[str, int], np.ndarray, list[int]]:
     """Train QMIX for some updates.
 
-    Returns checksums of all that is trained, the clock, what this rank observed, and the lengths of its episodes.
+    Returns the bits of all that is trained, the clock, what this rank observed, and the lengths of its episodes.
     """
     updates = {"t_max": 300, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
     config = resolve("qmix", "skirmish", {**updates, "use_cuda": False, "local_results_path": folder})
     stage = stage_of(config, Path(folder) / "run", dist)
     fit(stage)
-    state = stage.learner.state_dict()
-    tensors = {
-        "agent": stage.mac.agent.state_dict(),
-        "mixer": stage.learner.mixer.state_dict(),
-        "target_agent": state["target_agent"],
-        "target_mixer": state["target_mixer"],
-        **{f"adam {i}": moments for i, moments in state["optimizer"]["state"].items()},
-    }
+    trained = {name: module.state_dict() for name, module in stage.learner.modules().items()}
+    bits = dict(leaves({**trained, "learner": stage.learner.state_dict()}))
     played = stage.data.buffer.batch([0])["obs"].numpy()
     stage.session.close()
-    lines = RunFolder(Path(folder) / "run").episode_log(rank).read_text().splitlines()
-    lengths = [json.loads(line)["length"] for line in lines]
-    return {name: checksum(value) for name, value in tensors.items()}, stage.clock.state_dict(), played, lengths
+    return bits, stage.clock.state_dict(), played, lengths(folder, rank)
+
+
+def lengths(place: str | Path, rank: int = 0) -> list[int]:
+    lines = RunFolder(Path(place) / "run").episode_log(rank).read_text().splitlines()
+    return [json.loads(line)["length"] for line in lines]
 
 
 @pytest.mark.processes
 def test_two_ranks_hold_the_same_and_play_their_own(tmp_path):
-    one, other = run_ranks(_train_and_sum, str(tmp_path))
-    (sums, clock, played, lengths), (other_sums, other_clock, other_played, other_lengths) = one, other
-    assert sums == other_sums
+    one, other = run_ranks(_train, str(tmp_path))
+    (bits, clock, played, mine), (other_bits, other_clock, other_played, theirs) = one, other
+    assert bits == other_bits
     assert clock == other_clock
-    assert (clock["t_env"], clock["episodes"]) == (sum(lengths + other_lengths), len(lengths + other_lengths))
+    assert (clock["t_env"], clock["episodes"]) == (sum(mine + theirs), len(mine + theirs))
     assert clock["updates"] > 1
     assert played.shape != other_played.shape or not np.array_equal(played, other_played)
 
 
 @pytest.mark.processes
-def test_the_whole_state_of_two_ranks_is_dealt_to_one_and_nothing_that_is_counted_is_lost(published_run, tmp_path):
-    """Clocks, weights and the episodes of both are there; the streams of chance are new ones, and repeat."""
+def test_the_state_of_two_ranks_is_distributed_to_one_and_nothing_that_is_counted_is_lost(published_run, tmp_path):
+    """Clocks, weights and the episodes of both are there; the random streams are new ones, and repeat."""
     before = summary_of(published_run)
     step = before["stages"]["stage3"]["clock"]["t_env"]
     folders = []
@@ -211,15 +205,10 @@ def test_the_whole_state_of_two_ranks_is_dealt_to_one_and_nothing_that_is_counte
     assert "it was written by 2 rank(s), now there are 1: episodes are redistributed" in log
     assert "the effective batch is 4 episodes" in log
     assert differences(*folders) == []
-    newest = read_checkpoint(checkpoints(folders[0] / "checkpoints")[0]).manifest["logs"][0]["replay"]
-    assert (
-        newest["added"]
-        == sum(said["replay"]["kept"] for said in written_by_two(published_run)) + now["episodes"] - was["episodes"]
-    )
-
-
-def written_by_two(run: Path) -> list[dict]:
-    return read_checkpoint(checkpoints(run / "checkpoints")[0]).manifest["logs"]
+    paths = [checkpoints(run / "checkpoints")[0] for run in (folders[0], published_run)]
+    (log,), written_by_two = (read_checkpoint(path).manifest["logs"] for path in paths)
+    kept = sum(each["replay"]["kept"] for each in written_by_two)
+    assert log["replay"]["added"] == kept + now["episodes"] - was["episodes"]
 
 
 def test_learning_waits_until_every_rank_can_give_a_batch(tmp_path):
@@ -244,10 +233,9 @@ def test_stage3_ends_after_the_episodes_asked_for(tmp_path):
     stage.clock.t_env, stage.clock.episodes = 0, 0
     fit(stage)
     stage.session.close()
-    lines = RunFolder(tmp_path / "run").episode_log(0).read_text().splitlines()
-    lengths = [json.loads(line)["length"] for line in lines]
-    assert len(lengths) == stage.clock.episodes == 8, "whole rounds of two slots"
-    assert stage.clock.t_env == stage._end() == sum(lengths) < 6 * 60, "the loop did not end by its steps"
+    played = lengths(tmp_path)
+    assert len(played) == stage.clock.episodes == 8, "whole rounds of two slots"
+    assert stage.clock.t_env == stage._end() == sum(played) < 6 * 60, "the loop did not end by its steps"
     stage.clock.t_env, stage.clock.episodes = config.t_max, 6
     assert stage.done(), "t_max ends it too"
 
@@ -256,11 +244,8 @@ def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     stage = stage_of(qmix(tmp_path), tmp_path / "run")
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.5, 0.9, 0.2))
-    monkeypatch.setattr(
-        rl,
-        "greedy_episodes",
-        lambda *_: {"test_battle_won_mean": next(won), "test_return_mean": 3.0},
-    )
+    tested = lambda *_: {"test_battle_won_mean": next(won), "test_return_mean": 3.0}  # noqa: E731
+    monkeypatch.setattr(rl, "greedy_episodes", tested)
     urgent = []
     for _ in range(3):
         stage.test()
