@@ -89,7 +89,7 @@ class Config(Frozen):
     env_args: dict[str, Any]  # arguments of the environment, see below
     learner: str  # learner; the *_ddp names are the same learners
     learner_args: dict[str, Any]  # arguments of the learner, as in its `args_model`
-    mac: str  # controller; ddpg_mac samples actions, for the ddpg learners
+    mac: str  # controller: n_mac reads observations, n_graph_mac and gnn_graph_mac reconstructions; ddpg_mac: for ddpg
     agent: str  # network of the agents
     agent_args: dict[str, Any]  # arguments of the agent, as in its `args_model`
     mixer: str  # network that combines the agents' values
