@@ -24,126 +24,95 @@ SLOT, STEP = 2, 1
 
 
 class Faulty(FakeEnv):
-    """Replaces one value of one field in one slot at one step; slots that have ended show other numbers."""
+    """Changes a field of what it returns while one slot is at one step (`info`: always), or all that one call returns.
 
-    def __init__(self, field: str, value: Any) -> None:
+    Slots that ended before the last observation show NaN, which is not checked.
+    """
+
+    def __init__(self, field: str = "", change: Any = None) -> None:
         super().__init__(4)
-        self.field, self.value, self.spoilt = field, value, -1
-
-    def _here(self) -> bool:
-        if self.t[SLOT] == STEP and self.over.sum() < 4:
-            self.spoilt = int(self.seed[SLOT])
-            return True
-        return False
+        self.field, self.change, self.faulty_seed, self.shown_over = field, change, -1, self.over.copy()
 
     def observe(self, full: bool = False) -> Observation:
         seen = super().observe(full)
-        seen.obs[self.over] = 7.0
-        if self._here():
-            return self._replace(seen)
-        return seen
+        seen.obs[self.over & self.shown_over] = np.nan
+        self.shown_over = self.over.copy()
+        return self._changed("observe", seen)
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         result = super().step(actions, active)
-        return self._replace(result) if self._here() and active[SLOT] else result
+        return self._changed("step", result) if active[SLOT] or self.field == "info" else result
 
-    def _replace(self, shown: Any) -> Any:
-        if not hasattr(shown, self.field):
-            return shown
-        array = getattr(shown, self.field)
-        if callable(self.value):
-            setattr(shown, self.field, self.value(array))
-        else:
-            place = (SLOT, 0) if self.field == "avail_actions" else (SLOT, *[0] * (array.ndim - 1))
-            array[place] = self.value
+    def _changed(self, call: str, shown: Any) -> Any:
+        if self.field == call:
+            return self.change(shown)
+        here = (self.t[SLOT] == STEP and not self.over.all()) or self.field == "info"
+        if here and hasattr(shown, self.field):
+            self.faulty_seed = int(self.seed[SLOT])
+            setattr(shown, self.field, self.change(getattr(shown, self.field)))
         return shown
 
 
-def at_slot(dtype: type, value: float) -> Any:
-    """Return what gives an array this dtype and this value at the first place of the slot."""
+def at_slot(value: float, dtype: Any = None) -> Any:
+    """Return a function that gives an array this dtype and this value at the first place of the slot."""
 
     def changed(array: np.ndarray) -> np.ndarray:
-        array = array.astype(dtype)
+        array = array.astype(dtype or array.dtype)
         array[(SLOT, *[0] * (array.ndim - 1))] = value
         return array
 
     return changed
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("obs", np.nan, "obs[0, 0] is nan, not a finite number in float32"),
-        ("state", np.inf, "state[0] is inf, not a finite number in float32"),
-        ("reward", np.nan, "reward is nan, not a finite number in float32"),
-        ("avail_actions", False, "avail_actions of agent 0 holds no available action"),
-        ("obs", lambda array: array[:, :, :2], "obs has shape (4, 2, 2), not (4, 2, 3)"),
-        ("reward", lambda array: array[:, None], "reward has shape (4, 1), not (4,)"),
-        ("reward", lambda array: array.astype(str), "reward holds <U32, not numbers"),
-        ("terminated", lambda array: array.astype(np.float32), "terminated holds float32, not bool"),
-        ("reward", at_slot(np.float64, 1e300), "reward is 1e+300, not a finite number in float32"),
-        ("state", at_slot(np.longdouble, -1e39), "state[0] is -1e+39, not a finite number in float32"),
-        ("full_obs", lambda array: None, "full_obs holds NoneType, not numbers"),
-        ("obs", lambda array: array.astype(">f4"), "obs holds float32 in another machine's byte order, not numbers"),
-        ("terminated", at_slot(np.int64, -7), "terminated is -7, not 0 or 1"),
-        ("avail_actions", at_slot(np.int64, -1), "avail_actions[0, 0] is -1, not 0 or 1"),
-        ("avail_actions", at_slot(np.int64, 256), "avail_actions[0, 0] is 256, not 0 or 1"),
-        ("info", lambda info: None, "info is NoneType, not a dictionary"),
-    ],
-)
-def test_a_fault_is_named_with_environment_slot_seed_step_and_field(field: str, value: Any, message: str) -> None:
-    env = Faulty(field, value)
-    with pytest.raises(UserError) as caught:
-        runner_of(env).run(Probe(), explore=None, episodes_per_slot=6, full_obs=True)
-    slot = SLOT if ("is " in message or "no available" in message) and field != "info" else 0
-    step = STEP - (field in {"reward", "terminated", "lost", "info"})
-    first = f"env=fake, slot {slot}, seed "
-    assert caught.value.message.startswith(first), caught.value.message
-    assert caught.value.message.endswith(f"{message}; correct the environment")
-    if slot == SLOT:
-        assert f"seed {env.spoilt}, step {step}: " in caught.value.message
-    assert length_of(env.spoilt) >= STEP
+def results(change: Any) -> Any:
+    return lambda info: {name: change(values) for name, values in info.items()}
 
 
-class Reports(FakeEnv):
-    """Changes the results of episodes, or all that one call returns."""
-
-    def __init__(self, change: Any, call: str = "step") -> None:
-        super().__init__(4)
-        self.change, self.call = change, call
-
-    def observe(self, full: bool = False) -> Observation:
-        seen = super().observe(full)
-        return self.change(seen) if self.call == "observe" else seen
-
-    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        result = super().step(actions, active)
-        if self.call == "step":
-            return self.change(result)
-        if self.call == "info":
-            result.info = {name: self.change(values) for name, values in result.info.items()}
-        if self.call == "name":
-            result.info[self.change] = np.ones(4)
-        return result
+def named(name: Any) -> Any:
+    return lambda info: {**info, name: np.ones(4)}
 
 
-@pytest.mark.parametrize(
-    ("call", "change", "message"),
-    [
-        ("step", lambda result: (), "step() returned tuple, not a StepResult"),
-        ("observe", lambda seen: seen.obs, "observe() returned float32, not an Observation"),
-        ("info", lambda values: np.full(4, np.nan), "info['battle_won'] is nan, not a finite number in float32"),
-        ("info", lambda values: values.astype(str), "info['battle_won'] holds <U32, not numbers"),
-        ("info", lambda values: np.zeros((7, 3)), "info['battle_won'] has shape (7, 3), not (4,)"),
-        ("name", "t_env", "info holds the name 't_env', which the run's own records use"),
-        ("name", "a\x1b[31m", "info holds the name 'a\\x1b[31m', which is not printable text"),
-        ("name", 3, "info holds the name 3, which is not printable text"),
-    ],
-)
-def test_invalid_results_are_named(call: str, change: Any, message: str) -> None:
+ONE_SLOT = [  # the slot, its seed and its step are named
+    ("obs", at_slot(np.nan), "obs[0, 0] is nan, not a finite number in float32"),
+    ("state", at_slot(np.inf), "state[0] is inf, not a finite number in float32"),
+    ("reward", at_slot(np.nan), "reward is nan, not a finite number in float32"),
+    ("avail_actions", lambda mask: mask & (np.arange(4) != SLOT)[:, None, None],
+     "avail_actions of agent 0 holds no available action"),
+    ("reward", at_slot(1e300, np.float64), "reward is 1e+300, not a finite number in float32"),
+    ("state", at_slot(-1e39, np.longdouble), "state[0] is -1e+39, not a finite number in float32"),
+    ("terminated", at_slot(-7, np.int64), "terminated is -7, not 0 or 1"),
+    ("avail_actions", at_slot(-1, np.int64), "avail_actions[0, 0] is -1, not 0 or 1"),
+    ("avail_actions", at_slot(256, np.int64), "avail_actions[0, 0] is 256, not 0 or 1"),
+]  # fmt: skip
+ALL_SLOTS = [
+    ("obs", lambda array: array[:, :, :2], "obs has shape (4, 2, 2), not (4, 2, 3)"),
+    ("reward", lambda array: array[:, None], "reward has shape (4, 1), not (4,)"),
+    ("reward", lambda array: array.astype(str), "reward holds <U32, not numbers"),
+    ("terminated", lambda array: array.astype(np.float32), "terminated holds float32, not bool"),
+    ("full_obs", lambda array: None, "full_obs holds NoneType, not numbers"),
+    ("obs", lambda array: array.astype(">f4"), "obs holds float32 in another machine's byte order, not numbers"),
+    ("step", lambda result: (), "step() returned tuple, not a StepResult"),
+    ("observe", lambda seen: seen.obs, "observe() returned float32, not an Observation"),
+    ("info", lambda info: None, "info is NoneType, not a dictionary"),
+    ("info", results(lambda values: values * np.nan), "info['battle_won'] is nan, not a finite number in float32"),
+    ("info", results(lambda values: values.astype(str)), "info['battle_won'] holds <U32, not numbers"),
+    ("info", results(lambda values: np.zeros((7, 3))), "info['battle_won'] has shape (7, 3), not (4,)"),
+    ("info", named("t_env"), "info holds the name 't_env', which the run's own records use"),
+    ("info", named("a\x1b[31m"), "info holds the name 'a\\x1b[31m', which is not printable text"),
+    ("info", named(3), "info holds the name 3, which is not printable text"),
+]
+
+
+@pytest.mark.parametrize(("field", "change", "message"), ONE_SLOT + ALL_SLOTS)
+def test_a_fault_is_named_with_environment_slot_seed_step_and_field(field: str, change: Any, message: str) -> None:
+    env = Faulty(field, change)
     with pytest.raises(UserError, match=r"^env=fake, slot \d, seed \d+, step \d+: ") as caught:
-        runner_of(Reports(change, call)).run(Probe(), explore=None)
+        runner_of(env).run(Probe(), explore=None, episodes_per_slot=6, full_obs=True)
     assert caught.value.message.endswith(f": {message}; correct the environment")
+    if (field, change, message) in ONE_SLOT:
+        step = STEP - (field in {"reward", "terminated"})
+        assert f"slot {SLOT}, seed {env.faulty_seed}, step {step}: " in caught.value.message
+        assert length_of(env.faulty_seed) >= STEP
 
 
 def test_zeros_and_ones_count_as_bools_and_results_of_unfinished_episodes_are_ignored() -> None:
@@ -152,13 +121,12 @@ def test_zeros_and_ones_count_as_bools_and_results_of_unfinished_episodes_are_ig
         flags = {name: getattr(result, name).astype(np.int64) for name in ("terminated", "truncated", "lost")}
         return StepResult(result.reward, info=going_on, **flags)
 
-    class Numbers(Reports):
+    class Numbers(Faulty):
         def avail(self) -> np.ndarray:
             return super().avail().astype(np.float64)
 
-    one, other = (
-        runner_of(env).run(Probe(), explore=None, episodes_per_slot=4) for env in (Numbers(as_numbers), FakeEnv(4))
-    )
+    envs = Numbers("step", as_numbers), FakeEnv(4)
+    one, other = (runner_of(env).run(Probe(), explore=None, episodes_per_slot=4) for env in envs)
     assert one.log == other.log and one.stats == other.stats
     for mine, theirs in zip(one.episodes, other.episodes, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -176,21 +144,6 @@ def test_keys_of_the_episode_log_are_reserved(tmp_path: Path) -> None:
     assert own == {"t_env", "slot", "seed", "length", "return"} and all(RESERVED.fullmatch(name) for name in own)
 
 
-def test_observations_of_ended_slots_are_not_checked() -> None:
-    class Late(FakeEnv):
-        def observe(self, full: bool = False) -> Observation:
-            seen = super().observe(full)
-            seen.obs[self.over & (self.ended_at < self.looks)] = np.nan
-            self.looks += 1
-            self.ended_at = np.where(self.over, np.minimum(self.ended_at, self.looks), 10**6)
-            return seen
-
-    env = Late(3)
-    env.looks, env.ended_at = 0, np.full(3, 10**6)
-    rollout = runner_of(env).run(Probe(), explore=None)
-    assert rollout.n_episodes == 3 and all(episode["obs"].isfinite().all() for episode in rollout.episodes)
-
-
 class Sloppy(Walk):
     """A single environment whose types or shapes are wrong from its second step on."""
 
@@ -199,15 +152,13 @@ class Sloppy(Walk):
         if self.t < 2:
             return reward, terminated, info
         broken = self.args.broken
-        wrong = {"text": str(reward), "complex": 1j}
         many = dict.fromkeys(map(str, range(40)), 1.0)
         reports = {"info": [], "won": {"battle_won": "yes"}, "many": many, "void": {"lost": [1, 2]}}
-        ended = {"minus": -7, "void": 1}.get(broken, terminated)
-        return wrong.get(broken, reward), ended, reports.get(broken, info)
+        rewards, ends = {"text": str(reward), "complex": 1j}, {"minus": -7, "void": 1}
+        return rewards.get(broken, reward), ends.get(broken, terminated), reports.get(broken, info)
 
     def get_avail_actions(self) -> Any:
-        mask = np.asarray(super().get_avail_actions())
-        return mask * -1 if self.t > 1 and self.args.broken == "mask" else mask
+        return super().get_avail_actions() * (-1 if self.t > 1 and self.args.broken == "mask" else 1)
 
     def get_obs(self, no_range_limit: bool = False) -> Any:
         seen = super().get_obs(no_range_limit)
@@ -215,34 +166,26 @@ class Sloppy(Walk):
         return changed.get(self.args.broken, seen) if self.t > 1 else seen
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ("text", "reward is '"),
-        ("complex", "reward is 1j"),
-        ("info", "info is [], not a dictionary"),
-        ("flat", "obs has shape (2, 1), not (2, 2)"),
-        ("ragged", "obs is ragged, not of shape (2, 2)"),
-        ("minus", "terminated is -7, not 0 or 1"),
-        ("mask", "avail_actions holds -1, not 0 or 1"),
-        ("won", "info['battle_won'] is 'yes' (str), not a number"),
-        ("many", "info holds more than 32 numbers; one too many is '3"),
-        ("void", "info['lost'] is [1, 2] (list), not a number"),
-    ],
-)
-def test_types_and_shapes_of_single_environments_are_not_converted(broken: str, message: str) -> None:
-    env = SerialEnvs(Sloppy, WalkArgs(broken=broken), 2)
+BROKEN = {
+    "text": "reward is '",
+    "complex": "reward is 1j",
+    "info": "info is [], not a dictionary",
+    "ragged": "obs is ragged, not of shape (2, 2)",
+    "flat": "obs has shape (2, 1), not (2, 2)",
+    "minus": "terminated is -7, not 0 or 1",
+    "mask": "avail_actions holds -1, not 0 or 1",
+    "won": "info['battle_won'] is 'yes' (str), not a number",
+    "many": "info holds more than 32 numbers; one too many is '3",
+    "void": "info['lost'] is [1, 2] (list), not a number",
+}
+CASES = [*((SerialEnvs, name) for name in BROKEN), pytest.param(ProcessEnvs, "flat", marks=pytest.mark.processes)]
+
+
+@pytest.mark.parametrize(("adapter", "broken"), CASES)
+def test_types_and_shapes_of_single_environments_are_not_converted(adapter: Any, broken: str) -> None:
+    env = adapter(Sloppy, WalkArgs(broken=broken), 2)
     with pytest.raises(UserError, match="^env=Sloppy, slot 1, seed 6, step 2: ") as caught:
         env.reset(np.array([False, True]), np.array([5, 6]))
         for _ in range(3):
             env.step(np.zeros((2, 2), int), np.array([False, True]))
-    assert message in caught.value.message
-
-
-@pytest.mark.processes
-def test_a_worker_raises_the_same_error() -> None:
-    env = ProcessEnvs(Sloppy, WalkArgs(broken="flat"), 1)
-    with pytest.raises(UserError, match=r"^env=Sloppy, slot 0, seed 6, step 2: obs has shape \(2, 1\), not \(2, 2\)"):
-        env.reset(np.ones(1, bool), np.array([6]))
-        for _ in range(3):
-            env.step(np.zeros((1, 2), int), np.ones(1, bool))
+    assert BROKEN[broken] in caught.value.message
