@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ class Command:
         self._out, out = os.pipe()
         self._err, err = os.pipe()
         self._status, status = os.pipe()
-        try:
-            self.pid = _server().start(command, str(cwd), env, [out, err, status])
-        finally:
-            for end in (out, err, status):
-                os.close(end)
+        _, connection = _server(os.getpid())
+        request = json.dumps({"command": command, "cwd": str(cwd), "env": env}).encode()
+        socket.send_fds(connection, [request], [out, err, status])
+        self.pid = int(connection.recv(LONGEST))
+        for end in (out, err, status):
+            os.close(end)
         self.returncode: int | None = None
         self._text = {self._out: b"", self._err: b""}
         self._open = {self._out, self._err}
@@ -87,38 +89,18 @@ class Command:
         return self.returncode
 
 
-class Server:
-    """The process that starts commands, as the pytest process sees it."""
-
-    def __init__(self) -> None:
-        self.owner = os.getpid()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
-        self.process = subprocess.Popen(
+@cache
+def _server(owner: int) -> tuple[subprocess.Popen, socket.socket]:
+    """Start the server of the process `owner`; return it and a connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
+    with theirs:
+        server = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip
-        theirs.close()
-
-    def start(self, command: list[str], cwd: str, env: dict[str, str], ends: list[int]) -> int:
-        """Start a command whose output and exit code go into `ends`; return its process id. Errors: OSError."""
-        request = json.dumps({"command": command, "cwd": cwd, "env": env}).encode()
-        socket.send_fds(self._socket, [request], ends)
-        answer = json.loads(self._socket.recv(LONGEST) or b"{}")
-        if "pid" not in answer:
-            raise OSError(answer.get("error", "the command server has ended"))
-        return int(answer["pid"])
-
-
-_servers: list[Server] = []
-
-
-def _server() -> Server:
-    """Return this process's server, started at the first command."""
-    if not _servers or _servers[-1].owner != os.getpid() or _servers[-1].process.poll() is not None:
-        _servers.append(Server())
-    return _servers[-1]
+    return server, ours
 
 
 def serve(connection: socket.socket) -> None:
@@ -148,17 +130,14 @@ def serve(connection: socket.socket) -> None:
                     os.close(status)
                 _become(asked, ends, warm=_read_at_start(asked["env"]) == at_start)
             running[os.pidfd_open(pid)] = (pid, ends[2])
-            os.close(ends[0])
-            os.close(ends[1])
-            connection.send(json.dumps({"pid": pid}).encode())
+            for end in ends[:2]:
+                os.close(end)
+            connection.send(str(pid).encode())
 
 
 def _read_at_start(env: dict[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in env.items()
-        if name not in {"PYTHON", "PYTHONPATH"} and name.startswith(READ_AT_START)
-    }
+    given = {name: value for name, value in env.items() if name.startswith(READ_AT_START)}
+    return {name: value for name, value in given.items() if name not in {"PYTHON", "PYTHONPATH"}}
 
 
 def _report(pidfd: int, pid: int, end: int) -> None:

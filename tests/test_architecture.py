@@ -18,7 +18,6 @@ from omagd.run.training import experiment
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-LISTS = ("One QMIX update", "One launch", "One checkpoint")
 COMMAND = (
     "--unobserved --config=qmix --env-config=matrix_game with use_cuda=False batch_size=4 batch_size_run=4"
     " buffer_size=8 t_max=16 test_nepisode=4 checkpoint_interval=0"
@@ -37,8 +36,8 @@ def sources(codes: Iterable[CodeType]) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in files if path.is_relative_to(ROOT / "src")]
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory) -> dict[str, list[str]]:
+@pytest.fixture
+def executed(tmp_path) -> dict[str, list[str] | set[str]]:
     """Run a small training; return the files of an update and of checkpoints, and the call chain to the loop."""
     codes: dict[str, set[CodeType]] = {"update": set(), "checkpoint": set()}
     chain: list[CodeType] = []
@@ -73,28 +72,21 @@ def executed(tmp_path_factory) -> dict[str, list[str]]:
         for name in ("boundary", "restore"):
             patch.setattr(Checkpointer, name, noted("checkpoint", getattr(Checkpointer, name)))
         patch.setattr(experiment, "fit", fit)
-        assert main([*COMMAND.split(), f"local_results_path={tmp_path_factory.mktemp('results')}"]) == 0
-    return {"chain": sources(chain), **{name: sources(found) for name, found in codes.items()}}
-
-
-@pytest.mark.parametrize("title", LISTS)
-def test_a_reading_list_names_at_most_eight_files_that_exist(title):
-    files = listed(title)
-    assert 5 <= len(files) <= 8
-    assert [path for path in files if not (ROOT / path).is_file()] == []
-
-
-def test_an_update_runs_the_listed_files(executed):
-    """Beside them only what the page says is hidden: inputs, kernels, and exchanges between ranks."""
+        assert main([*COMMAND.split(), f"local_results_path={tmp_path}"]) == 0
+    # Beside the listed files only what the page says is hidden: inputs, kernels, and exchanges between ranks.
     hidden = ("src/controllers/basic_mac.py", "src/modules/kernels/", "src/utils/dist_utils.py")
-    assert {path for path in executed["update"] if not path.startswith(hidden)} == set(listed(LISTS[0]))
+    updated = {path for path in sources(codes["update"]) if not path.startswith(hidden)}
+    # Files of run/checkpoint/ that run when nothing is resumed; the schema of the manifest is not listed.
+    saved = {path for path in sources(codes["checkpoint"]) if path.startswith("src/run/checkpoint/")}
+    return {
+        "One QMIX update": updated, "One checkpoint": saved - {"src/run/checkpoint/manifest.py"},
+        "One launch": ["src/main.py", *sources(chain), "src/run/training/loop.py"],
+    }  # fmt: skip
 
 
-def test_a_launch_calls_the_listed_files_in_order(executed):
-    assert ["src/main.py", *executed["chain"], "src/run/training/loop.py"] == listed(LISTS[1])
-
-
-def test_saving_runs_the_listed_files(executed):
-    """Files of run/checkpoint/ that run when nothing is resumed; the schema of the manifest is not listed."""
-    files = {path for path in executed["checkpoint"] if path.startswith("src/run/checkpoint/")}
-    assert files - {"src/run/checkpoint/manifest.py"} == set(listed(LISTS[2])[1:6])
+def test_the_reading_lists_name_the_files_that_run(executed):
+    lists = {title: listed(title) for title in executed}
+    assert [title for title, files in lists.items() if not 5 <= len(files) <= 8] == []
+    assert executed["One launch"] == lists["One launch"]  # in the order of the calls
+    assert executed["One QMIX update"] == set(lists["One QMIX update"])
+    assert executed["One checkpoint"] == set(lists["One checkpoint"][1:6])

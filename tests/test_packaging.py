@@ -51,10 +51,13 @@ def python(clone, tmp_path_factory):
 
 
 def test_an_editable_install_names_a_folder_that_holds_the_package(python, clone):
-    """Editors and type checkers follow a path in a `.pth` file, but no import hook."""
+    """Editors and type checkers follow a path in a `.pth` file, but no import hook; new files are found at once."""
     lines = [line for file in python.site.glob("__editable__*.pth") for line in file.read_text().splitlines()]
     assert lines == [str(clone / ".package")]
     assert (Path(lines[0]) / "omagd" / "py.typed").is_file()
+    (clone / "src" / "added.py").touch()
+    python("-c", "import omagd.added")
+    (clone / "src" / "added.py").unlink()
 
 
 def test_a_clone_named_omagd_in_the_current_folder_hides_nothing(python, clone, tmp_path):
@@ -62,12 +65,6 @@ def test_a_clone_named_omagd_in_the_current_folder_hides_nothing(python, clone, 
     show = "import omagd.utils.registry as module; print(module.__file__)"
     for folder in (clone.parent, clone, clone / "src", tmp_path):
         assert python("-c", show, cwd=folder).strip() == str(clone / "src" / "utils" / "registry.py")
-
-
-def test_a_new_file_needs_no_new_installation(python, clone):
-    (clone / "src" / "added.py").touch()
-    python("-c", "import omagd.added")
-    (clone / "src" / "added.py").unlink()
 
 
 def test_commands_start_from_any_folder(python, clone, tmp_path):

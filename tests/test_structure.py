@@ -105,21 +105,3 @@ def test_configuration_has_no_second_defaults():
             if owner in {"args", "cfg"} or owner.endswith("config"):
                 found.append(f"{path}: {call}")
     assert found == []
-
-
-def test_only_dist_utils_uses_torch_distributed():
-    users = {
-        path.relative_to(ROOT).as_posix()
-        for path, tree in TREES.items()
-        if any(words[0].startswith(("torch.distributed", "torch.nn.par")) for words in imported(tree))
-        or any(
-            isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed")
-            for node in ast.walk(tree)
-        )
-    }
-    assert users == {"src/utils/dist_utils.py"}
-
-
-def test_packages_have_a_docstring():
-    packages = [path for path in FILES if path.name == "__init__.py"]
-    assert [str(path) for path in packages if not ast.get_docstring(TREES[path])] == []
