@@ -25,7 +25,7 @@ def ddpg_config(**updates: Any) -> Config:
 
 def make_ddpg(dist: Dist | None = None, dtype: torch.dtype = torch.float64, seed: int = 0, **updates: Any) -> Any:
     """Return a warmed-up learner with its own controller; equal seeds give equal weights."""
-    return make_learner(ddpg_config(**updates), INFO, dist, dtype, seed)
+    return make_learner(ddpg_config(**updates), dist, dtype, seed, INFO)
 
 
 def random_steps(seed: int, count: int, length: int = 1, team: bool = False) -> list[dict[str, Tensor]]:

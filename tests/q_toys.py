@@ -35,12 +35,12 @@ def toy_config(**updates: Any) -> Config:
     return resolve("qmix", "skirmish", {**SMALL, **updates})
 
 
-def random_episode(seed: int, length: int, truncated: bool = False) -> dict[str, Tensor]:
+def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInfo = INFO) -> dict[str, Tensor]:
     """Return an episode of `length` steps (length + 1 rows) of random numbers; the action taken is available."""
     rng = np.random.default_rng(seed)
-    rows, n = length + 1, INFO.n_agents
-    available = rng.random((rows, n, INFO.n_actions)) < 0.5
-    actions = rng.integers(INFO.n_actions, size=(rows, n))
+    rows, n = length + 1, info.n_agents
+    available = rng.random((rows, n, info.n_actions)) < 0.5
+    actions = rng.integers(info.n_actions, size=(rows, n))
     actions[-1] = 0
     np.put_along_axis(available, actions[..., None], True, axis=-1)
     terminated = np.zeros(rows, np.uint8)
@@ -48,10 +48,10 @@ def random_episode(seed: int, length: int, truncated: bool = False) -> dict[str,
         terminated[-2] = 1
     reward = rng.normal(size=rows).astype(np.float32)
     reward[-1] = 0
-    obs = rng.normal(size=(rows, n, INFO.obs_dim)).astype(np.float32)
+    obs = rng.normal(size=(rows, n, info.obs_dim)).astype(np.float32)
     arrays = {
         "obs": obs,
-        "state": rng.normal(size=(rows, INFO.state_dim)).astype(np.float32),
+        "state": rng.normal(size=(rows, info.state_dim)).astype(np.float32),
         "avail_actions": available.astype(np.uint8),
         "actions": actions.astype(np.uint8),
         "reward": reward,
@@ -83,14 +83,14 @@ class HalvingReconstructor:
 
 
 def make_learner(
-    config: Config, dist: Dist | None = None, dtype: torch.dtype = torch.float32, seed: int = 0
+    config: Config, dist: Dist | None = None, dtype: torch.dtype = torch.float32, seed: int = 0, info: EnvInfo = INFO
 ) -> NQLearner:
     """Return a warmed-up learner with its controller; equal seeds give equal weights."""
     torch.manual_seed(seed)
     reconstructor = HalvingReconstructor() if config.use_graph_reconstruction else None
-    mac: BasicMAC = MACS.get(config.mac)(config, INFO, torch.device("cpu"), reconstructor)
+    mac: BasicMAC = MACS.get(config.mac)(config, info, torch.device("cpu"), reconstructor)
     mac.agent.to(dtype)
-    learner: NQLearner = LEARNERS.get(config.learner)(mac, config, INFO, dist or Dist())
+    learner: NQLearner = LEARNERS.get(config.learner)(mac, config, info, dist or Dist())
     learner.warm_up()
     return learner
 

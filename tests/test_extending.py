@@ -1,4 +1,4 @@
-"""The table of docs/extending.md, "to add X, edit these files": each line is done in a copy of the tree, and used."""
+"""docs/extending.md is true: each line of its table in a copy of the tree, and packages installed beside omagd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import plugin_toys
 import pytest
+from command_harness import records
+
+import omagd
+from omagd.envs import REGISTRY as ENVS
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.run.cli.main import config_from
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -39,9 +46,9 @@ class MyLearner(NQLearner):
     args_model = MyArgs
     def update(self, batch, *, episodes):
         one = torch.ones(())
-        args = self.config.learner_args
-        mine = {"my_stat": (one * self.config.my_key, one), "my_share": (one * args["my_share"], one)}
-        return {**super().update(batch, episodes=episodes), **mine}
+        mine = {"my_stat": self.config.my_key, "my_share": self.config.learner_args["my_share"]}
+        stats = super().update(batch, episodes=episodes)
+        return {**stats, **{name: (one * value, one) for name, value in mine.items()}}
 '''
 ON_POLICY = '''"""A learner that sees each episode once."""
 from omagd.learners.nq_learner import NQLearner
@@ -73,40 +80,26 @@ class MySink(Sink):
     def _close(self, exit_state):
         self.path.write_text(f"{self.seen} {exit_state}")
 '''
+Edits = dict[str, str | tuple[str, str]]
 
 
-def registered(name: str, module: str, kind: str, before: str) -> tuple[str, str]:
-    """Return the line of a registry's table before which a name is added, and both lines."""
-    return before, f'"{name}": "omagd.{module}:{kind}",\n{before}'
+def component(package: str, code: str, before: str, table: str = "__init__", name: str = "") -> Edits:
+    """Return a new file with `code`, and the line of its class in a package's table, before the entry `before`."""
+    kind = re.search(r"class (My\w+)\((?!BaseModel)", code)[1]
+    module = re.sub(r"(?<!^)(?=[A-Z])", "_", kind).lower()
+    entry = f'"{name or module}": "omagd.{package.replace("/", ".")}.{module}:{kind}",\n'
+    line = f'"{before}": "omagd'
+    return {f"src/{package}/{module}.py": code, f"src/{package}/{table}.py": (line, entry + line)}
 
 
-# What is done for each line of the table: file -> text of a new one, or (old, new) in one that exists.
-EDITS: dict[str, dict[str, str | tuple[str, str]]] = {
-    "mixer": {
-        "src/modules/mixers/my_mixer.py": MIXER,
-        "src/modules/mixers/__init__.py": registered(
-            "my_mixer", "modules.mixers.my_mixer", "MyMixer", '"qmix": "omagd'
-        ),
-    },
-    "agent": {
-        "src/modules/agents/my_agent.py": AGENT,
-        "src/modules/agents/__init__.py": registered("my_agent", "modules.agents.my_agent", "MyAgent", '"rnn": "omagd'),
-    },
-    "learner": {
-        "src/learners/my_learner.py": LEARNER,
-        "src/learners/__init__.py": registered(
-            "my_learner", "learners.my_learner", "MyLearner", '"nq_learner": "omagd'
-        ),
-    },
-    "on-policy learner": {
-        "src/learners/my_on_policy_learner.py": ON_POLICY,
-        "src/learners/__init__.py": registered(
-            "my_on_policy_learner", "learners.my_on_policy_learner", "MyOnPolicyLearner", '"nq_learner": "omagd'
-        ),
-    },
+# The edits for each line of the table: file -> text of a new one, or (old, new) in one that exists.
+EDITS: dict[str, Edits] = {
+    "mixer": component("modules/mixers", MIXER, "qmix"),
+    "agent": component("modules/agents", AGENT, "rnn"),
+    "learner": component("learners", LEARNER, "nq_learner"),
+    "on-policy learner": component("learners", ON_POLICY, "nq_learner"),
     "environment": {
-        "src/envs/my_env.py": ENVIRONMENT,
-        "src/envs/__init__.py": registered("my_env", "envs.my_env", "MyEnv", '"matrix_game": "omagd'),
+        **component("envs", ENVIRONMENT, "matrix_game"),
         "src/config/envs/my_env.yaml": "env: my_env\nenv_args:\n  payoff: monotonic\n",
     },
     "key of a component": {},
@@ -117,55 +110,45 @@ EDITS: dict[str, dict[str, str | tuple[str, str]]] = {
         ),
     },
     "log sink": {
-        "src/run/reporting/my_sink.py": SINK,
-        "src/run/reporting/log_sinks.py": registered(
-            "mine", "run.reporting.my_sink", "MySink", '"console": "omagd'
-        ),
+        **component("run/reporting", SINK, "console", table="log_sinks", name="mine"),
         "src/run/training/records.py": ('sinks = ["console", "jsonl"', 'sinks = ["mine", "console", "jsonl"'),
     },
 }  # fmt: skip
 
 
-def table() -> dict[str, set[str]]:
-    """Return the lines of the table: what is added -> files that it names; `tests/` and `docs/` are generated."""
+def test_the_table_names_the_files_that_are_edited_here():
     section = PAGE.split("## To add something, edit these files", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| (?!To add|---)([^|]+?) \| ([^|]+) \|", section, re.MULTILINE)
-    named = {what: set(re.findall(r"`(src/[\w./]+)`", files)) for what, files in rows}
-    return {what: {path for path in files if "." in path} for what, files in named.items()}
+    named = {what: {path for path in re.findall(r"`(src/[\w./]+)`", files) if "." in path} for what, files in rows}
+    assert named == {what: set(edits) for what, edits in EDITS.items()}
 
 
-def test_the_table_names_the_files_that_are_edited_here():
-    assert table() == {what: set(edits) for what, edits in EDITS.items()}
+def python(cwd: Path, *words: str, path: Path, code: int = 0) -> str:
+    """Run Python in `cwd` with `path` before the usual packages; return what it wrote."""
+    search = os.pathsep.join(part for part in (str(path), os.environ.get("PYTHONPATH", "")) if part)
+    env = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """Return a copy of the source, documents and the test of keys, with every line of the table done."""
+    """Return a copy of the source and the documents, with every line of the table done."""
     copy = tmp_path_factory.mktemp("tree")
     for folder in ("src", "docs"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "images"))
     (copy / ".package").mkdir()
     (copy / ".package" / "omagd").symlink_to(copy / "src")
-    for edits in EDITS.values():
-        for name, edit in edits.items():
-            path = copy / name
-            if isinstance(edit, str):
-                assert not path.exists(), name
-                path.write_text(edit)
-            else:
-                text = path.read_text()
-                assert text.count(edit[0]) == 1, f"{name}: {edit[0]}"
-                path.write_text(text.replace(*edit))
+    for name, edit in ((name, edit) for edits in EDITS.values() for name, edit in edits.items()):
+        path = copy / name
+        if isinstance(edit, tuple):
+            assert path.read_text().count(edit[0]) == 1, f"{name}: {edit[0]}"
+            edit = path.read_text().replace(*edit)
+        path.write_text(edit)
     return copy
-
-
-def python(tree: Path, *words: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(tree / ".package"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tree, env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.processes
@@ -173,28 +156,81 @@ def test_what_was_added_trains(tree):
     """The on-policy learner in one run, everything else in another."""
     sizes = "batch_size=4 batch_size_run=4 t_max=40 test_interval=20 test_nepisode=4 log_interval=8"
     run = f"--config=qmix --env-config=my_env with {sizes} agent=my_agent enable_checkpointing=False"
-    replay = f"{run} mixer=my_mixer learner=my_learner my_key=7 learner_args.my_share=0.25 local_results_path=replay"
-    replay += " buffer_size=8"
-    on_policy = f"{run} learner=my_on_policy_learner local_results_path=on_policy"
-    on_policy += " updates_per_iteration=1 epsilon_anneal_time=100000"  # instead of the values of qmix.yaml
+    replay = "mixer=my_mixer learner=my_learner my_key=7 learner_args.my_share=0.25 buffer_size=8"
+    on_policy = "learner=my_on_policy_learner updates_per_iteration=1 epsilon_anneal_time=100000"
     program = "import sys, omagd\nfrom omagd.run.cli.main import config_from\nfor line in sys.argv[1:]:\n"
     program += "    assert omagd.run(config_from(line.split()))['exit_state'] == 'completed'"
-    python(tree, "-c", program, replay, on_policy)
-    for results, learner in (("replay", "my_learner"), ("on_policy", "my_on_policy_learner")):
-        (folder,) = (path.parent for path in (tree / results).glob("*/config.json"))
+    commands = [f"{run} {more} local_results_path={i}" for i, more in enumerate((replay, on_policy))]
+    python(tree, "-c", program, *commands, path=tree / ".package")
+    folders = [next((tree / str(i)).glob("*/config.json")).parent for i in range(2)]
+    for folder, learner in zip(folders, ("my_learner", "my_on_policy_learner"), strict=True):
         config = json.loads((folder / "config.json").read_text())
         assert (config["learner"], config["agent"], config["env"]) == (learner, "my_agent", "my_env")
         logged, state = (folder / "mine.txt").read_text().split()
         assert int(logged) > 0 and state == "completed"
-        if results == "replay":
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            assert {line["my_stat"] for line in lines if "my_stat" in line} == {7.0}
-            assert {line["my_share"] for line in lines if "my_share" in line} == {0.25}
-            assert list(folder.glob("models/*/mixer.th"))
+    lines = [line for line in records(folders[0]) if "my_stat" in line]
+    assert {(line["my_stat"], line["my_share"]) for line in lines} == {(7.0, 0.25)}
+    assert list(folders[0].glob("models/*/mixer.th"))
 
 
 @pytest.mark.processes
 def test_a_new_key_joins_the_page_of_the_configuration(tree):
-    python(tree, "docs/make_configuration.py")
+    python(tree, "docs/make_configuration.py", path=tree / ".package")
     row = next(line for line in (tree / "docs" / "configuration.md").read_text().splitlines() if "`my_key`" in line)
     assert "a number that my_learner reports" in row and "| 1 |" in row.replace("`", "")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> Path:
+    """Return the folder into which the example package was installed from a copy of its source."""
+    folder = tmp_path_factory.mktemp("example")
+    ignored = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
+    shutil.copytree(plugin_toys.EXAMPLE, folder / "source", ignore=ignored)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    python(folder, "-m", "pip", "install", *options, "--target", "site", "./source", path=folder / "site")
+    return folder / "site"
+
+
+@pytest.mark.processes
+def test_tests_that_walk_registries_pass_beside_installed_packages(example, tmp_path):
+    """The protocol's tests include their environments; tests of the number of names count ours alone."""
+    plugin_toys.install(tmp_path)
+    tests = ["test_env_protocol.py", "test_docs.py", "test_runners.py", "test_command_line.py"]
+    names = "crossroads or my_env or my_batched or is_current or one_slot or run_modes"
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-v", "-k", names, "-m", "not processes"]
+    site = Path(os.pathsep.join([str(example), str(tmp_path)]))
+    shown = python(tmp_path, *command, *(str(ROOT / "tests" / name) for name in tests), path=site)
+    for name in ("crossroads", "my_env", "my_batched"):
+        assert f"test_an_episode_is_well_formed[{name}] PASSED" in shown
+    follows = "test_an_episode_follows_from_its_seed_and_its_actions"
+    assert f"{follows}[my_env] SKIPPED" in shown and f"{follows}[my_batched] PASSED" in shown
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("env", ["my_env", "my_batched"])
+def test_a_run_with_nothing_optional(env, tmp_path, monkeypatch):
+    plugin_toys.install(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for registry in (ENVS, LEARNERS):
+        monkeypatch.setattr(registry, "_plugins_read", False)
+        monkeypatch.setattr(registry, "_lazy", dict(registry._lazy))
+        monkeypatch.setattr(registry, "_objects", dict(registry._objects))
+    updates = ["t_max=40", "batch_size=4", "batch_size_run=2", "test_nepisode=2", f"local_results_path={tmp_path}"]
+    words = ["--config=mine", "--env-config=ring", "with", f"env={env}", *updates, "checkpoint_interval=0"]
+    assert omagd.run(config_from(words))["exit_state"] == "completed"
+
+
+@pytest.mark.processes
+def test_environment_and_learner_of_another_package_train_in_two_workers(example, tmp_path):
+    updates = "run=ddp world_size=2 use_cuda=False seed=3 t_max=960 test_interval=480 batch_size_run=2 batch_size=4"
+    updates += " test_nepisode=8 log_interval=240 save_model=True env_processes=True use_wandb=False"
+    command = [str(ROOT / "src" / "main.py"), "--env-config=crossroads", "--config=soft_qmix", "with", *updates.split()]
+    python(tmp_path, *command, f"local_results_path={tmp_path}", path=example)
+    (summary,) = tmp_path.glob("*/summary.json")
+    assert json.loads(summary.read_text())["world_size"] == 2
+    lines = records(summary.parent)
+    losses = [line["loss_td"] for line in lines if line.get("loss_td") is not None]
+    assert losses and all(loss > 0 for loss in losses)
+    assert lines[-1]["t_env"] >= 960 and list(summary.parent.glob("models/*/agent.th"))
+    unknown = python(tmp_path, *command[:2], "--config=qmix", "--dry-run", path=tmp_path, code=2)  # not installed
+    assert "--env-config=crossroads" in unknown
