@@ -13,20 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from omagd.config.loading import resolve
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.manifest import sealed
+from omagd.run.checkpoint.plan import RecoveredState, ResumePlan
 from omagd.run.checkpoint.serialization import pack, unpack
-from omagd.run.checkpoint.store import (
-    FORMAT,
-    UPGRADES,
-    CheckpointStore,
-    Damaged,
-    clean,
-    folders,
-    read_checkpoint,
-    read_part,
-)
+from omagd.run.checkpoint.store import Checkpoint, CheckpointStore, Damaged, clean, folders, read_checkpoint, read_part
 from omagd.run.checkpoint.writer import CheckpointWriter
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder
 
 FACTS = {"stage": "stage3", "t_env": 0, "clock": {}, "score": None}
 STATE = {
@@ -254,7 +250,7 @@ def test_without_a_ranks_part_there_is_no_checkpoint(tmp_path):
 OUTSIDE = ("../../etc/passwd", "/etc/passwd", "kept/../x", "kept/.x", "..", "", "kept/../x/y", "00000003/.x", "a/b\0")
 CHANGES = (
     *({"files": {name: {"bytes": 1, "sha256": "0" * 64}}} for name in OUTSIDE), {"files": {"kept/x": 3}}, {"files": []},
-    {"logs": None}, {"iteration": "12"}, {"world_size": None}, {"format": FORMAT + 1}, {"format": None}, {"format": []},
+    {"logs": None}, {"iteration": "12"}, {"world_size": None}, {"format": 3}, {"format": None}, {"format": []},
 )  # fmt: skip
 NO_MANIFEST = (b"", b"\xff", b"[]", b"null", b"{", b"3", b"[" * 100_000, b'{"format": 2}', b'{"format": []}')
 
@@ -273,17 +269,6 @@ def test_a_manifest_with_other_content_is_damaged(store):
             read_checkpoint(path)
 
 
-def test_a_manifest_of_an_earlier_format_is_upgraded(store, monkeypatch):
-    path = save(store, 4)
-    manifest = rewrite(path, format=1, logs=[], episodes=read_checkpoint(path).manifest["logs"])
-    with pytest.raises(Damaged, match=f"format 1, which this version does not read .it reads up to {FORMAT}"):
-        read_checkpoint(path)
-    monkeypatch.setitem(UPGRADES, 1, lambda m: {**m, "format": FORMAT, "logs": m["episodes"]})
-    found = read_checkpoint(path)
-    found.check()
-    assert found.manifest["logs"] == manifest["logs"]
-
-
 def test_what_is_removed_is_within_the_run(store, tmp_path):
     """A link in the place of `kept/` or of a checkpoint leads nowhere when old files are removed."""
     save(store, 3)
@@ -296,3 +281,12 @@ def test_what_is_removed_is_within_the_run(store, tmp_path):
     clean(store.path)
     store.prune()
     assert precious.read_text() == "years"
+
+
+@pytest.mark.parametrize("modules", [{}, {"tokenizer": torch.nn.Linear(1, 1)}])
+def test_a_run_continues_only_with_the_pretrained_modules_with_which_it_began(modules, tmp_path):
+    saved = {"products": {"tokenizer": "checksum"}, "run": {"wall_seconds": 0.0}, "finished": [], "modules": {}}
+    state = RecoveredState(Checkpoint(tmp_path, {"iteration": 1, "files": {}, "logs": [{}]}), saved, own={})
+    checkpointer = Checkpointer(resolve("qmix"), Dist(), RunFolder(tmp_path), ResumePlan(state))
+    with pytest.raises(UserError, match="pretrained_tokenizer_path or .*: not the modules with which this run began"):
+        checkpointer.restore(SimpleNamespace(products=SimpleNamespace(modules=lambda: modules)))

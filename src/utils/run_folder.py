@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -68,8 +69,7 @@ class RunFolder:
         """
         root = Path(local_results_path).expanduser().absolute()
         root.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
+        for number in itertools.count(1):
             path = root / (unique_token if number == 1 else f"{unique_token}_{number}")
             try:
                 path.mkdir(mode=0o755)  # with any umask: who else could write here could plant links
@@ -77,7 +77,6 @@ class RunFolder:
             except FileExistsError:
                 if not generated:
                     raise
-                number += 1
         folder = cls(path)
         for sub in (folder.models, folder.plots, folder.logs):
             sub.mkdir(mode=0o755)

@@ -35,31 +35,25 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
 
     Errors: FileNotFoundError and its like, at once; Unreadable, one line, for an error that stays.
     """
-    for pause in (*RETRY_SECONDS, None):
+    for pause in (*RETRY_SECONDS, 0):
         try:
             return read()
         except ABSENT:
             raise
         except OSError as problem:
-            if pause is None:
-                reason = problem.strerror or type(problem).__name__
-                raise Unreadable(
-                    f"{path} cannot be read ({reason}): check the disk and the permissions, then start again; nothing"
-                    " was changed"
-                ) from problem
+            failed = problem
             time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    reason = failed.strerror or type(failed).__name__
+    raise Unreadable(
+        f"{path} cannot be read ({reason}): check the disk and the permissions, then start again; nothing was changed"
+    ) from failed
 
 
 def listed(path: Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder by name; none where there is no folder. Errors: Unreadable."""
 
-    def read() -> list[os.DirEntry[str]]:
-        with os.scandir(path) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-
     try:
-        return patiently(path, read)
+        return patiently(path, lambda: sorted(os.scandir(path), key=lambda entry: entry.name))
     except ABSENT:
         return []
 

@@ -48,7 +48,7 @@ class Storage:
         self._local = threading.local()
         self._postponed: deque[tuple[int, str]] = deque(maxlen=20)
         self._kept: dict[Path, bytes] = {}
-        self._open: set[AppendFile] = set()
+        self.open: set[AppendFile] = set()
         self._broken: dict[str, str] = {}
         self._lost: dict[str, int] = {}
         self._reasons: set[str] = set()  # of what was lost
@@ -63,7 +63,7 @@ class Storage:
     def write(self, path: Path, content: bytes) -> bool:
         """Replace a file as a whole; return whether that was possible. Files of one folder are written in order."""
         with self._files:
-            if any(other.parent == path.parent and other != path for other in self._kept):
+            if self._kept:
                 self.retry()
             waits = any(other.parent == path.parent and other != path for other in self._kept)
             if waits or not self._replace(path, content):
@@ -74,7 +74,7 @@ class Storage:
 
     def retry(self) -> None:
         """Try again to write what is kept. Called wherever a run logs."""
-        for file in list(self._open):
+        for file in list(self.open):
             file.flush()
         self._emit()
         with self._files:
@@ -91,16 +91,6 @@ class Storage:
             yield
         finally:
             self._local.silent = False
-
-    def watch(self, file: AppendFile) -> None:
-        """Flush an open file with all others."""
-        with self._guard:
-            self._open.add(file)
-
-    def forget(self, file: AppendFile) -> None:
-        """Leave a file that is closed alone."""
-        with self._guard:
-            self._open.discard(file)
 
     @contextmanager
     def attempt(self, name: str, *kinds: type[Exception]) -> Iterator[None]:
@@ -120,7 +110,7 @@ class Storage:
 
     def size(self, path: Path) -> int:
         """Return the bytes of a file that is appended to, with those that wait to be written."""
-        waiting = sum(file.waiting() for file in list(self._open) if file.path == path)
+        waiting = sum(file.waiting for file in list(self.open) if file.path == path)
         return waiting + (path.stat().st_size if path.exists() else 0)
 
     def why(self, path: Path) -> str:
@@ -170,7 +160,7 @@ class Storage:
     def close(self) -> None:
         """Try for the last time, log what was lost, and forget it. Nothing is logged after that."""
         self.retry()
-        for file in list(self._open):
+        for file in list(self.open):
             file.close()
         with self._guard:
             for path in self._kept:
@@ -214,63 +204,56 @@ class AppendFile:
 
     Args:
         path: made with the first record. opens: opens it for appending, `open_lines` if None.
+
+    Attributes:
+        waiting: bytes that wait to be written.
     """
 
     def __init__(self, path: Path, opens: Callable[[Path], int] | None = None) -> None:
-        self.path = path
-        self._opens = opens
+        self.path, self.waiting = path, 0
+        self._opens = opens or open_lines
         self._handle: int | None = None
         self._size = 0
         self._pending: deque[bytes] = deque()
-        self._pending_bytes = 0
         self._guard = threading.RLock()
 
     def write(self, record: bytes) -> None:
         """Append a record of whole lines; where that is impossible, later."""
-        STORAGE.watch(self)
+        STORAGE.open.add(self)
         with self._guard:
             self._pending.append(record)
-            self._pending_bytes += len(record)
-            while self._pending_bytes > PENDING_BYTES:
-                STORAGE.lost(STORAGE.name(self.path), self._drop().count(b"\n"))
+            self.waiting += len(record)
+            while self.waiting > PENDING_BYTES:
+                self._lose()
         self.flush()
 
-    def flush(self) -> bool:
-        """Write what is pending; return whether nothing is any more."""
-        problem = None
+    def flush(self) -> None:
+        """Write what is pending, if possible."""
+        name = STORAGE.name(self.path)
         with self._guard:
             if not self._pending:
-                return True
+                return
             try:
                 if self._handle is None:
-                    self._handle = (self._opens or open_lines)(self.path)
+                    self._handle = self._opens(self.path)
                     self._size = os.fstat(self._handle).st_size
                 while self._pending:
                     self._append(self._pending[0])
                     self._drop()
+                problem = None
             except OSError as found:
                 self._release()
                 problem = found
-        if problem is None:
-            STORAGE.wrote(STORAGE.name(self.path))
-        else:
-            STORAGE.failed(STORAGE.name(self.path), problem)
-        return problem is None
-
-    def waiting(self) -> int:
-        """Return the bytes that wait to be written."""
-        return self._pending_bytes
+        STORAGE.wrote(name) if problem is None else STORAGE.failed(name, problem)
 
     def close(self) -> None:
         """Write what is pending, if possible, and close the file. May be called twice."""
         self.flush()
         with self._guard:
-            if self._pending:
-                STORAGE.lost(STORAGE.name(self.path), sum(record.count(b"\n") for record in self._pending))
-            self._pending.clear()
-            self._pending_bytes = 0
+            while self._pending:
+                self._lose()
             self._release()
-        STORAGE.forget(self)
+        STORAGE.open.discard(self)
 
     def _append(self, record: bytes) -> None:
         assert self._handle is not None
@@ -286,8 +269,11 @@ class AppendFile:
 
     def _drop(self) -> bytes:
         record = self._pending.popleft()
-        self._pending_bytes -= len(record)
+        self.waiting -= len(record)
         return record
+
+    def _lose(self) -> None:
+        STORAGE.lost(STORAGE.name(self.path), self._drop().count(b"\n"))
 
     def _release(self) -> None:
         if self._handle is not None:

@@ -19,7 +19,7 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,9 +38,6 @@ FORMAT = 2
 
 MANIFEST, SAVED = "manifest.json", "saved.json"
 NUMBERS = re.compile(r"[0-9]+(_[0-9]+)?")
-
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""What makes a manifest of the next format out of one of an earlier format."""
 
 
 class Damaged(Exception):
@@ -128,7 +125,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Foreign, Unreadable."""
     text = _content(path / MANIFEST)
     try:
-        return Checkpoint(path, _fitting(ManifestForm, MANIFEST, _upgraded(json.loads(text))))
+        return Checkpoint(path, _fitting(ManifestForm, MANIFEST, _known(json.loads(text))))
     except (ValueError, RecursionError) as problem:
         raise Damaged(f"{MANIFEST}: no JSON ({problem})") from problem
 
@@ -143,16 +140,12 @@ def _content(path: Path) -> bytes:
         raise Damaged(f"{path.name}: {problem.strerror}") from problem
 
 
-def _upgraded(manifest: Any) -> dict[str, Any]:
+def _known(manifest: Any) -> dict[str, Any]:
     if not isinstance(manifest, dict) or sealed(manifest)["seal"] != manifest.get("seal"):
         raise Damaged(f"{MANIFEST}: its content has changed")
-    found = manifest.get("format")
-    while isinstance(found, int) and found in UPGRADES:
-        manifest = UPGRADES[found](manifest)
-        found = manifest["format"]
-    if found != FORMAT:
-        raise Foreign(f"{MANIFEST}: format {found}, which this version does not read (it reads up to {FORMAT})")
-    return dict(manifest)
+    if (found := manifest.get("format")) != FORMAT:
+        raise Foreign(f"{MANIFEST}: format {found}, which this version does not read (it reads {FORMAT})")
+    return manifest
 
 
 def _fitting(form: type[Form], name: str, content: dict[str, Any]) -> dict[str, Any]:
