@@ -134,8 +134,9 @@ def _of_keys() -> Iterator[tuple[str, Malformed]]:
 
 BROKEN_YAML = (
     "a: b: c", "lr: [1", "lr: {", "\tlr: 1", "- lr\n- 2", "just words", "3", "lr: 1\n lr2: 2", "lr: *b",
-    "!!python/object/apply:os.getcwd []", "lr: !unknown 3", "? [a, b]\n: 3", "1: 2", "null: 3", "lr: 0.1\nlr: 0.2",
-    "%YAML 9", "--- 1\n--- 2", "lr: 2020-13-45", "<<: 3", "env_args: {map_name: 3m, map_name: 8m}",
+    "!!python/object/apply:os.system ['touch HIT']", "lr: !!python/name:os.system", "lr: !unknown 3",
+    "? [a, b]\n: 3", "1: 2", "null: 3", "lr: 0.1\nlr: 0.2", "%YAML 9",
+    "--- 1\n--- 2", "lr: 2020-13-45", "<<: 3", "env_args: {map_name: 3m, map_name: 8m}",
     "env_args: &a {me: *a}", "tokenizer_config: [n_codes, 3]", "lr: 1" + "0" * 5000, "lr: " + "[" * 3000, "lr: \x00",
     "lr: \x1b[31m", "seed: -1", "Lr: 3", "@lr: 1", "`", "env_args: 5", "tokenizer_config:\n  n_code: 3",
     "lr: !!float soon", "seeds: [1, 1]", "seeds: 1, 2", "world_size: 0", "lr: 1\n\udc81\udc8d",

@@ -78,15 +78,6 @@ def test_no_file_is_unpickled_and_nothing_in_one_is_evaluated():
         assert reads_what_could_run(Path("x.py"), ast.parse(text, mode="eval").body), text
 
 
-@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch marker']", "t_max: !!python/name:os.system"])
-def test_a_hostile_configuration_runs_nothing(tmp_path, monkeypatch, capsys, text):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.yaml").write_text(text)
-    assert main(["--config=a.yaml", "--dry-run"]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
-
-
 def test_a_weights_file_runs_nothing(tmp_path):
     file, marker = tmp_path / "agent.th", tmp_path / "marker"
     plain, hidden = pickle.dumps(Hostile(marker)), {"weights": torch.ones(3), "hidden": Hostile(marker)}
@@ -108,30 +99,6 @@ def promising_more(weights: bytes) -> bytes:
             # In the pickle 4 numbers become 2^30.
             target.writestr(entry.filename, source.read(entry).replace(b"K\x04", b"J\x00\x00\x00\x40"))
     return out.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("hostile", "words"),
-    [
-        ("models/100/agent.th", "--config=qmix with evaluate=True checkpoint_path=."),
-        ("models/100/opt.th", "--config=qmix with checkpoint_path=."),
-        ("tokenizer.th", "with recontructer_stage=stage2 pretrained_tokenizer_path=tokenizer.th"),
-        (
-            "stage2_model.th",
-            "with recontructer_stage=stage3 pretrained_tokenizer_path=stage2_model.th"
-            " pretrained_mask_predictor_path=stage2_model.th",
-        ),
-    ],
-)
-def test_a_hostile_file_on_the_command_line_is_one_line(tmp_path, monkeypatch, capsys, hostile, words):
-    monkeypatch.chdir(tmp_path)
-    for name in (hostile, "models/100/agent.th", "models/100/mixer.th"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(saved({"hidden": Hostile(tmp_path / "marker")}))
-    assert main([*words.split(), *BUDGETS]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    assert not (tmp_path / "marker").exists()
 
 
 def episode_file(header: object, data: bytes = b"") -> bytes:
