@@ -102,9 +102,12 @@ def highest(mask: np.ndarray) -> np.ndarray:
 class LossyEnv(FakeEnv):
     """Every episode whose seed can be divided by four is lost in its middle, with a result that must not be counted."""
 
+    def losing(self) -> np.ndarray:
+        return (self.seed % 4 == 0) & (self.t >= (2 + self.seed % LIMIT) // 2)
+
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         result = super().step(actions, active)
-        lost = active & (self.seed % 4 == 0) & (self.t >= (2 + self.seed % LIMIT) // 2)
+        lost = active & self.losing()
         self.over |= lost
         result.info["battle_won"][lost] = 1000.0
         return StepResult(result.reward, result.terminated | lost, result.truncated & ~lost, result.info, lost)

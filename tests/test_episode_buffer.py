@@ -125,7 +125,6 @@ def test_the_newest_episodes_stay_and_bytes_are_counted():
         held = list(range(max(0, i - 2), i + 1))
         assert numbers(buffer) == held == [int(buffer.batch([j])["number"][0]) for j in range(len(held))]
         assert buffer.nbytes == sum(WIDTH * (j + 2) for j in held)
-    assert buffer.can_sample(3) and not buffer.can_sample(4)
 
 
 def test_draws_are_uniform_and_without_replacement():

@@ -67,7 +67,7 @@ class ReplayData:
     @property
     def ready(self) -> bool:
         """Whether there are `batch_size` episodes; once true, it stays true."""
-        return self.buffer.can_sample(self._sampler.batch_size)
+        return len(self.buffer) >= self._sampler.batch_size
 
     def batches(self) -> Iterator[PackedBatch]:
         """Yield `updates_per_iteration` batches of `batch_size` episodes."""

@@ -35,7 +35,6 @@ class EpisodeBuffer:
         self._meta: list[EpisodeMeta] = []
         self._oldest = 0
         self._codec: Codec | None = None
-        self._bytes = 0
         self.added = 0
 
     def __len__(self) -> int:
@@ -44,12 +43,7 @@ class EpisodeBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of all stored records."""
-        return self._bytes
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the fields of every episode; empty before the first one."""
-        return tuple(self._codec.spec) if self._codec is not None else ()
+        return sum(records.nbytes for records in self._records)
 
     @property
     def episodes(self) -> tuple[Episode, ...]:
@@ -96,16 +90,13 @@ class EpisodeBuffer:
                 for i, records in enumerate(self._records):
                     self._records[i] = new.encode(StoredEpisode(old, records, self._meta[i])).to(self.device)
                 self._codec = new
-                self._bytes = sum(records.nbytes for records in self._records)
 
     def _put(self, records: Tensor, meta: EpisodeMeta) -> None:
         self.added += 1
-        self._bytes += records.nbytes
         if len(self._records) < self.capacity:
             self._records.append(records)
             self._meta.append(meta)
             return
-        self._bytes -= self._records[self._oldest].nbytes
         self._records[self._oldest], self._meta[self._oldest] = records, meta
         self._oldest = (self._oldest + 1) % self.capacity
 
@@ -114,10 +105,6 @@ class EpisodeBuffer:
         if not -len(self._records) <= index < len(self._records):
             raise IndexError(f"no episode {index} among {len(self._records)}")
         return (self._oldest + index) % len(self._records)
-
-    def can_sample(self, batch_size: int) -> bool:
-        """Whether there are `batch_size` episodes."""
-        return len(self._records) >= batch_size
 
     def draw(self, batch_size: int, rng: np.random.Generator) -> Sequence[int]:
         """Draw the indices of `batch_size` different episodes, all equally likely. Errors: ValueError for too few."""
@@ -140,13 +127,13 @@ class EpisodeBuffer:
     def take_all(self) -> PackedBatch:
         """Return all episodes, packed, and remove them; `added` stays."""
         batch = self.batch(range(len(self)))
-        self._records, self._meta, self._oldest, self._bytes = [], [], 0, 0
+        self._records, self._meta, self._oldest = [], [], 0
         return batch
 
     def clear(self) -> None:
         """Remove all episodes and start counting from 0."""
         self._records, self._meta, self._oldest = [], [], 0
-        self._codec, self._bytes, self.added = None, 0, 0
+        self._codec, self.added = None, 0
 
     def since(self, number: int) -> EpisodeRange:
         """Return the stored episodes from the `number`-th ever added on."""

@@ -117,10 +117,8 @@ class Codec:
     def decode(self, records: Tensor, rows: Tensor | None = None) -> dict[str, Tensor]:
         """Return all fields, [S, ...] by name, of the records [*, R], or of their `rows` ([S] int64) in that order."""
         found: dict[str, Tensor] = {}
-        for name in sorted(
-            self.spec, key=lambda name: self._columns[name].kind == "shown"
-        ):  # after the field they mask
-            found[name] = self._field(records, rows, self._columns[name], found)
+        for column in sorted(self._columns.values(), key=lambda column: column.kind == "shown"):  # after what they mask
+            found[column.name] = self._field(records, rows, column, found)
         return {name: found[name] for name in self.spec}
 
     def field(self, records: Tensor, name: str) -> Tensor:

@@ -82,12 +82,15 @@ def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[E
 
     Errors: UserError for a file that is missing, no episode file, damaged, of another run or too large.
     """
-    path = Path(path)
     try:
-        file = path.open("rb")
+        return _read_episodes(Path(path), facts, key, most)
     except OSError as error:
         raise UserError(f"{key}={path} cannot be read: {error.strerror}") from error
-    with file:
+
+
+def _read_episodes(path: Path, facts: Facts, key: str, most: int) -> list[Episode]:
+    """As `read_episodes`; errors of the system are OSError."""
+    with path.open("rb") as file:
         header = _read_header(file, path, key)
         for name, value in facts.items():
             if header["facts"].get(name) != value:
@@ -213,7 +216,7 @@ def load_range(path: Path, described: Mapping[str, Any]) -> EpisodeRange:
     Errors: ValueError for a file that does not fit; Unreadable where the system cannot read it.
     """
     try:
-        episodes = patiently(path, partial(_read_range, path, int(described["count"])))
+        episodes = patiently(path, partial(_read_episodes, path, {}, "episodes", int(described["count"])))
         records = [episode["records"] for episode in episodes]
         codec = Codec.from_state(described["codec"])
     except Unreadable:
@@ -227,13 +230,3 @@ def load_range(path: Path, described: Mapping[str, Any]) -> EpisodeRange:
     if len(records) != described["count"] or any(each.shape[1:] != (codec.width,) for each in records):
         raise ValueError(f"{path.name} does not fit its description")
     return EpisodeRange(int(described["first"]), codec, tuple(records), tuple(map(meta_of, episodes)))
-
-
-def _read_range(path: Path, most: int) -> list[Episode]:
-    """Return the episodes of a file. Errors: UserError; OSError where the system cannot read it."""
-    try:
-        return read_episodes(path, {}, "episodes", most)
-    except UserError as problem:
-        if isinstance(problem.__cause__, OSError):
-            raise problem.__cause__ from None
-        raise

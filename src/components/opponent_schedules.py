@@ -73,11 +73,7 @@ class Curriculum(OpponentSchedule):
 
 
 @REGISTRY.register("self_play")
-class SelfPlay(OpponentSchedule):
+class SelfPlay(Unchanged):
     """Frozen earlier policies, all equally often."""
 
     selves: ClassVar[bool] = True
-
-    def level(self, share: float) -> int | None:
-        """Return None."""
-        return None

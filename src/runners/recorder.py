@@ -10,6 +10,9 @@ from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import Observation, StepResult
 from omagd.utils.packing import Episode
 
+SEEN = ("obs", "state", "avail_actions", "full_obs")
+"""Fields of observations."""
+
 FOLLOWED = ("actions", "reward", "terminated", "agent_reward")
 """Fields of actions and their results: zero in closing rows."""
 
@@ -39,13 +42,12 @@ class Recorder:
 
     def __init__(self, info: EnvInfo, n_slots: int, full_obs: bool) -> None:
         self._rows = (n_slots, info.episode_limit + 1)
-        self._full_obs = full_obs
-        self._agent_rewards = info.agent_rewards
         self._fields = {
-            name: self._empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
+            name: np.zeros((*self._rows, *shape), torch.empty(0, dtype=dtype).numpy().dtype)
             for name, (dtype, shape) in row_fields(info, full_obs).items()
         }
         self._own = tuple(self._fields)
+        self._seen = tuple(name for name in SEEN if name in self._fields)
         self._followed = tuple(name for name in FOLLOWED if name in self._fields)
         self._begun = False
         self._flat: dict[str, np.ndarray] = {}
@@ -59,19 +61,11 @@ class Recorder:
         """Accept another policy, whose own fields may differ."""
         self._begun = False
 
-    def _empty(self, shape: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:
-        return np.zeros((*self._rows, *shape), dtype)
-
     def record_observations(self, slots: np.ndarray, steps: np.ndarray, seen: Observation) -> None:
-        """Write the observations of the slot numbers `slots` at their `steps`. Errors: ValueError without full_obs."""
-        flat, rows, pick = self._flat, slots * self._rows[1] + steps, self._pick(slots)
-        flat["obs"][rows] = seen.obs[pick]
-        flat["state"][rows] = seen.state[pick]
-        flat["avail_actions"][rows] = seen.avail_actions[pick]
-        if self._full_obs:
-            if seen.full_obs is None:
-                raise ValueError("the environment returned no full_obs")
-            flat["full_obs"][rows] = seen.full_obs[pick]
+        """Write the observations of the slot numbers `slots` at their `steps`."""
+        rows, pick = slots * self._rows[1] + steps, self._pick(slots)
+        for name in self._seen:
+            self._flat[name][rows] = getattr(seen, name)[pick]
 
     def _pick(self, slots: np.ndarray) -> np.ndarray | slice:
         """Return the index of `slots` into [B, ...]; a slice, which copies nothing, for all slots."""
@@ -98,7 +92,7 @@ class Recorder:
         for name, value in extras.items():
             kept = old.get(name)
             if kept is None or kept.shape[2:] != value.shape[1:] or kept.dtype != value.dtype:
-                kept = self._empty(value.shape[1:], value.dtype)
+                kept = np.zeros((*self._rows, *value.shape[1:]), value.dtype)
             self._fields[name] = kept
         self._flatten()
         self._begun = True
@@ -108,9 +102,7 @@ class Recorder:
         rows = slots * self._rows[1] + steps
         self._flat["reward"][rows] = result.reward[slots]
         self._flat["terminated"][rows] = result.terminated[slots] & ~result.truncated[slots]
-        if self._agent_rewards:
-            if result.agent_reward is None:
-                raise ValueError("the environment returned no agent_reward, which its facts promise")
+        if result.agent_reward is not None and "agent_reward" in self._own:
             self._flat["agent_reward"][rows] = result.agent_reward[slots]
 
     def take(self, slot: int, length: int) -> Episode:

@@ -134,6 +134,11 @@ class SlotState:
         steps, lost = np.zeros(n_slots, np.int64), np.zeros(n_slots, np.int64)
         return cls(seeds, steps, np.zeros(n_slots), left, yes, no, no.copy(), agent_reward, lost)
 
+    def begin(self, which: np.ndarray) -> None:
+        """Start episodes in the slots `which` [B] bool at step and return 0."""
+        for values in (self.step, self.reward, self.agent_reward):
+            values[which] = 0
+
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return copies of all fields."""
         return {spec.name: getattr(self, spec.name).copy() for spec in fields(self)}
@@ -171,8 +176,8 @@ class RolloutLoop:
         self.see_all = see_all
         self.seeds = seeds
         self.rollout = Rollout()
-        self.ticked: Callable[[bool], None] = _nothing
-        self.asked: Callable[[np.ndarray, np.ndarray], None] = _nothing
+        self.ticked: Callable[[bool], None] = do_nothing
+        self.asked: Callable[[np.ndarray, np.ndarray], None] = do_nothing
         self._n_rewarded = info.n_agents if info.agent_rewards else 0
         self.clock = SlotState.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_rewarded)
         self._results: dict[int, dict[str, float]] = {}
@@ -292,13 +297,7 @@ class RolloutLoop:
         """Return the slots' state, results that are not counted yet and the rows of unfinished episodes."""
         self.finish_steps()
         rows = self.recorder.snapshot(int(self.clock.step.max()) + 1) if self.recorder is not None else {}
-        counted = {
-            "n_episodes": self.rollout.n_episodes,
-            "steps": self.rollout.steps,
-            "lost": self.rollout.lost,
-            "stats": dict(self.rollout.stats),
-            "log": [dict(entry) for entry in self.rollout.log],
-        }
+        counted = copy.deepcopy({name: value for name, value in vars(self.rollout).items() if name != "episodes"})
         return {"clock": self.clock.snapshot(), "results": dict(self._results), "rows": rows, "counted": counted}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -329,9 +328,7 @@ class RolloutLoop:
         self.asked(lost, self.clock.seed)
         self.env.reset(lost, self.clock.seed)
         self.policy.reset(lost)
-        self.clock.step[lost] = 0
-        self.clock.reward[lost] = 0.0
-        self.clock.agent_reward[lost] = 0.0
+        self.clock.begin(lost)
 
     def _close(self, closing: np.ndarray, again: np.ndarray) -> None:
         """Count and take the finished episodes; the slots `again` begin another one. Masks [B]."""
@@ -346,9 +343,7 @@ class RolloutLoop:
         clock.closing &= ~closing
         if again.any():
             self.policy.reset(again)
-            clock.step[again] = 0
-            clock.reward[again] = 0.0
-            clock.agent_reward[again] = 0.0
+            clock.begin(again)
             clock.left[again] -= 1
             clock.playing |= again
 
@@ -366,5 +361,5 @@ class RolloutLoop:
         self.rollout.episodes.append(RecordedEpisode(recorder.take(slot, length), self.meta(slot)))
 
 
-def _nothing(*_: object) -> None:
+def do_nothing(*_: object) -> None:
     """Do nothing."""

@@ -12,8 +12,7 @@ from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.protocol import BatchedEnv
 from omagd.runners.recorder import Recorder
-from omagd.runners.rollout import EpisodeSeeds, Rollout, RolloutLoop
-from omagd.utils.errors import UserError
+from omagd.runners.rollout import EpisodeSeeds, Rollout, RolloutLoop, do_nothing
 
 
 class Runner:
@@ -36,9 +35,9 @@ class Runner:
         self.info = info
         self.stream = stream
         self.lost = 0
-        self.prepare: Callable[[], None] = _nothing
-        self.ticked: Callable[[bool], None] = _nothing
-        self.asked: Callable[[np.ndarray, np.ndarray], None] = _nothing
+        self.prepare: Callable[[], None] = do_nothing
+        self.ticked: Callable[[bool], None] = do_nothing
+        self.asked: Callable[[np.ndarray, np.ndarray], None] = do_nothing
         self._recorders: dict[bool, Recorder] = {}
 
     @staticmethod
@@ -139,18 +138,9 @@ class ParallelRunner(Runner):
 
 
 class EpisodeRunner(Runner):
-    """Plays one slot. Errors: UserError when the environment was built with more."""
-
-    def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
-        if env.n_slots != 1:
-            raise UserError(f"runner=episode plays one battle at a time, not {env.n_slots}: take runner=parallel")
-        super().__init__(env, config, info, stream)
+    """Plays one slot."""
 
     @staticmethod
     def slots(config: Config) -> int:
         """Return 1, whatever `batch_size_run` says."""
         return 1
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing."""

@@ -9,9 +9,8 @@ import numpy as np
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
-from omagd.envs.protocol import BatchedEnv
 from omagd.runners.recorder import Recorder
-from omagd.runners.rollout import ENDLESS, EpisodeSeeds, Rollout, RolloutLoop
+from omagd.runners.rollout import ENDLESS, Rollout, RolloutLoop
 from omagd.runners.runner import Runner
 from omagd.utils.packing import RecordedEpisode
 
@@ -25,11 +24,8 @@ class StreamRunner(Runner):
     """
 
     loop_kind: ClassVar[type[RolloutLoop]] = RolloutLoop
-
-    def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
-        super().__init__(env, config, info, stream)
-        self._flying: RolloutLoop | None = None
-        self._full_obs = False
+    _flying: RolloutLoop | None = None  # the loop that has episodes in flight
+    _full_obs = False
 
     def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
         """Play until as many episodes have ended as there are slots and return those; the others stay in flight.
@@ -149,10 +145,7 @@ class TickRunner(StreamRunner):
 
     unit: ClassVar[str] = "steps"
     loop_kind: ClassVar[type[RolloutLoop]] = StepLoop
-
-    def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
-        super().__init__(env, config, info, stream)
-        self._aside: dict[str, Any] | None = None
+    _aside: dict[str, Any] | None = None  # the episodes set aside, as in a snapshot
 
     @staticmethod
     def rows(info: EnvInfo) -> int:

@@ -185,11 +185,6 @@ class WorkerPool:
             self._hung.add(number)
             process.kill()
 
-    def busy_slots(self) -> dict[int, int]:
-        """Return slot -> seed for the slots of workers that owe an answer."""
-        slots = [slot for number, slots in enumerate(self.slots) if self.owed[number] for slot in slots]
-        return {slot: int(self.arrays["seeds"][slot]) for slot in slots} if self.arrays else {}
-
     def message(self, number: int) -> tuple[bytes, bytes] | None:
         """Return type and content of a worker's next message; None if it has died.
 
@@ -222,10 +217,10 @@ class WorkerPool:
         self._respawn(number)
         self._send(number, histories)
 
-    def _join(self, number: int) -> str:
-        """Wait for the end of a worker that has hung up; return its exit code in words."""
+    def _join(self, number: int, seconds: float = CLOSE_GRACE_SECONDS) -> str:
+        """Wait for the end of a worker, and kill it after `seconds`; return its exit code in words."""
         process = self.processes[number]
-        process.join(CLOSE_GRACE_SECONDS)
+        process.join(max(0.0, seconds))
         if process.is_alive():
             process.kill()
             process.join()
@@ -241,11 +236,8 @@ class WorkerPool:
             wake.close()
             conn.close()
         deadline = time.monotonic() + CLOSE_GRACE_SECONDS
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for number, process in enumerate(self.processes):
+            self._join(number, deadline - time.monotonic())
             process.close()
         self._done.close()
         self._note.close()
@@ -256,13 +248,11 @@ class WorkerPool:
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """Set environment variables for the processes started inside."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)

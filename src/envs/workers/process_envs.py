@@ -14,7 +14,7 @@ from omagd.envs.protocol import StepResult
 from omagd.envs.single import single_env
 from omagd.envs.workers.pool import EnvWorkerError, WorkerPool
 from omagd.envs.workers.shared_memory import array_specs
-from omagd.envs.workers.slot import NAMES, RESET, STEP, History
+from omagd.envs.workers.slot import RESET, STEP, History
 from omagd.envs.workers.vector import VectorEnv
 
 __all__ = ["EnvWorkerError", "ProcessEnvs"]
@@ -46,7 +46,6 @@ class ProcessEnvs(VectorEnv):
     ) -> None:
         self.n_slots = n_slots
         self._worker_of = [slot // per_process for slot in range(n_slots)]
-        self._names: list[list[str]] = [[] for _ in range(n_slots)]
         self._pending = np.zeros(n_slots, np.uint8)  # last command of each slot until it is known to be executed
         self._void = np.zeros(n_slots, bool)  # slots whose episode was lost with their worker
         self._counted: dict[int, dict[str, float]] = {}  # last counters of each slot
@@ -63,15 +62,13 @@ class ProcessEnvs(VectorEnv):
             self.close()
             raise
 
-    def _info_names(self, slot: int) -> list[str]:
-        return self._names[slot]
-
     def _starting(self) -> np.ndarray:
         return np.flatnonzero(self._pending == RESET)
 
     def busy_slots(self) -> dict[int, int]:
         """Return slot -> seed for the slots whose workers owe an answer."""
-        return self._workers.busy_slots()
+        busy = [slot for slot, number in enumerate(self._worker_of) if self._workers.owed[number]]
+        return {slot: int(self._arrays["seeds"][slot]) for slot in busy} if self._arrays else {}
 
     def set_worker_timeout(self, seconds: float) -> None:
         """Kill and replace a worker that has not answered for `seconds`."""
@@ -130,9 +127,7 @@ class ProcessEnvs(VectorEnv):
         """Store one message of a worker, unless it died while sending it."""
         message = self._workers.message(number)
         if message is not None:
-            slot = self._store_reply(*message)
-            if message[0] == NAMES:
-                self._names[slot] = self._replies[slot]
+            self._store_message(*message)
 
     def _replace(self, number: int) -> None:
         """Replace a dead worker; its slots replay their episodes and repeat pending commands, or become void."""
@@ -153,10 +148,8 @@ class ProcessEnvs(VectorEnv):
         """Return the episode of a slot without a pending step."""
         log, pending = self._log, self._pending[slot]
         assert log is not None
-        if not log.begun[slot] or pending == RESET:
-            return History(None, log.actions(slot), self._names[slot])
-        played = log.actions(slot, leave_out=int(pending == STEP))
-        return History(int(log.seeds[slot]), played, self._names[slot])
+        seed = int(log.seeds[slot]) if log.begun[slot] and pending != RESET else None
+        return History(seed, log.actions(slot, leave_out=int(pending == STEP)), self._names[slot])
 
     def _drop_episodes(self, slots: np.ndarray) -> None:
         """Mark the episodes of `slots` as lost, except those whose reset is pending."""

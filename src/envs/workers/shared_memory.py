@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import tempfile
 from collections.abc import Iterable
+from itertools import accumulate
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -50,25 +52,20 @@ def array_specs(info: EnvInfo, n_slots: int) -> Specs:
     }
 
 
-def _offsets(specs: Specs) -> tuple[dict[str, int], int]:
-    """Return the offset of each array, aligned to 64 bytes, and the total size."""
-    offsets, end = {}, 0
-    for name, (shape, dtype) in specs.items():
-        offsets[name] = end
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        end += (size + 63) // 64 * 64
-    return offsets, max(end, 64)
+def _size(shape: tuple[int, ...], dtype: str) -> int:
+    """Return the bytes of an array, rounded up to a multiple of 64."""
+    return -(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64
 
 
 def total_size(specs: Specs) -> int:
     """Return the number of bytes of all arrays."""
-    return _offsets(specs)[1]
+    return sum(_size(*spec) for spec in specs.values())
 
 
-def array_views(buffer: mmap.mmap | bytearray, specs: Specs) -> Arrays:
+def array_views(buffer: mmap.mmap, specs: Specs) -> Arrays:
     """Return the arrays in `buffer`, by name."""
-    offsets, _ = _offsets(specs)
-    return {name: np.ndarray(shape, dtype, buffer, offsets[name]) for name, (shape, dtype) in specs.items()}
+    starts = accumulate((_size(*spec) for spec in specs.values()), initial=0)
+    return {name: np.ndarray(*spec, buffer, start) for (name, spec), start in zip(specs.items(), starts, strict=False)}
 
 
 class AnonymousMemory:

@@ -12,16 +12,8 @@ from pydantic import BaseModel
 from omagd.envs.actions import random_actions
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
 from omagd.envs.single import env_info_from_dict, single_env
-from omagd.envs.workers.shared_memory import (
-    MAX_PATH,
-    RANDOM,
-    Arrays,
-    array_specs,
-    array_views,
-    slot_scripts,
-    total_size,
-)  # fmt: skip
-from omagd.envs.workers.slot import CHOOSE, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
+from omagd.envs.workers.shared_memory import MAX_PATH, RANDOM, Arrays, array_specs, slot_scripts
+from omagd.envs.workers.slot import CHOOSE, NAMES, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
 
 
 class ActionLog:
@@ -60,13 +52,8 @@ class ActionLog:
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of all arrays; `actions` is [B, T, n] int32, where T is the longest episode."""
-        longest = int(self.lengths.max(initial=0))
-        kept = {
-            "begun": self.begun,
-            "seeds": self.seeds,
-            "lengths": self.lengths,
-            "actions": self._actions[:, :longest],
-        }
+        actions = self._actions[:, : self.lengths.max(initial=0)]
+        kept = {"begun": self.begun, "seeds": self.seeds, "lengths": self.lengths, "actions": actions}
         return {name: values.copy() for name, values in kept.items()}
 
 
@@ -78,17 +65,14 @@ class VectorEnv(BatchedEnv):
     """
 
     _arrays: Arrays
-    _replies: dict[int, Any]
-    _log: ActionLog | None
-    _chosen: bool
-    _info_order: dict[str, None]
 
     def _setup(self, env_cls: type, args: BaseModel, facts: dict[str, Any], name: str | None) -> None:
         """Set the attributes that follow from `get_env_info()`. name: label of results, by default the class's name."""
         self.args_model = type(args)  # type: ignore[misc]
         self.deterministic = env_cls.deterministic  # type: ignore[misc, attr-defined]
-        self._replies = {}
-        self._info_order = {}  # names in the infos of ended episodes, in order of appearance
+        self._replies: dict[int, Any] = {}
+        self._names: list[list[str]] = [[] for _ in range(self.n_slots)]  # of the columns of `info` in each slot
+        self._info_order: dict[str, None] = {}  # names in the infos of ended episodes, in order of appearance
         self._chosen = False  # whether the array `scripted` belongs to the current observations
         label = name or env_cls.__name__
         map_name = args.model_dump().get("map_name") or facts.get("map_name") or label
@@ -102,10 +86,6 @@ class VectorEnv(BatchedEnv):
     @abstractmethod
     def _wait(self, slots: np.ndarray) -> None:
         """Wait until the slot numbers `slots` have executed their commands."""
-
-    @abstractmethod
-    def _info_names(self, slot: int) -> list[str]:
-        """Return the names of the columns of `info` in that slot."""
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new episodes in the slots `which`, slot b from `seeds[b]`. Later calls wait for it."""
@@ -151,11 +131,10 @@ class VectorEnv(BatchedEnv):
 
     def _episode_info(self, terminated: np.ndarray) -> dict[str, np.ndarray]:
         slots = np.flatnonzero(terminated).tolist()
-        names = {slot: list(self._info_names(slot)) for slot in slots}
-        self._info_order.update(dict.fromkeys(name for slot in slots for name in names[slot]))
+        self._info_order.update(dict.fromkeys(name for slot in slots for name in self._names[slot]))
         found = {name: np.zeros(self.n_slots, np.float32) for name in self._info_order}
         for slot in slots:
-            for column, name in enumerate(names[slot]):
+            for column, name in enumerate(self._names[slot]):
                 found[name][slot] = self._arrays["info"][slot, column]
         return found
 
@@ -185,11 +164,13 @@ class VectorEnv(BatchedEnv):
         self._wait(everyone)
         return [self._replies.get(slot) for slot in range(self.n_slots)]
 
-    def _store_reply(self, kind: bytes, body: bytes) -> int:
-        """Store a message of a slot; return the slot's number."""
+    def _store_message(self, kind: bytes, body: bytes) -> None:
+        """Store a message of a slot."""
         slot, content = json.loads(body)
-        self._replies[slot] = UNSUPPORTED if kind == UNSUPPORTED else content
-        return int(slot)
+        if kind == NAMES:
+            self._names[slot] = content
+        else:
+            self._replies[slot] = UNSUPPORTED if kind == UNSUPPORTED else content
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions: "random" is drawn here, other policies are computed by each environment."""
@@ -255,12 +236,9 @@ class SerialEnvs(VectorEnv):
         self._envs: list[MultiAgentEnv] = [single_env(env_cls, args) for _ in range(n_slots)]
         self._setup(env_cls, args, self._envs[0].get_env_info(), name)
         specs = array_specs(self.info, n_slots)
-        self._arrays = array_views(bytearray(total_size(specs)), specs)
+        self._arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in specs.items()}
         self._running: int | None = None
         self._slots = [EnvSlot(env, slot, self._arrays) for slot, env in enumerate(self._envs)]
-
-    def _info_names(self, slot: int) -> list[str]:
-        return self._slots[slot].info_names
 
     def _start(self, command: int, slots: np.ndarray) -> None:
         for number in slots.tolist():
@@ -268,7 +246,7 @@ class SerialEnvs(VectorEnv):
             slot = self._slots[number]
             slot.execute(command)
             for message in slot.messages:
-                self._store_reply(message[:1], message[1:])
+                self._store_message(message[:1], message[1:])
             slot.messages.clear()
         self._running = None
 
