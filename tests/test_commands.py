@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_budgets import BUDGETS
-from command_harness import FORKED, MAIN, PYTHON, ROOT, records, run_command, run_folders, summary_of, train
+from command_harness import FORKED, MAIN, PYTHON, ROOT, records, run_command, summary_of, train
 from documented import Documented, documented_commands, parse
 from matplotlib.image import imread
 
@@ -22,16 +21,9 @@ from omagd.run.cli.main import main
 COMMANDS = documented_commands()
 # Program, algorithm and environment of commands that fixtures and other tests run already.
 RUN_ELSEWHERE = {
-    ("main", "omagd_small", "skirmish"),
-    ("main", "omagd", "skirmish"),
-    ("main", "qmix", "skirmish"),
-    ("main", "omagd", "smax"),
-    ("torchrun", "qmix", "skirmish"),
-    ("run_pretrain_ddp.sh", "omagd_origin", "skirmish"),
-    ("run_gnn_stage3_ddp.sh", "omagd", "skirmish"),
-}
-
-
+    ("main", "omagd_small", "skirmish"), ("main", "omagd", "skirmish"), ("main", "qmix", "skirmish"),
+    ("main", "omagd", "smax"), ("torchrun", "qmix", "skirmish"),
+}  # fmt: skip
 STAGES = ("stage1", "stage2", "stage3")
 NAMES = {
     "stage1": "epoch train/graph_loss eval/graph_loss",
@@ -83,30 +75,6 @@ def test_a_run_leaves_its_files_and_a_record_of_sacred(run, ranks, stages, facts
     summary = check_run_folder(folder, ranks, stages)
     assert facts.items() <= summary.items() and summary["updates"] > 0
     assert scalar in (folder.parent / "sacred" / "1" / "metrics.json").read_text()
-
-
-@pytest.mark.processes
-def test_the_scripts_one_after_another_from_elsewhere(tmp_path):
-    """Relative paths are the caller's; a file's own path is taken; stage 3 finds both pre-trainings by itself."""
-    folders: list[Path] = []
-
-    def start(script: str, stage: int, ranks: int, **variables: str) -> Path:
-        given = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "NUM_GPUS": str(ranks), **variables}
-        run_command([str(ROOT / script), *BUDGETS], tmp_path, **given)
-        (folder,) = run_folders(tmp_path) - set(folders)
-        folders.append(folder)
-        check_run_folder(folder, ranks, (f"stage{stage}",))
-        return folder / "models" / f"pretrain_stage{stage}_best"
-
-    tokenizer = start("run_pretrain_ddp.sh", 1, 2, STAGE="stage1") / "tokenizer.th"
-    found = os.path.relpath(tokenizer, tmp_path)
-    predictor = start("run_pretrain_ddp.sh", 2, 1, STAGE="stage2", TOKENIZER_PATH=found) / "stage2_model.th"
-    start("run_gnn_stage3_ddp.sh", 3, 1)
-    resolved = json.loads((folders[2] / "config.json").read_text())
-    assert {
-        "mac": "gnn_graph_mac", "agent": "gnn_rnn", "pretrained_tokenizer_path": str(tokenizer),
-        "pretrained_mask_predictor_path": str(predictor),
-    }.items() <= resolved.items()  # fmt: skip
 
 
 @pytest.mark.processes
