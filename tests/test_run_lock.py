@@ -12,7 +12,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -79,9 +78,9 @@ def test_ranks_at_work_are_seen(kind, tmp_path):
 @needs_proc
 def test_a_lock_of_a_process_that_has_ended_is_stale(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    ended = replace(ProcessIdentity.own(), pid=child.pid, started=start_ticks(child.pid))
+    ended = ProcessIdentity.own().model_copy(update=dict(pid=child.pid, started=start_ticks(child.pid)))
     child.communicate(b"\n")
-    (tmp_path / "lock.7").write_text(json.dumps(ended.plain()))
+    (tmp_path / "lock.7").write_text(json.dumps(ended.model_dump()))
     lock = run_lock._take_numbered(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("lock.*")) == ["lock.8"]
     lock.release()
@@ -89,9 +88,9 @@ def test_a_lock_of_a_process_that_has_ended_is_stale(tmp_path):
 
 def test_a_lock_of_another_host_is_stale_once_it_is_no_longer_renewed(tmp_path):
     own = ProcessIdentity.own()
-    other = replace(own, host="elsewhere", boot="another boot", pid=1, since=own.since - 7200)
-    (tmp_path / "lock.1").write_text(json.dumps(other.plain()))
-    with pytest.raises(Busy, match="process 1 on host elsewhere, for 2 hours"):
+    other = own.model_copy(update=dict(host="elsewhere", boot="another boot", pid=1, since=own.since - 7200))
+    (tmp_path / "lock.1").write_text(json.dumps(other.model_dump()))
+    with pytest.raises(Busy, match="process 1 on host elsewhere, for 2 h 00 min"):
         run_lock._take_numbered(tmp_path)
     os.utime(tmp_path / "lock.1", (time.time() - 2 * run_lock.STALE_SECONDS,) * 2)
     run_lock._take_numbered(tmp_path).release()
@@ -147,10 +146,10 @@ def test_a_latecomer_does_not_get_a_used_lock_number(tmp_path, monkeypatch):
 @needs_proc
 def test_a_process_id_that_is_used_again_is_another_process():
     own = ProcessIdentity.own()
-    others = replace(own, started=own.started - 1), replace(own, boot="another boot")
+    others = own.model_copy(update=dict(started=own.started - 1)), own.model_copy(update=dict(boot="another boot"))
     assert [one.runs() for one in (own, *others)] == [True, False, None]
-    assert ProcessIdentity.read({**own.plain(), "pid": "1"}) is None
-    assert ProcessIdentity.read(json.loads(json.dumps(own.plain()))) == own
+    assert ProcessIdentity.read({**own.model_dump(), "pid": "1"}) is None
+    assert ProcessIdentity.read(json.loads(json.dumps(own.model_dump()))) == own
 
 
 def left_unfinished(given: Config) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,14 +109,12 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
         else:
             in_a_row = 0
             played.append(result)
-    names = list(dict.fromkeys(name for result in played for name in result))
-    each = {name: [result.get(name, 0.0) for result in played] for name in names}
+    each = {name: [result.get(name, 0.0) for result in played] for name in dict.fromkeys(chain(*played))}
     means = {f"{name}_mean": float(np.mean(values)) for name, values in each.items()}
-    steps = sum(each["ep_length"])
     found = {"returns": each["return"], "lengths": each["ep_length"]}
     if env.info.has_win:
         found["battle_won"] = [bool(won) for won in each["battle_won"]]
-    return {**found, "totals": {"episodes": episodes, "steps": steps, "lost_episodes": lost, **means}}
+    return {**found, "totals": {"episodes": episodes, "steps": sum(each["ep_length"]), "lost_episodes": lost, **means}}
 
 
 def _play_one(policy: Team, env: ParallelBattle, seed: int, sees_all: bool) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from typing import Any
 
 from omagd.config.loading import validate
 from omagd.config.schema import Config
-from omagd.run.checkpoint.resuming import RUN_FILE, identity_of
+from omagd.run.checkpoint.resuming import RUN_FILE, identity_of, is_trusted
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting.report import render_summary, seeds_table
 from omagd.run.reporting.sacred_sink import SacredRelay
 from omagd.run.topology import is_main, make_plan
 from omagd.utils.errors import readable, visible
 from omagd.utils.logging import setup_logging
-from omagd.utils.owned_folder import Untrusted, require_own
 from omagd.utils.run_folder import RunFolder, keep_json, make_token
 from omagd.utils.storage import read_entry
 from omagd.utils.writing import OUTPUT, STORAGE
@@ -155,13 +154,7 @@ class SeedList:
         run = read_entry(folder.path / RUN_FILE)
         if not run.get("finished") or run.get("identity") != identity_of(single):
             return None
-        try:
-            require_own(folder.path)
-        except (Untrusted, OSError) as problem:
-            why = problem.strerror if isinstance(problem, OSError) else problem
-            setup_logging(None).warning(
-                f"auto_resume=True: {readable(str(folder.path))} does not count as finished: {why}"
-            )
+        if not is_trusted(folder.path, "does not count as finished"):
             return None
         known = {"name": single.name, "env": single.env, "map_name": single.map_name, "exit_state": "completed"}
         return {**known, **read_entry(folder.summary_json), "seed": single.seed, "folder": str(folder.path)}

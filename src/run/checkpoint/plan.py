@@ -179,7 +179,7 @@ class ResumePlan:
 
     def lost_episodes(self) -> int:
         """Return how many stored episodes the run continues without."""
-        return 0 if self.state is None or self.kind == "exact" else self.state.lost_episodes()
+        return 0 if self.state is None else self.state.lost_episodes()
 
     def trained(self, stage: str) -> dict[str, Any] | None:
         """Return the weights that a finished stage has left, None where there are none. Errors: UserError."""

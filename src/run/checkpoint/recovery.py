@@ -185,10 +185,7 @@ def _on_all_ranks(dist: Dist, read: Callable[[], Any]) -> tuple[list[Any], dict[
 
 
 def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> RecoveredState:
-    common = checkpoint.common()
-    if kind == "weights":
-        return RecoveredState(checkpoint, common, None, (), kind, lost)
-    writers = int(checkpoint.manifest["world_size"])
+    common, writers = checkpoint.common(), 0 if kind == "weights" else int(checkpoint.manifest["world_size"])
     if writers == dist.world_size:
         return RecoveredState(checkpoint, common, checkpoint.of_rank(dist.rank), (), kind, lost)
     everyone = tuple(checkpoint.of_rank(rank) for rank in range(writers))

@@ -9,7 +9,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from omagd.run.checkpoint.store import SAVED, Checkpoint, Damaged, folders, read
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.owned_folder import Untrusted, closed_to_others, require_own
+from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, fingerprint, keep_json, write_json
 from omagd.utils.storage import ABSENT, listed, patiently, read_entry
 from omagd.utils.writing import STORAGE
@@ -113,9 +113,14 @@ def _new_run(config: Config, token: str, identity: str) -> tuple[RunFolder, Lock
             require_free_token(config)  # another process may have taken it a moment ago
         if isinstance(problem, UserError):
             raise
-        reason = f"({problem.strerror}); give a folder that can be written"
-        raise UserError(f"local_results_path={config.local_results_path} cannot be written {reason}") from problem
+        raise _not_writable(Path(config.local_results_path), problem) from problem
     return folder, lock
+
+
+def _not_writable(path: Path, problem: OSError) -> UserError:
+    return UserError(
+        f"local_results_path: {path} cannot be written ({problem.strerror}); give a folder that can be written"
+    )
 
 
 def require_free_token(config: Config, state: str = "exists already") -> None:
@@ -209,13 +214,8 @@ def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> t
         if read_entry(path / RUN_FILE).get("finished"):
             finished = finished or path
             continue
-        try:
-            patiently(path, partial(require_own, path))
-        except (Untrusted, *ABSENT) as problem:
-            reason = problem.strerror if isinstance(problem, OSError) else problem
-            LOG.warning(f"auto_resume=True: {readable(str(path))} is neither continued nor changed: {reason}")
-            continue
-        return RunFolder(path), _locked(RunFolder(path), config.auto_resume_wait, waits)
+        if is_trusted(path, "is neither continued nor changed"):
+            return RunFolder(path), _locked(RunFolder(path), config.auto_resume_wait, waits)
     if finished is not None:
         require_free_token(config, "is finished already")
         LOG.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
@@ -224,6 +224,17 @@ def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> t
         require_free_token(config, state)
         LOG.warning(f"auto_resume=True: a new run begins; {where} {state}; to extend it: checkpoint_path={where}")
     return None
+
+
+def is_trusted(path: Path, otherwise: str) -> bool:
+    """Return whether a run's folder is this user's and holds no links; if not, warn. Errors: Unreadable."""
+    try:
+        patiently(path, partial(require_own, path))
+    except (Untrusted, *ABSENT) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        LOG.warning(f"auto_resume=True: {readable(str(path))} {otherwise}: {reason}")
+        return False
+    return True
 
 
 def _most_similar(config: Config) -> tuple[Path, str] | None:
@@ -255,7 +266,7 @@ def _differences(theirs: dict[str, Any], values: dict[str, Any]) -> str:
     return ", ".join(shown + ["…"] * (len(keys) > KEYS_SHOWN)) or "the files it reads"
 
 
-def _flat(config: dict[str, Any], keys: AbstractSet[str]) -> dict[str, Any]:
+def _flat(config: dict[str, Any], keys: set[str]) -> dict[str, Any]:
     """Return the values of some keys; those of a section by their dotted keys."""
     found: dict[str, Any] = {}
     for key in keys & config.keys():
@@ -298,12 +309,9 @@ def _locked(folder: RunFolder, minutes: float, waits: Callable[[], object]) -> L
                 raise UserError(f"auto_resume=True: {folder.path} is in use by {busy}; {fix}") from None
             if now - shown >= WAITING_SECONDS:
                 shown = now
-                left = math.ceil(until - now)
-                most = f"{left} s" if left < 120 else f"{math.ceil(left / 60)} min"
-                LOG.info(f"waiting {most} at most: {folder.path} is in use by {busy}")
+                LOG.info(f"waiting {duration(until - now)} at most: {folder.path} is in use by {busy}")
         except OSError as problem:
-            reason = f"({problem.strerror}); give a folder that can be written"
-            raise UserError(f"local_results_path: {folder.path} cannot be written {reason}") from problem
+            raise _not_writable(folder.path, problem) from problem
         waits()
         time.sleep(min(1.0, max(0.0, until - now)))
     if read_entry(folder.path / RUN_FILE).get("finished"):
@@ -334,7 +342,7 @@ def rank_at_work(folder: RunFolder) -> Iterator[None]:
     try:
         mark = mark_rank(folder.path)
     except OSError as problem:
-        raise UserError(f"local_results_path: {folder.path} cannot be written ({problem.strerror})") from problem
+        raise _not_writable(folder.path, problem) from problem
     try:
         with closed_to_others():
             yield

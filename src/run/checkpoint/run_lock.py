@@ -16,24 +16,28 @@ import json
 import os
 import re
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from omagd.utils.progress import duration
 
 PROC = Path("/proc")
 
 
-@dataclass(frozen=True)
-class ProcessIdentity:
+class ProcessIdentity(BaseModel):
     """A process, unique over reboots, containers and hosts.
 
     Attributes:
         host: name. boot: id of the host's boot. space: the process-id namespace. pid: number in it.
         started: clock ticks from boot to the start of the process. since: seconds since the epoch.
     """
+
+    model_config = ConfigDict(strict=True, frozen=True)
 
     host: str
     boot: str
@@ -45,24 +49,17 @@ class ProcessIdentity:
     @classmethod
     def own(cls) -> Self:
         """Return the identity of this process, `since` now."""
-        pid = os.getpid()
-        return cls(socket.gethostname(), _boot(), _space(), pid, start_ticks(pid) or 0, time.time())
+        pid, now = os.getpid(), time.time()
+        started = start_ticks(pid) or 0
+        return cls(host=socket.gethostname(), boot=_boot(), space=_space(), pid=pid, started=started, since=now)
 
     @classmethod
     def read(cls, values: Any) -> Self | None:
-        """Return the identity in `values`, which `plain` wrote; None if they are anything else."""
-        if not isinstance(values, Mapping):
+        """Return the identity in the JSON values of a lock; None if they are anything else."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError:
             return None
-        kinds: dict[str, tuple[type, ...]] = {
-            "host": (str,), "boot": (str,), "space": (str,), "pid": (int,), "started": (int,), "since": (int, float),
-        }  # fmt: skip
-        if any(not isinstance(values.get(name), kind) for name, kind in kinds.items()):
-            return None
-        return cls(**{name: values[name] for name in kinds})
-
-    def plain(self) -> dict[str, Any]:
-        """Return the identity as JSON values."""
-        return asdict(self)
 
     def runs(self) -> bool | None:
         """Return whether the process still runs; None where that cannot be seen from here."""
@@ -72,7 +69,7 @@ class ProcessIdentity:
 
     def describe(self) -> str:
         """Return host, pid and age as text."""
-        return f"process {self.pid} on host {self.host}, for {_age(max(0.0, time.time() - self.since))}"
+        return f"process {self.pid} on host {self.host}, for {duration(max(0.0, time.time() - self.since))}"
 
 
 def start_ticks(pid: int) -> int | None:
@@ -96,13 +93,6 @@ def _space() -> str:
         return os.readlink(PROC / "self/ns/pid")
     except OSError:
         return ""
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 LOCK, RANKS = "lock", "lock.ranks"
@@ -276,23 +266,13 @@ def _busy(path: Path) -> Busy | None:
 
 def _silent_for(handle: int, folder: Path) -> float:
     """Return the seconds since the last renewal, by the clock of the file system: those of hosts may differ."""
-    probe = folder / f".clock.{os.getpid()}.tmp"
-    try:
-        made = os.open(probe, FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            now = os.fstat(made).st_mtime
-        finally:
-            os.close(made)
-    except FileExistsError:
-        now = time.time()
-    finally:
-        probe.unlink(missing_ok=True)
-    return now - os.fstat(handle).st_mtime
+    with tempfile.TemporaryFile(dir=folder, prefix=".clock.", suffix=".tmp") as probe:
+        return os.fstat(probe.fileno()).st_mtime - os.fstat(handle).st_mtime
 
 
 def _own() -> bytes:
     """Return the entry of this process, padded to a fixed length: ranks overwrite each other's."""
-    return json.dumps(ProcessIdentity.own().plain()).encode().ljust(ENTRY) + b"\n"
+    return ProcessIdentity.own().model_dump_json().encode().ljust(ENTRY) + b"\n"
 
 
 def _holder(handle: int) -> ProcessIdentity | None:

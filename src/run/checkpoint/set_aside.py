@@ -91,13 +91,8 @@ def _cut_lines(folder: RunFolder, plan: ResumePlan, sizes: list[int | None], asi
         elif plan.behind:
             aside.tail(path, size)
         elif there > size:
-            _truncate(path, size)
+            os.truncate(path, size)
     return missing
-
-
-def _truncate(path: Path, size: int) -> None:
-    with path.open("r+b") as file:
-        file.truncate(size)
 
 
 def _ends(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> Iterator[tuple[Path, int]]:
