@@ -17,7 +17,7 @@ from command_harness import end_what_goes_on, train
 from reaper import watch_this_session
 
 if TYPE_CHECKING:
-    from torn_runs import TornRun
+    from interruption import TornRun
 
 # A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -87,7 +87,7 @@ def published_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def torn(tmp_path_factory: pytest.TempPathFactory) -> TornRun:
     """Return a run that was interrupted in its middle."""
-    from torn_runs import SAVED_AT, TornRun
+    from interruption import SAVED_AT, TornRun
 
     found = TornRun(tmp_path_factory.mktemp("torn") / "run")
     found.continue_until(SAVED_AT)

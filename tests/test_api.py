@@ -15,6 +15,7 @@ import torch
 import yaml
 from command_budgets import BUDGETS
 from documented import questions
+from interruption import json_of
 
 import omagd
 from omagd.config.env_info import EnvInfo
@@ -67,10 +68,6 @@ def page(tmp_path_factory) -> dict:
 def trained(page) -> Path:
     """Return the folder of the page's run."""
     return Path(page["summary"]["folder"])
-
-
-def json_of(path: Path) -> dict:
-    return json.loads(path.read_text())
 
 
 def test_the_page_runs_and_run_returns_what_the_summary_says(page, trained):

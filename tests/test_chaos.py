@@ -13,7 +13,7 @@ import pytest
 import torch
 from chaos_harness import PATIENCE, Trial, differences
 from command_harness import records, summary_of
-from torn_runs import SAVED_AT, TornRun, change_manifest, flip, json_of, manifest_of, plan_of, truncate
+from interruption import SAVED_AT, TornRun, change_manifest, flip, json_of, manifest_of, plan_of, truncate
 
 from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint import store as checkpoint_store
@@ -191,11 +191,11 @@ def test_folders_in_the_place_of_the_runs_files_are_set_aside(run, tmp_path, cap
     assert f"{run.path / 'run.json'} is damaged: that run is not continued" in capsys.readouterr().out
 
 
-def test_another_format_is_rejected_and_named(run, capsys):
+@pytest.mark.parametrize("mode", ["exact", "lossy"])
+def test_another_format_is_rejected_and_named(mode, run, capsys):
     for path in run.checkpoint_folders:
         change_manifest(path, format=FORMAT + 7)
-    for mode in ("exact", "lossy"):
-        assert f"format {FORMAT + 7}" in run.rejected(capsys, f"resume={mode}")
+    assert f"format {FORMAT + 7}" in run.rejected(capsys, f"resume={mode}")
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])

@@ -106,8 +106,7 @@ def assert_summary_of_what_was_reached(folder: RunFolder, clock: dict[str, int])
 class Visits:
     """State of a plug-in."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def state_dict(self) -> int:
         return self.count

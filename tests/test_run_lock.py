@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 import time
@@ -54,11 +53,8 @@ def config(results: Path, *more: str) -> Config:
 def test_one_process_has_the_lock_and_the_next_one_names_it(kind, tmp_path):
     lock = take(tmp_path)
     for _ in range(2):
-        with pytest.raises(Busy) as refused:
+        with pytest.raises(Busy, match=rf"^process {os.getpid()} on host .+, for \d+ s$"):
             take(tmp_path)
-    assert refused.value.holder is not None
-    assert refused.value.holder.pid == os.getpid()
-    assert re.fullmatch(rf"process {os.getpid()} on host .+, for \d+ s", str(refused.value))
     lock.release()
     lock.release()
     take(tmp_path).release()
@@ -66,30 +62,27 @@ def test_one_process_has_the_lock_and_the_next_one_names_it(kind, tmp_path):
 
 
 def test_ranks_at_work_are_seen(kind, tmp_path):
-    assert busy_rank(tmp_path) is None
-    first, second = mark_rank(tmp_path), mark_rank(tmp_path)
-    busy = busy_rank(tmp_path)
-    assert busy is not None and busy.holder is not None and busy.holder.pid == os.getpid()
-    first.release()
-    second.release()
+    marks = [mark_rank(tmp_path) for _ in range(2)]
+    assert busy_rank(tmp_path).holder.pid == os.getpid()
+    for mark in marks:
+        mark.release()
     assert busy_rank(tmp_path) is None
 
 
 @needs_proc
 def test_a_lock_of_a_process_that_has_ended_is_stale(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    ended = ProcessIdentity.own().model_copy(update=dict(pid=child.pid, started=start_ticks(child.pid)))
+    facts = {"pid": child.pid, "started": start_ticks(child.pid)}
     child.communicate(b"\n")
-    (tmp_path / "lock.7").write_text(json.dumps(ended.model_dump()))
+    (tmp_path / "lock.7").write_text(ProcessIdentity.own().model_copy(update=facts).model_dump_json())
     lock = run_lock._take_numbered(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("lock.*")) == ["lock.8"]
     lock.release()
 
 
 def test_a_lock_of_another_host_is_stale_once_it_is_no_longer_renewed(tmp_path):
-    own = ProcessIdentity.own()
-    other = own.model_copy(update=dict(host="elsewhere", boot="another boot", pid=1, since=own.since - 7200))
-    (tmp_path / "lock.1").write_text(json.dumps(other.model_dump()))
+    facts = {"host": "elsewhere", "boot": "another boot", "pid": 1, "since": time.time() - 7200}
+    (tmp_path / "lock.1").write_text(ProcessIdentity.own().model_copy(update=facts).model_dump_json())
     with pytest.raises(Busy, match="process 1 on host elsewhere, for 2 h 00 min"):
         run_lock._take_numbered(tmp_path)
     os.utime(tmp_path / "lock.1", (time.time() - 2 * run_lock.STALE_SECONDS,) * 2)
@@ -146,10 +139,10 @@ def test_a_latecomer_does_not_get_a_used_lock_number(tmp_path, monkeypatch):
 @needs_proc
 def test_a_process_id_that_is_used_again_is_another_process():
     own = ProcessIdentity.own()
-    others = own.model_copy(update=dict(started=own.started - 1)), own.model_copy(update=dict(boot="another boot"))
+    others = [own.model_copy(update=change) for change in ({"started": own.started - 1}, {"boot": "another boot"})]
     assert [one.runs() for one in (own, *others)] == [True, False, None]
-    assert ProcessIdentity.read({**own.model_dump(), "pid": "1"}) is None
-    assert ProcessIdentity.read(json.loads(json.dumps(own.model_dump()))) == own
+    values = json.loads(own.model_dump_json())
+    assert [ProcessIdentity.read(each) for each in (values, {**values, "pid": "1"}, [])] == [own, None, None]
 
 
 def left_unfinished(given: Config) -> str:
@@ -217,7 +210,7 @@ def test_a_rank_that_outlives_its_launcher_is_named(kind, tmp_path, monkeypatch)
         pass
     with claimed_folder(given, "run") as again:
         assert again.path == path
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["run"]
+    assert [folder.name for folder in tmp_path.iterdir()] == ["run"]
     assert json.loads(Path(path, "run.json").read_text())["finished"] is True
 
 

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torn_runs import SAVED_AT, flip, json_of, plan_of, truncate
+from interruption import SAVED_AT, flip, json_of, plan_of, truncate
 
 from omagd.run.checkpoint import checkpointer, set_aside, writer
 from omagd.run.checkpoint import store as checkpoint_store
@@ -151,36 +153,26 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(run, mon
     assert after == [("write_json" if name == "saved.json" else "sync", name) for name in steps]
 
 
-class Together:
-    """The place of one of two ranks, which are threads of this process."""
+def on_two_ranks(work: Callable[[Any], object]) -> list[Any]:
+    """Return what `work(dist)` returns, or the message of its error, on each of two ranks: threads of this process."""
+    box, barrier = [None, None], threading.Barrier(2)
 
-    def __init__(self, rank: int, box: list[object], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size, self.is_main = rank, 2, rank == 0
-        self._box, self._barrier = box, barrier
+    def run_rank(rank: int) -> object:
+        def gather(value: object) -> list[object]:
+            box[rank] = value
+            barrier.wait(10)
+            found = list(box)
+            barrier.wait(10)
+            return found
 
-    def gather(self, value: object) -> list[object]:
-        self._box[self.rank] = value
-        self._barrier.wait(10)
-        found = list(self._box)
-        self._barrier.wait(10)
-        return found
-
-    def broadcast(self, value: object) -> object:
-        return self.gather(value)[0]
-
-
-def on_two_ranks(work: Callable[[Together], object]) -> list[object]:
-    """Return what `work` returns, or the message of its error, on each of two ranks."""
-
-    def answer(dist: Together) -> object:
+        facts = {"rank": rank, "world_size": 2, "is_main": rank == 0}
         try:
-            return work(dist)
+            return work(SimpleNamespace(**facts, gather=gather, broadcast=lambda value: gather(value)[0]))
         except UserError as problem:
             return problem.message
 
-    box, barrier = [None, None], threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(answer, [Together(rank, box, barrier) for rank in range(2)]))
+        return list(pool.map(run_rank, range(2)))
 
 
 @pytest.fixture
@@ -240,7 +232,7 @@ def test_ranks_decide_alike(of_two, monkeypatch):
             raise OSError(errno.EIO, "broken disk")
         return inner(path)
 
-    def plan_with_a_broken_disk(dist: Together) -> object:
+    def plan_with_a_broken_disk(dist: SimpleNamespace) -> object:
         here.rank = dist.rank
         return plan_of(of_two, "resume=lossy", dist=dist)
 
