@@ -63,7 +63,7 @@ def ready_stage(config: Config, dist: Dist, folder: str) -> RLStage:
     path = RunFolder.create(folder, f"rank{dist.rank}of{dist.world_size}")
     session = build_session(config, dist, path, Logger(setup_logging(None, rank=1), minimal=True))
     stage = RLStage(session, PretrainedModules())
-    stage.begin()
+    stage.session.profiler.begin(stage.name)
     stage.prepare()
     learned = 0
     while learned < 2:
@@ -73,7 +73,7 @@ def ready_stage(config: Config, dist: Dist, folder: str) -> RLStage:
 
 def iterate(stage: RLStage) -> bool:
     """Run one iteration; return whether it had an update."""
-    phases = stage.session.measures.phases
+    phases = stage.session.profiler.phases
     with phases("collect"):
         stage.collect()
     learned = stage.ready()

@@ -51,14 +51,13 @@ def graph_learner(
     stage: str,
     dtype: torch.dtype = torch.float64,
     dist: Dist | None = None,
-    total_updates: int | None = None,
     **changes: Any,
 ) -> Any:
     """Return the learner of "stage1" or "stage2" over fresh modules."""
     config = toy_config(**changes)
     tokenizer, predictor = toy_modules(config, dtype)
     if stage == "stage1":
-        return TokenizerLearner(tokenizer, config, INFO, dist or Dist(), total_updates)
+        return TokenizerLearner(tokenizer, config, INFO, dist or Dist())
     return PredictorLearner(predictor, tokenizer, config, INFO, dist or Dist())
 
 

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise, permutations
-from typing import Any
+from itertools import permutations
 
 import torch
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor, nn
+from torch import Tensor
 
 from omagd.config.env_info import ALLY, ENEMY, EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
-from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
+from omagd.learners.pretraining import GraphLearner, even_parts
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
+from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -58,17 +58,15 @@ class Sample:
 
     def parts(self, size: int) -> list[Sample]:
         """Return these frames in parts of about `size` frames, at least one part."""
-        n_parts = max(1, -(-len(self.frames) // size))
-        if n_parts == 1:
-            return [self]
-        firsts = [len(self.frames) * i // n_parts for i in range(n_parts + 1)]
-        ends = [0, *self.masked.sum(1).cumsum(0)[torch.tensor(firsts[1:]) - 1].tolist()]
-        cuts = zip(pairwise(firsts), pairwise(ends), strict=True)
-        return [self._part(slice(*frames), slice(*tokens)) for frames, tokens in cuts]
+        parts = even_parts(len(self.frames), size)
+        return [self] if len(parts) == 1 else [self._part(part) for part in parts]
 
-    def _part(self, frames: slice, tokens: slice) -> Sample:
-        of_frames = self.frames[frames], self.masked[frames]
-        return Sample(*of_frames, self.target[tokens], self.weight[tokens], self.rows[frames], self.agents[frames])
+    def _part(self, rows: slice) -> Sample:
+        """Return the frames `rows`."""
+        first = int(self.masked[: rows.start].sum())
+        tokens = slice(first, first + int(self.masked[rows].sum()))
+        of_frames = self.frames[rows], self.masked[rows]
+        return Sample(*of_frames, self.target[tokens], self.weight[tokens], self.rows[rows], self.agents[rows])
 
 
 @dataclass(frozen=True)
@@ -130,38 +128,19 @@ class PredictorLoss(LossModule):
         return loss, stats
 
 
-class PredictorLearner:
-    """Trains a predictor, on one rank or several.
+class PredictorLearner(GraphLearner):
+    """Trains a predictor in place, on one rank or several. The tokenizer is frozen in place."""
 
-    Args:
-        predictor: trained in place. tokenizer: frozen in place. config, info: configuration and environment.
-        dist: the ranks.
-    """
-
-    loss_name = "graph_loss"
     best_metric = "error"  # held-out feature error as the agent receives it, lower is better
 
     def __init__(
         self, predictor: MaskPredictor, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist
     ) -> None:
-        assert info.layout is not None
-        self.predictor, self.config, self.info, self.dist = predictor, config, info, dist
-        self.tokenizer = tokenizer.eval().requires_grad_(False)
-        self.layout = info.layout
-        self.updates = 0
+        loss = PredictorLoss(predictor, info, config.precision == "bf16")
+        super().__init__("predictor", predictor, loss, config, info, dist)
+        self.predictor, self.tokenizer = predictor, tokenizer.eval().requires_grad_(False)
         predictor.bind(tokenizer.table())
-        self._real = feature_mask(info.layout).to(dist.device)
-        self._kinds = torch.tensor(info.layout.node_types, device=dist.device)
-        self._loss = PredictorLoss(predictor, info, config.precision == "bf16")
         predictor.recompute = config.enable_gradient_checkpointing
-        lr = config.graph_lr * lr_scale(config, dist.world_size)
-        self.optimizer = torch.optim.Adam(predictor.parameters(), lr=lr, fused=True)
-        self._step = SyncedOptimizer(self._loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-
-    def warm_up(self, batch: PackedBatch | None = None) -> int:
-        """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
-        self._loss.train()
-        return self._step.warm_up(self._nothing() if batch is None else self.sample(batch, self.graphs(batch)))
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch."""
@@ -169,7 +148,7 @@ class PredictorLearner:
         sample = self.sample(batch, graphs, hide=True)
         self._loss.train()
         parts = sample.parts(self.config.graph_frames_at_once)
-        result = self._step(self._count(sample), *((part,) for part in parts))
+        result = self._step(sample.weight.double().sum(), *((part,) for part in parts))
         self._count_slots(graphs, result.finite)
         self.updates += 1
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
@@ -180,26 +159,11 @@ class PredictorLearner:
         graphs = self.graphs(batch)
         sample = self.sample(batch, graphs)
         history = self._history(batch, graphs)
-        training = self._loss.training
         self._loss.eval()
         stats: Stats = {}
         for part in sample.parts(self.config.graph_frames_at_once) if len(sample.frames) else []:
             stats = merge(stats, self._evaluate(part, graphs, history))
-        self._loss.train(training)
         return stats
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Return the trained modules by name."""
-        return {"predictor": self.predictor}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that is not in `modules()`."""
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
 
     @torch.no_grad()
     def graphs(self, batch: PackedBatch) -> Graphs:
@@ -212,8 +176,9 @@ class PredictorLearner:
         ids[present] = self.tokenizer.ids(full[present])
         return Graphs(nodes, full, ids, ~hidden & counts, hidden & counts)
 
-    def sample(self, batch: PackedBatch, graphs: Graphs, hide: bool = False) -> Sample:
+    def sample(self, batch: PackedBatch, graphs: Graphs | None = None, hide: bool = False) -> Sample:
         """Return the frames with a masked node. hide: also mask seen nodes at random (`mask_ratio`), as HIDDEN."""
+        graphs = graphs or self.graphs(batch)
         hidden = self._draw_hidden(batch, graphs.seen) if hide else torch.zeros_like(graphs.seen)
         masked = graphs.missing | hidden
         rows, agents = torch.nonzero(masked.any(-1), as_tuple=True)
@@ -247,18 +212,6 @@ class PredictorLearner:
         hidden[..., 0] = False
         return hidden
 
-    def _count(self, sample: Sample) -> Tensor:
-        """Return the sum of weights, by which the loss is divided once, over all ranks."""
-        if self.config.mask_predictor_config.early_step_weight == 1.0:
-            return torch.tensor(len(sample.target), device=self.dist.device)
-        return sample.weight.double().sum()
-
-    def _nothing(self) -> Sample:
-        blank = self.predictor.blank_frame()
-        none = torch.zeros(0, dtype=torch.int64, device=self.dist.device)
-        masked = torch.zeros((0, self.layout.n_nodes), dtype=torch.bool, device=self.dist.device)
-        return Sample(blank[:0], masked, none, none.float(), none, none)
-
     @torch.no_grad()
     def _count_slots(self, graphs: Graphs, finite: Tensor) -> None:
         """Add the unseen nodes of all ranks to the "slot mean" baseline, if the update was `finite`."""
@@ -288,8 +241,8 @@ class PredictorLearner:
             "code": self.predictor.table_with_absent()[sample.target],
         }
         truth = graphs.full_nodes[sample.rows, sample.agents][sample.masked]
-        real = self._real[slot].to(log_p.dtype)
-        tokens = Tokens(sample.target, truth, real, self._kinds[slot], baselines)
+        real = self.tokenizer.real[slot].to(log_p.dtype)
+        tokens = Tokens(sample.target, truth, real, self.predictor.types[slot], baselines)
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
         loss = -(log_p.gather(1, compared[:, None])[:, 0] * sample.weight.to(log_p.dtype)).sum()
@@ -331,10 +284,8 @@ def match_types(log_p: Tensor, targets: Tensor, masked: Tensor, layout: EntityLa
     for kind in (ALLY, ENEMY):
         slots = place[:, types == kind]
         counts = (slots >= 0).sum(1)
-        for m in range(2, int(counts.max()) + 1 if len(counts) else 0):
+        for m in counts[counts > 1].unique().tolist():
             group = slots[counts == m]
-            if not len(group):
-                continue
             tokens = group[group >= 0].view(-1, m)
             cost = -log_p[tokens[:, :, None], targets[tokens][:, None, :]]
             matched[tokens] = tokens.gather(1, cheapest(cost))

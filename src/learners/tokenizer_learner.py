@@ -13,16 +13,15 @@ Shapes: P nodes, D features, E code dimensions, K codes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import node_stats, perplexity_stats
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
+from omagd.learners.pretraining import GraphLearner, even_parts
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
 from omagd.modules.kernels.linear import autocast_bf16
@@ -51,15 +50,13 @@ class Nodes:
 
     def parts(self, size: int) -> list[Nodes]:
         """Return these nodes in parts of about `size` graphs, at least one part."""
-        n_parts = max(1, -(-self.n_graphs // size))
-        if n_parts == 1:
-            return [self]
-        firsts = [self.n_graphs * i // n_parts for i in range(n_parts + 1)]
-        ends = torch.searchsorted(self.graph, torch.tensor(firsts, device=self.graph.device)).tolist()
-        return [self._part(*graphs, slice(*cut)) for graphs, cut in zip(pairwise(firsts), pairwise(ends), strict=True)]
+        parts = even_parts(self.n_graphs, size)
+        return [self] if len(parts) == 1 else [self._part(part.start, part.stop) for part in parts]
 
-    def _part(self, first: int, end: int, cut: slice) -> Nodes:
-        """Return the graphs `first` to `end`, whose nodes are at `cut`."""
+    def _part(self, first: int, end: int) -> Nodes:
+        """Return the graphs `first` to `end`."""
+        ends = torch.searchsorted(self.graph, torch.tensor([first, end], device=self.graph.device))
+        cut = slice(*ends.tolist())
         return Nodes(self.features[cut], self.slot[cut], self.graph[cut] - first, self.episode[cut], end - first)
 
 
@@ -108,37 +105,20 @@ class TokenizerLoss(LossModule):
         return total[nodes.graph]
 
 
-class TokenizerLearner:
-    """Trains a tokenizer, on one rank or several.
+class TokenizerLearner(GraphLearner):
+    """Trains a tokenizer in place, on one rank or several."""
 
-    Args:
-        tokenizer: trained in place. config, info: configuration and environment. dist: the ranks.
-        total_updates: of the whole stage (default: `graph_pretrain_epochs`).
-    """
-
-    loss_name = "graph_loss"
     best_metric = "mse"  # held-out, lower is better
 
-    def __init__(
-        self, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist, total_updates: int | None = None
-    ) -> None:
-        self.tokenizer, self.config, self.info, self.dist = tokenizer, config, info, dist
-        self.total_updates = config.graph_pretrain_epochs if total_updates is None else total_updates
-        self.updates = 0
+    def __init__(self, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist) -> None:
+        loss = TokenizerLoss(tokenizer, config.precision == "bf16")
+        super().__init__("tokenizer", tokenizer, loss, config, info, dist)
+        self.tokenizer = tokenizer
         self._started = False
-        self._loss = TokenizerLoss(tokenizer, config.precision == "bf16")
-        lr = config.graph_lr * lr_scale(config, dist.world_size)
-        self.optimizer = torch.optim.Adam(tokenizer.parameters(), lr=lr, fused=True)
-        self._step = SyncedOptimizer(self._loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-
-    def warm_up(self, batch: PackedBatch | None = None) -> int:
-        """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
-        self._loss.train()
-        return self._step.warm_up(self.nodes(batch) if batch is not None else self._no_nodes())
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch, then update the codebook by the assignments of all ranks."""
-        nodes = self.nodes(batch)
+        nodes = self.sample(batch)
         self._loss.train()
         if not self._started:
             self._start_codebook(nodes)
@@ -161,47 +141,27 @@ class TokenizerLearner:
 
         All ranks must call it, because their code counts are summed here.
         """
-        nodes = self.nodes(batch)
-        training = self._loss.training
+        nodes = self.sample(batch)
         self._loss.eval()
         stats: Stats = {}
         for part in nodes.parts(self.config.graph_frames_at_once):
             stats = merge(stats, self._loss(part)[1])
-        self._loss.train(training)
         stats = dict(stats)
         none = torch.zeros_like(self.tokenizer.cluster_size)
         _, used = stats.pop(CODE_SUMS, (none, none))
         used = self.dist.sum(used.to(none.dtype))
         return {**stats, **perplexity_stats(used)} if used.any() else stats
 
-    def nodes(self, batch: PackedBatch) -> Nodes:
+    def sample(self, batch: PackedBatch) -> Nodes:
         """Return the nodes of `batch` to train on: present nodes of living observers at steps that happened."""
-        assert self.info.layout is not None
         full = batch["full_obs"]
         counts = alive(full) & batch.valid_mask[:, None]
         episode = torch.tensor(batch.sample_index)[batch.packing.episode].to(full.device)
         episode = episode[:, None].expand_as(counts)[counts]
-        graphs = obs_to_nodes(full[counts], self.info.layout)
+        graphs = obs_to_nodes(full[counts], self.layout)
         present = ~unseen(graphs)
         graph, slot = torch.nonzero(present, as_tuple=True)
         return Nodes(graphs[present], slot, graph, episode[graph], len(graphs))
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Return the trained modules by name."""
-        return {"tokenizer": self.tokenizer}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that is not in `modules()`."""
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
-
-    def _no_nodes(self) -> Nodes:
-        none = torch.zeros(0, dtype=torch.int64, device=self.dist.device)
-        return Nodes(self.tokenizer.codebook.new_zeros(0, self.tokenizer.layout.node_dim), none, none, none, 0)
 
     def _start_codebook(self, nodes: Nodes) -> None:
         """Initialise the codebook with encodings of the first batch, unless that has been done."""
@@ -216,8 +176,8 @@ class TokenizerLearner:
 
     def _revive_if_due(self, nodes: Nodes, finite: Tensor) -> None:
         """Every `revive_interval` updates, move dead codes to encodings of this batch, if the update was `finite`."""
-        interval = self.tokenizer.config.revive_interval
-        if not interval or self.updates % interval or self.updates > (1 - QUIET_SHARE) * self.total_updates:
+        interval, last = self.tokenizer.config.revive_interval, (1 - QUIET_SHARE) * self.config.graph_pretrain_epochs
+        if not interval or self.updates % interval or self.updates > last:
             return
         dead = self.tokenizer.dead()  # the same on all ranks
         if len(dead):
@@ -242,8 +202,7 @@ class TokenizerLearner:
         order = torch.argsort(nodes.episode, stable=True)
         drawn = nodes.features.new_zeros(wanted, nodes.features.shape[1])
         drawn[mine] = nodes.features[order[local[mine]]]
-        training = self.tokenizer.training
         self.tokenizer.eval()
         encoded = self.tokenizer.encode(self.dist.sum(drawn))
-        self.tokenizer.train(training)
+        self.tokenizer.train()
         return encoded

@@ -52,17 +52,6 @@ class FrozenLinear:
         return F.gelu(x) if gelu else x
 
 
-class FrozenNorm:
-    """A LayerNorm; its scale and shift are not merged into the next layer, because torch is twice as fast with them."""
-
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        self._factors = norm.normalized_shape, norm.weight, norm.bias, norm.eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return [M, d] from x [M, d]."""
-        return F.layer_norm(x, *self._factors)
-
-
 class FrozenBlock:
     """One `Block` of the predictor in eval mode.
 
@@ -80,7 +69,8 @@ class FrozenBlock:
         # Rows head by head: query, key, value, and a zero row whose bias is the constant 1.
         weight = F.pad(weight.view(3, heads, self._width, d).transpose(0, 1).flatten(1, 2), (0, 0, 0, 1))
         bias = F.pad(bias.view(3, heads, self._width).transpose(0, 1).flatten(1), (0, 1), value=1.0)
-        self._norm_in, self._norm_out = FrozenNorm(block.norm_in), FrozenNorm(block.norm_out)
+        # Their scale and shift are not merged into the next layer, because torch is twice as fast with them.
+        self._norm_in, self._norm_out = block.norm_in, block.norm_out
         self._safe = self._bound(weight * block.norm_in.weight, bias + weight @ block.norm_in.bias) < SAFE
         self._attend = FrozenLinear(weight.flatten(0, 1), bias.flatten(), bf16)
         self._merge = FrozenLinear(block.merge.weight, block.merge.bias, bf16)
@@ -149,7 +139,7 @@ class FrozenTokenizer:
     @torch.no_grad()
     def __init__(self, tokenizer: Tokenizer) -> None:
         *hidden, last = [layer for layer in tokenizer.encoder if isinstance(layer, nn.Linear)]
-        norms = [FrozenNorm(layer) for layer in tokenizer.encoder if isinstance(layer, nn.LayerNorm)]
+        norms = [layer for layer in tokenizer.encoder if isinstance(layer, nn.LayerNorm)]
         linears = [FrozenLinear(layer.weight, layer.bias) for layer in hidden]
         self._layers = list(zip(linears, norms, strict=True))
         self._last = FrozenLinear(last.weight, last.bias)
@@ -185,7 +175,7 @@ class FrozenPredictor:
         self._lay_tables(predictor, tokens)
         self._group = max(32, FLOATS_AT_ONCE // self._static.shape[1])
         self._blocks = [FrozenBlock(cast(Block, block), bf16) for block in predictor.blocks]
-        self._norm_in, self._norm_head = FrozenNorm(predictor.norm), FrozenNorm(predictor.norm_head)
+        self._norm_in, self._norm_head = predictor.norm, predictor.norm_head
         self._head = FrozenLinear(head, predictor.head.bias)
         self._table = predictor.table_with_absent()
         # One product decodes: shares × this = [sum of shares × features | sum of shares | share of ABSENT]. Rows are

@@ -94,8 +94,6 @@ class MaskPredictor(nn.Module):
 
     def __init__(self, config: MaskPredictorConfig, n_codes: int, layout: EntityLayout, episode_limit: int) -> None:
         super().__init__()
-        if config.d_model % config.n_heads:
-            raise ValueError(f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}")
         d, dim, self.n_nodes, self.limit = config.d_model, layout.node_dim, layout.n_nodes, episode_limit
         self.config, self.specials, self.recompute = config, Specials(n_codes), False
         self.token = nn.Embedding(n_codes + N_SPECIAL, d)

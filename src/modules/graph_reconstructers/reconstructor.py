@@ -75,8 +75,7 @@ class Reconstructor:
     """
 
     def __init__(self, tokenizer: Tokenizer, predictor: MaskPredictor, config: Config, info: EnvInfo) -> None:
-        if info.layout is None:
-            raise ValueError(f"{info.name} has no entity layout")
+        assert info.layout is not None
         self.tokenizer = tokenizer.eval().requires_grad_(False)
         self.predictor = predictor.eval().requires_grad_(False)
         self.layout, self.n_agents = info.layout, info.n_agents

@@ -47,11 +47,12 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, bf16: boo
     """
     rows = math.prod(x.shape[:-1])
     plain = x.dtype != torch.float32 or x.device.type != "cpu" or weight.dtype != x.dtype or rows == 0
-    if not plain and bf16 and rows >= PADDING:
-        return _BF16Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    if plain or 2 * rows * weight.numel() < SMALL or not prefers_onednn():
+    in_bf16 = not plain and bf16 and rows >= PADDING
+    if not in_bf16 and (plain or 2 * rows * weight.numel() < SMALL or not prefers_onednn()):
         return F.linear(x, weight, bias)
-    return _OneDNNLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    kernel = _BF16Linear if in_bf16 else _OneDNNLinear
+    out: Tensor = kernel.apply(x.reshape(rows, -1), weight, bias)  # type: ignore[no-untyped-call]
+    return out.view(*x.shape[:-1], -1)
 
 
 def apply_linear(x: Tensor, layer: nn.Linear, bf16: bool = False) -> Tensor:
@@ -103,7 +104,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _OneDNNLinear(torch.autograd.Function):
-    """`F.linear` through oneDNN, x [..., in] to [..., out].
+    """`F.linear` through oneDNN, x [R, in] to [R, out].
 
     Forward and dL/dx go through oneDNN, dL/dW through MKL, which is no slower there. Gradients as at the top of the
     file. Compared with `F.linear`: tests/test_kernels.py.
@@ -116,19 +117,18 @@ class _OneDNNLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        grad = grad_out.reshape(-1, grad_out.shape[-1])
         return (
-            _onednn(grad, weight.t(), None).view(x.shape) if for_x else None,
-            grad.t() @ x.reshape(-1, x.shape[-1]) if for_weight else None,
+            _onednn(grad, weight.t(), None) if for_x else None,
+            grad.t() @ x if for_weight else None,
             grad.sum(dim=0) if for_bias else None,
         )
 
 
 class _BF16Linear(torch.autograd.Function):
-    """`F.linear` with bf16 factors, x [..., in] to [..., out].
+    """`F.linear` with bf16 factors, x [R, in] to [R, out].
 
     With r = rounding to bf16: y = r(r(x) r(W)^T) + b, dL/dx = r(r(g) r(W)), dL/dW = r(r(g)^T r(x)); sums inside a
     product, the bias and its gradient stay in float32. Rows are padded with zeros, which add nothing to any product.
@@ -137,23 +137,19 @@ class _BF16Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        low, low_weight = to_bf16(flat, padded_rows(len(flat))), weight.bfloat16()
+        low, low_weight = to_bf16(x, padded_rows(len(x))), weight.bfloat16()
         ctx.save_for_backward(low, low_weight)
-        ctx.shape = x.shape
-        out = torch.mm(low, low_weight.t())[: len(flat)]
-        out = out.float() if bias is None else torch.add(bias, out)
-        return out.view(*x.shape[:-1], len(weight))
+        out = torch.mm(low, low_weight.t())[: len(x)]
+        return out.float() if bias is None else torch.add(bias, out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         low, low_weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        grad = grad_out.reshape(-1, grad_out.shape[-1])
         low_grad = to_bf16(grad, len(low))
         return (
-            torch.mm(low_grad, low_weight)[: len(grad)].float().view(ctx.shape) if for_x else None,
+            torch.mm(low_grad, low_weight)[: len(grad)].float() if for_x else None,
             torch.mm(low_grad.t(), low).float() if for_weight else None,
             grad.sum(dim=0) if for_bias else None,
         )

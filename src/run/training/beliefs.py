@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd.config.env_info import EntityLayout
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
@@ -46,7 +47,7 @@ def picture(session: Session, products: PretrainedModules, batch: PackedBatch, n
     layout = session.info.layout
     reconstructor = Reconstructor(products.tokenizer, products.predictor, session.config, session.info)
     obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
-    episode, step, agent = _best_view(obs, full, session)
+    episode, step, agent = _best_view(obs, full, layout)
     reconstructor.begin(1)
     for t in range(step + 1):
         made = reconstructor.step(obs[episode, t][None], torch.tensor([t]))
@@ -64,7 +65,7 @@ def picture(session: Session, products: PretrainedModules, batch: PackedBatch, n
             scale=layout.sight,
             position=layout.position,
             health=layout.health,
-            own_health=_own_health(session),
+            own_health=4 + layout.move_dim if layout.own_dim else -1,
             guessed=guessed if key == "reconstructed" else None,
         )
         for key, value in nodes.items()
@@ -80,14 +81,12 @@ def picture(session: Session, products: PretrainedModules, batch: PackedBatch, n
     return battle_moment(path, drawn["seen"], drawn["reconstructed"], drawn["truth"], info)
 
 
-def _best_view(obs: Tensor, full: Tensor, session: Session) -> tuple[int, int, int]:
+def _best_view(obs: Tensor, full: Tensor, layout: EntityLayout) -> tuple[int, int, int]:
     """Return (episode, step, agent) of the most informative view.
 
     Score: 10 for each living unit that is hidden now but was seen before, 3 for each visible one (3 at most), 1 for
     each hidden one.
     """
-    layout = session.info.layout
-    assert layout is not None
     seen = ~unseen(obs_to_nodes(obs, layout))[..., 1:]
     alive = ~unseen(obs_to_nodes(full, layout))[..., 1:]
     hidden = alive & ~seen
@@ -97,12 +96,6 @@ def _best_view(obs: Tensor, full: Tensor, session: Session) -> tuple[int, int, i
     flat = int(np.argmax(score.cpu().numpy()))
     episode, step, agent = np.unravel_index(flat, tuple(score.shape))
     return int(episode), int(step), int(agent)
-
-
-def _own_health(session: Session) -> int:
-    layout = session.info.layout
-    assert layout is not None
-    return 4 + layout.move_dim if layout.own_dim else -1
 
 
 def _errors(nodes: dict[str, np.ndarray], guessed: np.ndarray) -> dict[str, float]:

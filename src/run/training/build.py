@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,10 @@ def build_session(
     }
     for runner in made.values():
         runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
-    measures = Profiler(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
+    profiler = Profiler(dist, each=config.log_memory_usage, traces=folder.profile if config.profile else None)
     log = EpisodeLog(folder.episode_log(dist.rank))
     checkpointer = Checkpointer(config, dist, folder, plan)
-    return Session(config, dist, env, info, folder, logger, made, checkpointer, log, measures)
+    return Session(config, dist, env, info, folder, logger, made, checkpointer, log, profiler)
 
 
 def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> Config:
@@ -181,19 +181,23 @@ def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> MaskPr
     return MaskPredictor(config.mask_predictor_config, n_codes, info.layout, info.episode_limit).to(device)
 
 
+PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.device], torch.nn.Module]]] = {
+    "stage1": ("tokenizer", "pretrained_tokenizer_path", TOKENIZER_FILE, new_tokenizer),
+    "stage2": ("predictor", "pretrained_mask_predictor_path", PREDICTOR_FILE, new_predictor),
+}
+"""What stages train: its name, the key of its path, the name of its file, and the function that makes it."""
+
+
 def load_products(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
     """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
     products = PretrainedModules()
-    if not config.use_graph_reconstruction:
-        return products
-    if config.pretrained_tokenizer_path:
-        products.tokenizer = new_tokenizer(config, info, device)
-        path = pretrained_file("pretrained_tokenizer_path", config.pretrained_tokenizer_path, TOKENIZER_FILE)
-        _load_pretrained(config, info, products.tokenizer, path, "pretrained_tokenizer_path")
-    if config.pretrained_mask_predictor_path:
-        products.predictor = new_predictor(config, info, device)
-        path = pretrained_file("pretrained_mask_predictor_path", config.pretrained_mask_predictor_path, PREDICTOR_FILE)
-        _load_pretrained(config, info, products.predictor, path, "pretrained_mask_predictor_path")
+    for name, key, file, make in PRETRAINED.values() if config.use_graph_reconstruction else ():
+        if given := getattr(config, key):
+            path = pretrained_file(key, given, file)
+            content, module = load_file(path, key), make(config, info, device)
+            check(content.get("meta"), config, info, key, str(path))
+            load_into(module, content.get("weights", {}), path, key)
+            setattr(products, name, module.eval().requires_grad_(False))
     if products.tokenizer is not None and products.predictor is not None:
         require_one_pretraining(products.tokenizer, products.predictor)
     return products
@@ -202,7 +206,7 @@ def load_products(config: Config, info: EnvInfo, device: torch.device) -> Pretra
 def restore_products(session: Session, products: PretrainedModules, plan: ResumePlan) -> None:
     """Restore what finished stages of this run have trained. Errors: UserError for what does not fit."""
     config, info, device = session.config, session.info, session.dist.device
-    for stage, name, make in (("stage1", "tokenizer", new_tokenizer), ("stage2", "predictor", new_predictor)):
+    for stage, (name, _, _, make) in PRETRAINED.items():
         weights = plan.trained(stage)
         if weights is not None and getattr(products, name) is None:
             module = make(config, info, device)
@@ -217,7 +221,7 @@ def of_checkpoint(config: Config, step_folder: Path) -> Config:
     """
     run_folder = RunFolder(run_folder_of(step_folder))
     found: dict[str, str] = {}
-    for key, stage in (("pretrained_tokenizer_path", "stage1"), ("pretrained_mask_predictor_path", "stage2")):
+    for stage, (_, key, _, _) in PRETRAINED.items():
         own = run_folder.pretrained(stage, best=True)
         found[key] = getattr(config, key) or (str(own) if own.is_dir() else _given_to(run_folder, key))
     return config.model_copy(update=found)
@@ -227,13 +231,6 @@ def _given_to(run_folder: RunFolder, key: str) -> str:
     """Return a path of a run's configuration; the run's folder, which the error then names, where there is none."""
     given = read_entry(run_folder.config_json).get(key)
     return given if given and isinstance(given, str) else str(run_folder.path)
-
-
-def _load_pretrained(config: Config, info: EnvInfo, module: torch.nn.Module, path: Path, key: str) -> None:
-    content = load_file(path, key)
-    check(content.get("meta"), config, info, key, str(path))
-    load_into(module, content.get("weights", {}), path, key)
-    module.eval().requires_grad_(False)
 
 
 def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None:
@@ -317,12 +314,7 @@ def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
     if config.graph_pretrain_policy == "mixed":
         names = tuple(name for name in session.info.scripted_policies if name != "random") or ("random",)
         return ScriptedPolicy(session.env, names, config.graph_pretrain_random_share, rng)
-    return _checkpoint_policy(session)
-
-
-def _checkpoint_policy(session: Session) -> Any:
-    """Return the agent of `graph_pretrain_policy`, reading plain observations."""
-    config = session.config
+    # The agent of a trained run, reading plain observations.
     mac = build_plain_mac(config, session.info, session.dist.device)
     key = "graph_pretrain_policy"
     load_agent(mac, find_step_folder(config.graph_pretrain_policy, key=key), key)

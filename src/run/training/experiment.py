@@ -145,7 +145,7 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
         with oom_hint(session.config, name, "prepare", session.dist.device):
             stage = STAGES[name](session, products)
         result = fit(stage)
-        result.facts["phases"] = session.measures.end()
+        result.facts["phases"] = session.profiler.end()
         result.values.update(session.failure_counts())
         if name == "stage2":
             products.train_episodes = products.held_out = None  # stage 3 collects its own; release the memory

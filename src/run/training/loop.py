@@ -9,7 +9,7 @@ from omagd.run.training.stages.base import Stage
 def fit(stage: Stage) -> StageResult:
     """Run a stage from its beginning or from a checkpoint: collect, update, advance the clock, run what is due."""
     checkpointer = stage.session.checkpointer
-    stage.begin()
+    stage.session.profiler.begin(stage.name)
     with stage.phase("prepare"):
         stage.prepare()
         checkpointer.restore(stage)

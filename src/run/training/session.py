@@ -26,14 +26,9 @@ RESTARTS = ("restarts", "worker_restarts")
 """Counters of an environment: restarted games and worker processes."""
 
 
-def rounds(episodes: int, environments: int) -> int:
-    """Return how many rounds of one episode in each environment there are for at least `episodes`."""
-    return math.ceil(episodes / environments)
-
-
 @dataclass
 class Session:
-    """One rank's run: configuration, place among the ranks, environment, folder, logs, measures, checkpoints.
+    """One rank's run: configuration, place among the ranks, environment, folder, logs, profiler, checkpoints.
 
     `runners` play the session's one environment; each purpose ("train", "test", "pretrain", "held_out") has its own
     stream of episode seeds. `past_failures` are restarts that earlier starts of this run have counted.
@@ -48,7 +43,7 @@ class Session:
     runners: dict[str, Runner]
     checkpointer: Checkpointer
     episode_log: EpisodeLog
-    measures: Profiler = field(default_factory=Profiler)
+    profiler: Profiler = field(default_factory=Profiler)
     past_failures: dict[str, float] = field(default_factory=dict)
     logged_failures: dict[str, float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
@@ -59,7 +54,7 @@ class Session:
 
         The same on every rank, and whole rounds, so that no long episode is cut off.
         """
-        return rounds(episodes, self.env.n_slots * self.dist.world_size)
+        return math.ceil(episodes / (self.env.n_slots * self.dist.world_size))
 
     def say_first_episodes(self) -> None:
         """Say, once, how long it took until there were episodes."""

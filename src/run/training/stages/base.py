@@ -100,15 +100,11 @@ class Stage(ABC):
         """Return this rank's generator for `purpose`, which checkpoints hold."""
         return self.generators.rng(purpose)
 
-    def begin(self) -> None:
-        """Start to measure this stage."""
-        self.session.measures.begin(self.name)
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time within as a phase. Out-of-memory errors name the key to reduce (UserError)."""
         session = self.session
-        with session.measures.phases(name), oom_hint(session.config, self.name, name, session.dist.device):
+        with session.profiler.phases(name), oom_hint(session.config, self.name, name, session.dist.device):
             yield
 
     def inspect(self, learned: bool) -> None:
@@ -116,13 +112,13 @@ class Stage(ABC):
 
         learned: whether it had an update.
         """
-        session, tracer = self.session, self.session.measures.tracer
+        session, tracer = self.session, self.session.profiler.tracer
         if tracer is not None:
-            with session.measures.phases("profile"):
+            with session.profiler.phases("profile"):
                 if tracer.step(learned):
                     session.logger.info(f"profile=True: {tracer.iterations} iteration(s) of {self.name}: {tracer.path}")
         if session.config.distributed_debug and learned:
-            with session.measures.phases("debug"):
+            with session.profiler.phases("debug"):
                 when = f"in iteration {self.clock.epoch} of {self.name}, after update {self.clock.updates}"
                 check_replicas(session.dist, self.learner, when)
 
@@ -198,7 +194,7 @@ class Stage(ABC):
 
     def restored(self) -> None:
         """Finish the preparation once the state is there: the beginning, or that of a checkpoint."""
-        self.session.measures.resume_at(self.clock.updates)
+        self.session.profiler.resume_at(self.clock.updates)
 
     def renew(self, generation: int) -> None:
         """Begin new streams of random numbers. generation: distinguishes them from earlier ones."""

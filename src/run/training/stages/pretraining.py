@@ -128,7 +128,7 @@ class PretrainStage(Stage):
         if not self._rehearsed:
             self._rehearse()
         size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
-        with self.session.measures.phases("sample"):
+        with self.session.profiler.phases("sample"):
             batch = self._episodes.sample(size, self.rng(f"{self.name} sampling")).to(self.session.dist.device)
         self.trained_on.add(self.health.note(self.learner.update(batch)), prefix="train/")
 
@@ -160,7 +160,7 @@ class PretrainStage(Stage):
         values = summarise(held_out.reduce(self.session.dist))
         self.last = values
         record = {f"eval/{name}": value for name, value in values.items()}
-        measured = {**self.session.measures.record(self.clock.updates), **self.health.record()}
+        measured = {**self.session.profiler.record(self.clock.updates), **self.health.record()}
         record = {**self.trained_on.reduce(self.session.dist), **record, **measured, **self.session.failure_counts()}
         self.log(record)
         self.health.require_finite(record, self.when, also=f"eval/{self.learner.best_metric}")

@@ -42,7 +42,7 @@ class RLStage(Stage):
         self.mac, learner = build_learner(session, products)
         self.register_learner(learner)
         self.health.loss_name = learner.loss_name
-        session.measures.watch_acting(self.mac)
+        session.profiler.watch_acting(self.mac)
         self.data = self._data_source()
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
         self.schedule = epsilon_schedule(config)
@@ -187,7 +187,7 @@ class RLStage(Stage):
         """Learn from the batches of this iteration."""
         batches = self.data.batches()
         for _ in range(self.data.batches_per_iteration):
-            with self.session.measures.phases("sample"):
+            with self.session.profiler.phases("sample"):
                 batch = next(batches)
             self.learned.add(self.health.note(self.learner.update(batch, episodes=self.clock.episodes)))
             self.clock.updates += self._steps_per_batch
@@ -232,7 +232,7 @@ class RLStage(Stage):
             if name in self._parts_due:
                 values.update(metrics.reduce(self.session.dist))
         now = time.monotonic()
-        values.update(self.session.measures.record(self.clock.updates))
+        values.update(self.session.profiler.record(self.clock.updates))
         values.update({**self.session.failure_counts(), **self.health.record()})
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
