@@ -112,7 +112,7 @@ def newest_pair(words: Sequence[str], results: Path) -> tuple[Path, Path]:
     fix = (
         "run run_pretrain_ddp.sh (STAGE=stage1, then STAGE=stage2), or give TOKENIZER_PATH=… and MASK_PREDICTOR_PATH=…"
     )
-    raise UserError(f"{missing}: {fix}", *(f"not used: {reason}" for reason in reasons))
+    raise UserError("; ".join([f"{missing}: {fix}", *(f"not used: {reason}" for reason in reasons)]))
 
 
 def main(results: str, *words: str) -> int:

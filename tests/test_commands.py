@@ -44,6 +44,7 @@ def check_run_folder(folder: Path, ranks: int, stages: tuple[str, ...] = STAGES)
         assert set(NAMES[stage].split()) <= {name for line in lines if line["stage"] == stage for name in line}
     logs = {path.name: path.read_text() for path in (folder / "logs").iterdir()}
     assert logs.keys() == {f"rank_{rank}.log" for rank in range(ranks)} and "results:" in logs["rank_0.log"]
+    assert ("stage3" in logs["rank_0.log"]) == ("stage3" in stages and summary["name"] != "qmix")
     expected = {f"pretrain_{stage}{best}" for stage in stages if stage != "stage3" for best in ("", "_best")}
     expected |= {str(summary["stages"]["stage3"]["clock"]["t_env"])} if "stage3" in stages else set()
     assert {path.name for path in (folder / "models").iterdir()} == expected

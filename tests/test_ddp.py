@@ -61,7 +61,7 @@ def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
         return make_ddpg(dist, dtype, seed, **{**DDPG[kind], **more})
     if kind in Q:
         return make_learner(toy_config(**{"grad_norm_clip": 1e9, **Q[kind], **more}), dist, dtype, seed)
-    learner = graph_learner(kind.split()[0], dtype, dist, total_updates=10, **STAGES[kind])
+    learner = graph_learner(kind.split()[0], dtype, dist, graph_pretrain_epochs=10, **STAGES[kind])
     learner.warm_up(pack_episodes(toy_episodes(2)))
     update = learner.update
     learner.update = lambda batch, episodes: update(batch)

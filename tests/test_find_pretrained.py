@@ -112,7 +112,8 @@ def test_what_was_made_with_another_configuration_is_named_once(add, found):
     for content in (None, '{"name": "$(touch HIT)"}', "["):
         if content is not None:
             record.write_text(content)
-        first, tokenizer, predictor = found(*asked)
+        (line,) = found(*asked)
+        first, tokenizer, predictor = line.split("; not used: ")
         assert first.startswith(expected) and "STAGE=stage1" in first and "HIT" not in first
         assert "was trained with tokenizer_config.n_codes=8, not 1024; set tokenizer_config.n_codes=8" in tokenizer
         set_to = predictor.partition("; set ")[2].split()

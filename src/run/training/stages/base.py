@@ -133,6 +133,11 @@ class Stage(ABC):
             raise self.health.diverged(self.when, f"{broken} holds values that are not finite, so nothing is saved")
 
     @property
+    def title(self) -> str:
+        """Return the stage's name, or "training" for runs that have only one stage."""
+        return self.name if self.session.config.use_graph_reconstruction else "training"
+
+    @property
     def when(self) -> str:
         """Return the stage and its time, for messages."""
         return f"{self.name}, {self.clock_name} {self.now():,}"

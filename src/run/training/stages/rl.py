@@ -105,7 +105,7 @@ class RLStage(Stage):
         super().restored()
         session, now = self.session, self.clock.t_env
         self._since = (time.monotonic(), now)
-        self._bar = Progress(self._end(), "step", self.name, enabled=session.dist.is_main, initial=now)
+        self._bar = Progress(self._end(), "step", self.title, enabled=session.dist.is_main, initial=now)
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
         """Return the episodes that checkpoints hold."""
@@ -246,7 +246,7 @@ class RLStage(Stage):
         if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed is not typical
             left = (self._end() - self.clock.t_env) / speed
             self.session.logger.info(
-                f"{self.name}: {duration(self._stopwatch.seconds())} passed, about {duration(left)} left"
+                f"{self.title}: {duration(self._stopwatch.seconds())} passed, about {duration(left)} left"
             )
         self.health.require_finite(values, self.when)
         self.health.require_progress(self.when)
