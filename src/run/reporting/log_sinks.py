@@ -224,8 +224,8 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
     head = ["Recent Stats", f"{record.clock}: {_progress(record.t, totals.get(record.clock))}"]
     if "episode" in record.values:
         head.append(f"Episode: {_progress(int(record.values['episode']), totals.get('episode'))}")
-    stage = record.stage if facts is None or facts.config.get("use_graph_reconstruction", True) else ""
-    head.append(" · ".join(part for part in (stage, facts.label if facts else "") if part))
+    single = facts is not None and facts.config and not facts.config["use_graph_reconstruction"]
+    head.append(" · ".join(part for part in ("" if single else record.stage, facts.label if facts else "") if part))
     apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name)}
     shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
     names = sorted(shown, key=lambda name: (not name.startswith("test_"), name))
