@@ -25,6 +25,7 @@ DEFAULT_CONFIG = "omagd_small"
 DEFAULT_ENV_CONFIG = "skirmish"
 PLUGIN_GROUP = "omagd.config_dirs"
 HERE = Path(__file__).resolve().parent
+OPTIONS = {"algs": "--config", "envs": "--env-config"}
 SECTIONS: dict[str, type[BaseModel]] = {
     "tokenizer_config": TokenizerConfig,
     "mask_predictor_config": MaskPredictorConfig,
@@ -200,12 +201,12 @@ def find_yaml(kind: str, name: str) -> Path:
     """Return the file of `--config=name` (kind "algs") or `--env-config=name` (kind "envs")."""
     if name.endswith((".yaml", ".yml")):
         if not os.path.isfile(name):  # unlike Path.is_file, False for a name that no file can have
-            raise UserError(f"{_option(kind)}={name}: no such file. Give a YAML file, or one of the names of --list")
+            raise UserError(f"{OPTIONS[kind]}={name}: no such file. Give a YAML file, or one of the names of --list")
         return Path(name)
-    known = config_names(kind)
-    if name in known:
-        return next(file for folder in config_dirs() if (file := folder / kind / f"{name}.yaml").exists())
-    raise unknown_name(_option(kind), name, known)
+    files = {path.stem: path for folder in reversed(config_dirs()) for path in (folder / kind).glob("*.yaml")}
+    if name not in files:
+        raise unknown_name(OPTIONS[kind], name, sorted(files))
+    return files[name]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -266,12 +267,7 @@ def _unknown(key: str, source: str, value: Any) -> UserError:
     return UserError(f"{source}: unknown key '{key}'.{fix}")
 
 
-def _option(kind: str) -> str:
-    return "--config" if kind == "algs" else "--env-config"
-
-
 def _unquoted(text: str) -> str:
     """Return `text` without enclosing quotes."""
-    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
-    return text
+    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text

@@ -32,6 +32,7 @@ def resident_bytes() -> int:
 
 
 GIGABYTE = 2.0**30
+NETWORK_KEYS = ("rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "gnn_hidden_dim")
 _UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 _RAN_OUT = re.compile(
     r"can't allocate memory|out of memory|bad_alloc|bad allocation|RESOURCE_EXHAUSTED|ALLOC_FAILED"
@@ -79,25 +80,26 @@ def _figures(error: BaseException, asked: float, device: torch.device | None) ->
 
 def _fix(config: Config, stage: str, phase: str) -> str:
     """Return which key reduces the memory of a phase, with its value and one to try."""
+
+    def given(key: str) -> str:
+        return f"{key}={getattr(config, key)}"
+
     learns = phase in {"update", "prepare"}
+    data = given(data_key(config) if stage == "stage3" else "graph_pretrain_episodes")
     if phase == "networks":
-        keys = ("rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "gnn_hidden_dim")
-        return f"Lower one of {', '.join(f'{key}={getattr(config, key)}' for key in keys)}"
+        return f"Lower one of {', '.join(map(given, NETWORK_KEYS))}"
     if phase == "start":
-        return f"Lower batch_size_run={config.batch_size_run}"
+        return f"Lower {given('batch_size_run')}"
     if phase == "replay":
-        key = data_key(config) if stage == "stage3" else "graph_pretrain_episodes"
-        return f"Lower {key}={getattr(config, key)}"
+        return f"Lower {data}"
     if stage == "stage3" and learns:
         more = min(2 * config.accumulate, config.batch_size)
-        advice = f"Give accumulate={more}, or lower" if more > config.accumulate else "Lower"
-        return f"{advice} batch_size={config.batch_size}"
+        return f"{f'Give accumulate={more}, or lower' if more > config.accumulate else 'Lower'} {given('batch_size')}"
     if stage != "stage3" and (learns or phase in {"test", "finish"}):
         half = max(1, config.graph_frames_at_once // 2)
         other = "graph_pretrain_batch_size" if learns else "graph_pretrain_eval_episodes"
-        return f"Give graph_frames_at_once={half}, or lower {other}={getattr(config, other)}"
-    key = data_key(config) if stage == "stage3" else "graph_pretrain_episodes"
-    return f"Lower batch_size_run={config.batch_size_run} or {key}={getattr(config, key)}"
+        return f"Give graph_frames_at_once={half}, or lower {given(other)}"
+    return f"Lower {given('batch_size_run')} or {data}"
 
 
 def data_key(config: Config) -> str:

@@ -102,14 +102,8 @@ def _complain(text: str) -> None:
 
 def config_from(argv: Sequence[str]) -> Config:
     """Return the resolved configuration of the arguments `argv`. Errors: UserError."""
-    options, updates = parse(argv)
-    return _resolve(options, updates)
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Return the options and the `key=value` texts after `with`. Errors: UserError."""
     options = _options(argv)
-    return options, _updates(options.words)
+    return _resolve(options, _updates(options.words))
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -120,16 +114,14 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(*flags, action="store_true")
     parser.add_argument("--print-config", "--print_config", "-p", dest="dry_run", action="store_true")
     parser.add_argument("--force", "-f", action="store_true")
-    for name, short in (("--comment", "-c"), ("--name", "-n"), ("--file_storage", "-F"), ("--loglevel", "-l")):
+    for name, short in (("--comment", "-c"), ("--name", "-n"), ("--file_storage", "-F"), ("--mongo_db", "-m")):
         parser.add_argument(name, short)
-    parser.add_argument("--mongo_db", "-m")
+    parser.add_argument("--loglevel", "-l", type=str.upper, choices=LOG_LEVELS)
     parser.add_argument("words", nargs="*")
     options = parser.parse_intermixed_args(list(argv))
     if options.mongo_db is not None:
         raise UserError("--mongo_db: its password would be visible in the process list; use -F")
-    if options.loglevel is not None and options.loglevel.upper() not in LOG_LEVELS:
-        raise UserError(f"--loglevel={options.loglevel}: must be one of {', '.join(LOG_LEVELS)}")
-    if options.file_storage is not None and not options.file_storage:
+    if options.file_storage == "":
         raise UserError("--file_storage=: give a folder, or leave it out")
     return options
 
