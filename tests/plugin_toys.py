@@ -44,7 +44,7 @@ CODE = '''\
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
@@ -52,8 +52,7 @@ from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResu
 CONFIG_DIR = Path(__file__).parent / "my_config"
 
 
-class MyArgs(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class MyArgs(BaseModel, extra="forbid", frozen=True):
     size: int = Field(default=5, ge=2)
 
 
@@ -89,29 +88,24 @@ class MyEnv(MultiAgentEnv):
 
 
 class MyBatched(BatchedEnv):
-    """The same without randomness, batched; it has no snapshots."""
+    """A clock, batched; it has no snapshots."""
 
     args_model = MyArgs
 
     def __init__(self, args, n_slots):
-        self.args, self.n_slots = args, n_slots
-        self.info = EnvInfo("my_batched", "", 2, 3, 2, 3, 4)
-        self.t, self.place = np.zeros(n_slots, int), np.zeros((n_slots, 2), int)
+        self.n_slots, self.t, self.info = n_slots, np.zeros(n_slots, int), EnvInfo("my_batched", "", 2, 3, 2, 3, 4)
 
     def reset(self, which, seeds):
-        self.t[which], self.place[which] = 0, 0
+        self.t[which] = 0
 
     def step(self, actions, active):
         self.t += active
-        self.place[active] = (self.place[active] + actions[active]) % self.args.size
         done = active & (self.t >= 4)
-        won = done & (self.place[:, 0] == 0)
-        return StepResult(active.astype(np.float32), done, np.zeros(self.n_slots, bool), {"battle_won": won * 1.0})
+        return StepResult(active.astype(np.float32), done, np.zeros(self.n_slots, bool), {"battle_won": done * 1.0})
 
     def observe(self, full=False):
-        obs = np.stack([self.place, np.repeat(self.t[:, None], 2, 1)], -1).astype(np.float32)
-        state = np.concatenate([self.place, self.t[:, None]], 1).astype(np.float32)
-        return Observation(obs, state, np.ones((self.n_slots, 2, 3), bool), obs.copy() if full else None)
+        clock = np.tile(self.t[:, None, None], (1, 2, 3)).astype(np.float32)
+        return Observation(clock[..., :2], clock[:, 0], np.ones(clock.shape, bool), clock[..., :2] if full else None)
 '''
 
 

@@ -39,12 +39,6 @@ class NamesArgs(BaseModel, extra="forbid"):
     scale: float = 1.0
 
 
-class NamedAgent(NRNNAgent):
-    """An agent with keys."""
-
-    args_model = NamesArgs
-
-
 class Unreadable(VDNMixer):
     """Its defaults cannot be read back from a file."""
 
@@ -56,7 +50,9 @@ class Unreadable(VDNMixer):
 def words(monkeypatch):
     """Return the beginning of a command; the example's presets are known by name, and so are the toys above."""
     monkeypatch.setattr(MIXERS, "_objects", {**MIXERS._objects, "unreadable": Unreadable})
-    monkeypatch.setattr(AGENTS, "_objects", {**AGENTS._objects, "named": NamedAgent})
+    monkeypatch.setattr(
+        AGENTS, "_objects", {**AGENTS._objects, "named": type("Named", (NRNNAgent,), {"args_model": NamesArgs})}
+    )
     monkeypatch.setattr(loading, "config_dirs", lambda: [loading.HERE, CONFIGS])
     return ["--config=qplex", "--env-config=matrix_game", "with", *SIZES]
 

@@ -22,22 +22,20 @@ from omagd.run.cli.main import config_from
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 
-MIXER = '''"""A mixer that scales the sum."""
-from torch import nn
+# A mixer that scales the sum; a learner that reports a key of the run and one of its own; an on-policy learner that
+# must see each episode once; a sink that counts what is logged.
+MIXER = """from torch import nn
 class MyMixer(nn.Module):
     def __init__(self, config, info):
         super().__init__()
         self.scale = nn.Linear(1, 1)
     def forward(self, agent_qs, state):
         return self.scale(agent_qs.sum(-1, keepdim=True)).squeeze(-1)
-'''
-AGENT = '''"""An agent with another name."""
-from omagd.modules.agents.rnn_agent import RNNAgent
-class MyAgent(RNNAgent):
-    pass
-'''
-LEARNER = '''"""A learner that reports a key of the run and one of its own."""
-import torch
+"""
+AGENT = """from omagd.modules.agents.rnn_agent import RNNAgent
+class MyAgent(RNNAgent): ...
+"""
+LEARNER = """import torch
 from pydantic import BaseModel
 from omagd.learners.nq_learner import NQLearner
 class MyArgs(BaseModel, extra="forbid"):
@@ -49,9 +47,8 @@ class MyLearner(NQLearner):
         mine = {"my_stat": self.config.my_key, "my_share": self.config.learner_args["my_share"]}
         stats = super().update(batch, episodes=episodes)
         return {**stats, **{name: (one * value, one) for name, value in mine.items()}}
-'''
-ON_POLICY = '''"""A learner that sees each episode once."""
-from omagd.learners.nq_learner import NQLearner
+"""
+ON_POLICY = """from omagd.learners.nq_learner import NQLearner
 class MyOnPolicyLearner(NQLearner):
     data = "on_policy"
     seen = set()
@@ -63,14 +60,11 @@ class MyOnPolicyLearner(NQLearner):
         assert len(new) == batch.packing.n_episodes >= self.config.batch_size and not new & self.seen
         self.seen |= new
         return super().update(batch, episodes=episodes)
-'''
-ENVIRONMENT = '''"""A game of one step."""
-from omagd.envs.sanity import MatrixGame
-class MyEnv(MatrixGame):
-    pass
-'''
-SINK = '''"""A sink that counts what is logged."""
-from omagd.utils.logging import Sink
+"""
+ENVIRONMENT = """from omagd.envs.sanity import MatrixGame
+class MyEnv(MatrixGame): ...
+"""
+SINK = """from omagd.utils.logging import Sink
 class MySink(Sink):
     name = "mine"
     def _open(self, facts):
@@ -79,7 +73,7 @@ class MySink(Sink):
         self.seen += 1
     def _close(self, exit_state):
         self.path.write_text(f"{self.seen} {exit_state}")
-'''
+"""
 Edits = dict[str, str | tuple[str, str]]
 
 

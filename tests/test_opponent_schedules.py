@@ -124,7 +124,7 @@ def test_a_frozen_self_plays_as_its_kind_of_agent_does(kind):
     training = Training(**updates, **q_learning)
     assert training.playing((0, 0, 10)) == [["self_10"]]
     training.begun("train")
-    env, team, agreed = training.env, np.ones(4, np.int64), []
+    env, team, agreed = training.env, np.arange(4) % 2, []
     (frozen,) = training.opponents._made.values()
     assert type(frozen).from_snapshot(frozen.snapshot()) == frozen
     greedy = type(frozen)("greedy", training.agent.layers(), frozen.observer)

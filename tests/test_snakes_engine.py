@@ -95,12 +95,9 @@ def test_draws_are_uniform_over_what_is_possible():
     assert abs(cell.mean() - 99.5) < 2 and (np.bincount(cell, minlength=200) > 50).all()
     assert (np.abs(np.bincount(direction, minlength=4) - n / 4) < 300).all()
     assert abs(np.corrcoef(cell, direction)[0, 1]) < 0.03
-
-
-def test_draws_differ_by_key_moment_and_index():
     keys = np.repeat(keys_of(np.arange(20)), 20)
     values = {int(v) for i in range(20) for v in draw(keys, np.tile(np.arange(20), 20), i)}
-    assert len(values) == 20**3
+    assert len(values) == 20**3, "they differ by key, moment and index"
     assert set(below(draw(keys, np.zeros(400), 1), 3).tolist()) == {0, 1, 2}
 
 

@@ -60,13 +60,8 @@ class CriticLoss(LossModule):
         loss = error.square().sum()
         with torch.no_grad():
             count = torch.full((), float(q.numel()), device=q.device)
-            stats = {
-                "loss_td": (loss.detach(), count),
-                "td_error_abs": (error.abs().sum(), count),
-                "q_taken_mean": (q.sum(), count),
-                "target_mean": (target.sum(), count),
-            }
-        return loss, stats
+            sums = {"td_error_abs": error.abs().sum(), "q_taken_mean": q.sum(), "target_mean": target.sum()}
+        return loss, {name: (total, count) for name, total in {"loss_td": loss.detach(), **sums}.items()}
 
 
 class ActorLoss(LossModule):

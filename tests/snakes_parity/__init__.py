@@ -7,7 +7,6 @@ digests, the last byte after every step; final [G], the whole digest after the l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,19 +52,14 @@ def unpack_twos(packed: np.ndarray, count: int) -> np.ndarray:
     return (2 * bits[:, 0] + bits[:, 1]).astype(np.int64)
 
 
-@dataclass
 class StoredDraws:
-    """The stored draws of the public engine, in place of `Draws`.
+    """The stored draws of the public engine: starts [G, 6, 2]; turns and beans of all games, one after another."""
 
-    Attributes:
-        starts: [G, 6, 2]. turns, beans: those of all games, one after another. next_turn, next_bean: [G], next ones.
-    """
-
-    starts: np.ndarray
-    turns: np.ndarray
-    beans: np.ndarray
-    next_turn: np.ndarray
-    next_bean: np.ndarray
+    def __init__(self, kept: dict[str, np.ndarray]) -> None:
+        n_turns, n_beans = kept["n_turns"].astype(np.int64), kept["n_beans"].astype(np.int64)
+        self.starts, self.beans = kept["starts"].astype(np.int64), kept["beans"].astype(np.int64)
+        self.turns = unpack_twos(kept["turns"], int(n_turns.sum()))
+        self.next_turn, self.next_bean = n_turns.cumsum() - n_turns, n_beans.cumsum() - n_beans
 
     def start(self, rows, keys, snake, attempt):
         assert attempt == 0, "a stored start does not fit"
@@ -95,12 +89,4 @@ def load() -> tuple[np.ndarray, StoredDraws, dict[str, np.ndarray]]:
     actions[played] = unpack_twos(kept["actions"], 6 * int(steps.sum())).reshape(-1, 6)
     digests = np.zeros(played.shape, np.uint8)
     digests[played] = kept["digests"]
-    n_turns, n_beans = kept["n_turns"].astype(np.int64), kept["n_beans"].astype(np.int64)
-    draws = StoredDraws(
-        kept["starts"].astype(np.int64),
-        unpack_twos(kept["turns"], int(n_turns.sum())),
-        kept["beans"].astype(np.int64),
-        n_turns.cumsum() - n_turns,
-        n_beans.cumsum() - n_beans,
-    )
-    return actions, draws, {"steps": steps, "digests": digests, "final": kept["final"]}
+    return actions, StoredDraws(kept), {"steps": steps, "digests": digests, "final": kept["final"]}

@@ -242,17 +242,10 @@ def _evasion(board: Board, team: np.ndarray) -> np.ndarray:
     return (far + _FAR * blocked + _FAR * ~onward.any(3)).argmin(2)
 
 
-SCRIPTS: dict[str, Script] = {
-    name: Script(name, choose)
-    for name, choose in (
-        ("random", _random),
-        ("l1", _toward_nearest(0.0)),
-        ("l3", _toward_nearest(5.0)),
-        ("l4", _toward_nearest(1000.0)),
-        ("evasion", _evasion),
-        ("greedy", _greedy),
-    )
-}
+_PENALTIES = {"l1": 0.0, "l3": 5.0, "l4": 1000.0}
+_ACTS = {"random": _random, **{name: _toward_nearest(cells) for name, cells in _PENALTIES.items()}}
+_ACTS |= {"evasion": _evasion, "greedy": _greedy}
+SCRIPTS = {name: Script(name, act) for name, act in _ACTS.items()}
 
 LADDERS = {
     "measured": ("random", "l1", "l3", "l4", "greedy"),

@@ -95,18 +95,9 @@ class Snakes3v3(BatchedEnv):
         self._avail = np.ones((n_slots, N_TEAM, N_ACTIONS), bool)
         self._counts = Counter(games=0, won=0, drawn=0)
         self._recorder = GameRecorder()
+        sizes = N_TEAM, N_ACTIONS, self._observer.obs_dim, STATE_DIM, EPISODE_LIMIT, N_ACTIONS
         self.info = EnvInfo(
-            name="snakes_3v3",
-            map_name="",
-            n_agents=N_TEAM,
-            n_actions=N_ACTIONS,
-            obs_dim=self._observer.obs_dim,
-            state_dim=STATE_DIM,
-            episode_limit=EPISODE_LIMIT,
-            n_normal_actions=N_ACTIONS,
-            layout=self._observer.layout,
-            scripted_policies=tuple(SCRIPTS),
-            agent_rewards=True,
+            "snakes_3v3", "", *sizes, self._observer.layout, scripted_policies=tuple(SCRIPTS), agent_rewards=True
         )
 
     def set_opponents(self, opponents: Sequence[str | Opponent], weights: Sequence[float] | None = None) -> None:
@@ -230,13 +221,8 @@ class Snakes3v3(BatchedEnv):
             self._count(ends)
         results = {"battle_won": ends["won"], "draw": ends["drawn"]}
         results |= {RESULTS[name]: np.where(terminated, total, 0) for name, total in self._sums.items()}
-        return StepResult(
-            reward=agent_reward.sum(1),
-            terminated=terminated,
-            truncated=np.zeros(b, bool),
-            info={name: values.astype(np.float32) for name, values in results.items()},
-            agent_reward=agent_reward,
-        )
+        info = {name: values.astype(np.float32) for name, values in results.items()}
+        return StepResult(agent_reward.sum(1), terminated, np.zeros(b, bool), info, agent_reward=agent_reward)
 
     def _count(self, ends: dict[str, np.ndarray]) -> None:
         """Count the episodes that ended, [B] bool each, in all and against each opponent."""
