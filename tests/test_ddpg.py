@@ -86,29 +86,17 @@ def test_an_update_is_what_the_published_formulas_say(case):
         torch.testing.assert_close(got[name], value.detach(), atol=1e-7, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize(
-    "updates",
-    [
-        {"agent": "bicnet", "obs_agent_id": True},
-        {"obs_agent_id": True, "accumulate": 2},
-        {"gumbel_softmax": True, "accumulate": 3},
-        {"precision": "bf16", "rnn_hidden_dim": 64},
-        {"precision": "bf16", "agent": "bicnet", "gumbel_softmax": True, "obs_agent_id": True},
-    ],
-)
-def test_options_go_together_and_parts_add_up(updates):
-    """Each learns, and in one piece or in many it learns the same."""
-    learner, whole = (make_ddpg(dtype=torch.float32, **{**updates, **more}) for more in ({}, {"accumulate": 1}))
-    before = weights_of(learner)
-    for update in range(3):
-        batch = pack_episodes(random_steps(update, 100))
-        stats, theirs = learner.update(batch, episodes=0), whole.update(batch, episodes=0)
-        assert all(torch.isfinite(total) for total, _ in stats.values())
-        assert float(stats["loss_td"][0]) == pytest.approx(float(theirs["loss_td"][0]), rel=1e-3)
-    after, other = weights_of(learner), weights_of(whole)
+@pytest.mark.parametrize("updates", [{}, {"agent": "bicnet", "gumbel_softmax": True}])
+def test_bf16_learns_nearly_the_same_as_float32(updates):
+    """test_ddp.py compares the same options, and batches in parts, in double precision."""
+    options = {"obs_agent_id": True, "rnn_hidden_dim": 64, **updates}
+    bf16, exact = (make_ddpg(dtype=torch.float32, precision=p, **options) for p in ("bf16", "float32"))
+    before, batch = weights_of(bf16), pack_episodes(random_steps(0, 100))
+    stats, theirs = bf16.update(batch, episodes=0), exact.update(batch, episodes=0)
+    got, wanted = (float(each["loss_td"][0]) for each in (stats, theirs))
+    assert got != wanted and got == pytest.approx(wanted, rel=0.02)
+    after = weights_of(bf16)
     assert all(not torch.equal(before[name], after[name]) for name in before if "weight" in name)
-    for name in after:  # steps of 0.01 and 0.02: their signs are what could differ
-        torch.testing.assert_close(after[name], other[name], atol=2e-3, rtol=0, msg=name)
 
 
 def acted(epsilon, calls=400, **updates):
