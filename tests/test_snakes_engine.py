@@ -104,18 +104,15 @@ def test_draws_are_uniform_over_what_is_possible():
 def slow_respawn(codes: np.ndarray) -> list[int] | None:
     """Search breadth-first with a queue."""
     for start in np.flatnonzero(codes == 0).tolist():
-        queue, found = [start], []
-        while queue:
-            cell = queue.pop(0)
-            found.append(cell)
-            if len(found) == 3:
-                rows, cols = zip(*(divmod(c, 20) for c in found), strict=True)
-                if start // 20 in rows[1:] and start % 20 in cols[1:] and len(set(rows)) == len(set(cols)) == 2:
-                    bend = (rows[1] == rows[0]) != (rows[2] == rows[0])
-                    found = [found[1], found[0], found[2]] if bend and cell in NEXT_CELL[start] else found
-                return found
-            ways = NEXT_CELL[cell, [RIGHT, DOWN, UP, LEFT]].tolist()
-            queue += [after for after in ways if not codes[after] and after not in found + queue]
+        queue, done = [start], 0
+        while done < len(queue) < 3:
+            ways = NEXT_CELL[queue[done], [RIGHT, DOWN, UP, LEFT]].tolist()
+            queue += [after for after in ways if not codes[after] and after not in queue]
+            done += 1
+        if len(queue) >= 3:
+            start, first, third = queue[:3]
+            corner = third in NEXT_CELL[start] and (start // 20 == first // 20) != (start // 20 == third // 20)
+            return [first, start, third] if corner else [start, first, third]
     return None
 
 
