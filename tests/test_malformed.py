@@ -1,19 +1,255 @@
-"""Malformed commands and configurations, out of a grammar: each is refused in one line, with exit code 2."""
+"""Malformed commands and configurations: each is rejected in one line, with exit code 2, and writes nothing.
+
+Wrong values follow from the schema, so new keys are covered by themselves.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from command_harness import TORCHRUN_VARIABLES
-from malformed_inputs import FAMILIES, FILES, Malformed
 
+from omagd.config.env_info import EnvInfo
+from omagd.config.loading import known_keys, resolve, to_plain
+from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
 from omagd.run.cli import preflight
 from omagd.run.cli.main import main
 from omagd.run.reporting import sacred_record
+
+SECTIONS = {"": Config, "tokenizer_config": TokenizerConfig, "mask_predictor_config": MaskPredictorConfig}
+GRAPHS = ("--config=omagd_small", "with")
+PLAIN = ("--config=qmix", "with")
+QMIX = json.dumps({**to_plain(resolve("qmix")), "use_cuda": False}).encode()
+EIGHT = EnvInfo("skirmish", "8m", 8, 14, 80, 168, 120).to_dict()
+WEIGHTS = b"PK\x03\x04"
+# config.json of runs.
+RUNS = {
+    "torn": b'{"env": "skirmish", "env_args": {"map_na', "listed": b"[1, 2]", "foreign": b'{"learning_rate": 1}',
+    "typed": b'{"lr": "fast"}', "half": b'{"name": "\\ud800"}', "deep": b'{"name": ' * 100_000, "blank": QMIX,
+    "eight": QMIX, "sized": QMIX,
+}  # fmt: skip
+# The folder in which every command is typed.
+FILES: dict[str, bytes] = {
+    "junk": b"\x00\xff\x80 nothing \n", "empty.th": b"", "junk.th": b"PK\x03\x04 not a zip", "folder/readme": b"",
+    "agents/100/agent.th": b"\x80\x02 neither weights nor a pickle", "agents/100/opt.th": b"",
+    "tokens/tokenizer.th": WEIGHTS, "masks/stage2_model.th": b"\x80\x05.", "binary.yaml": bytes(range(256)),
+    "empty_key.yaml": b": 3\n", "blank/env_info.json": b"{", "eight/env_info.json": json.dumps(EIGHT).encode(),
+    "sized/env_info.json": json.dumps({**EIGHT, "n_agents": {"a": 1}}).encode(),
+    **{f"{run}/models/100/agent.th": WEIGHTS for run in ("bare", *RUNS)},
+    **{f"{run}/config.json": content for run, content in RUNS.items()},
+}  # fmt: skip
+
+
+class Malformed(NamedTuple):
+    """One input: the words after the program's name, environment variables, and files by relative path."""
+
+    argv: tuple[str, ...]
+    variables: dict[str, str] = {}
+    files: dict[str, bytes] = {}
+
+
+def _schema() -> dict[str, list[dict[str, Any]]]:
+    """Return for each key the JSON schemas of the values that it takes."""
+    fields = {section: model.model_json_schema()["properties"] for section, model in SECTIONS.items()}
+    found = {}
+    for key in known_keys():
+        section, _, name = key.rpartition(".")
+        found[key] = fields[section][name].get("anyOf", [fields[section][name]])
+    return found
+
+
+WRONG = {
+    "boolean": ("soon", "0", "1", "yes", "on", "2.0", "Tru", "nan", "[1, 'b']", "'"),
+    "integer": (
+        "soon",
+        "1.5",
+        "True",
+        "nan",
+        "1e400",
+        "-1.0",
+        "0x",
+        "3m",
+        "",
+        "007",
+        "{'a': 1}",
+        "(",
+        "1,,2",
+        "\u0663x",
+    ),
+    "number": ("soon", "False", "nan", "inf", "1e400", "1j", "", "0.1.2", "1,5", "--1", "b'1'", "1 2", "…", "1_"),
+    "array": ("a", "1.5", "1,b", "-1", "2,2", "[[1]]", "{1: 2}", "1,True", "nan"),
+    "object": ("3", "3m", "[1]", "True", "", "map_name", "nan"),
+}
+
+
+def wrong_texts(kinds: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return texts of `key=text` that a key of these kinds cannot take; none if it takes any text."""
+    if options := [option for kind in kinds for option in kind.get("enum", ())]:
+        return f"{options[0]}x", options[0].upper() + "?", "3", "[]", "", f"{options[0]} "
+    return WRONG.get(kinds[0]["type"], ())
+
+
+def out_of_range(kinds: list[dict[str, Any]]) -> list[str]:
+    """Return texts of numbers just beyond, and far beyond, what a key takes."""
+    whole = kinds[0].get("type") == "integer"
+    steps = {"ge": -1, "minimum": -1, "exclusiveMinimum": 0, "le": 1, "maximum": 1}
+    beyond = [number + steps[name] for name, number in kinds[0].items() if name in steps]
+    return [str(int(number) if whole else float(number)) for number in beyond] + ["9" * 400, "0x" + "f" * 6000] * whole
+
+
+def _of_keys() -> Iterator[tuple[str, Malformed]]:
+    """Yield mistakes in every key of the schema, with their family."""
+    for number, (key, kinds) in enumerate(sorted(_schema().items())):
+        for family, texts in (("wrong types", wrong_texts(kinds)), ("out of range", out_of_range(kinds))):
+            if texts:
+                yield family, Malformed((*GRAPHS, f"{key}={texts[number % len(texts)]}"))
+        if number % 3:  # of the other mistakes a third of the keys shows as much
+            continue
+        types = {kind["type"] for kind in kinds}
+        if not types & {"null", "string"}:
+            yield "no value", Malformed((*GRAPHS, f"{key}={('None', 'null', 'NULL')[number % 3]}"))
+        yield "unknown keys", Malformed((*(GRAPHS, PLAIN)[number % 2], f"{key[:-1]}q{key[-1]}={('1', '')[number % 2]}"))
+        values: list[object] = [[1, [2]], {"inner": {"deep": 1}}, float("inf"), b"\x00", {1: 2}]
+        values += [3, 0.5, True, ["omagd"]] if "string" in types else ["1e-3x"]
+        if "object" in types:
+            values = [[1], 3, "3m", {"map_name": ["3m"]}]
+        section, _, name = key.rpartition(".")
+        value: object = {name: values[number % len(values)]}
+        text, path = yaml.safe_dump({section: value} if section else value), f"given_{number}.yaml"
+        yield "wrong values in files", Malformed((f"--config={path}",), {}, {path: text.encode()})
+
+
+BROKEN_YAML = (
+    "a: b: c", "lr: [1", "lr: {", "\tlr: 1", "- lr\n- 2", "just words", "3", "lr: 1\n lr2: 2", "lr: *b",
+    "!!python/object/apply:os.system ['touch HIT']", "lr: !!python/name:os.system", "lr: !unknown 3",
+    "? [a, b]\n: 3", "1: 2", "null: 3", "lr: 0.1\nlr: 0.2", "%YAML 9",
+    "--- 1\n--- 2", "lr: 2020-13-45", "<<: 3", "env_args: {map_name: 3m, map_name: 8m}",
+    "env_args: &a {me: *a}", "tokenizer_config: [n_codes, 3]", "lr: 1" + "0" * 5000, "lr: " + "[" * 3000, "lr: \x00",
+    "lr: \x1b[31m", "seed: -1", "Lr: 3", "@lr: 1", "`", "env_args: 5", "tokenizer_config:\n  n_code: 3",
+    "lr: !!float soon", "seeds: [1, 1]", "seeds: 1, 2", "world_size: 0", "lr: 1\n\udc81\udc8d",
+)  # fmt: skip
+CONFIGS = (
+    "", " ", ".", "..", "/", "../algs/qmix", "../../../../etc/passwd", "/etc/passwd", "qmix.yaml", "folder.yaml",
+    "~/qmix", "folder/", "junk", "binary.yaml", "empty_key.yaml", "*", "qm?x", "q" * 300, "q/" * 3000, "☃",
+    "\u202eximq", "qmix\n", "\x1b[2J", "\udcff\udcfe", "qmix;ls", "$HOME", "junk/qmix.yaml", "%s%n", "{0}", "-",
+    "default", "omagd,qmix", "/dev/null/x.yaml", "../envs/skirmish", "omagd_smal", "skirmsh",
+)  # fmt: skip
+# Words between single spaces.
+WORDS = (
+    "lr=3", "with lr", "with lr = 3", "with lr= 3", "with =3", "with ", "", "with lr\t=3", "whit lr=3", "With lr=3",
+    "with with lr=3", "with ==", "with .=3", "with lr.=3", "with env_args.=3", "with env_args..map_name=3m", "qmix",
+    "with lr:3", "print_config", "with " + "x" * 20000 + "=1", "with lr=" + "x" * 20000, "with ключ=1",
+    "with lr=\u2028\u2029", "with \x1b[31mlr=1", "with lr=\r\nerror:\ttwo", "with \udcff=1", "with lr=\udcff",
+    "with __class__=1", "with model_config=1", "with " + "a." * 3000 + "b=1", "with lr=" + "(" * 5000,
+    "with lr=" + "-" * 5000 + "1", "with lr=1" + "0" * 6000, "with lr=__import__('os')", "with map_name=3m",
+    "with self=1", "-- lr=3", "--config", "--config --dry-run", "--confg=qmix", "--conf=qmix", "-z 3", "--dry-run=yes",
+    "--list=all", "--no-cuda", "--t_max=3", "-c", "--name", "-F", "--loglevel", "-l LOUD", "--loglevel=",
+    "-F junk/deep", "--file_storage=junk", "-F ", "-F /proc/omagd", "--config=qmix vdn", "compare", "compare nowhere",
+    "compare junk", "compare folder", "compare " + "x" * 5000, "compare \udcff", "doctor lr=3", "doctor with lr",
+    "doctor all", "doctor --env-config=chess", "doctor with lr=soon", "doctor --config=qmx",
+)  # fmt: skip
+ENV_ARGS = {
+    "skirmish": (
+        "map_name=3x", "map_name=", "map_name=../3m", "map_name=3", "map_name=[3m]", "map_name={'a': 1}",
+        "difficulty=0", "difficulty=VeryHard", "difficulty=11", "move_amount=0", "move_amount=far", "move_amount=nan",
+        "obs_all_health=perhaps", "obs_last_action=2", "reward_win=-1", "reward_defeat=inf", "reward_scale_rate=0",
+        "reward_death_value=None", "payoff=climbing", "step_mul=8", "map=3m", "map_name.x=3", "game_version=4.10",
+    ),
+    "sc2": ("game_version=4.1.0.0.0", "game_version=3", "game_version=", "game_version=1e6"),
+    "matrix_game": ("payoff=x", "payoff=3", "penalty=1", "penalty=nan", "penalty=x"),
+    "memory_game": ("n_cues=0", "n_cues=1.5", "n_cues=x", "n_agents=0", "n_agents=None"),
+}  # fmt: skip
+PLACES = (
+    "nowhere", "junk", "empty.th", "junk.th", "folder", "agents/100", "tokens", "masks", ".", "/", "/dev/null",
+    "/proc/self/mem", "x" * 300, "x/" * 3000, "~nobody_here/x", "masks/stage2_model.th", "\udcff", " ",
+    "junk/agent.th", "file:///junk", "binary.yaml", "http://x/y.th",
+)  # fmt: skip
+NAMES = ("", "nobody", "None", "3", "..", "os:system", "a.b:c", "é", "x" * 400)
+EVALUATIONS = (
+    "", "nowhere", "junk", "folder", "empty.th", "bare", "bare/models", "bare/models/100", "torn", "torn/models",
+    "listed", "foreign", "typed", "eight", "eight load_step=100", "blank", "test_nepisode=3", "with test_nepisode=3",
+    "eight lr", "eight lr=soon", "eight --config=qmix", "eight --env-config=skirmish", "eight evaluate=False",
+    "eight checkpoint_path=bare", "eight env_args.map_name=3x", "eight test_nepisode=0", "half", "deep", "sized",
+    "eight save_replay=True", "eight local_results_path=. unique_token=folder", "eight test_nepisod=3",
+)  # fmt: skip
+CONTRADICTIONS = (
+    "evaluate=True checkpoint_path=agents save_replay=True", "evaluate=True checkpoint_path=eight",
+    "unique_token=folder local_results_path=.", "unique_token=junk local_results_path=.", "checkpoint_path=blank",
+    "batch_size=64 buffer_size=32", "accumulate=33 batch_size=32", "evaluation_only=True", "seeds=3,4,3",
+    "pretrain_only=True reconstructer_stage=stage3", "learner=nq_learner", "mac=basic_mac", "run=default world_size=2",
+    "evaluate=True pretrain_only=True checkpoint_path=agents", "dist_backend=nccl use_cuda=False", "lr=1 lr.x=2",
+    "reconstructer_stage=stage1 pretrained_tokenizer_path=tokens",
+    "reconstructer_stage=stage2 pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
+    "pretrain_only=True pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
+    "use_cuda=False max_memory_per_gpu_gb=3", "tokenizer_config=3 tokenizer_config.n_codes=4", "tokenizer_config=None",
+    "env_args=[] env_args.map_name=3m", "env_args={'map_name':'3m'} env_args.map_nam=8m", "env=memory_game",
+    "env=matrix_game env_args=None", "env_args.map_name=3m env_args=8m", "tokenizer_config.n_codes.x=3", "lr={'x':1}",
+    "mask_predictor_config={'d_modell':3}", "mixer=qmix mixer=qmixx", "gamma=1 gamma=2", "resume=exact,lossy",
+)  # fmt: skip
+RESULTS = (
+    *(f"local_results_path={place}" for place in ("junk", "/proc/omagd", "/dev/null/x", "x" * 300, "y/" * 3000)),
+    *(f"unique_token={token}" for token in ("..", "../up", "a/b", "/absolute", "x" * 300, "sacred", "logs", " a")),
+)  # fmt: skip
+GROUP = {
+    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500",
+    "MASTER_ADDR": "127.0.0.1",
+}  # fmt: skip
+WRONG_GROUPS = (
+    *(
+        ("run=ddp", {name: text})
+        for name, texts in {
+            "RANK": ("abc", "", "1.5", "-1", "2"), "WORLD_SIZE": ("abc", "", "nan", "0"), "MASTER_ADDR": (None,),
+            "LOCAL_RANK": ("0x1", " ", "2"), "LOCAL_WORLD_SIZE": ("9" * 30, "0", "٣x"),
+            "MASTER_PORT": ("port", "0", "65536", None),
+        }.items()
+        for text in texts
+    ),
+    ("run=ddp world_size=3", {}), ("run=default", {}), ("run=ddp seeds=1,2", {}),
+)  # fmt: skip
+
+
+def _of_tables() -> Iterator[tuple[str, Malformed]]:
+    """Yield the mistakes in the tables, with their family."""
+    flags = ("--config", "--env-config", "--env_config")
+    for i, text in enumerate(BROKEN_YAML):
+        path, content = f"broken_{i}.{('yaml', 'yml')[i % 2]}", text.encode(errors="surrogateescape")
+        yield "broken files", Malformed((f"{flags[i % 2]}={path}",), {}, {path: content})
+    for i, name in enumerate(CONFIGS):
+        yield "unknown configurations", Malformed((f"{flags[i % 3]}={name}",))
+    for words in WORDS:
+        yield "wrong words", Malformed(tuple(words.split(" ")))
+    for i, key in enumerate(sorted(preflight.NAMED)):
+        yield "unknown names", Malformed((*GRAPHS, f"{key}={NAMES[i % len(NAMES)]}"))
+    for env, text in ((env, text) for env, texts in ENV_ARGS.items() for text in texts):
+        yield "wrong env_args", Malformed(("--config=qmix", f"--env-config={env}", "with", f"env_args.{text}"))
+    keys = ("checkpoint_path", "pretrained_tokenizer_path", "graph_pretrain_policy", "pretrained_mask_predictor_path")
+    for i, place in enumerate(PLACES):
+        key = keys[i % len(keys)]
+        more = [f"pretrained_tokenizer_path={place}"] if key == "pretrained_mask_predictor_path" else []
+        more += [["evaluate=True"], ["load_step=7"], []][i % 3] if key == "checkpoint_path" else []
+        yield "wrong paths", Malformed((*GRAPHS, *more, f"{key}={place}"))
+    for word in RESULTS:
+        yield "unusable results", Malformed((*PLAIN, word))
+    for words in EVALUATIONS:
+        yield "wrong evaluations", Malformed(("evaluate", *words.split()))
+    for words in CONTRADICTIONS:
+        yield "contradictions", Malformed((*GRAPHS, *words.split()))
+    for words, changes in WRONG_GROUPS:
+        group = {name: text for name, text in {**GROUP, **changes}.items() if text is not None}
+        yield "wrong groups", Malformed((*PLAIN, *words.split()), group)
+
+
+FAMILIES: dict[str, list[Malformed]] = {}
+for _family, _case in (*_of_tables(), *_of_keys()):
+    FAMILIES.setdefault(_family, []).append(_case)
 
 UNKNOWN_MAP = "--config=qmix --env-config=sc2 with env_args.map_name=x"
 # A package beside omagd that is broken: the entry point that it declares, and a command that uses it.
