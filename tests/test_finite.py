@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import ddpg_toys
@@ -25,9 +27,9 @@ from omagd.run.cli.main import config_from, main
 from omagd.run.training.stages.health import MOST_SKIPPED, Health
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes
+from omagd.utils.run_folder import RunFolder
 
 torch.set_num_threads(1)
-QMIX = ("--config=qmix", "with", *BUDGETS)
 
 
 def learner_of(name: str) -> Any:
@@ -115,22 +117,22 @@ def test_few_skipped_updates_are_counted_and_many_in_a_row_end_the_run() -> None
     Health(config, "lr").require_finite({"return_mean": math.nan}, "stage2")
 
 
-@pytest.mark.parametrize(
-    ("words", "where"),
-    [
-        (("--config=omagd_small", "with", *BUDGETS, "graph_lr=1e30"), "stage1, epoch"),
-        ((*QMIX, "lr=1e38", "save_model=False", "enable_checkpointing=False"), "stage3, t_env"),
-    ],
-)
-def test_a_training_that_diverges_ends_in_one_line_and_leaves_finite_files(words, where, tmp_path) -> None:
-    key = "graph_lr" if "stage1" in where else "lr"
-    with pytest.raises(UserError, match=rf"^{where} \d+: .* {key}=1e\+3[08], .*smaller {key}$"):
-        omagd.run(config_from([*words, f"local_results_path={tmp_path}"]))
+def train(results: Path, words: str, config: str = "qmix") -> None:
+    omagd.run(config_from([f"--config={config}", "with", *BUDGETS, *words.split(), f"local_results_path={results}"]))
+
+
+def all_finite(paths: Iterable[Path]) -> bool:
+    return all(first_not_finite(torch.load(path, weights_only=True)) is None for path in paths)
+
+
+@pytest.mark.parametrize("config", ["omagd_small", "qmix"])
+def test_a_training_that_diverges_ends_in_one_line_and_leaves_finite_files(config, tmp_path) -> None:
+    where, key = ("stage3, t_env", "lr") if config == "qmix" else ("stage1, epoch", "graph_lr")
+    with pytest.raises(UserError, match=rf"^{where} \d+: .* {key}=1e\+38, .*smaller {key}$"):
+        train(tmp_path, f"{key}=1e38 save_model=False enable_checkpointing=False", config)
     (folder,) = tmp_path.glob("*")
     assert "completed" not in (folder / "summary.json").read_text()
-    for path in folder.rglob("*.th"):
-        assert first_not_finite(torch.load(path, weights_only=True)) is None, path
-    assert not list(folder.glob("models/pretrain*"))
+    assert all_finite(folder.rglob("*.th")) and not list(folder.glob("models/pretrain*"))
 
 
 def test_a_loss_under_any_name_is_checked(tmp_path, monkeypatch) -> None:
@@ -157,7 +159,7 @@ def test_a_loss_under_any_name_is_checked(tmp_path, monkeypatch) -> None:
     ):
         monkeypatch.setitem(learners.REGISTRY._objects, name, kind)
         with pytest.raises(UserError, match=message):
-            omagd.run(config_from([*QMIX, f"learner={name}", f"local_results_path={tmp_path / name}"]))
+            train(tmp_path / name, f"learner={name}")
         assert all("completed" not in file.read_text() for file in tmp_path.glob(f"{name}/*/summary.json"))
     Old = type("Old", (), dict.fromkeys(METHODS, lambda self: None))
     monkeypatch.setitem(learners.REGISTRY._objects, "old", Old)
@@ -178,41 +180,38 @@ def test_a_checkpoint_never_holds_what_is_not_finite(tmp_path, monkeypatch) -> N
         return stats
 
     monkeypatch.setattr(NQLearner, "update", overflow)
-    words = (
-        "log_interval=1000 runner_log_interval=1000 learner_log_interval=1000 save_model=False checkpoint_interval=0"
-    )
+    intervals = "log_interval=1000 runner_log_interval=1000 learner_log_interval=1000 checkpoint_interval=0"
     with pytest.raises(UserError, match=r"agent\.\S+ holds values that are not finite, so nothing is saved"):
-        omagd.run(config_from([*QMIX, *words.split(), f"local_results_path={tmp_path}"]))
+        train(tmp_path, f"save_model=False {intervals}")
     saved = list(tmp_path.glob("*/checkpoints/*/common*"))
-    assert saved and all(first_not_finite(torch.load(path, weights_only=True)) is None for path in saved)
+    assert saved and all_finite(saved)
 
 
-def with_nan(tree: Any) -> Any:
-    """Return a copy of a file's content whose last number of each float tensor is NaN."""
+def spoil(tree: Any) -> None:
+    """Make the last number of each float tensor in nested values NaN."""
     if isinstance(tree, torch.Tensor) and tree.is_floating_point():
-        tree = tree.clone()
         tree.view(-1)[-1:] = math.nan
-        return tree
-    if isinstance(tree, dict):
-        return {key: with_nan(value) for key, value in tree.items()}
-    return [with_nan(value) for value in tree] if isinstance(tree, list) else tree
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        spoil(value)
 
 
-@pytest.mark.parametrize(
-    ("file", "key"),
-    [
-        ("{step}/agent.th", "checkpoint_path"),
-        ("{step}/opt.th", "checkpoint_path"),
-        ("pretrain_stage1_best/tokenizer.th", "pretrained_tokenizer_path"),
-        ("pretrain_stage2_best/stage2_model.th", "pretrained_mask_predictor_path"),
-    ],
-)
+FILES = {
+    "{step}/agent.th": "checkpoint_path",
+    "{step}/opt.th": "checkpoint_path",
+    "pretrain_stage1_best/tokenizer.th": "pretrained_tokenizer_path",
+    "pretrain_stage2_best/stage2_model.th": "pretrained_mask_predictor_path",
+}
+
+
+@pytest.mark.parametrize(("file", "key"), FILES.items())
 def test_weights_that_are_not_finite_are_neither_played_nor_continued_from(small_run, tmp_path, capsys, file, key):
     run = tmp_path / "run"
     shutil.copytree(small_run, run, ignore=shutil.ignore_patterns("checkpoints", "pretrain_buffer"))
     models = run / "models"
-    path = models / file.format(step=max(int(step.name) for step in models.iterdir() if step.name.isdigit()))
-    torch.save(with_nan(torch.load(path, weights_only=True)), path)
+    path = models / file.format(step=RunFolder(run).saved_steps()[-1])
+    content = torch.load(path, weights_only=True)
+    spoil(content)
+    torch.save(content, path)
     words = f"pretrained_tokenizer_path={models}/pretrain_stage1_best checkpoint_path={run} auto_resume=False"
     words += f" pretrained_mask_predictor_path={models}/pretrain_stage2_best local_results_path={tmp_path}"
     attempts = [["--config=omagd_small", "with", *BUDGETS, *words.split()]]
