@@ -19,8 +19,7 @@ from pathlib import Path
 import shared_memory
 from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES, left_behind, run_folders, summary_of
 from run_equality import differences as bits_of_difference
-
-from omagd.utils.run_folder import reproducible
+from run_equality import reproducible
 
 # All three stages in about ten seconds; an iteration takes some hundredths of a second, so that a kill hits all of it.
 TINY = (

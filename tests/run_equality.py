@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from omagd.utils.run_folder import reproducible
+MACHINE = re.compile(
+    r"^(time|memory|gpu)/|_per_second(_rank\d+)?$"
+    r"|^(wall_seconds|restarts|worker_restarts|communicate_ms_per_sync|reconstruct_(ms|frames)_per_tick)$"
+)
+"""Values about the machine, which differ between two runs that learn the same."""
+
+
+def reproducible(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of `metrics.jsonl` without values about the machine."""
+    return {name: value for name, value in record.items() if not MACHINE.search(name)}
 
 
 def differences(one: Path, other: Path, skip: tuple[str, ...] = ()) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from command_budgets import BUDGETS
 from command_harness import records, summary_of
 from interruption import Interrupted, interrupted_run, wait_for_saves
-from run_equality import differences, reproducible_lines
+from run_equality import differences, reproducible, reproducible_lines
 
 from omagd.config.schema import Config
 from omagd.learners import REGISTRY
@@ -32,7 +32,7 @@ from omagd.run.memory_budget import resident_bytes
 from omagd.run.reporting import report
 from omagd.run.reporting.report import runs_table
 from omagd.run.training import experiment
-from omagd.utils.run_folder import RunFolder, reproducible
+from omagd.utils.run_folder import RunFolder
 
 QMIX = ("--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m", *BUDGETS, "checkpoint_interval=0")
 # Two or three iterations between two lines: what has been measured since the last one is in the checkpoints.

@@ -131,18 +131,6 @@ def rank_of(episode_log: Path) -> int:
     return int(episode_log.stem.removeprefix("rank_"))
 
 
-MACHINE = re.compile(
-    r"^(time|memory|gpu)/|_per_second(_rank\d+)?$"
-    r"|^(wall_seconds|restarts|worker_restarts|communicate_ms_per_sync|reconstruct_(ms|frames)_per_tick)$"
-)
-"""Values about the machine, which differ between two runs that learn the same."""
-
-
-def reproducible(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of `metrics.jsonl` without values about the machine."""
-    return {name: value for name, value in record.items() if not MACHINE.search(name)}
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, whole or not at all: into a file beside it, which then takes its name.
 
