@@ -38,12 +38,18 @@ EVERY_FLAG = dict.fromkeys(ADDED, True) | {"reward_only_positive": False}
 
 
 @pytest.fixture
-def game(sc2_game, tmp_path, monkeypatch):
-    """The folder of a game that outlives its connection, as the real one may; no shared memory may be left."""
+def game(sc2_game, monkeypatch):
+    """The folder of a game that outlives its connection, as the real one may."""
     monkeypatch.setenv("SC2_STAND_IN_STAY", "1")
+    return sc2_game
+
+
+@pytest.fixture
+def killed_game(game, tmp_path, monkeypatch):
+    """The folder of a game; its tests kill workers, and no shared memory may be left."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # torch leaves it there
     before = shared_memory.names()
-    yield sc2_game
+    yield game
     assert shared_memory.left_since(before) == []
 
 
@@ -222,10 +228,10 @@ class Killer(ScriptedPolicy):
 
 
 @pytest.mark.parametrize("name", ["parallel", "stream"])
-def test_killed_games_and_workers_lose_only_their_episodes(game, name):
+def test_killed_games_and_workers_lose_only_their_episodes(killed_game, name):
     env = make_env("sc2", {"map_name": "3m"}, 2, processes=True)
     try:
-        killer, runner = Killer(env, game), runner_of(env, name=name)
+        killer, runner = Killer(env, killed_game), runner_of(env, name=name)
         if name == "stream":
             rollouts = [runner.collect(killer, explore=None), runner.drain(killer, explore=None)]
         else:
@@ -240,7 +246,7 @@ def test_killed_games_and_workers_lose_only_their_episodes(game, name):
         assert sum(rollout.stats["battle_won"][1] for rollout in rollouts) == n_episodes
         assert all(episode["terminated"].sum() == 1 for episode in episodes)
         stats = env.get_stats()
-        assert (stats["worker_restarts"], stats["restarts"]) == (1, 1) and len(running(game)) == 2
+        assert (stats["worker_restarts"], stats["restarts"]) == (1, 1) and len(running(killed_game)) == 2
     finally:
         env.close()
     assert files_in(Path(os.environ["TMPDIR"])) == []
@@ -295,11 +301,11 @@ def wait_for_games(started: Started, folder: Path, n: int) -> list[int]:
     return running(folder)
 
 
-def test_two_ranks_continue_when_games_and_workers_are_killed(game, tmp_path):
+def test_two_ranks_continue_when_games_and_workers_are_killed(killed_game, tmp_path):
     """One game dies at its 40th step, and the worker of another one is killed; the run ends by itself."""
     once = tmp_path / "once"
     started = start(tmp_path, 2, 2, SC2_STAND_IN_DIE_AFTER="40", SC2_STAND_IN_ONCE=str(once))
-    games = wait_for_games(started, game, 4)
+    games = wait_for_games(started, killed_game, 4)
     assert wait_for(lambda: once.exists() and once.read_text())
     os.kill(parent_of(next(pid for pid in games if pid != int(once.read_text()))), signal.SIGKILL)
     ended = started.wait()
@@ -319,15 +325,15 @@ def test_two_ranks_continue_when_games_and_workers_are_killed(game, tmp_path):
     [(2, "group", signal.SIGINT, 130), (2, "launcher", signal.SIGKILL, -9), (2, "rank", signal.SIGKILL, 1),
      (1, "launcher", signal.SIGTERM, 143)],
 )  # fmt: skip
-def test_no_game_outlives_the_command(game, tmp_path, ranks, receiver, number, code):
+def test_no_game_outlives_the_command(killed_game, tmp_path, ranks, receiver, number, code):
     """A worker is killed first, so one of the games belongs to a worker that was started later."""
     started = start(tmp_path, ranks, 2 // ranks)
-    first = wait_for_games(started, game, 2)[0]
+    first = wait_for_games(started, killed_game, 2)[0]
     os.kill(parent_of(first), signal.SIGKILL)
     assert wait_for(lambda: not is_running(first))
-    wait_for_games(started, game, 2)
+    wait_for_games(started, killed_game, 2)
     target = children(started.process.pid)[0] if receiver == "rank" else started.process.pid
     (os.killpg if receiver == "group" else os.kill)(target, number)
     ended = started.wait()
     assert ended.code == code, ended.text
-    assert left_behind(ended.group, patience=60) == [] and wait_for(lambda: not running(game))
+    assert left_behind(ended.group, patience=60) == [] and wait_for(lambda: not running(killed_game))

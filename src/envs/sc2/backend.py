@@ -27,7 +27,6 @@ from omagd.utils.errors import UserError
 ALLY, ENEMY = 1, 2  # owners
 ABILITY = {int(Order.STOP): 4, int(Order.MOVE): 16, int(Order.ATTACK): 23, int(Order.HEAL): 386}
 LOOPS_AFTER_KILL = 2
-_ACTION = sc_pb.Request(action=sc_pb.RequestAction()).SerializeToString()[:-1]  # without its length
 PATIENCE = 400  # game loops to wait for all units of a new battle
 
 _NONE, _STOP, _MOVE = int(Order.NONE), int(Order.STOP), int(Order.MOVE)
@@ -110,8 +109,8 @@ class GameBackend:
         """Start the game or respawn its units. Errors: GameLost."""
         if self.game is None:
             self._launch(seed)
-        else:
-            self._respawn()
+        else:  # the map's trigger brings the units back
+            self._kill([self._tags[column] for column in np.flatnonzero(self.units.alive[0])])
         self._enlist()
 
     def _launch(self, seed: int) -> None:
@@ -129,10 +128,8 @@ class GameBackend:
         except ValueError as error:
             raise GameLost(f"its version or map data is invalid: {error}") from None
 
-    def _respawn(self) -> None:
-        """Kill all units; the map's trigger then respawns them."""
-        living = [self._tags[i] for i in np.flatnonzero(self.units.alive[0])]
-        command = debug_pb.DebugCommand(kill_unit=debug_pb.DebugKillUnit(tag=living))
+    def _kill(self, tags: list[int]) -> None:
+        command = debug_pb.DebugCommand(kill_unit=debug_pb.DebugKillUnit(tag=tags))
         self._game.ask(debug=sc_pb.RequestDebug(debug=[command]))
         self._game.ask(step=sc_pb.RequestStep(count=LOOPS_AFTER_KILL))
 
@@ -191,8 +188,7 @@ class GameBackend:
                 if key not in made:
                     made[key] = self._command(*key)
                 parts.append(made[key])
-        actions = b"".join(parts)
-        return _ACTION + _varint(len(actions)) + actions
+        return sc_pb.Request(action=sc_pb.RequestAction.FromString(b"".join(parts))).SerializeToString()
 
     def _command(self, agent: int, order: int, target: int, dest: Sequence[float] = ()) -> bytes:
         """Return a serialized RequestAction with one command."""
@@ -261,13 +257,3 @@ class GameBackend:
 def _place(x: float, y: float) -> bytes:
     """Return a serialized Point2D."""
     return _PLACE.pack(_X_FIELD, x, _Y_FIELD, y)
-
-
-def _varint(number: int) -> bytes:
-    """Return a number as a protobuf varint."""
-    parts = bytearray()
-    while number > 127:
-        parts.append(number & 127 | 128)
-        number >>= 7
-    parts.append(number)
-    return bytes(parts)

@@ -16,7 +16,7 @@ import websocket
 from google.protobuf.message import DecodeError, Message
 
 from omagd.envs.sc2.client import Disconnected, Wire, common_pb, frame, sc_pb
-from omagd.envs.sc2.install import DIFFICULTIES, RACES, build_of, game_folder, map_data, map_path
+from omagd.envs.sc2.install import RACES, build_of, game_folder, map_data, map_path
 from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
 from omagd.utils.errors import UserError
 
@@ -70,7 +70,7 @@ class Match:
         create = sc_pb.RequestCreateGame(local_map=local_map, realtime=False, random_seed=self.seed)
         create.player_setup.add(type=sc_pb.Participant)
         enemy_race = common_pb.Race.Value(RACES[self.enemy_race])
-        difficulty = sc_pb.Difficulty.Value(DIFFICULTIES[self.difficulty])
+        difficulty = int(self.difficulty, 16)  # SMAC's "1" to "9" and "A" are the game's 1 (VeryEasy) to 10
         create.player_setup.add(type=sc_pb.Computer, race=enemy_race, difficulty=difficulty)
         return create
 
@@ -86,18 +86,12 @@ class _Process(sc_process.StarcraftProcess):  # type: ignore[misc]  # pysc2 has 
     popen: subprocess.Popen[bytes]
 
     def _launch(self, run_config: Any, args: list[str], log: Path, **_: Any) -> subprocess.Popen[bytes]:
-        if sys.platform == "linux":
-            args = [sys.executable, "-I", "-S", "-c", _FOLLOW_PARENT, str(os.getpid()), *args]
+        command = [sys.executable, "-I", "-S", "-c", _FOLLOW_PARENT, str(os.getpid()), *args]
         with log.open("wb") as output:
             self.popen = subprocess.Popen(
-                args,
-                cwd=run_config.cwd,
-                env=run_config.env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                command, cwd=run_config.cwd, env=run_config.env, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         return self.popen
 
 
@@ -234,15 +228,14 @@ class Game:
 
     def _died(self, error: BaseException) -> str:
         """End the remains of the game; return error, exit code and last output in one line."""
-        words, kept, code = "", None, None
+        parts = [str(error)]
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.popen.wait(0.2)
-        if self._scratch is not None:
-            words, kept = self._scratch.last_words(), self._scratch.keep_log()
+                parts.append(f"exit code {self._process.popen.wait(0.2)}")
+        if self._scratch is not None and (words := self._scratch.last_words()):
+            parts += [f'"{words}"', f"log: {self._scratch.keep_log()}"]
         self.close(politely=False)
-        parts = [str(error), f"exit code {code}" if code is not None else "", f'"{words}"' if words else ""]
-        return ", ".join(filter(None, [*parts, f"log: {kept}" if kept else ""]))
+        return ", ".join(parts)
 
     def log_death(self, error: GameLost) -> None:
         """End a game that was lost; log the reason."""
@@ -252,16 +245,13 @@ class Game:
         """End the game, asking it first if `politely`, and remove its files. May be called twice."""
         wire, self._wire = self._wire, None
         process, self._process = self._process, None
-        if wire is not None and politely:
-            with contextlib.suppress(Disconnected):
-                wire.send(_QUIT)
         if process is not None:
             if wire is not None and politely:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with contextlib.suppress(Disconnected, subprocess.TimeoutExpired):
+                    wire.send(_QUIT)
                     process.popen.wait(QUIT_SECONDS)
-            if process.popen.poll() is None:
-                process.popen.kill()
-                process.popen.wait()
+            process.popen.kill()  # nothing happens if it has ended
+            process.popen.wait()
             process.close()
         if wire is not None:
             wire.close()

@@ -72,15 +72,11 @@ class Heuristic:
         kept = self._targets[agent]
         if kept is None or not self._wanted(units, kept, heals):
             others = range(self._n) if heals else range(self._n, units.x.shape[1])
-            kept, nearest = None, farthest
-            for unit in others:
-                distance = math.hypot(
-                    float(units.x[0, unit]) - float(units.x[0, agent]),
-                    float(units.y[0, unit]) - float(units.y[0, agent]),
-                )
-                patient = not heals or units.type_id[0, unit] != MEDIVAC
-                if patient and self._wanted(units, unit, heals) and distance < nearest:
-                    kept, nearest = unit, distance
+            targets = (unit for unit in others if not heals or units.type_id[0, unit] != MEDIVAC)
+            wanted = [unit for unit in targets if self._wanted(units, unit, heals)]
+            kept = min(wanted, key=lambda unit: math.hypot(*_offset(units, agent, unit)), default=None)
+            if kept is not None and math.hypot(*_offset(units, agent, kept)) >= farthest:
+                kept = None
             self._targets[agent] = kept
         return kept
 
@@ -92,8 +88,12 @@ class Heuristic:
     @staticmethod
     def _towards(units: Units, agent: int, unit: int) -> int:
         """Return the move along the longer axis."""
-        dx = float(units.x[0, unit]) - float(units.x[0, agent])
-        dy = float(units.y[0, unit]) - float(units.y[0, agent])
+        dx, dy = _offset(units, agent, unit)
         if abs(dx) > abs(dy):
             return EAST if dx > 0 else WEST
         return NORTH if dy > 0 else SOUTH
+
+
+def _offset(units: Units, agent: int, unit: int) -> tuple[float, float]:
+    """Return (dx, dy) from an agent to a unit."""
+    return float(units.x[0, unit]) - float(units.x[0, agent]), float(units.y[0, unit]) - float(units.y[0, agent])

@@ -15,10 +15,6 @@ from omagd.utils.errors import UserError
 
 MAP_FOLDER = "SMAC_Maps"
 RACES = {"T": "Terran", "P": "Protoss", "Z": "Zerg", "R": "Random"}
-DIFFICULTIES = {
-    "1": "VeryEasy", "2": "Easy", "3": "Medium", "4": "MediumHard", "5": "Hard", "6": "Harder", "7": "VeryHard",
-    "8": "CheatVision", "9": "CheatMoney", "A": "CheatInsane",
-}  # fmt: skip
 
 # Unit type numbers of the game; the units that the agents control have other numbers, defined by the maps.
 GAME_TYPES = {

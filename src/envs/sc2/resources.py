@@ -14,7 +14,6 @@ import random
 import shutil
 import socket
 import stat
-import sys
 import tempfile
 import time
 import weakref
@@ -37,35 +36,15 @@ def claimed_port() -> Iterator[int]:
     chance = random.SystemRandom()  # unseeded: workers of the same seed must not try the same ports
     for _ in range(TRIES):
         port = chance.randrange(LOWEST, HIGHEST)
-        claim = _claim(port)
-        if claim is None:
-            continue
-        with claim:
-            if _is_free(port):
-                yield port
-                return
+        with socket.socket(socket.AF_UNIX) as claim:
+            try:
+                claim.bind(f"\0omagd-sc2-port-{port}")
+                socket.create_server((HOST, port)).close()
+            except OSError:
+                continue
+            yield port
+            return
     raise OSError(f"no free port between {LOWEST} and {HIGHEST}")
-
-
-def _claim(port: int) -> socket.socket | None:
-    claim = socket.socket(socket.AF_UNIX if sys.platform == "linux" else socket.AF_INET)
-    try:
-        if sys.platform == "linux":
-            claim.bind(f"\0omagd-sc2-port-{port}")
-    except OSError:
-        claim.close()
-        return None
-    return claim
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
 
 
 KEEP_LOGS_SECONDS = 7 * 86400.0
@@ -81,7 +60,8 @@ class Scratch:
 
     def __init__(self) -> None:
         self._root = _own_root()
-        with _locked(self._root / "lock"):
+        with (self._root / "lock").open("wb") as common:
+            fcntl.flock(common, fcntl.LOCK_EX)
             _sweep(self._root)
             self.path = Path(tempfile.mkdtemp(prefix="game-", dir=self._root))
             self._lock: IO[bytes] = (self.path / "lock").open("wb")
@@ -91,11 +71,8 @@ class Scratch:
 
     def last_words(self) -> str:
         """Return the end of the log as one line, empty if there is none."""
-        try:
-            text = self.log.read_bytes()[-LAST_WORDS:].decode(errors="replace")
-        except OSError:
-            return ""
-        return " ".join(text.split())
+        text = self.log.read_bytes()[-LAST_WORDS:] if self.log.is_file() else b""
+        return " ".join(text.decode(errors="replace").split())
 
     def keep_log(self) -> Path | None:
         """Move the log out of the folder; return its new path, None if it is empty."""
@@ -124,13 +101,6 @@ def _own_root() -> Path:
 def _remove(lock: IO[bytes], path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     lock.close()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _sweep(root: Path) -> None:

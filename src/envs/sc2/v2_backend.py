@@ -14,8 +14,8 @@ import numpy as np
 from omagd.envs.battle.args import CapabilityArgs, SmacV2Args, StartArgs, TeamArgs
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNIT_ID
-from omagd.envs.sc2.backend import ALLY, ENEMY, LOOPS_AFTER_KILL, PATIENCE, GameBackend, UnitsMissing
-from omagd.envs.sc2.client import debug_pb, sc_pb
+from omagd.envs.sc2.backend import ALLY, ENEMY, PATIENCE, GameBackend, UnitsMissing
+from omagd.envs.sc2.client import sc_pb
 from omagd.envs.sc2.game import GameLost
 from omagd.envs.sc2.install import GAME_TYPES
 from omagd.utils.seeding import generator
@@ -128,9 +128,7 @@ class V2Backend(GameBackend):
             tags = [unit.tag for unit in self._listed(self._game.exchange(self._look, 1))]
             if not tags:
                 return
-            command = debug_pb.DebugCommand(kill_unit=debug_pb.DebugKillUnit(tag=tags))
-            self._game.ask(debug=sc_pb.RequestDebug(debug=[command]))
-            self._game.ask(step=sc_pb.RequestStep(count=LOOPS_AFTER_KILL))
+            self._kill(tags)
         raise GameLost(f"{len(tags)} units would not die")
 
     def _create(self, lineup: Lineup) -> None:
