@@ -15,7 +15,7 @@ from omagd.envs.battle.maps import MapSpec, get_game_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.protocol import LOST_IN_A_ROW, Observation, StepResult
+from omagd.envs.protocol import Observation, StepResult
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.install import build_of, game_folder, map_data
 from omagd.envs.smac import BattleEnv, SmacInterface, SmacV2Interface
@@ -23,7 +23,6 @@ from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     from omagd.envs.sc2.backend import GameBackend
-    from omagd.envs.sc2.game import GameLost
 
 UNIT_NAMES = [unit.name for unit in UNITS]
 LOG = logging.getLogger("omagd.sc2")
@@ -55,7 +54,7 @@ class SC2Battle(BattleEnv):
         self._semantics: BattleSemantics | None = None
         script = Heuristic(spec.n_agents, args, variant.n_normal_actions)
         self._heuristic = script if args.heuristic_ai else None
-        self._lost = self._lost_in_a_row = 0
+        self._lost = 0
 
     @staticmethod
     def _battle_of(args: Any) -> tuple[MapSpec, Variant]:
@@ -96,7 +95,7 @@ class SC2Battle(BattleEnv):
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` [1, n]. If the game dies, the result is `lost`, and the next `reset` starts a new game.
 
-        Errors: ValueError for an action that is not available; UserError after ten lost episodes in a row.
+        Errors: ValueError for an action that is not available.
         """
         semantics, backend = self._started()
         orders = semantics.orders(actions, active)
@@ -105,22 +104,11 @@ class SC2Battle(BattleEnv):
         try:
             backend.advance(*orders, active)
         except backend.lost as error:
-            return self._void(error, active)
-        result = semantics.finish_step(active)
-        if result.terminated.item(0):
-            self._lost_in_a_row = 0
-        return result
-
-    def _void(self, error: GameLost, active: np.ndarray) -> StepResult:
-        semantics, backend = self._started()
-        backend.lose(error)
-        semantics.drop(active)
-        self._lost += 1
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= LOST_IN_A_ROW:
-            raise UserError(f"StarCraft II was lost in {LOST_IN_A_ROW} episodes in a row, last: {error}")
-        nothing = np.zeros(1, bool)
-        return StepResult(np.zeros(1, np.float32), active.copy(), nothing, {}, lost=active.copy())
+            backend.lose(error)
+            semantics.drop(active)
+            self._lost += 1
+            return StepResult(np.zeros(1, np.float32), active.copy(), np.zeros(1, bool), {}, lost=active.copy())
+        return semantics.finish_step(active)
 
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
