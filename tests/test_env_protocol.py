@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +17,7 @@ from plugin_toys import own_names
 
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
+from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
 from omagd.run.checkpoint.serialization import pack, unpack
@@ -77,69 +78,65 @@ def seeded(env) -> BatchedEnv:
 class Episode:
     """One slot's episode: observations before each step and after the last, results of each step."""
 
-    shown: list[dict[str, np.ndarray]]
-    results: list[tuple[float, bool, bool]]
-    info: dict[str, float]
+    shown: list[dict[str, np.ndarray]] = field(default_factory=list)
+    results: list[tuple[float, bool, bool]] = field(default_factory=list)
+    info: dict[str, float] = field(default_factory=dict)
 
 
-def _shown(env: BatchedEnv, full: bool = True) -> dict[str, np.ndarray]:
-    seen = env.observe(full=full)
-    shown = {"obs": seen.obs, "state": seen.state, "avail_actions": seen.avail_actions}
-    if full:
-        shown["full_obs"] = seen.full_obs
-    return {key: value.copy() for key, value in shown.items()}
+def _shown(env: BatchedEnv) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in vars(env.observe(full=True)).items()}
 
 
 def _choose(avail: np.ndarray, rngs: list[np.random.Generator]) -> np.ndarray:
     """Draw one available action per agent, from a generator for each slot."""
-    return np.stack([np.where(a, r.random(a.shape), -1).argmax(-1) for a, r in zip(avail, rngs, strict=True)])
+    return np.stack([random_actions(mask, rng) for mask, rng in zip(avail, rngs, strict=True)])
 
 
-def _play(env: BatchedEnv, seeds: list[int], reset: bool = True, steps: int | None = None) -> list[Episode]:
+def _play(env: BatchedEnv, seeds: list[int], reset: bool = True, steps: int = 10**6) -> list[Episode]:
     """Play the slots to their ends (or `steps`), each with actions that follow from its seed alone."""
-    b = env.n_slots
-    rngs = [np.random.default_rng(seed) for seed in seeds]
+    b, rngs = env.n_slots, [np.random.default_rng(seed) for seed in seeds]
     if reset:
         env.reset(np.ones(b, bool), np.array(seeds, np.int64))
-    episodes = [Episode([], [], {}) for _ in range(b)]
-    active = np.ones(b, bool)
-    while active.any() and steps != 0:
+    episodes, active = [Episode() for _ in range(b)], np.ones(b, bool)
+    for _ in range(steps):
         shown = _shown(env)
-        actions = _choose(shown["avail_actions"], rngs)
-        result = env.step(actions, active)
+        result = env.step(_choose(shown["avail_actions"], rngs), active)
         for slot in np.flatnonzero(active):
             episodes[slot].shown.append({key: value[slot] for key, value in shown.items()})
-            brought = result.reward[slot], result.terminated[slot], result.truncated[slot]
-            episodes[slot].results.append(tuple(value.item() for value in brought))
+            values = result.reward[slot], result.terminated[slot], result.truncated[slot]
+            episodes[slot].results.append(tuple(value.item() for value in values))
             if result.terminated[slot]:
                 episodes[slot].info = {key: float(value[slot]) for key, value in result.info.items()}
         active &= ~result.terminated
-        steps = None if steps is None else steps - 1
+        if not active.any():
+            break
     last = _shown(env)
     for slot, episode in enumerate(episodes):
         episode.shown.append({key: value[slot] for key, value in last.items()})
     return episodes
 
 
-def _assert_same(one: Episode, other: Episode) -> None:
-    assert one.results == other.results
-    assert one.info == other.info
-    assert len(one.shown) == len(other.shown)
-    for a, b in zip(one.shown, other.shown, strict=True):
-        for key in a:
-            np.testing.assert_array_equal(a[key], b[key], err_msg=key)
+def _assert_same(episodes: list[Episode], others: list[Episode]) -> None:
+    for one, other in zip(episodes, others, strict=True):
+        assert (one.results, one.info) == (other.results, other.info)
+        for a, b in zip(one.shown, other.shown, strict=True):
+            _assert_equal(a, b)
+
+
+def _assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray], rows: Any = ...) -> None:
+    for key in one:
+        np.testing.assert_array_equal(one[key][rows], other[key][rows], err_msg=key)
 
 
 def test_sizes_are_those_of_the_info(env):
     info, b = env.info, env.n_slots
     env.reset(np.ones(b, bool), np.arange(b))
-    seen = env.observe()
-    assert seen.full_obs is None
-    assert seen.obs.shape == (b, info.n_agents, info.obs_dim) and seen.obs.dtype == np.float32
-    assert seen.state.shape == (b, info.state_dim) and seen.state.dtype == np.float32
-    assert seen.avail_actions.shape == (b, info.n_agents, info.n_actions) and seen.avail_actions.dtype == bool
-    full = env.observe(full=True).full_obs
-    assert full.shape == seen.obs.shape and full.dtype == np.float32
+    assert env.observe().full_obs is None
+    obs, state, masks = (b, info.n_agents, info.obs_dim), (b, info.state_dim), (b, info.n_agents, info.n_actions)
+    expected = {"obs": (obs, "float32"), "full_obs": (obs, "float32"), "state": (state, "float32")}
+    assert {name: (array.shape, array.dtype) for name, array in _shown(env).items()} == {
+        **expected, "avail_actions": (masks, "bool"),
+    }  # fmt: skip
     if info.layout is not None:
         assert info.layout.obs_dim == info.obs_dim
         assert info.layout.n_allies == info.n_agents - 1
@@ -162,19 +159,15 @@ def test_an_episode_is_well_formed(env):
 
 def test_an_episode_follows_from_its_seed_and_its_actions(name, seeded):
     first = _play(seeded, [3, 4, 5, 2**40 + 6])
-    for one, other in zip(first, _play(seeded, [3, 4, 5, 2**40 + 6]), strict=True):
-        _assert_same(one, other)
+    _assert_same(first, _play(seeded, [3, 4, 5, 2**40 + 6]))
     if name not in WITHOUT_CHANCE:
         states = [np.concatenate([shown["state"] for shown in episode.shown[:2]]).tobytes() for episode in first]
         assert len(set(states)) > 1
 
 
 def test_a_batch_is_many_single_battles(name, seeded):
-    seeds = [21, 22, 23, 24]
-    together = _play(seeded, seeds)
-    single = _build(name, 1)
-    for seed, episode in zip(seeds, together, strict=True):
-        _assert_same(episode, _play(single, [seed])[0])
+    seeds, single = [21, 22, 23, 24], _build(name, 1)
+    _assert_same(_play(seeded, seeds), [_play(single, [seed])[0] for seed in seeds])
 
 
 def test_the_replay_codec_is_lossless(env):
@@ -198,8 +191,7 @@ def test_inactive_slots_do_not_change(name, env):
     rngs = [np.random.default_rng(slot) for slot in range(b)]
     result = env.step(_choose(before["avail_actions"], rngs), active)
     after = _shown(env)
-    for key in before:
-        np.testing.assert_array_equal(before[key][~active], after[key][~active], err_msg=key)
+    _assert_equal(before, after, ~active)
     assert (before["state"][active] != after["state"][active]).any() or name not in OURS
     for values in (result.reward, result.terminated, result.truncated, *result.info.values()):
         assert values.shape == (b,) and not values[~active].any()
@@ -212,25 +204,15 @@ def test_a_reset_changes_only_its_slots(env):
     which = np.arange(b) < 2
     env.reset(which, np.full(b, 99))
     after = _shown(env)
-    for key in before:
-        np.testing.assert_array_equal(before[key][~which], after[key][~which], err_msg=key)
-        if env.deterministic:
-            np.testing.assert_array_equal(after[key][0], after[key][1], err_msg=key)
-
-
-def _filed(tree: Any) -> Any:
-    """Return `tree` after a way through a file that nothing can run from."""
-    file = io.BytesIO()
-    torch.save(pack(tree), file)
-    file.seek(0)
-    return unpack(torch.load(file, weights_only=True))
+    _assert_equal(before, after, ~which)
+    assert not env.deterministic or all((values[0] == values[1]).all() for values in after.values())
 
 
 def test_a_snapshot_continues_the_same_battle(name, env):
     """Snapshots are optional in other packages; one that can be taken must continue to the bit."""
     _play(env, [41, 42, 43, 44], steps=1)
     try:
-        kept = _filed(env.snapshot())
+        torch.save(pack(env.snapshot()), file := io.BytesIO())
     except NotImplementedError:
         assert name.startswith("sc2") or name not in OURS
         with pytest.raises(NotImplementedError, match="mid-battle"):
@@ -239,9 +221,9 @@ def test_a_snapshot_continues_the_same_battle(name, env):
     expected = _play(env, [1, 2, 3, 4], reset=False, steps=5)
     other_env = _build.__wrapped__(name, SLOTS)
     _play(other_env, [7, 7, 7, 7], steps=2)
-    other_env.restore(kept)
-    for one, other in zip(expected, _play(other_env, [1, 2, 3, 4], reset=False, steps=5), strict=True):
-        _assert_same(one, other)
+    file.seek(0)
+    other_env.restore(unpack(torch.load(file, weights_only=True)))
+    _assert_same(expected, _play(other_env, [1, 2, 3, 4], reset=False, steps=5))
 
 
 def test_scripted_policies_play_what_is_available(env):
@@ -260,26 +242,19 @@ def test_scripted_policies_play_what_is_available(env):
         env.scripted_actions("no_such_policy", rng)
 
 
-def _other_units(obs: np.ndarray, layout) -> list[np.ndarray]:
-    """Return the blocks of all enemies and allies in flat observations [..., obs_dim]."""
-    sizes = [layout.enemy_dim] * layout.n_enemies + [layout.ally_dim] * layout.n_allies
-    ends = layout.move_dim + np.cumsum(sizes)
-    return [obs[..., end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
 def test_full_obs_adds_units_and_changes_none_that_is_seen(name, env):
     layout = env.info.layout
     if layout is None:
         pytest.skip(f"{env.info.name} has no entity layout")
+    sizes = [layout.enemy_dim] * layout.n_enemies + [layout.ally_dim] * layout.n_allies
+    ends = layout.move_dim + np.cumsum([0, *sizes])
     hidden = 0
-    for episode in _play(env, [61, 62, 63, 64]):
-        for shown in episode.shown:
-            blocks = zip(_other_units(shown["obs"], layout), _other_units(shown["full_obs"], layout), strict=True)
-            for seen, full in blocks:
-                is_seen = seen.any(-1)
-                np.testing.assert_array_equal(seen[is_seen].view(np.int32), full[is_seen].view(np.int32))
-                hidden += int((~is_seen & full.any(-1)).sum())
-            ends = slice(0, layout.move_dim), slice(env.info.obs_dim - layout.own_dim, None)
-            for part in ends:
-                np.testing.assert_array_equal(shown["obs"][..., part], shown["full_obs"][..., part])
+    for shown in (shown for episode in _play(env, [61, 62, 63, 64]) for shown in episode.shown):
+        first, *units, last = zip(*(np.split(shown[name], ends, axis=-1) for name in ("obs", "full_obs")), strict=True)
+        for seen, full in units:
+            is_seen = seen.any(-1)
+            np.testing.assert_array_equal(seen[is_seen].view(np.int32), full[is_seen].view(np.int32))
+            hidden += int((~is_seen & full.any(-1)).sum())
+        for seen, full in (first, last):
+            np.testing.assert_array_equal(seen, full)
     assert hidden > 0 or name not in OURS
