@@ -178,8 +178,8 @@ class Game:
         self.policy = policy or BasicMAC(toy_config(mac="n_mac"), env.info, torch.device("cpu"))
         self.explore = Exploration(0.3, np.random.default_rng(2))
 
-    def collect(self, calls: int) -> list[Rollout]:
-        return [self.runner.collect(self.policy, explore=self.explore) for _ in range(calls)]
+    def collect(self, calls: int, **options: bool) -> list[Rollout]:
+        return [self.runner.collect(self.policy, explore=self.explore, **options) for _ in range(calls)]
 
     def drain(self) -> Rollout:
         return self.runner.drain(self.policy, explore=self.explore)

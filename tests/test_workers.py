@@ -26,49 +26,23 @@ from omagd.envs.workers import pool as worker_pool
 from omagd.envs.workers.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.workers.vector import SerialEnvs
 from omagd.envs.workers.worker import NOTE
+from omagd.runners.rollout import Rollout
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)
 SLOTS = 4
 
 
-def story(env: BatchedEnv, rounds: int, meddle: Callable[[str], object] = str) -> list[Any]:
-    """Play in halves and whole, with every call of the protocol; return all results. meddle: called between them."""
-    rng = np.random.default_rng(0)
-    b, out = env.n_slots, []
-    everyone, first = all_slots(env), np.arange(b) < b // 2
-    env.reset(everyone, np.arange(b))
-    for t in range(rounds):
-        meddle("idle")
-        seen = env.observe(full=t % 4 > 1)
-        out += [seen.obs.copy(), seen.state.copy(), seen.avail_actions.copy()]
-        out += [] if seen.full_obs is None else [seen.full_obs.copy()]
-        policy = env.info.scripted_policies[t % len(env.info.scripted_policies)]
-        meddle("choose")
-        actions = env.scripted_actions(policy, rng)
-        active = (rng.random(b) < 0.8) if t % 3 else everyone
-        over = np.zeros(b, bool)
-        halves = (first, ~first) if t % 2 else (everyone,)
-        for half in halves:
-            env.step_start(np.where(active[:, None], actions, 0), active & half)
-        for half in halves:
-            meddle("step")
-            result = env.step_finish(active & half)
-            assert not result.lost.any()
-            out += [result.reward.copy(), result.terminated.copy(), result.truncated.copy()]
-            over |= result.terminated
-            out += [values[result.terminated] for values in result.info.values() if result.terminated.any()]
-        env.reset(over, rng.integers(2**60, size=b))
-        meddle("reset")
-    return out
+def scripted(env: BatchedEnv, calls: int = 8, name: str = "stream", before: Callable[[], Any] = str) -> list[Rollout]:
+    """Play by scripts, with full observations; call `before` before each call of the environment."""
+    policy = ScriptedPolicy(env, env.info.scripted_policies, 0.2, np.random.default_rng(5))
+    game = Game(env, name, policy)
+    game.runner.asked = lambda *_: before()
+    return [*game.collect(calls, full_obs=True), game.drain()]
 
 
-def assert_same_story(one: list[np.ndarray], other: list[np.ndarray]) -> None:
-    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def steady_story(rounds: int, n_slots: int, **args: Any) -> list[np.ndarray]:
-    return story(SerialEnvs(SteadyWalk, SteadyArgs(**args), n_slots), rounds)
+def undisturbed(n_slots: int, **options: Any) -> list[Rollout]:
+    return scripted(SerialEnvs(SteadyWalk, SteadyArgs(), n_slots), **options)
 
 
 @contextlib.contextmanager
@@ -113,9 +87,9 @@ def test_an_environment_without_slots_of_their_own_cannot_have_processes():
 @pytest.mark.parametrize("per_process", [1, 3])
 def test_killed_workers_change_no_result(per_process):
     """Workers are killed between calls, and by a thread while they step, start and replay."""
-    expected, dice, stop = steady_story(40, SLOTS), random.Random(3), threading.Event()
+    expected, dice, stop = undisturbed(SLOTS), random.Random(3), threading.Event()
     env = ProcessEnvs(SteadyWalk, SteadyArgs(), SLOTS, per_process=per_process)
-    killed: dict[str, int] = {}
+    killed: set[int] = set()
 
     def kill_some() -> None:
         for _ in range(3):
@@ -123,21 +97,19 @@ def test_killed_workers_change_no_result(per_process):
                 with contextlib.suppress(ProcessLookupError, ValueError, TypeError):  # it has just been replaced
                     kill(env, dice.randrange(len(env._workers.processes)))
 
-    def meddle(where: str) -> None:
-        if where not in killed and dice.random() < 0.2:
-            killed[where] = kill(env, 0)
-            assert where != "idle" or gone([killed[where]])
+    def sometimes() -> None:
+        if len(killed) < 5 and dice.random() < 0.1:
+            killed.add(kill(env, 0))
+            assert dice.random() < 0.5 or gone(list(killed))
 
     killer = threading.Thread(target=kill_some)
     killer.start()
     try:
         with workers(env):
-            found = story(env, 40, meddle)
+            assert_same(scripted(env, before=sometimes), expected)
             stop.set()
             killer.join()
-            assert_same_story(found, expected)
-            assert set(killed) == {"idle", "choose", "step", "reset"}
-            assert restarts(env) >= len(set(killed.values()))
+            assert restarts(env) >= len(killed) == 5
     finally:
         stop.set()
         killer.join()
@@ -145,32 +117,23 @@ def test_killed_workers_change_no_result(per_process):
 
 @pytest.mark.processes
 def test_a_worker_that_dies_in_the_replay_is_replaced_again(tmp_path):
-    args = SteadyArgs(limit=9, marks=str(tmp_path), fail_in=["step 4", "step 2", "step 3"])
+    args = SteadyArgs(marks=str(tmp_path), fail_in=["step 4", "step 2", "step 3"])
     with workers(ProcessEnvs(SteadyWalk, args, 1)) as env:
-        assert_same_story(story(env, 12), steady_story(12, 1, limit=9))
+        assert_same(scripted(env), undisturbed(1))
         assert restarts(env) == 3 and sorted(os.listdir(tmp_path)) == sorted(args.fail_in)
 
 
 @pytest.mark.processes
 def test_a_batched_environment_plays_the_same_episodes_in_processes():
     """By scripts in rounds, with a kill in between, and as a stream that continues from a snapshot."""
-
-    def make(processes: bool) -> BatchedEnv:
-        return make_env("skirmish", {"map_name": "3m"}, SLOTS, processes=processes)
-
-    def played(env: BatchedEnv) -> list[Any]:
-        policy = ScriptedPolicy(env, env.info.scripted_policies, 0.2, np.random.default_rng(5))
-        by_scripts, stream = Game(env, "parallel", policy), Game(env)
-        return [*by_scripts.collect(2), *stream.collect(3), stream.drain()]
-
-    plain = make(processes=False)
-    with workers(make(processes=True)) as env:
+    plain, env = (make_env("skirmish", {"map_name": "3m"}, SLOTS, processes=processes) for processes in (False, True))
+    with workers(env):
         assert type(env) is ProcessEnvs and env.info == plain.info
-        assert_same_story(story(env, 25), story(plain, 25))
         timer = threading.Timer(0.05, kill, (env, 1))
         timer.start()
-        assert_same(played(env), played(plain))
+        assert_same(scripted(env, 2, "parallel"), scripted(plain, 2, "parallel"))
         timer.join()
+        assert_same(Game(env).collect(3), Game(plain).collect(3))
         assert restarts(env) == 1
         assert_continues(lambda: Game(env), 1, 2, after=lambda game: kill(game.env, 0))
         assert restarts(env) == 2
@@ -235,10 +198,10 @@ def test_a_hung_worker_is_reported_killed_and_replayed(how, state, tmp_path, cap
             env.set_worker_timeout(60.0)  # the one that replaces it has to start
 
         monkeypatch.setattr(env._workers, "_kill_hung_workers", once)
-        assert_same_story(story(env, 3), steady_story(3, 2))
+        assert_same(scripted(env, 1), undisturbed(2, calls=1))
         assert restarts(env) == 1
     (line,) = [record.getMessage() for record in caplog.records if "has not answered" in record.message]
-    assert re.match(rf"environment worker 0 \(process \d+, slot 0 from seed 0, slot 1 from seed 1; {state}\)", line)
+    assert re.match(rf"environment worker 0 \(process \d+, slot 0 from seed \d+, slot 1 from seed \d+; {state}\)", line)
     assert ("walk_env.py" in line) == (how == "hang")
 
 
@@ -272,7 +235,7 @@ def test_a_worker_that_always_fails_is_an_error(kind, call, how, message, monkey
 def test_a_dead_worker_costs_the_episodes_of_its_slots_alone(per_process, tmp_path):
     """In each kind of call one dies, and one between calls; in a reset, which comes first, that costs no episode."""
     args = WalkArgs(shares=True, limit=3)
-    failing = args.model_copy(update={"fail_in": ["reset", "show", "stats", "step", "replay"], "marks": str(tmp_path)})
+    failing = args.model_copy(update={"fail_in": ["reset", "step", "show", "stats", "replay"], "marks": str(tmp_path)})
     env, mirror = ProcessEnvs(Walk, failing, SLOTS, None, per_process), SerialEnvs(Walk, args, SLOTS)
     everyone, still, seeds = all_slots(env), np.zeros((SLOTS, N), int), np.arange(SLOTS)
     calls = [

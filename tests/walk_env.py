@@ -25,8 +25,8 @@ CRASH, END = 2, 1
 class WalkArgs(BaseModel):
     """limit: steps of an episode. shares: whether agents have rewards. broken: "user" or "shares", a wrong result.
 
-    fail_in: "reset", "step", "step 3" (of this process), "show", "stats", "replay": calls that fail, each in one
-        process alone if `marks` names a folder. how: "kill", "leave" (sys.exit), or no more answer: "stop", "hang".
+    fail_in: calls that fail: "reset", "step", "step 3" (of this process), "show", "stats", "replay"; if `marks` names
+        a folder, one after another, each in one process. how: "kill", "leave" (sys.exit), or hang: "stop", "hang".
     """
 
     limit: int = 4
@@ -53,6 +53,8 @@ class Walk(MultiAgentEnv):
         if call not in self.args.fail_in:
             return
         if self.args.marks:
+            if self.args.fail_in.index(call) != len(os.listdir(self.args.marks)):
+                return
             try:
                 Path(self.args.marks, call).touch(exist_ok=False)
             except FileExistsError:
