@@ -51,6 +51,8 @@ MISTAKES = {
     "--config=omagd_smal": "--config=omagd_smal 'omagd_small' Known: qmix",
     "--env-config=sc2": "sc2 skirmish",
     "--env-config=matrix_game": "matrix_game layout use_graph_reconstruction",
+    "doctor --env-config=sc3": "--env-config=sc3 'sc2'",
+    "doctor with ddp_prt=1": "ddp_prt=1 'ddp_port'",
     "evaluate nowhere": "nowhere folder",
     "with lr": "with lr key=value",
     "with lerner=x": "lerner=x 'lerner' 'learner'",

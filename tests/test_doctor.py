@@ -174,12 +174,6 @@ def test_a_key_is_reported_but_not_shown(capsys, monkeypatch):
     assert "online" in text and "secret" not in text
 
 
-def test_a_mistake_in_the_command_is_a_line(capsys):
-    for words in (["--env-config=sc3"], ["with", "ddp_prt=1"]):
-        assert main(["doctor", *words]) == 2
-        assert capsys.readouterr().err.startswith("error: ")
-
-
 def test_the_doctor_works_without_the_packages_that_read_configurations(capsys, monkeypatch):
     def broken(*_):
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")

@@ -42,8 +42,8 @@ def python(_settings: Settings) -> Finding:
 
 def packages(_settings: Settings) -> Finding:
     """Check the versions of the packages that every run needs."""
-    wanted = {name: spec for name, spec in requirements().items() if name not in {*GAME, *ON_REQUEST}}
-    if trouble := _trouble(wanted):
+    wanted = [name for name in requirements() if name not in {*GAME, *ON_REQUEST}]
+    if trouble := _trouble(*wanted):
         return missing(trouble, INSTALL)
     pinned, other = _pinned(), []
     for name in wanted:
@@ -58,7 +58,7 @@ def packages(_settings: Settings) -> Finding:
 
 def messages(_settings: Settings) -> Finding:
     """Check that the game's messages load with the installed protobuf."""
-    if trouble := _trouble(_required(*(name for name in GAME if name != "pysc2"))):
+    if trouble := _trouble(*(name for name in GAME if name != "pysc2")):
         return missing(trouble, INSTALL)
     protocol = importlib.import_module("omagd.envs.sc2.client")
     request = protocol.sc_pb.Request(ping=protocol.sc_pb.RequestPing())
@@ -73,7 +73,7 @@ def messages(_settings: Settings) -> Finding:
 
 def pysc2(_settings: Settings) -> Finding:
     """Check that the used parts of pysc2 can be imported."""
-    if trouble := _trouble(_required("pysc2")):
+    if trouble := _trouble("pysc2"):
         return missing(trouble, INSTALL)
     importlib.import_module("omagd.envs.sc2.client")  # pysc2 takes the messages that it makes
     for name in ("pysc2.run_configs", "pysc2.lib.sc_process"):
@@ -83,15 +83,15 @@ def pysc2(_settings: Settings) -> Finding:
 
 def smax(_settings: Settings) -> Finding:
     """Check the packages of the extra `smax` without importing JAX."""
-    wanted = {"jaxmarl": requirements("smax").get("jaxmarl", ""), "jax": "", "jaxlib": ""}
-    if trouble := _trouble(wanted):
+    wanted = ("jaxmarl", "jax", "jaxlib")
+    if trouble := _trouble(*wanted, extra="smax"):
         return missing(trouble, INSTALL_SMAX)
     return ok(", ".join(f"{name} {installed(name)}" for name in wanted))
 
 
 def wandb(_settings: Settings) -> Finding:
     """Check W&B and in which mode it would record."""
-    if trouble := _trouble(_required("wandb")):
+    if trouble := _trouble("wandb"):
         return missing(trouble, f"{INSTALL}, or leave use_wandb=False")
     from omagd.run.reporting.wandb_sink import choose_mode
 
@@ -102,7 +102,7 @@ def wandb(_settings: Settings) -> Finding:
 
 def tensorboard(_settings: Settings) -> Finding:
     """Check that TensorBoard is installed."""
-    if trouble := _trouble(_required("tensorboard")):
+    if trouble := _trouble("tensorboard"):
         return missing(trouble, f"{INSTALL}, or leave use_tensorboard=False")
     return ok(installed("tensorboard"))
 
@@ -272,18 +272,14 @@ def _pinned() -> dict[str, str]:
     return dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
 
 
-def _required(*names: str) -> dict[str, str]:
-    wanted = requirements()
-    return {name: wanted.get(name, "") for name in names}
-
-
-def _trouble(wanted: dict[str, str]) -> str:
-    """Return a line about packages that are missing or do not fit; empty if there are none."""
-    lacking = [name for name in wanted if not installed(name)]
+def _trouble(*names: str, extra: str = "") -> str:
+    """Return a line about packages that are missing or do not fit `requirements(extra)`; empty if there are none."""
+    lacking = [name for name in names if not installed(name)]
     if lacking:
         return f"not installed: {', '.join(lacking)}"
-    found = {name: (installed(name), spec) for name, spec in wanted.items() if spec}
-    wrong = [f"{name} {number} (needs {spec})" for name, (number, spec) in found.items() if not fits(number, spec)]
+    known = requirements(extra)
+    specs = [(name, installed(name), known.get(name)) for name in names]
+    wrong = [f"{name} {found} (needs {spec})" for name, found, spec in specs if spec and not fits(found, spec)]
     return f"do not fit: {', '.join(wrong)}" if wrong else ""
 
 
