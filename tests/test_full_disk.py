@@ -25,7 +25,7 @@ from run_equality import differences
 from omagd.config.loading import resolve
 from omagd.run.checkpoint.writer import Snapshot, SnapshotWriter
 from omagd.run.cli.main import main
-from omagd.run.launch import failures as verdict
+from omagd.run.launch.failures import Notes, verdict
 from omagd.run.reporting.log_sinks import EpisodeLog, JsonLinesSink
 from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
 from omagd.run.training.stages.rl import RLStage
@@ -196,12 +196,13 @@ def test_old_weights_make_room_in_memory_and_are_counted_and_the_newest_stay(log
 
 
 def test_ranks_note_their_error_on_a_full_disk(tmp_path, monkeypatch):
-    with verdict.notes_of(str(tmp_path), 0) as notes:
+    notes = Notes(tmp_path, 0)
+    with notes.opened():
         monkeypatch.setattr(Path, "write_bytes", full)
-        verdict.note(notes, "summary", {"exit_state": "completed"})
-        verdict.note_error(0, notes, RunFailed("models/7 could not be written"))
-        assert verdict.summary_in(notes) == {"exit_state": "completed"}
-        found = verdict.verdict({0: 1}, notes, 2)
+        notes.write("summary", {"exit_state": "completed"})
+        notes.error(0, RunFailed("models/7 could not be written"))
+        assert notes.summary() == {"exit_state": "completed"}
+        found = verdict({0: 1}, notes.errors(), 2)
     assert type(found.error) is RunFailed and str(found.error) == "models/7 could not be written"
     assert found.killed == "" and list(tmp_path.iterdir()) == []
 

@@ -18,7 +18,7 @@ from command_harness import MAIN, PYTHON, children, left_behind, run_folders, su
 from sockets import listening, tree
 from trap_env import TrapRun
 
-from omagd.run.launch.failures import note, note_error, note_hung, notes_of, verdict
+from omagd.run.launch.failures import Notes, verdict
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import Stopped
@@ -144,41 +144,34 @@ VERDICTS = (
 
 
 @pytest.mark.parametrize(("failed", "notes", "killed", "words"), VERDICTS)
-def test_only_after_a_signal_from_outside_a_restart_may_help(tmp_path, failed, notes, killed, words):
-    for moment, (rank, trace) in enumerate(notes.items()):
-        note(tmp_path, f"rank_{rank}", {"time": moment, "rank": rank, "trace": trace, "exchange": trace == BROKEN})
-    found = verdict(failed, tmp_path, max(2, len(failed)))
+def test_only_after_a_signal_from_outside_a_restart_may_help(failed, notes, killed, words):
+    names = ("time", "rank", "trace", "exchange")
+    found = [dict(zip(names, (i, *note, note[1] == BROKEN), strict=True)) for i, note in enumerate(notes.items())]
+    found = verdict(failed, found, max(2, len(failed)))
     assert found.killed == killed and killed in str(found.error) and words in str(found.error)
     together = len(failed) == 2 and len(set(failed.values())) == 1 and min(failed.values()) > 128
     assert isinstance(found.error, Stopped if together else RankFailed)
     assert not together or found.error.exit_code == failed[0]
 
 
-def test_errors_of_exchanges_are_marked_in_notes(tmp_path):
-    """They may be the consequence of another rank's end."""
-    waits = Dist().waits
-    for rank, kind in enumerate((RuntimeError, RuntimeError, torch.OutOfMemoryError)):
-        try:
-            with waits.counted() if rank else nullcontext():
-                raise kind("connection closed")
-        except RuntimeError as error:
-            note_error(rank, tmp_path, error)
-    notes = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(3)]
-    assert [found["exchange"] for found in notes] == [False, True, False]
-    assert "RuntimeError: connection closed" in notes[0]["trace"]
-
-
-def test_a_hang_is_the_cause_of_all_other_failures(tmp_path):
-    note_hung(0, tmp_path, "rank 1 hangs", "  File x\n")
-    note(tmp_path, "rank_2", {"time": time.time() + 1, "rank": 2, "trace": "connection closed"})
-    found = verdict({0: 1, 2: 1, 1: -9}, tmp_path, 3)
-    assert isinstance(found.error, RankFailed) and found.killed == ""
-    assert str(found.error) == "rank 1 hangs; all ranks have been ended\n  File x"
-
-
-def test_notes_of_killed_attempts_are_removed(tmp_path):
+def test_notes_mark_errors_of_exchanges_and_replace_those_of_killed_attempts(tmp_path):
+    """The error of an exchange may be the consequence of another rank's end."""
     (tmp_path / ".attempt_2").mkdir()
     (tmp_path / ".attempt_2" / "rank_0.json").touch()
-    with notes_of(str(tmp_path), 0) as notes:
-        assert list(tmp_path.iterdir()) == [notes]
+    notes, waits = Notes(tmp_path, 0), Dist().waits
+    with notes.opened():
+        assert list(tmp_path.iterdir()) == [notes.folder]
+        for rank, kind in enumerate((RuntimeError, RuntimeError, torch.OutOfMemoryError)):
+            try:
+                with waits.counted() if rank else nullcontext():
+                    raise kind("connection closed")
+            except RuntimeError as error:
+                notes.error(rank, error)
+        assert [found["exchange"] for found in notes.errors()] == [False, True, False]
+        assert "RuntimeError: connection closed" in notes.errors()[0]["trace"]
+        notes.hung(3, "rank 1 hangs", "  File x\n")
+        (hang,) = [found for found in notes.errors() if found["rank"] == 3]
     assert list(tmp_path.iterdir()) == []
+    found = verdict({0: 1, 2: 1, 1: -9}, [hang, {"rank": 2, "trace": "connection closed"}], 3)
+    assert isinstance(found.error, RankFailed) and found.killed == ""
+    assert str(found.error) == "rank 1 hangs; all ranks have been ended\n  File x"

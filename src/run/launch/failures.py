@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,99 +25,9 @@ RESERVES, RESERVE_BYTES = 3, 1 << 15
 """Reserved files for notes on a full disk: a summary and two errors."""
 
 ENDED = "all ranks have been ended"
+OUT_OF_MEMORY = " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"
 CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
 """Exit codes that the failure of another rank can cause."""
-
-
-@contextmanager
-def notes_of(path: str, attempt: int) -> Iterator[Path]:
-    """Make the folder of an attempt's notes for the duration of a block; remove those of killed attempts."""
-    for stale in Path(path).glob(".attempt_*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    folder = notes_folder(path, attempt)
-    try:
-        folder.mkdir(parents=True)
-    except OSError as problem:
-        raise UserError(f"local_results_path: {folder.parent} cannot be written ({problem.strerror})") from problem
-    with suppress(OSError):
-        for number in range(RESERVES):
-            (folder / f"reserve_{number}").write_bytes(bytes(RESERVE_BYTES))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def notes_folder(path: str, attempt: int) -> Path:
-    """Return the folder of an attempt's notes in the run's folder `path`."""
-    return Path(path) / f".attempt_{attempt}"
-
-
-def note(folder: Path, name: str, content: Any) -> None:
-    """Write a note, completely or not at all."""
-    temporary, text = folder / f".{name}", json.dumps(content).encode()
-    try:
-        temporary.write_bytes(text)
-    except OSError:
-        if not _into_reserve(folder, temporary, text):
-            raise
-    temporary.rename(folder / f"{name}.json")
-
-
-def _into_reserve(folder: Path, target: Path, text: bytes) -> bool:
-    """Write a note into a reserved file; return whether that was possible."""
-    target.unlink(missing_ok=True)
-    for reserve in folder.glob("reserve_*") if len(text) <= RESERVE_BYTES else ():
-        with suppress(OSError):  # another rank may have taken this one
-            reserve.rename(target)
-            with target.open("r+b") as file:
-                file.write(text)
-                file.truncate()
-            return True
-    return False
-
-
-def note_error(rank: int, folder: Path, error: BaseException) -> None:
-    """Write the error of a rank as a note; only its first error counts."""
-    if isinstance(error, UserError):
-        _note_first(rank, folder, {"user": error.message})
-    elif isinstance(error, SystemExit):
-        _note_first(rank, folder, {"reason": exit_line(error)})
-    elif isinstance(error, RunFailed):
-        _note_first(rank, folder, {"failed": str(error)})
-    else:
-        trace = "".join(traceback.format_exception(error))
-        _note_first(rank, folder, {"trace": trace, "exchange": broken_exchange(error) is not None})
-
-
-def note_hung(rank: int, folder: Path, line: str, stack: str) -> None:
-    """Write a note about a hanging rank. stack: of this rank, if it is the one that hangs."""
-    _note_first(rank, folder, {"line": line, "stack": stack})
-
-
-def summary_in(folder: Path) -> dict[str, Any]:
-    """Return the summary in rank 0's note."""
-    return dict(json.loads((folder / "summary.json").read_text()))
-
-
-def hang_noted(folder: Path) -> bool:
-    """Return whether a note names a hanging rank."""
-    return any("line" in found for found in _notes(folder))
-
-
-def without_result(codes: Mapping[int, int], folder: Path) -> dict[int, int]:
-    """Return the exit codes by rank of those that ended with 0 before the end of the run, as by `os._exit(0)`."""
-    return {rank: code for rank, code in codes.items() if code == 0 and not (folder / f"done_{rank}.json").exists()}
-
-
-def _note_first(rank: int, folder: Path, content: dict[str, Any]) -> None:
-    name = f"rank_{rank}"
-    if not (folder / f"{name}.json").exists():
-        note(folder, name, {"time": time.time(), "rank": rank, **content})
-
-
-def _notes(folder: Path) -> list[dict[str, Any]]:
-    return sorted((json.loads(path.read_text()) for path in folder.glob("rank_*.json")), key=lambda note: note["time"])
 
 
 @dataclass(frozen=True)
@@ -132,16 +43,103 @@ class Verdict:
     killed: str = ""
 
 
-def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict:
+class Notes:
+    """Notes of the ranks of one attempt, in a temporary folder inside the run's folder `path`."""
+
+    def __init__(self, path: str | Path, attempt: int) -> None:
+        self.folder = Path(path) / f".attempt_{attempt}"
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Make the folder for the duration of a block; remove those of killed attempts."""
+        path = self.folder.parent
+        for stale in path.glob(".attempt_*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as problem:
+            raise UserError(f"local_results_path: {path} cannot be written ({problem.strerror})") from problem
+        with suppress(OSError):
+            for number in range(RESERVES):
+                (self.folder / f"reserve_{number}").write_bytes(bytes(RESERVE_BYTES))
+        try:
+            yield
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, name: str, content: Any) -> None:
+        """Write a note, completely or not at all."""
+        temporary, text = self.folder / f".{name}", json.dumps(content).encode()
+        try:
+            temporary.write_bytes(text)
+        except OSError:
+            if not self._into_reserve(temporary, text):
+                raise
+        temporary.rename(self._file(name))
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _into_reserve(self, target: Path, text: bytes) -> bool:
+        """Write a note into a reserved file; return whether that was possible."""
+        target.unlink(missing_ok=True)
+        for reserve in self.folder.glob("reserve_*") if len(text) <= RESERVE_BYTES else ():
+            with suppress(OSError):  # another rank may have taken this one
+                reserve.rename(target)
+                with target.open("r+b") as file:
+                    file.write(text)
+                    file.truncate()
+                return True
+        return False
+
+    def error(self, rank: int, error: BaseException) -> None:
+        """Note the error of a rank; only its first error counts."""
+        if isinstance(error, UserError):
+            self._first(rank, user=error.message)
+        elif isinstance(error, SystemExit):
+            self._first(rank, reason=exit_line(error))
+        elif isinstance(error, RunFailed):
+            self._first(rank, failed=str(error))
+        else:
+            trace = "".join(traceback.format_exception(error))
+            self._first(rank, trace=trace, exchange=broken_exchange(error) is not None)
+
+    def hung(self, rank: int, line: str, stack: str) -> None:
+        """Note a hanging rank. stack: of this rank, if it is the one that hangs."""
+        self._first(rank, line=line, stack=stack)
+
+    def _first(self, rank: int, **content: Any) -> None:
+        if not self._file(f"rank_{rank}").exists():
+            self.write(f"rank_{rank}", {"time": time.time(), "rank": rank, **content})
+
+    def errors(self) -> list[dict[str, Any]]:
+        """Return the notes of errors and hangs in order of time."""
+        return sorted(
+            (json.loads(path.read_text()) for path in self.folder.glob("rank_*.json")), key=itemgetter("time")
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary in rank 0's note."""
+        return dict(json.loads(self._file("summary").read_text()))
+
+    def name_a_hang(self) -> bool:
+        """Return whether a note names a hanging rank."""
+        return any("line" in found for found in self.errors())
+
+    def without_result(self, codes: Mapping[int, int]) -> dict[int, int]:
+        """Return the exit codes by rank of those that ended with 0 before the end of the run, as by `os._exit(0)`."""
+        return {rank: code for rank, code in codes.items() if code == 0 and not self._file(f"done_{rank}").exists()}
+
+
+def verdict(failed: Mapping[int, int], found: list[dict[str, Any]], world_size: int) -> Verdict:
     """Return the first cause: a rank killed from outside, a rank that ended without a note, or the earliest note.
 
     Args:
-        failed: exit code by rank, in order of time. folder: the ranks' notes. world_size: number of ranks.
+        failed: exit code by rank, in order of time. found: `Notes.errors`. world_size: number of ranks.
     """
     codes = set(failed.values())
     if len(failed) == world_size > 1 and codes <= {128 + number for number in SAVING}:
         return Verdict(Stopped(min(codes) - 128))  # one received a signal and all stopped together
-    found = _notes(folder)
     if found and "line" in found[0]:
         return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}\n{found[0]['stack']}".rstrip()))
     for rank, code in _silent_causes(failed, found).items():
@@ -151,7 +149,7 @@ def verdict(failed: Mapping[int, int], folder: Path, world_size: int) -> Verdict
         if not number:
             return Verdict(RankFailed(f"rank {rank} ended with exit code {code} without an error message; {ENDED}"))
         killed = f"rank {rank} was killed by {signal.Signals(number).name}"
-        return Verdict(RankFailed(f"{killed}{_hint(number)}; {ENDED}"), killed)
+        return Verdict(RankFailed(f"{killed}{OUT_OF_MEMORY * (number == signal.SIGKILL)}; {ENDED}"), killed)
     first = found[0]
     if "user" in first:
         return Verdict(UserError(first["user"]))
@@ -175,9 +173,3 @@ def _silent_causes(failed: Mapping[int, int], found: list[dict[str, Any]]) -> di
         return causes or silent
     aborted = {rank: code for rank, code in silent.items() if code == -signal.SIGABRT}
     return aborted if found[0].get("exchange") else {}
-
-
-def _hint(number: int) -> str:
-    if number != signal.SIGKILL:
-        return ""
-    return " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"

@@ -15,18 +15,7 @@ from typing import Any
 from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import RunLock, claimed_folder
 from omagd.run.checkpoint.store import SAVED
-from omagd.run.launch.failures import (
-    Verdict,
-    hang_noted,
-    note,
-    note_error,
-    note_hung,
-    notes_folder,
-    notes_of,
-    summary_in,
-    verdict,
-    without_result,
-)
+from omagd.run.launch.failures import Notes, Verdict, verdict
 from omagd.run.launch.group import (
     exit_code,
     joined_group,
@@ -162,28 +151,25 @@ def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel:
 
 def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> int:
     """Run the experiment as `rank` and write its summary or its error for the parent; return the exit code."""
-    notes = notes_folder(path, attempt)
+    notes = Notes(path, attempt)
 
     def hung(line: str, stack: str) -> None:
-        note_hung(rank, notes, line, stack)
+        notes.hung(rank, line, stack)
         os._exit(1)
 
-    def failed(error: BaseException) -> None:
-        note_error(rank, notes, error)
-
     try:
-        joined = joined_group(rank, plan, rank, port, config, attempt, hung, failed)
+        joined = joined_group(rank, plan, rank, port, config, attempt, hung, partial(notes.error, rank))
         with stoppable(), _stopped_together(), joined as dist:
             summary = run_experiment(config, dist, path, channel if rank == 0 else None, attempt=attempt)
-        note(notes, f"done_{rank}", True)
+        notes.write(f"done_{rank}", True)
         if rank == 0:
-            note(notes, "summary", summary)
+            notes.write("summary", summary)
     except Stopped as stop:
         if rank == 0 and stop.cause:  # the launcher is gone and cannot log it
             append_to_log(RunFolder(path).log(0), stop.render())
         return stop.exit_code
     except BaseException as error:  # noqa: BLE001 (the parent reports it)
-        note_error(rank, notes, error)
+        notes.error(rank, error)
         return exit_code(error)
     return 0
 
@@ -228,20 +214,20 @@ def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any
 
 def _attempt(config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> dict[str, Any] | Verdict:
     """Start all ranks and wait for them; return the summary, or the verdict on a failure."""
-    ranks, hung = Ranks(saves=config.enable_checkpointing), False
-    with notes_of(path, attempt) as notes:
+    ranks, notes, hung = Ranks(saves=config.enable_checkpointing), Notes(path, attempt), False
+    with notes.opened():
         try:
             with unhurried():
                 ranks.start(worker, (config, plan, path, port, channel, attempt), plan.world_size)
-            failed = ranks.watch(hopeless=lambda: hang_noted(notes))
-            hung = hang_noted(notes)
+            failed = ranks.watch(hopeless=notes.name_a_hang)
+            hung = notes.name_a_hang()
         except Stopped as stop:
             ranks.forward(stop.number)
             raise
         finally:
             ranks.end(at_once=hung)
-        failed = {**without_result(ranks.exit_codes(), notes), **failed}
-        return verdict(failed, notes, plan.world_size) if failed else summary_in(notes)
+        failed = {**notes.without_result(ranks.exit_codes()), **failed}
+        return verdict(failed, notes.errors(), plan.world_size) if failed else notes.summary()
 
 
 def _ensure_summary(config: Config, plan: Plan, path: str, started: float, exit_state: str, restarts: int) -> None:

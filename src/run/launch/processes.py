@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
-import select
 import shutil
 import signal
 import stat
@@ -194,15 +193,8 @@ def end_with_launcher() -> None:
 
 def _wait_for_end(parent: int) -> None:
     """Return once the process `parent`, of which this one is a child, is gone."""
-    poll = select.poll()
-    try:
-        poll.register(os.pidfd_open(parent), select.POLLIN)
-    except (OSError, AttributeError):  # gone already, or a system without pidfd
-        while os.getppid() == parent:
-            time.sleep(1.0)
-    else:
-        while os.getppid() == parent:
-            poll.poll(5000)
+    while os.getppid() == parent:
+        time.sleep(0.5)
 
 
 def _when_over(wait: Callable[[], object], launcher: int | None) -> None:
