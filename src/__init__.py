@@ -12,7 +12,7 @@ if __name__ != "omagd":
 # An editable install imports through the link .package/omagd; modules, tracebacks and breakpoints are in src/.
 __path__ = [os.path.realpath(folder) for folder in __path__]
 
-import omagd.run  # noqa: E402, F401 (the package first: its import would replace the function of the same name below)
+import omagd.run as _run_package  # noqa: E402 (first: its import would replace the function of the same name below)
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -26,6 +26,11 @@ _API = "omagd.run.api"
 def run(config: Config) -> dict[str, Any]:
     """Run what a configuration asks for and return its summary; see `omagd.run.api.run`."""
     return dict(import_module(_API).run(config))
+
+
+run.__dict__ = vars(
+    _run_package
+)  # `omagd.run` is the function and has what the package contains, such as `omagd.run.api`
 
 
 def __dir__() -> list[str]:

@@ -65,7 +65,7 @@ def test_the_ranks_that_wait_name_the_one_that_is_missing():
         late.begin("stage3")
         with late.phases("collect"):
             for rank in (0, 2):
-                ranks[rank].waits.enter()
+                ranks[rank].waits.entered += 1
             assert wait_until(lambda: lines[0] and lines[2])
     for rank in (0, 2):
         pattern = r"rank 1 \(host .* hangs: in stage3 \(collect\) for \d+ s, while the others wait for it"
@@ -76,7 +76,7 @@ def test_the_ranks_that_wait_name_the_one_that_is_missing():
 def test_a_rank_that_has_stopped_within_an_exchange_is_named():
     with group(0.5) as (board, ranks, _, lines):
         for dist in ranks:
-            dist.waits.enter()
+            dist.waits.entered += 1
         board.frozen.add("1")
         assert wait_until(lambda: lines[0])
     assert re.match(r"rank 1 \(host .* hangs: no heartbeat for \d", lines[0][0])
@@ -87,7 +87,7 @@ def test_no_rank_is_named_while_all_compute_or_after_they_have_left():
         pulses[2].__exit__()
         time.sleep(0.9)  # longer than an exchange may take, but no rank waits in one
     with group(0.2, 1) as (_, ranks, _, alone):
-        ranks[0].waits.enter()
+        ranks[0].waits.entered += 1
     assert lines == [[], [], []] and alone == [[]]
 
 
@@ -99,7 +99,7 @@ def test_an_unreadable_heartbeat_counts_as_silence_and_does_not_end_the_watch(ca
             board.frozen.add("1")
             board.texts["1"] = text
             ranks[1].waits.entered = 1
-            ranks[0].waits.enter()
+            ranks[0].waits.entered += 1
         assert wait_until(lambda: all(lines[0] for *_, lines in groups))
     assert all(lines[0][0].startswith("rank 1 (host ") for *_, lines in groups)
     assert len([record for record in caplog.records if "cannot be read" in record.message]) == len(texts)

@@ -64,10 +64,6 @@ class Waits:
         finally:
             self.place = before
 
-    def enter(self) -> None:
-        """Count the start of an exchange."""
-        self.entered += 1
-
     def played(self, going_on: bool) -> None:
         """Count one step of the environments; `going_on` is False after the last one."""
         self.ticks += 1
@@ -82,7 +78,7 @@ class Waits:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count a block as one exchange."""
-        self.enter()
+        self.entered += 1
         started = time.perf_counter()
         try:
             with _exchange(self):
@@ -154,7 +150,7 @@ class Dist:
         if self.world_size == 1:
             return Pending(value, None)
         total = value.detach().clone()
-        self.waits.enter()
+        self.waits.entered += 1
         return Pending(total, dist.all_reduce(total, async_op=True), self.waits)
 
     def sum_int(self, value: int) -> int:
@@ -196,7 +192,7 @@ class Dist:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.waits.note)
-        self.waits.enter()
+        self.waits.entered += 1
         with _exchange(self.waits):
             return wrap_model_ddp(module, self.device.index, find_unused_parameters=False, bucket_cap_mb=bucket_cap_mb)
 
@@ -208,7 +204,7 @@ class Dist:
         self.waits.known = None
         synchronised = isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync
         if synchronised:
-            self.waits.enter()
+            self.waits.entered += 1
         with _exchange(self.waits) if synchronised else nullcontext():
             loss.backward()
         self.waits.ticks += 1
@@ -359,11 +355,8 @@ def is_main_process() -> bool:
 
 def reduce_mean(tensor: Tensor) -> Tensor:
     """Return the mean of `tensor` over all ranks."""
-    if get_world_size() == 1:
-        return tensor
-    total = tensor.detach().clone()
-    dist.all_reduce(total)
-    return total / get_world_size()
+    size = get_world_size()
+    return Dist(world_size=size).sum(tensor) / size if size > 1 else tensor
 
 
 def wrap_model_ddp(

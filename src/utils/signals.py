@@ -96,7 +96,7 @@ class _Received:
                 return
         elif now - self.at < PATIENCE_SECONDS:
             return
-        raise self.stopped(number)
+        raise Stopped(number, self.cause)
 
     def too_late(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGALRM: the time of `deferred` is over, or, with no stop pending, SIGALRM came from outside."""
@@ -105,11 +105,7 @@ class _Received:
         if self.held:
             self.late = True
         else:
-            raise self.stopped(self.number)
-
-    def stopped(self, number: int) -> Stopped:
-        """Return the exception for a signal."""
-        return Stopped(number, self.cause)
+            raise Stopped(self.number, self.cause)
 
 
 _received = _Received()
@@ -182,7 +178,7 @@ def unhurried() -> Iterator[None]:
     finally:
         _received.held = False
     if _received.late or (stop_requested() and not already and not _received.waits):
-        raise _received.stopped(_received.number or signal.SIGINT)
+        raise Stopped(_received.number or signal.SIGINT, _received.cause)
 
 
 @contextmanager
@@ -231,4 +227,4 @@ def stop_now() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     if _received.number is None:
         _received.number, _received.at = signal.SIGTERM, time.monotonic()
-    raise _received.stopped(_received.number)
+    raise Stopped(_received.number, _received.cause)

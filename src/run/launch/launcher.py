@@ -16,12 +16,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import RunLock, claimed_folder
 from omagd.run.checkpoint.store import SAVED
 from omagd.run.launch.failures import Notes, Verdict, verdict
-from omagd.run.launch.group import (
-    exit_code,
-    joined_group,
-    naming_a_lost_rank,
-    require_shared_folder,
-)
+from omagd.run.launch.group import exit_code, joined_group, naming_a_lost_rank, require_shared_folder
 from omagd.run.launch.processes import Ranks, end_with_launcher, end_with_parent
 from omagd.run.launch.watchdog import ended_if_hung, leave_hung
 from omagd.run.reporting.card import read_card

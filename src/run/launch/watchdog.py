@@ -132,7 +132,7 @@ class Heartbeat(Watch):
         if late < self.timeout / 2:
             self._seen.clear()
             return ""
-        others = [self._read(rank) for rank in self._others()]
+        others = (self._read(rank) for rank in range(self.dist.world_size) if rank != self.dist.rank)
         present = [pulse for pulse in others if not pulse["left"]]
         silent = {pulse["rank"]: quiet for pulse in present if (quiet := self._quiet(pulse)) > self.timeout / 3}
         if late < self.timeout + min(15.0, self.timeout / 4):
@@ -154,9 +154,6 @@ class Heartbeat(Watch):
                 LOG.warning("the heartbeat of rank %d cannot be read: %r", rank, problem)
         nothing = {"beat": 0, "entered": 0, "place": "an unknown phase", "seconds": 0.0, "left": False}
         return self._last.get(rank, {"rank": rank, "host": "unknown", "pid": 0, **nothing})
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.dist.world_size) if rank != self.dist.rank]
 
     def _quiet(self, pulse: dict[str, Any]) -> float:
         """Return the seconds since a rank's last new heartbeat; does not use the clocks of other hosts."""
