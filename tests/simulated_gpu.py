@@ -77,9 +77,6 @@ class OnGPU(Tensor):
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(_index(key), value)
 
-    def __repr__(self) -> str:
-        return f"OnGPU({self.value!r})"
-
 
 def _index(key: Any) -> Any:
     if isinstance(key, tuple):

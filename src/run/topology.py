@@ -32,16 +32,15 @@ class Launcher:
     node: str = ""
 
 
-SRUN = Launcher(
-    "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_NTASKS_PER_NODE",), ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-    "SLURM_NODEID",
-)  # fmt: skip
 LAUNCHERS = (
-    SRUN,
+    Launcher(
+        "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_NTASKS_PER_NODE",),
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_NODEID",
+    ),
     Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
     Launcher("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_LOCAL_SIZE",)),
     Launcher("PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
-)
+)  # fmt: skip
 """srun, Open MPI, MVAPICH, Intel MPI and MPICH."""
 
 
@@ -77,10 +76,10 @@ def make_plan(config: Config) -> Plan:
         _check_group()
     import torch
 
-    cuda = config.use_cuda and torch.cuda.is_available()
-    cards = torch.cuda.device_count() if cuda else 0
+    cards = torch.cuda.device_count() if config.use_cuda and torch.cuda.is_available() else 0
     if config.use_cuda:
-        _check_subset(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        _check_subset(cards)
+    cuda = cards > 0
     if joins:
         world_size = int(os.environ["WORLD_SIZE"])
         local = ranks_here(world_size)
@@ -108,8 +107,7 @@ def ranks_here(world_size: int) -> int:
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return world_size
     launcher = _launcher(world_size)
-    count = _tasks_here(launcher) if launcher is not None else 0
-    if count:
+    if count := _tasks_here(launcher) if launcher is not None else 0:
         return min(world_size, count)
     import torch
 
@@ -203,8 +201,7 @@ def has_gpus(folder: str = "/dev") -> bool:
 
 def _check_group() -> None:
     """Reject invalid or contradicting variables of torchrun. Errors: UserError."""
-    most = 10**6
-    world_size = _number("WORLD_SIZE", 1, most)
+    world_size = _number("WORLD_SIZE", 1, 10**6)
     _number("RANK", 0, world_size - 1)
     here = _number("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
     _number("LOCAL_RANK", 0, here - 1, "0")
