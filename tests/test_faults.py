@@ -136,7 +136,7 @@ def test_killed_ranks_are_restarted_and_a_preempted_run_is_saved(tmp_path):
     assert ended.code == 143, ended.text
     assert "rank 1 was killed by SIGABRT: restarting all ranks from the newest checkpoint (1 of 3)" in ended.text
     assert "is saved" in ended.text and "Traceback" not in ended.text
-    assert (run.summary["exit_state"], run.summary["restarts"]) == ("interrupted", 1)
+    assert (run.summary["exit_state"], run.summary["restarts"], run.shared_memory) == ("interrupted", 1, [])
 
 
 @pytest.mark.processes
@@ -185,6 +185,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(tmp_path):
             assert re.search(r", in slot [01] from seed \d+", line)
             assert "trap_env.py" in ended.text and "in fail" in ended.text  # the stack
         assert "Traceback" not in ended.err and "restarting" not in ended.text
+        assert runs[name].shared_memory == []
 
 
 @pytest.mark.processes
@@ -194,7 +195,7 @@ def test_torchrun_restarts_all_ranks(tmp_path):
     words = ("t_max=400", "checkpoint_interval=0", "env_args.step=80", f"env_args.once={mark}")
     run = TrapRun(tmp_path, "once", *words, program=torchrun)
     ended = run.end()
-    assert (ended.code, mark.exists()) == (0, True), ended.text
+    assert (ended.code, mark.exists(), run.shared_memory) == (0, True, []), ended.text
     assert [run.summary[name] for name in ("exit_state", "restarts", "world_size")] == ["completed", 1, 2]
     assert sorted(path.name for path in (run.folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert "loss_td" in json.loads((run.here / "results" / "sacred" / "1" / "metrics.json").read_text())
