@@ -44,28 +44,26 @@ def frame_of(units: Units) -> np.ndarray:
 
 
 class TapeWriter:
-    """Collects the battles of one game.
-
-    Args:
-        terrain: the field.
-    """
+    """Collects the battles of one game on the field `terrain`."""
 
     def __init__(self, terrain: Terrain) -> None:
-        self._terrain, self._steps, self._frames, self._orders, self._maxima = terrain, [], [], [], []
-        self._dead_orders, self._requests = [], []
+        self._terrain = terrain
+        self._steps: list[int] = []
+        self._frames, self._maxima = [], []
+        self._orders, self._dead_orders, self._requests = [], [], []
 
     def begin(self, units: Units) -> None:
-        """Note the start of a battle."""
+        """Add the start of a battle."""
         self._steps.append(0)
         self._frames.append(frame_of(units))
         self._maxima.append(np.stack([units.health_max[0], units.shield_max[0]]))
 
     def asked(self, name: str, content: Any) -> None:
-        """Note a request outside of battles."""
+        """Add a request outside of battles."""
         self._requests.append((len(self._steps), REQUESTS.index(name), request_digest(name, content)))
 
     def played(self, digest: int, dead_digest: int, units: Units) -> None:
-        """Note what the orders with that digest led to, and the digest of commands for dead allies."""
+        """Add a step: digests of the orders and of the commands for dead allies, and what they led to."""
         self._steps[-1] += 1
         self._orders.append(digest)
         self._dead_orders.append(dead_digest)
@@ -101,16 +99,11 @@ class Tape:
         self.terrain = Terrain(*pathing.shape, playable, pathing, height)
         self._starts = np.concatenate([[0], np.cumsum(steps + 1)])
         self._n, self._battle, self._at = n_agents, -1, 0
-        dynamic = {name: np.zeros((1, self._maxima.shape[2]), np.float32) for name in DYNAMIC}
-        self.units = Units(
-            **dynamic, health_max=self._maxima[0, :1].copy(), shield_max=self._maxima[0, 1:].copy(),
-            alive=np.zeros((1, self._maxima.shape[2]), bool),
-            type_id=np.full((1, self._maxima.shape[2]), -1, np.int16),
-        )  # fmt: skip
+        shape = (1, self._maxima.shape[2])
+        kinds = np.full(shape, -1 if type_ids is None else type_ids, np.int16)
+        self.units = Units(*np.zeros((8, *shape), np.float32), kinds, np.zeros(shape, bool))
         if lingers:
             self.units.listed = self.units.alive.copy()
-        if type_ids is not None:
-            self.units.type_id[0] = type_ids
 
     def _show(self) -> None:
         for name, values in zip(DYNAMIC, self._frames[self._at], strict=True):

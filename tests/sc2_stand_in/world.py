@@ -77,8 +77,7 @@ class World:
         return self._simulator
 
     def _respawn(self) -> None:
-        seeds = np.array([battle_seed(self._seed, self.battles)])
-        self._simulator.reset(self._active, seeds)
+        self._simulator.reset(self._active, np.array([battle_seed(self._seed, self.battles)]))
         first = TYPE_ORDER[self._spec.map_type]
         types = [FIRST_ALLY_TYPE + first.index(name) for name in self._spec.allies]
         self._begin(types, [TYPE_IDS[name] for name in self._spec.enemies])
