@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from matplotlib import image
 
+from omagd.config.env_info import EntityLayout
 from omagd.run.reporting.battle_plot import _id, _notes, _view, battle_moment, battle_nodes
 from omagd.run.reporting.plots import PANELS, _bins, _extent, _lines, _title, curves, evaluation, read_metrics
 
@@ -127,10 +129,11 @@ def test_nodes_become_units_with_their_columns():
     nodes[0, [0, 8]] = 1.0, 0.25
     nodes[1, :5] = 1.0, 0.5, 0.3, -0.4, 0.9
     nodes[3, :5] = 0.0, 0.2, 0.0, 0.2, 1.0
-    units = battle_nodes(nodes, (0, 1, 2, 2), scale=9.0, own_health=8, guessed=np.array([0, 0, 0, 1], bool))
+    layout = EntityLayout(move_dim=4, n_enemies=2, enemy_dim=5, n_allies=1, ally_dim=5, own_dim=1)
+    units = battle_nodes(nodes, layout, guessed=np.array([0, 0, 0, 1], bool))
     assert [(u["type"], u["slot"], u["present"], u["guessed"]) for u in units] == [
         ("self", 0, True, False), ("ally", 0, True, False), ("enemy", 0, False, False), ("enemy", 1, True, True)
     ]  # fmt: skip
     assert (units[1]["x"], units[1]["y"], units[1]["health"]) == pytest.approx((2.7, -3.6, 0.9))
     assert units[0]["health"] == 0.25 and (units[0]["x"], units[0]["y"]) == (0.0, 0.0)
-    assert battle_nodes(nodes, (0, 1, 2, 2), scale=9.0, health=-1)[1]["health"] is None
+    assert battle_nodes(nodes, replace(layout, health=-1))[1]["health"] is None

@@ -15,7 +15,7 @@ from q_toys import equal, state_of
 from omagd.config.env_info import ALLY, ENEMY, EntityLayout
 from omagd.learners.graph_metrics import perplexity_stats, summarise
 from omagd.learners.predictor_learner import PredictorLearner, match_types
-from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
+from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
@@ -306,24 +306,6 @@ def test_slot_means_are_those_of_unseen_nodes_in_training() -> None:
         total, count = total + (full.double() * unseen[..., None]).sum((0, 1)), count + unseen.sum((0, 1))
     assert torch.equal(stage.predictor.slot_count, count.double())
     assert torch.allclose(stage.predictor.slot_sum, total, atol=1e-9)
-
-
-def test_memory_of_earlier_steps_is_used() -> None:
-    """A unit that does not move is seen every other step: only memory gives its position."""
-    nodes = torch.zeros(12, 9, 3, LAYOUT.n_nodes, LAYOUT.node_dim)
-    nodes[..., 0, 4:] = 1
-    nodes[..., 3, :] = (torch.arange(12) % 2 * 2.0 - 1).view(12, 1, 1, 1)
-    seen = nodes.clone()
-    seen[:, 1::2, :, 3] = 0
-    pairs = zip(nodes_to_obs(seen, LAYOUT), nodes_to_obs(nodes, LAYOUT), strict=True)
-    batch, ratios = pack_episodes([{"obs": obs, "full_obs": full} for obs, full in pairs]), []
-    for memory in (True, False):
-        stage = graph_learner("stage2", torch.float32, graph_lr=0.01, last_seen=memory, stacked_steps=1)
-        for _ in range(40):
-            stage.update(batch)
-        total, count = stage.evaluate(batch)["top1"]
-        ratios.append(float(total / count))
-    assert ratios[0] > 0.95 > ratios[1]
 
 
 def gradients(stage: Any) -> list[torch.Tensor]:

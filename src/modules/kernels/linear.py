@@ -107,7 +107,7 @@ class _OneDNNLinear(torch.autograd.Function):
     """`F.linear` through oneDNN, x [R, in] to [R, out].
 
     Forward and dL/dx go through oneDNN, dL/dW through MKL, which is no slower there. Gradients as at the top of the
-    file. Compared with `F.linear`: tests/test_kernels.py.
+    file. Compared with `F.linear`: tests/test_networks.py.
     """
 
     @staticmethod
@@ -132,7 +132,7 @@ class _BF16Linear(torch.autograd.Function):
 
     With r = rounding to bf16: y = r(r(x) r(W)^T) + b, dL/dx = r(r(g) r(W)), dL/dW = r(r(g)^T r(x)); sums inside a
     product, the bias and its gradient stay in float32. Rows are padded with zeros, which add nothing to any product.
-    Compared with exactly these roundings: tests/test_kernels.py.
+    Compared with exactly these roundings: tests/test_networks.py.
     """
 
     @staticmethod
@@ -169,7 +169,7 @@ class _LookupReLU(torch.autograd.Function):
         dL/dx = h W        dL/dW = h^T x        dL/dtable[m] = sum of h over the rows with index m
 
     Shapes: x [R, d], W [out, d], table [M, out], index [R]. Rows pass in blocks of `ROWS_AT_ONCE`.
-    Compared with that expression: tests/test_kernels.py; with explicit one-hots: tests/test_agents_mixers.py.
+    Compared with that expression: tests/test_networks.py; with explicit one-hots: tests/test_networks.py.
     """
 
     @staticmethod
@@ -219,7 +219,8 @@ class _ThreeLayers(torch.autograd.Function):
 
     Backward goes through the layers from the last to the first. Each has the gradients at the top of the file; between
     two layers g becomes g W, set to zero where the ReLU's output was zero.
-    Shapes: x [R, in], W1 [H, in], W2 [H, H], W3 [out, H]. Compared with `F.linear` and `F.relu`: tests/test_kernels.py.
+    Shapes: x [R, in], W1 [H, in], W2 [H, H], W3 [out, H].
+    Compared with `F.linear` and `F.relu`: tests/test_networks.py.
     """
 
     @staticmethod

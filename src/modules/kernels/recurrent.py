@@ -17,7 +17,7 @@ the activation of y:
     dL/dh = g * z + [d_r | d_z | d_m] W_h   dL/dx = [d_n | d_r | d_z] W_i
     dL/dW_h = sum of [d_r | d_z | d_m]^T h over rows        dL/dW_i = sum of [d_n | d_r | d_z]^T x over rows
 
-Compared with `nn.GRUCell` under autograd, in values and gradients: tests/test_agents_mixers.py.
+Compared with `nn.GRUCell` under autograd, in values and gradients: tests/test_networks.py.
 """
 
 from __future__ import annotations

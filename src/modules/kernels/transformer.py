@@ -80,7 +80,7 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 class _Dropout(torch.autograd.Function):
-    """y = x * mask, dL/dx = g * mask. Compared with `x * mask` in values and gradients: tests/test_kernels.py."""
+    """y = x * mask, dL/dx = g * mask. Compared with `x * mask` in values and gradients: tests/test_networks.py."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -99,7 +99,7 @@ class _GeluDropout(torch.autograd.Function):
 
     dL/dx = g * slope with slope = mask * gelu'(x) = mask * (Phi(x) + x phi(x)), Phi and phi being the normal
     distribution and its density. Forward computes the slope while x is in the cache, and keeps nothing else.
-    Compared with `F.gelu(x) * mask`: tests/test_kernels.py.
+    Compared with `F.gelu(x) * mask`: tests/test_networks.py.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         dL/dq = d_s k / sqrt(e)                           dL/dk = d_s^T q / sqrt(e)
 
     w, its mask and d_w are stored as [n, L, G], so that softmax runs over the second axis with G as vector lanes.
-    Compared with `F.scaled_dot_product_attention`, and with dropout by `gradcheck`: tests/test_kernels.py.
+    Compared with `F.scaled_dot_product_attention`, and with dropout by `gradcheck`: tests/test_networks.py.
     """
 
     @staticmethod
@@ -160,7 +160,7 @@ class _CrossEntropy(torch.autograd.Function):
     """L = -sum over tokens of weight * log p[target], p = softmax(logits).
 
     dL/dlogits = weight * (p - onehot(target)), because d log p[t] / d logits = onehot(t) - p. Written at once instead
-    of passing through three matrices of [M, K + 1]. Compared with `F.cross_entropy`: tests/test_kernels.py.
+    of passing through three matrices of [M, K + 1]. Compared with `F.cross_entropy`: tests/test_networks.py.
     """
 
     @staticmethod

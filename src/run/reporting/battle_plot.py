@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from omagd.config.env_info import EntityLayout
 from omagd.utils.writing import STORAGE
 
 Nodes = Sequence[Mapping[str, Any]]
@@ -31,34 +32,19 @@ class _View:
     sight: float
 
 
-def battle_nodes(
-    nodes: np.ndarray,
-    node_types: Sequence[int],
-    *,
-    scale: float,
-    position: tuple[int, int] = (2, 3),
-    health: int = 4,
-    own_health: int = -1,
-    guessed: np.ndarray | None = None,
-) -> list[dict[str, Any]]:
-    """Return the units that `battle_moment` draws, from one agent's graph.
-
-    Args:
-        nodes: [N, D], self first. node_types: [N] of 0 self, 1 ally, 2 enemy.
-        scale: cells for a relative position of 1, the sight range.
-        position: columns of relative x and y. health: its column among other units' features, -1 where not shown.
-        own_health: its column in the first node, -1 where not shown. guessed: [N] bool.
-    """
+def battle_nodes(nodes: np.ndarray, layout: EntityLayout, guessed: np.ndarray | None = None) -> list[dict[str, Any]]:
+    """Return the units that `battle_moment` draws, from one agent's graph: nodes [N, D], guessed [N] bool."""
+    own_health = 4 + layout.move_dim if layout.own_dim else -1  # behind [1, 0, 0, 0 | move features]
     found: list[dict[str, Any]] = []
     slots = [0, 0, 0]
-    for i, kind in enumerate(node_types):
-        column = own_health if kind == 0 else health
+    for i, kind in enumerate(layout.node_types):
+        column = own_health if kind == 0 else layout.health
         found.append(
             {
                 "type": TYPES[kind],
                 "slot": slots[kind],
-                "x": 0.0 if kind == 0 else float(nodes[i, position[0]]) * scale,
-                "y": 0.0 if kind == 0 else float(nodes[i, position[1]]) * scale,
+                "x": 0.0 if kind == 0 else float(nodes[i, layout.position[0]]) * layout.sight,
+                "y": 0.0 if kind == 0 else float(nodes[i, layout.position[1]]) * layout.sight,
                 "health": float(nodes[i, column]) if column >= 0 else None,
                 "present": bool(np.any(nodes[i] != 0)),
                 "guessed": bool(guessed[i]) if guessed is not None else False,

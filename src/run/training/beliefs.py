@@ -59,16 +59,7 @@ def picture(session: Session, products: PretrainedModules, batch: PackedBatch, n
     }
     nodes = {key: obs_to_nodes(value, layout).cpu().numpy() for key, value in views.items()}
     drawn = {
-        key: battle_nodes(
-            value,
-            layout.node_types,
-            scale=layout.sight,
-            position=layout.position,
-            health=layout.health,
-            own_health=4 + layout.move_dim if layout.own_dim else -1,
-            guessed=guessed if key == "reconstructed" else None,
-        )
-        for key, value in nodes.items()
+        key: battle_nodes(value, layout, guessed if key == "reconstructed" else None) for key, value in nodes.items()
     }
     info = {
         "label": f"{session.info.name} {session.info.map_name}",

@@ -212,13 +212,8 @@ class PretrainStage(Stage):
             f"{self.name}: {left} epochs, each of {size} of {len(self._episodes)} episodes on every rank; about"
             f" {duration(seconds * left)}"
         )
-        self._bar = Progress(
-            config.graph_pretrain_epochs,
-            "epoch",
-            self.name,
-            enabled=self.session.dist.is_main,
-            initial=self.clock.epoch,
-        )
+        total, shown = config.graph_pretrain_epochs, self.session.dist.is_main
+        self._bar = Progress(total, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
 
     def _wanted(self) -> dict[str, int]:
         """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""
