@@ -51,7 +51,7 @@ def test_a_snapshot_needs_a_policy_and_an_environment_of_its_size():
     game, again = Game(steady()), Game(steady())
     game.collect(1)
     snapshot = game.runner.snapshot()
-    with pytest.raises(ValueError, match="battles are in flight"):
+    with pytest.raises(ValueError, match="episodes are in flight"):
         again.runner.restore(snapshot, None)
     again.runner.restore(snapshot, again.policy)
     assert again.runner.in_flight
@@ -81,15 +81,14 @@ def test_acting_uses_the_newest_weights_and_leaves_the_agent_in_training():
         one.act(Tick(env.observe(), np.zeros(2, np.int64), np.ones(2, bool)), None)
         return one.snapshot()["hidden"]
 
-    for _ in range(3):
-        fresh = BasicMAC(config, env.info, device)
-        fresh.agent.load_state_dict(mac.agent.state_dict())
-        hidden = acted(mac)
-        assert torch.equal(hidden, acted(fresh)) and mac.agent.training
-        with torch.no_grad():
-            for parameter in mac.agent.parameters():
-                parameter.add_(0.1)
-        assert not torch.equal(acted(mac), hidden)
+    before = acted(mac)
+    with torch.no_grad():
+        for parameter in mac.agent.parameters():
+            parameter.add_(0.1)
+    fresh = BasicMAC(config, env.info, device)
+    fresh.agent.load_state_dict(mac.agent.state_dict())
+    assert torch.equal(acted(mac), acted(fresh)) and not torch.equal(acted(mac), before)
+    assert mac.agent.training
 
 
 def test_training_keeps_and_counts_every_episode_of_a_stream(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ class Trap(Walk):
 
 
 class TrapRun:
-    """A run that plays `trap` in a folder of its own, with temporary files of its own.
+    """A run that plays `trap` in its own folder, with its own folder of temporary files.
 
     Args:
         more: settings, after those of two ranks. program: what starts the ranks instead of Python.

@@ -95,7 +95,7 @@ class Codec:
         return "shown" if self.spec.get(SHOWN_IN.get(name, "")) == (dtype, shape) else "plain"
 
     def encode(self, episode: Episode) -> Tensor:
-        """Return the records of one episode, [L + 1, R] uint8 on the CPU, in memory of their own.
+        """Return the records of one episode, [L + 1, R] uint8 on the CPU, in new memory.
 
         Errors: RuleBroken where a field breaks its rule.
         """

@@ -78,7 +78,7 @@ def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[E
 
     Args:
         facts: of this run; each must be the same in the file. key: configuration key to name in errors.
-        most: episodes that this run has room for.
+        most: episodes that this run can keep.
 
     Errors: UserError for a file that is missing, no episode file, damaged, of another run or too large.
     """

@@ -75,7 +75,7 @@ class Runner:
         Errors: UserError as in `RolloutLoop.tick`; RuntimeError while other episodes are in flight.
         """
         if self.in_flight:
-            raise RuntimeError("battles are in flight: drain them before others are played")
+            raise RuntimeError("episodes are in flight: drain them before others are played")
         self.prepare()
         loop = self._loop(policy, full_obs, keep)
         loop.begin(episodes_per_slot)
@@ -111,7 +111,7 @@ class Runner:
         Errors: RuntimeError while episodes are in flight.
         """
         if self.in_flight:
-            raise RuntimeError("battles are in flight: drain them before their seeds are renewed")
+            raise RuntimeError("episodes are in flight: drain them before their seeds are renewed")
         self.stream.renew(generation)
 
     def _loop(self, policy: Policy, full_obs: bool, keep: bool, kind: type[RolloutLoop] = RolloutLoop) -> RolloutLoop:

@@ -102,7 +102,7 @@ class StreamRunner(Runner):
         if flying is None:
             return
         if policy is None:
-            raise ValueError("battles are in flight: who plays them must be given")
+            raise ValueError("episodes are in flight: give the policy that plays them")
         self._resume(flying, policy)
 
     def _resume(self, flying: dict[str, Any], policy: Policy) -> None:
@@ -118,7 +118,7 @@ class StreamRunner(Runner):
     def _require_same(self, policy: Policy, full_obs: bool) -> None:
         assert self._flying is not None
         if self._flying.policy is not policy or self._full_obs != full_obs:
-            raise RuntimeError("battles of another policy are in flight: drain them first")
+            raise RuntimeError("episodes of another policy are in flight: drain them first")
 
 
 class StepLoop(RolloutLoop):
