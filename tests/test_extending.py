@@ -22,7 +22,7 @@ from omagd.run.cli.main import config_from
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 
-# A mixer that scales the sum; a learner that reports a key of the run and one of its own; an on-policy learner that
+# A mixer that scales the sum; a learner that reports a key of the run and its own key; an on-policy learner that
 # must see each episode once; a sink that counts what is logged.
 MIXER = """from torch import nn
 class MyMixer(nn.Module):

@@ -1,4 +1,4 @@
-"""QPLEX (Wang et al. 2021, "QPLEX: Duplex Dueling Multi-Agent Q-Learning") as a mixer with keys of its own."""
+"""QPLEX (Wang et al. 2021, "QPLEX: Duplex Dueling Multi-Agent Q-Learning") as a mixer with its own keys."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ TEMPERATURE = 0.1
 
 
 class SoftLearner(NQLearner):
-    """QMIX with a softmax over each agent's available actions where the maximum stood.
+    """QMIX with a softmax over each agent's available actions in place of the maximum.
 
-    Everything else is inherited, the work of several ranks included: there is no rank in this file.
+    Everything else is inherited, training on several ranks included.
     """
 
     def __init__(self, mac: BasicMAC, config: Config, info: EnvInfo, dist: Dist) -> None:
