@@ -278,8 +278,8 @@ def test_what_is_removed_is_within_the_run(store, tmp_path):
     precious.write_text("years")
     for name in ("kept", ".00000009.b.partial", "00000001"):
         (store.path / name).symlink_to(precious.parent)
-    clean(store.path)
-    store.prune()
+        clean(store.path)
+        store.prune()
     assert precious.read_text() == "years"
 
 
