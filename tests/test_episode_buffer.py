@@ -180,7 +180,8 @@ def test_a_file_and_ranges_of_episodes_restore_the_buffer(tmp_path):
     path = tmp_path / "deep" / "buffer.ep"
     buffer.save(path, {"map": "3m", "n": 3})
     from_ranges, from_file, larger = EpisodeBuffer(20), EpisodeBuffer(20), EpisodeBuffer(25)
-    from_ranges.restore([load_range(*each).from_number(oldest) for each in ranges if each[1]["count"]], buffer.added)
+    found = [load_range(*each).from_number(oldest) for each in ranges if each[1]["count"]]
+    from_ranges.restore([one for part in found for one in part.each()], buffer.added)
     from_file.load(path, {"map": "3m"})
     larger.restore([buffer.since(0)], buffer.added)
     drawn = buffer.draw(11, np.random.default_rng(5))
