@@ -42,7 +42,7 @@ check_host --master-addr "$master_addr"
 python=$(find_python)
 if [ -z "$ranks" ]; then ranks=$((nodes == 1 ? 2 : 1)); fi
 world=$((nodes * ranks))
-[ "$world" -ge 2 ] || fail "one rank has nobody to talk to: --gpus 2"
+[ "$world" -ge 2 ] || fail "training on several ranks needs at least 2: --gpus 2"
 share=()
 gpus=$(count_gpus "$python")
 if [ "$gpus" -gt 0 ] && [ "$gpus" -lt "$ranks" ]; then share=(dist_backend=gloo); fi
@@ -63,12 +63,12 @@ bad() { # what has failed
 }
 
 scratch=$(mktemp -d)
-said=$scratch/said
+output=$scratch/output
 trap 'rm -rf "$scratch" ${temporary:+"$temporary"}' EXIT
 "$python" -m torch.distributed.run --nnodes="$nodes" --node-rank="$node_rank" --nproc-per-node="$ranks" \
     --master-addr="$master_addr" --master-port="$port" --log-dir="$scratch" "$root/scripts/probe_ranks.py" \
-    ${share[@]+"${share[@]}"} 2>"$said" || {
-    tail -n 20 "$said" >&2
+    ${share[@]+"${share[@]}"} 2>"$output" || {
+    tail -n 20 "$output" >&2
     bad "the ranks did not find each other: see docs/many_machines.md (network, GLOO_SOCKET_IFNAME)"
 }
 
@@ -76,13 +76,13 @@ trap 'rm -rf "$scratch" ${temporary:+"$temporary"}' EXIT
     --gpus "$ranks" --max-restarts 0 --config qmix --env-config skirmish \
     env_args.map_name=3m t_max=300 batch_size_run=2 batch_size=4 buffer_size=8 test_nepisode=4 log_interval=100 \
     distributed_debug=True dist_timeout_minutes=0.5 auto_resume=False unique_token="$run" \
-    local_results_path="$results" ${share[@]+"${share[@]}"} >"$said" 2>&1 || {
-    tail -n 20 "$said" >&2
+    local_results_path="$results" ${share[@]+"${share[@]}"} >"$output" 2>&1 || {
+    tail -n 20 "$output" >&2
     bad "the training failed"
 }
 
 # What the training says of itself, on the host that has written it.
-folder=$(sed -n 's/.*results: \(.*\)/\1/p' "$said" | tail -n 1)
+folder=$(sed -n 's/.*results: \(.*\)/\1/p' "$output" | tail -n 1)
 if [ "$node_rank" -eq 0 ]; then
     "$python" - "$folder" "$world" <<'PYTHON' || bad "the training has not left what it should: $folder"
 import json, pathlib, sys

@@ -52,7 +52,7 @@ def tree(pid: int) -> list[int]:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process is there and has not ended; one that nobody has waited for has ended."""
+    """Return whether a process is there and has not ended; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -112,7 +112,7 @@ def learned(folder: Path) -> list[dict]:
 
 @pytest.mark.processes
 def test_two_hosts_train_like_two_ranks_of_one_host_although_the_network_fails_for_a_while(hosts, tmp_path):
-    """Ranks that hear nothing end, are restarted by torchrun and resume.
+    """Ranks without a connection end, are restarted by torchrun and resume.
 
     The log of training equals that of two spawned ranks without a failure.
     """

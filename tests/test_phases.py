@@ -18,7 +18,7 @@ from omagd.run.reporting.log_sinks import render_block
 from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, over_ranks, shares, usage
 from omagd.run.reporting.report import phases_table
 from omagd.run.training.stages.health import check_replicas, held_in_common
-from omagd.utils.dist_utils import Dist, Waits
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Record
 from omagd.utils.packing import pack_episodes
@@ -159,6 +159,3 @@ def test_a_changed_weight_is_found_and_named():
         for message, name in zip(errors, names, strict=True):
             assert f"'{name}'" in message and "in iteration 4 of stage3" in message and "rank" in message
         assert calls >= 3 * 2 and 0 < seconds < 30, "each update waits for a count and for gradients"
-    assert Dist(1, 2) == Dist(1, 2, waits=Waits(3.0, 4)), "waits are not part of a rank's identity"
-    alone = Dist()
-    assert alone.sum_int(3) == 3 and alone.gather("x") == ["x"] and alone.waits.calls == 0
