@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -19,7 +18,7 @@ from omagd.config.loading import REMOVED
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
 from omagd.run.checkpoint.set_aside import link
-from omagd.run.checkpoint.store import SAVED, Checkpoint, Damaged, folders, read_checkpoint
+from omagd.run.checkpoint.store import SAVED, Checkpoint, Damaged, digest, folders, read_checkpoint
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.owned_folder import Untrusted, closed_to_others, require_own
@@ -151,11 +150,11 @@ def identity_of(config: Config) -> str:
 def _content_hash(path: Path) -> str:
     """Return a hash of a file or of a folder's weights and episodes; the name of a folder that holds neither."""
     if path.is_file():
-        return hashlib.sha256(patiently(path, path.read_bytes)).hexdigest()
+        return patiently(path, partial(digest, path))
     weights = {}
     for file in path.glob("*.th"):
         with suppress(FileNotFoundError):  # a running run replaces its checkpoints
-            weights[file.name] = hashlib.sha256(patiently(file, file.read_bytes)).hexdigest()
+            weights[file.name] = patiently(file, partial(digest, file))
     episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
     found = sorted({**weights, **episodes}.items())
     return fingerprint(found) if found else path.name

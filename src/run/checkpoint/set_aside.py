@@ -62,23 +62,20 @@ def _cut(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> tuple[
             aside.move(path)
     missing = _cut_lines(folder, plan, sizes, aside)
     later = [folder.step(step) for step in folder.saved_steps() if step > plan.t_env]
-    for path in [folder.summary_json, *later]:
-        if plan.behind:
-            aside.move(path)
-        elif path == folder.summary_json:
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
     if plan.behind:
-        for path in _pretrained_behind(folder, plan):
+        for path in [folder.summary_json, *later, *_pretrained_behind(folder, plan)]:
             aside.move(path)
         _keep_checkpoints(folder, plan, aside)
+    else:
+        folder.summary_json.unlink(missing_ok=True)
+        for path in later:
+            shutil.rmtree(path, ignore_errors=True)
     clean(folder.checkpoints)
     for half in folder.path.rglob(".*.tmp"):
         half.unlink(missing_ok=True)
     if plan.completed is not None and plan.completed != read_saved(folder):
         note_saved(folder, plan.completed)
-    return str(aside.path) if aside.used else "", missing
+    return str(aside.path) if aside.path.exists() else "", missing
 
 
 def _cut_lines(folder: RunFolder, plan: ResumePlan, sizes: list[int | None], aside: Aside) -> dict[str, int]:
@@ -153,26 +150,19 @@ def _keep_checkpoints(folder: RunFolder, plan: ResumePlan, aside: Aside) -> None
 
 
 class Aside:
-    """A new folder `set_aside/<time>_<attempt>/` of a run, made when something comes into it.
-
-    Attributes:
-        used: whether there is something in it.
-    """
+    """A new folder `set_aside/<time>_<attempt>/` of a run, made when something comes into it."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.root = folder.path
         name = f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(4)}"
         self.path = folder.path / "set_aside" / name
-        self.used = False
 
     def _place(self, path: Path) -> Path:
         """Return the new place of a path of the run, and create its folder."""
-        target = self.path / path.relative_to(self.root)
+        target, is_new = self.path / path.relative_to(self.root), not self.path.exists()
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not self.used:
-            self.used = True
-            for made in (self.path, self.path.parent, self.root):
-                sync(made)
+        for changed in (self.path, self.path.parent, self.root) if is_new else ():
+            sync(changed)
         return target
 
     def move(self, path: Path) -> None:
