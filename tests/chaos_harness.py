@@ -17,20 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import shared_memory
+from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES, left_behind, run_folders, summary_of
 from run_equality import differences as bits_of_difference
 from run_equality import reproducible
 
 # All three stages in about ten seconds; an iteration takes some hundredths of a second, so that a kill hits all of it.
 TINY = (
-    "run=ddp", "use_cuda=False", "env_args.map_name=3m", "batch_size_run=2", "batch_size=4", "buffer_size=24",
-    "updates_per_iteration=2", "test_nepisode=4", "test_interval=500", "log_interval=200", "runner_log_interval=200",
-    "learner_log_interval=200", "save_model_interval=800", "graph_pretrain_epochs=6", "graph_pretrain_episodes=8",
-    "graph_pretrain_batch_size=4", "graph_pretrain_eval_episodes=4", "graph_pretrain_eval_interval=2",
-    "epsilon_anneal_time=1000", "rnn_hidden_dim=16", "mixing_embed_dim=8", "hypernet_embed=8",
-    "tokenizer_config.n_codes=16", "tokenizer_config.hidden_dim=16", "tokenizer_config.code_dim=8",
-    "tokenizer_config.dropout=0.1", "mask_predictor_config.d_model=16", "mask_predictor_config.n_layers=1",
-    "mask_predictor_config.n_heads=2", "mask_predictor_config.feedforward_dim=16", "mask_predictor_config.dropout=0.1",
+    *BUDGETS, "run=ddp", "env_args.map_name=3m", "buffer_size=24", "updates_per_iteration=2", "test_interval=500",
+    "log_interval=200", "runner_log_interval=200", "learner_log_interval=200", "save_model_interval=800",
+    "graph_pretrain_epochs=6", "graph_pretrain_eval_interval=2", "epsilon_anneal_time=1000", "rnn_hidden_dim=16",
+    "mixing_embed_dim=8", "hypernet_embed=8", "tokenizer_config.dropout=0.1", "mask_predictor_config.dropout=0.1",
     "dist_timeout_minutes=1", "auto_resume=True",
 )  # fmt: skip
 KINDS = ("rank", "worker", "launcher", "group")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -217,29 +218,29 @@ def assert_same_as_batched(env: ParallelBattle, batched: BatchedEnv) -> None:
     """Play an episode with the batched environment, then the same one by the interface."""
     one, policy = np.ones(1, bool), Random()
     batched.reset(one, np.array([7]))
-    shown, played, done = [], [], False
+    played, done = [], False
     while not done:
-        seen = batched.observe()
-        shown.append((seen.obs[0].copy(), seen.avail_actions[0].copy(), seen.state[0].copy()))
-        actions = policy.act(*shown[-1][:2])
-        result = batched.step(actions[None], one)
+        seen = copy.deepcopy(batched.observe())
+        actions = policy.act(seen.obs[0], seen.avail_actions[0])
+        result = copy.deepcopy(batched.step(actions[None], one))
         done = result.terminated.item(0)
-        played.append((actions, result.reward.item(0), done, result.truncated.item(0)))
+        played.append((seen, actions, result))
     observations, infos = env.reset(seed=7)
     agents = list(env.agents)
     assert agents == env.possible_agents == list(observations) == list(infos)
-    for (obs, mask, state), (actions, reward, done, truncated) in zip(shown, played, strict=True):
+    for seen, actions, result in played:
         for i, agent in enumerate(agents):
             assert env.observation_space(agent).contains(observations[agent])
             assert env.observation_space(agent) is env.observation_space(agent)
-            assert np.array_equal(observations[agent]["observation"], obs[i])
-            assert np.array_equal(observations[agent]["action_mask"], mask[i])
+            assert np.array_equal(observations[agent]["observation"], seen.obs[0, i])
+            assert np.array_equal(observations[agent]["action_mask"], seen.avail_actions[0, i])
             assert env.action_space(agent).contains(actions[i])
-        assert np.array_equal(env.state(), state) and env.state_space.contains(env.state())
+        assert np.array_equal(env.state(), seen.state[0]) and env.state_space.contains(env.state())
+        done, truncated = result.terminated.item(0), result.truncated.item(0)
         observations, *parts = env.step(dict(zip(agents, actions.tolist(), strict=True)))
         assert all(list(part) == agents for part in (observations, *parts))
         values = [set(part.values()) for part in parts[:3]]
-        assert values == [{reward}, {done and not truncated}, {truncated}]
+        assert values == [{result.reward.item(0)}, {done and not truncated}, {truncated}]
         assert env.agents == ([] if done else agents)
     for name, final in result.info.items():
         assert {info[name] for info in parts[3].values()} == {final.item(0)}

@@ -173,13 +173,11 @@ def lengths(place: str | Path, rank: int = 0) -> list[int]:
 
 @pytest.mark.processes
 def test_two_ranks_hold_the_same_and_play_their_own(tmp_path):
-    one, other = run_ranks(_train, str(tmp_path))
-    (bits, clock, played, mine), (other_bits, other_clock, other_played, theirs) = one, other
-    assert bits == other_bits
-    assert clock == other_clock
-    assert (clock["t_env"], clock["episodes"]) == (sum(mine + theirs), len(mine + theirs))
+    (bits, clock, played, mine), other = run_ranks(_train, str(tmp_path))
+    assert (bits, clock) == other[:2]
+    assert (clock["t_env"], clock["episodes"]) == (sum(mine + other[3]), len(mine + other[3]))
     assert clock["updates"] > 1
-    assert played.shape != other_played.shape or not np.array_equal(played, other_played)
+    assert played.shape != other[2].shape or not np.array_equal(played, other[2])
 
 
 @pytest.mark.processes
@@ -189,18 +187,16 @@ def test_the_state_of_two_ranks_is_distributed_to_one_and_nothing_that_is_counte
     step = before["stages"]["stage3"]["clock"]["t_env"]
     folders = []
     for name in ("one", "another"):
-        results = f"local_results_path={tmp_path / name}"
-        words = ["--config=omagd", "with", "env_args.map_name=5m_vs_6m", *BUDGETS, results, "buffer_size=100"]
-        assert main([*words, f"checkpoint_path={published_run}", f"t_max={step + 60}"]) == 0
-        (file,) = tmp_path.glob(f"{name}/*/summary.json")
-        folders.append(file.parent)
+        words = ["--config=omagd", "with", *BUDGETS, "env_args.map_name=5m_vs_6m", "buffer_size=100"]
+        words += [f"local_results_path={tmp_path / name}", f"checkpoint_path={published_run}", f"t_max={step + 60}"]
+        assert main(words) == 0
+        folders += [path.parent for path in tmp_path.glob(f"{name}/*/summary.json")]
     after = summary_of(folders[0])
     for stage in ("stage1", "stage2"):
         assert after["stages"][stage] == before["stages"][stage], "a finished stage is not run twice"
-    was, now = before["stages"]["stage3"]["clock"], after["stages"]["stage3"]["clock"]
+    was, now = (summary["stages"]["stage3"]["clock"] for summary in (before, after))
     assert was["t_env"] < step + 60 <= now["t_env"]
-    assert now["episodes"] > was["episodes"]
-    assert now["updates"] > was["updates"]
+    assert now["episodes"] > was["episodes"] and now["updates"] > was["updates"]
     log = (folders[0] / "logs" / "rank_0.log").read_text()
     assert "it was written by 2 rank(s), now there are 1: episodes are redistributed" in log
     assert "the effective batch is 4 episodes" in log
