@@ -83,9 +83,11 @@ def test_a_rank_that_has_stopped_within_an_exchange_is_named():
 
 
 def test_no_rank_is_named_while_all_compute_or_after_they_have_left():
-    with group(0.6, 3) as (_, _, pulses, lines):
+    with group(0.6, 3) as (_, ranks, pulses, lines):
         pulses[2].__exit__()
         time.sleep(0.9)  # longer than an exchange may take, but no rank waits in one
+        ranks[0].waits.entered += 1  # this one begins now
+        time.sleep(0.2)
     with group(0.2, 1) as (_, ranks, _, alone):
         ranks[0].waits.entered += 1
     assert lines == [[], [], []] and alone == [[]]
