@@ -43,6 +43,7 @@ def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_k
     add_late_weights(run)
     plan = plan_of(run)
     assert (plan.kind, plan.state.checkpoint.path, plan.behind) == ("exact", older, True)
+    assert plan_of(run, "resume=weights").kind == "weights", "its replay is older than the newest weights"
     aside = Path(cut_back(run, Dist(), plan).aside)
     assert (aside / "models" / "99" / "agent.th").read_bytes() == b"late"
     assert checkpoint_store.read_saved(run) == SAVED_AT - 1
@@ -218,12 +219,12 @@ def test_what_came_after_the_checkpoint_is_kept_where_ranks_or_versions_change(r
 
 def test_ranks_decide_alike(of_two, monkeypatch):
     """Though each compares only its share of the files, and only one of them meets an error of its disk."""
-    flip(of_two.checkpoints / "kept" / "rank1.episodes")
+    flip(of_two.checkpoints / "kept" / "rank0.episodes")
     first, second = on_two_ranks(lambda dist: plan_of(of_two, dist=dist))
-    assert first == second and "rank1.episodes" in first and "resume=lossy" in first
+    assert first == second and "rank0.episodes" in first and "resume=lossy" in first
     plans = on_two_ranks(lambda dist: plan_of(of_two, "resume=lossy", dist=dist))
     for plan in plans:
-        assert (plan.kind, plan.state.iteration, plan.state.lost) == ("lossy", 2, {"kept/rank1.episodes"})
+        assert (plan.kind, plan.state.iteration, plan.state.lost) == ("lossy", 2, {"kept/rank0.episodes"})
         assert plan.state.lost_episodes() == 3, "the oldest of four had left the replay already"
     inner, here = checkpoint_store.digest, threading.local()
 
