@@ -19,6 +19,7 @@ from omagd.run.cli import main as command_line
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import writes_replays
 from omagd.run.launch import launcher
+from omagd.run.reporting import sacred_record
 from omagd.run.reporting.sacred_record import run_recorded
 from omagd.utils.errors import UserError
 
@@ -110,6 +111,7 @@ MISTAKES = {
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_mistakes_are_one_line_and_leave_nothing_behind(typed, capsys, empty_folder, monkeypatch):
     monkeypatch.setenv("SC2PATH", str(empty_folder))
+    monkeypatch.setattr(sacred_record, "run_recorded", lambda *_, **__: pytest.fail("it runs"))
     assert main(shlex.split(typed)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
