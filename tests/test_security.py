@@ -156,7 +156,7 @@ def test_secrets_reach_no_file_and_no_command_line(tmp_path):
         time.sleep(0.05)
     ended = started.wait(5)
     assert ended.code == 0, ended.text
-    assert any(b"wandb" in line for line in seen) and any(b"main.py" in line for line in seen)
+    assert any(b"wandb" in line for line in seen) and any(b"forkserver" in line for line in seen)
     (folder,) = run_folders(work)
     assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     texts = {str(path): path.read_bytes() for path in work.rglob("*") if path.is_file()}
