@@ -190,7 +190,7 @@ def test_a_hung_worker_is_reported_killed_and_replayed(how, state, tmp_path, cap
     logging.getLogger("omagd").propagate = True
     args = SteadyArgs(fail_in=["step 2"], marks=str(tmp_path), how=how)
     with workers(ProcessEnvs(SteadyWalk, args, 2, per_process=2)) as env:
-        env.set_worker_timeout(1.0)
+        env.set_worker_timeout(3.0)
         kill_hung = env._workers._kill_hung_workers
 
         def once(seconds: float) -> None:
