@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.controllers import REGISTRY as MACS
@@ -24,7 +24,8 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
 
 LAYOUT = EntityLayout(move_dim=4, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
-INFO = EnvInfo("toy", "toy", 3, 9, LAYOUT.obs_dim, 7, 12, n_normal_actions=6, layout=LAYOUT)
+UNITS = StateLayout(n_allies=3, ally_dim=1, n_enemies=3, enemy_dim=1)
+INFO = EnvInfo("toy", "toy", 3, 9, LAYOUT.obs_dim, 7, 12, n_normal_actions=6, layout=LAYOUT, state_layout=UNITS)
 SMALL: dict[str, Any] = {"rnn_hidden_dim": 8, "gnn_hidden_dim": 8, "mixing_embed_dim": 4, "hypernet_embed": 6}
 
 GRAPH: dict[str, Any] = {"use_graph_reconstruction": True, "learner": "nq_graph_learner"}
@@ -57,6 +58,7 @@ def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInf
         "reward": reward,
         "terminated": terminated,
         "recon": (obs * 0.5).astype(np.float16),
+        "log_prob": -np.log(available.sum(-1)).astype(np.float32),  # of a uniform policy
     }
     return {name: torch.from_numpy(value) for name, value in arrays.items()}
 

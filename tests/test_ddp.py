@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -30,6 +31,13 @@ Q = {
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},
     "compiled": {**PLAIN, "compile": True},
     "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2, "hidden_dim": 8}},
+}
+PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
+Q |= {
+    "PPO": {**PPO, "learner_args": {"epochs": 2, "critic": "set", "value_clip": 0.01}},
+    # More minibatches than some ranks have chunks.
+    "PPO chunks": {**PPO, "learner_args": {"epochs": 2, "minibatches": 3, "chunk_length": 3, "critic": "observation"}},
+    "PPO apart": {**PPO, "share_parameters": False, "accumulate": 2, "learner_args": {"critic": "observation"}},
 }
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
     compared = {toy_config(**updates).model_dump()[part] for updates in Q.values()}
@@ -87,7 +95,9 @@ def episodes_of(kind, rank, update):
 
 
 def union(kind, update):
-    return [episode for rank in range(len(LENGTHS)) for episode in episodes_of(kind, rank, update)]
+    """Return the episodes of all ranks, the first one of each rank first, as minibatches count them."""
+    ranks = zip_longest(*(episodes_of(kind, rank, update) for rank in range(len(LENGTHS))))
+    return [episode for place in ranks for episode in place if episode is not None]
 
 
 def without_a_step(kind, rank):

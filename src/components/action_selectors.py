@@ -1,6 +1,8 @@
-"""Action selectors: choose one available action for each agent from the values of all actions."""
+"""Action selectors: choose one available action for each agent from the agent's outputs for all actions."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import numpy as np
 
@@ -9,9 +11,20 @@ from omagd.utils.registry import Registry
 REGISTRY: Registry[type] = Registry("action_selector", "omagd.action_selectors")
 
 
+LOG_PROB = "log_prob"
+"""The field with the log-probability of each action that was drawn, [S, n] float32."""
+
+
 @REGISTRY.register("greedy")
 class Greedy:
-    """The best available action, without exploration."""
+    """The best available action, without exploration.
+
+    Attributes:
+        draws: whether the outputs are logits, from whose softmax actions are drawn. Then the log-probabilities of the
+            actions taken are stored with each row, in the field `LOG_PROB`.
+    """
+
+    draws: ClassVar[bool] = False
 
     def select(
         self, q: np.ndarray, available: np.ndarray, epsilon: float, rng: np.random.Generator | None
@@ -43,3 +56,41 @@ class EpsilonGreedy(Greedy):
         # The available action number `wanted`.
         anything = (np.cumsum(available, axis=-1) > wanted[..., None]).argmax(axis=-1)
         return np.where(explores, anything, best)
+
+
+@REGISTRY.register("softmax")
+class Softmax(Greedy):
+    """An action drawn from the softmax of the agent's logits over the available actions; for on-policy learners."""
+
+    draws = True
+
+    def select(
+        self, q: np.ndarray, available: np.ndarray, epsilon: float, rng: np.random.Generator | None
+    ) -> np.ndarray:
+        """Return [B, n] int64 by one random number for each agent; the likeliest action without `rng`.
+
+        Shapes as in `Greedy`.
+        """
+        if rng is None:
+            return super().select(q, available, epsilon, rng)
+        return draw(np.exp(log_softmax(q, available)), rng.random(q.shape[:-1]))
+
+
+def log_softmax(logits: np.ndarray, available: np.ndarray) -> np.ndarray:
+    """Return the log-softmax of [B, n, A] over the available actions, -inf for the others.
+
+    Rows without any available action have ended; all their actions count as available.
+    """
+    possible = available | ~available.any(axis=-1, keepdims=True)
+    shifted = np.where(possible, logits, -np.inf)
+    shifted = shifted - shifted.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def draw(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Return [B, n] indices drawn in proportion to `weights` [B, n, A] ≥ 0, given `uniform` [B, n] in [0, 1).
+
+    An index of weight 0 is never drawn, unless all weights are 0.
+    """
+    upto = weights.astype(np.float64).cumsum(axis=-1)
+    return (upto > uniform[..., None] * upto[..., -1:]).argmax(axis=-1)

@@ -65,7 +65,34 @@ class EntityLayout:
         return (self.move_dim, (self.n_enemies, self.enemy_dim), (self.n_allies, self.ally_dim), self.own_dim)
 
 
-_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards"}
+@dataclass(frozen=True)
+class StateLayout:
+    """Layout of a state: allies, enemies, one-hot last actions of the allies, then features that are no units'.
+
+    A unit that is dead or absent is a block of zeros.
+
+    Attributes:
+        last_actions: length of an ally's one-hot last action; 0: not in the state.
+    """
+
+    n_allies: int
+    ally_dim: int
+    n_enemies: int
+    enemy_dim: int
+    last_actions: int = 0
+
+    @property
+    def units_dim(self) -> int:
+        """Features of all units, which are the first ones of the state."""
+        return self.n_allies * self.ally_dim + self.n_enemies * self.enemy_dim
+
+    @property
+    def width(self) -> int:
+        """Features of all units and of the last actions."""
+        return self.units_dim + self.n_allies * self.last_actions
+
+
+_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards", "state_layout", "tasks", "n_training"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +109,9 @@ class EnvInfo:
         scripted_policies: names that the environment's `scripted_actions` takes.
         has_win: whether the environment reports `battle_won`.
         agent_rewards: whether it reports each agent's reward (`StepResult.agent_reward`).
+        state_layout: the units of `state`, or None.
+        tasks: names of the tasks of a set; the sizes are then those of the largest ones. Empty: one task.
+        n_training: number of tasks that are trained on, the first ones; the others are for tests.
     """
 
     name: str
@@ -96,6 +126,9 @@ class EnvInfo:
     scripted_policies: tuple[str, ...] = ()
     has_win: bool = True
     agent_rewards: bool = False
+    state_layout: StateLayout | None = None
+    tasks: tuple[str, ...] = ()
+    n_training: int = 0
 
     def shape_key(self) -> str:
         """Return a short hash of the facts that pre-trained graph modules depend on: environment, map, sizes."""

@@ -95,7 +95,7 @@ class Config(Frozen):
     mixer: str  # network that combines the agents' values
     mixer_args: dict[str, Any]  # arguments of the mixer, as in its `args_model`
     runner: str  # parallel: rounds of battles | stream: each starts its next at once | ticks: some steps | episode: one
-    action_selector: str  # epsilon_greedy | greedy (never explores)
+    action_selector: str  # epsilon_greedy | greedy (never explores) | softmax (draws from the agent's logits: ppo)
     name: str  # name of the configuration; the run folder's name begins with it
     seed: Whole  # every random number of a run follows from it
     seeds: Seeds  # several runs, one after another, with one table at the end
@@ -152,6 +152,7 @@ class Config(Frozen):
     target_update_updates: Count | None  # updates between copies; replaces target_update_interval
     use_per: bool  # prioritised replay: rejected, not implemented
 
+    share_parameters: bool  # one network for all agents; False: a network of its own for each agent
     rnn_hidden_dim: Width  # hidden units of the agents (H); ddpg, bicnet: width of the hidden layers
     use_layer_norm: bool  # n_rnn only: layer normalisation of the hidden state before the output
     use_orthogonal: bool  # n_rnn only: orthogonal initial weights

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from omagd.components import action_selectors
+from omagd.components.action_selectors import LOG_PROB, log_softmax
 from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules import agents
 from omagd.modules.agents.agent import Agent, AgentInputs
+from omagd.modules.agents.separate import SeparateAgents
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
 
@@ -45,7 +47,9 @@ class BasicMAC:
         self.info = info
         self.device = device
         self.wants_full_obs = config.use_full_obs
-        self.agent: Agent = agents.REGISTRY.get(config.agent)(config, info).to(device)
+        kind = agents.REGISTRY.get(config.agent)
+        agent = kind(config, info) if config.share_parameters else SeparateAgents(kind, config, info)
+        self.agent: Agent = agent.to(device)
         self.acting_device = torch.device("cpu") if config.cpu_inference else device
         self._copied = self.acting_device != device
         self._actor = copy.deepcopy(self.agent).to(self.acting_device) if self._copied else _twin(self.agent)
@@ -55,8 +59,12 @@ class BasicMAC:
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
-        """Return the fields that `Decision.extras` adds to the rows of episodes: name -> (type, shape)."""
-        return {}
+        """Return the fields that `Decision.extras` adds to the rows of episodes: name -> (type, shape).
+
+        Log-probabilities are stored for learners that need them: where the selector draws from the agent's logits.
+        """
+        selector = action_selectors.REGISTRY.get(config.action_selector)
+        return {LOG_PROB: (torch.float32, (info.n_agents,))} if getattr(selector, "draws", False) else {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,7 +120,11 @@ class BasicMAC:
         Plug-ins override this. q: [B, n, A], the agent's outputs. available: [B, n, A] bool. explore: None: greedy.
         """
         epsilon, rng = (explore.epsilon, explore.rng) if explore else (0.0, None)
-        return self.selector.select(q, available, epsilon, rng), {}
+        actions = self.selector.select(q, available, epsilon, rng)
+        if not getattr(self.selector, "draws", False):
+            return actions, {}
+        taken = np.take_along_axis(log_softmax(q, available), actions[..., None], axis=-1)[..., 0]
+        return actions, {LOG_PROB: taken.astype(np.float32)}
 
     def _values(self, inputs: AgentInputs, part: np.ndarray | None) -> np.ndarray:
         """Return the agent's outputs [B, n, A] of one tick and update its memory; `part`: of these slots only."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from omagd.components.action_selectors import draw
 from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -73,12 +74,3 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     """Return the softmax over the last axis, float32."""
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
-
-
-def draw(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Return [B, n] indices drawn in proportion to `weights` [B, n, A] ≥ 0, given `uniform` [B, n] in [0, 1).
-
-    An index of weight 0 is never drawn, unless all weights are 0.
-    """
-    upto = weights.astype(np.float64).cumsum(axis=-1)
-    return (upto > uniform[..., None] * upto[..., -1:]).argmax(axis=-1)

@@ -43,12 +43,13 @@ class NGraphMAC(BasicMAC):
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
-        """Return the field of the reconstructions, if there are any."""
+        """Return the field of the reconstructions, if there are any, and those of the choice of actions."""
+        more = super().extra_fields(config, info)
         if not config.use_graph_reconstruction or info.layout is None:
-            return {}
+            return more
         if config.mask_predictor_config.decode == "mean":
-            return {"recon": (torch.float16, (info.n_agents, info.obs_dim))}
-        return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes))}
+            return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
+        return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes)), **more}
 
     def begin(self, n_slots: int) -> None:
         """Reset the memory to that of B slots, with the reconstructor's history."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.actions import random_actions, require_available
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.utils.errors import UserError
@@ -192,6 +192,7 @@ class SmaxEnv(BatchedEnv):
             name="smax", map_name=args.map_name, n_agents=n, n_actions=N_NORMAL_ACTIONS + m, obs_dim=layout.obs_dim,
             state_dim=(n + m) * OWN_DIM, episode_limit=args.max_steps + 1, n_normal_actions=N_NORMAL_ACTIONS,
             layout=layout, scripted_policies=("random", "attack_nearest"),
+            state_layout=StateLayout(n, OWN_DIM, m, OWN_DIM),
         )  # fmt: skip
         self._keys = np.zeros((n_slots, 2), np.uint32)
         self._set_state(program.blank(n_slots))

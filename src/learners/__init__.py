@@ -12,6 +12,7 @@ REGISTRY: Registry[type] = Registry(
         "nq_graph_learner": "omagd.learners.nq_graph_learner:NQGraphLearner",
         "nq_learner_ddp": "omagd.learners.nq_learner_ddp:NQLearnerDDP",
         "nq_graph_learner_ddp": "omagd.learners.nq_graph_learner_ddp:NQGraphLearnerDDP",
+        "ppo_learner": "omagd.learners.ppo_learner:PPOLearner",
         "ddpg_learner": "omagd.learners.ddpg_learner:DDPGLearner",
         "ddpg_learner_ddp": "omagd.learners.ddpg_learner_ddp:DDPGLearnerDDP",
     },

@@ -44,7 +44,7 @@ class UpdateResult:
     """Outcome of a step.
 
     Attributes:
-        stepped: False if no rank had a sample.
+        stepped: False if no rank had a sample; True also if only the device knows that.
         finite: scalar bool on the device: whether the gradient norm is finite (and `where` held). If not, nothing
             changed, `skipped` is (1, 1) and all other sums and counts are 0, which leaves the update out of the means.
         norm: (global gradient norm before clipping, 1). skipped: (0, 1), the pair for `SKIPPED`. stats: of the loss
@@ -125,7 +125,7 @@ class SyncedOptimizer:
     def __call__(self, count: Tensor, *parts: tuple[object, ...], where: Tensor | None = None) -> UpdateResult:
         """Take one step on this rank's samples, which pass forward and backward part after part.
 
-        count: scalar, this rank's number (or weight) of samples in all parts; on the CPU it costs no wait for a device.
+        count: scalar, this rank's number (or weight) of samples in all parts, on the CPU or on the device.
         parts: arguments of the loss module, at least one; ranks may have different numbers of parts. Their losses add
             up, and only the last part exchanges gradients.
         where: scalar bool on the device; where it is False, this step is skipped as well.
@@ -145,9 +145,12 @@ class SyncedOptimizer:
         finite = grad_norm < torch.inf if where is None else (grad_norm < torch.inf) & where
         plain = grad_norm.device.type == "cpu" and bool(finite)  # nothing has to be decided on a device
         skipped = torch.zeros(()) if plain else (~finite).float()
-        stepped = bool(some > 0)
+        # A number on the device is not waited for: the optimizer skips the step there if no rank had a sample.
+        waits = some.device.type == "cpu"
+        stepped = not waits or bool(some > 0)
         if stepped:
-            self._step_unless(None if plain else skipped)
+            idle = None if plain else skipped
+            self._step_unless(idle if waits else torch.maximum(skipped, (some <= 0).to(skipped)))
             # Fused optimizers do not count their writes; acting agents use these counters to renew cached tables.
             torch.autograd.graph.increment_version(self._parameters)
         self.optimizer.zero_grad(set_to_none=True)

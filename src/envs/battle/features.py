@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.battle.actions import NORTH, WEST, Geometry, GridLookup
 from omagd.envs.battle.args import SMAC, BattleArgs, Variant
 from omagd.envs.battle.backend import Terrain, Units
@@ -80,9 +80,13 @@ def battle_info(
 ) -> EnvInfo:
     """Return the sizes of environment `name` on a map."""
     layout = entity_layout(spec, args, variant)
+    ally, enemy = state_unit_dims(spec, variant)
+    last = variant.n_actions(spec) * args.state_last_action
+    units = None if args.obs_instead_of_state else StateLayout(spec.n_agents, ally, spec.n_enemies, enemy, last)
     return EnvInfo(
         name, spec.name, spec.n_agents, variant.n_actions(spec), layout.obs_dim, state_dim(spec, args, variant),
         spec.limit, n_normal_actions=variant.n_normal_actions, layout=layout, scripted_policies=scripted_policies,
+        state_layout=units,
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ REGISTRY: Registry[type] = Registry(
         "ff": "omagd.modules.agents.ff_agent:FFAgent",
         "ddpg": "omagd.modules.agents.ff_agent:DDPGAgent",
         "bicnet": "omagd.modules.agents.ff_agent:BiCNetAgent",
+        "hpn_rnn": "omagd.modules.agents.entity_agents:HPNAgent",
+        "attention_rnn": "omagd.modules.agents.entity_agents:AttentionAgent",
         "gnn_rnn": "omagd.modules.agents.gnn_rnn_agent:GNNRNNAgent",
     },
 )

@@ -47,6 +47,12 @@ class AgentInputs:
         guessed = None if self.guessed is None else self.guessed[chosen]
         return AgentInputs(self.features[chosen], self.last_action[chosen], guessed)
 
+    def agent(self, number: int) -> AgentInputs:
+        """Return the inputs of one agent, [S, 1, ...]."""
+        own = slice(number, number + 1)
+        guessed = None if self.guessed is None else self.guessed[:, own]
+        return AgentInputs(self.features[:, own], self.last_action[:, own], guessed)
+
     def guess_marks(self, n_nodes: int) -> Tensor:
         """Return [S, n, N] in the type of the features: 1 for guessed nodes; zeros without reconstruction."""
         if self.guessed is None:
@@ -66,8 +72,15 @@ class Agent(nn.Module, ABC):
         """Return the hidden state at the start of episodes, [B, n, H] zeros."""
 
     @abstractmethod
-    def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
-        """Return the values [S, n, A] of whole episodes, from inputs of S packed rows."""
+    def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
+        """Return the values [S, n, A] of whole episodes, from inputs of S packed rows.
+
+        start: [B, n, H], hidden state before the first rows, where these are not the first rows of episodes.
+        """
+
+    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the hidden state after each row of whole episodes, [S, n, H]. Learners that cut episodes call it."""
+        raise NotImplementedError(f"{type(self).__name__} has no hidden_states: its episodes cannot be cut in chunks")
 
     @abstractmethod
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,13 +114,18 @@ class RecurrentAgent(Agent):
         hidden = self.rnn.step(encoded, hidden)
         return self.values(hidden, *others), hidden
 
-    def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
-        """Return the values [S, n, A] of whole episodes.
+    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the hidden state after each row of whole episodes, [S, n, H]."""
+        encoded, *_ = self.encode(inputs)
+        return self.rnn(encoded, packing, self.init_hidden(packing.n_episodes))
+
+    def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
+        """Return the values [S, n, A] of whole episodes, or from the hidden state `start` [B, n, H] on.
 
         With `enable_gradient_checkpointing` (Chen et al. 2016, arXiv:1604.06174) only the hidden states between blocks
         of `STEPS_AT_ONCE` time steps are kept; backward computes the activations of one block at a time again.
         """
-        start = self.init_hidden(packing.n_episodes)
+        start = self.init_hidden(packing.n_episodes) if start is None else start
         if not self.checkpointing or not torch.is_grad_enabled():
             return self._unroll(inputs, packing, start)[0]
         values, first = [], 0

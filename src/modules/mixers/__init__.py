@@ -9,6 +9,7 @@ REGISTRY: Registry[type] = Registry(
     "omagd.mixers",
     lazy={
         "qmix": "omagd.modules.mixers.qmix:QMixer",
+        "set_qmix": "omagd.modules.mixers.set_qmix:SetQMixer",
         "vdn": "omagd.modules.mixers.vdn:VDNMixer",
         "none": "omagd.modules.mixers.vdn:NoMixer",
     },

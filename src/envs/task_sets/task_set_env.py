@@ -1,0 +1,215 @@
+"""The environment of a task set: each slot plays one map after another, in arrays of the common shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.task_sets.sets import TaskSet
+from omagd.envs.task_sets.shapes import Placement, common_info
+
+NONE = -1
+
+
+class _Pool:
+    """Slots of one map, in one environment.
+
+    Attributes:
+        env: plays the map. task: its index. place: of its numbers in common arrays. outer: [b] int64, the slot of the
+            set that each slot here plays for, or NONE.
+    """
+
+    def __init__(self, env: BatchedEnv, task: int, place: Placement) -> None:
+        self.env, self.task, self.place = env, task, place
+        self.outer = np.full(env.n_slots, NONE)
+        self.began = np.zeros(env.n_slots, bool)  # observed only after its first reset
+
+    def used(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which slots [b] bool play for the outer slots `which` [B] bool, and these outer slots, in order."""
+        inner = (self.outer != NONE) & which[self.outer]
+        return inner, self.outer[inner]
+
+
+class TaskSetEnv(BatchedEnv):
+    """Battles on several maps side by side.
+
+    Args:
+        make: (map, slots) -> environment of one map. tasks: the maps. n_slots: B.
+
+    Attributes:
+        task: [B] int64, task of the current episode of each slot; `set_tasks` chooses that of the next one. At first
+            the training maps follow one another.
+    """
+
+    args_model = BaseModel
+    divisible = False
+
+    def __init__(self, make: Callable[[str, int], BatchedEnv], tasks: TaskSet, n_slots: int) -> None:
+        self.n_slots, self.tasks = n_slots, tasks
+        self._make = make
+        self._pools: list[_Pool] = []
+        self._next = np.arange(n_slots) % len(tasks.training)
+        self.task = np.full(n_slots, NONE)
+        counts = np.bincount(self._next, minlength=len(tasks.maps))
+        made: list[BatchedEnv] = []
+        try:
+            for name, count in zip(tasks.maps, counts, strict=True):
+                made.append(make(name, max(int(count), 1)))
+            self._infos = [env.info for env in made]
+            self.info = common_info(self._infos, tasks.label, len(tasks.training))
+        except BaseException:
+            for env in made:
+                env.close()
+            raise
+        self.deterministic = all(env.deterministic for env in made)  # type: ignore[misc]
+        for task, env in enumerate(made):
+            self._pools.append(_Pool(env, task, Placement(env.info, self.info)))
+        shape = n_slots, self.info.n_agents
+        self._obs = np.zeros((*shape, self.info.obs_dim), np.float32)
+        self._full = np.zeros_like(self._obs)
+        self._state = np.zeros((n_slots, self.info.state_dim), np.float32)
+        self._avail = np.zeros((*shape, self.info.n_actions), bool)
+        self._avail[..., 0] = True
+        self._timeout: float | None = None
+
+    def set_tasks(self, which: np.ndarray, tasks: np.ndarray) -> None:
+        """Choose the `tasks` [B] int64 of the next episodes of the slots `which` [B] bool."""
+        self._next = np.where(which, tasks, self._next)
+
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Start new episodes of the chosen tasks in the slots `which`."""
+        self._assign(which)
+        for pool, inner, outer in self._each(which):
+            of_pool = np.zeros(len(inner), np.int64)
+            of_pool[inner] = seeds[outer]
+            pool.env.reset(inner, of_pool)
+            pool.began |= inner
+        for values in (self._obs, self._full, self._state):
+            values[which] = 0.0  # a smaller map than before does not write everywhere
+        self._avail[which] = False
+        self._avail[which, :, 0] = True
+
+    def _assign(self, which: np.ndarray) -> None:
+        """Give each slot in `which` [B] bool a slot of its next task's environments, making more where they are few."""
+        moving = which & (self.task != self._next)
+        for pool in self._pools:
+            pool.outer[pool.used(moving)[0]] = NONE
+        for task in np.unique(self._next[moving]).tolist():
+            waiting = np.flatnonzero(moving & (self._next == task)).tolist()
+            for pool in [pool for pool in self._pools if pool.task == task]:
+                for inner in np.flatnonzero(pool.outer == NONE)[: len(waiting)]:
+                    pool.outer[inner] = waiting.pop(0)
+            if waiting:
+                self._add_pool(task, waiting)
+        self.task = np.where(moving, self._next, self.task)
+
+    def _add_pool(self, task: int, slots: Sequence[int]) -> None:
+        env = self._make(self.tasks.maps[task], len(slots))
+        if self._timeout is not None:
+            env.set_worker_timeout(self._timeout)
+        pool = _Pool(env, task, Placement(env.info, self.info))
+        pool.outer[:] = slots
+        self._pools.append(pool)
+
+    def _each(self, which: np.ndarray) -> Iterator[tuple[_Pool, np.ndarray, np.ndarray]]:
+        """Yield (pool, its slots [b] bool, the outer slots) of all pools that play for `which` [B] bool."""
+        for pool in self._pools:
+            inner, outer = pool.used(which)
+            if len(outer):
+                yield pool, inner, outer
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Play `actions` in the slots `active`; those of absent agents are not used."""
+        each = list(self._each(active))
+        for pool, inner, outer in each:
+            chosen = np.zeros((len(inner), pool.place.n_agents), np.int64)
+            chosen[inner] = actions[outer, : pool.place.n_agents]
+            pool.env.step_start(chosen, inner)
+        b = self.n_slots
+        each_agent = np.zeros((b, self.info.n_agents), np.float32) if self.info.agent_rewards else None
+        flags = {name: np.zeros(b, bool) for name in ("terminated", "truncated", "lost")}
+        whole = StepResult(np.zeros(b, np.float32), **flags, info={}, agent_reward=each_agent)
+        for pool, inner, outer in each:
+            result = pool.env.step_finish(inner)
+            for name in ("reward", "terminated", "truncated", "lost"):
+                getattr(whole, name)[outer] = getattr(result, name)[inner]
+            if each_agent is not None and result.agent_reward is not None:
+                each_agent[outer, : pool.place.n_agents] = result.agent_reward[inner]
+            for name, values in result.info.items():
+                whole.info.setdefault(name, np.zeros(b, np.float32))[outer] = np.asarray(values)[inner]
+        return whole
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return the current observations in the common shape."""
+        for pool in self._pools:
+            inner = (pool.outer != NONE) & pool.began
+            if inner.any():
+                self._place(pool, inner, pool.env.observe(full))
+        return Observation(self._obs, self._state, self._avail, self._full if full else None)
+
+    def _place(self, pool: _Pool, inner: np.ndarray, seen: Observation) -> None:
+        place, outer = pool.place, pool.outer[inner]
+        agents = np.arange(place.n_agents)
+        cells = np.ix_(outer, agents, place.obs)
+        self._obs[cells] = seen.obs[inner]
+        if seen.full_obs is not None:
+            self._full[cells] = seen.full_obs[inner]
+        self._state[np.ix_(outer, place.state)] = seen.state[inner]
+        self._avail[np.ix_(outer, agents, np.arange(place.n_actions))] = seen.avail_actions[inner]
+
+    def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
+        """Return [B, n] actions of one of the policies that all maps have; 0 for absent agents."""
+        actions = np.zeros((self.n_slots, self.info.n_agents), np.int64)
+        for pool in self._pools:
+            inner = (pool.outer != NONE) & pool.began
+            if inner.any():
+                chosen = pool.env.scripted_actions(policy, rng)[inner]
+                actions[pool.outer[inner], : pool.place.n_agents] = chosen
+        return actions
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the tasks of the slots and the snapshots of all environments."""
+        pools = [
+            {"task": pool.task, "outer": pool.outer.copy(), "began": pool.began.copy(), "env": pool.env.snapshot()}
+            for pool in self._pools
+        ]
+        return {"task": self.task.copy(), "next": self._next.copy(), "pools": pools}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot`."""
+        self.task, self._next = snapshot["task"].copy(), snapshot["next"].copy()
+        for number, saved in enumerate(snapshot["pools"]):
+            if number == len(self._pools):
+                self._add_pool(saved["task"], saved["outer"].tolist())
+            pool = self._pools[number]
+            pool.outer, pool.began = saved["outer"].copy(), saved["began"].copy()
+            pool.env.restore(saved["env"])
+
+    def busy_slots(self) -> dict[int, int]:
+        """Return slot -> seed for the slots that are being reset or stepped."""
+        return {int(pool.outer[inner]): seed for pool in self._pools for inner, seed in pool.env.busy_slots().items()}
+
+    def set_worker_timeout(self, seconds: float) -> None:
+        """Treat a worker process that has not answered for `seconds` as dead."""
+        self._timeout = seconds
+        for pool in self._pools:
+            pool.env.set_worker_timeout(seconds)
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the sums of the environments' counters."""
+        total: dict[str, float] = {}
+        for pool in self._pools:
+            for name, value in pool.env.get_stats().items():
+                total[name] = total.get(name, 0.0) + value
+        if "win_rate" in total:
+            total["win_rate"] = total["battles_won"] / max(total["battles_game"], 1.0)
+        return total
+
+    def close(self) -> None:
+        """Release all environments."""
+        for pool in self._pools:
+            pool.env.close()

@@ -1,0 +1,241 @@
+"""Agents that read any number of units: their weights do not depend on the numbers of allies, enemies and actions.
+
+The order of the allies does not matter to any value (invariance); when enemies change places, the values of the attacks
+change places with them (equivariance). A unit of zeros is unseen, dead or absent, and changes nothing. So one policy
+plays all maps whose units have the same features, if agents do not read their numbers (`obs_agent_id=False`).
+
+Letters: S rows, n agents, m enemies, k allies, H hidden units, D features of a unit, J hidden units of a hypernetwork.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.modules.agents.agent import AgentInputs, RecurrentAgent
+from omagd.modules.kernels.linear import FastLinear
+from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.utils.errors import UserError
+
+ROWS_AT_ONCE = 512  # agents' rows that are encoded together, so that their units stay in the cache
+
+
+class Seen(NamedTuple):
+    """What agents see. own: [S, n, D_own]. allies: [S, n, k, D_ally]. enemies: [S, n, m, D_enemy]."""
+
+    own: Tensor
+    allies: Tensor
+    enemies: Tensor
+
+
+class EntityAgent(RecurrentAgent):
+    """Base of agents that read units one by one.
+
+    Own features are the moves, the agent's features, its number (`obs_agent_id`) and its last action
+    (`obs_last_action`), where all attacks are one action; the enemy that was attacked is marked. With `mark_guesses`
+    each unit has one more feature.
+    """
+
+    any_number_of_units: ClassVar[bool] = True
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__(config, info)
+        if info.layout is None:
+            raise UserError(
+                f"agent={config.agent} needs an environment with an entity layout; env={config.env} has none"
+            )
+        self.layout, self.n_actions, self.n_normal = info.layout, info.n_actions, info.n_normal_actions
+        self.last_action, self.marks = config.obs_last_action, config.mark_guesses
+        self.n_numbers = info.n_agents if config.obs_agent_id else 0
+        bf16, hidden = config.precision == "bf16", config.rnn_hidden_dim
+        self.rnn = PackedGRU(hidden, hidden, bf16)
+        self.normal = FastLinear(hidden, self.n_normal, bf16=bf16)
+
+    @property
+    def widths(self) -> Seen:
+        """Numbers of features of the agent itself, of an ally and of an enemy."""
+        layout, marks = self.layout, int(self.marks)
+        last = self.n_normal + 1 if self.last_action else 0
+        own = layout.move_dim + layout.own_dim + marks + last + self.n_numbers
+        return Seen(own, layout.ally_dim + marks, layout.enemy_dim + marks + int(self.last_action))  # type: ignore[arg-type]
+
+    def seen(self, inputs: AgentInputs) -> Seen:
+        """Return the units that the agents' inputs describe."""
+        layout, shape = self.layout, inputs.features.shape[:-1]
+        m, k = layout.n_enemies, layout.n_allies
+        parts = [layout.move_dim, m * layout.enemy_dim, k * layout.ally_dim, layout.own_dim]
+        moves, enemies, allies, own = inputs.features.split(parts, dim=-1)
+        of_self, of_allies, of_enemies = [moves, own], [allies.view(*shape, k, -1)], [enemies.view(*shape, m, -1)]
+        if self.marks:
+            marks = inputs.guess_marks(layout.n_nodes).split([1, k, m], dim=-1)
+            of_self.append(marks[0])
+            of_allies.append(marks[1].unsqueeze(-1))
+            of_enemies.append(marks[2].unsqueeze(-1))
+        if self.last_action:
+            kind = self.normal.weight.dtype
+            last = inputs.last_action.clamp(max=self.n_normal)  # all attacks are one action
+            actions = torch.arange(self.n_normal + 1, device=last.device)
+            of_self.append((last.unsqueeze(-1) == actions).to(kind))
+            targets = torch.arange(self.n_normal, self.n_normal + m, device=last.device)
+            of_enemies.append((inputs.last_action.unsqueeze(-1) == targets).to(kind).unsqueeze(-1))
+        if self.n_numbers:
+            of_self.append(torch.eye(self.n_numbers, dtype=own.dtype, device=own.device).expand(*shape, -1))
+        return Seen(torch.cat(of_self, dim=-1), torch.cat(of_allies, dim=-1), torch.cat(of_enemies, dim=-1))
+
+    def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
+        """Return the GRU's input [S, n, H], and what `attacks` reads of each enemy [S, n, m, width]."""
+        rows, total = max(1, ROWS_AT_ONCE // self.n_agents), len(inputs.features)
+        parts = [self.encode_units(self.seen(inputs.rows(slice(i, i + rows)))) for i in range(0, max(total, 1), rows)]
+        encoded, targets = zip(*parts, strict=True)
+        return torch.cat(encoded), torch.cat(targets)
+
+    @abstractmethod
+    def encode_units(self, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Return what `encode` does, of some rows."""
+
+    def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """Return the values [S, n, A]: of the normal actions from the hidden state, of attacks from enemies, too."""
+        attacks = self.attacks(hidden, *others)
+        # Where healers choose among more allies than there are enemies, the last targets are units of zeros.
+        missing = self.n_actions - self.n_normal - attacks.shape[-1]
+        attacks = F.pad(attacks, (0, missing)) if missing > 0 else attacks[..., : self.n_actions - self.n_normal]
+        return torch.cat([self.normal(hidden), attacks], dim=-1)
+
+    @abstractmethod
+    def attacks(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """Return the values of attacking each enemy, [S, n, m]; `others` are those of `encode`."""
+
+
+class HyperEmbedding(nn.Module):
+    """The sum over units of W(x) x + b(x), where W is a hypernetwork of the unit's features.
+
+        W(x) x = sum_j a_j(x) W_j x,   a(x) = [relu(A x + c), 1]
+
+    W is linear in a, so the sum over units is W applied to the sum of the outer products a x^T: large products are made
+    once for each agent, and not for each unit. b(x) is part of it, since x is extended by a 1 for units that are not
+    zeros.
+
+    Args:
+        dim: D. hyper: J. out: width of the result. bf16: whether a CPU multiplies in bf16.
+    """
+
+    def __init__(self, dim: int, hyper: int, out: int, bf16: bool) -> None:
+        super().__init__()
+        self.hyper = FastLinear(dim, hyper, bf16=bf16)
+        self.weight = FastLinear((hyper + 1) * (dim + 1), out, bias=False, bf16=bf16)
+
+    def forward(self, units: Tensor) -> Tensor:
+        """Return [..., out] from units [..., k, D]."""
+        there = units.ne(0).any(dim=-1, keepdim=True).to(units.dtype)
+        gates = torch.cat([self.hyper(units).relu() * there, there], dim=-1)
+        products = gates.transpose(-1, -2) @ torch.cat([units, there], dim=-1)
+        embedded: Tensor = self.weight(products.flatten(-2))
+        return embedded
+
+
+class HPNArgs(BaseModel):
+    """`agent_args` of `hpn_rnn`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    hyper_dim: int = Field(default=64, ge=1)  # hidden width of the hypernetworks (J)
+
+
+class HPNAgent(EntityAgent):
+    """Hyper Policy Network (Hao et al. 2023, arXiv:2203.05285): a hypernetwork for each kind of unit.
+
+    The GRU reads relu(W_own x_own + sum over allies W_a(x) x + sum over enemies W_e(x) x). The value of attacking enemy
+    i is w(x_i) h + v(x_i), where w and v are hypernetworks of the enemy's features.
+    """
+
+    args_model: ClassVar[type[BaseModel]] = HPNArgs
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__(config, info)
+        hyper, hidden = HPNArgs.model_validate(config.agent_args).hyper_dim, config.rnn_hidden_dim
+        bf16, widths = config.precision == "bf16", self.widths
+        self.own = FastLinear(int(widths.own), hidden, bf16=bf16)
+        self.of_allies = HyperEmbedding(int(widths.allies), hyper, hidden, bf16)
+        self.of_enemies = HyperEmbedding(int(widths.enemies), hyper, hidden, bf16)
+        self.target = FastLinear(int(widths.enemies), hyper, bf16=bf16)
+        self.attack = FastLinear(hidden, hyper + 1, bf16=bf16)
+        self.base = nn.Linear(hyper, 1)
+
+    def encode_units(self, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Return the GRU's input [S, n, H], and g of each enemy [S, n, m, J]."""
+        embedded = self.own(seen.own) + self.of_allies(seen.allies) + self.of_enemies(seen.enemies)
+        return embedded.relu(), self.target(seen.enemies).relu()
+
+    def attacks(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """Return w(x_i) h + v(x_i), [S, n, m].
+
+        w(x_i) = W^T g(x_i) + w_0, and g(x_i)^T (W h) + w_0 h costs less than w(x_i)^T h: W h is made once.
+        """
+        (targets,) = others
+        weights, constant = self.attack(hidden).split([targets.shape[-1], 1], dim=-1)
+        values: Tensor = (targets @ weights.unsqueeze(-1)).squeeze(-1) + constant + self.base(targets).squeeze(-1)
+        return values
+
+
+class AttentionArgs(BaseModel):
+    """`agent_args` of `attention_rnn`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    n_heads: int = Field(default=4, ge=1)  # attention heads; divides rnn_hidden_dim
+
+
+class AttentionAgent(EntityAgent):
+    """The agent attends to the units that it sees (as the agents of REFIL, Iqbal et al. 2021, arXiv:2006.04222).
+
+    Its query comes from its own features; keys and values from all units, its own included. The value of attacking
+    enemy i is the scaled product of that enemy's key for targets and the hidden state, plus a value of the enemy.
+    """
+
+    args_model: ClassVar[type[BaseModel]] = AttentionArgs
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__(config, info)
+        self.n_heads, hidden = AttentionArgs.model_validate(config.agent_args).n_heads, config.rnn_hidden_dim
+        if hidden % self.n_heads:
+            raise UserError(f"agent_args.n_heads={self.n_heads}: must divide rnn_hidden_dim={hidden}")
+        bf16, widths = config.precision == "bf16", self.widths
+        self.embed_self = FastLinear(int(widths.own), hidden, bf16=bf16)
+        self.embed_ally = FastLinear(int(widths.allies), hidden, bf16=bf16)
+        self.embed_enemy = FastLinear(int(widths.enemies), hidden, bf16=bf16)
+        self.query = FastLinear(hidden, hidden, bias=False, bf16=bf16)
+        self.key_value = FastLinear(hidden, 2 * hidden, bias=False, bf16=bf16)
+        self.out = FastLinear(hidden, hidden, bf16=bf16)
+        self.target = FastLinear(hidden, hidden, bf16=bf16)
+        self.attack = FastLinear(hidden, hidden, bf16=bf16)
+        self.base = nn.Linear(hidden, 1)
+
+    def encode_units(self, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Return the GRU's input [S, n, H], and the enemies' keys for targets [S, n, m, H]."""
+        own, enemies = self.embed_self(seen.own).relu(), self.embed_enemy(seen.enemies).relu()
+        units = torch.cat([own.unsqueeze(-2), self.embed_ally(seen.allies).relu(), enemies], dim=-2)
+        there = torch.cat([part.ne(0).any(dim=-1) for part in (seen.allies, seen.enemies)], dim=-1)
+        there = F.pad(there, (1, 0), value=True)  # an agent always attends to itself
+        attended = self._attend(own.flatten(0, 1), units.flatten(0, 1), there.flatten(0, 1)).view_as(own)
+        return (own + self.out(attended)).relu(), self.target(enemies)
+
+    def _attend(self, own: Tensor, units: Tensor, there: Tensor) -> Tensor:
+        """Return [R, H] for agents' own embeddings [R, H], units [R, N, H] and masks [R, N] of units that exist."""
+        rows, heads = len(own), self.n_heads
+        query = self.query(own).view(rows, 1, heads, -1).transpose(1, 2)
+        keys, values = self.key_value(units).view(rows, units.shape[1], 2 * heads, -1).transpose(1, 2).chunk(2, dim=1)
+        mask = there.view(rows, 1, 1, -1)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(rows, -1)
+
+    def attacks(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """Return the scaled product of each enemy's key and the hidden state, plus a value of the enemy, [S, n, m]."""
+        (targets,) = others
+        scale = targets.shape[-1] ** -0.5
+        product = (targets @ self.attack(hidden).unsqueeze(-1)).squeeze(-1)
+        values: Tensor = product * scale + self.base(targets.relu()).squeeze(-1)
+        return values

@@ -1,0 +1,19 @@
+"""Critics: the value of a moment, for learners that do not value actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from omagd.utils.registry import Registry
+
+REGISTRY: Registry[Callable[..., nn.Module]] = Registry(
+    "critic",
+    "omagd.critics",
+    lazy={
+        "state": "omagd.modules.critics.flat:StateCritic",
+        "observation": "omagd.modules.critics.flat:observation_critic",
+        "set": "omagd.modules.critics.set_critic:SetCritic",
+    },
+)

@@ -1,0 +1,71 @@
+"""The state as a set of units: embeddings whose sizes do not depend on the numbers of allies and enemies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.modules.kernels.linear import FastLinear
+from omagd.utils.errors import UserError
+
+USUAL = 10.0  # numbers of units are divided by this, so that they are about 1
+
+
+class Team(NamedTuple):
+    """Units of one team. features: [S, k, D]. there: [S, k, 1], 1 for units that are not zeros, in the same type."""
+
+    features: Tensor
+    there: Tensor
+
+
+class UnitEncoder(nn.Module):
+    """Embeds a state of units: each ally for itself, and the whole.
+
+    The whole is a function of the mean embedding of the living allies, that of the living enemies, their numbers, and
+    the features that are no units' (Zaheer et al. 2017, "Deep sets", arXiv:1703.06114). So it does not depend on the
+    order of units, nor on units of zeros, which are dead or absent. Allies know their last actions where the state has
+    them; all attacks are one action.
+
+    Args:
+        config, info: the run and its environment. width: of the embeddings. key: the configuration that asks for it,
+            such as "mixer=set_qmix", for errors.
+    """
+
+    def __init__(self, config: Config, info: EnvInfo, width: int, key: str) -> None:
+        super().__init__()
+        if info.state_layout is None:
+            raise UserError(f"{key}: needs a state of units; env={config.env} has none")
+        self.layout, self.n_normal = info.state_layout, info.n_normal_actions
+        bf16, last = config.precision == "bf16", self.n_normal + 1 if self.layout.last_actions else 0
+        self.n_others = info.state_dim - self.layout.width
+        self.embed_ally = FastLinear(self.layout.ally_dim + last, width, bf16=bf16)
+        self.embed_enemy = FastLinear(self.layout.enemy_dim, width, bf16=bf16)
+        self.whole = FastLinear(2 * width + 2 + self.n_others, width, bf16=bf16)
+
+    def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the whole [S, width], the allies [S, n, width], and 1 for those that live [S, n, 1]."""
+        allies, enemies, others = self._split(state)
+        of_allies, of_enemies = self.embed_ally(allies.features).relu(), self.embed_enemy(enemies.features).relu()
+        numbers = [team.there.sum(dim=1) for team in (allies, enemies)]
+        means = [
+            (embedded * team.there).sum(dim=1) / number.clamp(min=1)
+            for embedded, team, number in ((of_allies, allies, numbers[0]), (of_enemies, enemies, numbers[1]))
+        ]
+        whole = self.whole(torch.cat([*means, *(number / USUAL for number in numbers), others], dim=-1)).relu()
+        return whole, of_allies, allies.there
+
+    def _split(self, state: Tensor) -> tuple[Team, Team, Tensor]:
+        layout, rows = self.layout, len(state)
+        n, m = layout.n_allies, layout.n_enemies
+        parts = [n * layout.ally_dim, m * layout.enemy_dim, n * layout.last_actions, self.n_others]
+        own, theirs, last, others = state.split(parts, dim=-1)
+        allies, enemies = own.view(rows, n, -1), theirs.view(rows, m, -1)
+        there = [team.ne(0).any(dim=-1, keepdim=True).to(state.dtype) for team in (allies, enemies)]
+        if layout.last_actions:
+            normal, attacks = last.view(rows, n, -1).split([self.n_normal, layout.last_actions - self.n_normal], dim=-1)
+            allies = torch.cat([allies, normal, attacks.sum(dim=-1, keepdim=True)], dim=-1)
+        return Team(allies, there[0]), Team(enemies, there[1]), others
