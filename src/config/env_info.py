@@ -75,11 +75,11 @@ class StateLayout:
         last_actions: length of an ally's one-hot last action; 0: not in the state.
     """
 
-    n_allies: int
-    ally_dim: int
-    n_enemies: int
-    enemy_dim: int
-    last_actions: int = 0
+    n_allies: Count
+    ally_dim: Count
+    n_enemies: Count
+    enemy_dim: Count
+    last_actions: Count = 0
 
     @property
     def units_dim(self) -> int:
@@ -128,7 +128,7 @@ class EnvInfo:
     agent_rewards: bool = False
     state_layout: StateLayout | None = None
     tasks: tuple[str, ...] = ()
-    n_training: int = 0
+    n_training: Count = 0
 
     def shape_key(self) -> str:
         """Return a short hash of the facts that pre-trained graph modules depend on: environment, map, sizes."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 
 from omagd.components import action_selectors
@@ -62,6 +62,13 @@ class PPOArgs(BaseModel):
     value_weight: float = Field(default=0.5, gt=0.0)  # weight of the critic's loss
     value_clip: float | None = Field(default=0.2, gt=0.0)  # bound of a value's distance from the one before the update
     normalise_values: bool = True  # the critic predicts returns with running mean 0 and deviation 1
+
+    @field_validator("critic")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in critics.REGISTRY:
+            raise ValueError(f"learner_args.critic={name} is not known; known: {', '.join(critics.REGISTRY.names())}")
+        return name
 
 
 def log_softmax(logits: Tensor, available: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel
 
 from omagd import controllers, learners, runners
+from omagd.components import action_selectors
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import HERE, find_yaml, read_yaml
@@ -146,6 +147,11 @@ def check_data(config: Config) -> None:
     if learner.data == "replay":
         if config.batch_size > config.buffer_size:
             raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
+        if getattr(action_selectors.REGISTRY.get(config.action_selector), "draws", False):
+            raise UserError(
+                f"action_selector={config.action_selector}: draws from logits, but {given} learns values. Use"
+                " action_selector=epsilon_greedy, or learner=ppo_learner"
+            )
         return
     if runners.REGISTRY.get(config.runner).unit != "episodes":
         raise UserError(

@@ -1,0 +1,195 @@
+"""PPO: an update equals an independent computation; chunks, minibatches, critics, selection of actions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from q_toys import INFO, gradients_of, make_learner, random_episode, toy_config
+from torch.nn import functional as F
+
+import omagd
+from omagd.components.action_selectors import REGISTRY as SELECTORS
+from omagd.components.action_selectors import draw, log_softmax
+from omagd.components.chunks import Chunk, Minibatches, pack_chunks
+from omagd.config.loading import resolve
+from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.critics import REGISTRY as CRITICS
+from omagd.run.cli.preflight import preflight
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
+
+torch.set_num_threads(1)
+PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "grad_norm_clip": 1e9}
+ARGS = {"epochs": 1, "normalise_values": False, "value_clip": None, "critic_hidden": 8}
+
+
+def ppo(seed: int = 0, **args: Any) -> Any:
+    more = {name: args.pop(name) for name in ("agent", "share_parameters") if name in args}
+    return make_learner(toy_config(**PPO, **more, learner_args={**ARGS, **args}), dtype=torch.float64, seed=seed)
+
+
+def episodes_of(*lengths: int) -> list[dict[str, torch.Tensor]]:
+    made = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate(lengths)]
+    for i, episode in enumerate(made):  # an agent that dies has one action
+        episode["avail_actions"][1 + i % 2 :, i % 3] = F.one_hot(episode["actions"][1 + i % 2 :, i % 3].long(), 9)
+        episode["log_prob"] -= 0.3 * torch.rand_like(episode["log_prob"])
+    return made
+
+
+def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]], chunk: int) -> torch.Tensor:
+    """Return the mean loss, episode by episode and step by step, as the papers write it."""
+    args, gamma, config = learner.args, learner.config.gamma, learner.config
+    rows = []
+    for episode in episodes:
+        steps, ended = len(episode["reward"]) - 1, episode["terminated"].double()
+        features, state = episode["obs"].double(), episode["state"].double()
+        last = torch.cat([torch.full((1, 3), -1), episode["actions"][:-1].long()])
+        value = learner.critic(AgentInputs(features, last), state)
+        value = value if value.dim() > 1 else value[:, None].expand(-1, 3)
+        hidden, total = learner.mac.agent.init_hidden(1), torch.zeros(3, dtype=torch.float64)
+        advantage = torch.zeros(steps, 3, dtype=torch.float64)
+        for t in reversed(range(steps)):  # Schulman et al. 2016, equation 16
+            delta = episode["reward"][t] + gamma * (1 - ended[t]) * value[t + 1] - value[t]
+            advantage[t] = total = (delta + gamma * args.gae_lambda * (1 - ended[t]) * total).detach()
+        for t in range(steps):
+            if chunk and t % chunk == 0:
+                hidden = hidden.detach()
+            logits, hidden = learner.mac.agent.step(AgentInputs(features[t : t + 1], last[t : t + 1]), hidden)
+            open_ = episode["avail_actions"][t].bool()
+            policy = torch.distributions.Categorical(logits=logits[0].masked_fill(~open_, -1e30))
+            ratio = (policy.log_prob(episode["actions"][t].long()) - episode["log_prob"][t]).exp()
+            alive = (open_.sum(-1) > 1) if args.death_masking else torch.ones(3, dtype=torch.bool)
+            rows += [(alive[i], advantage[t, i], ratio[i], policy.entropy()[i], value[t, i]) for i in range(3)]
+    counted = [row[1:] for row in rows if row[0]]
+    raw = torch.stack([advantage for advantage, *_ in counted])
+    normal = (raw - raw.mean()) / (raw.std(correction=0) + 1e-8) if args.normalise_advantages else raw
+    loss = torch.zeros((), dtype=torch.float64)
+    for a, (advantage, ratio, entropy, value) in zip(normal, counted, strict=True):
+        policy_loss = -min(ratio * a, ratio.clamp(1 - args.clip, 1 + args.clip) * a)
+        error = 0.5 * (value - (advantage + value).detach()) ** 2
+        loss = loss + policy_loss - args.entropy * entropy + args.value_weight * error
+    assert config.gamma < 1
+    return loss / len(counted)
+
+
+@pytest.mark.parametrize(
+    ("args", "chunk"),
+    [
+        ({}, 0),
+        ({"critic": "observation", "death_masking": False}, 0),
+        ({"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"}, 2),
+        ({"critic": "observation", "share_parameters": False, "gae_lambda": 0.5}, 3),
+    ],
+)
+def test_a_step_follows_the_gradient_of_an_independent_computation(args, chunk):
+    """Also from chunks that begin with the stored memory: at the first step it is that of the whole episodes."""
+    learner, episodes = ppo(chunk_length=chunk, **args), episodes_of(5, 2, 4, 1)
+    expected_loss(learner, episodes, chunk).backward()
+    weights = [p for group in learner.optimizer.param_groups for p in group["params"]]
+    wanted = [p.grad.clone() for p in weights]
+    learner.optimizer.zero_grad()
+    found, stats = gradients_of(learner, episodes)
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    choices = sum(int((e["avail_actions"][:-1].sum(-1) > 1).sum()) for e in episodes)
+    samples = choices if learner.args.death_masking else 3 * (5 + 2 + 4 + 1)
+    assert float(stats["loss_ppo"][1]) == samples
+
+
+def test_values_are_clipped_and_normalised():
+    """The target of a normalised critic has mean 0 and deviation 1; a clipped value has no gradient beyond its bound."""
+    episodes = [{**e, "reward": 100 + 10 * e["reward"]} for e in episodes_of(5, 2, 4, 1)]
+    learner = ppo(normalise_values=True, death_masking=False)
+    rows = learner._judged(pack_episodes(episodes))
+    target = rows.target[rows.weight > 0]
+    assert abs(target.mean()) < 1e-6 and target.std(correction=0).item() == pytest.approx(1)
+    again = learner._judged(pack_episodes(episodes))
+    assert learner.value_norm.scale[0] > 100 and again.target[again.weight > 0].std() < 10
+    resumed = ppo(normalise_values=True)
+    resumed.load_state_dict(learner.state_dict())
+    assert resumed.value_norm.scale == learner.value_norm.scale
+    value, old, target = (torch.tensor([[x]], requires_grad=True) for x in (2.0, 1.0, 5.0))
+    for clip, error, slope in ((None, 4.5, -3.0), (0.2, 0.5 * 3.8**2, 0.0), (9.0, 4.5, -3.0)):
+        loss = ppo(value_clip=clip)._step.loss_module
+        found = loss._value_error(value, SimpleNamespace(value=old.detach(), target=target.detach()))
+        assert found.item() == pytest.approx(error)
+        assert torch.autograd.grad(found.sum(), value)[0].item() == pytest.approx(slope)
+
+
+def test_chunks_hold_all_steps_of_all_episodes_once_in_order():
+    batch = pack_episodes([{"t": torch.arange(k + 1) + 100 * i} for i, k in enumerate((5, 2, 7, 1))])
+    packed = pack_chunks(batch.packing, [Chunk(0, 2, 5), Chunk(3, 0, 1), Chunk(1, 0, 2)])
+    assert batch["t"][packed.rows].tolist() == [202, 0, 300, 203, 1, 204]
+    assert packed.packing.lengths == (3, 2, 1)
+    assert [int(batch["t"][row]) if row >= 0 else None for row in packed.before] == [201, None, None]
+    for length, count in itertools.product((0, 1, 2, 10), (1, 2, 5)):
+        minibatches = Minibatches(batch, length, Dist())
+        drawn = [part for part in minibatches.draw(count, np.random.default_rng(0)) if part is not None]
+        rows = sorted(int(t) for part in drawn for t in batch["t"][part.rows])
+        assert rows == [*range(5), 100, 101, *range(200, 207), 300]
+        assert all(max(part.packing.lengths) <= (length or 10) for part in drawn)
+        parts = [part for whole in drawn for part in whole.split(2)]
+        assert sorted(int(t) for part in parts for t in batch["t"][part.rows]) == rows
+    orders = [next(Minibatches(batch, 2, Dist()).draw(2, np.random.default_rng(seed))).rows.tolist() for seed in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+def test_actions_are_drawn_from_the_softmax_of_available_logits():
+    rng = np.random.default_rng(0)
+    logits, available = np.array([[[0.0, 1.0, 3.0, 2.0]]]), np.array([[[True, True, False, True]]])
+    chances = np.exp(log_softmax(logits, available))[0, 0]
+    assert chances == pytest.approx([np.exp(k) / (1 + np.e + np.e**2) if k < 3 else 0 for k in (0, 1, 3, 2)])
+    many = np.repeat(logits, 100_000, 0), np.repeat(available, 100_000, 0)
+    selector = SELECTORS.get("softmax")()
+    counts = np.bincount(selector.select(*many, 0.0, rng).ravel(), minlength=4) / 100_000
+    assert counts == pytest.approx(chances, abs=0.006) and counts[2] == 0
+    assert selector.select(logits, available, 0.0, None).item() == 3
+    assert np.isfinite(log_softmax(logits, np.zeros_like(available))).all(), "a row after the end"
+    assert draw(np.array([[0.0, 0.0]]), np.array([0.3])).item() == 0
+
+
+@pytest.mark.parametrize("name", CRITICS.names())
+def test_critics_have_a_value_for_the_team_or_for_each_agent(name):
+    config = toy_config(**PPO)
+    torch.manual_seed(0)
+    critic = CRITICS.get(name)(config, INFO, 8)
+    batch = pack_episodes([random_episode(0, 4)])
+    inputs = AgentInputs(batch["obs"], torch.zeros_like(batch["actions"], dtype=torch.int64))
+    value = critic(inputs, batch["state"])
+    assert value.shape == ((5, 3) if name == "observation" else (5,))
+    value.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in critic.parameters())
+
+
+@pytest.mark.parametrize("preset", ["mappo", "ippo"])
+def test_presets_learn_to_win(preset, tmp_path):
+    given = {"env_args.map_name": "3m", "t_max": 12_000, "test_interval": 10**6, "test_nepisode": 64, "use_cuda": False}
+    config = resolve(preset, "skirmish", {**given, "local_results_path": str(tmp_path), "checkpoint_interval": 1000.0})
+    summary = omagd.run(config)
+    first, *_ = (json.loads(line) for line in (Path(summary["folder"]) / "metrics.jsonl").open())
+    assert first["test_return_mean"] + 2 < summary["stages"]["stage3"]["values"]["test_return_mean"]
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        ({"action_selector": "epsilon_greedy"}, ["action_selector=epsilon_greedy", "action_selector=softmax"]),
+        ({"learner_args": {"critic": "sate"}}, ["learner_args.critic=sate", "state"]),
+        ({"learner_args": {"epochs": 0}}, ["learner_args.epochs=0"]),
+        ({"runner": "ticks"}, ["runner=ticks"]),
+        ({"learner": "nq_learner", "learner_args": {}}, ["action_selector=softmax", "epsilon_greedy"]),
+    ],
+)
+def test_what_does_not_fit_is_rejected_at_the_start(updates, words):
+    config = resolve("mappo", "skirmish", {})
+    with pytest.raises(UserError) as caught:
+        preflight(config.model_copy(update=updates))
+    assert [word for word in words if word not in caught.value.render()] == []
