@@ -44,6 +44,7 @@ from omagd.utils.packing import pack_episodes
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Episodes = list[dict[str, Tensor]]
+MakeUpdate = Callable[[str, argparse.Namespace, list[Episodes], EnvInfo], Callable[[int], object]]
 BATCHES = {"27m_vs_30m": 1}  # of the most agents, which take the most memory and time; 4 otherwise
 MOST_UPDATES = {"27m_vs_30m": 5}
 # What --peer measured at batch 128 on one core of an AMD EPYC 9004.
@@ -118,20 +119,20 @@ def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO, device: str
     PeerMAC = importlib.import_module("controllers.n_controller").NMAC
     PeerLearner = importlib.import_module("learners.nq_learner").NQLearner
 
-    padded = [_padded(episodes, info) for episodes in batches]
+    of_peer = [padded(episodes, info) for episodes in batches]
     args, groups = make_args(info), {"agents": info.n_agents}
     args.use_cuda = device != "cpu"
     with contextlib.redirect_stdout(io.StringIO()):
-        learner = PeerLearner(PeerMAC(padded[0].scheme, groups, args), padded[0].scheme, SimpleNamespace(), args)
+        learner = PeerLearner(PeerMAC(of_peer[0].scheme, groups, args), of_peer[0].scheme, SimpleNamespace(), args)
     learner.log_stats_t = 0
     if args.use_cuda:
         learner.cuda()
-        for batch in padded:
+        for batch in of_peer:
             batch.to(device)
 
     def update(i: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            learner.train(padded[i], 0, 0)
+            learner.train(of_peer[i], 0, 0)
 
     return update
 
@@ -148,8 +149,11 @@ def make_args(info: EnvInfo) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def _padded(episodes: Episodes, info: EnvInfo) -> Any:
-    """Return the peer's batch of some episodes, cut to the longest one as it does after sampling."""
+def padded(episodes: Episodes, info: EnvInfo, convert: Callable[[np.ndarray], Any] = np.asarray) -> Any:
+    """Return the peer's batch of some episodes, cut to the longest one as it does after sampling.
+
+    convert: arrays to what its batch takes.
+    """
     EpisodeBatch = importlib.import_module("components.episode_buffer").EpisodeBatch
     OneHot = importlib.import_module("components.transforms").OneHot
     scheme = {
@@ -165,7 +169,11 @@ def _padded(episodes: Episodes, info: EnvInfo) -> Any:
     for i, episode in enumerate(episodes):
         fields = {name: value.numpy()[None] for name, value in episode.items()}
         fields["actions"] = fields["actions"][..., None].astype(np.int64)
-        batch.update(fields, bs=slice(i, i + 1), ts=slice(0, len(episode["reward"])))
+        batch.update(
+            {name: convert(value) for name, value in fields.items()},
+            bs=slice(i, i + 1),
+            ts=slice(0, len(episode["reward"])),
+        )
     return batch[:, : max(len(episode["reward"]) for episode in episodes)]
 
 
@@ -175,7 +183,18 @@ def filled(batches: list[Episodes]) -> float:
     return float(np.mean([np.mean(batch) / max(batch) for batch in rows]))
 
 
-def work(pipe: Connection, options: argparse.Namespace, info: EnvInfo, lengths: str, name: str) -> None:
+def make_update(
+    name: str, options: argparse.Namespace, batches: list[Episodes], info: EnvInfo
+) -> Callable[[int], object]:
+    """Return our learner's update of batch number i (`name` "ours") or the peer's."""
+    if name == "ours":
+        return ours(batches, info, options.device, precision=options.precision)
+    return peers(options.peer, batches, info, options.device)
+
+
+def work(
+    pipe: Connection, options: argparse.Namespace, info: EnvInfo, lengths: str, name: str, make: MakeUpdate
+) -> None:
     """Do an update for every number that comes and answer with its seconds; None ends: answer the peak in GB."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
@@ -183,10 +202,7 @@ def work(pipe: Connection, options: argparse.Namespace, info: EnvInfo, lengths: 
     cuda = options.device == "cuda"
     if name != "peer":
         keep_freed_memory()
-    if name == "ours":
-        update = ours(batches, info, options.device, precision=options.precision)
-    else:
-        update = peers(options.peer, batches, info, options.device)
+    update = make(name, options, batches, info)
     clock = time.perf_counter if cuda else time.process_time
     while (number := pipe.recv()) is not None:
         start = clock()
@@ -203,14 +219,14 @@ def n_batches(info: EnvInfo) -> int:
     return BATCHES.get(info.map_name, 4)
 
 
-def measure(options: argparse.Namespace, info: EnvInfo, lengths: str) -> dict[str, Any]:
-    """Return medians, peaks of memory and ratios for episodes of such `lengths`."""
+def measure(options: argparse.Namespace, info: EnvInfo, lengths: str, make: MakeUpdate = make_update) -> dict[str, Any]:
+    """Return medians, peaks of memory and ratios for episodes of such `lengths`. make: builds the updates."""
     spawn = multiprocessing.get_context("spawn")
     pipes = {}
     names = ["ours", "peer", "peer_kept"] if options.device == "cpu" else ["ours", "peer"]
     for name in names if options.peer else ["ours"]:
         pipes[name], far = spawn.Pipe()
-        spawn.Process(target=work, args=(far, options, info, lengths, name), daemon=True).start()
+        spawn.Process(target=work, args=(far, options, info, lengths, name, make), daemon=True).start()
     times: dict[str, list[float]] = {name: [] for name in pipes}
     first, last = -n_batches(info), min(options.updates, MOST_UPDATES.get(info.map_name, options.updates))
     for number in range(first, last):

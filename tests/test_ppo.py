@@ -105,7 +105,7 @@ def test_a_step_follows_the_gradient_of_an_independent_computation(args, chunk):
 
 
 def test_values_are_clipped_and_normalised():
-    """The target of a normalised critic has mean 0 and deviation 1; a clipped value has no gradient beyond its bound."""
+    """Normalised targets have mean 0 and deviation 1; a clipped value has no gradient beyond its bound."""
     episodes = [{**e, "reward": 100 + 10 * e["reward"]} for e in episodes_of(5, 2, 4, 1)]
     learner = ppo(normalise_values=True, death_masking=False)
     rows = learner._judged(pack_episodes(episodes))

@@ -242,10 +242,14 @@ class PPOLearner:
         memory = self._memory(rows)
         minibatches = Minibatches(batch, self.args.chunk_length, self.dist)
         merged: Stats = {}
+        parts: list[PPORows] = []
+        whole = False
         for _ in range(self.args.epochs):
             draws = generator(self.config.seed, "minibatches", self.updates)
             for chunks in minibatches.draw(self.args.minibatches, draws):
-                parts = _parts(rows, memory, chunks, self.config.accumulate)
+                if not whole:
+                    parts = _parts(rows, memory, chunks, self.config.accumulate)
+                    whole = self.args.minibatches == 1  # the same rows in every epoch
                 count = torch.stack([part.weight.sum() for part in parts]).sum()
                 result = self._step(count, *((part,) for part in parts))
                 self.updates += 1
