@@ -92,7 +92,7 @@ class StateLayout:
         return self.units_dim + self.n_allies * self.last_actions
 
 
-_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards", "state_layout", "tasks", "n_training"}
+_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards", "state_layout", "tasks", "n_training", "padded"}
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class EnvInfo:
         state_layout: the units of `state`, or None.
         tasks: names of the tasks of a set; the sizes are then those of the largest ones. Empty: one task.
         n_training: number of tasks that are trained on, the first ones; the others are for tests.
+        padded: whether some tasks are smaller than the sizes here.
     """
 
     name: str
@@ -129,6 +130,7 @@ class EnvInfo:
     state_layout: StateLayout | None = None
     tasks: tuple[str, ...] = ()
     n_training: Count = 0
+    padded: bool = False
 
     def shape_key(self) -> str:
         """Return a short hash of the facts that pre-trained graph modules depend on: environment, map, sizes."""

@@ -226,5 +226,6 @@ class Config(Frozen):
 
     @property
     def map_name(self) -> str:
-        """The map or task, empty if the environment has none."""
-        return str(self.env_args.get("map_name", ""))
+        """The map or task, several with + between them; empty if the environment has none."""
+        given = self.env_args.get("map_name", "")
+        return "+".join(map(str, given)) if isinstance(given, list | tuple) else str(given)

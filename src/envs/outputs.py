@@ -19,7 +19,7 @@ from omagd.utils.errors import UserError
 
 _NUMBERS, _FLAGS = "fiub", "biu"  # dtype kinds of numbers and of flags
 
-RESERVED = re.compile("stage|epoch|t_env|slot|seed|length|return|return_agent_.*|ep_length|q_taken|target|test_.*")
+RESERVED = re.compile("stage|epoch|t_env|task|slot|seed|length|return|return_agent_.*|ep_length|q_taken|target|test_.*")
 """Names that an environment's info must not use: keys of `episodes/` or, with `_mean`, of `metrics.jsonl`."""
 
 

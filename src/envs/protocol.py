@@ -171,6 +171,14 @@ class ChangingOpponents(Protocol):
         """
 
 
+@runtime_checkable
+class ManyTasks(Protocol):
+    """A batched environment whose slots play the tasks `info.tasks`, in arrays of one shape."""
+
+    def set_tasks(self, which: np.ndarray, tasks: np.ndarray) -> None:
+        """Choose the `tasks` [B] int64 of the next episodes of the slots `which` [B] bool."""
+
+
 class MultiAgentEnv(ABC):
     """One environment with the methods of SMAC's `MultiAgentEnv`. Runs in a worker process or in this one.
 

@@ -14,12 +14,14 @@ import numpy as np
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.types import Exploration, Policy, Tick
 from omagd.envs.outputs import OutputChecks, fault
-from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
+from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv, ManyTasks
 from omagd.runners.recorder import Recorder
 from omagd.utils.packing import Episode, EpisodeMeta, RecordedEpisode
 from omagd.utils.seeding import stream_seed
 
 ENDLESS = 2**62
+NO_GROUP = -1
+OF_TASKS = ("return", "ep_length", "battle_won")  # results that are also counted for each task of a set
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Rollout:
     steps: int = 0
     lost: int = 0
     stats: dict[str, tuple[float, float]] = field(default_factory=dict)
-    log: list[dict[str, float | int]] = field(default_factory=list)
+    log: list[dict[str, float | int | str]] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
         """Add one episode's `value` to the stats; NaN means unknown and is left out."""
@@ -48,20 +50,41 @@ class Rollout:
             total, count = self.stats.get(name, (0.0, 0.0))
             self.stats[name] = (total + float(value), count + 1.0)
 
-    def end(self, slot: int, seed: int, length: int, reward: float, results: dict[str, float]) -> None:
-        """Count and log a finished episode."""
+    def end(self, slot: int, seed: int, length: int, reward: float, results: dict[str, float], task: str = "") -> None:
+        """Count and log a finished episode. task: its name in a set; its results are also counted for itself."""
         self.n_episodes += 1
         self.steps += length
-        self.count("return", reward)
-        self.count("ep_length", length)
-        entry: dict[str, float | int] = {"slot": slot, "seed": seed, "length": length}
+        for name, value in {"return": reward, "ep_length": length, **results}.items():
+            self.count(name, value)
+            if task and name in OF_TASKS:
+                self.count(f"{task}/{name}", value)
+        entry: dict[str, float | int | str] = {"slot": slot, "seed": seed, "length": length}
+        if task:
+            entry["task"] = task
         if math.isfinite(reward):
             entry["return"] = reward
         for name, value in results.items():
-            self.count(name, value)
             if math.isfinite(value):
                 entry.setdefault(name, value)
         self.log.append(entry)
+
+
+@dataclass
+class Origins:
+    """Where the episodes of all slots come from: reset seed, task and group, each [B] int64; group -1: none."""
+
+    seed: np.ndarray
+    task: np.ndarray
+    group: np.ndarray
+
+    @classmethod
+    def of(cls, seed: np.ndarray) -> Origins:
+        """Return the origins of episodes of one task, each for itself."""
+        return cls(seed, np.zeros_like(seed), np.full_like(seed, NO_GROUP))
+
+    def where(self, which: np.ndarray, other: Origins) -> Origins:
+        """Return these in the slots `which` [B] bool, those of `other` elsewhere."""
+        return Origins(*(np.where(which, getattr(self, s.name), getattr(other, s.name)) for s in fields(self)))
 
 
 class EpisodeSeeds:
@@ -93,6 +116,10 @@ class EpisodeSeeds:
             self._played[slot] += 1
         return seeds
 
+    def origins(self, which: np.ndarray) -> Origins:
+        """Return the origins of the next episodes of the slots `which` [B] bool; others hold anything."""
+        return Origins.of(self.draw(which))
+
     def state_dict(self) -> dict[str, Any]:
         """Return how many episodes each slot has begun, and in which generation."""
         return {"played": list(self._played), "generation": self._generation}
@@ -108,7 +135,7 @@ class SlotState:
     """State of each slot. All [B]: reset seed, step, return so far, episodes yet to begin, three masks.
 
     `agent_reward` is each agent's return so far, [B, n] where the environment reports it, else [B, 0]. `lost` [B]
-    counts the episodes lost in a row.
+    counts the episodes lost in a row. `task` and `group`: see `Origins`.
 
     `playing` slots act and step; `stepping` slots wait for the result of their action; `closing` slots have ended and
     show their last observation once more, for the closing row. The field names are keys of checkpoints.
@@ -123,16 +150,29 @@ class SlotState:
     stepping: np.ndarray
     agent_reward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     lost: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    task: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    group: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def origins(self) -> Origins:
+        """Where the episodes come from."""
+        return Origins(self.seed, self.task, self.group)
+
+    @origins.setter
+    def origins(self, origins: Origins) -> None:
+        self.seed, self.task, self.group = origins.seed, origins.task, origins.group
 
     @classmethod
-    def at_start(cls, seeds: np.ndarray, episodes_per_slot: int, n_rewarded: int) -> SlotState:
-        """Return the state at the first episodes' beginning, from `seeds` [B]; `n_rewarded` agents have rewards."""
-        n_slots = len(seeds)
+    def at_start(cls, origins: Origins, episodes_per_slot: int, n_rewarded: int) -> SlotState:
+        """Return the state at the beginning of the first episodes; `n_rewarded` agents have rewards."""
+        n_slots = len(origins.seed)
         no, yes = np.zeros(n_slots, bool), np.ones(n_slots, bool)
         left = np.full(n_slots, episodes_per_slot - 1)
         agent_reward = np.zeros((n_slots, n_rewarded))
         steps, lost = np.zeros(n_slots, np.int64), np.zeros(n_slots, np.int64)
-        return cls(seeds, steps, np.zeros(n_slots), left, yes, no, no.copy(), agent_reward, lost)
+        clock = cls(origins.seed, steps, np.zeros(n_slots), left, yes, no, no.copy(), agent_reward, lost)
+        clock.origins = origins
+        return clock
 
     def begin(self, which: np.ndarray) -> None:
         """Start episodes in the slots `which` [B] bool at step and return 0."""
@@ -179,7 +219,7 @@ class RolloutLoop:
         self.ticked: Callable[[bool], None] = do_nothing
         self.asked: Callable[[np.ndarray, np.ndarray], None] = do_nothing
         self._n_rewarded = info.n_agents if info.agent_rewards else 0
-        self.clock = SlotState.at_start(np.zeros(env.n_slots, np.int64), 0, self._n_rewarded)
+        self.clock = SlotState.at_start(Origins.of(np.zeros(env.n_slots, np.int64)), 0, self._n_rewarded)
         self._results: dict[int, dict[str, float]] = {}
         self._meta: dict[int, EpisodeMeta] = {}
         self._checks = OutputChecks(info, env.n_slots)
@@ -189,12 +229,18 @@ class RolloutLoop:
         self.ticked(True)
         n = self.env.n_slots
         everyone = np.ones(n, bool)
-        seeds = self.seeds.draw(everyone)
-        self.asked(everyone, seeds)
-        self.env.reset(everyone, seeds)
+        origins = self.seeds.origins(everyone)
+        self._reset(everyone, origins)
         self.policy.begin(n)
         self.policy.reset(everyone)
-        self.clock = SlotState.at_start(seeds, episodes_per_slot, self._n_rewarded)
+        self.clock = SlotState.at_start(origins, episodes_per_slot, self._n_rewarded)
+
+    def _reset(self, which: np.ndarray, origins: Origins) -> None:
+        """Start the episodes of `origins` in the slots `which` [B] bool."""
+        self.asked(which, origins.seed)
+        if isinstance(self.env, ManyTasks):
+            self.env.set_tasks(which, origins.task)
+        self.env.reset(which, origins.seed)
 
     @property
     def over(self) -> bool:
@@ -229,11 +275,10 @@ class RolloutLoop:
         decision = self.policy.act(Tick(seen, clock.step.copy(), active), explore)
         actions = np.where(stepping[:, None], decision.actions, 0)
         again = closing & (clock.left > 0)
-        seeds = clock.seed
+        upcoming = clock.origins
         if again.any():
-            seeds = np.where(again, self.seeds.draw(again), seeds)
-            self.asked(again, seeds)
-            self.env.reset(again, seeds)
+            upcoming = self.seeds.origins(again).where(again, upcoming)
+            self._reset(again, upcoming)
         if stepping.any():
             self.asked(stepping, clock.seed)
             self.env.step_start(actions, stepping)
@@ -245,7 +290,7 @@ class RolloutLoop:
             self._rows_written(recorder, slots, steps)
         if closing.any():
             self._close(closing, again)
-            clock.seed = seeds
+            clock.origins = upcoming
 
     def finish_steps(self) -> None:
         """Wait for the steps in progress and process their results."""
@@ -307,6 +352,8 @@ class RolloutLoop:
             self.clock.agent_reward = np.full((self.env.n_slots, self._n_rewarded), np.nan)
         if not len(self.clock.lost):  # likewise
             self.clock.lost = np.zeros(self.env.n_slots, np.int64)
+        if not len(self.clock.task):  # likewise
+            self.clock.origins = Origins.of(self.clock.seed)
         self._results = dict(snapshot["results"])
         self.rollout = Rollout(**copy.deepcopy(snapshot["counted"]))
         if self.recorder is not None:
@@ -324,9 +371,8 @@ class RolloutLoop:
             slot = int(hopeless.argmax())
             what = f"this was lost, as the {LOST_IN_A_ROW - 1} episodes of the slot before it were"
             raise fault(self.info.name, slot, int(self.clock.seed[slot]), int(self.clock.step[slot]), what)
-        self.clock.seed = np.where(lost, self.seeds.draw(lost), self.clock.seed)
-        self.asked(lost, self.clock.seed)
-        self.env.reset(lost, self.clock.seed)
+        self.clock.origins = self.seeds.origins(lost).where(lost, self.clock.origins)
+        self._reset(lost, self.clock.origins)
         self.policy.reset(lost)
         self.clock.begin(lost)
 
@@ -337,7 +383,8 @@ class RolloutLoop:
             length = int(clock.step[slot])
             each = {f"return_agent_{i}": value for i, value in enumerate(clock.agent_reward[slot].tolist())}
             results = {**self._results.pop(slot), **each}
-            rollout.end(slot, int(clock.seed[slot]), length, float(clock.reward[slot]), results)
+            task = self.info.tasks[clock.task[slot]] if self.info.tasks else ""
+            rollout.end(slot, int(clock.seed[slot]), length, float(clock.reward[slot]), results, task)
             if self.recorder is not None:
                 self._episode_ended(self.recorder, slot, length)
         clock.closing &= ~closing
@@ -349,9 +396,11 @@ class RolloutLoop:
 
     def meta(self, slot: int) -> EpisodeMeta:
         """Return the metadata of a slot's episode; all its steps share one object."""
-        seed = int(self.clock.seed[slot])
-        if slot not in self._meta or self._meta[slot].seed != seed:
-            self._meta[slot] = EpisodeMeta(slot, seed)
+        clock = self.clock
+        group = "" if clock.group[slot] == NO_GROUP else str(clock.group[slot])
+        meta = EpisodeMeta(slot, int(clock.seed[slot]), int(clock.task[slot]), group)
+        if self._meta.get(slot) != meta:
+            self._meta[slot] = meta
         return self._meta[slot]
 
     def _rows_written(self, recorder: Recorder, slots: np.ndarray, steps: np.ndarray) -> None:

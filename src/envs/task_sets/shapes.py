@@ -46,11 +46,12 @@ def common_info(infos: Sequence[EnvInfo], label: str, n_training: int) -> EnvInf
     )
     others = first.state_dim - states[0].width
     scripts = [name for name in first.scripted_policies if all(name in info.scripted_policies for info in infos)]
+    sizes = {(info.n_agents, info.n_actions, info.obs_dim, info.state_dim) for info in infos}
     return replace(
         first, map_name=label, n_agents=n_agents, n_actions=n_actions, obs_dim=largest.obs_dim,
         state_dim=state.width + others, episode_limit=max(info.episode_limit for info in infos), layout=largest,
         state_layout=state, scripted_policies=tuple(scripts), tasks=tuple(info.map_name for info in infos),
-        n_training=n_training,
+        n_training=n_training, padded=len(sizes) > 1,
     )  # fmt: skip
 
 

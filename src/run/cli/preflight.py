@@ -61,7 +61,7 @@ def preflight(config: Config) -> PreflightResult:
         registry_of(package).require(getattr(config, key))
     _check_replays(config)
     plan = make_plan(config)  # imports torch; the checks above do not
-    from omagd.run.training.build import check_data, complete_args
+    from omagd.run.training.build import check_data, check_tasks, complete_args
     from omagd.run.training.device import check_machine
     from omagd.run.training.opponents import check_opponents
 
@@ -71,6 +71,7 @@ def preflight(config: Config) -> PreflightResult:
         config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})
     check_machine(config, plan, info)
     check_data(config)
+    check_tasks(config, info)
     check_opponents(config, info)
     if config.use_graph_reconstruction and info.layout is None:
         raise UserError(

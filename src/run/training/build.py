@@ -44,6 +44,7 @@ from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.rollout import EpisodeSeeds
+from omagd.runners.starts import TaskStarts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
@@ -84,7 +85,8 @@ def build_session(
             " use --config=qmix"
         )
     made = {
-        purpose: runner_class(env, config, info, EpisodeSeeds(config.seed, purpose, dist.rank)) for purpose in PURPOSES
+        purpose: runner_class(env, config, info, episode_starts(config, info, purpose, dist.rank))
+        for purpose in PURPOSES
     }
     for runner in made.values():
         runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
@@ -92,6 +94,38 @@ def build_session(
     log = EpisodeLog(folder.episode_log(dist.rank))
     checkpointer = Checkpointer(config, dist, folder, plan)
     return Session(config, dist, env, info, folder, logger, made, checkpointer, log, profiler)
+
+
+def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> EpisodeSeeds:
+    """Return where the episodes of one purpose start on one rank; those of a set are on its training maps."""
+    if not info.tasks:
+        return EpisodeSeeds(config.seed, purpose, rank)
+    weights = [float(task < info.n_training) for task in range(len(info.tasks))]
+    return TaskStarts(config.seed, purpose, rank, weights=weights)
+
+
+def check_tasks(config: Config, info: EnvInfo) -> None:
+    """Reject what cannot learn or play maps of different sizes. Errors: UserError."""
+    if not info.tasks:
+        return
+    what = f"env_args.map_name={config.map_name}"
+    if config.use_graph_reconstruction:
+        raise UserError(f"use_graph_reconstruction=True: learns one map, not a set ({what}). Give one map")
+    if not info.padded:
+        return
+    fitting = [name for name in agents.REGISTRY.names() if plays_any_map(agents.REGISTRY.get(name))]
+    if config.agent not in fitting:
+        raise UserError(
+            f"agent={config.agent}: reads a fixed number of units, but the maps of {what} have different ones. Use"
+            f" agent={' or '.join(fitting)}"
+        )
+    if config.obs_agent_id:
+        raise UserError(f"obs_agent_id=True: ties the agent to one number of units. Use obs_agent_id=False for {what}")
+
+
+def plays_any_map(agent: type) -> bool:
+    """Return whether agents of a class read any number of units."""
+    return bool(getattr(agent, "any_number_of_units", False))
 
 
 def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> Config:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from omagd.components.data import DataSource, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.schedules import epsilon_schedule
+from omagd.config.env_info import EnvInfo
 from omagd.controllers.types import MAC, Exploration, Policy
 from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
@@ -20,6 +23,7 @@ from omagd.run.training.opponents import Opponents
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.runners.rollout import Rollout
+from omagd.runners.starts import TaskStarts
 from omagd.utils.clock import Every, Stopwatch
 from omagd.utils.dist_utils import Pending
 from omagd.utils.metrics import Metrics
@@ -283,18 +287,41 @@ class RLStage(Stage):
 def greedy_episodes(session: Session, mac: MAC, wanted: int, log_at: int | None = None) -> dict[str, float]:
     """Play at least `wanted` greedy episodes, equally many in each slot of all ranks; return `test_*` means.
 
+    Of a task set: so many on each map. `test/<map>/*` are means of one map; `test_*` are means over the maps that are
+    trained on, `test_held_out_*` over the others.
     log_at: `t_env` with which episodes are written to `episodes/`; None to write none.
     """
-    rollout = session.runners["test"].run(
-        mac, explore=None, episodes_per_slot=session.rounds(wanted), full_obs=mac.wants_full_obs, keep=False
-    )
-    if log_at is not None:  # before the sum: after it rank 0 reads the lines of all ranks
-        session.episode_log.write(rollout.log, t_env=log_at)
-    metrics = Metrics()
-    metrics.add(means(rollout.stats), prefix="test_")
-    return metrics.reduce(session.dist)
+    runner, info, metrics = session.runners["test"], session.info, Metrics()
+    for task in range(max(1, len(info.tasks))):
+        if isinstance(runner.stream, TaskStarts):
+            runner.stream.set_weights(np.arange(len(info.tasks)) == task)
+        rollout = runner.run(
+            mac, explore=None, episodes_per_slot=session.rounds(wanted), full_obs=mac.wants_full_obs, keep=False
+        )
+        if log_at is not None:  # before the sum: after it rank 0 reads the lines of all ranks
+            session.episode_log.write(rollout.log, t_env=log_at)
+        metrics.add(means(rollout.stats, "test"), prefix="" if info.tasks else "test_")
+    values = metrics.reduce(session.dist)
+    return values if not info.tasks else {**values, **_means_over_maps(values, info)}
 
 
-def means(stats: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Return rollout stats by PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ..."""
-    return {f"{name}_mean": pair for name, pair in stats.items()}
+def _means_over_maps(values: Mapping[str, float], info: EnvInfo) -> dict[str, float]:
+    """Return means of `test/<map>/<name>` over the maps that are trained on (`test_*`), and over the others."""
+    sets = {"test": info.tasks[: info.n_training], "test_held_out": info.tasks[info.n_training :]}
+    names = dict.fromkeys(name.split("/")[-1] for name in values)
+    return {
+        f"{prefix}_{name}": float(np.mean([values[f"test/{task}/{name}"] for task in tasks]))
+        for prefix, tasks in sets.items()
+        for name in names
+        if tasks and all(f"test/{task}/{name}" in values for task in tasks)
+    }
+
+
+def means(stats: dict[str, tuple[float, float]], purpose: str = "train") -> dict[str, tuple[float, float]]:
+    """Return rollout stats by PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ...
+
+    Those of one map of a set are called `<purpose>/<map>/return_mean`, ...; tests of a set have no others.
+    """
+    of_maps = {f"{purpose}/{name}_mean": pair for name, pair in stats.items() if "/" in name}
+    whole = {f"{name}_mean": pair for name, pair in stats.items() if "/" not in name}
+    return of_maps if of_maps and purpose == "test" else {**whole, **of_maps}
