@@ -29,6 +29,7 @@ from omagd.run.training.build import (
     read_env_info,
     require_same_map,
 )
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.run_folder import RunFolder
@@ -97,7 +98,7 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
         raise UserError(f"episodes={episodes}: must be at least 1")
     sees_all = False
     if isinstance(policy, LoadedPolicy):
-        require_same_map(policy.info, env.info, "policy")
+        policy = policy.on(env.info)
         sees_all = policy.wants_full_obs
     seeds, lost, in_a_row, played = EpisodeSeeds(seed, "test"), 0, 0, list[dict[str, Any]]()
     while len(played) < episodes:
@@ -161,6 +162,19 @@ class LoadedPolicy:
     def wants_full_obs(self) -> bool:
         """Whether it acts on observations without range limit (`use_full_obs`)."""
         return bool(self._mac.wants_full_obs)
+
+    def on(self, info: EnvInfo) -> LoadedPolicy:
+        """Return this policy for the environment of `info`; itself where the map and the sizes are its own.
+
+        Agents that read any number of units play other maps, too. Errors: UserError for a map that they cannot play.
+        """
+        require_same_map(self.info, info, "policy", self._mac.agent)
+        sizes = [(facts.n_agents, facts.n_actions, facts.obs_dim) for facts in (self.info, info)]
+        if sizes[0] == sizes[1]:
+            return self
+        mac = build_mac(self.config, info, torch.device("cpu"), PretrainedModules())
+        mac.agent.load_state_dict(self._mac.agent.state_dict())
+        return LoadedPolicy(self.config, info, mac)
 
     def reset(self) -> None:
         """Forget the episode."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 
-from omagd.envs.battle.maps import TYPE_ORDER, MapSpec
-from omagd.utils.errors import UserError
+from omagd.envs.battle.maps import MAPS, TYPE_ORDER, MapSpec
+from omagd.envs.task_sets.sets import NAMED
+from omagd.utils.errors import UserError, unknown_name
 
 UNIT_OF = {
     "m": "marine", "M": "marauder", "d": "medivac", "c": "colossus", "s": "stalker", "z": "zealot", "h": "hydralisk",
@@ -22,6 +23,15 @@ MOST_UNITS = 64  # of a team; the largest team of SMAC's maps
 # (largest team, steps): as long as SMAC's maps of that size (3m 60, 5m_vs_6m 70, 8m 120, 10m_vs_11m 150, 27m_vs_30m
 # 180; 2s3z 120, 3s5z 150, 3s5z_vs_3s6z 170).
 LIMITS = {"T": ((4, 60), (7, 70), (9, 120), (25, 150), (MOST_UNITS, 180)), "": ((5, 120), (8, 150), (MOST_UNITS, 180))}
+
+
+def skirmish_map(name: str) -> MapSpec:
+    """Return a map of `skirmish`: SMAC's of that name, or the one that the name describes. Errors: UserError."""
+    found = MAPS.get(name) or generated_map(name)
+    if found is None:
+        known = unknown_name("env_args.map_name", name, [*NAMED, *MAPS]).message
+        raise UserError(f"{known}; or armies, such as 4m, 9m_vs_10m, 2s4z")
+    return found
 
 
 def generated_map(name: str) -> MapSpec | None:

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from omagd.envs.battle.args import SMAC, SkirmishArgs
 from omagd.envs.battle.features import battle_info
-from omagd.envs.battle.generated_maps import generated_map
-from omagd.envs.battle.maps import MAPS, get_map, is_custom
+from omagd.envs.battle.generated_maps import skirmish_map
+from omagd.envs.battle.maps import is_custom
 from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
@@ -32,7 +32,7 @@ class SkirmishEnv(BattleEnv):
     def __init__(self, args: SkirmishArgs, n_slots: int) -> None:
         if is_custom(args.map_name):
             raise UserError(f"env_args.map_name={args.map_name} needs the game: use --env-config=sc2")
-        spec = MAPS.get(args.map_name) or generated_map(args.map_name) or get_map(args.map_name)
+        spec = skirmish_map(args.map_name)
         self.n_slots, self.spec, self.args, self.variant = n_slots, spec, args, SMAC
         self._seed: int | None = None
         self._simulator = Simulator(spec, n_slots, difficulty=args.difficulty)

@@ -81,9 +81,9 @@ def task_set(map_name: Any) -> TaskSet | None:
             return NAMED[map_name]
         if map_name.endswith((".yaml", ".yml")):
             return _checked(_read(Path(map_name)), map_name)
-        if "," not in map_name:
+        if "," not in map_name and not map_name.startswith("["):
             return None
-        map_name = [part.strip() for part in map_name.strip("[]()").split(",")]
+        map_name = [part.strip() for part in map_name.strip("[]()").split(",") if part.strip()]
     if not isinstance(map_name, list | tuple):
         return None
     names = tuple(map_name)

@@ -25,8 +25,8 @@ def common_info(infos: Sequence[EnvInfo], label: str, n_training: int) -> EnvInf
     first = infos[0]
     layouts = [_layout(info) for info in infos]
     states = [_state_layout(info) for info in infos]
-    for info, layout, state in zip(infos, layouts, states, strict=True):
-        here, there = _features(info, layout, state), _features(first, layouts[0], states[0])
+    for info in infos:
+        here, there = unit_features(info), unit_features(first)
         different = [name for name in here if here[name] != there[name]]
         if different:
             name = different[0]
@@ -70,8 +70,9 @@ def _state_layout(info: EnvInfo) -> StateLayout:
     return info.state_layout
 
 
-def _features(info: EnvInfo, layout: EntityLayout, state: StateLayout) -> dict[str, object]:
-    """Return what all maps of a set must have in common, by name."""
+def unit_features(info: EnvInfo) -> dict[str, object]:
+    """Return what all maps that one policy plays must have in common, by name. Errors: as `common_info`."""
+    layout, state = _layout(info), _state_layout(info)
     return {
         **{name: getattr(layout, name) for name in UNITS},
         "n_normal_actions": info.n_normal_actions,

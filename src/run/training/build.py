@@ -22,8 +22,11 @@ from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
+from omagd.envs.task_sets.shapes import unit_features
 from omagd.learners.protocol import Learner, learner_class
 from omagd.modules import agents, mixers
+from omagd.modules.agents.agent import Agent
+from omagd.modules.agents.entity_agents import EntityAgent
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -309,16 +312,23 @@ def read_env_info(path: Path, source: str) -> EnvInfo:
         raise UserError(f"{source}: {path} is damaged: put back a copy of it") from None
 
 
-def require_same_map(trained: EnvInfo, info: EnvInfo, source: str) -> None:
+def require_same_map(trained: EnvInfo, info: EnvInfo, source: str, agent: Agent) -> None:
     """Reject weights of another map, or of another environment with other sizes.
 
     A policy of another environment with the same map and sizes may play: `skirmish` and `sc2` differ in nothing else.
+    An agent that reads any number of units may play all maps whose units have the same features.
     source: what named the policy. Errors: UserError.
     """
     same = (trained.n_agents, trained.n_actions, trained.obs_dim) == (info.n_agents, info.n_actions, info.obs_dim)
     if trained.map_name == info.map_name and (same or trained.name == info.name):
         return
     there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
+    if isinstance(agent, EntityAgent) and not agent.n_numbers and trained.name == info.name:
+        own, other = unit_features(trained), unit_features(info)
+        different = [f"{name} {own[name]} and {other[name]}" for name in own if own[name] != other[name]]
+        if not different:
+            return
+        raise UserError(f"{source} was trained on {there}; units of {here} have other features ({different[0]})")
     raise UserError(f"{source} was trained on {there}, not on {here}: give one of {here}, or play {there}")
 
 
@@ -330,7 +340,7 @@ def load_agent(mac: MAC, step_folder: Path, key: str) -> None:
     path = step_folder / AGENT_FILE
     facts = RunFolder(run_folder_of(step_folder)).env_info_json
     if facts.is_file():
-        require_same_map(read_env_info(facts, key), mac.info, f"{key}={path}")
+        require_same_map(read_env_info(facts, key), mac.info, f"{key}={path}", mac.agent)
     load_into(mac.agent, load_file(path, key), path, key)
 
 
