@@ -35,7 +35,7 @@ from omagd.controllers.types import Exploration
 from omagd.envs.protocol import MultiAgentEnv
 from omagd.envs.workers.process_envs import ProcessEnvs
 from omagd.runners import REGISTRY
-from omagd.runners.rollout import EpisodeSeeds
+from omagd.runners.starts import EpisodeSeeds
 
 AGENTS, ACTIONS, OBS, STATE, LIMIT = 5, 12, 55, 98, 70
 STORED_RATIO = "PyMARL3: 3,400 to 3,900 steps/s at 0 ms on two cores that are shared"

@@ -20,8 +20,8 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.runners.rollout import EpisodeSeeds
 from omagd.runners.runner import ParallelRunner
+from omagd.runners.starts import EpisodeSeeds
 
 MEAN_LENGTH = 31
 

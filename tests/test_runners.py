@@ -18,7 +18,7 @@ from omagd.run import api
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.session import Session
 from omagd.run.training.stages.rl import greedy_episodes
-from omagd.runners.rollout import EpisodeSeeds
+from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode
@@ -172,7 +172,9 @@ def test_the_ranks_and_purposes_of_a_run_have_different_seeds(tmp_path):
 
 def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
     runner, policy = runner_of(FakeEnv(4), "test"), Probe()
-    session = SimpleNamespace(runners={"test": runner}, rounds=lambda wanted: wanted // 4, dist=Dist())
+    session = SimpleNamespace(
+        runners={"test": runner}, info=runner.info, rounds=lambda wanted: wanted // 4, dist=Dist()
+    )
     values = greedy_episodes(session, policy, 12)
     assert set(policy.explored) == {None}
     assert runner.stream.state_dict()["played"] == [3] * 4

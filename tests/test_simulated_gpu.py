@@ -36,7 +36,7 @@ from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import Health
-from omagd.runners.rollout import EpisodeSeeds
+from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

@@ -1,13 +1,77 @@
-"""Where the episodes of a task set start: which task each slot plays next, and which episodes share a start."""
+"""Where episodes start: reset seeds, the tasks of a set, groups of episodes with one start."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from omagd.runners.rollout import EpisodeSeeds, Origins
+from omagd.utils.seeding import stream_seed
+
+NO_GROUP = -1
+
+
+@dataclass
+class Origins:
+    """Where the episodes of all slots come from: reset seed, task and group, each [B] int64; group -1: none."""
+
+    seed: np.ndarray
+    task: np.ndarray
+    group: np.ndarray
+
+    @classmethod
+    def of(cls, seed: np.ndarray) -> Origins:
+        """Return the origins of episodes of one task, each for itself."""
+        return cls(seed, np.zeros_like(seed), np.full_like(seed, NO_GROUP))
+
+    def where(self, which: np.ndarray, other: Origins) -> Origins:
+        """Return these in the slots `which` [B] bool, those of `other` elsewhere."""
+        return Origins(*(np.where(which, getattr(self, s.name), getattr(other, s.name)) for s in fields(self)))
+
+
+class EpisodeSeeds:
+    """Reset seeds of one purpose on one rank; an episode's seed is a function of its slot and its number there.
+
+    Args:
+        seed: the run's seed. purpose: "train", "test", "pretrain", ... rank: of this process.
+    """
+
+    def __init__(self, seed: int, purpose: str, rank: int = 0) -> None:
+        self._place = (seed, f"env/{purpose}", rank)
+        self._generation = 0
+        self._played: list[int] = []
+
+    def renew(self, generation: int) -> None:
+        """Draw from another stream from here on: that of the same place and `generation` > 0."""
+        self._generation = generation
+        self._played = []
+
+    def draw(self, which: np.ndarray) -> np.ndarray:
+        """Return the next seed of each slot in `which` [B] bool as [B] int64, 0 elsewhere."""
+        self._played += [0] * (len(which) - len(self._played))
+        seeds = np.zeros(len(which), np.int64)
+        seed, purpose, rank = self._place
+        if self._generation:
+            purpose = f"{purpose}/{self._generation}"
+        for slot in np.flatnonzero(which):
+            seeds[slot] = stream_seed(seed, purpose, rank, int(slot), self._played[slot])
+            self._played[slot] += 1
+        return seeds
+
+    def origins(self, which: np.ndarray) -> Origins:
+        """Return the origins of the next episodes of the slots `which` [B] bool; others hold anything."""
+        return Origins.of(self.draw(which))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many episodes each slot has begun, and in which generation."""
+        return {"played": list(self._played), "generation": self._generation}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the episodes of `state`."""
+        self._played = [int(count) for count in state["played"]]
+        self._generation = int(state["generation"])
 
 
 class TaskStarts(EpisodeSeeds):

@@ -46,8 +46,7 @@ from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
-from omagd.runners.rollout import EpisodeSeeds
-from omagd.runners.starts import TaskStarts
+from omagd.runners.starts import EpisodeSeeds, TaskStarts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
