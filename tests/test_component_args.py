@@ -69,7 +69,7 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
     assert saved["mixer_args"] == card["told"]["mixer_args"] == shown["mixer_args"]
     assert omagd.load_policy(folder)
     assert main(["evaluate", str(folder), "test_nepisode=2", "use_cuda=False"]) == 0
-    mappo = preflight(config_from(["--config=mappo", *words[1:], "learner_args.clip=5e-1"])).config
+    mappo = preflight(config_from(["--config=example_mappo", *words[1:], "learner_args.clip=5e-1"])).config
     assert (mappo.learner_args["clip"], mappo.learner_args["epochs"], mappo.learner_args["gae_lambda"]) == (
         0.5,
         5,
@@ -90,8 +90,8 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
         ("learner_args.clip=0.1", ["learner_args.clip", "0.1", "learner=nq_learner"]),
         ("--config=qmix mixer=unreadable", ["mixer_args.pair=[1, 2]"]),
         ("--config=soft_qmix mixer=qplex", ["mixer=qplex", "learner=soft_learner"]),
-        ("--config=soft_qmix mac=mappo_mac", ["mac=mappo_mac", "learner=mappo"]),
-        ("--config=mappo learner_args.clip=-1", ["learner_args.clip=-1", "more than 0"]),
+        ("--config=soft_qmix mac=mappo_mac", ["mac=mappo_mac", "learner=example_mappo"]),
+        ("--config=example_mappo learner_args.clip=-1", ["learner_args.clip=-1", "more than 0"]),
     ],
 )
 def test_wrong_keys_of_components_are_rejected_in_one_line(words, capsys, tmp_path, given, parts):

@@ -40,7 +40,7 @@ SMALL = {"use_cuda": False, "rnn_hidden_dim": 8, "test_nepisode": 4, "checkpoint
 def config_of(results: Path | str = "results", **updates: Any) -> Config:
     """Return a small MAPPO configuration on the example's environment."""
     given = {**SMALL, "local_results_path": str(results), **updates}
-    return resolve(str(CONFIGS / "algs" / "mappo.yaml"), str(CONFIGS / "envs" / "crossroads.yaml"), given)
+    return resolve(str(CONFIGS / "algs" / "example_mappo.yaml"), str(CONFIGS / "envs" / "crossroads.yaml"), given)
 
 
 def episodes_of(*lengths: int) -> list[RecordedEpisode]:
@@ -81,7 +81,7 @@ def test_minibatches_keep_rows_and_origin_of_their_episodes():
 @pytest.mark.parametrize(("runner", "tests"), [("parallel", 10**6), ("stream", 100), ("episode", 100)])
 def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, monkeypatch):
     """Also those in flight when a test begins; the batch needs more than one round of the runner."""
-    kind, learned = LEARNERS.get("mappo"), []
+    kind, learned = LEARNERS.get("example_mappo"), []
     update = kind.update
     monkeypatch.setattr(kind, "update", lambda *args, **more: learned.append(args[1].meta) or update(*args, **more))
     summary = omagd.run(config_of(tmp_path, **SIZES, runner=runner, t_max=300, test_interval=tests))
@@ -203,7 +203,7 @@ def test_two_ranks_equal_one_and_parts_equal_the_whole(tmp_path):
         ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
         ({"batch_size": 200, "t_max": 199}, ["batch_size=200", "t_max=199"]),
         ({"batch_size": 5, "max_episodes": 4}, ["batch_size=5", "max_episodes=4"]),
-        ({"precision": "bf16"}, ["precision=bf16", "learner=mappo", "precision=float32"]),
+        ({"precision": "bf16"}, ["precision=bf16", "learner=example_mappo", "precision=float32"]),
     ],
 )
 def test_values_that_mean_nothing_to_the_learner_are_rejected(updates, words, monkeypatch):

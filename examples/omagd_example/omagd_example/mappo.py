@@ -53,7 +53,9 @@ class MAPPOController(BasicMAC):
 
     def __init__(self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Any = None) -> None:
         if learner_class(config.learner).data != "on_policy":
-            raise UserError(f"mac={config.mac} draws from logits: it needs learner=mappo, not learner={config.learner}")
+            raise UserError(
+                f"mac={config.mac} draws from logits: it needs learner=example_mappo, not learner={config.learner}"
+            )
         super().__init__(config, info, device, reconstructor)
 
     @classmethod
