@@ -164,6 +164,11 @@ def test_gumbel_noise_has_its_distribution_and_changes_with_every_update():
     assert not torch.equal(first, learner._steps(batch).noise)
 
 
+def test_one_network_for_each_agent_is_rejected():
+    with pytest.raises(UserError, match="share_parameters=False: mac=ddpg_mac"):
+        make_ddpg(share_parameters=False)
+
+
 def test_gpus_that_are_named_and_not_there_are_rejected(monkeypatch, tmp_path):
     cases = [("0,9", 1, True, True), ("9", 0, True, True), ("0,2", 2, True, False), ("", 0, True, False)]
     for named, cards, on_this_machine, rejected in [*cases, ("0,9", 0, False, False)]:

@@ -66,7 +66,7 @@ RUNS: dict[str, Run] = {
         obs_agent_id=False, obs_last_action=False, accumulate=2, num_workers=1, use_tensorboard=True, profile=True,
         log_memory_usage=True, distributed_debug=True, epsilon_start=0.9, epsilon_finish=0.1, epsilon_anneal_time=50,
         save_model_interval=10, max_checkpoints_to_keep=3, auto_resume=True, auto_resume_wait=0.1, resume="lossy",
-        buffer_cpu_only=False, cpu_inference=True, env_args={"payoff": "monotonic"},
+        share_parameters=False, buffer_cpu_only=False, cpu_inference=True, env_args={"payoff": "monotonic"},
         makes=("tb/*/events*", "profile/*", "models/*/agent.th", "checkpoints/*/manifest.json"),
     ),
     "seeds, nothing saved": Run(

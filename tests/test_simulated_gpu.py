@@ -21,7 +21,7 @@ import omagd.config
 from omagd import learners, runners
 from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration
@@ -47,6 +47,7 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 PRESETS = sorted(path.stem for path in (Path(omagd.config.__file__).parent / "algs").glob("*.yaml"))
 LAYOUT = EntityLayout(move_dim=2, n_enemies=2, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
+UNITS = StateLayout(n_allies=3, ally_dim=1, n_enemies=2, enemy_dim=1)
 LENGTH = 3
 SMALL: dict[str, Any] = {
     **{key: value for key, value in graph_toys.SMALL.items() if key.startswith(("tokenizer", "mask"))},
@@ -60,7 +61,8 @@ class Toy(BatchedEnv):
 
     def __init__(self, config: Config, n_slots: int) -> None:
         each = config.mac == "ddpg_mac"
-        self.info = EnvInfo("toy", "toy", 3, 7, LAYOUT.obs_dim, 5, LENGTH, 5, layout=LAYOUT, agent_rewards=each)
+        facts: Any = {"layout": LAYOUT, "state_layout": UNITS, "agent_rewards": each}
+        self.info = EnvInfo("toy", "toy", 3, 7, LAYOUT.obs_dim, 5, LENGTH, 5, **facts)
         self.n_slots, self.t, self.seed = n_slots, np.zeros(n_slots, int), np.zeros(n_slots, int)
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:

@@ -37,6 +37,8 @@ class DDPGMAC(BasicMAC):
     ) -> None:
         if config.obs_last_action:
             raise UserError("obs_last_action=True: mac=ddpg_mac learns from single steps; use obs_last_action=False")
+        if not config.share_parameters:
+            raise UserError("share_parameters=False: mac=ddpg_mac has one network; use share_parameters=True")
         self._one_hot = config.gumbel_softmax
         super().__init__(config, info, device, reconstructor)
 

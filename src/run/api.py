@@ -19,6 +19,7 @@ from omagd.envs import REGISTRY as ENVS
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
+from omagd.envs.task_sets.sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.run import run_seeds
 from omagd.run.training.build import (
@@ -72,6 +73,8 @@ def make(env: str, **env_args: Any) -> ParallelBattle:
         name, values = file["env"], {**(file.get("env_args") or {}), **env_args}
     elif env not in ENVS:
         raise unknown_name("env", env, sorted({*config_names("envs"), *ENVS.names()}))
+    if (tasks := task_set(values.get("map_name"))) is not None:
+        raise UserError(f"env_args.map_name={values['map_name']}: make one battle of {', '.join(tasks.maps)}")
     return ParallelBattle(make_env(name, values, 1, processes=False))
 
 
@@ -172,6 +175,11 @@ class LoadedPolicy:
         sizes = [(facts.n_agents, facts.n_actions, facts.obs_dim) for facts in (self.info, info)]
         if sizes[0] == sizes[1]:
             return self
+        if self.config.use_graph_reconstruction:  # tokenizer and predictor know the numbers of units of their map
+            raise UserError(
+                f"policy: reconstructs observations of {self.info.map_name}; it cannot play {info.map_name}. Give a"
+                " policy without use_graph_reconstruction"
+            )
         mac = build_mac(self.config, info, torch.device("cpu"), PretrainedModules())
         mac.agent.load_state_dict(self._mac.agent.state_dict())
         return LoadedPolicy(self.config, info, mac)

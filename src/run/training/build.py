@@ -123,6 +123,10 @@ def check_tasks(config: Config, info: EnvInfo) -> None:
         )
     if config.obs_agent_id:
         raise UserError(f"obs_agent_id=True: ties the agent to one number of units. Use obs_agent_id=False for {what}")
+    if not config.share_parameters:
+        raise UserError(
+            f"share_parameters=False: ties the agents to one number of units. Use share_parameters=True for {what}"
+        )
 
 
 def plays_any_map(agent: type) -> bool:
