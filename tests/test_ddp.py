@@ -18,7 +18,7 @@ from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.kernels import compiling
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.utils.packing import pack_episodes
+from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.processes
@@ -37,6 +37,12 @@ Q |= {
     "PPO": {**PPO, "learner_args": {"epochs": 2, "critic": "set", "value_clip": 0.01}},
     # More minibatches than some ranks have chunks.
     "PPO chunks": {**PPO, "learner_args": {"epochs": 2, "minibatches": 3, "chunk_length": 3, "critic": "observation"}},
+    "PPO in groups": {**PPO, "learner": "rloo_learner", "learner_args": {"epochs": 2, "minibatches": 2}},
+    "PPO in groups to go": {
+        **PPO,
+        "learner": "rloo_learner",
+        "learner_args": {"epochs": 1, "score": "return", "returns_to_go": True},
+    },
     "PPO apart": {**PPO, "share_parameters": False, "accumulate": 2, "learner_args": {"critic": "observation"}},
 }
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
@@ -89,7 +95,10 @@ def episodes_of(kind, rank, update):
     if kind in DDPG:
         return random_steps(1000 * update + rank, [6, 2, 1][rank])
     if kind in Q:
-        return [random_episode(1000 * update + 100 * rank + i, k, i % 2 == 1) for i, k in enumerate(LENGTHS[rank])]
+        made = [random_episode(1000 * update + 100 * rank + i, k, i % 2 == 1) for i, k in enumerate(LENGTHS[rank])]
+        # The first rank has a group of three and one of two, the last has an episode without others.
+        origins = [EpisodeMeta(seed=rank, group=str(i // 3), outcome=float(i == 1)) for i in range(len(made))]
+        return [RecordedEpisode(*pair) for pair in zip(made, origins, strict=True)]
     episodes = toy_episodes([2, 3, 4][rank], seed=100 * update + rank)
     return blank(episodes) if (rank, update) == (2, 2) else episodes
 

@@ -33,10 +33,9 @@ from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.run.checkpoint.serialization import pack
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
-from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
+from omagd.run.training.build import build_mac, episode_starts, new_predictor, new_tokenizer
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import Health
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -73,7 +72,8 @@ class Toy(BatchedEnv):
         each = np.where(active[:, None], actions == 1, 0).astype(np.float32)
         ended = active & (self.t == LENGTH)
         of_agents = each if self.info.agent_rewards else None
-        return StepResult(each.sum(1), ended, np.zeros_like(ended), {}, agent_reward=of_agents)
+        results = {"battle_won": each[:, 0]}
+        return StepResult(each.sum(1), ended, np.zeros_like(ended), results, agent_reward=of_agents)
 
     def observe(self, full: bool = False) -> Observation:
         rngs = [np.random.default_rng((int(s), int(t))) for s, t in zip(self.seed, self.t, strict=True)]
@@ -89,7 +89,8 @@ class Toy(BatchedEnv):
 
 def config_of(preset: str, **updates: Any) -> Config:
     environment = "snakes" if preset.startswith("snakes") else "skirmish"
-    return resolve(preset, environment, {**SMALL, **updates})
+    groups = {"group_size": 2} if preset == "rloo" else {}
+    return resolve(preset, environment, {**SMALL, **groups, **updates})
 
 
 class Made:
@@ -105,7 +106,8 @@ class Made:
         self.mac = build_mac(config, env.info, device, products)
         self.learner = learners.REGISTRY.get(config.learner)(self.mac, config, env.info, Dist(device=device))
         self.learner.warm_up()
-        self.runner = runners.REGISTRY.get(config.runner)(env, config, env.info, EpisodeSeeds(1, "train", 0))
+        starts = episode_starts(config, env.info, "train", 0)
+        self.runner = runners.REGISTRY.get(config.runner)(env, config, env.info, starts)
 
     def play(self) -> list[Any]:
         """Return episodes (or steps) of training."""
@@ -116,6 +118,8 @@ class Made:
         """Return a batch as stage 3 draws it."""
         buffer = EpisodeBuffer(64, self.device)
         buffer.add(episodes)
+        if self.learner.data == "on_policy":  # the first ones, which groups consist of
+            return buffer.batch(range(4)).to(self.device)
         return next(Sampler(buffer, 4, np.random.default_rng(3), self.device, workers=0).batches(1))
 
     def weights(self) -> dict[str, torch.Tensor]:

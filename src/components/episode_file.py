@@ -33,7 +33,8 @@ DTYPES = {
     for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
 }
 
-META = {name: type(default) for name, default in asdict(UNKNOWN).items()}
+META: dict[str, Any] = asdict(UNKNOWN)
+"""The attributes of an origin with their defaults; NaN, for which JSON has no form, is null in a file."""
 
 Facts = Mapping[str, str | int | float | bool]
 """Of the environment that the episodes belong to: name, map, shapes, ..."""
@@ -105,20 +106,30 @@ def _read_episodes(path: Path, facts: Facts, key: str, most: int) -> list[Episod
     return [RecordedEpisode(episode, meta) for episode, meta in zip(episodes, header["meta"], strict=True)]
 
 
-def _meta_columns(meta: Sequence[EpisodeMeta]) -> dict[str, list[int | str]]:
+def _meta_columns(meta: Sequence[EpisodeMeta]) -> dict[str, list[int | str | float | None]]:
     """Return the origin of all episodes, by attribute; without attributes that all have their default."""
-    columns = {name: [getattr(each, name) for each in meta] for name in META}
-    return {name: values for name, values in columns.items() if any(value != META[name]() for value in values)}
+    columns = {name: [_plain(getattr(each, name)) for each in meta] for name in META}
+    return {name: values for name, values in columns.items() if any(value != _plain(META[name]) for value in values)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a file holds it."""
+    return None if value != value else value
 
 
 def _meta_of_columns(columns: Mapping[str, list[Any]], count: int) -> list[EpisodeMeta]:
     """Return the origin of each of `count` episodes; steps of one episode share an object. Errors: ValueError."""
     for name, values in columns.items():
-        if len(values) != count or any(type(value) is not META[name] for value in values):
+        kinds = {type(META[name]), type(_plain(META[name]))}
+        if len(values) != count or any(type(value) not in kinds for value in values):
             raise ValueError(f"meta {name}")
-    full = [columns.get(name) or [kind()] * count for name, kind in META.items()]
+    full = [columns.get(name) or [_plain(default)] * count for name, default in META.items()]
+    rows: list[tuple[Any, ...]] = list(zip(*full, strict=True))
     known: dict[tuple[Any, ...], EpisodeMeta] = {}
-    return [known.setdefault(values, EpisodeMeta(*values)) for values in zip(*full, strict=True)]
+    for row in set(rows):
+        given: list[Any] = [math.nan if value is None else value for value in row]
+        known[row] = EpisodeMeta(*given)
+    return [known[row] for row in rows]
 
 
 def _read_header(file: BinaryIO, path: Path, key: str) -> dict[str, Any]:

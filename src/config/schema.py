@@ -121,6 +121,7 @@ class Config(Frozen):
     max_memory_per_gpu_gb: Positive | None  # gigabytes of a GPU that a rank may use; None: all
 
     batch_size_run: Count  # battles per rank
+    group_size: Count  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
     env_processes: bool  # each battle in its own process; False: batched environments run in the rank's process
     ticks_per_iteration: Count  # runner=ticks: steps of every battle between updates
     buffer_size: Count  # episodes in the replay buffer (runner=ticks: steps); the newest ones

@@ -13,6 +13,7 @@ REGISTRY: Registry[type] = Registry(
         "nq_learner_ddp": "omagd.learners.nq_learner_ddp:NQLearnerDDP",
         "nq_graph_learner_ddp": "omagd.learners.nq_graph_learner_ddp:NQGraphLearnerDDP",
         "ppo_learner": "omagd.learners.ppo_learner:PPOLearner",
+        "rloo_learner": "omagd.learners.rloo_learner:RLOOLearner",
         "ddpg_learner": "omagd.learners.ddpg_learner:DDPGLearner",
         "ddpg_learner_ddp": "omagd.learners.ddpg_learner_ddp:DDPGLearnerDDP",
     },

@@ -45,8 +45,8 @@ ADAM_EPSILON = 1e-5  # as in MAPPO's published code
 NORM_DECAY = 0.99  # of the value normaliser, per update
 
 
-class PPOArgs(BaseModel):
-    """`learner_args` of PPO."""
+class PolicyArgs(BaseModel):
+    """`learner_args` of PPO's loss of the policy, whatever the advantages come from."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     epochs: int = Field(default=5, ge=1)  # passes over each batch
@@ -54,9 +54,14 @@ class PPOArgs(BaseModel):
     chunk_length: int = Field(default=0, ge=0)  # steps of the pieces that minibatches consist of; 0: whole episodes
     clip: float = Field(default=0.2, gt=0.0)  # bound of the probability ratio's distance from 1
     entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus
-    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)  # 0: one-step advantages, 1: whole returns
     normalise_advantages: bool = True  # subtract the mean and divide by the deviation over the samples of all ranks
     death_masking: bool = True  # learn nothing from agents that have only one action
+
+
+class PPOArgs(PolicyArgs):
+    """`learner_args` of PPO with a critic."""
+
+    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)  # 0: one-step advantages, 1: whole returns
     critic: str = "state"  # of the state: state | set (of units); observation: a value of each agent's inputs
     critic_hidden: int = Field(default=128, ge=1)  # width of the critic
     value_weight: float = Field(default=0.5, gt=0.0)  # weight of the critic's loss
@@ -194,7 +199,7 @@ class PPOLearner:
 
     data: Data = "on_policy"
     loss_name = "loss_ppo"
-    args_model: ClassVar[type[PPOArgs]] = PPOArgs
+    args_model: ClassVar[type[Any]] = PPOArgs  # of another learner: without the keys of a critic
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         if not getattr(action_selectors.REGISTRY.get(config.action_selector), "draws", False):

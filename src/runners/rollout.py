@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -324,7 +324,7 @@ class RolloutLoop:
             task = self.info.tasks[clock.task[slot]] if self.info.tasks else ""
             rollout.end(slot, int(clock.seed[slot]), length, float(clock.reward[slot]), results, task)
             if self.recorder is not None:
-                self._episode_ended(self.recorder, slot, length)
+                self._episode_ended(self.recorder, slot, length, results.get("battle_won", math.nan))
         clock.closing &= ~closing
         if again.any():
             self.policy.reset(again)
@@ -344,8 +344,9 @@ class RolloutLoop:
     def _rows_written(self, recorder: Recorder, slots: np.ndarray, steps: np.ndarray) -> None:
         """Hook: the rows `steps` of `slots` are complete but for the results of their steps."""
 
-    def _episode_ended(self, recorder: Recorder, slot: int, length: int) -> None:
-        self.rollout.episodes.append(RecordedEpisode(recorder.take(slot, length), self.meta(slot)))
+    def _episode_ended(self, recorder: Recorder, slot: int, length: int, outcome: float) -> None:
+        meta = replace(self.meta(slot), outcome=outcome)
+        self.rollout.episodes.append(RecordedEpisode(recorder.take(slot, length), meta))
 
 
 def do_nothing(*_: object) -> None:

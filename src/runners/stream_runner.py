@@ -129,7 +129,7 @@ class StepLoop(RolloutLoop):
         for slot, rows in zip(later.tolist(), recorder.latest(later, steps[steps > 0]), strict=True):
             self.rollout.episodes.append(RecordedEpisode(rows, self.meta(slot)))
 
-    def _episode_ended(self, recorder: Recorder, slot: int, length: int) -> None:
+    def _episode_ended(self, recorder: Recorder, slot: int, length: int, outcome: float) -> None:
         """Do nothing: all steps have been returned."""
 
 

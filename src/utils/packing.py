@@ -7,8 +7,9 @@ is one contiguous block of `batch_sizes[t]` rows. S is the number of rows of all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -85,13 +86,15 @@ class EpisodeMeta:
 
     Attributes:
         slot: on its rank. seed: reset seed. task: index of its task. group: name that episodes share which are compared
-            with one another, such as several from one start.
+            with one another, such as several from one start. outcome: 1 for a battle that was won, 0 for another; NaN
+            where it is unknown, so it takes no part in comparisons.
     """
 
     slot: int = 0
     seed: int = 0
     task: int = 0
     group: str = ""
+    outcome: float = field(default=math.nan, compare=False)
 
 
 UNKNOWN = EpisodeMeta()

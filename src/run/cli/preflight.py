@@ -63,6 +63,7 @@ def preflight(config: Config) -> PreflightResult:
     plan = make_plan(config)  # imports torch; the checks above do not
     from omagd.run.training.build import check_data, check_tasks, complete_args
     from omagd.run.training.device import check_machine
+    from omagd.run.training.groups import check_groups
     from omagd.run.training.opponents import check_opponents
 
     config, info = complete_args(config), describe_env(config)
@@ -71,6 +72,7 @@ def preflight(config: Config) -> PreflightResult:
         config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})
     check_machine(config, plan, info)
     check_data(config)
+    check_groups(config, info)
     check_tasks(config, info)
     check_opponents(config, info)
     if config.use_graph_reconstruction and info.layout is None:

@@ -99,11 +99,15 @@ def build_session(
 
 
 def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> EpisodeSeeds:
-    """Return where the episodes of one purpose start on one rank; those of a set are on its training maps."""
-    if not info.tasks:
+    """Return where the episodes of one purpose start on one rank.
+
+    Those of a set are on its training maps; training episodes begin in groups of `group_size`.
+    """
+    group_size = config.group_size if purpose == "train" else 1
+    if not info.tasks and group_size == 1:
         return EpisodeSeeds(config.seed, purpose, rank)
-    weights = [float(task < info.n_training) for task in range(len(info.tasks))]
-    return TaskStarts(config.seed, purpose, rank, weights=weights)
+    weights = [float(task < info.n_training) for task in range(len(info.tasks))] or [1.0]
+    return TaskStarts(config.seed, purpose, rank, weights=weights, group_size=group_size)
 
 
 def check_tasks(config: Config, info: EnvInfo) -> None:
