@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interruption import stage_of
 from q_toys import INFO, gradients_of, make_learner, random_episode, toy_config
 from torch.nn import functional as F
 
@@ -140,6 +141,26 @@ def test_chunks_hold_all_steps_of_all_episodes_once_in_order():
         assert sorted(int(t) for part in parts for t in batch["t"][part.rows]) == rows
     orders = [next(Minibatches(batch, 2, Dist()).draw(2, np.random.default_rng(seed))).rows.tolist() for seed in (0, 1)]
     assert orders[0] != orders[1]
+
+
+def test_every_epoch_draws_other_minibatches(monkeypatch):
+    learner, seen = ppo(epochs=3, minibatches=2), []
+    step = type(learner._step).__call__
+    noting = lambda *given: seen.append(given[2][0].advantage.tolist()) or step(*given)  # noqa: E731
+    monkeypatch.setattr(type(learner._step), "__call__", noting)
+    learner.update(pack_episodes(episodes_of(5, 2, 4, 1, 3, 6)), episodes=0)
+    assert len(seen) == 6 and len({str(part) for part in seen}) > 2
+
+
+def test_the_stored_log_probabilities_are_those_of_the_policy_that_played(tmp_path):
+    """So the ratio of the first step is 1: no divergence, nothing clipped."""
+    config = resolve("mappo", "skirmish", {"env_args.map_name": "3m", "use_cuda": False, "rnn_hidden_dim": 8})
+    stage = stage_of(config.model_copy(update={"learner_args": {"epochs": 1}}), tmp_path / "run")
+    rollout = stage.session.runners["train"].collect(stage.mac, explore=stage._exploration())
+    stage.session.close()
+    stats = stage.learner.update(pack_episodes(rollout.episodes), episodes=0)
+    mean = {name: float(total / count) for name, (total, count) in stats.items()}
+    assert abs(mean["kl"]) < 1e-6 and mean["clipped_share"] == 0 and mean["entropy"] > 1
 
 
 def test_actions_are_drawn_from_the_softmax_of_available_logits():
