@@ -191,6 +191,19 @@ def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp
         assert rows[0].split()[:2] == ["test_return_mean", "19.5000"]
 
 
+def test_block_has_one_line_for_a_quantity_of_all_maps():
+    values = {"test_battle_won_mean": 0.5, "memory/rss_mb": 3.0, "train/3m/return_mean": 19.25}
+    values |= {f"test/{task}/battle_won_mean": won for task, won in (("10m", 0.03125), ("9m", 1.0), ("3m", math.nan))}
+    values |= {"test/3m/ep_length_mean": 105.5}
+    _, first, *rows = render_block(Record(values, "stage3", "t_env", 7), width=120).splitlines()
+    assert first.split() == ["test_battle_won_mean", "0.5000", "memory/rss_mb", "3.0000"]
+    assert rows == [
+        "  test battle_won by map: 3m nan, 9m 1, 10m 0.0312",
+        "  test ep_length by map: 3m 106",
+        "  train return by map: 3m 19.2",
+    ]
+
+
 def test_rank_0_prints_and_every_rank_writes_its_file(tmp_path, capsys):
     setup_logging(tmp_path / "rank_1.log", rank=1)
     logging.getLogger("omagd").info("hidden")

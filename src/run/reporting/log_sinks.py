@@ -184,6 +184,7 @@ WHOLE = {"updates", "lost_episodes", "restarts", "worker_restarts"}
 DETAIL = re.compile(r"_(self|ally|enemy)(_f\d+)?$")
 PHASE = "time/"
 RANK = re.compile(r"^(.+)_rank(\d+)$")
+OF_MAP = re.compile(r"^(test|train)/(.+)/(\w+?)(?:_mean)?$")
 RANKS_SHOWN = 16
 LEAST_SHARE = 0.001
 
@@ -215,8 +216,8 @@ class ConsoleSink(Sink):
 def render_block(record: Record, facts: RunFacts | None = None, width: int | None = None) -> str:
     """Return a headline, then the values in aligned columns, sorted by name, test results first.
 
-    Values of one type of node (`…_ally`) or feature (`…_ally_f3`) are only in the files. Shares of the wall time and
-    values of single ranks have lines of their own.
+    Values of one type of node (`…_ally`) or feature (`…_ally_f3`) are only in the files. Shares of the wall time,
+    values of single maps and those of single ranks have lines of their own.
 
     width: of the terminal in characters; None asks the terminal.
     """
@@ -226,7 +227,7 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
         head.append(f"Episode: {_progress(int(record.values['episode']), totals.get('episode'))}")
     single = facts is not None and facts.config and not facts.config["use_graph_reconstruction"]
     head.append(" · ".join(part for part in ("" if single else record.stage, facts.label if facts else "") if part))
-    apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name)}
+    apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name) or OF_MAP.match(name)}
     shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
     names = sorted(shown, key=lambda name: (not name.startswith("test_"), name))
     width = width or shutil.get_terminal_size((120, 24)).columns
@@ -248,7 +249,7 @@ def _progress(at: int, total: int | None) -> str:
 
 
 def _separate_lines(values: dict[str, float]) -> list[str]:
-    """Return the line of time shares, largest first, and a line for each value that the ranks report separately."""
+    """Return the line of time shares, largest first, and lines of values that maps or ranks report separately."""
     phases = {name.removeprefix(PHASE): value for name, value in values.items() if name.startswith(PHASE)}
     largest = sorted(phases.items(), key=lambda item: -item[1])
     parts = " · ".join(f"{name} {100 * share:.1f} %" for name, share in largest if share >= LEAST_SHARE)
@@ -257,7 +258,25 @@ def _separate_lines(values: dict[str, float]) -> list[str]:
     for name, value in values.items():
         if found := RANK.match(name):
             ranks.setdefault(found[1], []).append(f"{value:.4g}")
-    return [*lines, *(f"  {name} by rank: {', '.join(each[:RANKS_SHOWN])}" for name, each in ranks.items())]
+    by_rank = [f"  {name} by rank: {', '.join(each[:RANKS_SHOWN])}" for name, each in ranks.items()]
+    return [*_lines_of_maps(values), *lines, *by_rank]
+
+
+def _lines_of_maps(values: dict[str, float]) -> list[str]:
+    """Return a line for each quantity that tests, then training, report for each map of a set."""
+    maps: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for name, value in values.items():
+        if found := OF_MAP.match(name):
+            maps.setdefault((found[1], found[3]), []).append((found[2], value))
+    return [
+        f"  {purpose} {quantity} by map: {', '.join(f'{task} {value:.3g}' for task, value in sorted(of, key=_natural))}"
+        for (purpose, quantity), of in sorted(maps.items())
+    ]
+
+
+def _natural(item: tuple[str, float]) -> list[tuple[int, str]]:
+    """Return a key that sorts numbers within names by their size: 3m before 10m."""
+    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", item[0])]
 
 
 def _number(name: str, value: float) -> str:
