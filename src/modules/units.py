@@ -63,9 +63,10 @@ class UnitEncoder(nn.Module):
         n, m = layout.n_allies, layout.n_enemies
         parts = [n * layout.ally_dim, m * layout.enemy_dim, n * layout.last_actions, self.n_others]
         own, theirs, last, others = state.split(parts, dim=-1)
-        allies, enemies = own.view(rows, n, -1), theirs.view(rows, m, -1)
+        allies, enemies = own.view(rows, n, layout.ally_dim), theirs.view(rows, m, layout.enemy_dim)
         there = [team.ne(0).any(dim=-1, keepdim=True).to(state.dtype) for team in (allies, enemies)]
         if layout.last_actions:
-            normal, attacks = last.view(rows, n, -1).split([self.n_normal, layout.last_actions - self.n_normal], dim=-1)
+            shape = rows, n, layout.last_actions
+            normal, attacks = last.view(shape).split([self.n_normal, layout.last_actions - self.n_normal], dim=-1)
             allies = torch.cat([allies, normal, attacks.sum(dim=-1, keepdim=True)], dim=-1)
         return Team(allies, there[0]), Team(enemies, there[1]), others

@@ -72,7 +72,8 @@ class EntityAgent(RecurrentAgent):
         m, k = layout.n_enemies, layout.n_allies
         parts = [layout.move_dim, m * layout.enemy_dim, k * layout.ally_dim, layout.own_dim]
         moves, enemies, allies, own = inputs.features.split(parts, dim=-1)
-        of_self, of_allies, of_enemies = [moves, own], [allies.view(*shape, k, -1)], [enemies.view(*shape, m, -1)]
+        of_self, of_allies = [moves, own], [allies.view(*shape, k, layout.ally_dim)]
+        of_enemies = [enemies.view(*shape, m, layout.enemy_dim)]
         if self.marks:
             marks = inputs.guess_marks(layout.n_nodes).split([1, k, m], dim=-1)
             of_self.append(marks[0])
@@ -134,7 +135,7 @@ class HyperEmbedding(nn.Module):
     def forward(self, units: Tensor) -> Tensor:
         """Return [..., out] from units [..., k, D]."""
         there = units.ne(0).any(dim=-1, keepdim=True).to(units.dtype)
-        gates = torch.cat([self.hyper(units).relu() * there, there], dim=-1)
+        gates = torch.cat([self.hyper(units).relu(), there], dim=-1)
         products = gates.transpose(-1, -2) @ torch.cat([units, there], dim=-1)
         embedded: Tensor = self.weight(products.flatten(-2))
         return embedded
@@ -226,11 +227,12 @@ class AttentionAgent(EntityAgent):
 
     def _attend(self, own: Tensor, units: Tensor, there: Tensor) -> Tensor:
         """Return [R, H] for agents' own embeddings [R, H], units [R, N, H] and masks [R, N] of units that exist."""
-        rows, heads = len(own), self.n_heads
-        query = self.query(own).view(rows, 1, heads, -1).transpose(1, 2)
-        keys, values = self.key_value(units).view(rows, units.shape[1], 2 * heads, -1).transpose(1, 2).chunk(2, dim=1)
-        mask = there.view(rows, 1, 1, -1)
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(rows, -1)
+        rows, heads, width = len(own), self.n_heads, own.shape[-1] // self.n_heads
+        query = self.query(own).view(rows, 1, heads, width).transpose(1, 2)
+        both = self.key_value(units).view(rows, units.shape[1], 2 * heads, width)
+        keys, values = both.transpose(1, 2).chunk(2, dim=1)
+        mask = there.view(rows, 1, 1, units.shape[1])
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(own.shape)
 
     def attacks(self, hidden: Tensor, *others: Tensor) -> Tensor:
         """Return the scaled product of each enemy's key and the hidden state, plus a value of the enemy, [S, n, m]."""

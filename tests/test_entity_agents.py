@@ -1,0 +1,231 @@
+"""Agents, mixers and critics of units: the order of units and absent units do not matter; enemies carry attacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from q_toys import INFO, LAYOUT, toy_config
+from torch import Tensor
+from torch.nn import functional as F
+
+from omagd.config.env_info import EnvInfo, StateLayout
+from omagd.modules.agents import REGISTRY as AGENTS
+from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.agents.separate import SeparateAgents
+from omagd.modules.critics import REGISTRY as CRITICS
+from omagd.modules.mixers import REGISTRY as MIXERS
+from omagd.run.training.build import plays_any_map
+from omagd.utils.errors import UserError
+from omagd.utils.packing import Packing
+
+torch.set_num_threads(1)
+NAMES = [name for name in AGENTS.names() if plays_any_map(AGENTS.get(name))]
+VARIANTS = [
+    *({"agent": name} for name in NAMES),
+    *({"agent": name, "mark_guesses": True, "obs_last_action": False} for name in NAMES),
+]
+PACKING = Packing((4, 2, 1))
+ROWS, N, M, NORMAL, OTHERS = 7, 3, 3, 6, 2
+OF_STATE = StateLayout(n_allies=N, ally_dim=4, n_enemies=M, enemy_dim=3, last_actions=NORMAL + M)
+SMALL = replace(INFO, state_layout=OF_STATE, state_dim=OF_STATE.width + OTHERS)
+
+
+def wide(n: int, m: int) -> EnvInfo:
+    """Return the facts of a map with n agents and m enemies, with the same features."""
+    layout = replace(LAYOUT, n_allies=n - 1, n_enemies=m)
+    state = replace(OF_STATE, n_allies=n, n_enemies=m, last_actions=NORMAL + m)
+    return replace(
+        SMALL, n_agents=n, n_actions=NORMAL + m, obs_dim=layout.obs_dim, layout=layout, state_layout=state,
+        state_dim=state.width + OTHERS,
+    )  # fmt: skip
+
+
+def agent_of(updates: dict, info: EnvInfo = SMALL, like: torch.nn.Module | None = None):
+    torch.manual_seed(0)
+    config = toy_config(obs_agent_id=False, **updates)
+    agent = AGENTS.get(config.agent)(config, info).double()
+    if like is not None:
+        agent.load_state_dict(like.state_dict())
+    return agent
+
+
+class Seen:
+    """What agents see, unit by unit, and the inputs that this makes."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.move, self.own = torch.randn(ROWS, N, 4).double(), torch.randn(ROWS, N, 1).double()
+        self.enemies, self.allies = torch.randn(ROWS, N, M, 5).double(), torch.randn(ROWS, N, N - 1, 5).double()
+        self.enemies[2, :, 1] = 0  # not seen
+        self.last = torch.randint(-1, NORMAL + M, (ROWS, N))
+        self.marks = [torch.rand(ROWS, N, k) < 0.4 for k in (1, N - 1, M)]
+
+    def inputs(self) -> AgentInputs:
+        parts = [self.move, self.enemies.flatten(-2), self.allies.flatten(-2), self.own]
+        return AgentInputs(torch.cat(parts, dim=-1), self.last, torch.cat(self.marks, dim=-1))
+
+    def with_absent(self, n: int, m: int) -> Seen:
+        """Pad with agents, allies and enemies that do not exist."""
+        missing = n - N
+        self.move, self.own = (F.pad(x, (0, 0, 0, missing)) for x in (self.move, self.own))
+        self.enemies = F.pad(self.enemies, (0, 0, 0, m - M, 0, missing))
+        self.allies = F.pad(self.allies, (0, 0, 0, missing, 0, missing))
+        self.last = F.pad(self.last, (0, missing))
+        self.marks = [F.pad(x, (0, k, 0, missing)) for x, k in zip(self.marks, (0, missing, m - M), strict=True)]
+        return self
+
+
+@pytest.mark.parametrize("updates", VARIANTS, ids=str)
+def test_the_order_of_allies_changes_nothing_and_that_of_enemies_moves_the_attacks(updates):
+    agent, seen = agent_of(updates), Seen()
+    values = agent(seen.inputs(), PACKING)
+    attacks = values[..., NORMAL:]
+    assert (attacks[0, 0].unsqueeze(0) - attacks[0, 0].unsqueeze(1)).abs().sum() > 1e-3, "attacks differ"
+    seen.allies, seen.marks[1] = seen.allies.flip(-2), seen.marks[1].flip(-1)
+    torch.testing.assert_close(agent(seen.inputs(), PACKING), values)
+    order = torch.tensor([2, 0, 1])
+    seen.enemies, seen.marks[2] = seen.enemies[:, :, order], seen.marks[2][..., order]
+    attacked = seen.last >= NORMAL
+    seen.last[attacked] = NORMAL + order.argsort()[seen.last[attacked] - NORMAL]
+    moved = agent(seen.inputs(), PACKING)
+    torch.testing.assert_close(moved[..., :NORMAL], values[..., :NORMAL])
+    torch.testing.assert_close(moved[..., NORMAL:], attacks[..., order])
+
+
+@pytest.mark.parametrize("updates", VARIANTS, ids=str)
+def test_each_unit_and_each_feature_that_is_seen_matters(updates):
+    agent, seen = agent_of(updates), Seen()
+    values = agent(seen.inputs(), PACKING)
+    for part in (seen.move, seen.own, seen.enemies, seen.allies):
+        flat = part.view(ROWS, N, -1)
+        for feature in range(flat.shape[-1]):
+            flat[0, 0, feature] += 1
+            changed = (agent(seen.inputs(), PACKING) - values).abs()
+            assert changed[0, 0].max() > 1e-9 and changed[:, 1:].max() == 0, "its own row, and no other agent's"
+            flat[0, 0, feature] -= 1
+
+
+@pytest.mark.parametrize("updates", VARIANTS, ids=str)
+def test_absent_units_change_nothing_and_weights_fit_every_map(updates):
+    agent = agent_of(updates)
+    values = agent(Seen().inputs(), PACKING)
+    for n, m in ((3, 5), (6, 3), (7, 9)):
+        larger = agent_of(updates, wide(n, m), like=agent)
+        found = larger(Seen().with_absent(n, m).inputs(), PACKING)
+        assert found.shape == (ROWS, n, NORMAL + m)
+        torch.testing.assert_close(found[:, :N, : NORMAL + M], values)
+        absent = found[:, :N, NORMAL + M :]
+        torch.testing.assert_close(absent, absent[..., :1].expand_as(absent), msg="all that are absent are alike")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_targets_than_enemies_and_a_battle_without_allies(name):
+    healers = replace(SMALL, n_actions=NORMAL + M + 2)  # they choose among more allies than there are enemies
+    values = agent_of({"agent": name}, healers)(Seen().inputs(), PACKING)
+    assert values.shape == (ROWS, N, NORMAL + M + 2) and (values[..., NORMAL + M :] == 0).all()
+    agent = agent_of({"agent": name}, wide(1, 2))
+    inputs = AgentInputs(torch.randn(ROWS, 1, 4 + 2 * 5 + 1).double(), torch.zeros(ROWS, 1, dtype=torch.int64))
+    assert agent(inputs, PACKING).shape == (ROWS, 1, NORMAL + 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_encoded_in_parts_of_any_size(name, monkeypatch):
+    agent = agent_of({"agent": name})
+    values = agent(Seen().inputs(), PACKING)
+    monkeypatch.setattr("omagd.modules.agents.entity_agents.ROWS_AT_ONCE", 2 * N)
+    torch.testing.assert_close(agent(Seen().inputs(), PACKING), values)
+    empty = AgentInputs(torch.zeros(0, N, SMALL.obs_dim).double(), torch.zeros(0, N, dtype=torch.int64))
+    assert agent.encode(empty)[0].shape == (0, N, 8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_fit_is_rejected(name):
+    for info, updates, words in (
+        (replace(SMALL, layout=None), {}, f"agent={name} needs an environment with an entity layout"),
+        (SMALL, {"agent_args": {"n_heads": 3}}, "agent_args.n_heads=3: must divide rnn_hidden_dim=8"),
+    ):
+        if "agent_args" not in updates or name == "attention_rnn":
+            with pytest.raises(UserError, match=words):
+                agent_of({"agent": name, **updates}, info)
+
+
+@pytest.mark.parametrize("name", AGENTS.names())
+def test_agents_that_share_nothing_equal_the_same_networks_one_by_one(name):
+    config, batch = toy_config(agent=name, share_parameters=False), Seen()
+    torch.manual_seed(0)
+    together = SeparateAgents(AGENTS.get(name), config, SMALL).double()
+    inputs = batch.inputs()
+    values, hidden = together(inputs, PACKING), together.hidden_states(inputs, PACKING)
+    for i, agent in enumerate(together.each):
+        own = AgentInputs(inputs.features[:, [i]], inputs.last_action[:, [i]], inputs.guessed[:, [i]])
+        torch.testing.assert_close(values[:, [i]], agent(own, PACKING))
+        torch.testing.assert_close(hidden[:, [i]], agent.hidden_states(own, PACKING))
+    stepped, _ = together.step(inputs.rows(slice(0, 3)), together.init_hidden(3))
+    torch.testing.assert_close(stepped, values[:3])
+
+
+class State:
+    """A state, unit by unit; the second ally and the first enemy are dead."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        self.allies, self.enemies = torch.randn(ROWS, N, 4).double(), torch.randn(ROWS, M, 3).double()
+        self.allies[1:, 1], self.enemies[1:, 0] = 0, 0
+        self.last = F.one_hot(torch.randint(NORMAL + M, (ROWS, N)), NORMAL + M).double()
+        self.others, self.qs = torch.randn(ROWS, OTHERS).double(), torch.randn(ROWS, N).double()
+
+    def flat(self) -> Tensor:
+        parts = [self.allies.flatten(1), self.enemies.flatten(1), self.last.flatten(1), self.others]
+        return torch.cat(parts, dim=-1)
+
+
+def value_of(kind: str, info: EnvInfo = SMALL):
+    """Return a function from a `State` to its value, [S], of the mixer or of the critic over sets."""
+    torch.manual_seed(3)
+    config = toy_config(mixer="set_qmix")
+    if kind == "mixer":
+        mixer = MIXERS.get("set_qmix")(config, info).double()
+        return lambda state: mixer(state.qs, state.flat())
+    critic = CRITICS.get("set")(config, info, 8).double()
+    return lambda state: critic(AgentInputs(torch.zeros(ROWS, info.n_agents, 0), torch.zeros(0)), state.flat())
+
+
+@pytest.mark.parametrize("kind", ["mixer", "critic"])
+def test_values_of_states_do_not_depend_on_the_order_of_units_nor_on_absent_ones(kind):
+    value, state = value_of(kind), State()
+    before = value(state)
+    order = torch.tensor([1, 2, 0])
+    state.allies, state.last, state.qs = state.allies[:, order], state.last[:, order], state.qs[:, order]
+    state.enemies = state.enemies[:, order]
+    state.last[..., NORMAL:] = state.last[..., NORMAL:].roll(1, dims=-1)  # an attack, whoever its target is
+    torch.testing.assert_close(value(state), before)
+    state.qs[1:, 0] += 5  # of the dead ally
+    torch.testing.assert_close(value(state), before)
+    n, m = 6, 5
+    state.allies, state.enemies = F.pad(state.allies, (0, 0, 0, n - N)), F.pad(state.enemies, (0, 0, 0, m - M))
+    state.last, state.qs = F.pad(state.last, (0, m - M, 0, n - N)), F.pad(state.qs, (0, n - N), value=7.0)
+    torch.testing.assert_close(value_of(kind, wide(n, m))(state), before)
+    for name, values in vars(state).items():
+        setattr(state, name, values[:0])
+    assert value_of(kind, wide(n, m))(state).shape == (0,), "a rank without a row"
+
+
+@pytest.mark.parametrize("kind", ["mixer", "critic"])
+def test_values_of_states_depend_on_all_that_is_in_them(kind):
+    value, before = value_of(kind), value_of(kind)(State())
+    for name in ("allies", "enemies", "last", "others", "qs"):
+        state = State()
+        row = getattr(state, name)[0]
+        row += torch.rand_like(row)
+        changed = (value(state) - before).abs()
+        assert (changed[0] > 1e-6) == (name != "qs" or kind == "mixer") and changed[1:].max() == 0
+    state = State()  # the numbers of units count, not their means alone
+    state.allies[0], state.last[0] = state.allies[0, :1], state.last[0, :1]
+    alive = value(state)
+    state.allies[0, 1:] = 0
+    state.last[0, 1:] = 0
+    assert (value(state) - alive).abs()[0] > 1e-6
+    with pytest.raises(UserError, match="needs a state of units; env=skirmish has none"):
+        value_of(kind, replace(SMALL, state_layout=None))
