@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from omagd.config.loading import HERE, find_yaml, known_keys, read_yaml
+from omagd.learners.ppo_learner import PPOArgs
 from omagd.utils import dist_utils
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,3 +78,9 @@ def test_defaults_in_the_page_on_ddp_are_those_of_the_files():
         wanted = ["empty" if default[key] is None else str(default[key])]
         wanted += [f"{omagd[key]}` in omagd*"] if key in omagd else []
         assert [word.strip("` ") for word in text.split(",")] == wanted, key
+
+
+def test_the_page_on_ppo_has_every_key_with_its_default():
+    text = (ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text.split("## Keys")[1], re.MULTILINE))
+    assert rows == {key: str(field.default) for key, field in PPOArgs.model_fields.items()}
