@@ -32,6 +32,9 @@ class DataSource(Protocol):
     def add(self, episodes: Iterable[Episode]) -> None:
         """Store collected episodes."""
 
+    def expect(self, episodes: int, batch_size: int) -> None:
+        """Reckon with so many episodes in this iteration, and with batches of so many where they are sampled."""
+
     @property
     def wants_more(self) -> bool:
         """Whether this iteration must collect more episodes."""
@@ -64,9 +67,13 @@ class ReplayData:
         """Store episodes; each replaces the oldest one once the buffer is full."""
         self.buffer.add(episodes)
 
+    def expect(self, episodes: int, batch_size: int) -> None:
+        """Sample `batch_size` episodes from here on, but no more than the buffer can hold."""
+        self._sampler.batch_size = min(batch_size, self.buffer.capacity)
+
     @property
     def ready(self) -> bool:
-        """Whether there are `batch_size` episodes; once true, it stays true."""
+        """Whether there are `batch_size` episodes; once true, it stays true while that number stays."""
         return len(self.buffer) >= self._sampler.batch_size
 
     def batches(self) -> Iterator[PackedBatch]:
@@ -96,6 +103,10 @@ class OnPolicyData:
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes to the batch of this iteration."""
         self.buffer.add(episodes)
+
+    def expect(self, episodes: int, batch_size: int) -> None:
+        """Collect `episodes` for the batch of this iteration instead of `batch_size`."""
+        self.quota = episodes
 
     @property
     def wants_more(self) -> bool:

@@ -30,8 +30,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "tokenizer_config": TokenizerConfig,
     "mask_predictor_config": MaskPredictorConfig,
 }
-OPEN_SECTIONS = frozenset({"env_args", *COMPONENT_ARGS})
-"""Sections whose keys the environment, the learner, the agent or the mixer defines."""
+OPEN_SECTIONS = frozenset({"env_args", "task_weights", *COMPONENT_ARGS})
+"""Sections whose keys the environment, the learner, the agent, the mixer or the set of maps defines."""
 # libyaml's loader where PyYAML was built with it: the same values, ten times as fast.
 SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MERGE = "tag:yaml.org,2002:merge"

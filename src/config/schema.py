@@ -127,6 +127,12 @@ class Config(Frozen):
     buffer_size: Count  # episodes in the replay buffer (runner=ticks: steps); the newest ones
     t_max: Count  # environment steps over all ranks after which stage 3 ends
     max_episodes: Episodes | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
+    task_weights: dict[str, Annotated[float, Field(ge=0.0)]]  # map: its weight among the episodes; others weigh 1
+    task_dealing: Literal["round_robin", "sharded", "queue"] | None  # each rank plays all maps | its own | what is next
+    enable_task_sharding: bool  # another way to say task_dealing=sharded
+    balance_tasks_across_gpus: bool  # sharded: maps by measured seconds, so that no rank waits; False: in their order
+    min_tasks_per_gpu: Count  # sharded: maps that each rank plays at least; with few maps several ranks play the same
+    sync_every_n_steps: Count  # iterations between exchanges of the ranks' statistics of maps; sharded: and rebalancing
     epsilon_start: Unit  # probability of a random action at step 0
     epsilon_finish: Unit  # probability of a random action after epsilon_anneal_time
     epsilon_anneal_time: Count  # environment steps over all ranks of the linear decay
@@ -224,6 +230,11 @@ class Config(Frozen):
         if not self.use_graph_reconstruction:
             return "stage3"
         return self.reconstructer_stage or self.recontructer_stage or "all"
+
+    @property
+    def dealing(self) -> Literal["round_robin", "sharded", "queue"]:
+        """How the maps of a set are dealt to ranks, by either key."""
+        return self.task_dealing or ("sharded" if self.enable_task_sharding else "round_robin")
 
     @property
     def map_name(self) -> str:

@@ -173,7 +173,13 @@ class ChangingOpponents(Protocol):
 
 @runtime_checkable
 class ManyTasks(Protocol):
-    """A batched environment whose slots play the tasks `info.tasks`, in arrays of one shape."""
+    """A batched environment whose slots play the tasks `info.tasks`, in arrays of one shape.
+
+    Attributes:
+        seconds: [tasks] float64 seconds spent on each task so far.
+    """
+
+    seconds: np.ndarray
 
     def set_tasks(self, which: np.ndarray, tasks: np.ndarray) -> None:
         """Choose the `tasks` [B] int64 of the next episodes of the slots `which` [B] bool."""

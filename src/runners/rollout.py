@@ -19,7 +19,6 @@ from omagd.runners.recorder import Recorder
 from omagd.runners.starts import NO_GROUP, EpisodeSeeds, Origins
 from omagd.utils.packing import Episode, EpisodeMeta, RecordedEpisode
 
-ENDLESS = 2**62
 OF_TASKS = ("return", "ep_length", "battle_won")  # results that are also counted for each task of a set
 
 
@@ -163,15 +162,20 @@ class RolloutLoop:
         self._checks = OutputChecks(info, env.n_slots)
 
     def begin(self, episodes_per_slot: int) -> None:
-        """Start the first episode of every slot; a slot whose episode has ended begins its next one at once."""
+        """Start the first episode of every slot; a slot whose episode has ended begins its next one at once.
+
+        Slots that `seeds` has no episode for stay idle.
+        """
         self.ticked(True)
         n = self.env.n_slots
         everyone = np.ones(n, bool)
-        origins = self.seeds.origins(everyone)
-        self._reset(everyone, origins)
+        begun = self.seeds.begun(everyone)
+        origins = self.seeds.origins(begun)
+        self._reset(begun, origins)
         self.policy.begin(n)
         self.policy.reset(everyone)
         self.clock = SlotState.at_start(origins, episodes_per_slot, self._n_rewarded)
+        self.clock.playing = begun.copy()
 
     def _reset(self, which: np.ndarray, origins: Origins) -> None:
         """Start the episodes of `origins` in the slots `which` [B] bool."""
@@ -213,6 +217,8 @@ class RolloutLoop:
         decision = self.policy.act(Tick(seen, clock.step.copy(), active), explore)
         actions = np.where(stepping[:, None], decision.actions, 0)
         again = closing & (clock.left > 0)
+        if again.any():
+            again = self.seeds.begun(again)
         upcoming = clock.origins
         if again.any():
             upcoming = self.seeds.origins(again).where(again, upcoming)
@@ -315,7 +321,7 @@ class RolloutLoop:
         self.clock.begin(lost)
 
     def _close(self, closing: np.ndarray, again: np.ndarray) -> None:
-        """Count and take the finished episodes; the slots `again` begin another one. Masks [B]."""
+        """Count and take the finished episodes; the slots `again`, also idle ones, begin another one. Masks [B]."""
         clock, rollout = self.clock, self.rollout
         for slot in np.flatnonzero(closing).tolist():
             length = int(clock.step[slot])

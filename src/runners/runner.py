@@ -29,6 +29,7 @@ class Runner:
     """
 
     unit: ClassVar[str] = "episodes"  # of replay and batches
+    rounds: ClassVar[bool] = True  # an iteration is a round of episodes, and leaves none in flight
 
     def __init__(self, env: BatchedEnv, config: Config, info: EnvInfo, stream: EpisodeSeeds) -> None:
         self.env = env
@@ -85,8 +86,8 @@ class Runner:
         return self._take(loop)
 
     def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
-        """Play one iteration of training: here, one episode in every slot. Arguments as in `run`."""
-        return self.run(policy, explore=explore, full_obs=full_obs)
+        """Play one iteration of training: here, one round. Arguments as in `run`."""
+        return self.run(policy, explore=explore, episodes_per_slot=self.stream.per_round, full_obs=full_obs)
 
     def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
         """Finish the episodes that `collect` left in flight and return them: here, none."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from omagd.utils.seeding import stream_seed
 
 NO_GROUP = -1
+ENDLESS = 2**62
 
 
 @dataclass
@@ -36,7 +37,12 @@ class EpisodeSeeds:
 
     Args:
         seed: the run's seed. purpose: "train", "test", "pretrain", ... rank: of this process.
+
+    Attributes:
+        per_round: episodes that each slot plays in one round of training.
     """
+
+    per_round: ClassVar[int] = 1
 
     def __init__(self, seed: int, purpose: str, rank: int = 0) -> None:
         self._place = (seed, f"env/{purpose}", rank)
@@ -59,6 +65,10 @@ class EpisodeSeeds:
             seeds[slot] = stream_seed(seed, purpose, rank, int(slot), self._played[slot])
             self._played[slot] += 1
         return seeds
+
+    def begun(self, free: np.ndarray) -> np.ndarray:
+        """Return which slots [B] bool begin an episode now, where those in `free` [B] bool could: here, all of them."""
+        return free
 
     def origins(self, which: np.ndarray) -> Origins:
         """Return the origins of the next episodes of the slots `which` [B] bool; others hold anything."""
@@ -113,7 +123,7 @@ class TaskStarts(EpisodeSeeds):
             group = slice(first, first + size)
             if which[group].all():
                 drawn[first] = True
-                new.task[group] = self._next_task()
+                new.task[group] = self._next_task(first)
                 if size > 1:
                     new.group[group] = self._n_groups
                     self._n_groups += 1
@@ -123,7 +133,8 @@ class TaskStarts(EpisodeSeeds):
         self._last = new
         return new
 
-    def _next_task(self) -> int:
+    def _next_task(self, first: int) -> int:
+        """Return the task of the next start, which the slots from `first` on play."""
         self._credit += self._weights
         task = int(self._credit.argmax())
         self._credit[task] -= 1.0
@@ -143,3 +154,35 @@ class TaskStarts(EpisodeSeeds):
         last = state.get("last")
         self._last = None if last is None else Origins(**{name: np.array(values) for name, values in last.items()})
         self._n_groups = int(state["groups"])
+
+
+class DealtStarts(TaskStarts):
+    """Plays the tasks that `deal` has given to this rank, one after another, in whichever slots are free.
+
+    A round ends when all of them are played. Groups begin when all their slots are free. A lost episode is replaced by
+    one of the same task.
+    """
+
+    per_round: ClassVar[int] = ENDLESS
+    _dealt: Iterator[int] = iter(())
+
+    def deal(self, tasks: Iterable[int]) -> None:
+        """Play one start of each of `tasks` in the next round; an iterator is asked when a slot is free."""
+        self._dealt = iter(tasks)
+        self._free = np.zeros(0, bool)
+
+    def begun(self, free: np.ndarray) -> np.ndarray:
+        """Return which slots [B] bool begin: groups whose slots are all free, as long as there are tasks."""
+        if len(self._free) != len(free):
+            self._free, self._coming = np.zeros_like(free), np.zeros(len(free), np.int64)
+        self._free |= free
+        begun = np.zeros_like(free)
+        for first in range(0, len(free), self.group_size):
+            group = slice(first, first + self.group_size)
+            if self._free[group].all() and (task := next(self._dealt, None)) is not None:
+                begun[group], self._coming[first] = True, task
+        self._free &= ~begun
+        return begun
+
+    def _next_task(self, first: int) -> int:
+        return int(self._coming[first])

@@ -10,8 +10,9 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.runners.recorder import Recorder
-from omagd.runners.rollout import ENDLESS, Rollout, RolloutLoop
+from omagd.runners.rollout import Rollout, RolloutLoop
 from omagd.runners.runner import Runner
+from omagd.runners.starts import ENDLESS
 from omagd.utils.packing import RecordedEpisode
 
 
@@ -23,6 +24,7 @@ class StreamRunner(Runner):
     order of their ticks, whichever environment answers first, so a run is a function of its seed.
     """
 
+    rounds: ClassVar[bool] = False
     loop_kind: ClassVar[type[RolloutLoop]] = RolloutLoop
     _flying: RolloutLoop | None = None  # the loop that has episodes in flight
     _full_obs = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class TaskSetEnv(BatchedEnv):
     Attributes:
         task: [B] int64, task of the current episode of each slot; `set_tasks` chooses that of the next one. At first
             the training maps follow one another.
+        seconds: [tasks] seconds spent in the environments of each task so far.
     """
 
     args_model = BaseModel
@@ -54,6 +56,7 @@ class TaskSetEnv(BatchedEnv):
         self._pools: list[_Pool] = []
         self._next = np.arange(n_slots) % len(tasks.training)
         self.task = np.full(n_slots, NONE)
+        self.seconds = np.zeros(len(tasks.maps))
         counts = np.bincount(self._next, minlength=len(tasks.maps))
         made: list[BatchedEnv] = []
         try:
@@ -83,7 +86,7 @@ class TaskSetEnv(BatchedEnv):
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new episodes of the chosen tasks in the slots `which`."""
         self._assign(which)
-        for pool, inner, outer in self._each(which):
+        for pool, inner, outer in self._timed(self._each(which)):
             of_pool = np.zeros(len(inner), np.int64)
             of_pool[inner] = seeds[outer]
             pool.env.reset(inner, of_pool)
@@ -122,10 +125,17 @@ class TaskSetEnv(BatchedEnv):
             if len(outer):
                 yield pool, inner, outer
 
+    def _timed(self, each: Iterable[tuple[_Pool, np.ndarray, np.ndarray]]) -> Iterator[Any]:
+        """Yield what `each` yields, and count the time until the next one is asked for as its task's."""
+        for pool, inner, outer in each:
+            began = time.perf_counter()
+            yield pool, inner, outer
+            self.seconds[pool.task] += time.perf_counter() - began
+
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` in the slots `active`; those of absent agents are not used."""
         each = list(self._each(active))
-        for pool, inner, outer in each:
+        for pool, inner, outer in self._timed(each):
             chosen = np.zeros((len(inner), pool.place.n_agents), np.int64)
             chosen[inner] = actions[outer, : pool.place.n_agents]
             pool.env.step_start(chosen, inner)
@@ -133,7 +143,7 @@ class TaskSetEnv(BatchedEnv):
         each_agent = np.zeros((b, self.info.n_agents), np.float32) if self.info.agent_rewards else None
         flags = {name: np.zeros(b, bool) for name in ("terminated", "truncated", "lost")}
         whole = StepResult(np.zeros(b, np.float32), **flags, info={}, agent_reward=each_agent)
-        for pool, inner, outer in each:
+        for pool, inner, outer in self._timed(each):
             result = pool.env.step_finish(inner)
             for name in ("reward", "terminated", "truncated", "lost"):
                 getattr(whole, name)[outer] = getattr(result, name)[inner]
@@ -145,8 +155,8 @@ class TaskSetEnv(BatchedEnv):
 
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations in the common shape."""
-        for pool in self._pools:
-            inner = (pool.outer != NONE) & pool.began
+        for pool, inner, _ in self._timed(self._each(np.ones(self.n_slots, bool))):
+            inner &= pool.began
             if inner.any():
                 self._place(pool, inner, pool.env.observe(full))
         return Observation(self._obs, self._state, self._avail, self._full if full else None)

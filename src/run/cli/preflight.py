@@ -65,6 +65,7 @@ def preflight(config: Config) -> PreflightResult:
     from omagd.run.training.device import check_machine
     from omagd.run.training.groups import check_groups
     from omagd.run.training.opponents import check_opponents
+    from omagd.run.training.tasks import check_dealing
 
     config, info = complete_args(config), describe_env(config)
     if config.max_episodes is not None:  # an upper bound in steps: all episodes of full length
@@ -74,6 +75,7 @@ def preflight(config: Config) -> PreflightResult:
     check_data(config)
     check_groups(config, info)
     check_tasks(config, info)
+    check_dealing(config, info)
     check_opponents(config, info)
     if config.use_graph_reconstruction and info.layout is None:
         raise UserError(

@@ -46,7 +46,7 @@ from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
-from omagd.runners.starts import EpisodeSeeds, TaskStarts
+from omagd.runners.starts import DealtStarts, EpisodeSeeds, TaskStarts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
@@ -106,8 +106,12 @@ def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> Ep
     group_size = config.group_size if purpose == "train" else 1
     if not info.tasks and group_size == 1:
         return EpisodeSeeds(config.seed, purpose, rank)
-    weights = [float(task < info.n_training) for task in range(len(info.tasks))] or [1.0]
-    return TaskStarts(config.seed, purpose, rank, weights=weights, group_size=group_size)
+    weights = [1.0] * max(info.n_training, 1)
+    if purpose == "train" and info.tasks:
+        weights = [config.task_weights.get(task, 1.0) for task in info.tasks[: info.n_training]]
+    weights += [0.0] * (len(info.tasks) - info.n_training)
+    kind = DealtStarts if purpose == "train" and config.dealing != "round_robin" else TaskStarts
+    return kind(config.seed, purpose, rank, weights=weights, group_size=group_size)
 
 
 def check_tasks(config: Config, info: EnvInfo) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from omagd.run.training.build import build_learner, require_same_weights
 from omagd.run.training.opponents import Opponents
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
+from omagd.run.training.tasks import TrainingTasks, training_tasks
 from omagd.runners.rollout import Rollout
 from omagd.runners.starts import TaskStarts
 from omagd.utils.clock import Every, Stopwatch
@@ -49,6 +52,7 @@ class RLStage(Stage):
         session.profiler.watch_acting(self.mac)
         self.data = self._data_source()
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
+        self.maps = training_tasks(session) if session.info.tasks else None
         self.schedule = epsilon_schedule(config)
         self.opponents = Opponents(session, self.mac, self.clock)
         self.played, self.learned = Metrics(), Metrics()
@@ -80,6 +84,9 @@ class RLStage(Stage):
             self.register(name, Attribute(self, attribute))
         self.register("opponents", self.opponents)  # after the clock, from which its level follows
         self.register("seconds", self._stopwatch)
+        if self.maps is not None:
+            self.register("maps", self.maps)
+            self.register("maps of the rank", self.maps.tally.own, "rank")
 
     def _data_source(self) -> DataSource:
         """Return where batches come from, as the learner's kind of data says."""
@@ -150,16 +157,27 @@ class RLStage(Stage):
 
     def collect(self) -> None:
         """Play one iteration of the runner, or as many as an on-policy batch needs, and store the episodes."""
-        explore, runner = self._exploration(), self.session.runners["train"]
+        explore = self._exploration()
         self._tested_now = self._best_now = False
-        full_obs = self.mac.wants_full_obs
-        self._store(runner.collect(self.mac, explore=explore, full_obs=full_obs))
+        if self.maps is not None:
+            self.maps.deal(self.data)
+        self._play(explore)
         while self.data.wants_more:
-            self._store(runner.collect(self.mac, explore=explore, full_obs=full_obs))
+            self._play(explore)
         self._start_count()
         self.session.say_first_episodes()
         epsilon = {"epsilon": (explore.epsilon, 1.0)} if self.data.explores else {}
         self.played.add({**epsilon, **self.opponents.stats()})
+
+    def _play(self, explore: Exploration) -> None:
+        """Play one iteration of the runner and store it."""
+        if self.maps is not None:
+            self.maps.begin()
+        runner = self.session.runners["train"]
+        rollout = runner.collect(self.mac, explore=explore, full_obs=self.mac.wants_full_obs)
+        if self.maps is not None:
+            self.maps.played(rollout.log)
+        self._store(rollout)
 
     def _exploration(self) -> Exploration:
         epsilon = self.schedule.value(self.clock.t_env) if self.data.explores else 0.0
@@ -200,6 +218,14 @@ class RLStage(Stage):
         """Add what all ranks have played to the clock."""
         self._count()
         self.clock.epoch += 1
+        if self.maps is not None and self.maps.due(self.clock.epoch):
+            self._synchronise(self.maps)
+
+    def _synchronise(self, maps: TrainingTasks) -> None:
+        """Exchange the statistics of maps; where they are dealt anew, batches may need more episodes than before."""
+        with self.phase("tasks"):
+            if maps.synchronise():
+                self._ready = False
 
     def _count(self) -> None:
         assert self._counts is not None
@@ -243,6 +269,8 @@ class RLStage(Stage):
         values["wall_seconds"] = self._stopwatch.seconds()
         values["episode"] = float(self.clock.episodes)
         values["updates"] = float(self.clock.updates)
+        if self.maps is not None:
+            values.update(self.maps.record())
         if self._tested_now:
             values.update(self.last_test[1])
         self.log(values)
@@ -275,7 +303,17 @@ class RLStage(Stage):
         if not saved.is_dir():  # resumed after the last iteration of a run that could not write it
             self.save()
         models = {"agent": str(saved)} if saved.is_dir() else {}
-        return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures})
+        if self.maps is not None:
+            self._synchronise(self.maps)
+        return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures}, self._facts())
+
+    def so_far(self) -> StageResult:
+        """Return also the statistics of maps, up to the last exchange."""
+        reached = super().so_far()
+        return replace(reached, facts={**reached.facts, **self._facts()})
+
+    def _facts(self) -> dict[str, Any]:
+        return {} if self.maps is None else {"tasks": self.maps.summary()}
 
     def _something_to_log(self) -> bool:
         self._parts_due = {name for name, due in self._log_due.items() if due.due(self.clock.t_env)}
