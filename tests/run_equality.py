@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 MACHINE = re.compile(
-    r"^(time|memory|gpu)/|_per_second(_rank\d+)?$"
+    r"^(time|memory|gpu)/|_per_second(_rank\d+)?$|/seconds_per_episode$"
     r"|^(wall_seconds|restarts|worker_restarts|communicate_ms_per_sync|reconstruct_(ms|frames)_per_tick)$"
 )
 """Values about the machine, which differ between two runs that learn the same."""

@@ -114,6 +114,11 @@ RUNS: dict[str, Run] = {
         "snakes_ddpg", "snakes", batch_size_run=2, evaluate=True, load_step=400, eval_report_episodes=2,
         save_replay=True, rnn_hidden_dim=8, needs={"checkpoint_path": "snakes by DDPG/models"}, makes=("replays/*",),
     ),
+    "maps dealt to ranks": Run(
+        "hpn_mappo", "skirmish", TINY, t_max=60, rnn_hidden_dim=8, env_args={"map_name": "3m,4m"},
+        task_weights={"4m": 2.0}, task_dealing="sharded", enable_task_sharding=True, balance_tasks_across_gpus=False,
+        min_tasks_per_gpu=2, sync_every_n_steps=2,
+    ),
     "two ranks": Run(
         "qmix", "matrix_game", TINY, NETWORKS, t_max=16, run="ddp", world_size=2, ddp_port=23455, dist_backend="gloo",
         dist_timeout_minutes=1.0, max_restarts=0, bucket_cap_mb=1.0, lr_scaling="linear", makes=("logs/rank_1.log",),

@@ -155,9 +155,9 @@ class Tally:
 
 def _facts(record: MapRecord) -> dict[str, float]:
     """Return the values of a map for logs and the summary."""
-    facts: dict[str, float] = {"visits": float(record.visits)}
+    facts: dict[str, float] = {"visits": record.visits}
     if record.judged:
-        facts["wins"] = float(record.wins)
+        facts["wins"] = record.wins
         facts["recent_win_rate"] = float(np.mean(record.last))
     if record.visits:
         facts["seconds_per_episode"] = record.seconds / record.visits

@@ -254,7 +254,7 @@ class TrainingTasks:
     def record(self) -> dict[str, float]:
         """Return the values for logs, of all ranks up to the last exchange."""
         facts = self.tally.facts()
-        values = {f"train/{name}/{key}": value for name, each in facts.items() for key, value in each.items()}
+        values = {f"train/{name}/{key}": float(value) for name, each in facts.items() for key, value in each.items()}
         if self.config.dealing == "sharded":
             values["rebalanced"] = float(self.rebalanced)
         return values
