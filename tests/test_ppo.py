@@ -33,7 +33,7 @@ ARGS = {"epochs": 1, "normalise_values": False, "value_clip": None, "critic_hidd
 
 
 def ppo(seed: int = 0, **args: Any) -> Any:
-    more = {name: args.pop(name) for name in ("agent", "share_parameters") if name in args}
+    more = {name: args.pop(name) for name in ("agent", "share_parameters", "t_max") if name in args}
     return make_learner(toy_config(**PPO, **more, learner_args={**ARGS, **args}), dtype=torch.float64, seed=seed)
 
 
@@ -141,6 +141,21 @@ def test_chunks_hold_all_steps_of_all_episodes_once_in_order():
         assert sorted(int(t) for part in parts for t in batch["t"][part.rows]) == rows
     orders = [next(Minibatches(batch, 2, Dist()).draw(2, np.random.default_rng(seed))).rows.tolist() for seed in (0, 1)]
     assert orders[0] != orders[1]
+
+
+def test_the_learning_rate_falls_to_0_at_t_max_also_after_a_restore():
+    episodes, t_max = episodes_of(5, 2, 4, 1), 30
+    learner, rates = ppo(anneal_lr=True, t_max=t_max), []
+    for _ in range(4):
+        learner.update(pack_episodes(episodes), episodes=0)
+        rates.append(learner.optimizer.param_groups[0]["lr"] / learner.config.lr)
+        state, learner = learner.state_dict(), ppo(anneal_lr=True, t_max=t_max)
+        learner.load_state_dict(state)
+    assert rates == pytest.approx([1, 18 / 30, 6 / 30, 0])
+    fixed = ppo(t_max=t_max)
+    fixed.update(pack_episodes(episodes), episodes=0)
+    fixed.update(pack_episodes(episodes), episodes=0)
+    assert fixed.optimizer.param_groups[0]["lr"] == fixed.config.lr
 
 
 def test_every_epoch_draws_other_minibatches(monkeypatch):

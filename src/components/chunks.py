@@ -72,6 +72,9 @@ class Minibatches:
     Args:
         batch: of this rank. length: of a chunk in steps; 0: whole episodes. Closing rows belong to no chunk, because no
             action was taken there. dist: the ranks. A collective: every rank builds it.
+
+    Attributes:
+        steps: in the batches of all ranks.
     """
 
     def __init__(self, batch: PackedBatch, length: int, dist: Dist) -> None:
@@ -88,6 +91,7 @@ class Minibatches:
             )
             for first in range(0, count, length or max(count, 1))
         ]
+        self.steps = sum(end - first for _, _, first, end in self._chunks)
         self._rank = dist.rank
 
     def draw(self, count: int, rng: np.random.Generator) -> Iterator[Chunks | None]:

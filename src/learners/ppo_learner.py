@@ -56,6 +56,7 @@ class PolicyArgs(BaseModel):
     entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus
     normalise_advantages: bool = True  # subtract the mean and divide by the deviation over the samples of all ranks
     death_masking: bool = True  # learn nothing from agents that have only one action
+    anneal_lr: bool = False  # let the learning rate fall linearly, to 0 at t_max steps learned from
 
 
 class PPOArgs(PolicyArgs):
@@ -208,14 +209,15 @@ class PPOLearner:
                 " the agent's logits. Use action_selector=softmax"
             )
         self.mac, self.config, self.info, self.dist = mac, config, info, dist
+        self.lr = config.lr * lr_scale(config, dist.world_size)
         self.args = self.args_model.model_validate(config.learner_args)
         self.critic = self._new_critic()
         loss = PPOLoss(mac.agent, self.critic, self.args, config.precision == "bf16")
-        lr = config.lr * lr_scale(config, dist.world_size)
-        self.optimizer = torch.optim.Adam(loss.parameters(), lr=lr, eps=ADAM_EPSILON, fused=True)
+        self.optimizer = torch.optim.Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON, fused=True)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
         self.value_norm = ValueNorm(self.args.normalise_values, dist.device)
         self.updates = 0
+        self.steps = 0  # environment steps learned from, over all ranks
 
     def _new_critic(self) -> nn.Module | None:
         """Return the critic, or None for a learner without one."""
@@ -246,6 +248,7 @@ class PPOLearner:
         rows = self._judged(batch)
         memory = self._memory(rows)
         minibatches = Minibatches(batch, self.args.chunk_length, self.dist)
+        self._anneal(minibatches.steps)
         merged: Stats = {}
         parts: list[PPORows] = []
         whole = False
@@ -260,6 +263,14 @@ class PPOLearner:
                 self.updates += 1
                 merged = merge(merged, {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped})
         return merged
+
+    def _anneal(self, steps: int) -> None:
+        """Set the learning rate of a batch of so many environment steps over all ranks (`anneal_lr`)."""
+        if self.args.anneal_lr:
+            left = max(0.0, 1.0 - self.steps / self.config.t_max)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * left
+        self.steps += steps
 
     @torch.no_grad()
     def _judged(self, batch: PackedBatch) -> PPORows:
@@ -330,10 +341,11 @@ class PPOLearner:
         return {"agent": self.mac.agent, **({} if self.critic is None else {"critic": self.critic})}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside `modules()`: optimizer, number of steps, value normaliser."""
+        """Return what a resumed run needs beside `modules()`: optimizer, numbers of steps, value normaliser."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "updates": self.updates,
+            "steps": self.steps,
             "value_norm": self.value_norm.moments,
         }
 
@@ -341,6 +353,7 @@ class PPOLearner:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
+        self.steps = state.get("steps", 0)  # checkpoints before `anneal_lr` have none
         self.value_norm.moments.copy_(state["value_norm"])
 
 
