@@ -79,6 +79,10 @@ RUNS: dict[str, Run] = {
         "qmix", "matrix_game", TINY, NETWORKS, t_max=16, precision="bf16", acting_precision="bf16", compile=True,
         runner="stream", env_processes=True, lr_scaling="sqrt",
     ),
+    "groups": Run(
+        "rloo", "matrix_game", TINY, t_max=18, buffer_size=5000, rnn_hidden_dim=8, group_size=2,
+        enable_dynamic_sampling=True, max_sampling_attempts=1, early_stop_percentage=0.9,
+    ),
     "snakes by DDPG": Run(
         "snakes_ddpg", "snakes", SNAKES, deterministic=True, max_episodes=2, critic_lr=1e-3, tau=0.01,
         gumbel_softmax=True, epsilon_speed=0.99, epsilon_start=0.4, opponent_difficulty_strategy="curriculum",

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ddp_harness import run_ranks
 from interruption import interrupted_run, stage_of
 from q_toys import make_learner, random_episode, toy_config
 from run_equality import differences
 
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.groups import GroupData
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
+from omagd.run.training.loop import fit
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
@@ -120,8 +126,163 @@ def test_a_group_has_one_start_and_plays_apart(tmp_path):
     assert logged == [e.meta.outcome for rollout in rounds for e in rollout.episodes]
 
 
-def test_it_resumes_bit_for_bit(tmp_path):
-    sizes = {"t_max": 200, "test_interval": 60}
+def data_of(dist: Dist | None = None, **updates: Any) -> GroupData:
+    data = GroupData(config_of(**{"enable_dynamic_sampling": True, **updates}), dist or Dist())
+    data.begin()
+    return data
+
+
+def test_groups_with_equal_outcomes_are_dropped_whole_and_others_collected():
+    data, ended = data_of(batch_size=5, group_size=3, batch_size_run=6, max_sampling_attempts=2), []
+    data.ended = lambda meta, outcomes: ended.append((meta.seed, outcomes))
+    same, mixed = (1.0, 1.0, 1.0), (0.0, 1.0, 1.0)
+    assert data.wants_more
+    data.add(groups_of(same, mixed))
+    assert data.wants_more and data.ready and data.stats() == {"groups_dropped": (1, 2)}, "two groups are wanted"
+    data.add(groups_of((0.0, 0.0, 0.0), same))
+    assert data.wants_more and ended == [(0, [*same]), (1, [*mixed]), (0, [0.0] * 3), (1, [*same])]
+    data.add(groups_of(same, (math.nan, 1.0, 1.0)))
+    assert not data.wants_more and data.stats() == {"groups_dropped": (4, 6)}
+    (batch,) = data.batches()
+    assert sorted(meta.outcome for meta in batch.meta)[:2] == [0.0, 1.0] and len(batch.meta) == 6
+    data.begin()
+    for number in range(3):  # one round is needed; after two more the rank gives up
+        assert data.wants_more, number
+        data.add(groups_of(same, same))
+    assert not (data.wants_more or data.ready)
+    (batch,) = data.batches()
+    assert batch.packing.lengths == (1,) and not batch.valid_mask.any() and batch.meta[0].group == ""
+    kept = data_of(enable_dynamic_sampling=False)
+    kept.add(groups_of((1.0, 1.0), (0.0, 0.0)))
+    assert not kept.wants_more and kept.stats() == {} and len(kept.buffer) == 4
+
+
+def test_collecting_ends_at_a_share_of_the_groups():
+    data = data_of(batch_size=8, enable_dynamic_sampling=False, early_stop_percentage=0.6)
+    for share in (0.5, 1.0):
+        assert data.wants_more
+        data.add(groups_of((1.0, 0.0), (0.0, 1.0)))
+        assert data.wants_more is (share < 0.6)
+    for _ in range(3):
+        data.begin()
+        assert data.wants_more and data._dist.store.num_keys() <= 2, "an iteration counts anew"
+        data.add(groups_of((1.0, 0.0), (0.0, 1.0)))
+
+
+SAMPLING = {"enable_dynamic_sampling": True, "learner_args": {"epochs": 2, "minibatches": 2}, "group_size": 2}
+
+
+def uneven(rank: int, update: int) -> list[RecordedEpisode]:
+    """Return a round of a rank; only some ranks, and in the fourth update none, have groups that are kept."""
+    some = [[(1.0, 0.0), (0.0, 0.0)], [(0.0, 1.0), (1.0, 0.0)], [(1.0, 0.0), (1.0, 1.0)]]
+    groups = some[rank] if (rank + update) % 3 and update != 3 else [(1.0, 1.0), (0.0, 0.0)]
+    made = groups_of(*groups)
+    for i, episode in enumerate(made):
+        episode.update(random_episode(1000 * update + 10 * rank + i, 2 + (rank + i) % 4))
+        # The union of all ranks needs names of its own; alike seeds would not tell groups of ranks apart.
+        episode.meta = replace(episode.meta, seed=10 * rank + episode.meta.seed, group=f"{rank} {episode.meta.group}")
+    return made
+
+
+def learned(dist: Dist, rounds: list[list[RecordedEpisode]]) -> tuple[list[torch.Tensor], int]:
+    """Return the weights after updates as the stage does them, and the number of updates that were skipped."""
+    config = toy_config(
+        learner="rloo_learner", action_selector="softmax", mixer="none", max_sampling_attempts=1, **SAMPLING
+    )
+    learner, skipped = make_learner(config, dist, torch.float64), 0
+    for episodes in rounds:
+        data = GroupData(config, dist)
+        data.begin()
+        data.add(episodes)
+        if dist.sum_int(int(data.ready)):
+            (batch,) = data.batches()
+            learner.update(batch, episodes=0)
+        else:
+            skipped += 1
+    return [value for module in learner.modules().values() for value in module.state_dict().values()], skipped
+
+
+def of_ranks(rank: int, dist: Dist, folder: str) -> Any:
+    """Return weights after uneven updates, and what two runs whose ranks stop together have counted."""
+    out = learned(dist, [uneven(rank, update) for update in range(5)])
+    runs = []
+    for share in (1.0, 0.5):
+        sizes = {"batch_size": 16, "t_max": 400, "max_sampling_attempts": 2, "test_interval": 10**6}
+        config = config_of(folder, **SAMPLING, **sizes, early_stop_percentage=share)
+        stage = stage_of(config, Path(folder) / f"run_{share}", dist)
+        fit(stage)
+        stage.session.close()
+        weights = [p.detach().clone() for p in stage.mac.agent.parameters()]
+        runs.append((weights, stage.clock.state_dict(), stage.groups.state_dict()))
+    return out, runs
+
+
+@pytest.mark.processes
+def test_ranks_equal_one_process_when_some_or_none_have_groups(tmp_path):
+    ranks = run_ranks(of_ranks, str(tmp_path), world_size=3)
+    everyone = [[kept_of(uneven(rank, update)) for rank in range(3)] for update in range(5)]
+    # Minibatches count the first episode of each rank first.
+    rounds = [[e for some in itertools.zip_longest(*each) for e in some if e is not None] for each in everyone]
+    alone, skipped = learned(Dist(), rounds)
+    assert skipped == 1
+    for (weights, count), runs in ranks:
+        assert count == 1
+        torch.testing.assert_close(weights, alone, atol=1e-10, rtol=0)
+        assert all(map(torch.equal, weights, ranks[0][0][0]))
+        for (mine, clock, counts), (first, same, others) in zip(runs, ranks[0][1], strict=True):
+            assert all(map(torch.equal, mine, first)) and (clock, counts) == (same, others)
+            assert clock["updates"] > 0
+
+
+def kept_of(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
+    """Return the episodes whose group has won and lost."""
+    outcomes: dict[str, set[float]] = {}
+    for episode in episodes:
+        outcomes.setdefault(episode.meta.group, set()).add(episode.meta.outcome)
+    return [episode for episode in episodes if len(outcomes[episode.meta.group]) > 1]
+
+
+@pytest.mark.parametrize("dealing", ["round_robin", "sharded", "queue"])
+def test_dropped_groups_are_replaced_however_maps_are_dealt(dealing, tmp_path, monkeypatch):
+    """Where starts are dealt to ranks, a further round plays as many groups of each map as were dropped."""
+    maps = {"env": "skirmish", "env_args": {"map_name": ["2m", "3m"]}, "agent": "hpn_rnn", "obs_agent_id": False}
+    config = config_of(tmp_path, **maps, **SAMPLING, task_dealing=dealing, t_max=10**5, batch_size=8)
+    stage = stage_of(config, tmp_path / "run")
+    rounds: list[list[RecordedEpisode]] = []
+    store = stage._store
+    monkeypatch.setattr(stage, "_store", lambda rollout: rounds.append(rollout.episodes) or store(rollout))
+    for _ in range(2):
+        rounds.clear()
+        stage.collect()
+        played = [sorted(e.meta.task for e in episodes) for episodes in rounds]
+        kept = [sorted(e.meta.task for e in kept_of(episodes)) for episodes in rounds]
+        assert len(stage.data.buffer) == sum(map(len, kept)) and len(rounds) > 1
+        if dealing == "round_robin":
+            assert {len(tasks) for tasks in played} == {4}
+        else:
+            assert played[0] == [0] * 4 + [1] * 4
+            for first, left, second in zip(played, kept, played[1:], strict=False):
+                assert Counter(second) == Counter(first) - Counter(left)
+        if not stage.ready():
+            assert len(rounds) == 4 + (dealing == "round_robin")
+        list(stage.data.batches())
+    stage.session.close()
+
+
+def test_ten_updates_without_groups_end_the_run(tmp_path):
+    groups = stage_of(config_of(tmp_path, **SAMPLING), tmp_path / "run").groups
+    for _ in range(9):
+        assert not groups.found(0, "stage3")
+    assert groups.found(2, "stage3") and groups.state_dict() == [9, 0]
+    assert groups.record() == {"updates_without_groups": 9.0}
+    with pytest.raises(UserError, match=r"stage3, t_env 5: 10 updates in a row.*group_size=2.*checkpoint_path"):
+        for _ in range(10):
+            groups.found(0, "stage3, t_env 5")
+
+
+@pytest.mark.parametrize("sampling", [{}, {**SAMPLING, "max_sampling_attempts": 2}])
+def test_it_resumes_bit_for_bit(sampling, tmp_path):
+    sizes = {"t_max": 200, "test_interval": 60, **sampling}
     whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
     given = config_of(tmp_path / "cut", auto_resume=True, **sizes)
     for iteration in (2, 5):
@@ -139,6 +300,8 @@ def test_it_resumes_bit_for_bit(tmp_path):
             {"learner": "nq_learner", "learner_args": {}, "action_selector": "epsilon_greedy"},
             ["group_size=2", "learner=nq_learner", "group_size=1"],
         ),
+        ({"max_sampling_attempts": 7}, ["max_sampling_attempts=7", "enable_dynamic_sampling=True"]),
+        ({"early_stop_percentage": 0.5}, ["early_stop_percentage=0.5", "batch_size_run=4", "batch_size=4"]),
         ({"learner_args": {"returns_to_go": True}}, ["returns_to_go=True", "score=return"]),
         ({"learner_args": {"critic": "state"}}, ["learner_args.critic"]),
     ],

@@ -122,6 +122,9 @@ class Config(Frozen):
 
     batch_size_run: Count  # battles per rank
     group_size: Count  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
+    enable_dynamic_sampling: bool  # drop groups that have all won or all lost, and play others
+    max_sampling_attempts: Count  # enable_dynamic_sampling: most rounds more than batch_size needs, for one update
+    early_stop_percentage: Annotated[float, Field(gt=0.0, le=1.0)]  # share of all ranks' groups that ends collecting
     env_processes: bool  # each battle in its own process; False: batched environments run in the rank's process
     ticks_per_iteration: Count  # runner=ticks: steps of every battle between updates
     buffer_size: Count  # episodes in the replay buffer (runner=ticks: steps); the newest ones

@@ -13,6 +13,7 @@ import torch
 
 from omagd.components.data import DataSource, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.groups import GroupData
 from omagd.components.schedules import epsilon_schedule
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.types import MAC, Exploration, Policy
@@ -21,6 +22,7 @@ from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
 from omagd.run.training.beliefs import judge_beliefs
 from omagd.run.training.build import build_learner, require_same_weights
+from omagd.run.training.groups import Groups
 from omagd.run.training.opponents import Opponents
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
@@ -51,6 +53,9 @@ class RLStage(Stage):
         self.health.loss_name = learner.loss_name
         session.profiler.watch_acting(self.mac)
         self.data = self._data_source()
+        self.groups = Groups(session, self.data) if isinstance(self.data, GroupData) else None
+        if self.groups is not None:
+            self.register("groups", self.groups)
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
         self.maps = training_tasks(session) if session.info.tasks else None
         self.schedule = epsilon_schedule(config)
@@ -91,6 +96,8 @@ class RLStage(Stage):
     def _data_source(self) -> DataSource:
         """Return where batches come from, as the learner's kind of data says."""
         config, device = self.session.config, self.session.dist.device
+        if config.group_size > 1:
+            return GroupData(config, self.session.dist)
         if self.learner.data == "on_policy":
             return OnPolicyData(config, device)
         return ReplayData(config, device, self.rng("replay"))
@@ -159,12 +166,18 @@ class RLStage(Stage):
         """Play one iteration of the runner, or as many as an on-policy batch needs, and store the episodes."""
         explore = self._exploration()
         self._tested_now = self._best_now = False
+        if self.groups is not None:
+            self.groups.data.begin()
         if self.maps is not None:
             self.maps.deal(self.data)
         self._play(explore)
         while self.data.wants_more:
+            if self.groups is not None:
+                self.groups.again()
             self._play(explore)
         self._start_count()
+        if self.groups is not None:
+            self.played.add(self.groups.data.stats())
         self.session.say_first_episodes()
         epsilon = {"epsilon": (explore.epsilon, 1.0)} if self.data.explores else {}
         self.played.add({**epsilon, **self.opponents.stats()})
@@ -199,7 +212,10 @@ class RLStage(Stage):
         self._counts = self.session.dist.sum_later(torch.tensor(counts, dtype=torch.int64))
 
     def ready(self) -> bool:
-        """Whether every rank has a batch."""
+        """Whether every rank has a batch; with groups, whether any rank has one, which the others help to count."""
+        if self.groups is not None:
+            assert self._counts is not None
+            return self.groups.found(int(self._counts.wait()[2]), self.when)
         if not self._ready:  # once true, it stays true, and no rank waits for the sum
             assert self._counts is not None
             self._ready = int(self._counts.wait()[2]) == self.session.dist.world_size
@@ -271,6 +287,8 @@ class RLStage(Stage):
         values["updates"] = float(self.clock.updates)
         if self.maps is not None:
             values.update(self.maps.record())
+        if self.groups is not None:
+            values.update(self.groups.record())
         if self._tested_now:
             values.update(self.last_test[1])
         self.log(values)
