@@ -11,7 +11,17 @@ from matplotlib import image
 
 from omagd.config.env_info import EntityLayout
 from omagd.run.reporting.battle_plot import _id, _notes, _view, battle_moment, battle_nodes
-from omagd.run.reporting.plots import PANELS, _bins, _extent, _lines, _title, curves, evaluation, read_metrics
+from omagd.run.reporting.plots import (
+    PANELS,
+    _bins,
+    _extent,
+    _lines,
+    _title,
+    curves,
+    evaluation,
+    panels_of_maps,
+    read_metrics,
+)
 
 INFO = {"label": "skirmish 5m_vs_6m", "step": 14, "agent": 2, "sight": 9.0, "errors": {"feature error": 0.01}}
 
@@ -137,3 +147,20 @@ def test_nodes_become_units_with_their_columns():
     assert (units[1]["x"], units[1]["y"], units[1]["health"]) == pytest.approx((2.7, -3.6, 0.9))
     assert units[0]["health"] == 0.25 and (units[0]["x"], units[0]["y"]) == (0.0, 0.0)
     assert battle_nodes(nodes, replace(layout, health=-1))[1]["health"] is None
+
+
+def test_each_map_of_a_set_has_a_line(tmp_path):
+    maps = [f"{n}m" for n in range(3, 11)]
+    values = {f"test/{task}/{name}": 0.1 * i for i, task in enumerate(maps) for name in ("battle_won_mean", "x_mean")}
+    records = [{"stage": "stage3", "t_env": t, **values, "train/3m/visits": 4.0} for t in (0, 100)]
+    panels = panels_of_maps(records)
+    assert [panel.title for panel in panels] == ["Win rate by map (1 of 2)", "Win rate by map (2 of 2)"]
+    lines = [line for panel in panels for line in _lines(panel, records)]
+    assert [(line[0], line[2], line[3]) for line in lines] == [
+        (task, [0, 100], [0.1 * i] * 2) for i, task in enumerate(maps)
+    ]
+    assert panels_of_maps(records_of_all_stages()) == []
+    (panel,) = panels_of_maps([{"stage": "stage3", "t_env": 0, "test/a/return_mean": 1.0}])
+    assert panel.title == "Return by map" and panel.lines == (("test/a/return_mean", "a"),)
+    write_lines(tmp_path / "metrics.jsonl", records)
+    assert pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")).std() > 0

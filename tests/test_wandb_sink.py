@@ -69,7 +69,8 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, 
     logger = make_logger(facts, ["wandb", "jsonl"], logging.getLogger("test"))
     logger.log({"eval/graph_loss": 0.25}, stage="stage1", clock="epoch", t=20)
     logger.log({"eval/graph_loss": 0.125}, stage="stage1", clock="epoch", t=40)
-    logger.log({"test_battle_won_mean": 0.5, "loss_td": 0.01}, stage="stage3", clock="t_env", t=10240)
+    of_maps = {"test/3m/return_mean": 1.5, "test/4m/return_mean": 2.0, "train/4m/visits": 7.0}
+    logger.log({"test_battle_won_mean": 0.5, "loss_td": 0.01, **of_maps}, stage="stage3", clock="t_env", t=10240)
     saved = logger.state_dict()
     logger.close("failed")
     resumed = make_logger(replace(facts, saved=saved), ["wandb"], logging.getLogger("test"))
@@ -90,7 +91,11 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, 
     assert [(row["_step"], row["eval/graph_loss"]) for row in stage1] == [(20, 0.25), (40, 0.125)]
     first, second = sorted(runs["5m_vs_6m_exp_ddp2"], key=lambda row: row["_step"])
     assert (first["_step"], first["test_battle_won_mean"], first["loss_td"]) == (10240, 0.5, 0.01)
-    assert (second["_step"], second["loss_td"]) == (20480, 0.25)
+    assert (second["_step"], second["loss_td"], "maps" in second) == (20480, 0.25, False)
+    (table,) = tmp_path.rglob("*/media/table/maps*.json")
+    written = json.loads(table.read_text())
+    assert written["columns"] == ["map", "test/return_mean", "train/visits"]
+    assert written["data"] == [["3m", 1.5, None], ["4m", 2.0, 7.0]]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omagd.utils.metrics import of_maps
 from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE
 
@@ -92,6 +93,26 @@ PANELS = (
 )
 
 
+MAPS_AT_ONCE = len(PALETTE)
+
+
+def panels_of_maps(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Return panels of the win rate, or of the return, in tests of each map, as many as there are colours in each."""
+    for name, title, unit, top in (
+        ("test/battle_won_mean", "Win rate by map", "share of battles won", 1.0),
+        ("test/return_mean", "Return by map", "reward per episode", None),
+    ):
+        values = {key: 0.0 for record in records for key in record if record.get("stage") == "stage3"}
+        maps = [task for task, each in of_maps(values).items() if name in each]
+        parts = [maps[i : i + MAPS_AT_ONCE] for i in range(0, len(maps), MAPS_AT_ONCE)]
+        if parts:
+            more = [f" ({i + 1} of {len(parts)})" if len(parts) > 1 else "" for i in range(len(parts))]
+            purpose, short = name.split("/")
+            lines = [tuple((f"{purpose}/{task}/{short}", task) for task in part) for part in parts]
+            return [Panel("stage3", title + end, unit, part, top) for end, part in zip(more, lines, strict=True)]
+    return []
+
+
 def read_metrics(jsonl_path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a `metrics.jsonl`; skips the half-written line of a killed run."""
     with Path(jsonl_path).open(encoding="utf-8") as file:
@@ -114,7 +135,7 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     from matplotlib.figure import Figure
 
     records = list(read_metrics(jsonl_path))
-    found = [(panel, lines) for panel in PANELS if (lines := _lines(panel, records))]
+    found = [(panel, lines) for panel in (*PANELS, *panels_of_maps(records)) if (lines := _lines(panel, records))]
     if not found:
         return None
     columns = min(3, len(found))

@@ -52,11 +52,15 @@ Summary = Mapping[str, Any]
 def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
     """Add the headline numbers, the total of updates and the artifacts to `values`; write `summary.json`.
 
+    The statistics of maps, which stage 3 keeps, become the entry `tasks`.
+
     values: facts and results of the run, with `stages`: {name: {clock, values, files}}. Changed in place.
     """
     results = values.get("stages", {}).get("stage3", {}).get("values", {})
     for headline, name in HEADLINES.items():
         values.setdefault(headline, results.get(name))
+    if tasks := values.get("stages", {}).get("stage3", {}).pop("tasks", None):
+        values["tasks"] = tasks
     clocks = [stage.get("clock", {}) for stage in values.get("stages", {}).values()]
     values["updates"] = sum(clock.get("updates", 0) for clock in clocks)
     values["artifacts"] = {**folder.artifacts(), "summary": str(folder.summary_json)}

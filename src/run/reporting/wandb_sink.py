@@ -7,11 +7,13 @@ import netrc
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from omagd.utils.logging import Record, RunFacts, Sink
+from omagd.utils.metrics import of_maps
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}
 
@@ -42,7 +44,10 @@ class WandbSink(Sink):
         if self._run is None or record.stage != self._stage:
             self._finish(0)
             self._start(record.stage)
-        self._run.log(dict(record.values), step=record.t)
+        values: dict[str, Any] = dict(record.values)
+        if maps := of_maps(record.values):
+            values["maps"] = _table(maps)
+        self._run.log(values, step=record.t)
 
     def _close(self, exit_state: str) -> None:
         self._finish(EXIT_CODES.get(exit_state, 1))
@@ -90,6 +95,15 @@ class WandbSink(Sink):
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=exit_code)
+
+
+def _table(maps: Mapping[str, Mapping[str, float]]) -> Any:
+    """Return a W&B table with a row for each map; a value that a map lacks is empty."""
+    import wandb
+
+    names = sorted({name for values in maps.values() for name in values})
+    rows = [[task, *(values.get(name) for name in names)] for task, values in maps.items()]
+    return wandb.Table(columns=["map", *names], data=rows)
 
 
 def project_name(facts: RunFacts, stage: str) -> str:

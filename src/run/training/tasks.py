@@ -24,7 +24,7 @@ from omagd.run.training.session import Session
 from omagd.run.training.task_records import Tally
 from omagd.runners.starts import DealtStarts, EpisodeSeeds
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError
 
 OF_SETS = ("task_weights", "task_dealing", "enable_task_sharding", "sync_every_n_steps")
 OF_SHARDS = ("balance_tasks_across_gpus", "min_tasks_per_gpu")
@@ -44,8 +44,7 @@ def check_dealing(config: Config, info: EnvInfo) -> None:
     for name in config.task_weights:
         if name not in trained:
             raise UserError(
-                f"task_weights.{name}={config.task_weights[name]}: is not trained on here.{nearest(name, trained)}"
-                f" Maps: {', '.join(trained)}"
+                f"task_weights.{name}={config.task_weights[name]}: is not trained on here. Maps: {', '.join(trained)}"
             )
     played = [name for name in trained if config.task_weights.get(name, 1.0) > 0]
     if not played:

@@ -1,0 +1,292 @@
+"""Maps dealt to ranks: shares and balance, exact weights, groups, statistics over ranks, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ddp_harness import run_ranks
+from interruption import interrupted_run
+from q_toys import make_learner, random_episode, state_of, toy_config
+from run_equality import differences
+from runner_toys import FakeEnv, LossyEnv, Probe
+
+from omagd.config.loading import resolve
+from omagd.config.schema import Config
+from omagd.envs.factory import make_env
+from omagd.run.cli.preflight import preflight
+from omagd.run.launch.launcher import launch
+from omagd.run.training.partition import apportioned, balanced, excess, in_turn, largest_differencing
+from omagd.run.training.tasks import TrainingTasks
+from omagd.runners.runner import ParallelRunner
+from omagd.runners.starts import DealtStarts
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
+
+torch.set_num_threads(1)
+MAPS = ("3m", "4m", "5m")
+SMALL = {
+    "use_cuda": False, "rnn_hidden_dim": 8, "batch_size_run": 4, "batch_size": 4, "test_nepisode": 1, "t_max": 600,
+    "test_interval": 10**6, "log_interval": 150, "runner_log_interval": 150, "learner_log_interval": 150,
+    "checkpoint_interval": 0, "env_args.map_name": list(MAPS), "sync_every_n_steps": 2,
+}  # fmt: skip
+
+
+def config_of(results: Path | str = "results", **updates) -> Config:
+    return resolve("hpn_mappo", "skirmish", {**SMALL, "local_results_path": str(results), **updates})
+
+
+class Data:
+    """What a stage reckons with."""
+
+    explores = False
+
+    def expect(self, episodes: int, batch_size: int) -> None:
+        self.episodes, self.batch_size = episodes, batch_size
+
+
+class Listed(DealtStarts):
+    """Starts that keep what was dealt."""
+
+    def deal(self, tasks) -> None:
+        self.list = list(tasks)
+
+
+def ranks_of(n_ranks: int, names=MAPS, slots: int = 4, group_size: int = 1, **updates) -> list[TrainingTasks]:
+    """Return the training maps as every rank sees them, each with `starts` that list what it plays."""
+    info = SimpleNamespace(tasks=(*names, "held out"), n_training=len(names))
+    config, made = config_of(task_dealing="sharded", **updates), []
+    for rank in range(n_ranks):
+        starts = Listed(1, "train", rank, weights=[1.0] * len(info.tasks), group_size=group_size)
+        spent = np.zeros(len(info.tasks))
+        tasks = TrainingTasks(config, info, Dist(rank, n_ranks), starts, slots, lambda spent=spent: spent)
+        made.append(tasks)
+        tasks.starts, tasks.data = starts, Data()
+    return made
+
+
+@pytest.mark.parametrize(("loads", "n_groups", "sums"), [
+    ([8, 7, 6, 5, 4], 2, [14, 16]),  # the textbook's example: 8-7, 6-5 -> 1, 1, 4 -> 4-1, 1 -> 2; the best is 0
+    ([5, 5, 4, 3, 3], 3, [5, 7, 8]),
+    ([1.0], 3, [0, 0, 1]),
+])  # fmt: skip
+def test_largest_differencing_packs_as_in_the_textbook(loads, n_groups, sums):
+    groups = largest_differencing(loads, n_groups)
+    assert sorted(i for group in groups for i in group) == list(range(len(loads)))
+    assert sorted(sum(loads[i] for i in group) for group in groups) == sums
+
+
+def test_no_rank_is_idle_or_busier_than_the_tolerance_and_few_maps_are_divided():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        n, n_ranks = int(rng.integers(1, 14)), int(rng.integers(1, 9))
+        least, loads = int(rng.integers(1, min(n, 3) + 1)), rng.exponential(size=n) + 0.01
+        shares = balanced(loads, n_ranks, least)
+        busy = (shares * loads).sum(1)
+        assert np.allclose(shares.sum(0), 1) and ((shares > 0).sum(1) >= least).all()
+        assert busy.max() <= 1.05 * loads.sum() / n_ranks + 1e-9
+        assert excess(shares, loads) == pytest.approx(busy.max() * n_ranks / loads.sum() - 1)
+        plain = in_turn(n, n_ranks, least)
+        assert np.allclose(plain.sum(0), 1) and ((plain > 0).sum(1) >= least).all()
+        numbers = apportioned(int(rng.integers(n_ranks, 99)), busy.tolist())
+        assert min(numbers) >= 1
+    assert in_turn(5, 2).tolist() == [[1, 0, 1, 0, 1], [0, 1, 0, 1, 0]]
+    assert (balanced(np.array([4.0, 3.0, 2.0, 1.0]), 2) > 0).sum() == 4, "nothing is divided without need"
+    assert apportioned(10, [0.5, 0.3, 0.2]) == [5, 3, 2] and apportioned(4, [0.98, 0.01, 0.01]) == [2, 1, 1]
+
+
+@pytest.mark.parametrize(("n_ranks", "balance", "least"), [(2, False, 1), (3, True, 1), (5, True, 1), (2, True, 2)])
+def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks, balance, least):
+    ranks = ranks_of(
+        n_ranks, task_weights={"4m": 2.0, "5m": 0.5}, balance_tasks_across_gpus=balance, min_tasks_per_gpu=least
+    )
+    counts, sizes = np.zeros((n_ranks, len(MAPS))), []
+    for _ in range(50):
+        for rank, tasks in enumerate(ranks):
+            tasks.deal(tasks.data)
+            counts[rank] += np.bincount(tasks.starts.list, minlength=len(MAPS))
+            assert tasks.data.episodes == len(tasks.starts.list) > 0
+        sizes.append([tasks.data.batch_size for tasks in ranks])
+    total = counts.sum()
+    assert total >= 50 * 4 * n_ranks
+    assert np.abs(counts.sum(0) / total - np.array([1, 2, 0.5]) / 3.5).max() * total < 3
+    shares = ranks[0].shares
+    assert ((counts > 0) == (shares > 0)).all() and ((shares > 0).sum(1) >= least).all()
+    assert np.abs(counts - shares * counts.sum(0)).max() < 4
+    assert all(sum(each) == 4 * n_ranks for each in sizes), "the batch of all ranks keeps its size"
+    assert np.abs(np.array(sizes[0]) - counts.sum(1) / total * 4 * n_ranks).max() < 1.01
+
+
+def test_measured_seconds_deal_anew_and_a_resume_goes_on_with_the_same_shares():
+    ranks = ranks_of(2, names=("a", "b", "c", "d"))
+    first = ranks[0].shares.copy()
+    seconds, episodes = np.array([8.0, 1.0, 1.0, 7.0]), np.ones(4)
+    for tasks in ranks:
+        tasks.tally.synchronise = lambda dist: (seconds, episodes)
+    changed = [tasks.synchronise() for tasks in ranks]
+    assert all(changed) or excess(first, seconds) <= 0.05
+    for tasks in ranks:
+        assert excess(tasks.shares, seconds) <= 0.06
+        assert not tasks.synchronise(), "the same seconds change nothing"
+    state = ranks[0].state_dict()
+    again, fewer = ranks_of(2, names=("a", "b", "c", "d"))[1], ranks_of(1, names=("a", "b", "c", "d"))[0]
+    again.load_state_dict(state)
+    fewer.load_state_dict(state)
+    assert np.array_equal(again.shares, ranks[1].shares) and np.array_equal(again.costs, ranks[1].costs)
+    assert fewer.shares.tolist() == [[1.0] * 4]
+    for tasks in (again, ranks[1]):
+        tasks.deal(tasks.data)
+    assert again.starts.list == ranks[1].starts.list
+
+
+def dealt_round(env, tasks, group_size=1):
+    """Return what a runner plays of dealt tasks, with the tasks that its environment was asked for."""
+    asked = []
+    env.set_tasks = lambda which, chosen: asked.extend(chosen[which].tolist())
+    starts = DealtStarts(3, "train", 0, weights=[1.0, 1.0], group_size=group_size)
+    runner = ParallelRunner(env, config_of(), env.info, starts)
+    starts.deal(tasks)
+    rollout = runner.collect(Probe(), explore=None)
+    return rollout, asked, runner
+
+
+@pytest.mark.parametrize("tasks", [[], [1], [0, 1, 1, 0, 1, 0, 0]])
+def test_a_rank_plays_what_was_dealt_in_whichever_slots_are_free(tasks, monkeypatch):
+    monkeypatch.setattr(FakeEnv, "seconds", np.zeros(2), raising=False)
+    rollout, asked, runner = dealt_round(FakeEnv(3), iter(tasks))
+    assert sorted(asked) == sorted(tasks) and rollout.n_episodes == len(tasks) == len(rollout.episodes)
+    assert sorted(episode.meta.task for episode in rollout.episodes) == sorted(tasks)
+    assert len({line["seed"] for line in rollout.log}) == len(tasks)
+    assert runner.collect(Probe(), explore=None).n_episodes == 0, "nothing more was dealt"
+
+
+def test_groups_of_dealt_starts_share_their_seed_and_lost_episodes_keep_their_task(monkeypatch):
+    monkeypatch.setattr(FakeEnv, "seconds", np.zeros(2), raising=False)
+    rollout, _, _ = dealt_round(FakeEnv(4), [0, 1, 1, 0, 1], group_size=2)
+    groups = {}
+    for episode in rollout.episodes:
+        groups.setdefault(episode.meta.group, []).append((episode.meta.task, episode.meta.seed))
+    assert len(groups) == 5 and all(len(each) == 2 and len(set(each)) == 1 for each in groups.values())
+    assert sorted(each[0][0] for each in groups.values()) == [0, 0, 1, 1, 1]
+    rollout, asked, _ = dealt_round(LossyEnv(3), [0] * 4 + [1] * 8)
+    assert rollout.lost > 0 and len(asked) == 12 + rollout.lost
+    assert np.bincount([episode.meta.task for episode in rollout.episodes]).tolist() == [4, 8]
+
+
+def test_seconds_go_to_the_task_that_took_them():
+    env = make_env("skirmish", {"map_name": "3m,10m"}, 2, processes=False)
+    before = env.seconds.copy()
+    env.set_tasks(np.ones(2, bool), np.array([1, 1]))
+    env.reset(np.ones(2, bool), np.arange(2))
+    env.observe()
+    spent = env.seconds - before
+    env.close()
+    assert spent[1] > 0 and spent[0] == 0
+
+
+def counted(rank, dist, _):
+    """Statistics and the queue on real ranks."""
+    info = SimpleNamespace(tasks=MAPS, n_training=3)
+    config = config_of(task_dealing="queue")
+    starts = Listed(1, "train", rank, weights=[1.0] * 3)
+    tasks = TrainingTasks(config, info, dist, starts, 4, lambda: np.zeros(3))
+    drawn = []
+    for _ in range(4):
+        tasks.deal(Data())
+        drawn.append(starts.list)
+        dist.gather(None)  # as the sums at the end of an iteration
+    seen = []
+    for turn in range(3):
+        tasks.begin()
+        won = [{"task": "3m", "seed": 7, "length": 2, "battle_won": float(rank == turn)}] * (rank + 1)
+        tasks.played([*won, {"task": "5m", "seed": rank, "length": 5}])
+        if turn < 2:
+            tasks.synchronise()
+        seen.append(tasks.tally.facts())
+    return drawn, seen, tasks.state_dict(), tasks.tally.own.state_dict()
+
+
+@pytest.mark.processes
+def test_increments_are_added_once_and_a_queue_gives_every_start_to_one_rank():
+    ranks = run_ranks(counted, world_size=3)
+    for iteration in range(4):
+        drawn = [task for own, *_ in ranks for task in own[iteration]]
+        assert len(drawn) == 12 and np.bincount(drawn).tolist() == [4, 4, 4]
+        assert all(own[iteration] for own, *_ in ranks), "no rank is left without a start"
+    for _, seen, _, _ in ranks:
+        assert [facts["3m"]["visits"] for facts in seen] == [6, 12, 12]
+        assert [facts["3m"]["wins"] for facts in seen] == [1, 3, 3]
+        assert seen[1]["5m"]["visits"] == 6 and "wins" not in seen[1]["5m"] and seen[1]["4m"] == {"visits": 0}
+    _, _, shared, _ = ranks[0]
+    alone = ranks_of(1)[0]
+    alone.load_state_dict(shared)
+    alone.tally.own.merge([own for *_, own in ranks])
+    alone.synchronise()
+    facts, record = alone.tally.facts(), alone.tally.all["3m"]
+    assert (facts["3m"]["visits"], facts["3m"]["wins"], facts["5m"]["visits"]) == (18, 6, 9)
+    assert (record.steps, record.starts[7].visits, record.starts[7].wins, sum(record.last)) == (36, 18, 6, 6)
+    assert alone.tally.starts("3m") == {"starts_repeated": 1, "starts_always_won": 0, "starts_never_won": 0}
+
+
+DEALS = ([[0, 1, 2], [3, 4, 5]], [[0, 2, 4], [1, 3, 5]], [[0, 1, 2, 3, 4], [5]])
+PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "grad_norm_clip": 1e9}
+KINDS = ({**PPO, "learner_args": {"epochs": 2}}, {"learner": "nq_learner"})
+
+
+def updated(rank, dist, _):
+    """Return the learner's state after one update on this rank's part of six episodes, for each kind and deal."""
+    states = []
+    for kind in KINDS:
+        for deal in DEALS:
+            learner = make_learner(toy_config(**kind), dist, torch.float64, 0)
+            learner.update(pack_episodes([random_episode(i, 3 + i) for i in deal[rank]]), episodes=0)
+            states.append(state_of(learner))
+    return states
+
+
+@pytest.mark.processes
+def test_an_update_is_the_same_whichever_rank_played_which_task():
+    for states in run_ranks(updated):
+        for i, kind in enumerate(KINDS):
+            alone = make_learner(toy_config(**kind), None, torch.float64, 0)
+            alone.update(pack_episodes([random_episode(i, 3 + i) for i in range(6)]), episodes=0)
+            for state in states[3 * i : 3 * i + 3]:
+                for name, value in state_of(alone).items():
+                    torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("dealing", ["sharded", "queue"])
+def test_a_dealt_run_resumes_bit_for_bit(dealing, tmp_path):
+    sizes = {"task_dealing": dealing, "batch_size": 6, "task_weights": {"3m": 2.0}, "group_size": 2}
+    whole = launch(config_of(tmp_path / "whole", **sizes), "whole")
+    given = config_of(tmp_path / "cut", auto_resume=True, **sizes)
+    for iteration in (1, 3):
+        interrupted_run(given, iteration)
+    cut = launch(given, "cut")
+    assert differences(Path(whole["folder"]), Path(cut["folder"])) == []
+    visits = {name: facts["visits"] for name, facts in cut["tasks"].items()}
+    assert visits == {name: facts["visits"] for name, facts in whole["tasks"].items()}
+    assert sum(visits.values()) == cut["stages"]["stage3"]["clock"]["episodes"]
+    assert visits["3m"] == pytest.approx(sum(visits.values()) / 2, abs=2.1)
+
+
+@pytest.mark.parametrize(("updates", "message"), [
+    ({"task_weights": {"9m": 1.0}}, "task_weights.9m=1.0: is not trained on here. Maps: 3m, 4m, 5m"),
+    ({"task_weights": {"3m": 0.0, "4m": 0.0, "5m": 0.0}}, "no map has a positive weight"),
+    ({"task_weights": {"3m": -1.0}}, "task_weights.3m=-1.0: must be at least 0"),
+    ({"min_tasks_per_gpu": 2}, "min_tasks_per_gpu=2: needs task_dealing=sharded, not round_robin"),
+    ({"balance_tasks_across_gpus": False, "task_dealing": "queue"}, "needs task_dealing=sharded, not queue"),
+    ({"enable_task_sharding": True, "task_dealing": "queue"}, "enable_task_sharding=True: contradicts"),
+    ({"enable_task_sharding": True, "min_tasks_per_gpu": 4}, "there are 3 map(s) to play: 3m, 4m, 5m"),
+    ({"task_dealing": "sharded", "runner": "stream"}, "runner=stream: task_dealing=sharded deals rounds"),
+    ({"task_dealing": "fair"}, "task_dealing=fair"),
+    ({"env_args.map_name": "3m", "sync_every_n_steps": 7}, "sync_every_n_steps=7: has no meaning for one map"),
+])  # fmt: skip
+def test_keys_that_mean_nothing_are_rejected_in_one_line(updates, message):
+    with pytest.raises(UserError) as error:
+        preflight(config_of(**{"sync_every_n_steps": 5, **updates}))
+    assert message in error.value.message and "\n" not in error.value.message
