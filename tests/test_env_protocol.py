@@ -20,6 +20,8 @@ from omagd.envs import REGISTRY
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
+from omagd.envs.task_sets.sets import TaskSet
+from omagd.envs.task_sets.task_set_env import TaskSetEnv
 from omagd.run.checkpoint.serialization import pack, unpack
 
 SLOTS = 4
@@ -34,12 +36,17 @@ NAMES = [
     for name in REGISTRY.names()
     if name != "sc2"
 ]
+A_SET = "a set of maps"
+NAMES.append(A_SET)
 OURS = own_names(REGISTRY)
 WITHOUT_CHANCE = {"matrix_game", *REGISTRY.names()} - (set(OURS) - {"matrix_game"})
 
 
 @cache
 def _build(name: str, n_slots: int) -> BatchedEnv:
+    if name == A_SET:  # all slots play its first map, in the shape of the second
+        maps = TaskSet("set", ("3m",), ("5m_vs_6m",))
+        return TaskSetEnv(lambda of, slots: make_env("skirmish", {"map_name": of}, slots, False), maps, n_slots)
     return make_env(name, SMALL_ARGS.get(name, {}), n_slots, processes=False)
 
 

@@ -15,7 +15,7 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
     """Return the sizes in the dictionary of SMAC's `get_env_info()`; an `env_info` in it is returned as it is.
 
     facts: `obs_component` gives the entity layout. `entity_position` and `entity_health` may give the columns of
-        (dx, dy) and health in a unit's block; default: SMAC's.
+        (dx, dy) and health in a unit's block; default: SMAC's. `state_layout` is the layout of a state of units.
     """
     if "env_info" in facts:
         info: EnvInfo = facts["env_info"]
@@ -41,6 +41,7 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
         scripted_policies=tuple(dict.fromkeys(("random", *facts.get("scripted_policies", ())))),
         has_win=bool(facts.get("has_win", True)),
         agent_rewards=bool(facts.get("agent_rewards", False)),
+        state_layout=facts.get("state_layout"),
     )
 
 
@@ -124,6 +125,8 @@ class BatchedAsSingle(MultiAgentEnv):
             }  # fmt: skip
         if info.agent_rewards:
             facts["agent_rewards"] = True
+        if info.state_layout is not None:
+            facts["state_layout"] = info.state_layout
         return {**facts, **self._more_info}
 
     def get_stats(self) -> dict[str, float]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from omagd.config.messages import validation_message
 from omagd.utils.errors import UserError
@@ -59,14 +59,12 @@ NAMED = {
     )
 }  # fmt: skip
 
-Names = Annotated[list[str], Field(min_length=1)]
-
 
 class SetFile(BaseModel):
     """A YAML file of a set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    training: Names
+    training: list[str]
     held_out: list[str] = []
 
 
@@ -116,8 +114,10 @@ def _read(path: Path) -> TaskSet:
         raise UserError(f"{key}: cannot be read ({reason})") from None
     except (yaml.YAMLError, RecursionError):
         raise UserError(f"{key}: is no YAML file. Give the keys training and held_out, each a list of maps") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{key}: must hold the keys training and held_out, each a list of maps")
     try:
         found = SetFile.model_validate(content)
     except ValidationError as error:
-        raise UserError(f"{key}: {validation_message(error)[0]}") from None
+        raise UserError(f"{key}: {validation_message(error)}. Give the keys training and held_out") from None
     return TaskSet(path.stem, tuple(found.training), tuple(found.held_out))

@@ -64,8 +64,8 @@ def _layout(info: EnvInfo) -> EntityLayout:
 def _state_layout(info: EnvInfo) -> StateLayout:
     if info.state_layout is None:
         raise UserError(
-            f"env_args.map_name: {info.map_name} has a state without units (obs_instead_of_state=True?); a set of maps"
-            " needs them"
+            f"env_args.map_name: {info.map_name} has a state without units, which a set of maps needs. Where"
+            " env_args.obs_instead_of_state=True is given, leave it out"
         )
     return info.state_layout
 

@@ -76,7 +76,7 @@ class TaskSetEnv(BatchedEnv):
         self._full = np.zeros_like(self._obs)
         self._state = np.zeros((n_slots, self.info.state_dim), np.float32)
         self._avail = np.zeros((*shape, self.info.n_actions), bool)
-        self._avail[..., 0] = True
+        self._clear(np.ones(n_slots, bool))
         self._timeout: float | None = None
 
     def set_tasks(self, which: np.ndarray, tasks: np.ndarray) -> None:
@@ -91,8 +91,12 @@ class TaskSetEnv(BatchedEnv):
             of_pool[inner] = seeds[outer]
             pool.env.reset(inner, of_pool)
             pool.began |= inner
+        self._clear(which)
+
+    def _clear(self, which: np.ndarray) -> None:
+        """Clear the slots `which` [B] bool: a smaller map than before does not write everywhere."""
         for values in (self._obs, self._full, self._state):
-            values[which] = 0.0  # a smaller map than before does not write everywhere
+            values[which] = 0.0
         self._avail[which] = False
         self._avail[which, :, 0] = True
 
@@ -192,12 +196,16 @@ class TaskSetEnv(BatchedEnv):
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from a `snapshot`."""
         self.task, self._next = snapshot["task"].copy(), snapshot["next"].copy()
-        for number, saved in enumerate(snapshot["pools"]):
-            if number == len(self._pools):
-                self._add_pool(saved["task"], saved["outer"].tolist())
-            pool = self._pools[number]
+        first = len(self.tasks.maps)  # these are the same in all environments of a set; others came when needed
+        for pool in self._pools[first:]:
+            pool.env.close()
+        del self._pools[first:]
+        for saved in snapshot["pools"][first:]:
+            self._add_pool(saved["task"], saved["outer"].tolist())
+        for pool, saved in zip(self._pools, snapshot["pools"], strict=True):
             pool.outer, pool.began = saved["outer"].copy(), saved["began"].copy()
             pool.env.restore(saved["env"])
+        self._clear(np.ones(self.n_slots, bool))
 
     def busy_slots(self) -> dict[int, int]:
         """Return slot -> seed for the slots that are being reset or stepped."""

@@ -1,0 +1,320 @@
+"""Task sets: each slot plays its map as the plain environment does, in columns of the common shape."""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.loading import resolve
+from omagd.envs.actions import random_actions
+from omagd.envs.factory import make_env
+from omagd.envs.protocol import BatchedEnv, ManyTasks
+from omagd.envs.task_sets.sets import NAMED, TaskSet, task_set
+from omagd.envs.task_sets.task_set_env import TaskSetEnv
+from omagd.run.checkpoint.serialization import pack, unpack
+from omagd.run.cli.preflight import preflight
+from omagd.utils.errors import UserError
+
+SLOTS = 5
+MARINES = {"map_name": "3m,5m_vs_6m,1m,9m", "state_last_action": True, "state_timestep_number": True}
+CASES = {
+    "marines": ("skirmish", MARINES, False),
+    "stalkers and zealots": ("skirmish", {"map_name": "1s3z,2s3z,3s5z_vs_3s6z", "obs_timestep_number": True}, False),
+    "healers": ("skirmish", {"map_name": "2M3m1d,MMM,4m2d_vs_3m"}, False),
+    "smax": ("smax", {"map_name": "3m,5m_vs_6m", "max_steps": 20}, False),
+    "in processes": ("skirmish", {"map_name": "3m,5m_vs_6m,1m"}, True),
+}
+
+
+@pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.processes] * (k == "in processes")) for k in CASES])
+def case(request) -> tuple[str, dict[str, Any], bool]:
+    if request.param == "smax" and find_spec("jaxmarl") is None:
+        pytest.skip("the extra [smax] is not installed")
+    return CASES[request.param]
+
+
+def columns(info: EnvInfo, of_set: EnvInfo) -> tuple[list[int], list[int]]:
+    """Return where each feature of a map's observation and of its state stands in the set's, written out one by one."""
+    a, b = info.layout, of_set.layout
+    obs = list(range(a.move_dim + a.n_enemies * a.enemy_dim))
+    obs += [b.move_dim + b.n_enemies * b.enemy_dim + i for i in range(a.n_allies * a.ally_dim)]
+    obs += [b.obs_dim - b.own_dim + i for i in range(a.own_dim)]
+    s, t = info.state_layout, of_set.state_layout
+    state = list(range(s.n_allies * s.ally_dim))
+    state += [t.n_allies * t.ally_dim + i for i in range(s.n_enemies * s.enemy_dim)]
+    for agent in range(s.n_allies if s.last_actions else 0):
+        state += [t.units_dim + agent * t.last_actions + action for action in range(s.last_actions)]
+    state += [of_set.state_dim - k for k in range(info.state_dim - s.width, 0, -1)]
+    return obs, state
+
+
+class Twins:
+    """A set's environment, and an environment of each map, in whose slots the same episodes are played."""
+
+    def __init__(self, name: str, args: dict[str, Any], processes: bool) -> None:
+        self.env = make_env(name, args, SLOTS, processes)
+        maps = self.env.info.tasks
+        self.plain = [make_env(name, {**args, "map_name": of_map}, SLOTS, False) for of_map in maps]
+        self.task = np.zeros(SLOTS, int)
+        self.rngs = [np.random.default_rng(slot) for slot in range(SLOTS)]
+
+    def reset(self, which: np.ndarray, tasks: np.ndarray, seeds: np.ndarray) -> None:
+        self.env.set_tasks(which, tasks)
+        self.env.reset(which, seeds)
+        self.task = np.where(which, tasks, self.task)
+        for task, env in enumerate(self.plain):
+            env.reset(which & (self.task == task), seeds)
+
+    def play(self, steps: int) -> np.ndarray:
+        """Play some steps, comparing everything; return which slots have ended."""
+        over = np.zeros(SLOTS, bool)
+        for _ in range(steps):
+            actions = self._compare()
+            whole = self.env.step(actions, ~over)
+            for task, env in enumerate(self.plain):
+                here = (self.task == task) & ~over
+                own = env.step(actions[:, : env.info.n_agents], here)
+                for name in ("reward", "terminated", "truncated", "lost"):
+                    np.testing.assert_array_equal(getattr(whole, name)[here], getattr(own, name)[here], name)
+                ended = here & own.terminated
+                for name in own.info if ended.any() else ():
+                    np.testing.assert_array_equal(whole.info[name][ended], own.info[name][ended])
+            assert not whole.reward[over].any()
+            over |= whole.terminated
+            if over.all():
+                break
+        return over
+
+    def _compare(self) -> np.ndarray:
+        """Compare what is observed; return actions [B, n] that are available, 0 for absent agents."""
+        seen, of_set = self.env.observe(full=True), self.env.info
+        actions = np.zeros((SLOTS, of_set.n_agents), np.int64)
+        each = [env.observe(full=True) if (self.task == task).any() else None for task, env in enumerate(self.plain)]
+        for slot, task in enumerate(self.task):
+            info, own = self.plain[task].info, each[task]
+            n, (obs, state) = info.n_agents, columns(info, of_set)
+            for name in ("obs", "full_obs"):
+                expected = np.zeros((of_set.n_agents, of_set.obs_dim), np.float32)
+                expected[:n, obs] = getattr(own, name)[slot]
+                np.testing.assert_array_equal(getattr(seen, name)[slot].view(np.int32), expected.view(np.int32))
+            expected = np.zeros(of_set.state_dim, np.float32)
+            expected[state] = own.state[slot]
+            np.testing.assert_array_equal(seen.state[slot].view(np.int32), expected.view(np.int32))
+            mask = np.zeros((of_set.n_agents, of_set.n_actions), bool)
+            mask[n:, 0], mask[:n, : info.n_actions] = True, own.avail_actions[slot]
+            np.testing.assert_array_equal(seen.avail_actions[slot], mask)
+            actions[slot] = random_actions(mask, self.rngs[slot])
+        return actions
+
+    def close(self) -> None:
+        for env in (self.env, *self.plain):
+            env.close()
+
+
+def test_each_slot_plays_its_map_as_the_plain_environment_does(case):
+    """Also after a change of maps in the midst of others' episodes, and on maps that no slot had at the start."""
+    twins, everyone = Twins(*case), np.ones(SLOTS, bool)
+    info, n = twins.env.info, len(twins.env.info.tasks)
+    assert isinstance(twins.env, ManyTasks) and info.padded
+    assert (twins.env.n_slots, info.map_name) == (SLOTS, "+".join(info.tasks))
+    assert info.episode_limit == max(env.info.episode_limit for env in twins.plain)
+    twins.reset(everyone, np.arange(SLOTS) % n, np.arange(SLOTS) + 10)
+    twins.play(3)
+    if info.name == "smax":  # more environments mean more compilation
+        assert twins.play(info.episode_limit).all()
+        return
+    for turn, which in enumerate(([True, False, True, False, True], [False, True, True, True, False])):
+        tasks = (np.arange(SLOTS) * 2 + turn + 1) % n
+        twins.reset(np.array(which), tasks, np.arange(SLOTS) + 100 * turn)
+        twins.play(2)
+    for task in (n - 1, 0):  # all slots on one map, as in tests
+        twins.reset(everyone, np.full(SLOTS, task), np.arange(SLOTS))
+        assert twins.play(info.episode_limit).all()
+    twins.close()
+    twins.close()
+
+
+def battles(env: BatchedEnv, steps: int, seed: int) -> list[np.ndarray]:
+    """Return what is observed in some steps of actions that follow from `seed`."""
+    rng, found, active = np.random.default_rng(seed), [], np.ones(SLOTS, bool)
+    for _ in range(steps):
+        seen = env.observe(full=True)
+        found += [values.copy() for values in vars(seen).values()]
+        result = env.step(random_actions(seen.avail_actions, rng) * active[:, None], active)
+        found.append(result.reward.copy())
+        active &= ~result.terminated
+    return found
+
+
+def test_a_snapshot_continues_in_a_new_environment_and_in_a_used_one(case):
+    name, args, processes = case
+    if name == "smax":
+        pytest.skip("the same parts, and more compilation")
+    envs = [make_env(name, args, SLOTS, processes) for _ in range(3)]
+    n, everyone = len(envs[0].info.tasks), np.ones(SLOTS, bool)
+    for env, tasks in ((envs[0], np.full(SLOTS, n - 1)), (envs[2], np.full(SLOTS, 0))):
+        env.reset(everyone, np.arange(SLOTS))
+        env.set_tasks(everyone, tasks)  # makes further environments, not the same ones
+        env.reset(everyone, np.arange(SLOTS))
+    envs[0].set_tasks(np.arange(SLOTS) == 1, np.zeros(SLOTS, int))
+    envs[0].reset(np.arange(SLOTS) == 1, np.full(SLOTS, 77))
+    envs[0].set_tasks(everyone, np.ones(SLOTS, int))  # of the next episodes
+    for env in (envs[0], envs[2]):
+        battles(env, 2, seed=1)
+    torch.save(pack(envs[0].snapshot()), file := io.BytesIO())
+    expected = battles(envs[0], 3, seed=2)
+    for other in envs[1:]:
+        file.seek(0)
+        other.restore(unpack(torch.load(file, weights_only=True)))
+        np.testing.assert_equal(battles(other, 3, seed=2), expected)
+        for env in (other, envs[0]):
+            env.reset(everyone, np.arange(SLOTS))
+        assert (other.task == 1).all()
+        envs[0].observe()
+        np.testing.assert_equal(other.observe().obs, envs[0].observe().obs)
+    for env in envs:
+        env.close()
+
+
+def test_environments_are_made_once():
+    """However often slots change maps, no map gets more slots than the set has."""
+    made: list[tuple[str, int]] = []
+
+    def make(name: str, slots: int) -> BatchedEnv:
+        made.append((name, slots))
+        return make_env("skirmish", {"map_name": name}, slots, processes=False)
+
+    env, rng = TaskSetEnv(make, TaskSet("set", ("3m", "5m"), ("4m",)), SLOTS), np.random.default_rng(0)
+    assert sorted(made) == [("3m", 3), ("4m", 1), ("5m", 2)]
+    for turn in range(30):
+        which = (rng.random(SLOTS) < 0.5) | (turn == 0)
+        env.set_tasks(which, rng.integers(3, size=SLOTS))
+        env.reset(which, np.arange(SLOTS))
+    counts = {name: sum(slots for of, slots in made if of == name) for name in ("3m", "4m", "5m")}
+    assert max(counts.values()) <= SLOTS
+    assert env.get_stats()["battles_game"] == 0
+
+
+# The lists of ODIS (LAMDA-RL/ODIS, src/config/tasks): number of maps, trained on, largest team of allies, of enemies.
+ODIS = {"marine-easy": (10, 3, 12, 12), "marine-hard": (12, 3, 13, 15), "stalker-zealot": (13, 3, 10, 10)}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_sets_play_on_skirmish(name):
+    env = make_env("skirmish", {"map_name": name}, 1, processes=False)
+    info, each = env.info, {m: make_env("skirmish", {"map_name": m}, 1, False).info for m in NAMED[name].maps}
+    assert (len(info.tasks), info.n_training, info.n_agents, info.layout.n_enemies) == ODIS[name]
+    assert info.tasks == NAMED[name].maps and info.map_name == name and info.name == "skirmish"
+    assert info.obs_dim == info.layout.obs_dim == max(of_map.obs_dim for of_map in each.values())
+    assert info.n_actions == max(of_map.n_actions for of_map in each.values())
+    assert EnvInfo.from_dict(info.to_dict()) == info
+
+
+def test_sets_are_lists_or_files(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("training: [3m, 2s3z]\nheld_out: [4m]\n")
+    assert task_set(str(path)) == TaskSet("mine", ("3m", "2s3z"), ("4m",))
+    for given in ("3m,5m", "[3m, 5m]", ["3m", "5m"], ("3m", "5m")):
+        assert task_set(given) == TaskSet("3m+5m", ("3m", "5m"))
+    assert task_set([f"{n}m" for n in range(1, 40)]).label == "1m+38_maps"
+    assert task_set("3m") is None and task_set(None) is None
+    config = resolve("hpn_mappo", "skirmish", {"env_args.map_name": ["3m", "5m"]})
+    assert preflight(config).info.tasks == ("3m", "5m")
+
+
+@pytest.mark.parametrize(
+    ("map_name", "words"),
+    [
+        ("marine-eazy", ["marine-eazy", "Did you mean 'marine-easy'", "4m, 9m_vs_10m"]),
+        ("[]", ["map_name=[]", "empty"]),
+        ([], ["map_name=[]", "empty"]),
+        ("3m,5m,3m", ["map 3m is named twice"]),
+        ([3, "5m"], ["must hold their names"]),
+        ("3m,5n", ["map_name=5n is not known"]),
+        ("3m,2s3z", ["2s3z and 3m cannot be in one set", "enemy_dim is 8 and 5"]),
+        ("2s3z,1c3s5z", ["1c3s5z and 2s3z", "features"]),
+        ("3m3s", ["3m3s mixes races", "m marine"]),
+        ("3m_vs_2s3z", ["enemies of another race must be of one type"]),
+        ("65m", ["65m has 65 units; at most 64"]),
+        ("2d", ["2d cannot attack"]),
+        ("3m_vs_2d", ["2d cannot attack"]),
+        ("3g2h", ["no map type with hydralisk and zergling"]),
+        ("none.yaml", ["map_name=none.yaml", "cannot be read"]),
+        ("bad.yaml", ["bad.yaml", "is no YAML file"]),
+        ("empty.yaml", ["empty.yaml", "list of maps is empty"]),
+        ("extra.yaml", ["extra.yaml", "heldout"]),
+        ("both.yaml", ["both.yaml", "3m is named twice"]),
+        ("list.yaml", ["list.yaml", "the keys training and held_out"]),
+        ("numbers.yaml", ["numbers.yaml", "training"]),
+    ],
+)
+def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "bad": "{", "empty": "training: []", "extra": "training: [3m]\nheldout: [4m]", "list": "[3m, 5m]",
+        "both": "training: [3m]\nheld_out: [3m]", "numbers": "training: [3, 5]",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    rejected({"env_args.map_name": map_name}, words)
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        ({"agent": "n_rnn"}, ["agent=n_rnn", "Use agent=attention_rnn or hpn_rnn"]),
+        ({"obs_agent_id": True}, ["obs_agent_id=True", "obs_agent_id=False"]),
+        ({"share_parameters": False}, ["share_parameters=False", "share_parameters=True"]),
+        ({"env_args.obs_last_action": True}, ["cannot be in one set", "ally_dim"]),
+        ({"env_args.obs_instead_of_state": True}, ["a state without units"]),
+        ({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["env_args.map_name=5m"]),
+    ],
+)
+def test_what_cannot_play_a_set_is_rejected_at_the_start(updates, words):
+    rejected({"env_args.map_name": "3m,5m", **updates}, words)
+
+
+def test_maps_of_one_shape_are_a_set_for_any_agent():
+    updates = {"env_args.map_name": "3s_vs_3z,3z_vs_3s", "agent": "n_rnn", "obs_agent_id": True, "t_max": 100}
+    assert not preflight(resolve("qmix", "skirmish", updates)).info.padded
+
+
+def rejected(updates: dict[str, Any], words: list[str]) -> None:
+    """Check that a configuration is rejected, in one line with these words."""
+    with pytest.raises(UserError) as caught:
+        preflight(resolve("hpn_mappo", updates.get("env", "skirmish"), updates))
+    text = caught.value.render()
+    assert "\n" not in text.strip() and [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.processes
+def test_the_game_plays_a_set(sc2_game):
+    env = make_env("sc2", {"map_name": "3m,8m"}, 2, processes=False)
+    assert (env.info.n_agents, env.info.n_actions, env.info.padded, env.deterministic) == (8, 14, True, False)
+    env.reset(np.ones(2, bool), np.arange(2))
+    env.set_tasks(np.array([True, False]), np.array([1, 0]))
+    for _ in range(2):
+        seen = env.observe(full=True)
+        absent = ~seen.obs.any(-1)
+        assert absent.sum(1).tolist() == [5 * (env.task[0] == 0), 0]
+        assert (seen.avail_actions[absent] == (np.arange(14) == 0)).all()
+        env.step(random_actions(seen.avail_actions, np.random.default_rng(0)), np.ones(2, bool))
+        env.reset(np.array([True, False]), np.arange(2))
+    env.close()
+
+
+def test_maps_of_the_game_are_looked_for_before_training(sc2_game):
+    """The second map's file is missing: neither a game starts nor a folder is made."""
+    folder = sc2_game / "Maps" / "SMAC_Maps"
+    (folder / "8m.SC2Map").unlink()
+    with pytest.raises(UserError, match=r"map_name=8m: the game has no file .*install_sc2.sh --maps-only"):
+        preflight(resolve("hpn_mappo", "sc2", {"env_args.map_name": "3m,8m"}))
+    with pytest.raises(UserError, match=r"map_name=5m is not known"):
+        preflight(resolve("hpn_mappo", "sc2", {"env_args.map_name": "marine-easy"}))
+    assert preflight(resolve("hpn_mappo", "sc2", {"env_args.map_name": "3m,25m"})).info.n_agents == 25
