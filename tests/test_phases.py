@@ -20,7 +20,7 @@ from omagd.run.reporting.report import phases_table
 from omagd.run.training.stages.health import check_replicas, held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.logging import Record
+from omagd.utils.logging import Record, RunFacts
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def test_a_record_has_shares_and_speed_since_the_last_one(clock):
     assert profiler.end() == {"wall": 18, "update": 6, "log": 2, "collect": 10}
 
 
-def test_memory_of_all_ranks():
+def test_memory_of_all_ranks(tmp_path):
     before = resident_bytes()
     held = mmap.mmap(-1, 64 << 20)  # new pages, whatever the allocator has kept
     held.write(b"x" * (64 << 20))
@@ -89,7 +89,7 @@ def test_memory_of_all_ranks():
     of_ranks = {"memory/rss_mb_rank0": 5.0, "memory/rss_mb_rank1": 9.0, "gpu/use_rank1": 0.5}
     assert over_ranks(parts, each=True) == highest | of_ranks
     values = {"time/collect": 0.25, "time/update": 0.7, "time/save": 0.0, "loss_td": 1.0} | highest | of_ranks
-    lines = render_block(Record(values, "stage3", "t_env", 7), width=120).splitlines()
+    lines = render_block(Record(values, "stage3", "t_env", 7), RunFacts(tmp_path), width=120).splitlines()
     assert "  time   update 70.0 % · collect 25.0 %" in lines
     assert "  memory/rss_mb by rank: 5, 9" in lines
     assert "time/" not in "\n".join(lines)

@@ -51,33 +51,35 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Record:
-    """One log: values by name at time `t` of the clock ("t_env" or "epoch") of a stage.
-
-    `private` names are not sent to Sacred.
-    """
+    """One log: values by name at time `t` of the clock ("t_env" or "epoch") of a stage."""
 
     values: dict[str, float]
     stage: str
     clock: str
     t: int
-    private: frozenset[str] = frozenset()
 
 
 class Sink(ABC):
-    """Base of log sinks. Subclasses write `_open`, `_log` and `_close`; callers use `open`, `log` and `close`.
+    """Base of log sinks. Subclasses write `_log`, and `_open` and `_close` if needed; callers use the public methods.
 
     The first error of a sink that is not `essential` is logged as one warning and switches the sink off; training
     continues.
+
+    Attributes:
+        facts: about the run. saved: this sink's `state_dict()` in the checkpoint that the run resumes, else empty.
     """
 
     name: str = "sink"
     essential: bool = False
+    facts: RunFacts
+    saved: dict[str, Any]
 
     def __init__(self) -> None:
         self.alive = True
 
     def open(self, facts: RunFacts) -> None:
         """Prepare for the records of a run."""
+        self.facts, self.saved = facts, facts.saved.get(self.name, {})
         self._guard(self._open, facts)
 
     def log(self, record: Record) -> None:
@@ -85,7 +87,7 @@ class Sink(ABC):
         self._guard(self._log, record)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values for the checkpoint; the sink of a resumed run finds them in `RunFacts.saved`."""
+        """Return plain values for the checkpoint; the sink of a resumed run finds them in `saved`."""
         return {}
 
     def close(self, exit_state: str) -> None:
@@ -105,14 +107,12 @@ class Sink(ABC):
             reason = " ".join(str(error).split()) or type(error).__name__
             logging.getLogger(PACKAGE).warning("%s is off from here on: %s", self.name, reason[:300])
 
-    @abstractmethod
-    def _open(self, facts: RunFacts) -> None: ...
+    def _open(self, facts: RunFacts) -> None: ...  # noqa: B027 (optional)
 
     @abstractmethod
     def _log(self, record: Record) -> None: ...
 
-    @abstractmethod
-    def _close(self, exit_state: str) -> None: ...
+    def _close(self, exit_state: str) -> None: ...  # noqa: B027 (optional)
 
 
 class Logger:
@@ -130,7 +130,6 @@ class Logger:
         self.stage = "stage3"
         self.sinks: list[Sink] = []
         self._pending: dict[str, float] = {}
-        self._private: set[str] = set()
         self._pending_t = 0
 
     def info(self, message: str) -> None:
@@ -161,7 +160,7 @@ class Logger:
         self.print_recent_stats()
         self._send(Record({name: float(value) for name, value in values.items()}, stage, clock, int(t)))
 
-    def log_stat(self, key: str, value: Any, t: int, to_sacred: bool = True) -> None:
+    def log_stat(self, key: str, value: Any, t: int) -> None:
         """Log one value at environment step `t`; values of the same step become one log."""
         if self.minimal:
             return
@@ -169,15 +168,12 @@ class Logger:
             self.print_recent_stats()
         self._pending_t = int(t)
         self._pending[key] = float(value)
-        if not to_sacred:
-            self._private.add(key)
 
     def print_recent_stats(self) -> None:
         """Send the values collected by `log_stat`."""
         if self._pending:
-            values, private = self._pending, frozenset(self._private)
-            self._pending, self._private = {}, set()
-            self._send(Record(values, self.stage, "t_env", self._pending_t, private))
+            values, self._pending = self._pending, {}
+            self._send(Record(values, self.stage, "t_env", self._pending_t))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sinks for the checkpoint, by name."""

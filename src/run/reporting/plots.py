@@ -33,62 +33,39 @@ class Panel:
     log: bool = False
 
 
-TRAIN_EVAL = (("train/graph_loss", "training"), ("eval/graph_loss", "held out"))
+def _trained(name: str) -> tuple[tuple[str, str], ...]:
+    return (f"train/{name}", "training"), (f"eval/{name}", "held out")
+
+
+def _played(name: str) -> tuple[tuple[str, str], ...]:
+    return (f"test_{name}", "greedy test"), (name, "training")
+
+
+CODES = (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
+ACCURACIES = (
+    *((f"eval/top{k}", f"top {k}") for k in (1, 3, 5)),
+    ("eval/balanced_accuracy", "dead or alive, balanced"),
+)
+ERRORS = (
+    ("eval/error", "reconstruction"),
+    ("eval/error_slot_mean", "baseline: slot mean"),
+    ("eval/error_last_seen", "baseline: last seen"),
+    ("eval/error_last_seen_or_mean", "baseline: last seen, else mean"),
+    ("eval/error_zeros", "baseline: zeros"),
+)
 PANELS = (
-    Panel("stage1", "Tokenizer: loss", "loss per graph", TRAIN_EVAL, log=True),
-    Panel(
-        "stage1",
-        "Tokenizer: reconstruction error",
-        "MSE of features",
-        (("train/mse", "training"), ("eval/mse", "held out")),
-        log=True,
-    ),
-    Panel(
-        "stage1", "Tokenizer: codebook", "codes", (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
-    ),
-    Panel("stage2", "Predictor: loss", "nats per unseen node", TRAIN_EVAL),
-    Panel(
-        "stage2",
-        "Predictor: accuracy on unseen units",
-        "share right",
-        (
-            ("eval/top1", "top 1"),
-            ("eval/top3", "top 3"),
-            ("eval/top5", "top 5"),
-            ("eval/balanced_accuracy", "dead or alive, balanced"),
-        ),
-        top=1.0,
-    ),
-    Panel(
-        "stage2",
-        "Feature error on unseen units",
-        "MSE, slot by slot",
-        (
-            ("eval/error", "reconstruction"),
-            ("eval/error_slot_mean", "baseline: slot mean"),
-            ("eval/error_last_seen", "baseline: last seen"),
-            ("eval/error_last_seen_or_mean", "baseline: last seen, else mean"),
-            ("eval/error_zeros", "baseline: zeros"),
-        ),
-        log=True,
-    ),
-    Panel(
-        "stage3",
-        "Win rate",
-        "share of battles won",
-        (("test_battle_won_mean", "greedy test"), ("battle_won_mean", "training")),
-        top=1.0,
-    ),
-    Panel("stage3", "Return", "reward per episode", (("test_return_mean", "greedy test"), ("return_mean", "training"))),
+    Panel("stage1", "Tokenizer: loss", "loss per graph", _trained("graph_loss"), log=True),
+    Panel("stage1", "Tokenizer: reconstruction error", "MSE of features", _trained("mse"), log=True),
+    Panel("stage1", "Tokenizer: codebook", "codes", CODES),
+    Panel("stage2", "Predictor: loss", "nats per unseen node", _trained("graph_loss")),
+    Panel("stage2", "Predictor: accuracy on unseen units", "share right", ACCURACIES, top=1.0),
+    Panel("stage2", "Feature error on unseen units", "MSE, slot by slot", ERRORS, log=True),
+    Panel("stage3", "Win rate", "share of battles won", _played("battle_won_mean"), top=1.0),
+    Panel("stage3", "Return", "reward per episode", _played("return_mean")),
     Panel("stage3", "TD loss", "loss, reward²", (("loss_td", "loss"),), log=True),
     Panel("stage3", "Exploration", "probability", (("epsilon", "epsilon"),), top=1.0),
     Panel("stage3", "Q values", "discounted reward", (("q_taken_mean", "taken"), ("target_mean", "target"))),
-    Panel(
-        "stage3",
-        "Episode length",
-        "environment steps",
-        (("test_ep_length_mean", "greedy test"), ("ep_length_mean", "training")),
-    ),
+    Panel("stage3", "Episode length", "environment steps", _played("ep_length_mean")),
 )
 
 
@@ -110,7 +87,6 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     label: environment and map for the title ("skirmish 3m"); if empty, from `env_info.json` in the same folder.
     Configuration, seed and ranks come from `card.json` there, if it exists.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = list(read_metrics(jsonl_path))
@@ -120,7 +96,6 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(4.9 * columns, 3.3 * rows + 0.6), dpi=110, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     title = _title(Path(jsonl_path), label)
     size = min(15.0, 500 * columns / len(title))  # points that fit the width
     figure.suptitle(title, fontsize=size, weight="bold", color=INK)
@@ -130,11 +105,7 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
         axis.set_xlim(*_extent(panel.stage, found))
     for axis in axes[len(found) :]:
         axis.axis("off")
-    path = Path(out_png)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    STORAGE.write(path, picture.getvalue())
-    return path
+    return save(figure, out_png)
 
 
 def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None:
@@ -144,7 +115,6 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
         episode_logs: files with a JSON object per episode (`return`, `length`, `battle_won`); `env_info.json` of their
             run names the environment in the title.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -152,7 +122,6 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
     if not episodes:
         return None
     figure = Figure(figsize=(9.8, 3.9), dpi=110, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     label = _label_beside(episode_logs[0].parent)
     groups: dict[str, list[dict[str, Any]]] = {"": episodes}
     share = ""
@@ -176,9 +145,14 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
         if name == "length":
             axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         _dress(axis, legend=len(groups) > 1)
-    path = Path(out_png)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return save(figure, out_png)
+
+
+def save(figure: Any, out_png: str | Path) -> Path:
+    """Write a picture through `STORAGE` and return its path."""
+    path, picture = Path(out_png), io.BytesIO()
+    figure.savefig(picture, format="png", facecolor="auto")
+    STORAGE.write(path, picture.getvalue())
     return path
 
 
@@ -221,12 +195,12 @@ Line = tuple[str, str, list[float], list[float]]
 def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
     """Return the lines of a panel that have values."""
     mine = [record for record in records if record.get("stage") == panel.stage]
+    clock = "epoch" if any("epoch" in record for record in mine) else "t_env"
     lines: list[Line] = []
     for name, legend in panel.lines:
-        clock = "epoch" if any("epoch" in record for record in mine) else "t_env"
-        points = [(r[clock], r[name]) for r in mine if r.get(name) is not None and r.get(clock) is not None]
-        if points:
-            lines.append((legend, clock, [p[0] for p in points], [p[1] for p in points]))
+        found = [r for r in mine if r.get(name) is not None and r.get(clock) is not None]
+        if found:
+            lines.append((legend, clock, [r[clock] for r in found], [r[name] for r in found]))
     return lines
 
 

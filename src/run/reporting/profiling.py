@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,12 @@ class Phases:
     Work with its own timer (waiting for ranks, the reconstructor) is added by `watch` and subtracted from its phase.
 
     Args:
-        synchronise: called before every reading of the clock, to wait for an asynchronous device; None: do not wait.
-        mark: opens a named context around every phase, such as a profiler's annotation; None: no context.
+        synchronise: called before every reading of the clock, to wait for an asynchronous device.
+        mark: opens a named context around every phase, such as a profiler's annotation.
     """
 
     def __init__(
-        self,
-        synchronise: Callable[[], None] | None = None,
-        mark: Callable[[str], object] | None = None,
+        self, synchronise: Callable[[], None] = lambda: None, mark: Callable[[str], Any] = nullcontext
     ) -> None:
         self.synchronise = synchronise
         self.mark = mark
@@ -56,7 +54,7 @@ class Phases:
         self._open.append(name)
         self._turned = time.perf_counter()
         try:
-            with self.mark(name) if self.mark is not None else nullcontext():  # type: ignore[attr-defined]
+            with self.mark(name):
                 yield
         finally:
             self._turn()
@@ -75,8 +73,7 @@ class Phases:
 
     def _turn(self) -> None:
         """Add the time since the last reading to the watched timers and the running phase."""
-        if self.synchronise is not None:
-            self.synchronise()
+        self.synchronise()
         now = time.perf_counter()
         passed, self._at = now - self._at, now
         for name, (read, before) in self._watched.items():
@@ -174,10 +171,8 @@ def usage(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         values["memory/gpu_mb"] = torch.cuda.memory_allocated(device) / MEGABYTE
         values["memory/gpu_peak_mb"] = torch.cuda.max_memory_allocated(device) / MEGABYTE
-        try:
+        with suppress(Exception):  # NVML is not available
             values["gpu/use"] = torch.cuda.utilization(device) / 100.0
-        except Exception:  # noqa: BLE001 (NVML is not available)
-            values.pop("gpu/use", None)
     return values
 
 
@@ -186,9 +181,7 @@ def over_ranks(parts: list[dict[str, float]], each: bool) -> dict[str, float]:
     names = sorted({name for part in parts for name in part})
     values = {name: max(part[name] for part in parts if name in part) for name in names}
     if each:
-        values |= {
-            f"{name}_rank{rank}": part[name] for rank, part in enumerate(parts) for name in names if name in part
-        }
+        values |= {f"{name}_rank{rank}": part[name] for rank, part in enumerate(parts) for name in sorted(part)}
     return values
 
 
@@ -207,11 +200,9 @@ class Profiler:
         self.tracer: Tracer | None = None
         self._acting: Any = None
         self._acted = (0.0, 0.0, 0.0)
-        on_gpu = self.dist.device.type == "cuda"
-        self.phases = Phases(
-            (lambda: torch.cuda.synchronize(self.dist.device)) if traces and on_gpu else None,
-            torch.profiler.record_function if traces else None,
-        )
+        self.phases = Phases(mark=torch.profiler.record_function) if traces else Phases()
+        if traces and self.dist.device.type == "cuda":
+            self.phases.synchronise = lambda: torch.cuda.synchronize(self.dist.device)
         self.stage = ""
         self.dist.waits.place = lambda: (self.stage, *self.phases.current)
         if self.dist.world_size > 1:

@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sacred import SETTINGS, Experiment
 from sacred.observers import FileStorageObserver
 from sacred.serializer import flatten
 
@@ -179,14 +179,9 @@ def _records(config: Config, folder: str | None) -> Path:
 
 def _experiment() -> Any:
     """Return a Sacred experiment that records versions, but neither environment variables nor git remotes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # pkg_resources is deprecated
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from sacred import SETTINGS, Experiment
-
-        # `fd` would wait for the output of children and hide the terminal from the progress bar.
-        SETTINGS.CAPTURE_MODE = "sys"
-        SETTINGS.DISCOVER_SOURCES = "none"
-        SETTINGS.DISCOVER_DEPENDENCIES = "pkg"
-        SETTINGS.HOST_INFO.CAPTURED_ENV = []
-        return Experiment("omagd", save_git_info=False, base_dir=str(Path(__file__).resolve().parent))
+    # `fd` would wait for the output of children and hide the terminal from the progress bar.
+    SETTINGS.CAPTURE_MODE = "sys"
+    SETTINGS.DISCOVER_SOURCES = "none"
+    SETTINGS.DISCOVER_DEPENDENCIES = "pkg"
+    SETTINGS.HOST_INFO.CAPTURED_ENV = []
+    return Experiment("omagd", save_git_info=False, base_dir=str(Path(__file__).resolve().parent))
