@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from types import SimpleNamespace
 
 import pytest
 import sc2_stand_in
 import torch
 from command_harness import summary_of
-from documented import questions
 
 from omagd.config.loading import resolve
 from omagd.run.api import run
@@ -35,13 +32,12 @@ def card_of(config: str = "qmix", env: str | None = None, ranks: int = 1, traine
 def test_a_card_says_what_a_result_depends_on():
     sizes = {"batch_size_run": 4, "batch_size": 16, "updates_per_iteration": 3, "t_max": 1000, "test_nepisode": 20}
     card = card_of(ranks=2, seed=7, **sizes)
-    wanted = {
+    assert card["compared"] == {
         "env": "skirmish", "map": "3m", "game": "omagd 0.1.0", "difficulty": "7", "t_max": 1000, "environments": 8,
         "updates_per_round": 3, "effective_batch": 32, "precision": "float32", "greedy": True,
-        "test_episodes": 24,  # whole rounds of all battles
+        "test_episodes": 24,  # whole rounds of all environments
+        "observations": "each agent's own",
     }  # fmt: skip
-    assert wanted.items() <= card["compared"].items()
-    assert not [key for key in card["compared"] if key.startswith("env_args")], "all defaults"
     assert {"ranks": 2, "seed": 7, "device": "cpu"}.items() <= card["told"].items()
     assert card["told"]["versions"]["torch"] == torch.__version__
     same = [{"seed": 9}, {"lr": 0.1}, {"mixer": "vdn"}, {"torch_threads": 2}, {"local_results_path": "else"},
@@ -54,27 +50,27 @@ def test_a_card_says_what_a_result_depends_on():
     assert "reward_sparse=True" in lines[0] and changed["id"] in lines[2]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"t_max": 5}, "t_max 5, not "),
-        ({"batch_size": 5}, "effective_batch 5"),
-        ({"batch_size_run": 5}, "environments 5"),
-        ({"updates_per_iteration": 5}, "updates_per_round 5"),
-        ({"test_nepisode": 500}, "test_episodes"),
-        ({"use_full_obs": True}, "observations everything (use_full_obs)"),
-        ({"precision": "bf16"}, "precision bf16"),
-        ({"env_args__map_name": "8m"}, "map 8m, not 3m"),
-        ({"env_args__difficulty": "3"}, "difficulty 3, not 7"),
-        ({"env_args__reward_sparse": True}, "env_args.reward_sparse True, not the default"),
-        ({"env": "smax"}, "env smax, not skirmish"),
-    ],
-    ids=str,
-)
-def test_the_id_depends_on_what_must_agree_and_the_difference_is_named(change, words):
-    other, first = card_of(**change), card_of()
-    assert other["id"] != first["id"] and words in differences(other, first)
+DIFFERENCES = [
+    ({"t_max": 5}, "t_max 5, not "),
+    ({"batch_size": 5}, "effective_batch 5"),
+    ({"batch_size_run": 5}, "environments 5"),
+    ({"updates_per_iteration": 5}, "updates_per_round 5"),
+    ({"test_nepisode": 500}, "test_episodes"),
+    ({"use_full_obs": True}, "observations everything (use_full_obs)"),
+    ({"precision": "bf16"}, "precision bf16"),
+    ({"env_args__map_name": "8m"}, "map 8m, not 3m"),
+    ({"env_args__difficulty": "3"}, "difficulty 3, not 7"),
+    ({"env_args__reward_sparse": True}, "env_args.reward_sparse True, not the default"),
+    ({"env": "smax"}, "env smax, not skirmish"),
+]
+
+
+def test_the_id_depends_on_what_must_agree_and_the_difference_is_named():
+    first = card_of()
     assert differences(first, card_of()) == ""
+    for change, words in DIFFERENCES:
+        other = card_of(**change)
+        assert other["id"] != first["id"] and words in differences(other, first), change
 
 
 def test_pretraining_and_evaluation_have_other_entries():
@@ -105,57 +101,51 @@ def test_the_game_is_named_as_installed_and_then_as_it_names_itself(tmp_path, mo
     assert "env_args.capability_config.n_units" not in made and "env_args.debug" not in made
 
 
-def result(tmp_path, seed: int, card: dict | None) -> dict:
+def result(seed, card):
     stages = {"stage3": {"clock": {"t_env": 9}, "values": {"test_battle_won_mean": 0.5}}}
-    facts = {"name": "qmix", "env": "skirmish", "map_name": "3m", "folder": str(tmp_path / f"run{seed}"), "card": card}
-    return {**facts, "seed": seed, "stages": stages, "exit_state": "completed", "wall_seconds": 3.0}
+    facts = {"name": "qmix", "env": "skirmish", "map_name": "3m", "folder": f"run{seed}", "card": card, "seed": seed}
+    return {**facts, "kind": card["kind"], "stages": stages, "exit_state": "completed", "wall_seconds": 3.0}
 
 
-def test_tables_mark_rows_with_another_card_and_footnotes_name_the_difference(tmp_path):
+def test_tables_mark_rows_with_another_card_and_footnotes_name_the_difference():
     first, longer = card_of(), card_of(t_max=7)
     asterisks, notes = marks([first, longer, None, card_of(seed=5), longer], ["a", "b", "c", "d", "e"])
-    assert asterisks == ["", "*", "*", "", "*"]
-    assert (
-        notes[0].endswith(f" row: b, e: t_max 7, not {first['compared']['t_max']}") and " row: c: no card" in notes[1]
-    )
+    assert asterisks == ["", "*", "*", "", "*"] and " row: c: no card" in notes[1]
+    assert notes[0].endswith(f" row: b, e: t_max 7, not {first['compared']['t_max']}")
     assert marks([None, None], ["a", "b"]) == (["", ""], []) and marks([], []) == ([], [])
-    results = [result(tmp_path, 1, first), result(tmp_path, 2, card_of(env_args__move_amount=3.0))]
+    results = [result(1, first), result(2, card_of(env_args__move_amount=3.0))]
     for text, row in ((seeds_table(results), "2*"), (runs_table(results), "run2*")):
         assert text.count("*") == 2 and row in text
         assert text.splitlines()[-1].endswith("2: env_args.move_amount 3.0, not the default")
     assert "*" not in seeds_table(results[:1] * 2)
 
 
-def test_an_evaluation_beside_a_training_is_marked_as_one(tmp_path):
+def test_an_evaluation_beside_a_training_is_marked_as_one():
     """Entries that only a training has are no difference; those that both have are."""
-    training = card_of()
-    compared = {name: training["compared"][name] for name in ("env", "map", "game", "precision")}
-    played = {"test_episodes": 6, "greedy": True, "trained": training["id"]}
-    evaluation = {**training, "id": "0", "kind": "evaluation", "compared": {**compared, **played}}
-    rows = [result(tmp_path, 1, training), {**result(tmp_path, 2, evaluation), "kind": "evaluation"}]
-    head, _, first, second, _, note = runs_table(rows).splitlines()
+    training = card_of(test_nepisode=32)
+    played = card_of(evaluate=True, checkpoint_path="run", test_nepisode=64, trained=training)
+    head, _, first, second, _, note = runs_table([result(1, training), result(2, played)]).splitlines()
     assert [line.split()[-2] for line in (head, first, second)] == ["kind", "training", "evaluation"]
-    episodes = training["compared"]["test_episodes"]
-    assert note.endswith(f"run run2: evaluation, not training; test_episodes 6, not {episodes}")
-    assert "kind" not in runs_table(rows[:1])
+    assert note.endswith("run run2: evaluation, not training; test_episodes 64, not 32")
+    assert "kind" not in runs_table([result(1, training)])
 
 
 def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):
-    summaries = [
-        run(resolve("qmix", None, {**SMALL, "local_results_path": str(tmp_path), "unique_token": token, **more}))
-        for token, more in (("first", {}), ("sparse", {"env_args.reward_sparse": True}))
+    folders, cards = [tmp_path / token for token in ("first", "sparse")], []
+    for folder, more in zip(folders, ({}, {"env_args.reward_sparse": True}), strict=True):
+        updates = {**SMALL, "local_results_path": str(tmp_path), "unique_token": folder.name, **more}
+        summary = run(resolve("qmix", None, updates))
+        cards.append(read_card(folder))
+        assert cards[-1] == summary["card"] == summary_of(folder)["card"]
+        assert summary_of(folder)["artifacts"]["card"] == str(folder / "card.json")
+        clock = summary["stages"]["stage3"]["clock"]
+        assert cards[-1]["reached"]["updates_per_environment_step"] == clock["updates"] / clock["t_env"] > 0
+    (logged,) = [
+        line for line in (folders[0] / "logs" / "rank_0.log").read_text().splitlines() if cards[0]["id"] in line
     ]
-    folders = [tmp_path / token for token in ("first", "sparse")]
-    cards = [read_card(folder) for folder in folders]
-    assert [summary_of(folder)["card"] for folder in folders] == cards == [summary["card"] for summary in summaries]
-    reached, clock = cards[0]["reached"], summaries[0]["stages"]["stage3"]["clock"]
-    assert reached["updates_per_environment_step"] == clock["updates"] / clock["t_env"] > 0
-    logged = [line for line in (folders[0] / "logs" / "rank_0.log").read_text().splitlines() if cards[0]["id"] in line]
-    assert len(logged) == 1 and "seed 1" in logged[0] and "tests of 4 greedy episodes" in logged[0]
-    assert json.loads((folders[0] / "summary.json").read_text())["artifacts"]["card"] == str(folders[0] / "card.json")
+    assert "seed 1" in logged and "tests of 4 greedy episodes" in logged
     capsys.readouterr()
-    (words,) = [words for words in questions() if words[0] == "compare" and shlex.join(words).count("results") == 2]
-    assert main([words[0], *map(str, folders)]) == 0
+    assert main(["compare", *map(str, folders)]) == 0
     head, _, *rows, _, note = capsys.readouterr().out.splitlines()
     assert head.split()[0] == "run" and [row.split()[0] for row in rows] == ["first", "sparse*"]
     assert [row.split()[-1] for row in rows] == [card["id"] for card in cards]
@@ -168,26 +158,22 @@ def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):
 
 
 def test_a_card_is_completed_even_where_the_environment_has_died_meanwhile(tmp_path):
-    warnings = []
-
-    def gone():
+    def died():
         raise RuntimeError("worker 0 died")
 
-    session = SimpleNamespace(
-        env_stats=gone, logger=SimpleNamespace(warning=warnings.append),
-        dist=SimpleNamespace(is_main=True), folder=RunFolder(tmp_path),
-    )  # fmt: skip
-    final = complete_card(session, card_of(), {"stage3": {"clock": {"t_env": 8, "updates": 4}}})
-    assert final["id"] == card_of()["id"] and final["reached"]["updates_per_environment_step"] == 0.5
-    assert read_card(tmp_path) == final and len(warnings) == 1 and "worker 0 died" in warnings[0]
+    card, warnings = card_of(), []
+    for stats, words in ((died, "worker 0 died"), (lambda: {"game_build": 69232.0}, "4.6.2 (69232), not omagd")):
+        session = SimpleNamespace(
+            env_stats=stats, logger=SimpleNamespace(warning=warnings.append),
+            dist=SimpleNamespace(is_main=True), folder=RunFolder(tmp_path),
+        )  # fmt: skip
+        final = complete_card(session, card, {"stage3": {"clock": {"t_env": 8, "updates": 4}}})
+        assert read_card(tmp_path) == final and final["reached"]["updates_per_environment_step"] == 0.5
+        assert (final["id"] == card["id"]) == (stats is died) and words in warnings.pop() and not warnings
 
 
 @pytest.mark.processes
-def test_a_run_in_the_game_names_the_build_that_the_game_reports(tmp_path, monkeypatch):
-    monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "StarCraftII")))
-    updates = {**SMALL, "local_results_path": str(tmp_path), "unique_token": "game"}
-    summary = run(resolve("qmix", "sc2", updates))
-    assert summary["exit_state"] == "completed"
+def test_a_run_in_the_game_names_the_build_that_the_game_reports(tmp_path, sc2_game):
+    summary = run(resolve("qmix", "sc2", {**SMALL, "local_results_path": str(tmp_path), "unique_token": "game"}))
     assert summary["card"]["compared"]["game"] == "StarCraft II 4.10 (75689)"
     assert summary["card"]["reached"]["environment_steps"] >= 40
-    assert sc2_stand_in.running(tmp_path / "StarCraftII") == []
