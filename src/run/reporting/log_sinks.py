@@ -196,7 +196,7 @@ def render_block(record: Record, facts: RunFacts, width: int | None = None) -> s
     head = ["Recent Stats", f"{record.clock}: {_progress(record.t, facts.totals.get(record.clock))}"]
     if "episode" in record.values:
         head.append(f"Episode: {_progress(int(record.values['episode']), facts.totals.get('episode'))}")
-    single = not facts.config.get("use_graph_reconstruction", True)
+    single = facts.config and not facts.config["use_graph_reconstruction"]
     head.append(" · ".join(part for part in ("" if single else record.stage, facts.label) if part))
     apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name)}
     shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
