@@ -141,10 +141,9 @@ class Smacv2(Smac):
         """Return orders of observing, `env_args`, teams and positions."""
         orders = np.array(self._orders, np.uint8)
         resets = np.cumsum([0, *(len(actions) + 2 for actions in battles[:-1])])
-        return {
-            "order_at_reset": orders[resets], "order": np.delete(orders, resets, axis=0),
-            "args": np.array(json.dumps(self._args)), "resets": np.array(json.dumps(self._resets, default=np.ndarray.tolist)),
-        }  # fmt: skip
+        args, drawn = (json.dumps(part, default=lambda array: array.tolist()) for part in (self._args, self._resets))
+        arrays = {"order_at_reset": orders[resets], "order": np.delete(orders, resets, axis=0)}
+        return {**arrays, "args": np.array(args), "resets": np.array(drawn)}
 
 
 def record(group: Group, folder: Path, checkout: Path) -> dict[str, np.ndarray]:
