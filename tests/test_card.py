@@ -170,10 +170,3 @@ def test_a_card_is_completed_even_where_the_environment_has_died_meanwhile(tmp_p
         final = complete_card(session, card, {"stage3": {"clock": {"t_env": 8, "updates": 4}}})
         assert read_card(tmp_path) == final and final["reached"]["updates_per_environment_step"] == 0.5
         assert (final["id"] == card["id"]) == (stats is died) and words in warnings.pop() and not warnings
-
-
-@pytest.mark.processes
-def test_a_run_in_the_game_names_the_build_that_the_game_reports(tmp_path, sc2_game):
-    summary = run(resolve("qmix", "sc2", {**SMALL, "local_results_path": str(tmp_path), "unique_token": "game"}))
-    assert summary["card"]["compared"]["game"] == "StarCraft II 4.10 (75689)"
-    assert summary["card"]["reached"]["environment_steps"] >= 40

@@ -15,18 +15,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import wandb
+from sockets import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 from omagd.run.reporting.log_sinks import REGISTRY, make_logger, render_block
 from omagd.run.reporting.sacred_record import MOST, BoundedObserver
 from omagd.run.reporting.sacred_sink import SacredRelay, SacredSink
-from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, project_name
+from omagd.run.reporting.wandb_sink import choose_mode, has_key, project_name
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Record, RunFacts, Sink
 
 LOG = logging.getLogger("omagd.test")
-BLOCK = 32768
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
 CLOCKS = {"stage1": "epoch", "stage2": "epoch", "stage3": "t_env"}
 
@@ -62,30 +62,24 @@ def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_
     logger = make_logger(RunFacts(tmp_path), ["jsonl"], LOG)
     logger.log({"a": math.nan, "b": 2, "c": math.inf}, stage="stage1", clock="epoch", t=20)
     logger.log({"a": torch.tensor(1.5)}, stage="stage3", clock="t_env", t=400)
+    for value in (("return_mean", 1.0, 500), ("epsilon", 0.5, 500), ("return_mean", 2.0, 600), ("epsilon", 0.25, 700)):
+        logger.log_stat(*value)  # values of one step become one log
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: every line is flushed
     assert [json.loads(line) for line in lines[1:]] == [
         {"stage": "stage1", "epoch": 20, "a": None, "b": 2.0, "c": None},
         {"stage": "stage3", "t_env": 400, "a": 1.5},
+        {"stage": "stage3", "t_env": 500, "return_mean": 1.0, "epsilon": 0.5},
+        {"stage": "stage3", "t_env": 600, "return_mean": 2.0},
     ]
     logger.close()
-
-
-def test_values_of_one_step_become_one_log(tmp_path):
-    logger = make_logger(RunFacts(tmp_path), ["jsonl"], LOG)
-    for value in (("return_mean", 1.0, 100), ("epsilon", 0.5, 100), ("return_mean", 2.0, 200)):
-        logger.log_stat(*value)
-    logger.close()
-    assert metrics_in(tmp_path) == [
-        {"stage": "stage3", "t_env": 100, "return_mean": 1.0, "epsilon": 0.5},
-        {"stage": "stage3", "t_env": 200, "return_mean": 2.0},
-    ]
+    assert '"epsilon": 0.25' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, caplog):
     caplog.set_level("INFO")
     run, sinks = FakeRun(), ["console", "jsonl", "sacred", "tensorboard", "wandb"]
-    log_to(sinks, [("stage3", 1, {"a": 1.0})], RunFacts(tmp_path), minimal=True, sacred=run)
     logger = make_logger(RunFacts(tmp_path), sinks, LOG, minimal=True, sacred=run)
+    logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
     logger.log_stat("a", 1.0, 1)
     logger.close()
     assert list(tmp_path.iterdir()) == [] and run.scalars == [] and caplog.records == []
@@ -236,23 +230,13 @@ def home(monkeypatch, tmp_path_factory):
 
 
 def wandb_records(path):
-    """Return the records of a `.wandb` file, once the exit is among them: LevelDB framing after a 7-byte header."""
-    until, found = time.monotonic() + 20, []
-    while not any(record.HasField("exit") for record in found) and time.monotonic() < until:
-        time.sleep(0.05)  # W&B's own process still writes after `finish` returns
-        data, position, piece, found = path.read_bytes(), 7, b"", []
-        while position + 7 <= len(data):
-            left = BLOCK - position % BLOCK
-            _, size, kind = struct.unpack("<IHB", data[position : position + 7])
-            if left < 7 or kind == 0:
-                position += left
-                continue
-            piece += data[position + 7 : position + 7 + size]
-            position += 7 + size
-            if kind in (1, 4):  # whole, or last part
-                if position <= len(data):
-                    found.append(wandb_internal_pb2.Record.FromString(piece))
-                piece = b""
+    """Return the records of a `.wandb` file of one block: 7 bytes, then each with a checksum, its size and a kind."""
+    data, position, found = path.read_bytes(), 7, []
+    while position + 7 < len(data):
+        start = position + 7
+        position = start + struct.unpack_from("<4xHx", data, position)[0]
+        if position <= len(data):
+            found.append(wandb_internal_pb2.Record.FromString(data[start:position]))
     return found
 
 
@@ -268,17 +252,18 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, 
     assert log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], facts) == [saved]
     runs, ids = {}, set()
     for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"):
+        # W&B's own process still writes after `finish` returns.
+        assert wait_until(lambda path=path: any(record.HasField("exit") for record in wandb_records(path)))
         found = wandb_records(path)
         (run,) = [record.run for record in found if record.HasField("run")]
         assert run.run_group == "token_7"
         written = {item.key: item.value_json for item in run.config.update}
         assert written["lr"] == "0.0005" and json.loads(written["card"]) == {"id": "12ab"}
         for record in found:
-            if record.HasField("history"):
-                items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-                runs.setdefault(run.project, []).append(
-                    {k: float(v) for k, v in items.items() if k[:1] != "_" or k == "_step"}
-                )
+            values = {item.nested_key[0]: float(item.value_json) for item in record.history.item}
+            if values:
+                rows = runs.setdefault(run.project, [])
+                rows.append({name: value for name, value in values.items() if name not in {"_runtime", "_timestamp"}})
         ids.add((run.project, run.run_id))
     stage1, stage3 = "5m_vs_6m_reconstruction_stage1_ddp2", "5m_vs_6m_exp_ddp2"
     assert {name: sorted(rows, key=lambda row: row["_step"]) for name, rows in runs.items()} == {
@@ -288,15 +273,6 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, 
     assert len(ids) == 2
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
-
-
-def test_a_run_ends_there_with_the_commands_exit_code():
-    codes = []
-    for state in ("completed", "interrupted", "failed"):
-        sink = WandbSink()
-        sink._run = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
-        sink._close(state)
-    assert codes == [0, 130, 1]
 
 
 def test_without_a_key_offline_and_with_one_online(monkeypatch, home):
@@ -313,27 +289,29 @@ def test_without_a_key_offline_and_with_one_online(monkeypatch, home):
 
 
 def test_published_project_names(tmp_path):
-    facts = RunFacts(tmp_path, env="skirmish", map_name="3m", world_size=4)
-    assert project_name(facts, "stage2") == "3m_reconstruction_stage2_ddp4"
-    assert project_name(facts, "stage3") == "3m_exp_ddp4"
-    assert project_name(RunFacts(tmp_path, env="memory_game"), "stage3") == "memory_game_exp_ddp1"
+    assert project_name(RunFacts(tmp_path, env="memory_game"), "stage2") == "memory_game_reconstruction_stage2_ddp1"
     assert project_name(RunFacts(tmp_path, wandb_project="mine"), "stage1") == "mine"
 
 
 def test_an_unreachable_service_is_replaced_by_an_offline_run_or_switched_off(tmp_path, monkeypatch, caplog, home):
-    calls, down = [], set()
-
     def init(mode, **_):
         calls.append(mode)
         if mode in down:
             raise RuntimeError("service is down")
-        return SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda exit_code: None)
+        return SimpleNamespace(
+            log=lambda values, step: calls.append(step), finish=lambda exit_code: ended.append(exit_code)
+        )
 
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     monkeypatch.setattr(wandb, "init", init)
-    for mode in ("online", "offline"):
-        down.add(mode)
-        log_to(["wandb", "jsonl"], [("stage3", t, {"a": 1.0}) for t in (7, 8)], RunFacts(tmp_path))
-    assert calls == ["online", "offline", (7, {"a": 1.0}), (8, {"a": 1.0}), "online", "offline"]
+    for state, code, unreachable, expected in (
+        ("completed", [0], [], ["online", 7, 8]),
+        ("interrupted", [130], ["online"], ["online", "offline", 7, 8]),
+        ("failed", [1], ["online"], ["online", "offline", 7, 8]),
+        ("failed", [], ["online", "offline"], ["online", "offline"]),
+    ):
+        calls, ended, down = [], [], unreachable
+        log_to(["wandb", "jsonl"], [("stage3", t, {"a": 1.0}) for t in (7, 8)], RunFacts(tmp_path), state)
+        assert (calls, ended) == (expected, code)
     assert sum("W&B is off" in record.getMessage() for record in caplog.records) == 1
-    assert len(metrics_in(tmp_path)) == 4
+    assert len(metrics_in(tmp_path)) == 8

@@ -39,10 +39,10 @@ def test_curves_show_the_values_of_metrics_jsonl(tmp_path):
         records.append({"stage": "stage3", "t_env": 1000 * n, "test_battle_won_mean": n / 6, "epsilon": 1 - n / 6})
     write_lines(metrics, records, more='{"stage": "stage3", "t_e')  # of a killed run
     assert list(read_metrics(metrics)) == records
-    drawn = {panel.title: [line[0] for line in lines] for panel, lines in panels_of(records)}
+    drawn = {panel.title: {legend: values[0] for legend, _, _, values in lines} for panel, lines in panels_of(records)}
     assert drawn == {
-        "Tokenizer: loss": ["training", "held out"], "Predictor: accuracy on unseen units": ["top 1"],
-        "Win rate": ["greedy test"], "Exploration": ["epsilon"],
+        "Tokenizer: loss": {"training": 1.0, "held out": 2.0}, "Predictor: accuracy on unseen units": {"top 1": 0.2},
+        "Win rate": {"greedy test": 1 / 6}, "Exploration": {"epsilon": 5 / 6},
     }  # fmt: skip
     assert panels_of(records)[-1][1][0][1:3] == ("t_env", [1000, 2000, 3000, 4000, 5000])
     first = pixels(curves(metrics, tmp_path / "plots" / "curves.png", "skirmish 3m"))
