@@ -130,7 +130,7 @@ def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp
 
 
 def test_sacred_gets_finite_values_with_the_stage_in_the_name_and_keeps_the_ids_of_all_starts(tmp_path):
-    run, saved = FakeRun(3), {}
+    run = FakeRun(3)
     logs = [("stage1", 20, {"eval/graph_loss": 1.0, "bad": math.nan}), ("stage3", 30, {"loss_td": 2.0})]
     saved = log_to(["sacred"], logs, RunFacts(tmp_path), sacred=run)[-1]
     assert run.scalars == [("stage1/eval/graph_loss", 1.0, 20), ("loss_td", 2.0, 30)]
@@ -180,12 +180,8 @@ def test_sacreds_file_is_bounded_and_keeps_both_ends(tmp_path):
     observer.dir = str(tmp_path)
 
     def beat(name, steps):
-        new = {
-            "values": [0.5 * t for t in steps],
-            "steps": list(steps),
-            "timestamps": [datetime(2024, 1, 1)] * len(steps),
-        }
-        observer.log_metrics({name: new}, {})
+        values, times = [0.5 * t for t in steps], [datetime(2024, 1, 1)] * len(steps)
+        observer.log_metrics({name: {"values": values, "steps": list(steps), "timestamps": times}}, {})
         return json.loads((tmp_path / "metrics.json").read_text())
 
     observer.log_metrics({}, {})
@@ -250,7 +246,7 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, 
     saved = log_to(["wandb"], [*logs, ("stage3", 10240, {"won": 0.5, "loss_td": 0.01})], facts, "failed")[-1]
     facts.saved.update(saved)
     assert log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], facts) == [saved]
-    runs, ids = {}, set()
+    runs = {}
     for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"):
         # W&B's own process still writes after `finish` returns.
         assert wait_until(lambda path=path: any(record.HasField("exit") for record in wandb_records(path)))
@@ -259,18 +255,16 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, 
         assert run.run_group == "token_7"
         written = {item.key: item.value_json for item in run.config.update}
         assert written["lr"] == "0.0005" and json.loads(written["card"]) == {"id": "12ab"}
-        for record in found:
-            values = {item.nested_key[0]: float(item.value_json) for item in record.history.item}
-            if values:
-                rows = runs.setdefault(run.project, [])
-                rows.append({name: value for name, value in values.items() if name not in {"_runtime", "_timestamp"}})
-        ids.add((run.project, run.run_id))
-    stage1, stage3 = "5m_vs_6m_reconstruction_stage1_ddp2", "5m_vs_6m_exp_ddp2"
-    assert {name: sorted(rows, key=lambda row: row["_step"]) for name, rows in runs.items()} == {
-        stage1: [{"_step": t, **values} for _, t, values in logs],
-        stage3: [{"_step": 10240, "won": 0.5, "loss_td": 0.01}, {"_step": 20480, "loss_td": 0.25}],
+        steps = [{item.nested_key[0]: item.value_json for item in record.history.item} for record in found]
+        values = [
+            {name: float(step[name]) for name in step if name not in {"_runtime", "_timestamp"}} for step in steps
+        ]
+        runs.setdefault((run.project, run.run_id), []).extend(filter(None, values))
+    assert len(runs) == 2
+    assert {project: sorted(rows, key=lambda row: row["_step"]) for (project, _), rows in runs.items()} == {
+        "5m_vs_6m_reconstruction_stage1_ddp2": [{"_step": t, **values} for _, t, values in logs],
+        "5m_vs_6m_exp_ddp2": [{"_step": 10240, "won": 0.5, "loss_td": 0.01}, {"_step": 20480, "loss_td": 0.25}],
     }
-    assert len(ids) == 2
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
 
@@ -298,9 +292,7 @@ def test_an_unreachable_service_is_replaced_by_an_offline_run_or_switched_off(tm
         calls.append(mode)
         if mode in down:
             raise RuntimeError("service is down")
-        return SimpleNamespace(
-            log=lambda values, step: calls.append(step), finish=lambda exit_code: ended.append(exit_code)
-        )
+        return SimpleNamespace(log=lambda _, step: calls.append(step), finish=lambda exit_code: ended.append(exit_code))
 
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     monkeypatch.setattr(wandb, "init", init)

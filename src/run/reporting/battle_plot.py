@@ -124,21 +124,13 @@ def _ground(axis: Any, view: _View) -> None:
     """Draw fog, the area in sight, and rings at equal distances."""
     from matplotlib.patches import Circle
 
-    axis.set_facecolor(FOG)
-    axis.set_xlim(-view.limit, view.limit)
-    axis.set_ylim(-view.limit, view.limit)
-    axis.set_aspect("equal")
-    axis.set_xticks([])
-    axis.set_yticks([])
-    for spine in axis.spines.values():
-        spine.set_color(LINE)
-        spine.set_linewidth(0.8)
+    extent = (-view.limit, view.limit)
+    axis.set(facecolor=FOG, xlim=extent, ylim=extent, aspect="equal", xticks=[], yticks=[])
+    axis.spines[:].set(color=LINE, linewidth=0.8)
     for share in np.linspace(1.0, 0.25, 10):  # brighter towards the agent
         axis.add_patch(Circle((0, 0), view.sight * share, facecolor=SEEN, alpha=0.16 if share < 1 else 0.55, lw=0))
-    ring = 5.0
-    while ring < view.limit * 1.4:
+    for ring in np.arange(5.0, view.limit * 1.4, 5.0):
         axis.add_patch(Circle((0, 0), ring, fill=False, edgecolor=LINE, lw=0.5, alpha=0.45))
-        ring += 5.0
     axis.axhline(0, color=LINE, lw=0.5, alpha=0.45)
     axis.axvline(0, color=LINE, lw=0.5, alpha=0.45)
     axis.add_patch(Circle((0, 0), view.sight, fill=False, edgecolor="#7fa6d6", lw=1.3, ls=(0, (5, 3)), alpha=0.9))

@@ -137,14 +137,11 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
         values = [[each[name] for each in group if each.get(name) is not None] for group in groups.values()]
         bins = _bins(name, [each for group in values for each in group])
         axis.hist(values, bins=bins, stacked=True, color=PALETTE[: len(groups)], label=list(groups))
-        axis.set_title(heading, fontsize=11.5, weight="bold", color=INK, loc="left")
-        axis.set_xlabel(unit, fontsize=9, color=FAINT)
-        axis.set_ylabel("episodes", fontsize=9, color=FAINT)
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # space for the legend
         if name == "length":
             axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        _dress(axis, legend=len(groups) > 1)
+        _dress(axis, heading, unit, "episodes", legend=len(groups) > 1)
     return save(figure, out_png)
 
 
@@ -215,9 +212,6 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
         colour = TRAINING if quiet else next(colours)
         axis.plot(times, values, color=colour, lw=1.3 if quiet else 2.0, marker=marker,
                   ms=3.5, label=legend, zorder=2 if quiet else 3)  # fmt: skip
-    axis.set_title(panel.title, fontsize=11.5, weight="bold", color=INK, loc="left")
-    axis.set_xlabel(f"{CLOCK_LABELS[lines[0][1]]} ({panel.stage})", fontsize=9, color=FAINT)
-    axis.set_ylabel(panel.unit, fontsize=9, color=FAINT)
     values = [value for line in lines for value in line[3]]
     if panel.log and min(values) > 0 and max(values) / min(values) > 20:
         axis.set_yscale("log")
@@ -227,17 +221,20 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
         axis.set_ylim(0, 1.06 * max(values) or 1.0)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    _dress(axis, legend=len(lines) > 1, below=len(lines) > 3)
+    time = f"{CLOCK_LABELS[lines[0][1]]} ({panel.stage})"
+    _dress(axis, panel.title, time, panel.unit, legend=len(lines) > 1, below=len(lines) > 3)
 
 
-def _dress(axis: Any, legend: bool, below: bool = False) -> None:
-    """Set grid, ticks and frame, and a legend if asked for, `below` the axes if it would cover lines."""
+def _dress(axis: Any, title: str, x_label: str, y_label: str, legend: bool, below: bool = False) -> None:
+    """Set titles, grid, ticks and frame, and a legend if requested, `below` the axes if it would cover lines."""
+    axis.set_title(title, fontsize=11.5, weight="bold", color=INK, loc="left")
+    axis.set_xlabel(x_label, fontsize=9, color=FAINT)
+    axis.set_ylabel(y_label, fontsize=9, color=FAINT)
     axis.grid(color=GRID, lw=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5, colors=FAINT, length=0)
-    for side, spine in axis.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color("#c5ced8")
+    axis.spines[:].set_color("#c5ced8")
+    axis.spines[["top", "right"]].set_visible(False)
     if legend:
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncol": 2} if below else {}
         axis.legend(fontsize=8.5, labelcolor=INK, facecolor="white", framealpha=0.75, edgecolor="none", **place)
