@@ -67,15 +67,13 @@ def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
 def render_summary(summary: Summary) -> str:
     """Return the closing text: results, files, and the next command."""
     lines = ["", "─" * 78, _headline(summary)]
-    for name, stage in summary.get("stages", {}).items():
-        lines.append(f"  {name}   {_reached(stage)}")
+    lines += [f"  {name}   {_reached(stage)}" for name, stage in summary.get("stages", {}).items()]
     lines += phases_table(summary)
     folder = Path(summary["folder"])
     lines.append(f"Files   {folder}")
     for label, path in _files(summary):
         lines.append(f"  {label:<9}{Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path}")
-    command = next_command(summary)
-    if command:
+    if command := next_command(summary):
         lines.append(f"Next    {command}")
     return "\n".join([*lines, "─" * 78])
 
@@ -166,7 +164,8 @@ def _rows(results: Sequence[Summary], labels: Sequence[str], title: str) -> tupl
     """Return the head and a row for each run, and the footnotes on rows that are not comparable."""
     asterisks, notes = marks([_card(summary) for summary in results], [f"{title} {label}" for label in labels])
     columns = _columns(results)
-    rows = [[title, *(_heading(key) for _, key in columns), "time", "state"]]
+    heads = [SHOWN.get(key) or f"best {SHOWN[key.removeprefix('best_')]}" for _, key in columns]
+    rows = [[title, *heads, "time", "state"]]
     for summary, label, mark in zip(results, labels, asterisks, strict=True):
         numbers = [_number(_value(summary, *column)) for column in columns]
         seconds = summary.get("wall_seconds")
@@ -248,10 +247,6 @@ def _columns(results: Sequence[Summary]) -> list[tuple[str, str]]:
     stage = max((name for summary in results for name in summary.get("stages", {})), default="")
     columns = [(stage, key) for known in SHOWN for key in (known, f"best_{known}")]
     return [column for column in columns if any(_value(summary, *column) is not None for summary in results)]
-
-
-def _heading(key: str) -> str:
-    return f"best {SHOWN[key.removeprefix('best_')]}" if key.startswith("best_") else SHOWN[key]
 
 
 def _value(summary: Summary, stage: str, key: str) -> float | None:

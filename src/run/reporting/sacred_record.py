@@ -78,9 +78,8 @@ class BoundedObserver(FileStorageObserver):
 
     def save_json(self, obj: Any, filename: str) -> None:
         """Write a file of the record."""
-        if self.dir is None:
-            return
-        STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
+        if self.dir is not None:
+            STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
 
     def save_cout(self) -> None:
         """Append the new output."""
