@@ -1,10 +1,11 @@
-"""Metrics, counters, text logs and progress bars."""
+"""Metrics, counters, phases, memory and traces of a run, text logs and progress bars."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
+import mmap
 import time
 from types import SimpleNamespace
 
@@ -12,10 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from omagd.run.memory_budget import resident_bytes
+from omagd.run.reporting import profiling
+from omagd.run.reporting.log_sinks import render_block
+from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, over_ranks, shares, usage
+from omagd.run.reporting.report import phases_table
 from omagd.utils import progress as progress_module
 from omagd.utils.clock import Counters, Every
 from omagd.utils.dist_utils import Dist
-from omagd.utils.logging import setup_logging
+from omagd.utils.logging import Record, RunFacts, setup_logging
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import BarSafeHandler, Progress, close_bars
 
@@ -66,6 +72,115 @@ def test_due_depends_on_the_times_alone_and_continues_from_its_state():
     counters, other = Counters(epoch=1, t_env=2**40, episodes=3, updates=4), Counters()
     other.load_state_dict(json.loads(json.dumps(counters.state_dict())))
     assert other == counters
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace the clock by an object whose `now` a test changes."""
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
+    return made
+
+
+def test_every_second_is_counted_once(clock):
+    phases, own = Phases(), SimpleNamespace(seconds=7.0)
+    clock.now += 1
+    with phases("update"):
+        clock.now += 2
+        with phases("sample"):
+            clock.now += 4
+        clock.now += 8
+        with phases("sample"):
+            clock.now += 16
+    with pytest.raises(ZeroDivisionError), phases("collect"):
+        clock.now += 3
+        raise ZeroDivisionError
+    clock.now += 32
+    assert phases.totals() == {OTHER: 33, "update": 10, "sample": 20, "collect": 3}
+    phases = Phases()
+    phases.watch("communicate", lambda: own.seconds)
+    with phases("update"):
+        clock.now += 5
+        own.seconds += 2
+    with phases("collect"):
+        clock.now += 1
+        own.seconds += 50  # more than the phase took: it ran in another thread
+    assert phases.totals() == {OTHER: 0, "communicate": 3, "update": 3, "collect": 0}
+    assert sum(total / wall for total, wall in shares(phases.totals()).values()) == pytest.approx(1.0)
+
+
+def test_a_record_has_shares_and_speed_since_the_last_one(clock):
+    profiler, acting = Profiler(), SimpleNamespace(seconds=1.0, calls=5, frames=7)
+    profiler.watch_acting(SimpleNamespace(reconstructor=acting))
+    profiler.begin("stage3")
+    for name, seconds in (("update", 6), ("log", 2)):
+        with profiler.phases(name):
+            clock.now += seconds
+    values = profiler.record(4)
+    assert (values["time/update"], values["time/log"], values["updates_per_second"]) == (0.75, 0.25, 0.5)
+    assert "communicate_ms_per_sync" not in values
+    with profiler.phases("collect"):
+        clock.now += 10
+    acting.calls, acting.frames = 9, 17
+    values = profiler.record(14)
+    assert (values["reconstruct_ms_per_tick"], values["reconstruct_frames_per_tick"]) == (0.0, 2.5)
+    assert (values["time/collect"], values["time/update"], values["updates_per_second"]) == (1.0, 0.0, 1.0)
+    assert profiler.end() == {"wall": 18, "update": 6, "log": 2, "collect": 10}
+
+
+def test_memory_of_all_ranks(tmp_path):
+    before = resident_bytes()
+    held = mmap.mmap(-1, 64 << 20)  # new pages, whatever the allocator has kept
+    held.write(b"x" * (64 << 20))
+    assert 50e6 < resident_bytes() - before < 200e6
+    assert 50 < usage(torch.device("cpu"))["memory/rss_mb"] < 1e5
+    parts = [{"memory/rss_mb": 5.0}, {"memory/rss_mb": 9.0, "gpu/use": 0.5}]
+    highest = {"gpu/use": 0.5, "memory/rss_mb": 9.0}
+    assert over_ranks(parts, each=False) == highest
+    of_ranks = {"memory/rss_mb_rank0": 5.0, "memory/rss_mb_rank1": 9.0, "gpu/use_rank1": 0.5}
+    assert over_ranks(parts, each=True) == highest | of_ranks
+    values = {"time/collect": 0.25, "time/update": 0.7, "time/save": 0.0, "loss_td": 1.0} | highest | of_ranks
+    lines = render_block(Record(values, "stage3", "t_env", 7), RunFacts(tmp_path), width=120).splitlines()
+    assert "  time   update 70.0 % · collect 25.0 %" in lines
+    assert "  memory/rss_mb by rank: 5, 9" in lines
+    assert "time/" not in "\n".join(lines)
+
+
+def test_the_report_has_a_row_for_each_stage():
+    stages = {
+        "stage1": {"phases": {"wall": 10.0, "update": 9.0, "collect": 1.0}},
+        "stage3": {"phases": {"wall": 200.0, "collect": 150.0, "update": 49.9, "save": 0.1}},
+        "evaluate": {},
+    }
+    heads, first, last = phases_table({"stages": stages})
+    assert heads.split() == ["Time", "wall", "collect", "update"]
+    assert first.split()[3:] == ["10.0", "%", "90.0", "%"]
+    assert last.split()[:4] == ["stage3", "3", "min", "20"]
+    assert phases_table({"stages": {}}) == []
+    continued = {"id": "0", "compared": {}, "resumed": [{"kind": "exact"}]}
+    for again in ({"restarts": 1}, {"restarts": 0, "card": continued}):
+        assert phases_table({"stages": stages, **again})[0].startswith("Time since the last start  wall ")
+    assert phases_table({"stages": stages, "restarts": 0, "card": {**continued, "resumed": []}})[0] == heads
+
+
+def test_a_trace_is_bounded_and_holds_the_phases(tmp_path, monkeypatch):
+    profiler = Profiler(traces=tmp_path / "profile")
+    profiler.begin("stage1")
+    written = []
+    for number in range(12):
+        with profiler.phases("update"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        if profiler.tracer.step(learned=number >= 4):
+            written.append(number)
+    assert written == [4 + profiling.SKIPPED + profiling.RECORDED - 1], "after the first updates, once"
+    (path,) = (tmp_path / "profile").glob("*")
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+    assert path.name == "stage1_rank0.json"
+    assert names.count("aten::matmul") == names.count("update") == profiling.RECORDED
+    monkeypatch.setattr(profiling, "ENOUGH_SECONDS", 0.0)
+    tracer = Tracer(tmp_path / "long.json")
+    assert [tracer.step(True) for _ in range(6)] == [False] * profiling.SKIPPED + [True, False, False, False]
+    assert tracer.iterations == 1, "one long iteration is enough"
 
 
 def test_rank_0_prints_and_every_rank_writes_its_file(tmp_path, capsys):
