@@ -9,7 +9,7 @@ import pytest
 from sc2_stand_in.tape import DYNAMIC, REQUESTS, Tape
 from sc2_stand_in.world import V2_TYPE_IDS
 
-from omagd.envs.battle.args import SMAC, SmacArgs, SmacV2Args, v2_map
+from omagd.envs.battle.args import SmacArgs, SmacV2Args, v2_map
 from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.semantics import BattleSemantics
@@ -85,8 +85,7 @@ class TapeBattle(SkirmishEnv):
     def __init__(self, name, args):
         group, self.args, self.n_slots, self._seed = GROUPS[name], args, 1, None
         self.spec = v2_map(args) if group.second else get_map(group.map_name)
-        self.variant = args.variant if group.second else SMAC
-        self.info = battle_info("tape", self.spec, args, self.variant)
+        self.info = battle_info("tape", self.spec, args)
         rules, n, unit_names = (
             V2Semantics if group.second else BattleSemantics,
             self.spec.n_agents,

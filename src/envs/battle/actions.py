@@ -68,11 +68,7 @@ class GridLookup:
         self._tops = {ndim: top.reshape(2, *[1] * (ndim - 1)) for ndim in (1, 2, 3, 4)}
         self._flat = np.ascontiguousarray(np.pad(grid, 1, constant_values=outside)).reshape(-1)
 
-    def read(self, ix: np.ndarray, iy: np.ndarray) -> np.ndarray:
-        """Return the values at the cells (ix, iy), arrays of int64 of one shape."""
-        return self.read_pair(np.stack((ix, iy)))
-
-    def read_pair(self, cells: np.ndarray) -> np.ndarray:
+    def read(self, cells: np.ndarray) -> np.ndarray:
         """Return the values at `cells` [2, ...] int64, which is overwritten."""
         cells += 1
         beyond = cells.view(np.uint64)  # negative numbers become huge ones: one comparison finds both kinds of outside
@@ -162,7 +158,7 @@ class ActionRules:
         As SMAC's `can_move`, which tests `move_amount / 2` ahead and truncates to integers.
         """
         ahead = geometry.xy[:, None, :, : self._n] + self._probe
-        return self._pathing.read_pair(ahead.astype(np.int64))
+        return self._pathing.read(ahead.astype(np.int64))
 
     def orders(
         self, actions: np.ndarray, units: Units, medivac: np.ndarray

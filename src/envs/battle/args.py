@@ -90,6 +90,11 @@ class BattleArgs(BaseModel):
     state_last_action: bool = True
     state_timestep_number: bool = False
 
+    @property
+    def variant(self) -> Variant:
+        """Differences from SMAC; here none."""
+        return SMAC
+
 
 class SkirmishArgs(BattleArgs):
     """`env_args` of `env=skirmish`.

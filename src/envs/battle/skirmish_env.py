@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.envs.battle.args import SMAC, SkirmishArgs
+from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import get_map, is_custom
 from omagd.envs.battle.scripted import POLICIES, Scene, choose
@@ -32,7 +32,7 @@ class SkirmishEnv(BattleEnv):
         if is_custom(args.map_name):
             raise UserError(f"env_args.map_name={args.map_name} needs the game: use --env-config=sc2")
         spec = get_map(args.map_name)
-        self.n_slots, self.spec, self.args, self.variant = n_slots, spec, args, SMAC
+        self.n_slots, self.spec, self.args = n_slots, spec, args
         self._seed: int | None = None
         self._simulator = Simulator(spec, n_slots, difficulty=args.difficulty)
         self._semantics = BattleSemantics(spec, args, self._simulator, [unit.name for unit in UNITS])

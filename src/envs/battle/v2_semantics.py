@@ -16,7 +16,6 @@ from omagd.envs.battle.args import SmacV2Args
 from omagd.envs.battle.backend import BattleBackend, Order, Units
 from omagd.envs.battle.features import SIGHT_RANGE
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.reward import Ending, judge
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.protocol import StepResult
 from omagd.utils.seeding import generator
@@ -168,13 +167,13 @@ class V2Semantics(BattleSemantics):
     """
 
     def __init__(self, spec: MapSpec, args: SmacV2Args, backend: BattleBackend, unit_names: Sequence[str]) -> None:
-        super().__init__(spec, args, backend, unit_names, args.variant)
+        super().__init__(spec, args, backend, unit_names)
         sizes = backend.n_slots, spec.n_agents, spec.n_enemies
         self._vision = Vision(args, unit_names, *sizes[:2])
         self._sight, self._writer.direction = self._vision.sight, self._vision.direction
         self._ledger.keep_scale = not args.reward_scale_fix
         self._visibility = None if args.obs_order_fix else EnemyVisibility(args.prob_obs_enemy, *sizes)
-        self._hides, self._masks_reach = not args.fully_observable, args.action_mask
+        self._any_medivacs, self._hides, self._masks_reach = True, not args.fully_observable, args.action_mask
         self._scripted = args.heuristic_ai  # the script never turns the view
         if not args.action_mask:
             self._within_reach = np.zeros_like(self._avail)
@@ -222,10 +221,6 @@ class V2Semantics(BattleSemantics):
 
     def _seen(self) -> np.ndarray:
         return self._shown
-
-    def _judge(self) -> Ending:
-        medivac = self._medivac() if self._heals else None
-        return judge(self._backend.units, self._n, medivac, self.steps >= self._limit, any_medivacs=True)
 
     def _fill_masks(self) -> None:
         units, medivac, geometry = self._backend.units, self._medivac(), self._geometry
