@@ -121,11 +121,11 @@ def test_a_record_has_shares_and_speed_since_the_last_one(clock):
     assert "communicate_ms_per_sync" not in values
     with profiler.phases("collect"):
         clock.now += 10
-    acting.calls, acting.frames = 9, 17
+        acting.seconds, acting.calls, acting.frames = 2.0, 9, 17
     values = profiler.record(14)
-    assert (values["reconstruct_ms_per_tick"], values["reconstruct_frames_per_tick"]) == (0.0, 2.5)
-    assert (values["time/collect"], values["time/update"], values["updates_per_second"]) == (1.0, 0.0, 1.0)
-    assert profiler.end() == {"wall": 18, "update": 6, "log": 2, "collect": 10}
+    assert (values["reconstruct_ms_per_tick"], values["reconstruct_frames_per_tick"]) == (250.0, 2.5)
+    assert (values["time/collect"], values["time/update"], values["updates_per_second"]) == (0.9, 0.0, 1.0)
+    assert profiler.end() == {"wall": 18, "update": 6, "log": 2, "collect": 9, "reconstruct": 1}
 
 
 def test_memory_of_all_ranks(tmp_path):

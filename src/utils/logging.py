@@ -205,7 +205,7 @@ def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = loggi
     logger.propagate = False
     console = BarSafeHandler(level=level if rank == 0 else logging.ERROR)
     prefix = "" if rank == 0 else f"rank {rank}: "
-    console.setFormatter(_ConsoleFormatter(prefix))
+    console.setFormatter(_Formatter(f"[%(asctime)s] {prefix}%(label)s%(message)s", "%H:%M:%S"))
     logger.addHandler(console)
     if log_file is not None:
         logger.addHandler(_file_handler(log_file))
@@ -221,7 +221,7 @@ def append_to_log(log_file: str | Path, message: str) -> None:
 
 def _file_handler(log_file: str | Path) -> logging.Handler:
     file = _FileHandler(Path(log_file))
-    file.setFormatter(_FileFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     return file
 
 
@@ -246,21 +246,9 @@ class _FileHandler(logging.Handler):
         super().close()
 
 
-class _ConsoleFormatter(logging.Formatter):
-    """`[16:55:01] text`, with the level for warnings and errors."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__(datefmt="%H:%M:%S")
-        self._prefix = prefix
+class _Formatter(logging.Formatter):
+    """Escapes control characters; `label` is the level of warnings and errors, as in `error: `, and else empty."""
 
     def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        text = f"[{self.formatTime(record, self.datefmt)}] {self._prefix}{level}{record.getMessage()}"
-        return visible(text + ("\n" + self.formatException(record.exc_info) if record.exc_info else ""), kept="\n")
-
-
-class _FileFormatter(logging.Formatter):
-    """Lines of a log file, with control characters escaped."""
-
-    def format(self, record: logging.LogRecord) -> str:
+        record.label = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         return visible(super().format(record), kept="\n")
