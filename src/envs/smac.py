@@ -14,7 +14,7 @@ from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.features import state_component, state_unit_dims
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.protocol import BatchedEnv
+from omagd.envs.protocol import BatchedEnv, Observation
 from omagd.envs.single import BatchedAsSingle
 from omagd.utils.errors import UserError
 
@@ -53,6 +53,10 @@ class BattleEnv(BatchedEnv):
     @abstractmethod
     def rules(self) -> BattleSemantics:
         """Return the semantics of the battles. Errors: ValueError before the first `reset` of the real game."""
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
+        return self.rules().observe(full)
 
     @abstractmethod
     def seed(self) -> int | None:

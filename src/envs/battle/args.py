@@ -44,7 +44,11 @@ class Variant:
 SMAC = Variant()
 
 
-class BattleArgs(BaseModel):
+class _Args(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class BattleArgs(_Args):
     """Arguments of all battle environments: SMAC's keys, `continuing_episode` and `reward_shield_fix`.
 
     Attributes:
@@ -65,8 +69,6 @@ class BattleArgs(BaseModel):
         reward_sparse: only 1 for a win and -1 for a defeat (scaled, too).
         reward_shield_fix: regenerating enemy shields give no reward; off: a positive one, as in SMAC.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     map_name: str = "3m"
     continuing_episode: bool = False
@@ -139,11 +141,7 @@ RACES = {"10gen_terran": "T", "10gen_protoss": "P", "10gen_zerg": "Z"}
 FIELD = "32x32_flat"  # the game's file of all these maps
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class TeamArgs(_Part):
+class TeamArgs(_Args):
     """`capability_config.team_gen`: distribution of teams.
 
     Attributes:
@@ -168,7 +166,7 @@ class TeamArgs(_Part):
         return self
 
 
-class StartArgs(_Part):
+class StartArgs(_Args):
     """`capability_config.start_positions`: distribution of start positions.
 
     Attributes:
@@ -186,7 +184,7 @@ class StartArgs(_Part):
     n_enemies: int | None = Field(default=None, ge=1)
 
 
-class CapabilityArgs(_Part):
+class CapabilityArgs(_Args):
     """`capability_config`: distributions from which each battle is drawn.
 
     Attributes:

@@ -20,7 +20,7 @@ from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import BattleBackend
 from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, UnitTables, entity_layout, state_component
 from omagd.envs.battle.maps import HEALING, MapSpec
-from omagd.envs.battle.reward import Ending, RewardLedger, judge
+from omagd.envs.battle.reward import RewardLedger, judge
 from omagd.envs.protocol import Observation, StepResult
 
 
@@ -53,7 +53,7 @@ class BattleSemantics:
         self._tables = UnitTables(unit_names, spec)
         self.layout = entity_layout(spec, args)
         sizes = n_slots, n, spec.n_enemies
-        self._rules = ActionRules(*sizes, backend.terrain, args.move_amount, self._heals, args.variant.n_turns)
+        self._rules = ActionRules(n_slots, spec, args, backend.terrain)
         self._ledger = RewardLedger(args, *sizes)
         self._geometry = Geometry(*sizes)
         self._writer = FeatureWriter(spec, args, self._tables, backend.terrain, n_slots)
@@ -104,9 +104,9 @@ class BattleSemantics:
         medivac = self._medivac() if self._heals else None
         ending = judge(self._backend.units, self._n, medivac, self.steps >= self._limit, self._any_medivacs)
         reward = self._ledger.step(self._backend.units, ending)
-        everyone = np.count_nonzero(active) == len(active)
-        if not everyone:
-            ending, reward = ending.among(active), np.where(active, reward, 0.0)
+        dead = self._sizes - ending.left
+        if np.count_nonzero(active) < len(active):
+            ending, reward, dead = ending.among(active), np.where(active, reward, 0.0), dead * active[:, None]
         if np.count_nonzero(ending.over):
             self.ended |= ending.over
             for name, flags in (("won", ending.won), ("game", ending.over)):
@@ -116,24 +116,15 @@ class BattleSemantics:
             reward=reward.astype(np.float32),
             terminated=ending.over,
             truncated=ending.limit if self._args.continuing_episode else np.zeros(len(reward), bool),
-            info=self._info(ending, None if everyone else active),
-        )
+            info={
+                "battle_won": ending.won, "battle_draw": ending.draw, "episode_limit": ending.limit,
+                "dead_allies": dead[:, 0], "dead_enemies": dead[:, 1],
+            },
+        )  # fmt: skip
 
     def drop(self, which: np.ndarray) -> None:
         """End the battles in the slots `which` [B] bool without a result; they are not counted."""
         self.ended |= which
-
-    def _info(self, ending: Ending, active: np.ndarray | None) -> dict[str, np.ndarray]:
-        dead = self._sizes - ending.left
-        if active is not None:
-            dead *= active[:, None]
-        return {
-            "battle_won": ending.won,
-            "battle_draw": ending.draw,
-            "episode_limit": ending.limit,
-            "dead_allies": dead[:, 0],
-            "dead_enemies": dead[:, 1],
-        }
 
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations; the arrays are overwritten by the next call."""

@@ -14,7 +14,7 @@ from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNITS
-from omagd.envs.protocol import Observation, StepResult
+from omagd.envs.protocol import StepResult
 from omagd.envs.smac import BattleEnv
 from omagd.utils.errors import UserError
 
@@ -58,10 +58,6 @@ class SkirmishEnv(BattleEnv):
         order, target, dest = self._semantics.orders(actions, active)
         self._simulator.advance(order, target, dest, active)
         return self._semantics.finish_step(active)
-
-    def observe(self, full: bool = False) -> Observation:
-        """Return the current observations, with `full_obs` if `full`."""
-        return self._semantics.observe(full)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions of `random`, `attack_nearest`, `focus_fire` or `kiting`."""

@@ -20,14 +20,10 @@ from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.protocol import StepResult
 from omagd.utils.seeding import generator
 
-# Cells. Source: oxwhirl/smacv2, starcraft2.py (`unit_sight_range`, `unit_shoot_range`).
-SIGHT = {
-    "marine": 9, "marauder": 10, "medivac": 11, "stalker": 10, "zealot": 9, "colossus": 10, "zergling": 8,
-    "hydralisk": 9, "baneling": 8,
-}  # fmt: skip
-REACH = {
-    "marine": 5, "marauder": 6, "medivac": 4, "stalker": 6, "zealot": 0.1, "colossus": 7, "zergling": 0.1,
-    "hydralisk": 5, "baneling": 0.25,
+# (sight, attack range) in cells. Source: oxwhirl/smacv2, starcraft2.py (`unit_sight_range`, `unit_shoot_range`).
+RANGES: dict[str, tuple[float, float]] = {
+    "marine": (9, 5), "marauder": (10, 6), "medivac": (11, 4), "stalker": (10, 6), "zealot": (9, 0.1),
+    "colossus": (10, 7), "zergling": (8, 0.1), "hydralisk": (9, 5), "baneling": (8, 0.25),
 }  # fmt: skip
 MOVE_SECTORS = (1, 3, 0, 2)  # the sectors north, south, east, west of four
 _TINY = 1e-7
@@ -45,8 +41,8 @@ class Vision:
 
     def __init__(self, args: SmacV2Args, unit_names: Sequence[str], n_slots: int, n_agents: int) -> None:
         self._args, self._n = args, n_agents
-        self._sight_of = np.array([float(SIGHT.get(name, SIGHT_RANGE)) for name in unit_names])
-        self._reach_of = np.array([max(REACH.get(name, SHOOT_RANGE), args.min_attack_range) for name in unit_names])
+        ranges = np.array([RANGES.get(name, (SIGHT_RANGE, SHOOT_RANGE)) for name in unit_names], np.float64)
+        self._sight_of, self._reach_of = ranges[:, 0], np.maximum(ranges[:, 1], args.min_attack_range)
         self.sight = np.full((n_slots, n_agents, 1), SIGHT_RANGE)
         self.reach = np.full((n_slots, n_agents, 1), SHOOT_RANGE)
         self.direction = np.zeros((n_slots, n_agents, 2))

@@ -15,7 +15,7 @@ from omagd.envs.battle.maps import MapSpec, get_game_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.protocol import Observation, StepResult
+from omagd.envs.protocol import StepResult
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.install import build_of, game_folder, map_data
 from omagd.envs.smac import BattleEnv, SmacInterface, SmacV2Interface
@@ -109,10 +109,6 @@ class SC2Battle(BattleEnv):
             self._lost += 1
             return StepResult(np.zeros(1, np.float32), active.copy(), np.zeros(1, bool), {}, lost=active.copy())
         return semantics.finish_step(active)
-
-    def observe(self, full: bool = False) -> Observation:
-        """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
-        return self._started()[0].observe(full)
 
     def played(self) -> np.ndarray:
         """Return [n], the actions of SMAC's script in the last step (`heuristic_ai`)."""
