@@ -7,17 +7,12 @@ Shapes: B slots, n agents, m enemies, U = n + m units, A = 6 + m actions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from omagd.envs.battle.args import N_NORMAL_ACTIONS, BattleArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.maps import HEALING, MapSpec
 
-if TYPE_CHECKING:
-    from omagd.envs.battle.args import BattleArgs
-
-N_NORMAL_ACTIONS = 6
 STOP, NORTH, SOUTH, EAST, WEST = 1, 2, 3, 4, 5
 SHOOT_RANGE = 6.0
 

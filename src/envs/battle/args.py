@@ -7,9 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from omagd.envs.battle.actions import N_NORMAL_ACTIONS
 from omagd.envs.battle.maps import HEALING, TYPE_ORDER, MapSpec
 from omagd.utils.errors import UserError, unknown_name
+
+N_NORMAL_ACTIONS = 6  # SMAC's actions without a target
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omagd.envs.battle.actions import N_NORMAL_ACTIONS, NORTH, SHOOT_RANGE, WEST, Geometry
-from omagd.envs.battle.args import SmacV2Args
+from omagd.envs.battle.actions import NORTH, SHOOT_RANGE, WEST, Geometry
+from omagd.envs.battle.args import N_NORMAL_ACTIONS, SmacV2Args
 from omagd.envs.battle.backend import BattleBackend, Order, Units
 from omagd.envs.battle.features import SIGHT_RANGE
 from omagd.envs.battle.maps import MapSpec
