@@ -269,7 +269,9 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, 
     assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
 
 
-def test_without_a_key_offline_and_with_one_online(monkeypatch, home):
+def test_mode_and_published_project_names(monkeypatch, home):
+    assert project_name(RunFacts(home, env="memory_game"), "stage2") == "memory_game_reconstruction_stage2_ddp1"
+    assert project_name(RunFacts(home, wandb_project="mine"), "stage1") == "mine"
     assert choose_mode() == "offline"
     for host, known in (("example.org", False), ("api.wandb.ai", True)):
         (home / ".netrc").write_text(f"machine {host} login me password {FAKE_KEY}\n")
@@ -280,11 +282,6 @@ def test_without_a_key_offline_and_with_one_online(monkeypatch, home):
     assert choose_mode() == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert choose_mode() == "disabled"
-
-
-def test_published_project_names(tmp_path):
-    assert project_name(RunFacts(tmp_path, env="memory_game"), "stage2") == "memory_game_reconstruction_stage2_ddp1"
-    assert project_name(RunFacts(tmp_path, wandb_project="mine"), "stage1") == "mine"
 
 
 def test_an_unreachable_service_is_replaced_by_an_offline_run_or_switched_off(tmp_path, monkeypatch, caplog, home):

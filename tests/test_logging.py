@@ -156,7 +156,6 @@ def test_the_report_has_a_row_for_each_stage():
     assert heads.split() == ["Time", "wall", "collect", "update"]
     assert first.split()[3:] == ["10.0", "%", "90.0", "%"]
     assert last.split()[:4] == ["stage3", "3", "min", "20"]
-    assert phases_table({"stages": {}}) == []
     continued = {"id": "0", "compared": {}, "resumed": [{"kind": "exact"}]}
     for again in ({"restarts": 1}, {"restarts": 0, "card": continued}):
         assert phases_table({"stages": stages, **again})[0].startswith("Time since the last start  wall ")

