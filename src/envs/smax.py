@@ -117,13 +117,9 @@ class _Program:
         self.n, self.m = self.env.num_allies, self.env.num_enemies
         allies = [[a for a in range(self.n) if a != i] for i in range(self.n)]
         self.others = np.array([[*range(self.n, self.n + self.m), *allies[i]] for i in range(self.n)])
-        self.reset = jax.jit(jax.vmap(self._reset_one))
+        self.reset = jax.jit(jax.vmap(lambda old, key, which: self._choose(which, self.env.reset(key)[1], old)))
         self.advance = jax.jit(jax.vmap(self._advance_one))
         self.view = jax.jit(jax.vmap(self._view_one))
-
-    def _reset_one(self, old: Any, key: Any, which: Any) -> Any:
-        _, new = self.env.reset(key)
-        return self._choose(which, new, old)
 
     def blank(self, n_slots: int) -> Any:
         """Return a batch of zero states, for the first reset to overwrite."""

@@ -135,14 +135,7 @@ class FeatureWriter:
         direction: [B, n, 2] float64, unit vectors of the agents' view directions, if the variant shows them.
     """
 
-    def __init__(
-        self,
-        spec: MapSpec,
-        args: BattleArgs,
-        tables: UnitTables,
-        terrain: Terrain,
-        n_slots: int,
-    ) -> None:
+    def __init__(self, spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Terrain, n_slots: int) -> None:
         variant = args.variant
         self._args, self._tables, self._spec, self._variant = args, tables, spec, variant
         self.direction = np.zeros((n_slots, spec.n_agents, 2))

@@ -203,10 +203,9 @@ class Movement:
 
     def __init__(self, spec: MapSpec, roster: Roster, terrain: Terrain) -> None:
         self._roster, self._wall = roster, spec.wall
-        x0, y0, x1, y1 = terrain.playable
-        inset = np.minimum(roster.radius, 0.5 * (x1 - x0)).astype(np.float32)
-        self._low_x, self._high_x = np.float32(x0) + inset, np.float32(x1) - inset
-        self._low_y, self._high_y = np.float32(y0) + inset, np.float32(y1) - inset
+        low, _, high, _ = terrain.playable  # a square
+        inset = np.minimum(roster.radius, 0.5 * (high - low)).astype(np.float32)
+        self._low, self._high = np.float32(low) + inset, np.float32(high) - inset
         self._grid = ground_grid(spec, terrain)
         self._free = roster.walks_cliffs & (spec.wall is not None and spec.wall.cliff)
         self._touch = roster.touch[:, :, None]
@@ -235,7 +234,7 @@ class Movement:
         give = np.where(going | (chasing & ~in_reach), PUSH_WALKING, PUSH_STANDING) * self._can_move * live
         x += np.clip(push_x * give, -PUSH_MOST, PUSH_MOST)
         y += np.clip(push_y * give, -PUSH_MOST, PUSH_MOST)
-        self._place(battle, np.clip(x, self._low_x, self._high_x), np.clip(y, self._low_y, self._high_y))
+        self._place(battle, np.clip(x, self._low, self._high), np.clip(y, self._low, self._high))
 
     def _stride(
         self, battle: Battle, goal_x: np.ndarray, goal_y: np.ndarray, slack: Floats, most: np.ndarray

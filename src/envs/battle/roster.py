@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, UnitSpec, hit_damage
+from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, ZERG_REGEN, UnitSpec, hit_damage
 
 FLOATS = ("x", "y", "health", "shield", "energy", "timer", "quiet", "goal_x", "goal_y")
 INTS = ("order", "target", "alive")
@@ -42,7 +42,7 @@ class Roster:
         self.energy = self._column([u.energy for u in units])
         self.energy_max = self._column([u.energy_max for u in units])
         self.energy_regen = self._column([u.energy_regen / LOOPS_PER_SECOND for u in units])
-        self.hp_regen = self._column([u.hp_regen / LOOPS_PER_SECOND for u in units])
+        self.hp_regen = self._column([ZERG_REGEN / LOOPS_PER_SECOND if u.race == "Z" else 0.0 for u in units])
         self.walks_cliffs = np.array([[u.walks_cliffs or u.air] for u in units])
         self.explodes = np.array([u.explodes for u in units])
         self.splash_line = np.array([u.splash_line for u in units], dtype=np.float32)

@@ -38,13 +38,7 @@ class BattleSemantics:
         steps: [B] int, steps played in the current episodes. ended: [B] bool, ended and not reset yet.
     """
 
-    def __init__(
-        self,
-        spec: MapSpec,
-        args: BattleArgs,
-        backend: BattleBackend,
-        unit_names: Sequence[str],
-    ) -> None:
+    def __init__(self, spec: MapSpec, args: BattleArgs, backend: BattleBackend, unit_names: Sequence[str]) -> None:
         n_slots, n, n_actions = backend.n_slots, spec.n_agents, args.variant.n_actions(spec)
         self._args, self._backend, self._n, self._limit = args, backend, n, spec.limit
         self._sizes = np.array([n, spec.n_enemies])

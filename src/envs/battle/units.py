@@ -66,11 +66,6 @@ class UnitSpec:
         """Whether the unit heals instead of attacking."""
         return self.heal > 0
 
-    @property
-    def hp_regen(self) -> float:
-        """Health per second that the unit regenerates."""
-        return ZERG_REGEN if self.race == "Z" else 0.0
-
 
 UNITS: tuple[UnitSpec, ...] = (
     UnitSpec("marine", "T", health=45, damage=6, cooldown=0.61, range=5, speed=3.15, radius=0.375, hits_air=True,
