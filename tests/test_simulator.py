@@ -113,10 +113,18 @@ def test_a_slot_does_not_depend_on_its_batch(name, slots, parts):
             np.testing.assert_array_equal(state(batch)[:, part], state(sim))
 
 
-def test_a_snapshot_with_another_number_of_slots_is_rejected():
-    one, two = Simulator(get_map("3m"), 1), Simulator(get_map("3m"), 2)
-    with pytest.raises(ValueError, match="6 units in 1 slots, not 6 in 2"):
-        two.restore(one.snapshot())
+def test_a_restored_simulator_continues_alike():
+    spec, rng, everywhere = get_map("MMM"), np.random.default_rng(4), np.ones(5, bool)
+    sim, other = start(spec, range(5)), Simulator(spec, 5)
+    for step in range(20):
+        if step == 8:
+            other.restore(sim.snapshot())
+        orders = random_orders(sim, 10, rng)
+        sim.advance(*orders, everywhere)
+        other.advance(*orders, everywhere)
+    assert np.array_equal(state(sim), state(other))
+    with pytest.raises(ValueError, match="20 units in 5 slots, not 20 in 2"):
+        Simulator(spec, 2).restore(sim.snapshot())
 
 
 STEP = 8 / LOOPS  # seconds

@@ -35,6 +35,7 @@ def test_a_loop_written_for_smac_plays_skirmish():
         steps += 1
         parts = env.get_state_dict()
         np.testing.assert_array_equal(np.concatenate([np.ravel(part) for part in parts.values()]), env.get_state())
+        np.testing.assert_array_equal(parts["allies"].ravel(), env.get_state()[: parts["allies"].size])
         assert parts["timestep"] == np.float32(steps / env.episode_limit)
         assert parts["last_action"].argmax(axis=1).tolist() == actions
         assert isinstance(reward, float) and {"battle_won", "dead_allies", "dead_enemies"} <= set(more)

@@ -101,6 +101,7 @@ def test_wins_limits_and_the_order_of_scripts(env):
         result, alive = env.step(np.full((8, 3), STOP), ALL), env._view["alive"]
         fighting = alive[:, :3].any(1) & alive[:, 3:].any(1)
         np.testing.assert_array_equal(result.terminated[fighting], t == 25)
+        assert not result.truncated.any()
 
 
 SIX_STEPS = """

@@ -40,8 +40,8 @@ class Ending:
 
     def among(self, active: np.ndarray) -> Ending:
         """Return a copy that is False outside of `active` [B] bool."""
-        flags = self.won, self.lost, self.draw, self.limit, self.over
-        return Ending(*(flag & active for flag in flags), self.left)
+        won, lost, draw = self.won & active, self.lost & active, self.draw & active
+        return Ending(won, lost, draw, self.limit & active, self.over & active, self.left)
 
 
 class RewardLedger:
