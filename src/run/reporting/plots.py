@@ -42,10 +42,7 @@ def _played(name: str) -> tuple[tuple[str, str], ...]:
 
 
 CODES = (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
-ACCURACIES = (
-    *((f"eval/top{k}", f"top {k}") for k in (1, 3, 5)),
-    ("eval/balanced_accuracy", "dead or alive, balanced"),
-)
+ACCURACIES = (*((f"eval/top{k}", f"top {k}") for k in (1, 3, 5)), ("eval/balanced_accuracy", "dead or alive, balanced"))
 ERRORS = (
     ("eval/error", "reconstruction"),
     ("eval/error_slot_mean", "baseline: slot mean"),

@@ -134,9 +134,8 @@ def run_recorded(
 
     def main(_run: Any, _log: logging.Logger) -> None:
         begun.append(_run)
-        result = run_mode(_run, config, _log)
-        returned.append(result)
-        _run.info["result"] = result
+        returned.append(run_mode(_run, config, _log))
+        _run.info["result"] = returned[0]
 
     experiment.main(main)
     logger = logging.getLogger("omagd")

@@ -45,8 +45,7 @@ class WandbSink(Sink):
 
     def _start(self, stage: str) -> None:
         """Start the W&B run of a stage, offline if the service cannot be reached."""
-        mode = choose_mode()
-        log = logging.getLogger("omagd")
+        mode, log = choose_mode(), logging.getLogger("omagd")
         if mode == "offline" and not os.environ.get("WANDB_MODE") and not self._stage:
             place = self.facts.folder / "wandb"
             log.info("W&B: no key found, recording offline under %s (`wandb sync` uploads it)", place)
