@@ -20,8 +20,7 @@ from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.maps import HEALING, MapSpec
 
 SIGHT_RANGE = 9.0
-N_MOVES = WEST - NORTH + 1
-N_PATHING, N_HEIGHT = 8, 9
+N_MOVES, N_PATHING, N_HEIGHT = WEST - NORTH + 1, 8, 9
 _TINY = np.float32(1e-6)
 
 # Cells around a unit at which pathing and height are read, in units of `move_amount`; the last is its own cell
