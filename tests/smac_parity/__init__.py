@@ -1,11 +1,11 @@
-"""Recordings of SMAC's results in recorded battles, and the command that records them.
+"""Recordings of what SMAC returns in recorded battles.
 
 `data/<group>.npz` holds a tape (`sc2_stand_in.tape`: what the units did), the actions that led to it, and what SMAC
 returned in each case (a set of `env_args`): digests of observations, state, mask and visibility matrix at every moment,
 rewards and ends of every step, and whole observations and states at a few moments, to look at when a digest differs;
 `facts` are SMAC's `get_env_info`, `get_stats`, all getters of sizes, and the shapes of `get_state_dict`.
 
-    python tests/smac_parity/record.py --smac PATH       # PATH: a checkout of github.com/oxwhirl/smac
+    python benchmarks/record_smac.py --smac PATH       # PATH: a checkout of github.com/oxwhirl/smac
 
 records them again, and with `--smacv2 PATH` (github.com/oxwhirl/smacv2) in its place those of SMACv2, named `v2-*`; no
 game is needed. With `--check` the command compares instead of writing.

@@ -1,6 +1,6 @@
-"""Record what SMAC or SMACv2 return on the stand-in.
+"""Record what SMAC or SMACv2 return on the stand-in, for tests/test_smac_parity.py.
 
-python tests/smac_parity/record.py (--smac PATH | --smacv2 PATH) [--check] [groups ...]
+python benchmarks/record_smac.py (--smac PATH | --smacv2 PATH) [--check] [groups ...]
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
 import sc2_stand_in
 import yaml
+from smac_parity import DATA, GROUPS, SEED, Group, Log, play
 
 import omagd.envs.sc2.client  # noqa: F401  enters s2clientprotocol's modules, which SMAC then finds
-from smac_parity import DATA, GROUPS, SEED, Group, Log, play
 
 
 class Player:
