@@ -10,6 +10,7 @@ import os
 import struct
 import time
 from datetime import datetime
+from enum import IntEnum
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from sockets import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
+from omagd.run.checkpoint.serialization import pack
 from omagd.run.reporting.log_sinks import REGISTRY, make_logger, render_block
 from omagd.run.reporting.sacred_record import MOST, BoundedObserver
 from omagd.run.reporting.sacred_sink import SacredRelay, SacredSink
@@ -48,7 +50,7 @@ def log_to(sinks, logs, facts, exit_state="completed", **options):
     logger, states = make_logger(facts, sinks, LOG, **options), []
     for stage, t, values in logs:
         logger.log(values, stage=stage, clock=CLOCKS[stage], t=t)
-        states.append(logger.state_dict())
+        states.append(logger.state_dict(pack))
     logger.close(exit_state)
     return states
 
@@ -108,6 +110,39 @@ def test_a_failing_sink_warns_once_and_the_others_continue(tmp_path, caplog):
     (warning,) = caplog.records
     assert SacredSink.name in warning.getMessage() and "no space" in warning.getMessage()
     assert len(metrics_in(tmp_path)) == 3
+
+
+class Counting(Sink):
+    def _log(self, record):
+        self.saved = {"seen": self.saved.get("seen", 0) + 1}
+
+    def state_dict(self):
+        return self.saved
+
+
+def test_faulty_plug_ins_are_switched_off_with_one_warning_each_and_states_are_kept_apart(
+    tmp_path, monkeypatch, caplog
+):
+    class Refuses(Counting):
+        def __init__(self):
+            raise RuntimeError("refused")
+
+    class Bare(Counting):
+        def __init__(self):
+            """Do not call the base class."""
+
+    def returning(make):
+        return type("Bad", (Counting,), {"state_dict": lambda self: make()})
+
+    bad_states = (lambda: 1 / 0, lambda: {"x": object()}, lambda: {"x": IntEnum("Kind", "A").A}, lambda: {1: 2}, list)
+    faulty = {"refuses": Refuses, "foreign": dict, **{f"bad_{i}": returning(make) for i, make in enumerate(bad_states)}}
+    monkeypatch.setattr(REGISTRY, "_objects", {**faulty, "bare": Bare, "other": Counting})
+    logs, facts = [("stage3", t, {"a": 1.0}) for t in range(2)], RunFacts(tmp_path, saved={"other": {"seen": 5}})
+    states = log_to(["jsonl"], logs, facts)
+    assert [(state["bare"], state["other"]) for state in states] == [({"seen": i}, {"seen": 5 + i}) for i in (1, 2)]
+    assert len(metrics_in(tmp_path)) == 2
+    off = [record.getMessage() for record in caplog.records]
+    assert sorted(line.split(" is off from here on: ")[0] for line in off) == sorted(faulty)
 
 
 def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,20 +67,23 @@ class Sink(ABC):
     continues.
 
     Attributes:
+        key: of its state in checkpoints, and in warnings: a plug-in's name in the registry, else `name`.
         facts: about the run. saved: this sink's `state_dict()` in the checkpoint that the run resumes, else empty.
     """
 
     name: str = "sink"
+    key: str = ""
     essential: bool = False
+    alive: bool = True
     facts: RunFacts
     saved: dict[str, Any]
 
-    def __init__(self) -> None:
-        self.alive = True
-
     def open(self, facts: RunFacts) -> None:
         """Prepare for the records of a run."""
-        self.facts, self.saved = facts, facts.saved.get(self.name, {})
+        self.key = self.key or self.name
+        # Earlier versions saved the state of a plug-in under its `name`.
+        self.facts, self.saved = facts, facts.saved.get(self.key, facts.saved.get(self.name, {}))
+        self._packed = self.saved
         self._guard(self._open, facts)
 
     def log(self, record: Record) -> None:
@@ -90,22 +94,32 @@ class Sink(ABC):
         """Return plain values for the checkpoint; the sink of a resumed run finds them in `saved`."""
         return {}
 
+    def packed_state(self, pack: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return what `pack` makes of `state_dict()`; after an error, what it returned before."""
+        with self._guarded():
+            self._packed = pack(dict(**self.state_dict()))  # keys that are no text are an error
+        return self._packed
+
     def close(self, exit_state: str) -> None:
         """Flush and close; `exit_state` is "completed", "interrupted" or "failed". May be called twice."""
         self._guard(self._close, exit_state)
         self.alive = False
 
     def _guard(self, call: Any, argument: Any) -> None:
-        if not self.alive:
-            return
+        if self.alive:
+            with self._guarded():
+                call(argument)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            call(argument)
+            yield
         except Exception as error:
             if self.essential:
                 raise
+            if self.alive:
+                warn_off(self.key, error)
             self.alive = False
-            reason = " ".join(str(error).split()) or type(error).__name__
-            logging.getLogger(PACKAGE).warning("%s is off from here on: %s", self.name, reason[:300])
 
     def _open(self, facts: RunFacts) -> None: ...  # noqa: B027 (optional)
 
@@ -113,6 +127,12 @@ class Sink(ABC):
     def _log(self, record: Record) -> None: ...
 
     def _close(self, exit_state: str) -> None: ...  # noqa: B027 (optional)
+
+
+def warn_off(sink: str, error: Exception) -> None:
+    """Log that a sink is switched off."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    logging.getLogger(PACKAGE).warning("%s is off from here on: %s", sink, reason[:300])
 
 
 class Logger:
@@ -175,9 +195,9 @@ class Logger:
             values, self._pending = self._pending, {}
             self._send(Record(values, self.stage, "t_env", self._pending_t))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sinks for the checkpoint, by name."""
-        return {sink.name: sink.state_dict() for sink in self.sinks}
+    def state_dict(self, pack: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the state of the sinks for the checkpoint, by key. pack: fails for what a checkpoint cannot hold."""
+        return {sink.key: sink.packed_state(pack) for sink in self.sinks}
 
     def close(self, exit_state: str = "completed") -> None:
         """Send the remaining values and close all sinks."""

@@ -215,7 +215,7 @@ class Checkpointer:
                 "wall_seconds": self.wall_seconds,
                 "metrics_bytes": STORAGE.size(self.folder.metrics_jsonl),
                 "earlier_ranks": self._earlier_ranks(),
-                "sinks": logger.state_dict(),
+                "sinks": logger.state_dict(pack),
             },
         }
 

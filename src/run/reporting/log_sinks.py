@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omagd.utils.logging import Logger, Record, RunFacts, Sink
+from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
 from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RunFolder, plain
 from omagd.utils.writing import STORAGE, AppendFile, open_records
@@ -45,10 +45,19 @@ def make_logger(
     if minimal:
         return logger
     arguments = {"sacred": (sacred,), "console": (console_logger,)}
-    plug_ins = [name for name in REGISTRY.names() if name not in BUILT_IN]
-    for name in [*names, *plug_ins]:
+    for name in names:
         if name != "sacred" or sacred is not None:
             logger.add_sink(REGISTRY.get(name)(*arguments.get(name, ())))
+    for name in sorted(set(REGISTRY.names()) - BUILT_IN.keys()):
+        try:
+            sink = REGISTRY.get(name)()
+            if not isinstance(sink, Sink):
+                raise TypeError(f"{type(sink).__name__} is not derived from Sink")
+        except Exception as error:  # noqa: BLE001 (a plug-in's)
+            warn_off(name, error)
+        else:
+            sink.key = name
+            logger.add_sink(sink)
     return logger
 
 
