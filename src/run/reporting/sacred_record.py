@@ -130,10 +130,10 @@ def run_recorded(
     if where is not None:
         experiment.observers.append(BoundedObserver(str(where)))
     returned: list[Any] = []
-    begun: list[Any] = []
+    started: list[Any] = []
 
     def main(_run: Any, _log: logging.Logger) -> None:
-        begun.append(_run)
+        started.append(_run)
         returned.append(run_mode(_run, config, _log))
         _run.info["result"] = returned[0]
 
@@ -144,8 +144,8 @@ def run_recorded(
         experiment.run(options={**(options or {}), "--unobserved": not observe})
     except UserError:
         # Ranks of torchrun do not report their folder here: keep their records.
-        if begun and "folder" not in begun[0].info and "RANK" not in os.environ:
-            for observer in begun[0].observers:
+        if started and "folder" not in started[0].info and "RANK" not in os.environ:
+            for observer in started[0].observers:
                 observer.discard()
         raise
     finally:
