@@ -1,4 +1,4 @@
-"""The embedded simulator: expected numbers are computed by hand, and properties hold in every battle."""
+"""The built-in simulator: expected numbers are computed by hand, and properties hold in every battle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combat of the embedded simulator: targets, shots, splash, explosions, healing, regeneration.
+"""Combat of the built-in simulator: targets, shots, splash, explosions, healing, regeneration.
 
 Damage within a substep is simultaneous. Arrays are [U, B], units first.
 """

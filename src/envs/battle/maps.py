@@ -1,7 +1,7 @@
 """SMAC's maps by name, and maps that other packages add by an entry point.
 
 Names, units, limits, races and map types follow oxwhirl/smac (maps/smac_maps.py, `map_param_registry`). Start positions
-and terrain are the embedded simulator's own.
+and terrain are the built-in simulator's own.
 """
 
 from __future__ import annotations

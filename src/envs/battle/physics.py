@@ -1,4 +1,4 @@
-"""Physics of the embedded simulator: terrain, start formations, pairwise distances, movement and collision.
+"""Physics of the built-in simulator: terrain, start formations, pairwise distances, movement and collision.
 
 Arrays are [U, B], units first: an operation over units works on whole rows of slots.
 """

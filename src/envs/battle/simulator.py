@@ -1,4 +1,4 @@
-"""The embedded battle simulator: a batch of small battles in NumPy, with the same interface as the real game.
+"""The built-in battle simulator: a batch of small battles in NumPy, with the same interface as the real game.
 
 It is not StarCraft II (docs/skirmish.md). One agent step is 8 game loops, played as 4 substeps of 2. In a substep,
 units choose targets (every other substep), ready weapons fire simultaneously, units walk and push each other apart.

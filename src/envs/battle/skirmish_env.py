@@ -1,4 +1,4 @@
-"""The environment `skirmish`: SMAC's semantics with the embedded simulator."""
+"""The environment `skirmish`: SMAC's semantics with the built-in simulator."""
 
 from __future__ import annotations
 

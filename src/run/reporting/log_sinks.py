@@ -1,7 +1,7 @@
 """Log sinks, the outputs for a run's values: console, `metrics.jsonl`, TensorBoard; and the log of episodes.
 
 Sacred is in `sacred_sink.py`, W&B in `wandb_sink.py`. To add a sink, derive a class from `omagd.utils.logging.Sink` and
-name it in `REGISTRY`, or in the entry-point group `omagd.log_sinks` of an installed package.
+name it in `BUILT_IN` and in `records.py`, or in the entry-point group `omagd.log_sinks` of an installed package.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ PANELS = (
     Panel("stage1", "Tokenizer: codebook", "codes", CODES),
     Panel("stage2", "Predictor: loss", "nats per unseen node", _trained("graph_loss")),
     Panel("stage2", "Predictor: accuracy on unseen units", "share right", ACCURACIES, top=1.0),
-    Panel("stage2", "Feature error on unseen units", "MSE, slot by slot", ERRORS, log=True),
+    Panel("stage2", "Feature error on unseen units", "MSE, position by position", ERRORS, log=True),
     Panel("stage3", "Win rate", "share of battles won", _played("battle_won_mean"), top=1.0),
     Panel("stage3", "Return", "reward per episode", _played("return_mean")),
     Panel("stage3", "TD loss", "loss, reward²", (("loss_td", "loss"),), log=True),

@@ -51,8 +51,7 @@ def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch,
     obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
     episode, step, agent = _best_view(obs, full, layout)
     reconstructor.begin(1)
-    for t in range(step + 1):
-        made = reconstructor.step(obs[episode, t][None], torch.tensor([t]))
+    made = [reconstructor.step(obs[episode, t][None], torch.tensor([t])) for t in range(step + 1)][-1]
     guessed = made.guessed[0, agent].cpu().numpy()
     views = {
         "seen": obs[episode, step, agent],
