@@ -8,11 +8,11 @@
 #
 # Blizzard protects the archive with the password 'iagreetotheeula': by typing it in you agree to the AI and Machine
 # Learning License, https://blzdistsc2-a.akamaihd.net/AI_AND_MACHINE_LEARNING_LICENSE.html. Without --password you are
-# asked for it. What is there already is not fetched again; a download that broke off goes on where it ended.
+# asked for it. What is there already is not fetched again; an interrupted download continues where it stopped.
 # The archive's sha256 is compared with --sha256, else with scripts/sc2_archives.txt, else with what the first
 # installation has recorded in SC2PATH/omagd_sha256.txt; there the game's program is recorded too, and checked each time.
 # Variables: SC2PATH (where to, ~/StarCraftII), SC2_GAME_URL and SC2_MAPS_URL (mirrors), https_proxy (as curl reads it)
-# Exit codes: 0 done, 2 a mistake in the call or something missing here, 3 the network says no, 4 a wrong checksum
+# Exit codes: 0 done, 2 a mistake in the call or something missing here, 3 a download failed, 4 a wrong checksum
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/scripts/lib.sh"

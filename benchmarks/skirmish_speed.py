@@ -1,4 +1,4 @@
-"""Battle steps per second of processor time, embedded simulator alone: random orders, one thread, no observations.
+"""Battle steps per second of processor time, built-in simulator alone: random orders, one thread, no observations.
 
 OMP_NUM_THREADS=1 python benchmarks/skirmish_speed.py --maps 3m,5m_vs_6m,27m_vs_30m --slots 64,256
 """

@@ -1,4 +1,4 @@
-"""Runs that several test files look at, each made once in a session by a real command."""
+"""Runs that several test files read, each made once in a session by a real command; cleaning up after each test."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import sc2_stand_in
 from command_harness import end_what_goes_on, train
 from reaper import watch_this_session
-
-if TYPE_CHECKING:
-    from interruption import TornRun
 
 # A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -27,21 +22,15 @@ watch_this_session()
 
 
 @pytest.fixture(autouse=True)
-def text_log_as_it_was() -> Iterator[None]:
-    """Take away what runs within a test, or within a fixture of its module, did to the package's text log."""
-    _forget_text_log()
+def clean():
+    """Reset the package's text log before and after each test, and end the commands that a failed test has left."""
+    reset_text_log()
     yield
-    _forget_text_log()
-
-
-@pytest.fixture(autouse=True)
-def nothing_goes_on() -> Iterator[None]:
-    """Leave no command of a failed test running beside the tests that follow."""
-    yield
+    reset_text_log()
     end_what_goes_on()
 
 
-def _forget_text_log() -> None:
+def reset_text_log():
     logger = logging.getLogger("omagd")
     logger.propagate = True
     logger.setLevel(logging.NOTSET)
@@ -51,7 +40,7 @@ def _forget_text_log() -> None:
 
 
 @pytest.fixture
-def sc2_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def sc2_game(tmp_path, monkeypatch):
     """Return the folder of a stand-in for StarCraft II, whose processes must all have ended after the test."""
     folder, temporary = sc2_stand_in.install(tmp_path / "StarCraftII"), tmp_path / "tmp"
     temporary.mkdir()
@@ -63,30 +52,29 @@ def sc2_game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def qmix_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qmix_run(tmp_path_factory):
     """Return the folder of a run of QMIX without graphs, in one process."""
-    return _made_once(
-        tmp_path_factory, "qmix", "--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m"
-    )
+    words = "--config=qmix --env-config=skirmish with env_args.map_name=3m"
+    return made_once(tmp_path_factory, "qmix", words)
 
 
 @pytest.fixture(scope="session")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_run(tmp_path_factory):
     """Return the folder of a run of all stages with all defaults: skirmish 3m, one rank on a machine without GPUs."""
-    return _made_once(tmp_path_factory, "small", "with", "run=ddp", "learner=nq_graph_learner_ddp")
+    return made_once(tmp_path_factory, "small", "with run=ddp learner=nq_graph_learner_ddp")
 
 
 @pytest.fixture(scope="session")
-def published_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published_run(tmp_path_factory):
     """Return the folder of the published command's run: all stages on 5m_vs_6m with two ranks."""
-    options = ("--config=omagd", "--env-config=skirmish", "with", "env_args.map_name=5m_vs_6m", "run=ddp")
-    updates = ("learner=nq_graph_learner_ddp", "use_ddp=True", "world_size=2", "ddp_port=12355")
-    return _made_once(tmp_path_factory, "published", *options, *updates)
+    words = "--config=omagd --env-config=skirmish with env_args.map_name=5m_vs_6m run=ddp "
+    more = "learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355"
+    return made_once(tmp_path_factory, "published", words + more)
 
 
 @pytest.fixture(scope="session")
-def torn(tmp_path_factory: pytest.TempPathFactory) -> TornRun:
-    """Return a run that was interrupted in its middle."""
+def torn(tmp_path_factory):
+    """Return a `TornRun`, interrupted in its middle."""
     from interruption import SAVED_AT, TornRun
 
     found = TornRun(tmp_path_factory.mktemp("torn") / "run")
@@ -95,20 +83,20 @@ def torn(tmp_path_factory: pytest.TempPathFactory) -> TornRun:
 
 
 @pytest.fixture
-def run(torn: TornRun, tmp_path: Path) -> TornRun:
+def run(torn, tmp_path):
     """Return a copy of `torn`."""
     return torn.copy(tmp_path)
 
 
-def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *arguments: str) -> Path:
+def made_once(tmp_path_factory, name, words):
     """Return the folder of a run that one of pytest's processes makes for all of them."""
-    several = "PYTEST_XDIST_WORKER" in os.environ
-    root = tmp_path_factory.getbasetemp().parent if several else tmp_path_factory.getbasetemp()
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         place, made = root / name, root / f"{name}.made"
         if not made.exists():
             shutil.rmtree(place, ignore_errors=True)  # of a test that has failed here
             place.mkdir()
-            made.write_text(str(train(place, *arguments)))
+            made.write_text(str(train(place, *words.split())))
     return Path(made.read_text())

@@ -17,7 +17,7 @@ from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.manifest import sealed
 from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.recovery import recover
-from omagd.run.checkpoint.resuming import RunLock, claimed_folder
+from omagd.run.checkpoint.resuming import RunLock, locked_folder
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
@@ -74,8 +74,8 @@ def interrupted_run(config: Config, iteration: int) -> tuple[RunFolder, Stage | 
 @contextmanager
 def unfinished(config: Config, token: str = "run") -> Iterator[RunLock]:
     """Lock the folder of a run, and leave the run unfinished."""
-    with suppress(Interrupted), claimed_folder(config, token) as claim:
-        yield claim
+    with suppress(Interrupted), locked_folder(config, token) as lock:
+        yield lock
         raise Interrupted
 
 

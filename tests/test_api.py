@@ -31,7 +31,7 @@ from omagd.envs.protocol import BatchedEnv
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
-from omagd.run.training.build import build_mac, load_products, of_checkpoint
+from omagd.run.training.build import build_mac, load_pretrained, of_checkpoint
 from omagd.utils.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python_api.md"
@@ -306,8 +306,8 @@ def test_a_loaded_policy_acts_as_the_runs_own_controller(run, request):
     folder = request.getfixturevalue(run)
     config, info = validate(json_of(folder / "config.json")), EnvInfo.from_dict(json_of(folder / "env_info.json"))
     step = find_step_folder(str(folder))
-    products = load_products(of_checkpoint(config, step), info, torch.device("cpu"))
-    mac = build_mac(config, info, torch.device("cpu"), products)
+    pretrained = load_pretrained(of_checkpoint(config, step), info, torch.device("cpu"))
+    mac = build_mac(config, info, torch.device("cpu"), pretrained)
     mac.agent.load_state_dict(torch.load(step / "agent.th", weights_only=True))
     policy, everyone = omagd.load_policy(folder), np.ones(1, bool)
     env = make_env(config.env, dict(config.env_args), 1, processes=False)

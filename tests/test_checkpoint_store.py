@@ -156,7 +156,7 @@ def test_pruning_leaves_what_another_rank_is_writing(tmp_path):
     late.keep("replay_rank1_4.bin", lambda path: path.write_bytes(b"new"))
     save(store, 4, other)
     assert kept_in(store) == {"replay_3.bin", "replay_4.bin", "replay_rank1_4.bin"}
-    late.give_up("no space")
+    late.report_failure("no space")
     assert "replay_rank1_4.bin" not in kept_in(store), "no later start needs it"
 
 
@@ -176,18 +176,18 @@ def test_a_rank_finds_out_what_is_missing_of_its_part(store):
     for name in ("kept/replay_1.bin", f"{path.name}/common.th", f"{path.name}/manifest.json"):
         file = store.path / name
         whole = file.read_bytes()
-        assert draft.lacks() == ""
+        assert draft.missing() == ""
         file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        assert file.name in draft.lacks()
+        assert file.name in draft.missing()
         file.unlink()
-        assert file.name in draft.lacks()
+        assert file.name in draft.missing()
         file.write_bytes(whole)
     later = CheckpointWriter(store, 2)
     later.refer({name: entry for name, entry in draft.files.items() if name.startswith("kept/")})
     finish(later, 2)
-    assert later.lacks() == ""
+    assert later.missing() == ""
     os.truncate(store.path / "kept/replay_1.bin", 3)  # of an earlier file the size is compared
-    assert "3 bytes instead of 8" in later.lacks()
+    assert "3 bytes instead of 8" in later.missing()
 
 
 def test_every_file_truncated_flipped_or_deleted_is_found_and_named(store):
@@ -240,7 +240,7 @@ def test_without_a_ranks_part_there_is_no_checkpoint(tmp_path):
     draft = CheckpointWriter(store, 1)
     with pytest.raises(OSError, match="rank 1 has not written its part"):
         finish(draft, 1, 0.1)
-    CheckpointWriter(other, 1).give_up("No space left on device")
+    CheckpointWriter(other, 1).report_failure("No space left on device")
     with pytest.raises(OSError, match="rank 1: No space left on device"):
         finish(draft, 1, 0.1)
     draft.discard()
@@ -289,4 +289,4 @@ def test_a_run_continues_only_with_the_pretrained_modules_with_which_it_began(mo
     state = RecoveredState(Checkpoint(tmp_path, {"iteration": 1, "files": {}, "logs": [{}]}), saved, own={})
     checkpointer = Checkpointer(resolve("qmix"), Dist(), RunFolder(tmp_path), ResumePlan(state))
     with pytest.raises(UserError, match="pretrained_tokenizer_path or .*: not the modules with which this run began"):
-        checkpointer.restore(SimpleNamespace(products=SimpleNamespace(modules=lambda: modules)))
+        checkpointer.restore(SimpleNamespace(pretrained=SimpleNamespace(modules=lambda: modules)))

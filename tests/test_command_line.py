@@ -204,19 +204,19 @@ def test_sacred_records_every_key_but_no_secret_and_failures_too(empty_folder, m
 
 
 def test_a_rejected_start_is_one_line_without_a_record(empty_folder, monkeypatch, capfd):
-    """A list of which one run has begun keeps its record."""
+    """A list of which one run has started keeps its record."""
 
     def rejected(config, token, *_, **__):
         raise UserError("local_results_path=x: cannot be written. Give another one")
 
-    def begun(config, token, channel, begun):
-        begun(str(empty_folder / token))
+    def started(config, token, channel, started):
+        started(str(empty_folder / token))
         rejected(config, token)
 
     command = ["--config=qmix", "with", "use_cuda=False"]
     for module, name, replaced, records in (
-        (launcher, "claimed_folder", rejected, 0),
-        (run_module, "launch", begun, 1),
+        (launcher, "locked_folder", rejected, 0),
+        (run_module, "launch", started, 1),
     ):
         monkeypatch.setattr(module, name, replaced)
         assert main(command) == 2

@@ -18,6 +18,8 @@ from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.kernels import compiling
 from omagd.modules.mixers import REGISTRY as MIXERS
+from omagd.run.training.stages.health import check_replicas, held_in_common
+from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
 torch.set_num_threads(1)
@@ -139,6 +141,20 @@ def overflow(learner, episodes, here):
     return bool(skipped == steps), equal(before, state_of(learner))
 
 
+def errors_of_changed_weights(learner, dist):
+    """Change one number of each of two tensors on rank 1; return what the check of the ranks' weights reports."""
+    check_replicas(dist, learner, "in iteration 3")
+    errors, tensors = {}, held_in_common(learner)
+    for name in [next(name for name in tensors if name.startswith(part)) for part in ("mixer", "target_a")]:
+        value = tensors[name].view(-1)
+        value[0] += 1e-6 * (dist.rank == 1)
+        with pytest.raises(UserError) as error:
+            check_replicas(dist, learner, "in iteration 4 of stage3")
+        value[0] -= 1e-6 * (dist.rank == 1)
+        errors[name] = error.value.message
+    return errors
+
+
 def of_ranks(rank, dist, kinds):
     """Train each kind, and once more from a checkpoint in the middle."""
     add_example()
@@ -159,6 +175,9 @@ def of_ranks(rank, dist, kinds):
         out[kind, "idle"] = train(learner, without_a_step(kind, rank))
         if kind not in DDPG:  # whose actor and critic have a step each
             out[kind, "overflow"] = overflow(learner, batches[0], here=rank == dist.world_size - 1)
+    calls, learner = dist.waits.calls, make("qmix", dist)
+    train(learner, [episodes_of("qmix", rank, 0)])
+    out["exchanges"], out["errors"] = dist.waits.calls - calls, errors_of_changed_weights(learner, dist)
     broken = make("qmix", dist)
     broken._step._wrapped = broken._step.loss_module
     out["unsynchronised"] = train(broken, [episodes_of("qmix", rank, 0)])
@@ -221,3 +240,10 @@ def test_every_registered_learner_is_compared_and_one_without_synchronisation_is
     names = {toy_config(**updates).learner for updates in Q.values()} | {ddpg_config().learner}
     assert {n.removesuffix("_ddp") for n in names} == {n.removesuffix("_ddp") for n in own_names(LEARNERS)}
     assert not equal(ranks[0]["unsynchronised"][0], ranks[1]["unsynchronised"][0])
+
+
+def test_a_changed_weight_is_found_and_named(ranks):
+    for rank in ranks:
+        assert rank["exchanges"] >= 2, "each update waits for a count and for gradients"
+        for name, message in rank["errors"].items():
+            assert f"'{name}'" in message and "in iteration 4 of stage3" in message and "of rank 1 differs" in message

@@ -216,7 +216,7 @@ def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):
     episodes.write([{"won": False}])
     claimed = episodes.size()
     assert claimed > episodes.path.stat().st_size
-    draft = SimpleNamespace(give_up=lambda reason: None, discard=lambda: None)
+    draft = SimpleNamespace(report_failure=lambda reason: None, discard=lambda: None)
     writer = SnapshotWriter(SimpleNamespace(waits_until=math.inf), Dist(), RunFolder(tmp_path), 1.0)  # type: ignore[arg-type]
     lines: list[str] = []
     snapshot = Snapshot(draft, {}, None, {}, {}, {"iteration": 3}, {episodes.path: claimed})  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from graph_toys import INFO
 
 from omagd.config.loading import read_saved, resolve
 from omagd.run.checkpoint import resuming
-from omagd.run.checkpoint.resuming import claimed_folder, rank_at_work
+from omagd.run.checkpoint.resuming import locked_folder, rank_at_work
 from omagd.run.cli.main import config_from, main
 from omagd.run.reporting import plots
 from omagd.run.reporting.card import read_card
@@ -49,9 +49,9 @@ LINKS = {
 def unfinished(results: Path) -> Path:
     """Leave an unfinished run of `COMMAND`, with nothing in it yet."""
     given = config_from([*COMMAND, f"local_results_path={results}"])
-    with suppress(ZeroDivisionError), claimed_folder(given, "template") as claim:
+    with suppress(ZeroDivisionError), locked_folder(given, "template") as lock:
         raise ZeroDivisionError
-    return Path(claim.path)
+    return Path(lock.path)
 
 
 def contents(place: Path) -> dict[Path, tuple[bytes, int]]:

@@ -21,11 +21,11 @@ from interruption import unfinished
 
 from omagd.config.schema import Config
 from omagd.run.checkpoint import resuming, run_lock
-from omagd.run.checkpoint.resuming import claimed_folder, identity_of, rank_at_work
+from omagd.run.checkpoint.resuming import identity_of, locked_folder, rank_at_work
 from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, busy_rank, mark_rank, start_ticks, take
 from omagd.run.checkpoint.store import SAVED
 from omagd.run.cli.main import config_from, main
-from omagd.run.launch.launcher import _claim_together
+from omagd.run.launch.launcher import _lock_together
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, write_json
 
@@ -146,8 +146,8 @@ def test_a_process_id_that_is_used_again_is_another_process():
 
 
 def left_unfinished(given: Config) -> str:
-    with unfinished(given) as claim:
-        return claim.path
+    with unfinished(given) as lock:
+        return lock.path
 
 
 def test_a_second_start_beside_a_running_one_is_rejected_and_starts_nothing(kind, tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_ranks_of_torchrun_print_the_error_once(tmp_path):
     other = SimpleNamespace(is_main=False, broadcast=lambda nothing: shared[-1])
     for dist in (first, other):
         with ExitStack() as held, pytest.raises(UserError, match="is in use by process") as caught:
-            _claim_together(given, "run", dist, held)
+            _lock_together(given, "run", dist, held)
         assert caught.value.said_by_rank_0
         shared[-1] = pickle.loads(pickle.dumps(shared[-1]))
     lock.release()
@@ -192,9 +192,9 @@ def test_it_waits_up_to_the_limit_for_a_run_that_may_be_finished_meanwhile(ends,
 
     if ends:
         with pytest.raises(UserError, match="was just finished by another process"):
-            claimed_folder(given, "run", waits).__enter__()
+            locked_folder(given, "run", waits).__enter__()
     else:
-        with claimed_folder(given, "run", waits) as again:
+        with locked_folder(given, "run", waits) as again:
             assert again.path == path
     assert len(calls) == 2
     assert f"waiting 30 s at most: {path} is in use by process {os.getpid()} on host" in capfd.readouterr().out
@@ -206,9 +206,9 @@ def test_a_rank_that_outlives_its_launcher_is_named(kind, tmp_path, monkeypatch)
     given = config(tmp_path)
     path = left_unfinished(given)
     in_use = pytest.raises(UserError, match=rf"in use by process {os.getpid()} on host")
-    with rank_at_work(RunFolder(path)), in_use, claimed_folder(given, "run"):
+    with rank_at_work(RunFolder(path)), in_use, locked_folder(given, "run"):
         pass
-    with claimed_folder(given, "run") as again:
+    with locked_folder(given, "run") as again:
         assert again.path == path
     assert [folder.name for folder in tmp_path.iterdir()] == ["run"]
     assert json.loads(Path(path, "run.json").read_text())["finished"] is True
@@ -262,11 +262,11 @@ def test_with_a_unique_token_that_folder_is_continued_or_the_start_rejected_in_o
     changed = mine.model_copy(update={"learner_args": {"clip": 0.3}})
     capfd.readouterr()
     in_use = f"^unique_token=mine: {first.path} is unfinished and differs in learner_args.clip: None -> 0.3"
-    with pytest.raises(UserError, match=in_use), claimed_folder(changed, "mine"):
+    with pytest.raises(UserError, match=in_use), locked_folder(changed, "mine"):
         pass
-    with claimed_folder(mine, "mine") as again:
+    with locked_folder(mine, "mine") as again:
         assert again.path == first.path
-    with pytest.raises(UserError, match=f"unique_token=mine: {first.path} is finished"), claimed_folder(mine, "mine"):
+    with pytest.raises(UserError, match=f"unique_token=mine: {first.path} is finished"), locked_folder(mine, "mine"):
         pass
     assert "a new run begins" not in "".join(capfd.readouterr())
     assert {path.name for path in tmp_path.iterdir()} == {"run", "mine"}

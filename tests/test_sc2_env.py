@@ -313,7 +313,9 @@ def test_two_ranks_continue_when_games_and_workers_are_killed(killed_game, tmp_p
     assert ended.code == 0, ended.text
     assert left_behind(ended.group) == [] and files_in(tmp_path / "tmp") == []
     (folder,) = run_folders(tmp_path)
-    reached = summary_of(folder)["stages"]["stage3"]
+    summary = summary_of(folder)
+    assert summary["card"]["compared"]["game"] == "StarCraft II 4.10 (75689)"
+    reached = summary["stages"]["stage3"]
     values, clock = reached["values"], reached["clock"]
     assert values["worker_restarts"] == values["restarts"] == 1 and 1 <= values["lost_episodes"] <= 2
     assert clock["t_env"] >= 400 and clock["episodes"] % 4 == 0

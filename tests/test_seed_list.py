@@ -85,7 +85,7 @@ def test_a_list_that_was_interrupted_is_continued_and_a_finished_one_begins_agai
 
 
 def test_a_list_killed_between_two_seeds_is_continued(trainer, monkeypatch):
-    real = launching.claimed_folder
+    real = launching.locked_folder
 
     def killed(config, token, **more):
         if config.seed == 2:
@@ -93,7 +93,7 @@ def test_a_list_killed_between_two_seeds_is_continued(trainer, monkeypatch):
         return real(config, token, **more)
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(launching, "claimed_folder", killed)
+        patch.setattr(launching, "locked_folder", killed)
         start("seeds=1,2")
     assert trainer.took() == [1]
     start("seeds=1,2", "auto_resume=True")

@@ -22,7 +22,7 @@ from omagd.utils.signals import (
     stop_requested,
     stop_wanted,
     stoppable,
-    unhurried,
+    uninterrupted,
 )
 from omagd.utils.writing import STORAGE, drop_lost_output
 
@@ -66,7 +66,7 @@ def test_files_are_written_before_a_signal_counts(seconds):
     """seconds: of `deferred`, which pass while the file is written."""
     done = []
     with pytest.raises(Stopped), stoppable(), nullcontext() if seconds is None else deferred(seconds):
-        with unhurried():
+        with uninterrupted():
             send(signal.SIGINT if seconds is None else signal.SIGTERM)
             time.sleep(3 * (seconds or 0))
             done.append("written")
@@ -80,7 +80,7 @@ def test_a_deferred_sigterm_is_raised_at_the_end_of_the_iteration():
         assert not stop_wanted()
         send()
         assert stop_wanted()
-        with unhurried():
+        with uninterrupted():
             send()
         done.append("saved")
         stop_now()
@@ -115,7 +115,7 @@ def test_the_save_gets_its_time(received):
 def test_an_interrupt_a_repeated_signal_and_a_foreign_alarm_are_not_deferred(monkeypatch):
     monkeypatch.setattr(signals, "PATIENCE_SECONDS", 0.05)
     cases = ((signal.SIGINT,), 130), ((signal.SIGTERM, signal.SIGTERM), 143), ((signal.SIGALRM,), 142)
-    for held in (nullcontext, unhurried):
+    for held in (nullcontext, uninterrupted):
         for numbers, code in cases:
             done = []
             with pytest.raises(Stopped) as stopped, stoppable(), deferred(50.0), held():
@@ -124,7 +124,7 @@ def test_an_interrupt_a_repeated_signal_and_a_foreign_alarm_are_not_deferred(mon
                     send(number)
                 done.append("continued")
             assert stopped.value.exit_code == code
-            assert bool(done) == (held is unhurried and len(numbers) == 1), "a second signal interrupts a write as well"
+            assert bool(done) == (held is uninterrupted and len(numbers) == 1), "a second signal interrupts it"
 
 
 def test_a_closed_terminal_saves_like_sigterm_and_nohup_keeps_ignoring_it():

@@ -98,12 +98,12 @@ class Made:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.device, env = device, Toy(config, config.batch_size_run)
-        products = PretrainedModules()
+        pretrained = PretrainedModules()
         if config.use_graph_reconstruction:
-            products.tokenizer = new_tokenizer(config, env.info, device).eval()
-            products.predictor = new_predictor(config, env.info, device).eval()
-            products.predictor.bind(products.tokenizer.table())
-        self.mac = build_mac(config, env.info, device, products)
+            pretrained.tokenizer = new_tokenizer(config, env.info, device).eval()
+            pretrained.predictor = new_predictor(config, env.info, device).eval()
+            pretrained.predictor.bind(pretrained.tokenizer.table())
+        self.mac = build_mac(config, env.info, device, pretrained)
         self.learner = learners.REGISTRY.get(config.learner)(self.mac, config, env.info, Dist(device=device))
         self.learner.warm_up()
         starts = episode_starts(config, env.info, "train", 0)

@@ -1,4 +1,4 @@
-"""The embedded simulator: expected numbers are computed by hand, and properties hold in every battle."""
+"""The built-in simulator: expected numbers are computed by hand, and properties hold in every battle."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ from omagd.envs.battle.units import UNITS
 from omagd.utils.errors import UserError
 
 LOOPS = 22.4
+FIELDS = ("x", "y", "health", "shield", "energy", "cooldown", "alive", "type_id")
 VARIED = ["3m", "MMM", "3s5z", "corridor", "so_many_baneling", "bane_vs_bane", "2c_vs_64zg", "2m_vs_1z", "2s_vs_1sc"]
 
 
-def build(allies, enemies, ally_at=(13.0, 16.0), enemy_at=(17.0, 16.0), slots=1, map_type="marines", **kw):
-    """Start a battle of named units at two places."""
-    spec = MapSpec(
-        "bench", tuple(allies), tuple(enemies), 60, "T", "T", 0, map_type, (ally_at,), (enemy_at,), **kw
-    )  # fmt: skip
-    sim = Simulator(spec, slots)
-    sim.reset(np.ones(slots, bool), np.arange(slots))
+def start(spec, seeds, **flags):
+    """Start one battle for each seed."""
+    sim = Simulator(spec, len(seeds), **flags)
+    sim.reset(np.ones(len(seeds), bool), np.array(seeds))
     return sim
 
 
-def command(sim, n, order, target=0, dest=(0.0, 0.0)):
-    """Give all allies of all slots the same order and play one step."""
-    shape = (sim.n_slots, n)
-    where = np.broadcast_to(np.asarray(dest, float), (*shape, 2))
-    sim.advance(np.full(shape, order), np.full(shape, target), where, np.ones(sim.n_slots, bool))
-
-
 def random_orders(sim, n, rng):
-    """Random orders, senseless ones included."""
-    b, u = sim.n_slots, sim.units.x.shape[1]
-    order = rng.integers(0, 5, (b, n))
+    """Return orders for n allies: every other time an attack on the first enemy, else random ones, even senseless."""
+    b, u = sim.n_slots, sim.units
+    if rng.random() < 0.5:
+        target = n + u.alive[:, n:].argmax(axis=1)
+        return np.full((b, n), Order.ATTACK), np.repeat(target[:, None], n, 1), np.zeros((b, n, 2))
     step = np.array([(2, 0), (-2, 0), (0, 2), (0, -2)])[rng.integers(0, 4, (b, n))]
-    dest = np.stack([sim.units.x[:, :n], sim.units.y[:, :n]], axis=-1) + step
-    return order, rng.integers(0, u, (b, n)), dest
+    dest = np.stack([u.x[:, :n], u.y[:, :n]], axis=-1) + step
+    return rng.integers(0, 5, (b, n)), rng.integers(0, u.x.shape[1], (b, n)), dest
 
 
-def charge(sim, n, slots):
-    """All allies attack the first living enemy."""
-    target = n + sim.units.alive[:, n:].argmax(axis=1)
-    return np.full((slots, n), Order.ATTACK), np.repeat(target[:, None], n, 1), np.zeros((slots, n, 2))
+def state(sim):
+    """Return [fields, B, U]."""
+    return np.stack([getattr(sim.units, name) for name in FIELDS])
 
 
-def everything(sim):
-    u = sim.units
-    return {k: getattr(u, k).copy() for k in ("x", "y", "health", "shield", "energy", "cooldown", "alive", "type_id")}
+class Bench:
+    """One battle of named units at two places; x, health etc. are arrays [U], allies first, that tests may change."""
 
+    def __init__(self, allies, enemies, ally_at=(13.0, 16.0), enemy_at=(17.0, 16.0), difficulty="7", **keys):
+        allies, enemies = tuple(allies.split()), tuple(enemies.split())
+        spec = MapSpec("bench", allies, enemies, 60, "T", "T", 0, "marines", (ally_at,), (enemy_at,), **keys)
+        self.n, self.sim = len(allies), start(spec, [0], difficulty=difficulty)
+        for name in FIELDS:
+            setattr(self, name, getattr(self.sim.units, name)[0])
 
-def same(a, b):
-    return all(np.array_equal(a[k], b[k]) for k in a)
+    def play(self, order, target=0, dest=None, steps=1):
+        """Give all allies the same order and play."""
+        dest = np.tile(np.array(dest or (0.0, 0.0)), (1, self.n, 1))
+        orders = np.full((1, self.n), order), np.full((1, self.n), target), dest
+        for _ in range(steps):
+            self.sim.advance(*orders, np.ones(1, bool))
 
 
 def test_maps_list_their_allies_in_smacs_order():
@@ -66,359 +67,223 @@ def test_maps_list_their_allies_in_smacs_order():
     for spec in MAPS.values():
         ranks = [spec.ally_types.index(name) for name in spec.allies]
         assert ranks == sorted(ranks)
+    spec = get_map("MMM")  # within a type, allies start sorted by x
+    ally_x, enemy_x = np.split(start(spec, range(8)).units.x, [10], axis=1)
+    for kind in set(spec.allies):
+        assert (np.diff(ally_x[:, np.array(spec.allies) == kind], axis=1) >= 0).all()
+    assert (enemy_x.min(axis=1) - ally_x.max(axis=1) > 8).all()
 
 
 @pytest.mark.parametrize("name", VARIED)
 def test_properties_of_random_battles(name):
-    spec, slots = get_map(name), 6
-    n, rng = spec.n_agents, np.random.default_rng(1)
-    sim = Simulator(spec, slots)
-    sim.reset(np.ones(slots, bool), np.arange(slots) + 50)
+    spec, rng = get_map(name), np.random.default_rng(1)
+    sim = start(spec, range(50, 56))
     terrain, units = sim.terrain, sim.units
     x0, y0, x1, y1 = terrain.playable
     fastest = max(unit.speed for unit in UNITS) * 8 / LOOPS + 4 * 0.4 * math.sqrt(2) + 1e-3
-    for step in range(40):
-        before = everything(sim)
-        orders = charge(sim, n, slots) if step % 3 == 2 else random_orders(sim, n, rng)
-        sim.advance(*orders, np.ones(slots, bool))
+    for _ in range(40):
+        x, y, dead = units.x.copy(), units.y.copy(), ~units.alive
+        sim.advance(*random_orders(sim, spec.n_agents, rng), np.ones(6, bool))
+        assert np.isfinite(state(sim)).all() and (state(sim)[2:6] >= 0).all()
         assert (units.x >= x0).all() and (units.x <= x1).all() and (units.y >= y0).all() and (units.y <= y1).all()
         assert terrain.pathing[units.x.astype(int), units.y.astype(int)].all()
-        assert (units.health >= 0).all() and (units.health <= units.health_max).all()
-        assert (units.shield >= 0).all() and (units.shield <= units.shield_max).all()
-        assert (units.energy >= 0).all() and (units.cooldown >= 0).all()
+        assert (units.health <= units.health_max).all() and (units.shield <= units.shield_max).all()
         assert np.array_equal(units.alive, units.health > 0)
-        dead = ~before["alive"]
         assert not (units.alive & dead).any()
-        assert (units.x[dead] == before["x"][dead]).all() and (units.y[dead] == before["y"][dead]).all()
-        assert np.hypot(units.x - before["x"], units.y - before["y"]).max() <= fastest
-        assert all(np.isfinite(v).all() for v in everything(sim).values())
+        assert (units.x[dead] == x[dead]).all() and (units.y[dead] == y[dead]).all()
+        assert np.hypot(units.x - x, units.y - y).max() <= fastest
 
 
-@pytest.mark.parametrize("name", ["MMM2", "bane_vs_bane", "2c_vs_64zg", "2m_vs_1z", "2s_vs_1sc", "1c3s5z"])
-def test_a_batch_is_bit_for_bit_its_single_battles(name):
-    spec, slots, picked = get_map(name), 64, (0, 17, 63)
-    n, rng = spec.n_agents, np.random.default_rng(2)
-    batch = Simulator(spec, slots)
-    batch.reset(np.ones(slots, bool), np.arange(slots) * 7)
-    singles = {b: Simulator(spec, 1) for b in picked}
-    for b, sim in singles.items():
-        sim.reset(np.ones(1, bool), np.array([b * 7]))
-    for step in range(25):
-        orders = charge(batch, n, slots) if step % 2 else random_orders(batch, n, rng)
+SMALL = ["MMM2", "bane_vs_bane", "2c_vs_64zg", "2m_vs_1z", "2s_vs_1sc", "1c3s5z"]
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "parts"),
+    [*((name, 64, ([0], [17], [63])) for name in SMALL), ("27m_vs_30m", 100, ([*range(70, 100)],))],
+)
+def test_a_slot_does_not_depend_on_its_batch(name, slots, parts):
+    """Bit for bit; 100 slots of the largest map are computed in pieces."""
+    spec, rng = get_map(name), np.random.default_rng(2)
+    batch, others = start(spec, range(slots)), [start(spec, part) for part in parts]
+    for _ in range(25):
+        orders = random_orders(batch, spec.n_agents, rng)
         batch.advance(*orders, np.ones(slots, bool))
-        for b, sim in singles.items():
-            sim.advance(*(part[b : b + 1] for part in orders), np.ones(1, bool))
-            assert same({k: v[b : b + 1] for k, v in everything(batch).items()}, everything(sim)), (step, b)
+        for part, sim in zip(parts, others, strict=True):
+            sim.advance(*(values[part] for values in orders), np.ones(len(part), bool))
+            np.testing.assert_array_equal(state(batch)[:, part], state(sim))
 
 
-def test_many_slots_are_computed_in_equal_pieces():
-    spec = get_map("27m_vs_30m")
-    n, rng = spec.n_agents, np.random.default_rng(6)
-    large, small = Simulator(spec, 100), Simulator(spec, 30)
-    large.reset(np.ones(100, bool), np.arange(100))
-    small.reset(np.ones(30, bool), np.arange(70, 100))
-    for _ in range(12):
-        orders = charge(large, n, 100) if rng.random() < 0.5 else random_orders(large, n, rng)
-        large.advance(*orders, np.ones(100, bool))
-        small.advance(*(part[70:] for part in orders), np.ones(30, bool))
-    assert same({k: v[70:] for k, v in everything(large).items()}, everything(small))
+def test_a_restored_simulator_continues_alike():
+    spec, rng, everywhere = get_map("MMM"), np.random.default_rng(4), np.ones(5, bool)
+    sim, other = start(spec, range(5)), Simulator(spec, 5)
+    for step in range(20):
+        if step == 8:
+            other.restore(sim.snapshot())
+        orders = random_orders(sim, 10, rng)
+        sim.advance(*orders, everywhere)
+        other.advance(*orders, everywhere)
+    assert np.array_equal(state(sim), state(other))
+    with pytest.raises(ValueError, match="20 units in 5 slots, not 20 in 2"):
+        Simulator(spec, 2).restore(sim.snapshot())
 
 
-def test_battles_follow_from_seeds_and_inactive_slots_do_not_change():
-    spec = get_map("3s5z")
-    n, rng = spec.n_agents, np.random.default_rng(3)
-    sim = Simulator(spec, 4)
-    sim.reset(np.ones(4, bool), np.array([5, 5, 6, 6]))
-    assert np.array_equal(sim.units.x[0], sim.units.x[1])
-    assert not np.array_equal(sim.units.x[1], sim.units.x[2])
-    for _ in range(20):
-        order, target, dest = (np.repeat(part[::2], 2, axis=0) for part in random_orders(sim, n, rng))
-        still = everything(sim)
-        sim.advance(order, target, dest, np.array([True, True, True, False]))
-        now = everything(sim)
-        assert same({k: v[3:] for k, v in still.items()}, {k: v[3:] for k, v in now.items()})
-        assert same({k: v[:1] for k, v in now.items()}, {k: v[1:2] for k, v in now.items()})
-    sim.advance(*random_orders(sim, n, rng), np.zeros(4, bool))
-    assert same(everything(sim), now)
-    sim.reset(np.array([False, True, False, False]), np.array([5, 5, 6, 6]))
-    assert sim.units.alive[1].all()
-    assert np.array_equal(sim.units.x[0], now["x"][0])
+STEP = 8 / LOOPS  # seconds
+HEALED, REGAINED, ZERG = 12.6 * STEP, 0.7875 * STEP, 0.38 * STEP
+FAR = {"enemy_at": (29.0, 16.0)}
+APART = {"x": (9, 16), "y": (16, 16)}  # stalkers reach 6 + 0.625 + 0.625
 
 
-def test_allies_start_sorted_by_type_then_x():
-    spec = get_map("MMM")
-    sim = Simulator(spec, 8)
-    sim.reset(np.ones(8, bool), np.arange(8))
-    names = np.array(spec.allies)
-    for kind in set(spec.allies):
-        x = sim.units.x[:, :10][:, names == kind]
-        assert (np.diff(x, axis=1) >= 0).all()
-    gap = sim.units.x[:, 10:].min(axis=1) - sim.units.x[:, :10].max(axis=1)
-    assert (gap > 8).all()
-
-
-def test_snapshot_and_restore_continue_alike():
-    spec = get_map("MMM")
-    n, rng = spec.n_agents, np.random.default_rng(4)
-    sim = Simulator(spec, 5)
-    sim.reset(np.ones(5, bool), np.arange(5))
-    for _ in range(8):
-        sim.advance(*charge(sim, n, 5), np.ones(5, bool))
-    other = Simulator(spec, 5)
-    other.restore(sim.snapshot())
-    for _ in range(12):
-        orders = random_orders(sim, n, rng)
-        sim.advance(*orders, np.ones(5, bool))
-        other.advance(*orders, np.ones(5, bool))
-        assert same(everything(sim), everything(other))
-
-
-def test_a_snapshot_with_another_number_of_slots_is_rejected():
-    one, two = Simulator(get_map("3m"), 1), Simulator(get_map("3m"), 2)
-    with pytest.raises(ValueError, match="6 units in 1 slots, not 6 in 2"):
-        two.restore(one.snapshot())
-
-
-def test_an_enemy_does_not_answer_shots_from_beyond_its_target_range():
-    # At difficulty "1" the enemy looks 6 cells far; two stalkers reach 6 + 0.625 + 0.625.
-    answered = {}
-    for difficulty in ("1", "7"):
-        sim = Simulator(dataclasses.replace(get_map("2s3z"), allies=("stalker",), enemies=("stalker",)), 1,
-                        difficulty=difficulty)  # fmt: skip
-        sim.reset(np.ones(1, bool), np.zeros(1, np.int64))
-        sim.units.x[0], sim.units.y[0] = (9.0, 16.0), (16.0, 16.0)
-        command(sim, 1, Order.ATTACK, target=1)
-        answered[difficulty] = bool(sim.units.shield[0, 0] < 80)
-        assert sim.units.shield[0, 1] == 80 - 18
-    assert answered == {"1": False, "7": True}
+@pytest.mark.parametrize(
+    ("allies", "enemies", "keys", "given", "orders", "expected"),
+    [
+        # The enemy does not answer shots from beyond its target range, 6 cells at difficulty "1".
+        ("stalker", "stalker", {"difficulty": "1"}, APART, (Order.ATTACK, 1), {"shield": (80, 62)}),
+        ("stalker", "stalker", {}, APART, (Order.ATTACK, 1), {"shield": (62, 62)}),
+        # A unit that dies has fired once, at that moment.
+        ("marine", "marine marine", {}, {"health": (6, 45, 45)}, (Order.ATTACK, 1, None, 5), {"health": (0, 39, 45)}),
+        ("marine marine", "marine", {}, {"health": (45, 45, 6)}, (Order.ATTACK, 2, None, 5), {"health": (39, 45, 0)}),
+        # Bonus against armoured units; weapons that cannot hit air.
+        ("marauder", "stalker", {}, {}, (Order.ATTACK, 1), {"shield": (0, 60)}),
+        ("marauder", "medivac", {}, {}, (Order.ATTACK, 1, None, 10), {"health": (125, 150)}),
+        ("marine", "medivac", {}, {}, (Order.ATTACK, 1), {"health": (45, 145)}),
+        # Idle allies shoot and do not move; movers do not shoot.
+        ("marine", "marine", {}, {"x": (13, 17)}, (Order.STOP,), {"x": (13, None), "health": (39, 39)}),
+        ("marine", "marine", {}, {"x": (13, 17), "y": (16, 16)}, (Order.MOVE, 0, (11, 16)),
+         {"x": (13 - 3.15 * STEP, None), "health": (39, 45)}),
+        # Healing has a rate and costs energy; full health costs nothing; the dead stay dead.
+        ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300)}, (Order.HEAL,),
+         {"health": (20 + HEALED, 150, 300), "energy": (0, 50 - HEALED / 3 + REGAINED, 0)}),
+        ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300), "energy": (0, 0, 0)}, (Order.HEAL,),
+         {"health": (20, 150, 300)}),
+        ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300), "energy": (0, 200, 0)},
+         (Order.HEAL, 0, None, 10), {"health": (45, 150, 300)}),
+        ("marine medivac", "spine_crawler", FAR, {"energy": (0, 100, 0)}, (Order.HEAL,),
+         {"energy": (0, 100 + REGAINED, 0)}),
+        ("marine medivac", "marine", {}, {"health": (6, 150, 45), "x": (13, 11, 17)}, (Order.HEAL,),
+         {"health": (0, 150, 39)}),
+        # Zerg health regenerates, and shields 10 s (224 loops) after the last damage.
+        ("stalker", "spine_crawler", FAR, {"shield": (10, 0), "health": (50, 100)}, (Order.STOP, 0, None, 28),
+         {"shield": (10, 0), "health": (50, 100 + 28 * ZERG)}),
+        ("stalker", "spine_crawler", FAR, {"shield": (10, 0), "health": (50, 100)}, (Order.STOP, 0, None, 42),
+         {"shield": (10 + 2 * 14 * STEP, 0), "health": (50, 100 + 42 * ZERG)}),
+        # A baneling explodes on contact, 20 + 15 against light, or when killed, and harms only enemies that are near.
+        ("zealot zealot", "baneling", {"enemy_at": (14.8, 16.0), "spacing": 1.0}, {}, (Order.MOVE, 0, (13, 16), 4),
+         {"shield": (15, 15, 0), "health": (100, 100, 0)}),
+        ("marine", "baneling baneling", {"enemy_at": (18.0, 16.0), "spacing": 0.8}, {"health": (45, 6, 6)},
+         (Order.ATTACK, 1), {"health": (45, 0, 6 + ZERG)}),
+        ("marine", "baneling", {}, {"x": (13, 15.2), "y": (16, 16), "health": (45, 6)}, (Order.ATTACK, 1),
+         {"health": (10, 0)}),
+        # A colossus burns a strip across its line of fire.
+        ("colossus", "zergling zergling zergling", {}, {"x": (12, 18, 18, 18), "y": (16, 16, 17, 18.6)},
+         (Order.ATTACK, 1), {"health": (200, 5 + ZERG, 5 + ZERG, 35)}),
+    ],
+)  # fmt: skip
+def test_a_few_steps_end_as_computed_by_hand(allies, enemies, keys, given, orders, expected):
+    bench = Bench(allies, enemies, **keys)
+    for name, values in given.items():
+        getattr(bench, name)[:] = values
+    bench.play(*orders)
+    for name, values in expected.items():
+        found = [None if value is None else float(v) for v, value in zip(getattr(bench, name), values, strict=True)]
+        assert found == [None if value is None else pytest.approx(value, rel=1e-4) for value in values], name
 
 
 def test_marine_duel_takes_the_time_of_eight_shots():
     # 45 health, 6 a shot: 8 shots, the first at once, then 7 cooldowns of 0.61 s = 13.664 loops.
-    sim = build(["marine"], ["marine"])
-    last_shot = 7 * 0.61 * LOOPS
-    expected = int(math.ceil(last_shot / 2) * 2 // 8) + 1
-    steps = 0
-    while sim.units.alive.all():
-        command(sim, 1, Order.ATTACK, target=1)
+    duel, steps = Bench("marine", "marine"), 0
+    while duel.alive.all():
+        duel.play(Order.ATTACK, 1)
         steps += 1
-        assert (sim.units.health[0] % 6 == 45 % 6).all() or not sim.units.alive.any()
-    assert steps == expected
-    assert not sim.units.alive.any()
-
-
-def test_dead_units_do_not_shoot():
-    for allies, enemies, short in ((1, 2, slice(0, 1)), (2, 1, slice(2, 3))):
-        sim = build(["marine"] * allies, ["marine"] * enemies)
-        sim.units.health[0, short] = 6.0  # one shot
-        for _ in range(5):
-            command(sim, allies, Order.ATTACK, target=allies)
-        assert (~sim.units.alive[0]).nonzero()[0].tolist() == list(range(3))[short]
-        assert sim.units.health[0].sum() == 2 * 45 - 6, "it fired once, at the moment of its death"
+        assert (duel.health % 6 == 3).all() or not duel.alive.any()
+    assert steps == math.ceil(7 * 0.61 * LOOPS / 2) * 2 // 8 + 1
+    assert not duel.alive.any()
 
 
 def test_units_do_not_shoot_at_dead_units():
-    sim = build(["marine"] * 2, ["marine"] * 2)
-    sim.units.health[0, 2] = 6.0
-    sim._battle.timer[1, 0] = 2.0  # ready two loops after the first one has killed the target
-    command(sim, 2, Order.ATTACK, target=2)
-    assert not sim.units.alive[0, 2]
-    assert sim.units.health[0, 3] == 45 - 6, "the shot is kept for the enemy that lives"
+    bench = Bench("marine marine", "marine marine")
+    bench.health[2] = 6.0
+    bench.sim._battle.timer[1, 0] = 2.0  # ready two loops after the first one has killed the target
+    bench.play(Order.ATTACK, 2)
+    assert not bench.alive[2] and bench.health[3] == 45 - 6, "the shot is kept for the enemy that lives"
 
 
 def test_the_enemy_keeps_its_target_while_that_is_in_reach():
-    sim = build(["marine"] * 2, ["marine"])
+    bench = Bench("marine marine", "marine")
     for place in ((13.0, 12.0), (12.0, 13.0), (12.0, 13.0), (12.0, 13.0)):  # marines reach 5.75 cells
-        sim.units.x[0], sim.units.y[0] = (*place, 17.0), 16.0
-        sim.units.health[0, 2] = 45.0
-        command(sim, 2, Order.NONE)
-    assert sim.units.health[0, 0] < 45 - 6
-    assert sim.units.health[0, 1] == 45
+        bench.x[:], bench.y[:], bench.health[2] = (*place, 17.0), 16.0, 45.0
+        bench.play(Order.NONE)
+    assert bench.health[0] < 45 - 6 and bench.health[1] == 45
 
 
 def test_shields_take_full_damage_and_armour_protects_health():
     # A zealot (50 shield, 100 health, armour 1) walks on the spot and is shot by a marine, 6 a shot.
-    sim = build(["zealot"], ["marine"], map_type="zealots")
-    place = (float(sim.units.x[0, 0]), float(sim.units.y[0, 0]))
-    shield, health, seen = 50.0, 100.0, 0
+    bench = Bench("zealot", "marine")
+    place, shots = (bench.x[0], bench.y[0]), 0
     for _ in range(40):
-        before = sim.units.shield[0, 0] + sim.units.health[0, 0]
-        command(sim, 1, Order.MOVE, dest=place)
-        if sim.units.shield[0, 0] + sim.units.health[0, 0] == before:
-            continue
-        seen += 1
-        absorbed = min(shield, 6.0)
-        shield -= absorbed
-        health -= (6.0 - absorbed) / 6.0 * 5.0
-        assert sim.units.shield[0, 0] == pytest.approx(shield, abs=1e-4)
-        assert sim.units.health[0, 0] == pytest.approx(health, abs=1e-3)
-    # 40 steps are 320 loops: shots at 0, 13.664, ... below 320.
-    assert seen == int(320 // (0.61 * LOOPS)) + 1
-    assert sim.units.health[0, 1] == 45
-
-
-def test_bonus_damage_and_weapons_that_cannot_hit_air():
-    sim = build(["marauder"], ["stalker"], map_type="MMM")
-    command(sim, 1, Order.ATTACK, target=1)
-    assert sim.units.shield[0, 1] == 80 - 20
-    sim = build(["marauder"], ["medivac"], map_type="MMM")
-    for _ in range(10):
-        command(sim, 1, Order.ATTACK, target=1)
-    assert sim.units.health[0, 1] == 150
-    sim = build(["marine"], ["medivac"])
-    command(sim, 1, Order.ATTACK, target=1)
-    assert sim.units.health[0, 1] == 150 - 5
-
-
-def test_idle_allies_shoot_but_do_not_move_and_movers_do_not_shoot():
-    sim = build(["marine"], ["marine"])
-    x = float(sim.units.x[0, 0])
-    command(sim, 1, Order.STOP)
-    assert sim.units.x[0, 0] == pytest.approx(x, abs=1e-6)
-    assert sim.units.health[0, 1] == 39
-    sim = build(["marine"], ["marine"])
-    command(sim, 1, Order.MOVE, dest=(11.0, 16.0))
-    assert sim.units.health[0, 1] == 45
+        before = bench.shield[0] + bench.health[0]
+        bench.play(Order.MOVE, dest=place)
+        shots += bench.shield[0] + bench.health[0] != before
+        shield = max(50 - 6 * shots, 0)
+        health = 100 - (6 * shots + shield - 50) / 6 * 5
+        assert (bench.shield[0], bench.health[0]) == pytest.approx((shield, health), abs=1e-3)
+    assert shots == int(320 // (0.61 * LOOPS)) + 1  # 40 steps are 320 loops: shots at 0, 13.664, ... below 320
+    assert bench.health[1] == 45
 
 
 def test_speed_and_persistent_orders():
-    sim = build(["stalker"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="stalkers")
-    x, y = float(sim.units.x[0, 0]), float(sim.units.y[0, 0])
-    command(sim, 1, Order.MOVE, dest=(x, y + 2))
-    assert sim.units.y[0, 0] - y == pytest.approx(4.13 * 8 / LOOPS, rel=1e-3)
-    command(sim, 1, Order.NONE)
-    assert sim.units.y[0, 0] == pytest.approx(y + 2, abs=1e-3)
-    assert sim.units.x[0, 0] == pytest.approx(x, abs=1e-3)
-    crawler = float(sim.units.x[0, 1])
-    for _ in range(20):
-        command(sim, 1, Order.ATTACK, target=1)
-    assert sim.units.x[0, 1] == crawler
+    bench = Bench("stalker", "spine_crawler", enemy_at=(29.0, 16.0))
+    (x, crawler), (y, _) = bench.x.copy(), bench.y.copy()
+    bench.play(Order.MOVE, dest=(x, y + 2))
+    assert bench.y[0] - y == pytest.approx(4.13 * 8 / LOOPS, rel=1e-3)
+    bench.play(Order.NONE)
+    assert (bench.x[0], bench.y[0]) == pytest.approx((x, y + 2), abs=1e-3)
+    bench.play(Order.ATTACK, 1, steps=20)
     reach = 6 + 0.625 + 0.9
-    distance = math.hypot(sim.units.x[0, 0] - crawler, sim.units.y[0, 0] - sim.units.y[0, 1])
-    assert reach - 0.1 <= distance <= reach
-
-
-def test_medivac_heals_at_its_rate_and_uses_energy():
-    sim = build(["marine", "medivac"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="MMM")
-    sim.units.health[0, 0] = 20.0
-    command(sim, 2, Order.HEAL, target=0)
-    healed = 12.6 * 8 / LOOPS
-    assert sim.units.health[0, 0] == pytest.approx(20 + healed, rel=1e-4)
-    assert sim.units.energy[0, 1] == pytest.approx(50 - healed / 3 + 0.7875 * 8 / LOOPS, rel=1e-4)
-    sim.units.energy[0, 1] = 0.0
-    command(sim, 2, Order.HEAL, target=0)
-    assert sim.units.health[0, 0] == pytest.approx(20 + healed, abs=0.5)
-    sim.units.energy[0, 1] = 200.0
-    for _ in range(10):
-        command(sim, 2, Order.HEAL, target=0)
-    assert sim.units.health[0, 0] == 45
-    sim.units.energy[0, 1] = 100.0
-    command(sim, 2, Order.HEAL, target=0)
-    assert sim.units.energy[0, 1] == pytest.approx(100 + 0.7875 * 8 / LOOPS, rel=1e-4), "full health costs nothing"
-
-
-def test_healing_does_not_revive():
-    sim = build(["marine", "medivac"], ["marine"], map_type="MMM")
-    sim.units.health[0, 0] = 6.0
-    sim.units.x[0, 1] -= 2  # the enemy shoots the marine
-    command(sim, 2, Order.HEAL, target=0)
-    assert not sim.units.alive[0, 0]
-    assert sim.units.health[0, 0] == 0
+    assert reach - 0.1 <= math.hypot(bench.x[0] - bench.x[1], bench.y[0] - bench.y[1]) <= reach
+    assert bench.x[1] == crawler
 
 
 def test_medivacs_fly_to_their_targets():
-    sim = build(["marine", "medivac"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="MMM")
-    sim.units.health[0, 0] = 20.0
-    sim.units.x[0, 1] = sim.units.x[0, 0] - 5.9  # the mask allows it; the beam reaches 4 + 0.375 + 0.75
-    for _ in range(2):
-        command(sim, 2, Order.HEAL, target=0)
-    assert sim.units.health[0, 0] > 20
-    sim = build(["zealot"], ["marine", "medivac"], ally_at=(5.0, 16.0), enemy_at=(24.0, 16.0), map_type="zealots")
-    start = float(sim.units.x[0, 2])
-    for _ in range(10):
-        command(sim, 1, Order.STOP)
-    assert sim.units.x[0, 2] < start - 3
-
-
-def test_shields_and_zerg_health_regenerate():
-    sim = build(["stalker"], ["spine_crawler"], enemy_at=(29.0, 16.0), map_type="stalkers")
-    sim.units.shield[0, 0], sim.units.health[0, 0], sim.units.health[0, 1] = 10.0, 50.0, 100.0
-    for _ in range(28):  # 224 loops: 10 s
-        command(sim, 1, Order.STOP)
-    assert sim.units.shield[0, 0] == 10
-    for _ in range(14):
-        command(sim, 1, Order.STOP)
-    assert sim.units.shield[0, 0] == pytest.approx(10 + 2 * 14 * 8 / LOOPS, rel=1e-4)
-    assert sim.units.health[0, 0] == 50
-    assert sim.units.health[0, 1] == pytest.approx(100 + 0.38 * 42 * 8 / LOOPS, rel=1e-4)
-
-
-def test_banelings_explode_on_contact_and_when_killed():
-    # Two zealots stand together: one blast hits both. 20 + 15 against light.
-    sim = build(["zealot", "zealot"], ["baneling"], enemy_at=(14.8, 16.0), map_type="zealots", spacing=1.0)
-    for _ in range(4):
-        command(sim, 2, Order.MOVE, dest=(13.0, 16.0))
-    assert not sim.units.alive[0, 2]
-    assert sim.units.shield[0, :2].tolist() == [15, 15]
-    # Killed from afar it explodes too, but harms only what is near: a second baneling is its friend.
-    sim = build(["marine"], ["baneling", "baneling"], enemy_at=(18.0, 16.0), spacing=0.8)
-    sim.units.health[0, 1:] = 6.0
-    command(sim, 1, Order.ATTACK, target=1)
-    assert sim.units.alive[0].tolist() == [True, False, True]
-    assert sim.units.health[0, 0] == 45
-    sim.units.x[0, 2], sim.units.y[0, 2] = sim.units.x[0, 0] + 2.2, sim.units.y[0, 0]
-    for _ in range(2):
-        command(sim, 1, Order.ATTACK, target=2)
-    assert not sim.units.alive[0, 2]
-    assert sim.units.health[0, 0] == 10
-
-
-def test_colossus_burns_a_strip_across_its_line_of_fire():
-    sim = build(["colossus"], ["zergling"] * 3, enemy_at=(18.0, 16.0), map_type="colossus", slots=1)
-    sim.units.x[0], sim.units.y[0] = (12.0, 18.0, 18.0, 18.0), (16.0, 16.0, 17.0, 18.6)
-    command(sim, 1, Order.ATTACK, target=1)
-    assert sim.units.health[0, 0] == 200
-    lost = 35 - sim.units.health[0, 1:] + 0.38 * 8 / LOOPS
-    assert lost == pytest.approx([30, 30, 0], abs=0.2)
+    bench = Bench("marine medivac", "spine_crawler", enemy_at=(29.0, 16.0))
+    bench.health[0], bench.x[1] = 20, bench.x[0] - 5.9  # the mask allows it; the beam reaches 4 + 0.375 + 0.75
+    bench.play(Order.HEAL, steps=2)
+    assert bench.health[0] > 20
+    bench = Bench("zealot", "marine medivac", (5.0, 16.0), (24.0, 16.0))
+    start = bench.x[2]
+    bench.play(Order.STOP, steps=10)
+    assert bench.x[2] < start - 3
 
 
 def test_living_units_keep_apart_and_dead_ones_do_not_collide():
-    sim = build(["marine"] * 6, ["spine_crawler"], enemy_at=(29.0, 29.0), spacing=0.3)
-    for _ in range(12):
-        command(sim, 6, Order.STOP)
-    x, y = sim.units.x[0, :6], sim.units.y[0, :6]
-    distance = np.hypot(x[:, None] - x, y[:, None] - y)[np.triu_indices(6, 1)]
-    assert distance.min() > 0.6
-    sim = build(["marine", "marine"], ["spine_crawler"], enemy_at=(29.0, 29.0))
-    sim.units.health[0, 1] = 0.0
-    sim.restore({**sim.snapshot(), "ints": np.where(np.arange(3)[:, None] == 1, 0, sim.snapshot()["ints"])})
-    sim.units.x[0, 0], sim.units.y[0, 0] = sim.units.x[0, 1], sim.units.y[0, 1]
-    spot = float(sim.units.x[0, 0])
-    command(sim, 2, Order.STOP)
-    assert sim.units.x[0, 0] == spot
+    bench = Bench("marine " * 6, "spine_crawler", enemy_at=(29.0, 29.0), spacing=0.3)
+    bench.play(Order.STOP, steps=12)
+    x, y = bench.x[:6], bench.y[:6]
+    assert np.hypot(x[:, None] - x, y[:, None] - y)[np.triu_indices(6, 1)].min() > 0.6
+    bench = Bench("marine marine", "spine_crawler", enemy_at=(29.0, 29.0))
+    bench.health[1] = bench.sim._battle.alive[1] = 0
+    bench.x[0], bench.y[0] = spot = bench.x[1], bench.y[1]
+    bench.play(Order.STOP)
+    assert (bench.x[0], bench.y[0]) == spot
 
 
 def test_units_find_the_gap_in_a_wall_and_only_colossi_cross_a_cliff():
     wall = Wall(14.0, 17.0, 22.0, 26.0)
-    sim = build(["zergling", "zergling"], ["spine_crawler"], (8.0, 8.0), (24.0, 8.0), map_type="bane", wall=wall)
-    for _ in range(40):
-        command(sim, 2, Order.ATTACK, target=2)
-    assert sim.units.health[0, 2] < 300 or not sim.units.alive[0, :2].any()
+    bench = Bench("zergling zergling", "spine_crawler", (8.0, 8.0), (24.0, 8.0), wall=wall)
+    bench.play(Order.ATTACK, 2, steps=40)
+    assert bench.health[2] < 300 or not bench.alive[:2].any()
     cliff = dataclasses.replace(wall, cliff=True)
-    sim = build(["colossus"], ["zergling"], (12.0, 8.0), (28.0, 28.0), map_type="colossus", wall=cliff)
-    assert sim.terrain.pathing[15, 8] and sim.terrain.height[5, 8] > sim.terrain.height[25, 8]
-    for _ in range(8):
-        command(sim, 1, Order.MOVE, dest=(20.0, 8.0))
-    assert sim.units.x[0, 0] > 17
+    bench = Bench("colossus zergling", "zergling", (12.0, 8.0), (28.0, 28.0), wall=cliff)
+    terrain = bench.sim.terrain
+    assert terrain.pathing[15, 8] and terrain.height[5, 8] > terrain.height[25, 8]
+    bench.play(Order.MOVE, dest=(20.0, 8.0), steps=8)
+    assert bench.x[0] > 17 > 14 > bench.x[1]
 
 
 def test_the_enemy_advances_and_attacks_the_nearest():
-    sim = build(["zealot", "zealot"], ["stalker"], (8.0, 16.0), (24.0, 16.0), map_type="zealots", spacing=6.0)
-    start = float(sim.units.x[0, 2])
-    command(sim, 2, Order.STOP)
-    assert sim.units.x[0, 2] < start
-    sim.units.y[0, 2] = sim.units.y[0, 1] + 1.0
-    for _ in range(12):
-        command(sim, 2, Order.STOP)
-    assert sim.units.shield[0, 1] < 50
-    assert sim.units.shield[0, 0] == 50
+    bench = Bench("zealot zealot", "stalker", (8.0, 16.0), (24.0, 16.0), spacing=6.0)
+    start = bench.x[2]
+    bench.play(Order.STOP)
+    assert bench.x[2] < start
+    bench.y[2] = bench.y[1] + 1.0
+    bench.play(Order.STOP, steps=12)
+    assert bench.shield[0] == 50 > bench.shield[1]

@@ -1,7 +1,8 @@
-"""`skirmish`: scripted policies, configuration files, and the message when the game is missing."""
+"""Environments without a game: `skirmish` with its scripted policies, and the two tiny environments."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,52 +13,43 @@ from omagd.envs import REGISTRY
 from omagd.envs.battle import scripted
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.envs.sc2.install import builds
+from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 
 CONFIGS = Path(scripted.__file__).parents[2] / "config" / "envs"
 
 
-def make(map_name, n_slots, **flags):
-    return SkirmishEnv(SkirmishArgs(map_name=map_name, **flags), n_slots)
+def started(env, seeds=None):
+    """Start an episode in every slot; return the environment and its slots [B] bool."""
+    everywhere = np.ones(env.n_slots, bool)
+    env.reset(everywhere, np.arange(env.n_slots) if seeds is None else seeds)
+    return env, everywhere
 
 
-@pytest.mark.parametrize("map_name", ["MMM", "2s_vs_1sc", "bane_vs_bane"])
-def test_scripts_choose_available_actions(map_name):
-    env, rng = make(map_name, 8), np.random.default_rng(1)
-    for policy in env.info.scripted_policies:
-        active = np.ones(8, bool)
-        env.reset(active, np.arange(8))
-        for _ in range(25):
-            actions = env.scripted_actions(policy, rng)
-            assert np.take_along_axis(env.observe().avail_actions, actions[..., None], -1).all()
-            active &= ~env.step(actions, active).terminated
-
-
-def wins(map_name, policy, n_slots=64):
-    env, rng = make(map_name, n_slots), np.random.default_rng(1)
-    active = np.ones(n_slots, bool)
-    env.reset(active, np.arange(n_slots))
-    won = np.zeros(n_slots, bool)
+def win_rate(map_name, policy, n_slots=64):
+    """Play one battle per slot to its end; the environment rejects actions that are not available."""
+    env, active = started(SkirmishEnv(SkirmishArgs(map_name=map_name), n_slots))
+    rng, won = np.random.default_rng(1), np.zeros(n_slots, bool)
     while active.any():
         result = env.step(env.scripted_actions(policy, rng), active)
         won |= result.info["battle_won"]
-        active &= ~result.terminated
+        active = active & ~result.terminated
     assert env.get_stats()["battles_game"] == n_slots and env.get_stats()["battles_won"] == won.sum()
     return won.mean()
 
 
-def test_scripts_are_ordered_as_they_should_be():
-    assert wins("3m", "random") < 0.1 and wins("2s3z", "random") < 0.1
-    assert wins("2s3z", "attack_nearest") > 0.2
-    assert wins("3s_vs_3z", "kiting") >= wins("3s_vs_3z", "attack_nearest")
+def test_scripts_choose_available_actions_and_win_as_often_as_they_should():
+    assert win_rate("3m", "random") < 0.1 and win_rate("2s3z", "random") < 0.1
+    assert win_rate("2s3z", "attack_nearest") > 0.2
+    assert win_rate("3s_vs_3z", "kiting") >= win_rate("3s_vs_3z", "attack_nearest")
+    for map_name, policy in itertools.product(["MMM", "2s_vs_1sc", "bane_vs_bane"], scripted.POLICIES):
+        win_rate(map_name, policy, 4)
 
 
 def test_random_script_is_uniform_over_available_actions():
-    env, rng = make("3m", 256), np.random.default_rng(0)
-    env.reset(np.ones(256, bool), np.zeros(256, np.int64))  # the same battle 256 times
-    avail = env.observe().avail_actions[0]
+    env, _ = started(SkirmishEnv(SkirmishArgs(), 256), np.zeros(256, np.int64))  # the same battle 256 times
+    rng, avail = np.random.default_rng(0), env.observe().avail_actions[0]
     drawn = np.concatenate([env.scripted_actions("random", rng) for _ in range(20)])
     for agent in range(3):
         share = np.bincount(drawn[:, agent], minlength=9) / len(drawn)
@@ -66,33 +58,73 @@ def test_random_script_is_uniform_over_available_actions():
 
 
 def test_the_layout_names_the_column_of_health():
-    for flags in ({}, {"obs_all_health": False}):
-        env = make("2s3z", 1, **flags)
-        env.reset(np.ones(1, bool), np.zeros(1, np.int64))
-        layout, shown = env.info.layout, env.observe(full=True).full_obs[0, 0]
-        block = shown[layout.move_dim :][: layout.enemy_dim]
-        assert (layout.health == -1) == bool(flags)
-        assert flags or (block[layout.health] == 1.0 and layout.health < layout.enemy_dim)
+    env, _ = started(SkirmishEnv(SkirmishArgs(map_name="2s3z"), 1))
+    layout, shown = env.info.layout, env.observe(full=True).full_obs[0, 0]
+    assert layout.health < layout.enemy_dim and shown[layout.move_dim + layout.health] == 1.0
+    assert SkirmishEnv(SkirmishArgs(obs_all_health=False), 1).info.layout.health == -1
 
 
 def test_yaml_files_hold_every_key_with_its_default():
     for name, model in (("skirmish", SkirmishArgs), ("sc2", SmacArgs)):
         content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-        assert content["env"] == name
-        assert content["env_args"] == model().model_dump()
+        assert (content["env"], content["env_args"]) == (name, model().model_dump())
         assert REGISTRY.get(name).args_model is model
 
 
-def test_sc2_says_what_is_missing(monkeypatch, tmp_path):
+def test_a_missing_game_is_reported_with_the_fix(monkeypatch, tmp_path):
     monkeypatch.setenv("SC2PATH", str(tmp_path))
-    assert builds() == []
     with pytest.raises(UserError) as caught:
         SC2Env(SmacArgs())
-    text = caught.value.render()
-    assert str(tmp_path) in text and "./install_sc2.sh" in text and "--env-config=skirmish" in text
-    assert len(text.splitlines()) <= 3
-    (tmp_path / "Versions" / "Base75689").mkdir(parents=True)
-    (tmp_path / "Versions" / "Base75689" / "SC2_x64").touch()
-    assert builds() == [75689]
-    with pytest.raises(UserError, match="--maps-only"):
-        SC2Env(SmacArgs())
+    assert all(part in caught.value.render() for part in (str(tmp_path), "./install_sc2.sh", "--env-config=skirmish"))
+
+
+@pytest.mark.parametrize(
+    ("payoff", "best", "best_reward", "miss", "miss_reward", "safe"),
+    [
+        ("climbing", {(0, 0)}, 11.0, (0, 1), -30.0, 2),
+        ("penalty", {(0, 0), (2, 2)}, 10.0, (0, 2), -20.0, 1),
+        ("monotonic", {(2, 2)}, 8.0, (0, 2), 2.0, 2),
+    ],
+)
+def test_matrix_game_pays_every_pair_of_actions_in_one_step(payoff, best, best_reward, miss, miss_reward, safe):
+    pairs = list(itertools.product(range(3), repeat=2))
+    env, everywhere = started(MatrixGame(MatrixGameArgs(payoff=payoff, penalty=-20.0), 9))
+    result = env.step(np.array(pairs), everywhere)
+    assert result.terminated.all() and not result.truncated.any()
+    assert {pair for pair, won in zip(pairs, result.info["battle_won"], strict=True) if won} == best
+    rewards = dict(zip(pairs, result.reward, strict=True))
+    assert {rewards[pair] for pair in best} == {best_reward} and rewards[miss] == miss_reward
+    # On average over the partner's actions, the safe action looks best; only without a risk it is.
+    assert result.reward.reshape(3, 3).mean(1).argmax() == safe
+    assert (payoff == "monotonic") == (max(rewards.values()) in result.reward.reshape(3, 3)[safe])
+
+
+def test_memory_game_rewards_memory_and_only_memory():
+    for answers, mean in ((lambda cues: cues.argmax(-1) + 1, 1.0), (lambda cues: np.ones((600, 2), int), 1 / 9)):
+        env, everywhere = started(MemoryGame(MemoryGameArgs(n_cues=3), 600))
+        cues = env.observe().obs[:, :, :3]
+        result = env.step(np.zeros((600, 2), int), everywhere)
+        assert not result.terminated.any() and not result.reward.any()
+        result = env.step(answers(cues), everywhere)
+        assert result.terminated.all()
+        np.testing.assert_array_equal(result.reward, result.info["battle_won"])
+        assert result.reward.mean() == pytest.approx(mean, abs=0 if mean == 1 else 0.05)
+
+
+def test_memory_game_hides_the_cue_when_it_must_be_named():
+    env, everywhere = started(MemoryGame(MemoryGameArgs(n_cues=2), 32))
+    shown = env.observe()
+    assert (shown.obs[:, :, :2].sum(-1) == 1).all() and len(np.unique(shown.obs[:, 1], axis=0)) == 2
+    assert (shown.avail_actions == [True, False, False]).all()
+    env.step(np.zeros((32, 2), int), everywhere)
+    hidden = env.observe()
+    assert len(np.unique(hidden.obs.reshape(-1, env.info.obs_dim), axis=0)) == 1
+    assert (hidden.avail_actions == [False, True, True]).all()
+    np.testing.assert_array_equal(hidden.state[:, :4].reshape(32, 2, 2), shown.obs[:, :, :2])
+
+
+def test_an_unavailable_action_is_rejected_with_slot_and_agent():
+    env, everywhere = started(MemoryGame(MemoryGameArgs(), 2))
+    with pytest.raises(ValueError, match="slot 1, agent 0: action 2"):
+        env.step(np.array([[0, 0], [2, 0]]), everywhere)
+    env.step(np.array([[0, 0], [2, 0]]), np.array([True, False]))

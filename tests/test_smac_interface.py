@@ -1,4 +1,4 @@
-"""SMAC's class interface without the game (`test_smac_parity` compares the values)."""
+"""SMAC's class interface without the game (`test_smac_parity` compares the values), and maps of other packages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def test_a_loop_written_for_smac_plays_skirmish():
     env = make_smac("skirmish", map_name="2s3z", obs_timestep_number=True, state_timestep_number=True)
     info, rng = env.get_env_info(), np.random.default_rng(0)
     assert env.seed() is None
-    obs, state = env.reset(seed=7)
-    np.testing.assert_array_equal(obs, env.get_obs())
-    np.testing.assert_array_equal(state, env.get_state())
+    for returned, read in zip(env.reset(seed=7), (env.get_obs(), env.get_state()), strict=True):
+        np.testing.assert_array_equal(returned, read)
     assert env.seed() == 7
     terminated, steps = False, 0
     while not terminated:
@@ -36,6 +35,7 @@ def test_a_loop_written_for_smac_plays_skirmish():
         steps += 1
         parts = env.get_state_dict()
         np.testing.assert_array_equal(np.concatenate([np.ravel(part) for part in parts.values()]), env.get_state())
+        np.testing.assert_array_equal(parts["allies"].ravel(), env.get_state()[: parts["allies"].size])
         assert parts["timestep"] == np.float32(steps / env.episode_limit)
         assert parts["last_action"].argmax(axis=1).tolist() == actions
         assert isinstance(reward, float) and {"battle_won", "dead_allies", "dead_enemies"} <= set(more)
@@ -56,49 +56,26 @@ def test_the_documented_loop_runs():
     assert shown["terminated"] and shown["env"].get_stats()["battles_game"] == 1
 
 
-def test_get_state_dict_returns_the_parts_of_the_state():
-    plain, joined = (make_smac("skirmish", obs_instead_of_state=joined) for joined in (False, True))
+def test_state_and_observations_in_other_forms():
+    plain, joined = (make_smac("skirmish", map_name="3m", obs_instead_of_state=joined) for joined in (False, True))
     plain.reset(seed=1)
     _, state = joined.reset(seed=1)
     assert state.size == 3 * joined.get_obs_size()
     for name, part in plain.get_state_dict().items():
         np.testing.assert_array_equal(joined.get_state_dict()[name], part)
+    assert not plain.get_visibility_matrix()[:, 3:].any()
+    own, enemies = plain.get_obs_move_feats_size(), slice(4, 4 + 15)
+    assert own == 4 and not plain.get_obs_agent(0)[enemies].any()
+    assert plain.get_obs_agent(0, fully_observable=True)[enemies].reshape(3, 5)[:, 1].all()
 
 
-def test_get_obs_agent_without_range_limit():
-    env = make_smac("skirmish", map_name="3m")
-    env.reset(seed=1)
-    assert not env.get_visibility_matrix()[:, 3:].any()
-    own, enemies = env.get_obs_move_feats_size(), slice(4, 4 + 15)
-    assert own == 4 and not env.get_obs_agent(0)[enemies].any()
-    assert env.get_obs_agent(0, fully_observable=True)[enemies].reshape(3, 5)[:, 1].all()
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "words"),
-    [("smax", {}, "sc2, sc2_v2, skirmish"), ("skirmish", {"map_nam": "3m"}, "env_args.map_nam .*map_name")],
-)
-def test_make_smac_reports_errors_in_one_line(name, keys, words):
-    with pytest.raises(UserError, match=words):
-        make_smac(name, **keys)
-
-
-# --- maps of other packages
-
-MINE = {
-    "n_agents": 2,
-    "n_enemies": 1,
-    "limit": 90,
-    "a_race": "T",
-    "b_race": "P",
-    "unit_type_bits": 0,
-    "map_type": "marines",
-}
+MINE = {"n_agents": 2, "n_enemies": 1, "limit": 90, "a_race": "T", "b_race": "P", "unit_type_bits": 0,
+        "map_type": "marines"}  # fmt: skip
 
 
 @pytest.fixture
 def add_maps(tmp_path, monkeypatch):
-    """Return a function that installs a package beside omagd whose registry of maps has this text."""
+    """Return a function that installs a package whose registry of maps has this text."""
 
     def add(text, package="my_maps"):
         facts = tmp_path / "site" / f"{package}-1.0.dist-info"
@@ -121,7 +98,7 @@ def test_a_map_of_another_package_can_be_played(add_maps, tmp_path, monkeypatch)
     monkeypatch.setenv("SC2PATH", str(folder))
     monkeypatch.setenv("SC2_STAND_IN_MAPS", "my_map=2m_vs_1z")
     add_maps({"my_map": MINE, "3m": {**MINE, "limit": 1}})
-    assert make_smac("sc2", map_name="3m").episode_limit == MAPS["3m"].limit  # a name of ours is never replaced
+    assert make_smac("sc2", map_name="3m").episode_limit == MAPS["3m"].limit  # our own maps stay as they are
     mine, known = (make_smac("sc2", map_name=name, seed=3) for name in ("my_map", "2m_vs_1z"))
     try:
         assert mine.get_env_info() == {**known.get_env_info(), "map_name": "my_map", "episode_limit": 90}
@@ -136,36 +113,41 @@ def test_a_map_of_another_package_can_be_played(add_maps, tmp_path, monkeypatch)
     assert sc2_stand_in.running(folder) == []
 
 
+def mine(**change):
+    return {"my_map": {**MINE, **change}}
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("registry", "words"),
     [
-        ({"limit": 0}, "my_map.limit: .*greater than or equal to 1"),
-        ({"n_agents": "5"}, "my_map.n_agents: .*valid integer"),
-        ({"a_race": "Terran"}, "my_map.a_race: .*'T'"),
-        ({"map_type": "MMN"}, "my_map: map_type=MMN .*Did you mean 'MMM'"),
-        ({"map_type": "MMM", "unit_type_bits": 2}, "unit_type_bits=2 must be 0, or at least 3"),
-        ({"units": 3}, "my_map.units: Extra inputs"),
-        ({"b_race": None}, "my_map.b_race"),
+        (mine(limit=0), "my_map.limit: .*greater than or equal to 1"),
+        (mine(n_agents="5"), "my_map.n_agents: .*valid integer"),
+        (mine(a_race="Terran"), "my_map.a_race: .*'T'"),
+        (mine(map_type="MMN"), "my_map: map_type=MMN .*Did you mean 'MMM'"),
+        (mine(map_type="MMM", unit_type_bits=2), "unit_type_bits=2 must be 0, or at least 3"),
+        (mine(units=3), "my_map.units: Extra inputs"),
+        (mine(b_race=None), "my_map.b_race"),
+        ({"../my_map": MINE}, "without folder and ending"),
+        ([MINE], "must be a dict of maps by name, not a list"),
+        ("__import__('no_such_package')", "no_such_package.*fix or uninstall"),
     ],
 )
-def test_an_invalid_map_is_reported_in_one_line(add_maps, change, words):
-    add_maps({"my_map": {**MINE, **change}})
+def test_invalid_maps_of_a_package_are_reported_in_one_line(add_maps, registry, words):
+    add_maps(registry)
     with pytest.raises(UserError, match=f"mine=my_maps:MAPS of omagd.smac_maps.*{words}"):
         make_smac("sc2", map_name="my_map")
 
 
-def test_unknown_and_ambiguous_map_names(add_maps):
-    add_maps({"my_map": MINE})
-    with pytest.raises(UserError, match="Did you mean 'my_map'"):
-        make_smac("sc2", map_name="my_mapp")
-    with pytest.raises(UserError, match="map_name=my_map needs the game: use --env-config=sc2"):
-        make_smac("skirmish", map_name="my_map")
-    add_maps({"my_map": MINE}, "other_maps")
+def test_names_that_cannot_be_played(add_maps):
+    add_maps(mine())
+    for name, keys, words in (
+        ("smax", {}, "sc2, sc2_v2, skirmish"),
+        ("skirmish", {"map_nam": "3m"}, "env_args.map_nam .*map_name"),
+        ("skirmish", {"map_name": "my_map"}, "map_name=my_map needs the game: use --env-config=sc2"),
+        ("sc2", {"map_name": "my_mapp"}, "Did you mean 'my_map'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_smac(name, **keys)
+    add_maps(mine(), "other_maps")
     with pytest.raises(UserError, match="my_maps:MAPS and .*other_maps:MAPS|other_maps:MAPS and .*my_maps:MAPS"):
         make_smac("sc2", map_name="my_map")
-
-
-def test_a_map_cannot_leave_the_folder_of_maps(add_maps):
-    add_maps({"../my_map": MINE})
-    with pytest.raises(UserError, match="without folder and ending"):
-        make_smac("sc2", map_name="../my_map")

@@ -25,7 +25,7 @@ from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, CLOSING, Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
-from omagd.utils.signals import Stopped, stoppable, unhurried
+from omagd.utils.signals import Stopped, stoppable, uninterrupted
 
 
 class Board:
@@ -181,7 +181,7 @@ def test_an_environment_that_cannot_be_built_or_closed_is_found_before_the_run_b
     assert "in never_over\n    time.sleep(10)" in caplog.text
 
 
-@pytest.mark.parametrize("held", [nullcontext, unhurried])
+@pytest.mark.parametrize("held", [nullcontext, uninterrupted])
 def test_a_session_whose_environment_cannot_be_closed_is_ended(held):
     """Also while signals are delayed, as when a run is closed."""
     dist, nothing = Dist(), SimpleNamespace(close=lambda *patience: None)

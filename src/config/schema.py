@@ -66,7 +66,7 @@ class MaskPredictorConfig(Frozen):
     feedforward_dim: Width  # hidden width of the feed-forward layers
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # dropout rate in the transformer
     mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of seen nodes that are also masked in training
-    matching: Literal["none", "type"]  # loss: slot by slot, or optimal matching of nodes of one type
+    matching: Literal["none", "type"]  # loss: position by position, or optimal matching of nodes of one type
     early_steps: Whole  # number of first steps of an episode with weight early_step_weight
     early_step_weight: Annotated[float, Field(ge=0.0)]  # their weight in the loss; other steps weigh 1
     stacked_steps: Count  # frames in the predictor's input (k)
@@ -84,7 +84,7 @@ COMPONENT_ARGS = ("learner_args", "agent_args", "mixer_args")
 class Config(Frozen):
     """The configuration of one run."""
 
-    run: str  # run mode: default (one process) | ddp (one process per device, or a rank of torchrun's group)
+    run: str  # run mode: default: one process; ddp: one process per device, or a rank of torchrun's group
     env: str  # environment
     env_args: dict[str, Any]  # arguments of the environment, see below
     learner: str  # learner; the *_ddp names are the same learners
@@ -94,7 +94,7 @@ class Config(Frozen):
     agent_args: dict[str, Any]  # arguments of the agent, as in its `args_model`
     mixer: str  # network that combines the agents' values
     mixer_args: dict[str, Any]  # arguments of the mixer, as in its `args_model`
-    runner: str  # parallel: rounds of battles | stream: each starts its next at once | ticks: some steps | episode: one
+    runner: str  # parallel: rounds of battles; stream: each starts its next at once; ticks: some steps; episode: one
     action_selector: str  # epsilon_greedy | greedy (never explores) | softmax (draws from the agent's logits: ppo)
     name: str  # name of the configuration; the run folder's name begins with it
     seed: Whole  # every random number of a run follows from it
@@ -208,7 +208,7 @@ class Config(Frozen):
     max_checkpoints_to_keep: Annotated[Int, Field(ge=2, le=10**6)]  # the newest ones; the best one is kept as well
     auto_resume: bool  # resume the newest unfinished run of this configuration, if there is one
     auto_resume_wait: Annotated[float, Field(ge=0.0)]  # minutes to wait while another process uses that run; 0: reject
-    resume: Literal["exact", "lossy", "weights"]  # what a damaged run may lose: nothing | episodes | all but weights
+    resume: Literal["exact", "lossy", "weights"]  # lossy: a damaged run may lose episodes; weights: all but weights
     max_restarts: Whole  # run=ddp: restarts of all ranks from the newest checkpoint after one was killed
     local_results_path: str  # folder of all run folders
     unique_token: str  # name of the run's folder, rejected if taken; empty: made from name, map, seed and time

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from omagd.envs.battle.args import BattleArgs, Variant
+from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.features import state_component, state_unit_dims
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.protocol import BatchedEnv
+from omagd.envs.protocol import BatchedEnv, Observation
 from omagd.envs.single import BatchedAsSingle
 from omagd.utils.errors import UserError
 
@@ -44,16 +44,19 @@ class BattleEnv(BatchedEnv):
     """A batched environment with SMAC's semantics.
 
     Attributes:
-        spec: the map. args: SMAC's flags. variant: SMAC's observations or SMACv2's.
+        spec: the map. args: the flags of SMAC or SMACv2.
     """
 
     spec: MapSpec
     args: BattleArgs
-    variant: Variant
 
     @abstractmethod
     def rules(self) -> BattleSemantics:
         """Return the semantics of the battles. Errors: ValueError before the first `reset` of the real game."""
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
+        return self.rules().observe(full)
 
     @abstractmethod
     def seed(self) -> int | None:
@@ -72,11 +75,11 @@ class SmacInterface(BatchedAsSingle):
     env: BattleEnv
 
     def __init__(self, env: BattleEnv) -> None:
-        spec, args, variant = env.spec, env.args, env.variant
-        ally, enemy = state_unit_dims(spec, variant)
-        self.ally_state_attr_names, self.enemy_state_attr_names = feature_names(spec, variant)
+        spec, args = env.spec, env.args
+        ally, enemy = state_unit_dims(spec, args)
+        self.ally_state_attr_names, self.enemy_state_attr_names = feature_names(spec, args)
         facts = {
-            "state_component": state_component(spec, args, variant), "map_type": spec.map_type,
+            "state_component": state_component(spec, args), "map_type": spec.map_type,
             "state_ally_feats_size": ally, "state_enemy_feats_size": enemy,
             "agent_features": self.ally_state_attr_names, "enemy_features": self.enemy_state_attr_names,
         }  # fmt: skip
@@ -172,10 +175,10 @@ class SmacV2Interface(SmacInterface):
         return {**super().get_env_info(), "cap_shape": self.get_cap_size()}
 
 
-def feature_names(spec: MapSpec, variant: Variant) -> tuple[list[str], list[str]]:
+def feature_names(spec: MapSpec, args: BattleArgs) -> tuple[list[str], list[str]]:
     """Return SMAC's names of the state features of an ally and of an enemy, in order."""
     bits = [f"type_{bit}" for bit in range(spec.unit_type_bits)]
     ally = ["health", "energy/cooldown", "rel_x", "rel_y", *["shield"] * (spec.a_race == "P")]
-    ally += ["fov_x", "fov_y"] * variant.direction
+    ally += ["fov_x", "fov_y"] * args.variant.direction
     enemy = ["health", "rel_x", "rel_y", *["shield"] * (spec.b_race == "P")]
     return ally + bits, enemy + bits

@@ -110,24 +110,16 @@ class _Program:
 
     def __init__(self, args: SmaxArgs) -> None:
         self.jax = jax = _import_jax(args)
+        self.tree = jax.tree_util
         game, scenario = _import_smax()
-        self.env = game(
-            scenario=scenario(args.map_name),
-            max_steps=args.max_steps,
-            see_enemy_actions=args.see_enemy_actions,
-            attack_mode=args.attack_mode,
-            walls_cause_death=args.walls_cause_death,
-        )
+        keys = {"max_steps", "see_enemy_actions", "attack_mode", "walls_cause_death"}
+        self.env = game(scenario=scenario(args.map_name), **args.model_dump(include=keys))
         self.n, self.m = self.env.num_allies, self.env.num_enemies
         allies = [[a for a in range(self.n) if a != i] for i in range(self.n)]
         self.others = np.array([[*range(self.n, self.n + self.m), *allies[i]] for i in range(self.n)])
-        self.reset = jax.jit(jax.vmap(self._reset_one))
+        self.reset = jax.jit(jax.vmap(lambda old, key, which: self._choose(which, self.env.reset(key)[1], old)))
         self.advance = jax.jit(jax.vmap(self._advance_one))
         self.view = jax.jit(jax.vmap(self._view_one))
-
-    def _reset_one(self, old: Any, key: Any, which: Any) -> Any:
-        _, new = self.env.reset(key)
-        return self._choose(which, new, old)
 
     def blank(self, n_slots: int) -> Any:
         """Return a batch of zero states, for the first reset to overwrite."""
@@ -261,15 +253,13 @@ class SmaxEnv(BatchedEnv):
 
     def snapshot(self) -> dict[str, Any]:
         """Return the keys and all parts of the state by path."""
-        leaves, _ = self._program.jax.tree_util.tree_flatten_with_path(self._state)
-        paths = self._program.jax.tree_util.keystr
-        return {"keys": self._keys.copy(), "state": {paths(path): np.array(leaf) for path, leaf in leaves}}
+        leaves, name = self._program.tree.tree_leaves_with_path(self._state), self._program.tree.keystr
+        return {"keys": self._keys.copy(), "state": {name(path): np.array(leaf) for path, leaf in leaves}}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from `snapshot`."""
-        leaves, tree = self._program.jax.tree_util.tree_flatten_with_path(self._state)
-        values = [snapshot["state"][self._program.jax.tree_util.keystr(path)] for path, _ in leaves]
-        self._set_state(self._program.jax.tree_util.tree_unflatten(tree, values))
+        state, name = snapshot["state"], self._program.tree.keystr
+        self._set_state(self._program.tree.tree_map_with_path(lambda path, _: state[name(path)], self._state))
         self._keys = np.array(snapshot["keys"])
 
     def _set_state(self, state: Any) -> None:

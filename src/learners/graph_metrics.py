@@ -28,19 +28,19 @@ def mean_of(values: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor
     return (values * where).sum(), where.sum().to(values.dtype)
 
 
-def node_stats(truth: Tensor, decoded: Tensor, slot: Tensor, tokenizer: Tokenizer, *, detailed: bool) -> Stats:
+def node_stats(truth: Tensor, decoded: Tensor, position: Tensor, tokenizer: Tokenizer, *, detailed: bool) -> Stats:
     """Return the reconstruction quality of nodes [P, D]: `mse` (mean over a node's features) and `cosine`.
 
     detailed: also `mse_<type>` and `mse_<type>_f<i>` for each type and feature.
     """
     truth = truth.to(decoded.dtype)
-    real = tokenizer.real[slot].to(decoded.dtype)
+    real = tokenizer.real[position].to(decoded.dtype)
     square = (decoded - truth).square() * real
     error = square.sum(-1) / real.sum(-1).clamp(min=1)
     stats = {"mse": mean_of(error), "cosine": mean_of(F.cosine_similarity(decoded * real, truth * real, dim=-1))}
     if not detailed:
         return stats
-    types = torch.tensor(tokenizer.layout.node_types, device=slot.device)[slot]
+    types = torch.tensor(tokenizer.layout.node_types, device=position.device)[position]
     for kind, name in TYPE_NAMES.items():
         of_kind = types == kind
         stats[f"mse_{name}"] = mean_of(error, of_kind)
@@ -76,7 +76,7 @@ class Tokens:
 
 
 def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) -> Stats:
-    """Return accuracies, feature errors slot by slot and after matching, and the errors of the baselines.
+    """Return accuracies, feature errors position by position and after matching, and the errors of the baselines.
 
     log_p: [M, K + 1]. matched: [M], index of the target that each prediction is compared with after matching.
     """
@@ -110,8 +110,8 @@ def feature_error(guess: Tensor, truth: Tensor, real: Tensor) -> Tensor:
 def summarise(values: Mapping[str, float]) -> dict[str, float]:
     """Return the means with derived metrics.
 
-    `balanced_accuracy`: mean of the recalls of ABSENT and alive. `error_rival`: error of the best baseline among slot
-    mean and last seen. `error_ratio`: `error` over it.
+    `balanced_accuracy`: mean of the recalls of ABSENT and alive. `error_rival`: of the better of position mean
+    and last seen. `error_ratio`: `error` over it.
     """
     out = dict(values)
     if "recall_absent" in out and "recall_alive" in out:

@@ -6,7 +6,7 @@ language model (Devlin et al. 2019, arXiv:1810.04805), a cross-entropy over the 
 
     sum of w_m × -log p_m[target_m]  /  sum of w_m,        w_m = `early_step_weight` before `early_steps`, else 1
 
-Under `matching: type` a prediction is not compared with the target of its own slot: within a frame and a node type the
+Under `matching: type` a prediction is not compared with the target of its own position: in a frame and node type the
 assignment of predictions to targets with the smallest sum of -log p is chosen first (as in DETR, Carion et al. 2020,
 arXiv:2005.12872; Hungarian method, Kuhn 1955), without a gradient.
 Shapes: S packed rows, n agents, N nodes, D features, F frames with a masked node, M masked tokens, K codes.
@@ -149,7 +149,7 @@ class PredictorLearner(GraphLearner):
         self._loss.train()
         parts = sample.parts(self.config.graph_frames_at_once)
         result = self._step(sample.weight.double().sum(), *((part,) for part in parts))
-        self._count_slots(graphs, result.finite)
+        self._count_positions(graphs, result.finite)
         self.updates += 1
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
@@ -213,8 +213,8 @@ class PredictorLearner(GraphLearner):
         return hidden
 
     @torch.no_grad()
-    def _count_slots(self, graphs: Graphs, finite: Tensor) -> None:
-        """Add the unseen nodes of all ranks to the "slot mean" baseline, if the update was `finite`."""
+    def _count_positions(self, graphs: Graphs, finite: Tensor) -> None:
+        """Add the unseen nodes of all ranks to the baseline "position mean", if the update was `finite`."""
         missing = graphs.missing.flatten(0, 1)
         total = torch.einsum("rn,rnd->nd", missing.double(), graphs.full_nodes.flatten(0, 1).double())
         both = torch.cat([total, missing.sum(0)[:, None].double()], dim=1)
@@ -228,12 +228,12 @@ class PredictorLearner(GraphLearner):
         logits = self.predictor(sample.frames, sample.masked)
         log_p = logits.log_softmax(-1)
         guess = self.predictor.guess(logits)
-        slot = torch.nonzero(sample.masked)[:, 1]
+        position = torch.nonzero(sample.masked)[:, 1]
         last_rows, never = history.last_rows(sample.rows, sample.agents)
-        nodes = torch.arange(self.layout.n_nodes, device=slot.device)
+        nodes = torch.arange(self.layout.n_nodes, device=position.device)
         last = graphs.seen_nodes[last_rows, sample.agents[:, None], nodes][sample.masked]
         never = never[sample.masked][:, None]
-        mean = (self.predictor.slot_sum / self.predictor.slot_count.clamp(min=1)[:, None]).to(last.dtype)[slot]
+        mean = (self.predictor.slot_sum / self.predictor.slot_count.clamp(min=1)[:, None]).to(last.dtype)[position]
         baselines = {
             "slot_mean": mean,
             "last_seen": torch.where(never, 0.0, last),
@@ -241,8 +241,8 @@ class PredictorLearner(GraphLearner):
             "code": self.predictor.table_with_absent()[sample.target],
         }
         truth = graphs.full_nodes[sample.rows, sample.agents][sample.masked]
-        real = self.tokenizer.real[slot].to(log_p.dtype)
-        tokens = Tokens(sample.target, truth, real, self.predictor.types[slot], baselines)
+        real = self.tokenizer.real[position].to(log_p.dtype)
+        tokens = Tokens(sample.target, truth, real, self.predictor.types[position], baselines)
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
         loss = -(log_p.gather(1, compared[:, None])[:, 0] * sample.weight.to(log_p.dtype)).sum()
@@ -282,10 +282,10 @@ def match_types(log_p: Tensor, targets: Tensor, masked: Tensor, layout: EntityLa
     place[masked] = matched
     types = torch.tensor(layout.node_types, device=masked.device)
     for kind in (ALLY, ENEMY):
-        slots = place[:, types == kind]
-        counts = (slots >= 0).sum(1)
+        rows = place[:, types == kind]
+        counts = (rows >= 0).sum(1)
         for m in counts[counts > 1].unique().tolist():
-            group = slots[counts == m]
+            group = rows[counts == m]
             tokens = group[group >= 0].view(-1, m)
             cost = -log_p[tokens[:, :, None], targets[tokens][:, None, :]]
             matched[tokens] = tokens.gather(1, cheapest(cost))

@@ -38,12 +38,12 @@ class Nodes:
     """Present nodes of living observers, graph after graph.
 
     Attributes:
-        features: [P, D]. slot: [P] int64, place in its graph. graph: [P] int64, which graph. episode: [P] int64, place
+        features: [P, D]. position: [P] int64, in its graph. graph: [P] int64, which graph. episode: [P] int64, place
             of its episode in the sample as drawn. n_graphs: number of graphs.
     """
 
     features: Tensor
-    slot: Tensor
+    position: Tensor
     graph: Tensor
     episode: Tensor
     n_graphs: int
@@ -57,7 +57,7 @@ class Nodes:
         """Return the graphs `first` to `end`."""
         ends = torch.searchsorted(self.graph, torch.tensor([first, end], device=self.graph.device))
         cut = slice(*ends.tolist())
-        return Nodes(self.features[cut], self.slot[cut], self.graph[cut] - first, self.episode[cut], end - first)
+        return Nodes(self.features[cut], self.position[cut], self.graph[cut] - first, self.episode[cut], end - first)
 
 
 class TokenizerLoss(LossModule):
@@ -81,7 +81,7 @@ class TokenizerLoss(LossModule):
         with autocast_bf16(nodes.features.device, bf16):
             out = tokenizer(nodes.features, bf16)
         # 1 for features that come from the observation; padding and the fixed head of SELF are not reconstructed.
-        real = tokenizer.real[nodes.slot].to(out.encoded.dtype)
+        real = tokenizer.real[nodes.position].to(out.encoded.dtype)
         error = ((out.decoded - nodes.features.to(real.dtype)).square() * real).sum(-1)
         commitment = (out.encoded - out.code.detach()).square().mean(-1)
         # Mean within each graph, then the sum over graphs: a node counts by its share of its own graph.
@@ -94,7 +94,7 @@ class TokenizerLoss(LossModule):
             "graph_loss": (loss.detach(), n_graphs),
             "commitment": (stay.detach(), n_graphs),
             CODE_SUMS: (sums.totals, sums.counts),
-            **node_stats(nodes.features, out.decoded.detach(), nodes.slot, tokenizer, detailed=not self.training),
+            **node_stats(nodes.features, out.decoded.detach(), nodes.position, tokenizer, detailed=not self.training),
         }
         return loss, stats
 
@@ -160,8 +160,8 @@ class TokenizerLearner(GraphLearner):
         episode = episode[:, None].expand_as(counts)[counts]
         graphs = obs_to_nodes(full[counts], self.layout)
         present = ~unseen(graphs)
-        graph, slot = torch.nonzero(present, as_tuple=True)
-        return Nodes(graphs[present], slot, graph, episode[graph], len(graphs))
+        graph, position = torch.nonzero(present, as_tuple=True)
+        return Nodes(graphs[present], position, graph, episode[graph], len(graphs))
 
     def _start_codebook(self, nodes: Nodes) -> None:
         """Initialise the codebook with encodings of the first batch, unless that has been done."""
@@ -189,7 +189,7 @@ class TokenizerLearner(GraphLearner):
     def _draw(self, nodes: Nodes, wanted: int, purpose: str) -> Tensor | None:
         """Return encodings [wanted, E] of nodes drawn uniformly from all ranks' batches; None if there is no node.
 
-        Nodes are numbered by (rank, episode as drawn, step, agent, slot), which does not depend on the number of ranks.
+        Nodes are numbered by (rank, episode as drawn, step, agent, position), independently of the number of ranks.
         Each rank contributes the drawn nodes that it holds, and all ranks encode the same nodes.
         """
         sizes = self.dist.counts(len(nodes.features))

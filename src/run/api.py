@@ -25,7 +25,7 @@ from omagd.run.run import run_seeds
 from omagd.run.training.build import (
     build_mac,
     load_agent,
-    load_products,
+    load_pretrained,
     of_checkpoint,
     read_env_info,
     require_same_map,
@@ -222,7 +222,7 @@ def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:
     info = read_env_info(run_folder.env_info_json, f"path={path}")
     with _threads(config.torch_threads):
         device = torch.device("cpu")
-        products = load_products(of_checkpoint(config, folder), info, device)
-        mac = build_mac(config, info, device, products)
+        pretrained = load_pretrained(of_checkpoint(config, folder), info, device)
+        mac = build_mac(config, info, device, pretrained)
         load_agent(mac, folder, "path")
         return LoadedPolicy(config, info, mac)

@@ -53,8 +53,8 @@ def _run_all(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
     finished = listed.finished_runs()
     summaries = []
     for single in listed.singles:
-        begun = partial(listed.begun, single.seed)
-        summaries.append(finished.get(single.seed) or _run_one(_run, single, begun))
+        started = partial(listed.started, single.seed)
+        summaries.append(finished.get(single.seed) or _run_one(_run, single, started))
     _show(seeds_table(summaries))
     return {"runs": summaries}
 
@@ -66,13 +66,13 @@ def _absolute(config: Config) -> Config:
     return config.model_copy(update={key: str(Path(path).expanduser().absolute()) for key, path in given.items()})
 
 
-def _run_one(_run: Any, config: Config, begun: Callable[[str], None]) -> dict[str, Any]:
-    """Launch one run; `begun` is called with its folder before it trains."""
+def _run_one(_run: Any, config: Config, started: Callable[[str], None]) -> dict[str, Any]:
+    """Launch one run; `started` is called with its folder before it trains."""
 
     def found(folder: str) -> None:
         if _run is not None:
             _run.info["folder"] = folder
-        begun(folder)
+        started(folder)
 
     facts = config.name, config.env, config.map_name, config.seed
     token = config.unique_token or make_token(*facts, evaluation=config.evaluate)
@@ -126,21 +126,21 @@ class SeedList:
         entry = read_entry(self.file).get("runs")
         if entry is None and os.path.isfile(self.file):
             console.warning(f"auto_resume=True: {self.file} cannot be read; the list seeds={named} starts from scratch")
-        begun = {str(seed): name for seed, name in entry.items()} if isinstance(entry, dict) else {}
+        started = {str(seed): name for seed, name in entry.items()} if isinstance(entry, dict) else {}
         found = {}
         for single in self.singles:
-            summary = self._summary(single, begun.get(str(single.seed)))
+            summary = self._summary(single, started.get(str(single.seed)))
             if summary is not None:
                 found[single.seed] = summary
         if len(found) == len(self.singles):
             console.info(f"auto_resume=True: all runs of seeds={named} are finished already; a new list begins")
             return {}
-        self._folders = {seed: name for seed, name in begun.items() if isinstance(name, str)} if found else {}
+        self._folders = {seed: name for seed, name in started.items() if isinstance(name, str)} if found else {}
         for seed, summary in found.items():
             console.info(f"auto_resume=True: seed {seed} is finished: {readable(summary['folder'])}")
         return found
 
-    def begun(self, seed: int, folder: str) -> None:
+    def started(self, seed: int, folder: str) -> None:
         """Record the run folder of a seed before it trains."""
         if not self.config.evaluate:
             self._folders[str(seed)] = Path(folder).name

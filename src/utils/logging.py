@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,33 +52,38 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Record:
-    """One log: values by name at time `t` of the clock ("t_env" or "epoch") of a stage.
-
-    `private` names are not sent to Sacred.
-    """
+    """One log: values by name at time `t` of the clock ("t_env" or "epoch") of a stage."""
 
     values: dict[str, float]
     stage: str
     clock: str
     t: int
-    private: frozenset[str] = frozenset()
 
 
 class Sink(ABC):
-    """Base of log sinks. Subclasses write `_open`, `_log` and `_close`; callers use `open`, `log` and `close`.
+    """Base of log sinks. Subclasses write `_log`, and `_open` and `_close` if needed; callers use the public methods.
 
     The first error of a sink that is not `essential` is logged as one warning and switches the sink off; training
     continues.
+
+    Attributes:
+        key: of its state in checkpoints, and in warnings: a plug-in's name in the registry, else `name`.
+        facts: about the run. saved: this sink's `state_dict()` in the checkpoint that the run resumes, else empty.
     """
 
     name: str = "sink"
+    key: str = ""
     essential: bool = False
-
-    def __init__(self) -> None:
-        self.alive = True
+    alive: bool = True
+    facts: RunFacts
+    saved: dict[str, Any]
 
     def open(self, facts: RunFacts) -> None:
         """Prepare for the records of a run."""
+        self.key = self.key or self.name
+        # Earlier versions saved the state of a plug-in under its `name`.
+        self.facts, self.saved = facts, facts.saved.get(self.key, facts.saved.get(self.name, {}))
+        self._packed = self.saved
         self._guard(self._open, facts)
 
     def log(self, record: Record) -> None:
@@ -85,8 +91,14 @@ class Sink(ABC):
         self._guard(self._log, record)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values for the checkpoint; the sink of a resumed run finds them in `RunFacts.saved`."""
+        """Return plain values for the checkpoint; the sink of a resumed run finds them in `saved`."""
         return {}
+
+    def packed_state(self, pack: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return what `pack` makes of `state_dict()`; after an error, what it returned before."""
+        with self._guarded():
+            self._packed = pack(dict(**self.state_dict()))  # keys that are no text are an error
+        return self._packed
 
     def close(self, exit_state: str) -> None:
         """Flush and close; `exit_state` is "completed", "interrupted" or "failed". May be called twice."""
@@ -94,25 +106,33 @@ class Sink(ABC):
         self.alive = False
 
     def _guard(self, call: Any, argument: Any) -> None:
-        if not self.alive:
-            return
+        if self.alive:
+            with self._guarded():
+                call(argument)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            call(argument)
+            yield
         except Exception as error:
             if self.essential:
                 raise
+            if self.alive:
+                warn_off(self.key, error)
             self.alive = False
-            reason = " ".join(str(error).split()) or type(error).__name__
-            logging.getLogger(PACKAGE).warning("%s is off from here on: %s", self.name, reason[:300])
 
-    @abstractmethod
-    def _open(self, facts: RunFacts) -> None: ...
+    def _open(self, facts: RunFacts) -> None: ...  # noqa: B027 (optional)
 
     @abstractmethod
     def _log(self, record: Record) -> None: ...
 
-    @abstractmethod
-    def _close(self, exit_state: str) -> None: ...
+    def _close(self, exit_state: str) -> None: ...  # noqa: B027 (optional)
+
+
+def warn_off(sink: str, error: Exception) -> None:
+    """Log that a sink is switched off."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    logging.getLogger(PACKAGE).warning("%s is off from here on: %s", sink, reason[:300])
 
 
 class Logger:
@@ -130,7 +150,6 @@ class Logger:
         self.stage = "stage3"
         self.sinks: list[Sink] = []
         self._pending: dict[str, float] = {}
-        self._private: set[str] = set()
         self._pending_t = 0
 
     def info(self, message: str) -> None:
@@ -161,7 +180,7 @@ class Logger:
         self.print_recent_stats()
         self._send(Record({name: float(value) for name, value in values.items()}, stage, clock, int(t)))
 
-    def log_stat(self, key: str, value: Any, t: int, to_sacred: bool = True) -> None:
+    def log_stat(self, key: str, value: Any, t: int) -> None:
         """Log one value at environment step `t`; values of the same step become one log."""
         if self.minimal:
             return
@@ -169,19 +188,16 @@ class Logger:
             self.print_recent_stats()
         self._pending_t = int(t)
         self._pending[key] = float(value)
-        if not to_sacred:
-            self._private.add(key)
 
     def print_recent_stats(self) -> None:
         """Send the values collected by `log_stat`."""
         if self._pending:
-            values, private = self._pending, frozenset(self._private)
-            self._pending, self._private = {}, set()
-            self._send(Record(values, self.stage, "t_env", self._pending_t, private))
+            values, self._pending = self._pending, {}
+            self._send(Record(values, self.stage, "t_env", self._pending_t))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sinks for the checkpoint, by name."""
-        return {sink.name: sink.state_dict() for sink in self.sinks}
+    def state_dict(self, pack: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the state of the sinks for the checkpoint, by key. pack: fails for what a checkpoint cannot hold."""
+        return {sink.key: sink.packed_state(pack) for sink in self.sinks}
 
     def close(self, exit_state: str = "completed") -> None:
         """Send the remaining values and close all sinks."""
@@ -209,7 +225,7 @@ def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = loggi
     logger.propagate = False
     console = BarSafeHandler(level=level if rank == 0 else logging.ERROR)
     prefix = "" if rank == 0 else f"rank {rank}: "
-    console.setFormatter(_ConsoleFormatter(prefix))
+    console.setFormatter(_Formatter(f"[%(asctime)s] {prefix}%(label)s%(message)s", "%H:%M:%S"))
     logger.addHandler(console)
     if log_file is not None:
         logger.addHandler(_file_handler(log_file))
@@ -225,7 +241,7 @@ def append_to_log(log_file: str | Path, message: str) -> None:
 
 def _file_handler(log_file: str | Path) -> logging.Handler:
     file = _FileHandler(Path(log_file))
-    file.setFormatter(_FileFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     return file
 
 
@@ -250,21 +266,9 @@ class _FileHandler(logging.Handler):
         super().close()
 
 
-class _ConsoleFormatter(logging.Formatter):
-    """`[16:55:01] text`, with the level for warnings and errors."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__(datefmt="%H:%M:%S")
-        self._prefix = prefix
+class _Formatter(logging.Formatter):
+    """Escapes control characters; `label` is the level of warnings and errors, as in `error: `, and else empty."""
 
     def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        text = f"[{self.formatTime(record, self.datefmt)}] {self._prefix}{level}{record.getMessage()}"
-        return visible(text + ("\n" + self.formatException(record.exc_info) if record.exc_info else ""), kept="\n")
-
-
-class _FileFormatter(logging.Formatter):
-    """Lines of a log file, with control characters escaped."""
-
-    def format(self, record: logging.LogRecord) -> str:
+        record.label = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         return visible(super().format(record), kept="\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ class Metrics:
         """Add (sum, count) pairs, scalars, under `prefix + name`."""
         for name, (total, count) in stats.items():
             key = prefix + name
-            self._sums[key] = _plus(self._sums.get(key), total)
-            self._counts[key] = _plus(self._counts.get(key), count)
+            self._sums[key] = _plus(self._sums.get(key, 0.0), total)
+            self._counts[key] = _plus(self._counts.get(key, 0.0), count)
 
     def reduce(self, dist: Dist) -> dict[str, float]:
         """Return the means over all ranks by name and clear the sums; a collective, equal on every rank."""
@@ -59,13 +59,10 @@ def weighted_means(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[s
 
     parts: (sum, count) by name, one part for each rank; the names may differ.
     """
-    totals: dict[str, list[float]] = {}
-    for part in parts:
-        for name, (total, count) in part.items():
-            both = totals.setdefault(name, [0.0, 0.0])
-            both[0] += total
-            both[1] += count
-    return {name: total / count for name, (total, count) in totals.items() if count != 0}
+    parts = list(parts)
+    sums = added({name: total for name, (total, _) in part.items()} for part in parts)
+    counts = added({name: count for name, (_, count) in part.items()} for part in parts)
+    return {name: total / counts[name] for name, total in sums.items() if counts[name] != 0}
 
 
 def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -88,31 +85,21 @@ def of_maps(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _plus(total: Number | None, value: Number) -> Number:
+def _plus(total: Number, value: Number) -> Number:
     """Return `total + value` in double precision without waiting for the device."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        if total is None:
-            return value.to(torch.float64, copy=True).reshape(())
-        if not isinstance(total, Tensor) or total.device != value.device:
-            return value.to(torch.float64).reshape(()) + total
-        return total.add_(value.reshape(()))
-    if total is None:
-        return float(value)
-    return total.add_(value) if isinstance(total, Tensor) else total + float(value)
+    if not isinstance(value, Tensor):
+        return total + float(value)
+    value = value.detach().reshape(())
+    if isinstance(total, Tensor) and total.device == value.device:
+        return total.add_(value)
+    return value.to(torch.float64) + total
 
 
-def _numbers(values: list[Number]) -> list[float]:
+def _numbers(values: Sequence[Number]) -> list[float]:
     """Return the values as floats; waits once per device."""
-    out = [0.0] * len(values)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, []).append(i)
-        else:
-            out[i] = value
-    for places in by_device.values():
-        together = torch.stack([values[i] for i in places])  # type: ignore[misc]
-        for i, number in zip(places, together.tolist(), strict=True):
-            out[i] = number
-    return out
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    read = {
+        device: iter(torch.stack([tensor for tensor in tensors if tensor.device == device]).tolist())
+        for device in {tensor.device for tensor in tensors}
+    }
+    return [next(read[value.device]) if isinstance(value, Tensor) else value for value in values]

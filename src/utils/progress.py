@@ -7,8 +7,7 @@ import errno
 import logging
 import sys
 import threading
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -77,25 +76,12 @@ class Progress:
         """Set the position to `at`, at most the total. total: a new estimate of the end."""
         self._at = at
         if not self._bar.disable:
-            self._bar.total = self._bar.total if total is None else total
+            self._bar.total = total or self._bar.total
             self._bar.update(max(0, min(at, self._bar.total) - self._bar.n))
-
-    def note(self, **values: float) -> None:
-        """Show values after the bar."""
-        if not self._bar.disable:
-            self._bar.set_postfix({name: f"{value:.3g}" for name, value in values.items()}, refresh=False)
 
     def close(self) -> None:
         """Remove the bar. May be called twice."""
         self._bar.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _show(text: str, stream: TextIO) -> None:

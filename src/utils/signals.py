@@ -63,7 +63,7 @@ class _Received:
 
     Attributes:
         error: raised instead of `Stopped`, if set. cause: sender of the signal, if known.
-        number, at: first signal and its time. held: within `unhurried`. seconds: given by `deferred`, 0 outside.
+        number, at: first signal and its time. held: within `uninterrupted`. seconds: given by `deferred`, 0 outside.
         late: `seconds` have passed while signals were held.
     """
 
@@ -169,7 +169,7 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def unhurried() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Delay a first signal until the end of the block; a second one seconds later raises at once."""
     already = stop_requested()
     _received.held = True

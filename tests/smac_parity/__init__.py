@@ -1,26 +1,25 @@
-"""Recordings of SMAC's results in recorded battles, and the command that records them.
+"""Recordings of what SMAC returns in recorded battles.
 
 `data/<group>.npz` holds a tape (`sc2_stand_in.tape`: what the units did), the actions that led to it, and what SMAC
 returned in each case (a set of `env_args`): digests of observations, state, mask and visibility matrix at every moment,
 rewards and ends of every step, and whole observations and states at a few moments, to look at when a digest differs;
-`facts` are what SMAC says of itself: `get_env_info`, `get_stats`, all getters of sizes, the shapes of `get_state_dict`.
+`facts` are SMAC's `get_env_info`, `get_stats`, all getters of sizes, and the shapes of `get_state_dict`.
 
-    python tests/smac_parity/record.py --smac PATH       # PATH: a checkout of github.com/oxwhirl/smac
+    python benchmarks/record_smac.py --smac PATH       # PATH: a checkout of github.com/oxwhirl/smac
 
 records them again, and with `--smacv2 PATH` (github.com/oxwhirl/smacv2) in its place those of SMACv2, named `v2-*`; no
 game is needed. With `--check` the command compares instead of writing.
 
-SMACv2 looks at its agents in a random order, and what an agent sees depends on it: whoever is looked at and sees an
-enemy marks it as seen for all; an enemy without that mark (or a dead one that nobody is near) hides all enemies before
-it. Its groups also hold these orders (`order_at_reset` [K, n], the look that its `reset` takes; `order` [F, n], the
-looks at every moment), its `env_args` (`args`), and teams and start positions of the battles (`resets`).
+SMACv2's agents observe in a random order, and what an agent sees depends on it: the first observing agent with an enemy
+in sight marks it as seen for all; an enemy without that mark (or a dead one out of sight) hides all enemies before it.
+Its groups also hold these orders (`order_at_reset` [K, n], of the observation by its `reset`; `order` [F, n], of the
+observations at every moment), its `env_args` (`args`), and teams and start positions of the battles (`resets`).
 """
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,8 @@ class Group:
     """Battles on one map that several cases share.
 
     Attributes:
-        name: of the file. map_name: the map. battles: how the agents play, battle by battle: (policy, most steps).
-        args: what decides the orders too. cases: sets of further `env_args`.
+        name: of the file. map_name: the map. battles: (policy of the agents, most steps) of each battle.
+        args: `env_args` of all cases, which affect the orders too. cases: further `env_args` of each case.
         rough: whether the ground is full of holes. lingers: whether units that died are listed for one more step.
     """
 
@@ -82,6 +81,11 @@ class Group:
     cases: tuple[dict[str, Any], ...] = ({},)
     rough: bool = False
     lingers: bool = False
+
+    @property
+    def second(self) -> bool:
+        """Whether SMACv2 played the battles."""
+        return self.name.startswith("v2-")
 
 
 def _groups() -> Iterator[Group]:
@@ -107,34 +111,26 @@ def _groups() -> Iterator[Group]:
         yield Group(f"{name}-heuristic-rest", name, (("idle", 1000),), {"heuristic_ai": True, "heuristic_rest": True})
 
 
+V2_FLAGS: dict[str, dict[str, Any]] = {
+    "terran": {},
+    "protoss": {},
+    "zerg": {},
+    "terran-conic": {"conic_fov": True},
+    "zerg-conic": {"conic_fov": True},
+    "protoss-10_vs_11": {"n_units": 10, "n_enemies": 11},
+    "terran-smac-ranges": {"use_unit_ranges": False, "obs_own_pos": False, "obs_last_action": True},
+    "terran-6_vs_4-conic-around": {
+        "n_units": 6, "n_enemies": 4, "conic_fov": True, "num_fov_actions": 6, "obs_pathing_grid": True,
+        "obs_terrain_height": True, "obs_timestep_number": True, "state_timestep_number": True,
+    },
+    "protoss-untold": {"prob_obs_enemy": 0.0, "action_mask": False, "reward_only_positive": False},
+    "terran-conic-heuristic-rest": {"conic_fov": True, "heuristic_ai": True, "heuristic_rest": True},
+    "zerg-all-seen": {"fully_observable": True, "obs_all_health": False, "reward_sparse": True},
+}  # fmt: skip
 V2_BATTLES = (("scripted", 1000), ("random", 40), ("scripted", 60))
-V2_GROUPS: dict[str, Group] = {
-    f"v2-{name}": Group(f"v2-{name}", f"10gen_{name.partition('-')[0]}", V2_BATTLES, args)
-    for name, args in {
-        "terran": {},
-        "protoss": {},
-        "zerg": {},
-        "terran-conic": {"conic_fov": True},
-        "zerg-conic": {"conic_fov": True},
-        "protoss-10_vs_11": {"n_units": 10, "n_enemies": 11},
-        "terran-smac-ranges": {"use_unit_ranges": False, "obs_own_pos": False, "obs_last_action": True},
-        "terran-6_vs_4-conic-around": {
-            "n_units": 6,
-            "n_enemies": 4,
-            "conic_fov": True,
-            "num_fov_actions": 6,
-            "obs_pathing_grid": True,
-            "obs_terrain_height": True,
-            "obs_timestep_number": True,
-            "state_timestep_number": True,
-        },
-        "protoss-untold": {"prob_obs_enemy": 0.0, "action_mask": False, "reward_only_positive": False},
-        "terran-conic-heuristic-rest": {"conic_fov": True, "heuristic_ai": True, "heuristic_rest": True},
-        "zerg-all-seen": {"fully_observable": True, "obs_all_health": False, "reward_sparse": True},
-    }.items()
-}
-
 GROUPS: dict[str, Group] = {group.name: group for group in _groups()}
+for _name, _flags in V2_FLAGS.items():
+    GROUPS[f"v2-{_name}"] = Group(f"v2-{_name}", f"10gen_{_name.partition('-')[0]}", V2_BATTLES, _flags)
 
 
 def digest(values: np.ndarray) -> int:
@@ -158,43 +154,53 @@ class Log:
     kept: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def see(self, obs: np.ndarray, state: np.ndarray, avail: np.ndarray, visible: np.ndarray, keep: bool) -> None:
-        """Note what a moment shows."""
-        if keep:
-            self.kept.append((len(self.digests), np.array(obs, np.float32), np.array(state, np.float32)))
-        self.digests.append((digest(obs), digest(state), digest(avail), digest(visible)))
+    def see(self, env: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Add what `env` shows; return observations and state."""
+        obs, state = np.array(env.get_obs(), np.float32), np.array(env.get_state(), np.float32)
+        rest = env.get_avail_actions(), env.get_visibility_matrix()
+        self.digests.append((digest(obs), digest(state), *map(digest, rest)))
+        return obs, state
 
-    def note(self, reward: float, terminated: bool, info: dict[str, Any]) -> None:
-        """Note what a step brought."""
-        self.rewards.append(reward)
-        self.outcomes.append([int(terminated), *(int(info.get(name, -1)) for name in INFO)])
+    def keep(self, seen: list[tuple[np.ndarray, np.ndarray]], group: Group, case: int) -> None:
+        """Keep some of the observations and states of the battle that has just ended."""
+        start, middle, last = len(self.digests) - len(seen), (len(seen) - 1) // 2, len(seen) - 1
+        moments = sorted({0, middle, last} if case == 0 else {middle})
+        if group.second:
+            moments = [moment for moment in range(len(seen)) if (start + moment) % 10 == 0]
+        self.kept += [(start + moment, *seen[moment]) for moment in moments]
+
+
+def play(
+    env: Any, group: Group, case: int, battles: Iterable[Iterable[Any]], reset: Callable[[int], Any]
+) -> tuple[Log, list[np.ndarray]]:
+    """Play battles of a group in an environment with SMAC's methods.
+
+    Args:
+        case: number of the case. battles: the actions of each step of each battle. reset: starts a battle by number.
+
+    Returns the log, and the actions of each battle up to its end.
+    """
+    log, played = Log(), []
+    for number, actions in enumerate(battles):
+        reset(number)
+        seen, chosen = [log.see(env)], []
+        for row in actions:
+            chosen.append(list(row))
+            reward, over, info = env.step(list(row))  # SMAC's script overwrites its argument
+            log.rewards.append(reward)
+            log.outcomes.append([int(over), *(int(info.get(name, -1)) for name in INFO)])
+            seen.append(log.see(env))
+            if over:
+                break
+        log.keep(seen, group, case)
+        played.append(np.array(chosen, np.uint8))
+    log.facts = interface_facts(env)
+    return log, played
 
 
 def interface_facts(env: Any) -> dict[str, Any]:
-    """Return what an environment with SMAC's methods says of itself; call it after a `reset`."""
+    """Return sizes, names and counters of an environment with SMAC's methods; call it after a `reset`."""
     getters = [*GETTERS, *(V2_GETTERS if "cap_shape" in env.get_env_info() else ())]
     shapes = {name: list(np.shape(values)) for name, values in env.get_state_dict().items()}
     sizes = {name: np.ravel(getattr(env, name)()).tolist() for name in getters}
     return {"info": env.get_env_info(), "stats": env.get_stats(), "sizes": sizes, "state_dict": shapes}
-
-
-def pack(logs: list[Log]) -> dict[str, np.ndarray]:
-    """Return the logs of a group's cases as arrays: those of one shape stacked, what was kept by the case's number."""
-    arrays = {
-        "digests": np.array([log.digests for log in logs], np.uint32),
-        "rewards": np.array([log.rewards for log in logs], np.float32),
-        "outcomes": np.array([log.outcomes for log in logs], np.int8),
-        "facts": np.array([json.dumps(log.facts) for log in logs]),
-    }
-    for number, log in enumerate(logs):
-        if number and log.digests == logs[0].digests:
-            continue  # nothing else to see than in the first case
-        moments, obs, states = zip(*log.kept, strict=True)
-        arrays[f"moments_{number}"] = np.array(moments, np.int32)
-        arrays[f"obs_{number}"], arrays[f"states_{number}"] = np.stack(obs), np.stack(states)
-    return arrays
-
-
-def moments_to_keep(steps: int, first_case: bool) -> set[int]:
-    """Return at which moments of a battle of so many steps everything is stored."""
-    return {0, steps // 2, steps} if first_case else {steps // 2}

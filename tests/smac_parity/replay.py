@@ -1,25 +1,27 @@
-"""Replays recorded battles through the semantics, and compares the results with those of SMAC."""
+"""Our environments on recorded battles, and the comparison of their results with SMAC's."""
 
 from __future__ import annotations
 
 import json
 
 import numpy as np
-from sc2_stand_in.tape import DYNAMIC, Tape
+import pytest
+from sc2_stand_in.tape import DYNAMIC, REQUESTS, Tape
 from sc2_stand_in.world import V2_TYPE_IDS
 
-from omagd.envs.battle.args import BattleArgs, SmacV2Args, v2_map
+from omagd.envs.battle.args import SmacArgs, SmacV2Args, v2_map
+from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
-from smac_parity import DATA, GROUPS, INFO, V2_GROUPS, Log, moments_to_keep
+from omagd.envs.smac import SmacInterface, SmacV2Interface
+from smac_parity import DATA, GROUPS, INFO, SEED, play
 
-ON = np.ones(1, bool)
 SCRIPTED = ("heuristic_ai", "heuristic_rest")  # here the environment itself plays, not the semantics' orders
 CASES = [(name, number) for name, group in GROUPS.items() for number in range(len(group.cases))]
 PLAIN = [(name, number) for name, number in CASES if not set(GROUPS[name].args) & set(SCRIPTED)]
-V2_PLAIN = [name for name, group in V2_GROUPS.items() if not set(group.args) & set(SCRIPTED)]
 
 
 def stored(name):
@@ -31,15 +33,17 @@ def battles(arrays):
     return np.split(arrays["actions"], np.cumsum(arrays["steps"])[:-1])
 
 
-def v2_facts(name):
-    """Return `env_args` and line-ups of a group of SMACv2."""
-    arrays = stored(name)
-    args = json.loads(str(arrays["args"]))
+def args_of(name, number=0):
+    """Return the checked `env_args` of a case."""
+    group = GROUPS[name]
+    if not group.second:
+        return SmacArgs(map_name=group.map_name, seed=SEED, **group.args, **group.cases[number])
+    args = json.loads(str(stored(name)["args"]))
     config = args["capability_config"]
     for part in ("team_gen", "start_positions"):  # SMACv2 itself writes more into it
         config[part] = {key: value for key, value in config[part].items() if key not in ("env_key", "n_units")}
     del config["team_gen"]["n_enemies"]
-    return args, json.loads(str(arrays["resets"]))
+    return SmacV2Args(**args)
 
 
 class SortedTape(Tape):
@@ -47,7 +51,7 @@ class SortedTape(Tape):
 
     def __init__(self, name, n_agents):
         super().__init__(DATA / f"{name}.npz", n_agents)
-        self._teams = [lineup["team_gen"] for lineup in v2_facts(name)[1]]
+        self._teams = [lineup["team_gen"] for lineup in json.loads(str(stored(name)["resets"]))]
         self._column = np.arange(self.units.x.shape[1])
 
     def reset(self, which, seeds):
@@ -75,62 +79,32 @@ class SortedTape(Tape):
         super().advance(order[:, mine], self._column[target[:, mine]], dest[:, mine], active)
 
 
-class Semantics:
-    """The shared semantics on a tape, as a single environment."""
+class TapeBattle(SkirmishEnv):
+    """`skirmish` with a tape in place of the simulator."""
 
     def __init__(self, name, args):
-        names = [unit.name for unit in UNITS]
-        if name in GROUPS:
-            spec, lingers = get_map(GROUPS[name].map_name), GROUPS[name].lingers
-            self._tape = Tape(DATA / f"{name}.npz", spec.n_agents, spec.unit_ids(), lingers)
-            self._semantics = BattleSemantics(spec, BattleArgs(map_name=spec.name, **args), self._tape, names)
-        else:
-            spec = v2_map(SmacV2Args(**args))
-            self._tape = SortedTape(name, spec.n_agents)
-            self._semantics = V2Semantics(spec, SmacV2Args(**args), self._tape, names)
-        self._spec, self.units, self.layout = spec, self._tape.units, self._semantics.layout
-
-    def reset(self):
-        self._tape.reset(ON, np.zeros(1))
-        self._semantics.begin(ON)
-
-    def look(self):
-        seen = self._semantics.observe(full=True)
-        return seen.obs[0], seen.state[0], seen.avail_actions[0], self._semantics.visibility()[0], seen.full_obs[0]
-
-    def step(self, actions):
-        order, target, dest = self._semantics.orders(actions[None].astype(np.int64), ON)
-        self._tape.advance(order, target, dest, ON)
-        result = self._semantics.finish_step(ON)
-        info = {name: int(values[0]) for name, values in result.info.items()}
-        return float(result.reward[0]), bool(result.terminated[0]), info
-
-    def facts(self):
-        semantics = self._semantics
-        sizes = {"n_actions": semantics.n_actions, "obs_shape": semantics.obs_dim, "state_shape": semantics.state_dim}
-        return {**sizes, "n_agents": self._spec.n_agents, "episode_limit": self._spec.limit}
-
-    def stats(self):
-        return self._semantics.stats()
+        group, self.args, self.n_slots, self._seed = GROUPS[name], args, 1, None
+        self.spec = v2_map(args) if group.second else get_map(group.map_name)
+        self.info = battle_info("tape", self.spec, args)
+        rules, n, unit_names = (
+            V2Semantics if group.second else BattleSemantics,
+            self.spec.n_agents,
+            [u.name for u in UNITS],
+        )
+        tape = (DATA / f"{name}.npz", n, self.spec.unit_ids(), group.lingers)
+        self._simulator = SortedTape(name, n) if group.second else Tape(*tape)
+        self._semantics = rules(self.spec, args, self._simulator, unit_names)
 
 
-def replay(env, arrays, first_case):
-    """Return what `env` returns over the battles of a group."""
-    log = Log()
-    for actions in battles(arrays):
-        env.reset()
-        for moment in range(len(actions) + 1):
-            keep = moment in moments_to_keep(len(actions), first_case)
-            if "order" in arrays:  # of SMACv2
-                keep = len(log.digests) % 10 == 0
-            log.see(*env.look()[:4], keep)
-            if moment < len(actions):
-                log.note(*env.step(actions[moment]))
-    return log
+def tape_env(name, args):
+    """Return the shared semantics on the tape of a group, with SMAC's methods."""
+    return (SmacV2Interface if GROUPS[name].second else SmacInterface)(TapeBattle(name, args))
 
 
-def compare(log, arrays, number, continuing):
-    """Demand that `log` is what SMAC returned in case `number`."""
+def replay(env, name, number):
+    """Play the battles of a group; demand that all results are those of SMAC in case `number`."""
+    arrays, args = stored(name), args_of(name, number)
+    log, _ = play(env, GROUPS[name], number, battles(arrays), lambda battle: env.reset(seed=SEED))
     kept = log.kept if f"moments_{number}" in arrays else []
     for at, (moment, obs, state) in enumerate(kept):
         assert moment == arrays[f"moments_{number}"][at]
@@ -142,9 +116,42 @@ def compare(log, arrays, number, continuing):
     np.testing.assert_array_equal(np.array(log.rewards, np.float32), arrays["rewards"][number])
     ours, theirs = np.array(log.outcomes, np.int8), arrays["outcomes"][number].copy()
     limit = 1 + INFO.index("episode_limit")
-    if continuing:  # else SMAC does not say that it was the limit
+    if args.continuing_episode:  # otherwise SMAC does not report whether it was the limit
         theirs[:, limit] = np.maximum(theirs[:, limit], 0)
         np.testing.assert_array_equal(ours, theirs)
     else:
         assert (theirs[:, limit] == -1).all()
         np.testing.assert_array_equal(ours[:, :limit], theirs[:, :limit])
+    compare_facts(log.facts, json.loads(str(arrays["facts"][number])), args, GROUPS[name].second)
+
+
+def compare_facts(ours, theirs, args, second):
+    """Demand SMAC's sizes, names and counters."""
+    if args.obs_timestep_number and not second:  # SMAC's observations are one longer than it says (docs/sc2.md)
+        info, sizes = ours["info"], ours["sizes"]
+        more_state = theirs["info"]["n_agents"] * args.obs_instead_of_state
+        for key, more in (("obs_shape", 1), ("state_shape", more_state)):
+            info[key] -= more
+        for key, more in (("get_obs_size", 1), ("get_obs_own_feats_size", 1), ("get_state_size", more_state)):
+            sizes[key][0] -= more
+    for part in ("info", "sizes", "state_dict"):
+        assert {key: ours[part][key] for key in theirs[part]} == theirs[part], part
+    assert {key: ours["stats"][key] for key in theirs["stats"]} == pytest.approx(theirs["stats"])
+
+
+READS = ("observation", "data")  # change nothing in the game, and SMACv2 asks for them more often
+
+
+def compare_requests(path, name):
+    """Demand that a tape of ours holds SMAC's requests outside of battles, and no orders for dead units.
+
+    SMAC's own script (`heuristic_ai`) gives orders to dead units, which the game ignores; ours leaves them out.
+    """
+    arrays, group = stored(name), GROUPS[name]
+    with np.load(path) as tape:
+        ours, dead = tape["requests"], tape["dead_orders"]
+    left_out = [REQUESTS.index(read) for read in READS] if group.second else []
+    kept = [rows[~np.isin(rows[:, 1], left_out)].tolist() for rows in (ours, arrays["requests"])]
+    assert kept[0] == kept[1]
+    assert not dead.any()
+    assert arrays["dead_orders"].any() == bool(group.args.get("heuristic_ai"))

@@ -1,4 +1,4 @@
-"""Battles: SMAC's rules, and the embedded simulator.
+"""Battles: SMAC's rules, and the built-in simulator.
 
 SMAC's rules, for any back-end (`backend`): `semantics` (one step), `actions` (masks and orders), `features`
 (observations and state), `reward`, `v2_semantics` (SMACv2). Simulator: `simulator` (one step), `combat`, `physics`,

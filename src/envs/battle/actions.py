@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from omagd.envs.battle.args import N_NORMAL_ACTIONS, BattleArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
+from omagd.envs.battle.maps import HEALING, MapSpec
 
-N_NORMAL_ACTIONS = 6
 STOP, NORTH, SOUTH, EAST, WEST = 1, 2, 3, 4, 5
 SHOOT_RANGE = 6.0
 
@@ -68,11 +69,7 @@ class GridLookup:
         self._tops = {ndim: top.reshape(2, *[1] * (ndim - 1)) for ndim in (1, 2, 3, 4)}
         self._flat = np.ascontiguousarray(np.pad(grid, 1, constant_values=outside)).reshape(-1)
 
-    def read(self, ix: np.ndarray, iy: np.ndarray) -> np.ndarray:
-        """Return the values at the cells (ix, iy), arrays of int64 of one shape."""
-        return self.read_pair(np.stack((ix, iy)))
-
-    def read_pair(self, cells: np.ndarray) -> np.ndarray:
+    def read(self, cells: np.ndarray) -> np.ndarray:
         """Return the values at `cells` [2, ...] int64, which is overwritten."""
         cells += 1
         beyond = cells.view(np.uint64)  # negative numbers become huge ones: one comparison finds both kinds of outside
@@ -87,30 +84,21 @@ class ActionRules:
     """Action masks of one map, and the translation of actions into orders.
 
     Args:
-        n_slots, n_agents, n_enemies: sizes. terrain: for the move masks. move_amount: cells.
-        heals: whether this map's medivacs heal (map types MMM and terran_gen).
-        n_turns: number of SMACv2's actions that turn the view, between the moves and the attacks.
+        n_slots: B. spec: the map. args: SMAC's flags. terrain: for the move masks.
     """
 
-    def __init__(
-        self,
-        n_slots: int,
-        n_agents: int,
-        n_enemies: int,
-        terrain: Terrain,
-        move_amount: float,
-        heals: bool,
-        n_turns: int = 0,
-    ) -> None:
-        self._n, self._m, self._heals, self._first = n_agents, n_enemies, heals, N_NORMAL_ACTIONS + n_turns
+    def __init__(self, n_slots: int, spec: MapSpec, args: BattleArgs, terrain: Terrain) -> None:
+        self._n, self._m, self._heals = spec.n_agents, spec.n_enemies, spec.map_type in HEALING
+        n_agents, variant, move_amount = spec.n_agents, args.variant, args.move_amount
+        self._first = first = variant.n_normal_actions
         self._pathing = GridLookup(terrain.pathing, False)
         self._probe = (np.stack((MOVE_X, MOVE_Y)) * move_amount / 2)[:, :, None, None]
-        first, n_actions = self._first, self._first + (max(n_agents, n_enemies) if heals else n_enemies)
+        n_actions = variant.n_actions(spec)
         self._step_x, self._step_y = np.zeros(n_actions), np.zeros(n_actions)  # SMAC adds in double precision
         self._step_x[NORTH : WEST + 1] = MOVE_X * move_amount
         self._step_y[NORTH : WEST + 1] = MOVE_Y * move_amount
         self._order = np.full(n_actions, int(Order.ATTACK), np.int64)
-        self._order[:first] = [Order.NONE, Order.STOP, *([Order.MOVE] * 4), *([Order.NONE] * n_turns)]
+        self._order[:first] = [Order.NONE, Order.STOP, *([Order.MOVE] * 4), *([Order.NONE] * variant.n_turns)]
         self._target = np.maximum(np.arange(n_actions) - first, 0)
         self._target[first:] += n_agents
         self._dest = np.zeros((n_slots, n_agents, 2), np.float32)
@@ -162,7 +150,7 @@ class ActionRules:
         As SMAC's `can_move`, which tests `move_amount / 2` ahead and truncates to integers.
         """
         ahead = geometry.xy[:, None, :, : self._n] + self._probe
-        return self._pathing.read_pair(ahead.astype(np.int64))
+        return self._pathing.read(ahead.astype(np.int64))
 
     def orders(
         self, actions: np.ndarray, units: Units, medivac: np.ndarray

@@ -7,9 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from omagd.envs.battle.actions import N_NORMAL_ACTIONS
 from omagd.envs.battle.maps import HEALING, TYPE_ORDER, MapSpec
 from omagd.utils.errors import UserError, unknown_name
+
+N_NORMAL_ACTIONS = 6  # SMAC's actions without a target
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ class Variant:
 SMAC = Variant()
 
 
-class BattleArgs(BaseModel):
+class _Args(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class BattleArgs(_Args):
     """Arguments of all battle environments: SMAC's keys, `continuing_episode` and `reward_shield_fix`.
 
     Attributes:
@@ -65,8 +70,6 @@ class BattleArgs(BaseModel):
         reward_sparse: only 1 for a win and -1 for a defeat (scaled, too).
         reward_shield_fix: regenerating enemy shields give no reward; off: a positive one, as in SMAC.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     map_name: str = "3m"
     continuing_episode: bool = False
@@ -89,6 +92,11 @@ class BattleArgs(BaseModel):
     reward_win: float = Field(default=200, ge=0)
     state_last_action: bool = True
     state_timestep_number: bool = False
+
+    @property
+    def variant(self) -> Variant:
+        """Differences from SMAC; here none."""
+        return SMAC
 
 
 class SkirmishArgs(BattleArgs):
@@ -134,11 +142,7 @@ RACES = {"10gen_terran": "T", "10gen_protoss": "P", "10gen_zerg": "Z"}
 FIELD = "32x32_flat"  # the game's file of all these maps
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class TeamArgs(_Part):
+class TeamArgs(_Args):
     """`capability_config.team_gen`: distribution of teams.
 
     Attributes:
@@ -163,7 +167,7 @@ class TeamArgs(_Part):
         return self
 
 
-class StartArgs(_Part):
+class StartArgs(_Args):
     """`capability_config.start_positions`: distribution of start positions.
 
     Attributes:
@@ -181,7 +185,7 @@ class StartArgs(_Part):
     n_enemies: int | None = Field(default=None, ge=1)
 
 
-class CapabilityArgs(_Part):
+class CapabilityArgs(_Args):
     """`capability_config`: distributions from which each battle is drawn.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Interface between SMAC's semantics and the back-end that simulates the battle: the embedded simulator or the game.
+"""Interface between SMAC's semantics and the back-end that simulates the battle: the built-in simulator or the game.
 
 Shapes: B slots, U = n allies + m enemies. Allies come first, sorted by (unit type, x, y) at the start of the episode
 (`init_units` in oxwhirl/smac, starcraft2.py), then enemies in the game's order. Positions and distances are in map

@@ -1,4 +1,4 @@
-"""Combat of the embedded simulator: targets, shots, splash, explosions, healing, regeneration.
+"""Combat of the built-in simulator: targets, shots, splash, explosions, healing, regeneration.
 
 Damage within a substep is simultaneous. Arrays are [U, B], units first.
 """
@@ -88,7 +88,7 @@ Hits = tuple[np.ndarray, np.ndarray, np.ndarray]  # attackers, targets, slots: o
 
 def shoot(roster: Roster, battle: Battle, in_reach: np.ndarray) -> None:
     """Fire every ready weapon whose target is in reach ([U, B] bool), and apply damage, splash and explosions."""
-    ready = in_reach & (battle.timer <= 0) & roster.armed & (battle.order != Order.MOVE) & (battle.alive > 0)
+    ready = in_reach & (battle.timer <= 0) & roster.armed & (battle.alive > 0)
     fired = np.flatnonzero(ready)
     if fired.size == 0:
         return
@@ -176,7 +176,7 @@ def heal(roster: Roster, battle: Battle, in_reach: np.ndarray, loops: int) -> No
     for healer in roster.healers:
         patient = np.maximum(battle.target[healer], 0)
         missing = roster.health_max[patient, 0] - battle.health[patient, battle.slots]
-        able = in_reach[healer] & (battle.order[healer] != Order.MOVE) & (battle.alive[healer] > 0)
+        able = in_reach[healer] & (battle.alive[healer] > 0)
         able &= battle.health[patient, battle.slots] > 0  # a unit killed in this substep stays dead
         affordable = battle.energy[healer] / roster.heal_cost[healer]
         amount = np.minimum(np.minimum(missing, affordable), roster.heal[healer] * np.float32(loops)) * able

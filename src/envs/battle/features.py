@@ -1,43 +1,41 @@
 """SMAC's observations and state: sizes, layout, and the code that fills them.
 
 Source: oxwhirl/smac, starcraft2.py, `get_obs_agent` and `get_state`. Every number that may appear is computed once into
-one row per battle (`Pool`); hidden ones are zeroed by a bit mask, and observations and state are gathered by index. So
-a hidden entry is exactly zero, and a visible one is bit-equal in `obs` and `full_obs`.
+one row per battle; hidden ones are zeroed by a bit mask, and observations and state are gathered by index. So a hidden
+entry is exactly zero, and a visible one is bit-equal in `obs` and `full_obs`.
 Shapes: B slots, n agents, m enemies, U = n + m units, A actions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.battle.actions import NORTH, WEST, Geometry, GridLookup
-from omagd.envs.battle.args import SMAC, BattleArgs, Variant
+from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.maps import HEALING, MapSpec
 
 SIGHT_RANGE = 9.0
-N_MOVES = WEST - NORTH + 1
-N_PATHING, N_HEIGHT = 8, 9
+N_MOVES, N_PATHING, N_HEIGHT = WEST - NORTH + 1, 8, 9
 _TINY = np.float32(1e-6)
 
 # Cells around a unit at which pathing and height are read, in units of `move_amount`; the last is its own cell
 # (`get_surrounding_points`).
-AROUND_X = np.array([0, 0, 2, -2, 1, -1, 1, -1, 0])
-AROUND_Y = np.array([2, -2, 0, 0, 1, -1, -1, 1, 0])
+AROUND = np.array([[0, 0, 2, -2, 1, -1, 1, -1, 0], [2, -2, 0, 0, 1, -1, -1, 1, 0]])
 
 
-def entity_layout(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> EntityLayout:
+def entity_layout(spec: MapSpec, args: BattleArgs) -> EntityLayout:
     """Return the layout of an observation.
 
     With `obs_timestep_number`, SMAC's `get_obs_own_feats_size` counts one feature, and `get_obs_agent` appends another
     one to that block: the vector is longer by one than SMAC's `get_obs_size`. This layout describes the vector, so
     `own_dim` grows by two. SMACv2 fixed that: there it grows by one.
     """
-    ally_shield, enemy_shield = int(spec.a_race == "P"), int(spec.b_race == "P")
+    variant, ally_shield, enemy_shield = args.variant, int(spec.a_race == "P"), int(spec.b_race == "P")
     health, bits = int(args.obs_all_health), spec.unit_type_bits
     own_health = int(args.obs_own_health or args.obs_all_health)
     return EntityLayout(
@@ -54,38 +52,31 @@ def entity_layout(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> E
     )
 
 
-def state_unit_dims(spec: MapSpec, variant: Variant = SMAC) -> tuple[int, int]:
+def state_unit_dims(spec: MapSpec, args: BattleArgs) -> tuple[int, int]:
     """Return the number of features of an ally and of an enemy in the state."""
-    ally = 4 + (spec.a_race == "P") + 2 * variant.direction + spec.unit_type_bits
+    ally = 4 + (spec.a_race == "P") + 2 * args.variant.direction + spec.unit_type_bits
     return ally, 3 + (spec.b_race == "P") + spec.unit_type_bits
 
 
-def state_component(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> list[int]:
+def state_component(spec: MapSpec, args: BattleArgs) -> list[int]:
     """Return the lengths of the state's parts: allies, enemies, last actions, elapsed time; or of all observations."""
     if args.obs_instead_of_state:
-        return [entity_layout(spec, args, variant).obs_dim] * spec.n_agents
-    ally, enemy = state_unit_dims(spec, variant)
+        return [entity_layout(spec, args).obs_dim] * spec.n_agents
+    ally, enemy = state_unit_dims(spec, args)
     parts = [spec.n_agents * ally, spec.n_enemies * enemy]
-    parts += [spec.n_agents * variant.n_actions(spec)] * args.state_last_action
+    parts += [spec.n_agents * args.variant.n_actions(spec)] * args.state_last_action
     return parts + [1] * args.state_timestep_number
 
 
-def state_dim(spec: MapSpec, args: BattleArgs, variant: Variant = SMAC) -> int:
-    """Return the length of the state."""
-    return sum(state_component(spec, args, variant))
-
-
-def battle_info(
-    name: str, spec: MapSpec, args: BattleArgs, variant: Variant = SMAC, scripted_policies: tuple[str, ...] = ()
-) -> EnvInfo:
+def battle_info(name: str, spec: MapSpec, args: BattleArgs, scripted_policies: tuple[str, ...] = ()) -> EnvInfo:
     """Return the sizes of environment `name` on a map."""
-    layout = entity_layout(spec, args, variant)
-    ally, enemy = state_unit_dims(spec, variant)
+    variant, layout, state_dim = args.variant, entity_layout(spec, args), sum(state_component(spec, args))
+    ally, enemy = state_unit_dims(spec, args)
     last = variant.n_actions(spec) * args.state_last_action
     units = None if args.obs_instead_of_state else StateLayout(spec.n_agents, ally, spec.n_enemies, enemy, last)
     return EnvInfo(
-        name, spec.name, spec.n_agents, variant.n_actions(spec), layout.obs_dim, state_dim(spec, args, variant),
-        spec.limit, n_normal_actions=variant.n_normal_actions, layout=layout, scripted_policies=scripted_policies,
+        name, spec.name, spec.n_agents, variant.n_actions(spec), layout.obs_dim, state_dim, spec.limit,
+        n_normal_actions=variant.n_normal_actions, layout=layout, scripted_policies=scripted_policies,
         state_layout=units,
     )  # fmt: skip
 
@@ -101,9 +92,11 @@ DEFAULT_MAX_COOLDOWN = 15.0
 ENEMY_TYPES: dict[str, tuple[str, ...]] = {"stalkers_and_zealots": ("zealot", "stalker")}
 
 
-@dataclass(frozen=True)
 class UnitTables:
     """Tables over type ids; the last row belongs to id -1 (unused column).
+
+    Args:
+        names: unit types in the order of their ids. spec: the map.
 
     Attributes:
         ally_onehot, enemy_onehot: [T + 1, unit_type_bits] float32.
@@ -111,25 +104,13 @@ class UnitTables:
         medivac: [T + 1] bool.
     """
 
-    ally_onehot: np.ndarray
-    enemy_onehot: np.ndarray
-    max_cooldown: np.ndarray
-    medivac: np.ndarray
-
-    @classmethod
-    def build(cls, names: Sequence[str], spec: MapSpec) -> UnitTables:
-        """Return the tables for the unit types `names` (in the order of their ids) on the map `spec`."""
-        size = len(names) + 1
-        cooldown = np.full(size, DEFAULT_MAX_COOLDOWN, np.float32)
-        cooldown[:-1] = [MAX_COOLDOWN.get(name, DEFAULT_MAX_COOLDOWN) for name in names]
-        medivac = np.zeros(size, bool)
-        medivac[:-1] = [name == "medivac" for name in names]
-        return cls(
-            ally_onehot=_onehot(names, spec.ally_types, spec.unit_type_bits),
-            enemy_onehot=_onehot(names, ENEMY_TYPES.get(spec.map_type, spec.ally_types), spec.unit_type_bits),
-            max_cooldown=cooldown,
-            medivac=medivac,
-        )
+    def __init__(self, names: Sequence[str], spec: MapSpec) -> None:
+        self.ally_onehot = _onehot(names, spec.ally_types, spec.unit_type_bits)
+        enemy_types = ENEMY_TYPES.get(spec.map_type, spec.ally_types)
+        self.enemy_onehot = _onehot(names, enemy_types, spec.unit_type_bits)
+        cooldowns = [MAX_COOLDOWN.get(name, DEFAULT_MAX_COOLDOWN) for name in (*names, "")]
+        self.max_cooldown = np.array(cooldowns, np.float32)
+        self.medivac = np.array([name == "medivac" for name in (*names, "")])
 
 
 def _onehot(names: Sequence[str], order: Sequence[str], bits: int) -> np.ndarray:
@@ -140,50 +121,26 @@ def _onehot(names: Sequence[str], order: Sequence[str], bits: int) -> np.ndarray
     return table
 
 
-class Pool:
-    """Named parts of one array [B, L].
-
-    Args:
-        n_slots: B. shapes: name -> shape of that part for one battle.
-
-    Attributes:
-        row: [B, L] float32, initially zero. part: name -> view [B, *shape]. at: name -> [*shape] int64, indices into a
-            row.
-    """
-
-    def __init__(self, n_slots: int, shapes: dict[str, tuple[int, ...]]) -> None:
-        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-        self.row = np.zeros((n_slots, sum(sizes.values())), np.float32)
-        self.part: dict[str, np.ndarray] = {}
-        self.at: dict[str, np.ndarray] = {}
-        start = 0
-        for name, shape in shapes.items():
-            end = start + sizes[name]
-            self.part[name] = self.row[:, start:end].reshape(n_slots, *shape)
-            self.at[name] = np.arange(start, end).reshape(shape)
-            start = end
+def named_parts(row: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return views of consecutive parts of `row` [..., L] by name, each [..., *shape]."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+    parts = zip(shapes.items(), np.split(row, ends[:-1], axis=-1), strict=True)
+    return {name: part.reshape(*row.shape[:-1], *shape) for (name, shape), part in parts}
 
 
 class FeatureWriter:
     """Fills observations and states of one map.
 
     Args:
-        spec: the map. args: flags. tables: unit tables. terrain: of the map. n_slots: B. variant: SMAC or SMACv2.
+        spec: the map. args: flags. tables: unit tables. terrain: of the map. n_slots: B.
 
     Attributes:
         direction: [B, n, 2] float64, unit vectors of the agents' view directions, if the variant shows them.
     """
 
-    def __init__(
-        self,
-        spec: MapSpec,
-        args: BattleArgs,
-        tables: UnitTables,
-        terrain: Terrain,
-        n_slots: int,
-        variant: Variant = SMAC,
-    ) -> None:
-        self._args, self._tables, self._limit, self._variant = args, tables, spec.limit, variant
+    def __init__(self, spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Terrain, n_slots: int) -> None:
+        variant = args.variant
+        self._args, self._tables, self._spec, self._variant = args, tables, spec, variant
         self.direction = np.zeros((n_slots, spec.n_agents, 2))
         self._n, self._m, self._total = spec.n_agents, spec.n_enemies, spec.n_agents + spec.n_enemies
         self._bits, self._heals = spec.unit_type_bits, spec.map_type in HEALING
@@ -209,19 +166,20 @@ class FeatureWriter:
             "own_place": (n, 2 * variant.own_place),
             "direction": (n, 2 * variant.direction),
         }
-        self._pool = Pool(n_slots, shapes)
+        length = sum(math.prod(shape) for shape in shapes.values())
+        self._row = np.zeros((n_slots, length), np.float32)
+        self._part, at = named_parts(self._row, shapes), named_parts(np.arange(length), shapes)
         # Views made once: a step consists of many small operations.
-        part, shared = self._pool.part, self._shared
+        part, shared = self._part, self._shared
         self._health, self._ready = self._unit[:, 0], self._unit[:, shared, :n]
         self._where, self._shared_of_units = self._unit[:, shared + 1 :].swapaxes(0, 1), self._unit[:, :shared, None]
         self._attack, self._shared_of_pairs = self._pair[:, 0, :, n:], self._pair[:, 4:]
         self._toward = self._pair[:, 1:4].swapaxes(0, 1)
         self._unit_bits, self._shown_unit = self._unit.view(np.int32), part["unit"].view(np.int32)
         self._pair_bits, self._shown_pair = self._pair.view(np.int32), part["pair"].view(np.int32)
-        self._obs_at, self._state_at = self._places_of_obs(), self._places_of_state()
+        self._obs_at, self._state_at = self._places_of_obs(at), self._places_of_state(at)
         self._grids = GridLookup(terrain.pathing.astype(np.float32), 1.0), GridLookup(terrain.height, 1.0)
-        self._around_x = (AROUND_X * args.move_amount).astype(np.int64)
-        self._around_y = (AROUND_Y * args.move_amount).astype(np.int64)
+        self._around = (AROUND * args.move_amount).astype(np.int64)[:, None, None]
         x0, y0, x1, y1 = terrain.playable
         self._centre = np.array([terrain.map_x / 2, terrain.map_y / 2])[:, None, None]
         self._extent = np.array([float(x1 - x0), float(y1 - y0)])[:, None, None]
@@ -231,9 +189,9 @@ class FeatureWriter:
         points = [0, 1] if self._shields[side] else [0]
         return [*(points if health else []), *range(self._first_bit, self._shared)]
 
-    def _places_of_obs(self) -> np.ndarray:
-        """Return [n * obs_dim], the pool index of each entry of the observations, in the order of `get_obs_agent`."""
-        args, at, n = self._args, self._pool.at, self._n
+    def _places_of_obs(self, at: dict[str, np.ndarray]) -> np.ndarray:
+        """Return [n * obs_dim], the place in the row of each observed number, in the order of `get_obs_agent`."""
+        args, n = self._args, self._n
         agents = np.arange(n)[:, None]
         enemies = np.broadcast_to(np.arange(n, self._total), (n, self._m))
         others = np.array([[j for j in range(n) if j != i] for i in range(n)], np.int64).reshape(n, n - 1)
@@ -254,9 +212,9 @@ class FeatureWriter:
             blocks.append(np.broadcast_to(time, (n, len(time))))
         return np.concatenate(blocks, axis=1).ravel()
 
-    def _places_of_state(self) -> np.ndarray:
-        """Return [state_dim], the pool index of each entry of the state, in the order of `get_state`."""
-        at, n, ready = self._pool.at, self._n, self._shared
+    def _places_of_state(self, at: dict[str, np.ndarray]) -> np.ndarray:
+        """Return [state_dim], the place in the row of each entry of the state, in the order of `get_state`."""
+        n, ready = self._n, self._shared
         blocks = []
         for side, units in enumerate((slice(0, n), slice(n, None))):
             first, *others = self._shown_of(side, True)
@@ -285,7 +243,7 @@ class FeatureWriter:
         avail: [B, n, A] bool. last_action: [B, n, A] float32. steps: [B], steps played in the episode.
         sight: cells, or [B, n, 1] cells, by which relative positions are divided.
         """
-        args, part, n, ready, unit = self._args, self._pool.part, self._n, self._shared, self._unit
+        args, part, n, ready, unit = self._args, self._part, self._n, self._shared, self._unit
         np.divide(units.health, np.maximum(units.health_max, _TINY), out=self._health)
         if self._first_bit == 2:
             np.divide(units.shield, np.maximum(units.shield_max, _TINY), out=unit[:, 1])
@@ -311,17 +269,16 @@ class FeatureWriter:
         if args.state_last_action:
             part["action"][...] = last_action
         if args.obs_timestep_number or args.state_timestep_number:
-            part["elapsed"][:, 0] = steps / self._limit
+            part["elapsed"][:, 0] = steps / self._spec.limit
 
     def _look_around(self, units: Units) -> None:
-        part, n = self._pool.part, self._n
-        cell_x = units.x[:, :n, None].astype(np.int64) + self._around_x
-        cell_y = units.y[:, :n, None].astype(np.int64) + self._around_y
+        part, n = self._part, self._n
+        cells = np.stack((units.x[:, :n, None], units.y[:, :n, None])).astype(np.int64) + self._around
         alive = units.alive[:, :n, None]
         if self._args.obs_pathing_grid:
-            part["pathing"][...] = self._grids[0].read(cell_x[..., :N_PATHING], cell_y[..., :N_PATHING]) * alive
+            part["pathing"][...] = self._grids[0].read(cells[..., :N_PATHING].copy()) * alive
         if self._args.obs_terrain_height:
-            part["height"][...] = self._grids[1].read(cell_x, cell_y) * alive
+            part["height"][...] = self._grids[1].read(cells) * alive
 
     def write_obs(self, last_action: np.ndarray, seen: np.ndarray, out: np.ndarray) -> None:
         """Write the observations [B, n, obs_dim] into `out`. seen: [B, n, U] bool, units visible to each agent."""
@@ -329,12 +286,24 @@ class FeatureWriter:
         np.bitwise_and(self._pair_bits, shown[:, None], out=self._shown_pair)
         if self._args.obs_last_action:
             actions = last_action.view(np.int32)[:, None]
-            np.bitwise_and(actions, shown[..., : self._n, None], out=self._pool.part["seen_action"].view(np.int32))
-        self._pool.row.take(self._obs_at, axis=1, out=out.reshape(len(out), -1), mode="clip")
+            np.bitwise_and(actions, shown[..., : self._n, None], out=self._part["seen_action"].view(np.int32))
+        self._row.take(self._obs_at, axis=1, out=out.reshape(len(out), -1), mode="clip")
 
     def state(self, out: np.ndarray | None = None) -> np.ndarray:
         """Return the state [B, :] float32, in `out` if given: allies, enemies, last actions, elapsed time."""
-        return self._pool.row.take(self._state_at, axis=1, out=out, mode="clip")
+        return self._row.take(self._state_at, axis=1, out=out, mode="clip")
+
+    def state_parts(self) -> dict[str, np.ndarray]:
+        """Return copies of the state's parts: `allies` [B, n, :], `enemies` [B, m, :], and if the flags include them
+        `last_action` [B, n, A] and `timestep` [B].
+        """
+        args, (ally, enemy) = self._args, state_unit_dims(self._spec, self._args)
+        shapes: dict[str, tuple[int, ...]] = {"allies": (self._n, ally), "enemies": (self._m, enemy)}
+        if args.state_last_action:
+            shapes["last_action"] = self._part["action"].shape[1:]
+        if args.state_timestep_number:
+            shapes["timestep"] = ()
+        return named_parts(self.state(), shapes)
 
     def _write_readiness(self, units: Units) -> None:
         """Write [B, n], remaining cooldown over its maximum; for medivacs that heal, energy over its maximum."""

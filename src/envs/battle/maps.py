@@ -1,7 +1,7 @@
 """SMAC's maps by name, and maps that other packages add by an entry point.
 
 Names, units, limits, races and map types follow oxwhirl/smac (maps/smac_maps.py, `map_param_registry`). Start positions
-and terrain are the embedded simulator's own.
+and terrain are the built-in simulator's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from omagd.envs.battle.units import UNIT_ID
+from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.utils.errors import UserError, nearest, unknown_name
 
 # SMAC numbers the unit types of a map type from 0 in this order (`get_unit_type_id`), and sorts allies by it; not so in
@@ -51,7 +51,6 @@ class MapSpec:
         ally_start, enemy_start: centres of the start formations; units are assigned to the centres round-robin.
         spacing, enemy_spacing: distance of neighbours in a formation; 0: the enemy's is the same.
         enemy_waits: the enemy stays at its start until it sees an ally, instead of advancing.
-        size: the map has size x size cells; a border of `border` cells cannot be entered.
         wall: divides the map, if any.
         file: the game's map file without its ending; default: `name`.
     """
@@ -69,8 +68,6 @@ class MapSpec:
     spacing: float = 1.25
     enemy_spacing: float = 0.0
     enemy_waits: bool = False
-    size: int = 32
-    border: float = 1.0
     wall: Wall | None = None
     file: str = ""
 
@@ -99,61 +96,54 @@ class MapSpec:
         return tuple(UNIT_ID[name] for name in (*self.allies, *self.enemies))
 
 
-def _team(**counts: int) -> tuple[str, ...]:
-    return tuple(name for name, count in counts.items() for _ in range(count))
+_MAP_TYPE = {frozenset(units): kind for kind, units in TYPE_ORDER.items() if not kind.endswith("_gen")}
 
 
-def _marines(name: str, allies: int, enemies: int, limit: int) -> MapSpec:
-    apart = 8.5 if allies > 20 else 7.0  # deep formations start further back
-    starts = ((16.0 - apart, 16.0),), ((16.0 + apart, 16.0),)
-    return MapSpec(name, _team(marine=allies), _team(marine=enemies), limit, "T", "T", 0, "marines", *starts)
+def _team(units: str) -> tuple[str, ...]:
+    """Return the units of a team like "7 marine 1 medivac"."""
+    words = units.split()
+    return tuple(kind for count, kind in zip(words[::2], words[1::2], strict=True) for _ in range(int(count)))
 
 
-def _bio(name: str, enemies: tuple[str, ...], limit: int) -> MapSpec:
-    return MapSpec(name, _team(marauder=2, marine=7, medivac=1), enemies, limit, "T", "T", 3, "MMM")
+def _map(name: str, limit: int, units: str, enemy_units: str = "", **keys: Any) -> MapSpec:
+    """Return the map of two teams; by default they are equal."""
+    allies, enemies = _team(units), _team(enemy_units or units)
+    a_race, b_race = (UNITS[UNIT_ID[team[0]]].race for team in (allies, enemies))
+    kinds = frozenset(allies)
+    bits = len(kinds) if len(kinds) > 1 else 0
+    return MapSpec(name, allies, enemies, limit, a_race, b_race, bits, _MAP_TYPE[kinds], **keys)
 
 
-def _mixed(name: str, stalkers: int, zealots: int, enemy_zealots: int, limit: int) -> MapSpec:
-    allies = _team(stalker=stalkers, zealot=zealots)
-    enemies = _team(stalker=stalkers, zealot=enemy_zealots)
-    return MapSpec(name, allies, enemies, limit, "P", "P", 2, "stalkers_and_zealots")
-
-
-def _kiting(zealots: int, limit: int) -> MapSpec:
-    name = f"3s_vs_{zealots}z"
-    return MapSpec(name, _team(stalker=3), _team(zealot=zealots), limit, "P", "P", 0, "stalkers")
-
-
+_BACK: Any = {"ally_start": ((7.5, 16.0),), "enemy_start": ((24.5, 16.0),)}  # deep formations start further back
+_BIO, _ZEALOTS = "2 marauder 7 marine 1 medivac", "3 stalker 5 zealot"
 _ALL = (
-    _marines("3m", 3, 3, 60),
-    _marines("8m", 8, 8, 120),
-    _marines("25m", 25, 25, 150),
-    _marines("5m_vs_6m", 5, 6, 70),
-    _marines("8m_vs_9m", 8, 9, 120),
-    _marines("10m_vs_11m", 10, 11, 150),
-    _marines("27m_vs_30m", 27, 30, 180),
-    _bio("MMM", _team(marauder=2, marine=7, medivac=1), 150),
-    _bio("MMM2", _team(marauder=3, marine=8, medivac=1), 180),
-    _mixed("2s3z", 2, 3, 3, 120),
-    _mixed("3s5z", 3, 5, 5, 150),
-    _mixed("3s5z_vs_3s6z", 3, 5, 6, 170),
-    _kiting(3, 150),
-    _kiting(4, 200),
-    _kiting(5, 250),
-    MapSpec("1c3s5z", _team(colossus=1, stalker=3, zealot=5), _team(colossus=1, stalker=3, zealot=5), 180, "P", "P", 3,
-            "colossi_stalkers_zealots", spacing=1.5),
-    MapSpec("2m_vs_1z", _team(marine=2), _team(zealot=1), 150, "T", "P", 0, "marines"),
-    MapSpec("corridor", _team(zealot=6), _team(zergling=24), 400, "P", "Z", 0, "zealots",
-            ally_start=((8.0, 16.0),), enemy_start=((20.0, 16.0), (27.0, 16.0)), wall=Wall(14.0, 17.0, 14.0, 18.0)),
-    MapSpec("6h_vs_8z", _team(hydralisk=6), _team(zealot=8), 150, "Z", "P", 0, "hydralisks"),
-    MapSpec("2s_vs_1sc", _team(stalker=2), _team(spine_crawler=1), 300, "P", "Z", 0, "stalkers"),
-    MapSpec("so_many_baneling", _team(zealot=7), _team(baneling=32), 100, "P", "Z", 0, "zealots",
-            enemy_start=((19.5, 16.0),), spacing=0.8, enemy_spacing=1.0),
-    MapSpec("bane_vs_bane", _team(baneling=4, zergling=20), _team(baneling=4, zergling=20), 200, "Z", "Z", 2, "bane",
-            enemy_start=((22.0, 16.0),), spacing=0.9, enemy_spacing=2.0, enemy_waits=True),
-    MapSpec("2c_vs_64zg", _team(colossus=2), _team(zergling=64), 400, "P", "Z", 0, "colossus", spacing=0.9,
-            ally_start=((8.0, 16.0),), enemy_start=((26.0, 8.0), (26.0, 24.0)),
-            wall=Wall(14.0, 16.0, 13.0, 19.0, cliff=True)),
+    _map("3m", 60, "3 marine"),
+    _map("8m", 120, "8 marine"),
+    _map("25m", 150, "25 marine", **_BACK),
+    _map("5m_vs_6m", 70, "5 marine", "6 marine"),
+    _map("8m_vs_9m", 120, "8 marine", "9 marine"),
+    _map("10m_vs_11m", 150, "10 marine", "11 marine"),
+    _map("27m_vs_30m", 180, "27 marine", "30 marine", **_BACK),
+    _map("MMM", 150, _BIO),
+    _map("MMM2", 180, _BIO, "3 marauder 8 marine 1 medivac"),
+    _map("2s3z", 120, "2 stalker 3 zealot"),
+    _map("3s5z", 150, _ZEALOTS),
+    _map("3s5z_vs_3s6z", 170, _ZEALOTS, "3 stalker 6 zealot"),
+    _map("3s_vs_3z", 150, "3 stalker", "3 zealot"),
+    _map("3s_vs_4z", 200, "3 stalker", "4 zealot"),
+    _map("3s_vs_5z", 250, "3 stalker", "5 zealot"),
+    _map("1c3s5z", 180, "1 colossus 3 stalker 5 zealot", spacing=1.5),
+    _map("2m_vs_1z", 150, "2 marine", "1 zealot"),
+    _map("corridor", 400, "6 zealot", "24 zergling", ally_start=((8.0, 16.0),), wall=Wall(14.0, 17.0, 14.0, 18.0),
+         enemy_start=((20.0, 16.0), (27.0, 16.0))),
+    _map("6h_vs_8z", 150, "6 hydralisk", "8 zealot"),
+    _map("2s_vs_1sc", 300, "2 stalker", "1 spine_crawler"),
+    _map("so_many_baneling", 100, "7 zealot", "32 baneling", enemy_start=((19.5, 16.0),), spacing=0.8,
+         enemy_spacing=1.0),
+    _map("bane_vs_bane", 200, "4 baneling 20 zergling", enemy_start=((22.0, 16.0),), spacing=0.9, enemy_spacing=2.0,
+         enemy_waits=True),
+    _map("2c_vs_64zg", 400, "2 colossus", "64 zergling", ally_start=((8.0, 16.0),), spacing=0.9,
+         enemy_start=((26.0, 8.0), (26.0, 24.0)), wall=Wall(14.0, 16.0, 13.0, 19.0, cliff=True)),
 )  # fmt: skip
 
 MAPS: dict[str, MapSpec] = {spec.name: spec for spec in _ALL}

@@ -1,4 +1,4 @@
-"""Physics of the embedded simulator: terrain, start formations, pairwise distances, movement and collision.
+"""Physics of the built-in simulator: terrain, start formations, pairwise distances, movement and collision.
 
 Arrays are [U, B], units first: an operation over units works on whole rows of slots.
 """
@@ -13,6 +13,7 @@ from omagd.envs.battle.roster import Battle, Roster
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.utils.seeding import GOLDEN, splitmix64
 
+SIZE, BORDER = 32, 1  # cells; units cannot enter the border
 FLAT_HEIGHT, HIGH_GROUND = 0.4, 0.9
 WIDTH, ENEMY_WIDTH = 1.6, 0.6  # formations: units per line over number of lines; ranged enemies come in columns
 MOST_LINES = 6
@@ -23,27 +24,27 @@ LANE_MARGIN = 0.4  # distance kept from the sides of an opening
 
 def build_terrain(spec: MapSpec) -> Terrain:
     """Return the terrain of a map: an open field with a border, divided by the map's wall if it has one."""
-    size, low = spec.size, int(spec.border)
-    pathing = np.zeros((size, size), dtype=bool)
-    pathing[low : size - low, low : size - low] = True
-    height = np.full((size, size), FLAT_HEIGHT, dtype=np.float32)
+    low, high = BORDER, SIZE - BORDER
+    pathing = np.zeros((SIZE, SIZE), dtype=bool)
+    pathing[low:high, low:high] = True
+    height = np.full((SIZE, SIZE), FLAT_HEIGHT, dtype=np.float32)
     if spec.wall is not None:
         if spec.wall.cliff:
             _raise_plateau(height, spec.wall)
         else:
-            pathing &= ~_wall_cells(spec.wall, size)
-    return Terrain(size, size, (low, low, size - low, size - low), pathing, height)
+            pathing &= ~_wall_cells(spec.wall)
+    return Terrain(SIZE, SIZE, (low, low, high, high), pathing, height)
 
 
 def ground_grid(spec: MapSpec, terrain: Terrain) -> np.ndarray:
     """Return [map_x, map_y] bool: where units that cannot walk cliffs may stand."""
     if spec.wall is None:
         return terrain.pathing
-    return terrain.pathing & ~_wall_cells(spec.wall, spec.size)
+    return terrain.pathing & ~_wall_cells(spec.wall)
 
 
-def _wall_cells(wall: Wall, size: int) -> np.ndarray:
-    cell = np.arange(size)
+def _wall_cells(wall: Wall) -> np.ndarray:
+    cell = np.arange(SIZE)
     across = (cell >= wall.x0) & (cell < wall.x1)
     closed = (cell < wall.gap_y0) | (cell >= wall.gap_y1)
     return across[:, None] & closed[None, :]
@@ -202,11 +203,11 @@ class Movement:
 
     def __init__(self, spec: MapSpec, roster: Roster, terrain: Terrain) -> None:
         self._roster, self._wall = roster, spec.wall
-        x0, y0, x1, y1 = terrain.playable
-        inset = np.minimum(roster.radius, 0.5 * (x1 - x0)).astype(np.float32)
-        self._low_x, self._high_x = np.float32(x0) + inset, np.float32(x1) - inset
-        self._low_y, self._high_y = np.float32(y0) + inset, np.float32(y1) - inset
+        low, _, high, _ = terrain.playable  # a square
+        inset = np.minimum(roster.radius, 0.5 * (high - low)).astype(np.float32)
+        self._low, self._high = np.float32(low) + inset, np.float32(high) - inset
         self._grid = ground_grid(spec, terrain)
+        self._free = roster.walks_cliffs & (spec.wall is not None and spec.wall.cliff)
         self._touch = roster.touch[:, :, None]
         self._free_below = np.where(roster.armed, roster.cooldown - SWING, np.float32(0))
         self._can_move = (roster.step > 0).astype(np.float32)
@@ -233,7 +234,7 @@ class Movement:
         give = np.where(going | (chasing & ~in_reach), PUSH_WALKING, PUSH_STANDING) * self._can_move * live
         x += np.clip(push_x * give, -PUSH_MOST, PUSH_MOST)
         y += np.clip(push_y * give, -PUSH_MOST, PUSH_MOST)
-        self._place(battle, np.clip(x, self._low_x, self._high_x), np.clip(y, self._low_y, self._high_y))
+        self._place(battle, np.clip(x, self._low, self._high), np.clip(y, self._low, self._high))
 
     def _stride(
         self, battle: Battle, goal_x: np.ndarray, goal_y: np.ndarray, slack: Floats, most: np.ndarray
@@ -250,9 +251,8 @@ class Movement:
         self, wall: Wall, battle: Battle, goal_x: np.ndarray, goal_y: np.ndarray, slack: Floats
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the next point on the way, with zero slack unless it is the goal itself."""
-        free = self._roster.walks_cliffs if wall.cliff else np.zeros_like(self._roster.walks_cliffs)
         next_x, next_y = detour(wall, battle.x, battle.y, goal_x, goal_y)
-        next_x, next_y = np.where(free, goal_x, next_x), np.where(free, goal_y, next_y)
+        next_x, next_y = np.where(self._free, goal_x, next_x), np.where(self._free, goal_y, next_y)
         direct = (next_x == goal_x) & (next_y == goal_y)
         return next_x, next_y, np.where(direct, slack, np.float32(0))
 
@@ -272,12 +272,9 @@ class Movement:
     def _place(self, battle: Battle, x: np.ndarray, y: np.ndarray) -> None:
         """Set the new positions; at a wall, slide along it or stay."""
         if self._wall is not None:
-            free = self._roster.walks_cliffs if self._wall.cliff else False
-            ok, ok_x, ok_y = (self._open(*at) | free for at in ((x, y), (x, battle.y), (battle.x, y)))
+            cells = ((ax.astype(np.intp), ay.astype(np.intp)) for ax, ay in ((x, y), (x, battle.y), (battle.x, y)))
+            ok, ok_x, ok_y = (self._grid[cell] | self._free for cell in cells)
             x = np.where(ok | ok_x, x, battle.x)
             y = np.where(ok | (ok_y & ~ok_x), y, battle.y)
         battle.x[...] = x
         battle.y[...] = y
-
-    def _open(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return self._grid[x.astype(np.intp), y.astype(np.intp)]

@@ -103,12 +103,8 @@ class RewardLedger:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state as arrays."""
-        return {
-            "points": self._points.copy(),
-            "dead": ~self._living,
-            "scale": self._scale.copy(),
-            "scaled": self._scaled.copy(),
-        }
+        units = {"points": self._points.copy(), "dead": ~self._living}
+        return {**units, "scale": self._scale.copy(), "scaled": self._scaled.copy()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from a `snapshot`."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, UnitSpec, hit_damage
+from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, ZERG_REGEN, UnitSpec, hit_damage
 
 FLOATS = ("x", "y", "health", "shield", "energy", "timer", "quiet", "goal_x", "goal_y")
 INTS = ("order", "target", "alive")
@@ -34,14 +34,15 @@ class Roster:
         self.type_id = np.array(spec.unit_ids(), dtype=np.int16)[:, None]
         self.radius = self._column([u.radius for u in units])
         self.step = self._column([u.speed / LOOPS_PER_SECOND for u in units])
-        self.pace = self._pace()
-        self.cooldown = self._column([u.cooldown_loops for u in units])
+        self.pace = self.step.copy()
+        self.pace[self.n :] = np.minimum(self.step[self.n :], self.step[self.n :].min())
+        self.cooldown = self._column([u.cooldown * LOOPS_PER_SECOND for u in units])
         self.health_max = self._column([u.health for u in units])
         self.shield_max = self._column([u.shield for u in units])
         self.energy = self._column([u.energy for u in units])
         self.energy_max = self._column([u.energy_max for u in units])
         self.energy_regen = self._column([u.energy_regen / LOOPS_PER_SECOND for u in units])
-        self.hp_regen = self._column([u.hp_regen / LOOPS_PER_SECOND for u in units])
+        self.hp_regen = self._column([ZERG_REGEN / LOOPS_PER_SECOND if u.race == "Z" else 0.0 for u in units])
         self.walks_cliffs = np.array([[u.walks_cliffs or u.air] for u in units])
         self.explodes = np.array([u.explodes for u in units])
         self.splash_line = np.array([u.splash_line for u in units], dtype=np.float32)
@@ -74,12 +75,6 @@ class Roster:
         self.has_regen = bool((self.hp_regen > 0).any())
         self.has_splash = bool((self.splash_line + self.splash_radius > 0).any())
         self.all_hit = bool((self.can_hit | ~self.foe).all())
-
-    def _pace(self) -> np.ndarray:
-        """Return the speed of walking to a place: for all enemies that of the slowest."""
-        pace = self.step.copy()
-        pace[self.n :] = np.minimum(pace[self.n :], pace[self.n :].min())
-        return pace
 
     def reach_of(self, target: np.ndarray) -> np.ndarray:
         """Return [U, B], the centre distance at which each unit's weapon reaches its target."""

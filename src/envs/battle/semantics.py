@@ -9,7 +9,6 @@ Shapes: B slots, n agents, m enemies, U = n + m, A = 6 + m actions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +16,11 @@ import numpy as np
 
 from omagd.envs.actions import require_available
 from omagd.envs.battle.actions import ActionRules, Geometry
-from omagd.envs.battle.args import SMAC, BattleArgs, Variant
+from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import BattleBackend
-from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, UnitTables, entity_layout, state_dim, state_unit_dims
+from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, UnitTables, entity_layout, state_component
 from omagd.envs.battle.maps import HEALING, MapSpec
-from omagd.envs.battle.reward import Ending, RewardLedger, judge
+from omagd.envs.battle.reward import RewardLedger, judge
 from omagd.envs.protocol import Observation, StepResult
 
 
@@ -32,45 +31,38 @@ class BattleSemantics:
 
     Args:
         spec: the map. args: SMAC's flags. backend: simulates the battles.
-        unit_names: unit types in the order of their ids. variant: differences between SMAC and SMACv2.
+        unit_names: unit types in the order of their ids.
 
     Attributes:
-        layout: entity layout of an observation. n_actions, obs_dim, state_dim: sizes.
+        layout: entity layout of an observation.
         steps: [B] int, steps played in the current episodes. ended: [B] bool, ended and not reset yet.
     """
 
-    def __init__(
-        self,
-        spec: MapSpec,
-        args: BattleArgs,
-        backend: BattleBackend,
-        unit_names: Sequence[str],
-        variant: Variant = SMAC,
-    ) -> None:
-        n_slots, n = backend.n_slots, spec.n_agents
+    def __init__(self, spec: MapSpec, args: BattleArgs, backend: BattleBackend, unit_names: Sequence[str]) -> None:
+        n_slots, n, n_actions = backend.n_slots, spec.n_agents, args.variant.n_actions(spec)
         self._args, self._backend, self._n, self._limit = args, backend, n, spec.limit
-        self._sizes, self._spec, self._variant = np.array([n, spec.n_enemies]), spec, variant
+        self._sizes = np.array([n, spec.n_enemies])
         self._heals = spec.map_type in HEALING
         self._no_medivac = np.zeros((n_slots, n + spec.n_enemies), bool)
-        self._tables = UnitTables.build(unit_names, spec)
-        self.layout, self.n_actions = entity_layout(spec, args, variant), variant.n_actions(spec)
-        self.obs_dim, self.state_dim = self.layout.obs_dim, state_dim(spec, args, variant)
+        self._tables = UnitTables(unit_names, spec)
+        self.layout = entity_layout(spec, args)
         sizes = n_slots, n, spec.n_enemies
-        self._rules = ActionRules(*sizes, backend.terrain, args.move_amount, self._heals, variant.n_turns)
+        self._rules = ActionRules(n_slots, spec, args, backend.terrain)
         self._ledger = RewardLedger(args, *sizes)
         self._geometry = Geometry(*sizes)
-        self._writer = FeatureWriter(spec, args, self._tables, backend.terrain, n_slots, variant)
-        self._avail = self._within_reach = np.zeros((n_slots, n, self.n_actions), bool)
+        self._writer = FeatureWriter(spec, args, self._tables, backend.terrain, n_slots)
+        self._avail = self._within_reach = np.zeros((n_slots, n, n_actions), bool)
         self._sight: float | np.ndarray = SIGHT_RANGE
-        self._obs = np.zeros((n_slots, n, self.obs_dim), np.float32)
+        self._obs = np.zeros((n_slots, n, self.layout.obs_dim), np.float32)
         self._full = np.zeros_like(self._obs)
-        self._state = np.zeros((n_slots, self.state_dim), np.float32)
-        self._last_action = np.zeros((n_slots, n, self.n_actions), np.float32)
-        self._onehot = np.eye(self.n_actions, dtype=np.float32)
+        self._state = np.zeros((n_slots, sum(state_component(spec, args))), np.float32)
+        self._last_action = np.zeros((n_slots, n, n_actions), np.float32)
+        self._onehot = np.eye(n_actions, dtype=np.float32)
         self.steps = np.zeros(n_slots, np.int64)
         self.ended = np.ones(n_slots, bool)
         self._counters = {"battles_won": 0, "battles_game": 0, "timeouts": 0}
         self._stale = True
+        self._any_medivacs = False  # SMACv2: any number of enemy medivacs alone is defeated (`judge`)
 
     def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
         """Start episodes in the slots `which` [B] bool, where the back-end has started new battles.
@@ -103,11 +95,12 @@ class BattleSemantics:
         """Return the results of the step that the back-end has just played in the `active` slots [B]."""
         self._stale = True
         self.steps += active
-        ending = self._judge()
+        medivac = self._medivac() if self._heals else None
+        ending = judge(self._backend.units, self._n, medivac, self.steps >= self._limit, self._any_medivacs)
         reward = self._ledger.step(self._backend.units, ending)
-        everyone = np.count_nonzero(active) == len(active)
-        if not everyone:
-            ending, reward = ending.among(active), np.where(active, reward, 0.0)
+        dead = self._sizes - ending.left
+        if np.count_nonzero(active) < len(active):
+            ending, reward, dead = ending.among(active), np.where(active, reward, 0.0), dead * active[:, None]
         if np.count_nonzero(ending.over):
             self.ended |= ending.over
             for name, flags in (("won", ending.won), ("game", ending.over)):
@@ -117,27 +110,15 @@ class BattleSemantics:
             reward=reward.astype(np.float32),
             terminated=ending.over,
             truncated=ending.limit if self._args.continuing_episode else np.zeros(len(reward), bool),
-            info=self._info(ending, None if everyone else active),
-        )
-
-    def _judge(self) -> Ending:
-        return judge(self._backend.units, self._n, self._medivac() if self._heals else None, self.steps >= self._limit)
+            info={
+                "battle_won": ending.won, "battle_draw": ending.draw, "episode_limit": ending.limit,
+                "dead_allies": dead[:, 0], "dead_enemies": dead[:, 1],
+            },
+        )  # fmt: skip
 
     def drop(self, which: np.ndarray) -> None:
         """End the battles in the slots `which` [B] bool without a result; they are not counted."""
         self.ended |= which
-
-    def _info(self, ending: Ending, active: np.ndarray | None) -> dict[str, np.ndarray]:
-        dead = self._sizes - ending.left
-        if active is not None:
-            dead *= active[:, None]
-        return {
-            "battle_won": ending.won,
-            "battle_draw": ending.draw,
-            "episode_limit": ending.limit,
-            "dead_allies": dead[:, 0],
-            "dead_enemies": dead[:, 1],
-        }
 
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations; the arrays are overwritten by the next call."""
@@ -180,22 +161,9 @@ class BattleSemantics:
         return near
 
     def state_parts(self) -> dict[str, np.ndarray]:
-        """Return copies of the state's parts: `allies` [B, n, :], `enemies` [B, m, :], and if the flags include them
-        `last_action` [B, n, A] and `timestep` [B].
-        """
+        """Return copies of the state's parts by name (see `FeatureWriter.state_parts`)."""
         self.observe()
-        flat, spec, variant = self._writer.state(), self._spec, self._variant
-        ally, enemy = state_unit_dims(spec, variant)
-        shapes: dict[str, tuple[int, ...]] = {"allies": (self._n, ally), "enemies": (spec.n_enemies, enemy)}
-        if self._args.state_last_action:
-            shapes["last_action"] = (self._n, self.n_actions)
-        if self._args.state_timestep_number:
-            shapes["timestep"] = ()
-        ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
-        parts = np.split(flat, ends[:-1], axis=1)
-        return {
-            name: part.reshape(len(part), *shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)
-        }
+        return self._writer.state_parts()
 
     def type_bits(self) -> np.ndarray:
         """Return [B, n, unit_type_bits] float32, the agents' unit types."""

@@ -1,4 +1,4 @@
-"""The embedded battle simulator: a batch of small battles in NumPy, with the same interface as the real game.
+"""The built-in battle simulator: a batch of small battles in NumPy, with the same interface as the real game.
 
 It is not StarCraft II (docs/skirmish.md). One agent step is 8 game loops, played as 4 substeps of 2. In a substep,
 units choose targets (every other substep), ready weapons fire simultaneously, units walk and push each other apart.
@@ -38,7 +38,6 @@ class Simulator:
     """
 
     def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
-
         self.n_slots, self._spec, self._sight = n_slots, map_spec, SIGHT[difficulty]
         self.terrain = build_terrain(map_spec)
         self._roster = Roster(map_spec)
@@ -49,23 +48,17 @@ class Simulator:
         units = self._roster.total
         self._at_once = min(n_slots, max(SLOTS_AT_ONCE, PAIRS_AT_ONCE // units**2))
         self._memory = np.empty(memory_size(units, self._at_once), np.float32)
-        self._pairs: dict[int, Pairs] = {}
+        self._pairs: dict[int, Pairs] = {}  # by number of slots; all share the memory
         self.units = self._views()
 
     def _views(self) -> Units:
         battle, roster, shape = self._battle, self._roster, (self._roster.total, self.n_slots)
-        return Units(
-            x=battle.x.T,
-            y=battle.y.T,
-            health=battle.health.T,
-            health_max=np.broadcast_to(roster.health_max, shape).T,
-            shield=battle.shield.T,
-            shield_max=np.broadcast_to(roster.shield_max, shape).T,
-            energy=battle.energy.T,
-            cooldown=self._cooldown.T,
-            type_id=np.broadcast_to(roster.type_id, shape).T,
-            alive=self._alive.T,
+        health_max, shield_max, kind = (
+            np.broadcast_to(values, shape) for values in (roster.health_max, roster.shield_max, roster.type_id)
         )
+        points = battle.health, health_max, battle.shield, shield_max
+        arrays = battle.x, battle.y, *points, battle.energy, self._cooldown, kind, self._alive
+        return Units(*(values.T for values in arrays))
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
@@ -97,9 +90,11 @@ class Simulator:
 
     def _play(self, battle: Battle, order: np.ndarray, target: np.ndarray, dest: np.ndarray) -> None:
         take_orders(self._roster, battle, order, target, dest)
-        pairs = self._pairs_for(battle.slots.size)
+        slots = battle.slots.size
+        if slots not in self._pairs:
+            self._pairs[slots] = Pairs(self._roster, slots, self._memory)
         for substep in range(SUBSTEPS):
-            self._substep(battle, pairs, choose=substep % 2 == 0)
+            self._substep(battle, self._pairs[slots], choose=substep % 2 == 0)
         regenerate(self._roster, battle, LOOPS_PER_STEP)
 
     def _substep(self, battle: Battle, pairs: Pairs, choose: bool) -> None:
@@ -118,12 +113,6 @@ class Simulator:
         battle.timer -= LOOPS_PER_SUBSTEP
         # A delay of less than a substep counts towards the next shot, so that the average rate of fire is right.
         np.copyto(battle.timer, 0, where=battle.timer <= -LOOPS_PER_SUBSTEP)
-
-    def _pairs_for(self, slots: int) -> Pairs:
-        """Return working arrays for that many slots; all sizes share one block of memory."""
-        if slots not in self._pairs:
-            self._pairs[slots] = Pairs(self._roster, slots, self._memory)
-        return self._pairs[slots]
 
     def _publish(self) -> None:
         np.maximum(self._battle.timer, 0, out=self._cooldown)

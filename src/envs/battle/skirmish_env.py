@@ -1,4 +1,4 @@
-"""The environment `skirmish`: SMAC's semantics with the embedded simulator."""
+"""The environment `skirmish`: SMAC's semantics with the built-in simulator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.envs.battle.args import SMAC, SkirmishArgs
+from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.generated_maps import skirmish_map
 from omagd.envs.battle.maps import is_custom
@@ -15,7 +15,7 @@ from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNITS
-from omagd.envs.protocol import Observation, StepResult
+from omagd.envs.protocol import StepResult
 from omagd.envs.smac import BattleEnv
 from omagd.utils.errors import UserError
 
@@ -33,7 +33,7 @@ class SkirmishEnv(BattleEnv):
         if is_custom(args.map_name):
             raise UserError(f"env_args.map_name={args.map_name} needs the game: use --env-config=sc2")
         spec = skirmish_map(args.map_name)
-        self.n_slots, self.spec, self.args, self.variant = n_slots, spec, args, SMAC
+        self.n_slots, self.spec, self.args = n_slots, spec, args
         self._seed: int | None = None
         self._simulator = Simulator(spec, n_slots, difficulty=args.difficulty)
         self._semantics = BattleSemantics(spec, args, self._simulator, [unit.name for unit in UNITS])
@@ -59,10 +59,6 @@ class SkirmishEnv(BattleEnv):
         order, target, dest = self._semantics.orders(actions, active)
         self._simulator.advance(order, target, dest, active)
         return self._semantics.finish_step(active)
-
-    def observe(self, full: bool = False) -> Observation:
-        """Return the current observations, with `full_obs` if `full`."""
-        return self._semantics.observe(full)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions of `random`, `attack_nearest`, `focus_fire` or `kiting`."""

@@ -47,10 +47,9 @@ class UnitSpec:
     range: float = 0.0
     speed: float = 0.0
     radius: float = 0.5
-    attributes: frozenset[str] = frozenset()
+    attributes: tuple[str, ...] = ()
     air: bool = False
     hits_air: bool = False
-    melee: bool = False
     energy: float = 0.0
     energy_max: float = 0.0
     energy_regen: float = 0.0
@@ -67,44 +66,30 @@ class UnitSpec:
         """Whether the unit heals instead of attacking."""
         return self.heal > 0
 
-    @property
-    def hp_regen(self) -> float:
-        """Health per second that the unit regenerates."""
-        return ZERG_REGEN if self.race == "Z" else 0.0
-
-    @property
-    def cooldown_loops(self) -> float:
-        """Game loops between two shots."""
-        return self.cooldown * LOOPS_PER_SECOND
-
-
-def _attributes(*names: str) -> frozenset[str]:
-    return frozenset(names)
-
 
 UNITS: tuple[UnitSpec, ...] = (
     UnitSpec("marine", "T", health=45, damage=6, cooldown=0.61, range=5, speed=3.15, radius=0.375, hits_air=True,
-             attributes=_attributes("light", "biological")),
+             attributes=("light", "biological")),
     UnitSpec("marauder", "T", health=125, armor=1, damage=10, bonus=10, bonus_to="armored", cooldown=1.07, range=6,
-             speed=3.15, radius=0.5625, attributes=_attributes("armored", "biological")),
+             speed=3.15, radius=0.5625, attributes=("armored", "biological")),
     UnitSpec("medivac", "T", health=150, armor=1, speed=3.5, radius=0.75, air=True, energy=50, energy_max=200,
-             heal_range=4, attributes=_attributes("armored", "mechanical"),
+             heal_range=4, attributes=("armored", "mechanical"),
              heal=12.6, heal_cost=1.0 / 3.0, energy_regen=0.7875),  # depends on the version; per hp and per second
     UnitSpec("stalker", "P", health=80, shield=80, armor=1, damage=13, bonus=5, bonus_to="armored", cooldown=1.34,
-             range=6, speed=4.13, radius=0.625, hits_air=True, attributes=_attributes("armored", "mechanical")),
+             range=6, speed=4.13, radius=0.625, hits_air=True, attributes=("armored", "mechanical")),
     UnitSpec("zealot", "P", health=100, shield=50, armor=1, damage=8, attacks=2, cooldown=0.86, range=0.1, speed=3.15,
-             radius=0.5, melee=True, attributes=_attributes("light", "biological")),
+             radius=0.5, attributes=("light", "biological")),
     UnitSpec("colossus", "P", health=200, shield=150, armor=1, damage=10, attacks=2, bonus=5, bonus_to="light",
              cooldown=1.07, range=7, speed=3.15, radius=1.0, splash_line=1.4, walks_cliffs=True,
-             attributes=_attributes("armored", "mechanical", "massive")),
-    UnitSpec("zergling", "Z", health=35, damage=5, cooldown=0.497, range=0.1, speed=4.13, radius=0.375, melee=True,
-             attributes=_attributes("light", "biological")),
+             attributes=("armored", "mechanical", "massive")),
+    UnitSpec("zergling", "Z", health=35, damage=5, cooldown=0.497, range=0.1, speed=4.13, radius=0.375,
+             attributes=("light", "biological")),
     UnitSpec("baneling", "Z", health=30, damage=20, bonus=15, bonus_to="light", cooldown=0.59, range=0.25, speed=3.5,
-             radius=0.375, melee=True, splash_radius=2.2, explodes=True, attributes=_attributes("biological")),
+             radius=0.375, splash_radius=2.2, explodes=True, attributes=("biological",)),
     UnitSpec("spine_crawler", "Z", health=300, armor=2, damage=25, bonus=5, bonus_to="armored", cooldown=1.32, range=7,
-             radius=0.9, attributes=_attributes("armored", "biological", "structure")),
+             radius=0.9, attributes=("armored", "biological", "structure")),
     UnitSpec("hydralisk", "Z", cooldown=0.59, range=5, speed=3.15, radius=0.625, hits_air=True,
-             attributes=_attributes("light", "biological"), health=80.0, damage=12.0),  # depends on the version
+             attributes=("light", "biological"), health=80.0, damage=12.0),  # depends on the version
 )  # fmt: skip
 
 UNIT_ID: dict[str, int] = {unit.name: index for index, unit in enumerate(UNITS)}

@@ -11,24 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omagd.envs.battle.actions import N_NORMAL_ACTIONS, NORTH, SHOOT_RANGE, WEST, Geometry
-from omagd.envs.battle.args import SmacV2Args
+from omagd.envs.battle.actions import NORTH, SHOOT_RANGE, WEST, Geometry
+from omagd.envs.battle.args import N_NORMAL_ACTIONS, SmacV2Args
 from omagd.envs.battle.backend import BattleBackend, Order, Units
 from omagd.envs.battle.features import SIGHT_RANGE
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.reward import Ending, judge
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.protocol import StepResult
 from omagd.utils.seeding import generator
 
-# Cells. Source: oxwhirl/smacv2, starcraft2.py (`unit_sight_range`, `unit_shoot_range`).
-SIGHT = {
-    "marine": 9, "marauder": 10, "medivac": 11, "stalker": 10, "zealot": 9, "colossus": 10, "zergling": 8,
-    "hydralisk": 9, "baneling": 8,
-}  # fmt: skip
-REACH = {
-    "marine": 5, "marauder": 6, "medivac": 4, "stalker": 6, "zealot": 0.1, "colossus": 7, "zergling": 0.1,
-    "hydralisk": 5, "baneling": 0.25,
+# (sight, attack range) in cells. Source: oxwhirl/smacv2, starcraft2.py (`unit_sight_range`, `unit_shoot_range`).
+RANGES: dict[str, tuple[float, float]] = {
+    "marine": (9, 5), "marauder": (10, 6), "medivac": (11, 4), "stalker": (10, 6), "zealot": (9, 0.1),
+    "colossus": (10, 7), "zergling": (8, 0.1), "hydralisk": (9, 5), "baneling": (8, 0.25),
 }  # fmt: skip
 MOVE_SECTORS = (1, 3, 0, 2)  # the sectors north, south, east, west of four
 _TINY = 1e-7
@@ -46,8 +41,8 @@ class Vision:
 
     def __init__(self, args: SmacV2Args, unit_names: Sequence[str], n_slots: int, n_agents: int) -> None:
         self._args, self._n = args, n_agents
-        self._sight_of = np.array([float(SIGHT.get(name, SIGHT_RANGE)) for name in unit_names])
-        self._reach_of = np.array([max(REACH.get(name, SHOOT_RANGE), args.min_attack_range) for name in unit_names])
+        ranges = np.array([RANGES.get(name, (SIGHT_RANGE, SHOOT_RANGE)) for name in unit_names], np.float64)
+        self._sight_of, self._reach_of = ranges[:, 0], np.maximum(ranges[:, 1], args.min_attack_range)
         self.sight = np.full((n_slots, n_agents, 1), SIGHT_RANGE)
         self.reach = np.full((n_slots, n_agents, 1), SHOOT_RANGE)
         self.direction = np.zeros((n_slots, n_agents, 2))
@@ -168,13 +163,13 @@ class V2Semantics(BattleSemantics):
     """
 
     def __init__(self, spec: MapSpec, args: SmacV2Args, backend: BattleBackend, unit_names: Sequence[str]) -> None:
-        super().__init__(spec, args, backend, unit_names, args.variant)
+        super().__init__(spec, args, backend, unit_names)
         sizes = backend.n_slots, spec.n_agents, spec.n_enemies
         self._vision = Vision(args, unit_names, *sizes[:2])
         self._sight, self._writer.direction = self._vision.sight, self._vision.direction
         self._ledger.keep_scale = not args.reward_scale_fix
         self._visibility = None if args.obs_order_fix else EnemyVisibility(args.prob_obs_enemy, *sizes)
-        self._hides, self._masks_reach = not args.fully_observable, args.action_mask
+        self._any_medivacs, self._hides, self._masks_reach = True, not args.fully_observable, args.action_mask
         self._scripted = args.heuristic_ai  # the script never turns the view
         if not args.action_mask:
             self._within_reach = np.zeros_like(self._avail)
@@ -222,10 +217,6 @@ class V2Semantics(BattleSemantics):
 
     def _seen(self) -> np.ndarray:
         return self._shown
-
-    def _judge(self) -> Ending:
-        medivac = self._medivac() if self._heals else None
-        return judge(self._backend.units, self._n, medivac, self.steps >= self._limit, any_medivacs=True)
 
     def _fill_masks(self) -> None:
         units, medivac, geometry = self._backend.units, self._medivac(), self._geometry

@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
-from omagd.envs.battle.actions import EAST, N_NORMAL_ACTIONS, NORTH, SOUTH, WEST
-from omagd.envs.battle.args import SmacArgs
+from omagd.envs.battle.actions import EAST, NORTH, SOUTH, WEST
+from omagd.envs.battle.args import N_NORMAL_ACTIONS, SmacArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.units import UNIT_ID
 

@@ -31,14 +31,14 @@ TRIES = 1000
 def claimed_port() -> Iterator[int]:
     """Yield a free port that no other caller on this machine gets meanwhile. Errors: OSError without a free port.
 
-    The claim is an abstract Unix socket: valid for all users of the network namespace, and released with the process.
+    Bound names are abstract Unix sockets: seen by all users of the network namespace, released with the process.
     """
     chance = random.SystemRandom()  # unseeded: workers of the same seed must not try the same ports
     for _ in range(TRIES):
         port = chance.randrange(LOWEST, HIGHEST)
-        with socket.socket(socket.AF_UNIX) as claim:
+        with socket.socket(socket.AF_UNIX) as held:
             try:
-                claim.bind(f"\0omagd-sc2-port-{port}")
+                held.bind(f"\0omagd-sc2-port-{port}")
                 socket.create_server((HOST, port)).close()
             except OSError:
                 continue

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.envs.battle.args import SMAC, SmacArgs, SmacV2Args, Variant, v2_map
+from omagd.envs.battle.args import SmacArgs, SmacV2Args, v2_map
 from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import MapSpec, get_game_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.protocol import Observation, StepResult
+from omagd.envs.protocol import StepResult
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.install import build_of, game_folder, map_data
 from omagd.envs.smac import BattleEnv, SmacInterface, SmacV2Interface
@@ -45,21 +45,21 @@ class SC2Battle(BattleEnv):
     def __init__(self, args: SmacArgs, n_slots: int = 1) -> None:
         if n_slots != 1:
             raise ValueError(f"one game plays one battle at a time, not {n_slots}")
-        spec, variant = self._battle_of(args)
+        spec = self._map_of(args)
         build_of(args.game_version)
         map_data(game_folder(), spec.game_file)  # raises if it is missing
-        self.n_slots, self.spec, self.variant, self.args = n_slots, spec, variant, args
-        self.info = battle_info(self.name, spec, args, variant)
+        self.n_slots, self.spec, self.args = n_slots, spec, args
+        self.info = battle_info(self.name, spec, args)
         self._backend: GameBackend | None = None
         self._semantics: BattleSemantics | None = None
-        script = Heuristic(spec.n_agents, args, variant.n_normal_actions)
+        script = Heuristic(spec.n_agents, args, args.variant.n_normal_actions)
         self._heuristic = script if args.heuristic_ai else None
         self._lost = 0
 
     @staticmethod
-    def _battle_of(args: Any) -> tuple[MapSpec, Variant]:
-        """Return the map and the variant of the rules. Errors: UserError for an unknown map."""
-        return get_game_map(args.map_name), SMAC
+    def _map_of(args: Any) -> MapSpec:
+        """Return the map. Errors: UserError for an unknown map."""
+        return get_game_map(args.map_name)
 
     def _new_backend(self) -> GameBackend:
         from omagd.envs.sc2.backend import GameBackend  # slow: imports pysc2
@@ -109,10 +109,6 @@ class SC2Battle(BattleEnv):
             self._lost += 1
             return StepResult(np.zeros(1, np.float32), active.copy(), np.zeros(1, bool), {}, lost=active.copy())
         return semantics.finish_step(active)
-
-    def observe(self, full: bool = False) -> Observation:
-        """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
-        return self._started()[0].observe(full)
 
     def played(self) -> np.ndarray:
         """Return [n], the actions of SMAC's script in the last step (`heuristic_ai`)."""
@@ -199,8 +195,8 @@ class SC2V2Battle(SC2Battle):
     args: SmacV2Args
 
     @staticmethod
-    def _battle_of(args: SmacV2Args) -> tuple[MapSpec, Variant]:
-        return v2_map(args), args.variant
+    def _map_of(args: SmacV2Args) -> MapSpec:
+        return v2_map(args)
 
     def _new_backend(self) -> GameBackend:
         from omagd.envs.sc2.v2_backend import V2Backend  # slow: imports pysc2

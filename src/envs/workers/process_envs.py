@@ -148,7 +148,7 @@ class ProcessEnvs(VectorEnv):
         """Return the episode of a slot without a pending step."""
         log, pending = self._log, self._pending[slot]
         assert log is not None
-        seed = int(log.seeds[slot]) if log.begun[slot] and pending != RESET else None
+        seed = int(log.seeds[slot]) if log.started[slot] and pending != RESET else None
         return History(seed, log.actions(slot, leave_out=int(pending == STEP)), self._names[slot])
 
     def _drop_episodes(self, slots: np.ndarray) -> None:

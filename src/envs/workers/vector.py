@@ -23,18 +23,18 @@ class ActionLog:
         n_slots: B. n_agents: n.
 
     Attributes:
-        begun: [B] bool, an episode was started. seeds: [B] int64. lengths: [B] int64, steps so far.
+        started: [B] bool, an episode was started. seeds: [B] int64. lengths: [B] int64, steps so far.
     """
 
     def __init__(self, n_slots: int, n_agents: int) -> None:
-        self.begun = np.zeros(n_slots, bool)
+        self.started = np.zeros(n_slots, bool)
         self.seeds = np.zeros(n_slots, np.int64)
         self.lengths = np.zeros(n_slots, np.int64)
         self._actions = np.zeros((n_slots, 64, n_agents), np.int32)
 
     def begin(self, slots: np.ndarray, seeds: np.ndarray) -> None:
         """Start episodes in the slot numbers `slots`, from `seeds` [len(slots)]."""
-        self.begun[slots] = True
+        self.started[slots] = True
         self.seeds[slots] = seeds
         self.lengths[slots] = 0
 
@@ -53,7 +53,7 @@ class ActionLog:
     def snapshot(self) -> dict[str, Any]:
         """Return copies of all arrays; `actions` is [B, T, n] int32, where T is the longest episode."""
         actions = self._actions[:, : self.lengths.max(initial=0)]
-        kept = {"begun": self.begun, "seeds": self.seeds, "lengths": self.lengths, "actions": actions}
+        kept = {"begun": self.started, "seeds": self.seeds, "lengths": self.lengths, "actions": actions}
         return {name: values.copy() for name, values in kept.items()}
 
 
@@ -195,11 +195,11 @@ class VectorEnv(BatchedEnv):
         """Replay the episodes of a `snapshot`. Errors: ValueError for other sizes, NotImplementedError."""
         if self._log is None:
             return super().restore(snapshot)
-        begun, lengths, actions = snapshot["begun"], snapshot["lengths"], snapshot["actions"]
-        if len(begun) != self.n_slots or actions.shape[2] != self.info.n_agents:
-            found = f"{actions.shape[2]} agents in {len(begun)} slots"
+        started, lengths, actions = snapshot["begun"], snapshot["lengths"], snapshot["actions"]
+        if len(started) != self.n_slots or actions.shape[2] != self.info.n_agents:
+            found = f"{actions.shape[2]} agents in {len(started)} slots"
             raise ValueError(f"the snapshot is of {found}, not {self.info.n_agents} in {self.n_slots}")
-        self.reset(begun, snapshot["seeds"])
+        self.reset(started, snapshot["seeds"])
         for step in range(actions.shape[1]):
             self.step_start(actions[:, step], lengths > step)
         self._wait(np.arange(self.n_slots))

@@ -113,7 +113,7 @@ class MaskPredictor(nn.Module):
             self.feature_in, self.feature_out = nn.Linear(dim, d, bias=False), nn.Linear(2 * dim, d, bias=False)
         self.register_buffer("table", torch.zeros(n_codes, dim))
         self.register_buffer("code_features", torch.zeros(n_codes + N_SPECIAL, dim))
-        # Sums of the unseen nodes' true features in training. Their mean is the "slot mean" baseline of the metrics.
+        # Sums of the true features of unseen nodes in training. Their mean is the baseline "position mean".
         self.register_buffer("slot_sum", torch.zeros(self.n_nodes, dim, dtype=torch.float64))
         self.register_buffer("slot_count", torch.zeros(self.n_nodes, dtype=torch.float64))
         self.register_buffer("types", torch.tensor(layout.node_types), persistent=False)

@@ -23,7 +23,7 @@ from omagd.components.episode_file import EpisodeRange
 from omagd.config.schema import Config
 from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, unusable
 from omagd.run.checkpoint.serialization import pack
-from omagd.run.checkpoint.state import Products, SavedSession, SavedStage, Scope, StageResult, Stateful, upgraded
+from omagd.run.checkpoint.state import Pretrained, SavedSession, SavedStage, Scope, StageResult, Stateful, upgraded
 from omagd.run.checkpoint.store import CheckpointStore
 from omagd.run.checkpoint.weights import checksum
 from omagd.run.checkpoint.writer import CheckpointWriter, Snapshot, SnapshotWriter
@@ -130,8 +130,8 @@ class Checkpointer:
     def _log_saved(self, draft: CheckpointWriter, session: SavedSession) -> None:
         """Log that an iteration is saved once every rank has found its part in the complete checkpoint."""
         failed = self.dist.gather(self._failed)  # rank 0 comes here when the checkpoint is complete, or cannot be
-        lacks = self.dist.gather("" if any(failed) else draft.lacks())
-        problems = [f"rank {rank}: {text}" for rank, text in enumerate(lacks) if text] or list(filter(None, failed))
+        missing = self.dist.gather("" if any(failed) else draft.missing())
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(missing) if text] or list(filter(None, failed))
         how = f"is not saved ({problems[0]}): the previous checkpoint remains" if problems else "is saved"
         log = session.logger.error if problems else session.logger.info
         log(f"asked to stop: iteration {self.iteration} {how}")
@@ -142,7 +142,7 @@ class Checkpointer:
         self.stage = None
         if self.enabled and more:
             self.finish()
-            self._begin(stage, stage.products.buffers(), over=True)
+            self._begin(stage, stage.pretrained.buffers(), over=True)
             self.finish()
 
     def reached(self) -> list[StageResult]:
@@ -184,7 +184,7 @@ class Checkpointer:
             draft=CheckpointWriter(self._writer.store, self.iteration),
             own=pack(own),
             common=pack(self._common(stage, over)) if self.dist.is_main else None,
-            modules=self._new_modules(stage.products) if self.dist.is_main else {},
+            modules=self._new_modules(stage.pretrained) if self.dist.is_main else {},
             episodes={name: self._new_episodes(name, buffer) for name, buffer in buffers.items()},
             facts={
                 "iteration": self.iteration,
@@ -210,12 +210,12 @@ class Checkpointer:
             "stage": None if over else stage.name,
             "shared": {} if over else self._states("shared"),
             "finished": [asdict(result) for result in self.results],
-            "products": self._checksums(stage.products),
+            "products": self._checksums(stage.pretrained),
             "run": {
                 "wall_seconds": self.wall_seconds,
                 "metrics_bytes": STORAGE.size(self.folder.metrics_jsonl),
                 "earlier_ranks": self._earlier_ranks(),
-                "sinks": logger.state_dict(),
+                "sinks": logger.state_dict(pack),
             },
         }
 
@@ -224,17 +224,17 @@ class Checkpointer:
         found = {rank_of(path): path.stat().st_size for path in self.folder.episode_logs()}
         return {rank: size for rank, size in found.items() if rank >= self.dist.world_size}
 
-    def _checksums(self, products: Products) -> dict[str, str]:
+    def _checksums(self, pretrained: Pretrained) -> dict[str, str]:
         """Return checksums of the pretrained modules; they do not change any more."""
-        for name, module in products.modules().items():
+        for name, module in pretrained.modules().items():
             if name not in self._sums:
                 self._sums[name] = checksum(module.state_dict())
         return dict(self._sums)
 
-    def _new_modules(self, products: Products) -> dict[str, dict[str, Any]]:
+    def _new_modules(self, pretrained: Pretrained) -> dict[str, dict[str, Any]]:
         """Return copies of the weights of modules that this run has trained and no file holds."""
         names = {result.name for result in self.results} - self._writer.modules.keys()
-        trained = products.modules()
+        trained = pretrained.modules()
         wanted = {stage: trained.get(name) for stage, name in TRAINED_BY.items() if stage in names}
         return {stage: pack(module.state_dict()) for stage, module in wanted.items() if module is not None}
 
@@ -262,7 +262,7 @@ class Checkpointer:
         self.stage = stage
 
     def _restore(self, stage: SavedStage, state: RecoveredState) -> None:
-        modules, saved = self._checksums(stage.products), state.common["products"]
+        modules, saved = self._checksums(stage.pretrained), state.common["products"]
         if any(modules.get(name) != saved[name] for name in saved):
             raise UserError(
                 "pretrained_tokenizer_path or pretrained_mask_predictor_path: not the modules with which this run"

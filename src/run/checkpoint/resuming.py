@@ -65,7 +65,7 @@ class RunLock:
 
 
 @contextmanager
-def claimed_folder(config: Config, token: str, waits: Callable[[], object] = lambda: None) -> Iterator[RunLock]:
+def locked_folder(config: Config, token: str, waits: Callable[[], object] = lambda: None) -> Iterator[RunLock]:
     """Return the folder of a run, locked until the context or the process ends.
 
     Args:

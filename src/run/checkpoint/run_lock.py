@@ -124,13 +124,13 @@ class Lock:
     """A lock that this process holds until `release` or its end.
 
     Args:
-        handle: open file of the lock. beats: renew the time of the file. path: removed by `release`, if given.
+        handle: open file of the lock. renews: renew the time of the file. path: removed by `release`, if given.
     """
 
-    def __init__(self, handle: int, beats: bool = False, path: Path | None = None) -> None:
-        self._handle, self._path, self._exclusive = handle, path, beats
+    def __init__(self, handle: int, renews: bool = False, path: Path | None = None) -> None:
+        self._handle, self._path, self._exclusive = handle, path, renews
         self._released = threading.Event()
-        if beats:
+        if renews:
             threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def release(self) -> None:
@@ -165,7 +165,7 @@ def mark_rank(folder: Path) -> Lock:
     path = folder / f"{RANKS}.{re.sub(r'[^A-Za-z0-9-]', '-', own.host)}.{own.pid}"
     handle = os.open(path, FLAGS | os.O_CREAT, 0o644)
     _write(handle, _own())
-    return Lock(handle, beats=True, path=path)
+    return Lock(handle, renews=True, path=path)
 
 
 def busy_rank(folder: Path) -> Busy | None:
@@ -234,7 +234,7 @@ def _take_numbered(folder: Path) -> Lock:
         raise Busy(None)
     for old in range(max(1, number - 1), number + 1):
         _numbered(folder, old).unlink(missing_ok=True)
-    return Lock(handle, beats=True)
+    return Lock(handle, renews=True)
 
 
 def _numbered(folder: Path, number: int) -> Path:

@@ -24,10 +24,10 @@ def pack(tree: Any) -> Any:
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, Mapping):
-        return {key: pack(value) for key, value in tree.items()}
+        return {pack(key): pack(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree)(pack(value) for value in tree)
-    if tree is None or isinstance(tree, (bool, int, float, str, bytes)):
+    if tree is None or type(tree) in {bool, int, float, str, bytes}:  # an enum is not: its class would be loaded
         return tree
     raise TypeError(f"{type(tree).__name__} has no place in a checkpoint")
 

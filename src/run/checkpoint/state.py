@@ -86,7 +86,7 @@ class StageResult:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Products(Protocol):
+class Pretrained(Protocol):
     """Pretrained modules and the episodes that the pretraining stages share."""
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -118,7 +118,7 @@ class SavedStage(Protocol):
     @property
     def session(self) -> SavedSession: ...  # noqa: D102
     @property
-    def products(self) -> Products: ...  # noqa: D102
+    def pretrained(self) -> Pretrained: ...  # noqa: D102
 
     def start(self) -> None:
         """Begin at the beginning."""

@@ -83,7 +83,7 @@ class CheckpointWriter:
             sync(self.path)
         write_json(self.path / f"report_{self.store.rank}.json", {"files": self.files, "facts": facts})
 
-    def give_up(self, reason: str) -> None:
+    def report_failure(self, reason: str) -> None:
         """Remove the shared files that this rank wrote, and report, if possible, that its part is missing."""
         remove_kept(self.store.path, self._new)
         with suppress(OSError):  # the disk is full: rank 0 stops waiting after its time limit
@@ -107,7 +107,7 @@ class CheckpointWriter:
         self.path.rename(self.final)
         return self.final
 
-    def lacks(self) -> str:
+    def missing(self) -> str:
         """Return what is missing of this rank's part in the complete checkpoint, empty if nothing is.
 
         Files that this rank wrote now are read again; of files of earlier checkpoints the size is compared.
@@ -206,7 +206,7 @@ class SnapshotWriter:
                 draft.commit(snapshot.facts, 60.0 * self.minutes)
         except (OSError, MemoryError) as problem:
             reason = " ".join(str(getattr(problem, "strerror", None) or problem).split()) or "out of memory"
-            draft.give_up(reason)
+            draft.report_failure(reason)
             if self.dist.is_main:
                 draft.discard()
             if self.store.waits_until == math.inf:  # else the run ends with its own error
@@ -215,7 +215,7 @@ class SnapshotWriter:
         self.parts = {name: entry["parts"] for name, entry in logs.items()}
         self.modules.update(modules)
         if self.dist.is_main:
-            self._tidy(snapshot.facts["iteration"], logger)
+            self._remove_old(snapshot.facts["iteration"], logger)
         return ""
 
     def _log(self, iteration: int, reason: str, logger: Logger) -> None:
@@ -226,7 +226,7 @@ class SnapshotWriter:
             then = "training continues, and the previous checkpoint remains"
             logger.error(f"iteration {iteration} could not be saved ({reason}): {then}")
 
-    def _tidy(self, iteration: int, logger: Logger) -> None:
+    def _remove_old(self, iteration: int, logger: Logger) -> None:
         """Make a complete checkpoint durable and remove what it replaces. What goes wrong does not undo it."""
         try:
             for path in (self.folder.checkpoints, self.folder.path, self.folder.path.parent):

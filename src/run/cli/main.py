@@ -68,22 +68,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         if not error.said_by_rank_0 or _is_first():
-            _complain(error.render())
+            _print_error(error.render())
         else:
             time.sleep(RANK_0_SECONDS)
         return USER_ERROR_EXIT_CODE
     except RunFailed as error:
-        _complain(visible(f"error: {error}", kept="\n"))
+        _print_error(visible(f"error: {error}", kept="\n"))
         return 1
     except SystemExit as error:  # raised by an environment that is checked
-        _complain(f"error: {exit_line(error)}")
+        _print_error(f"error: {exit_line(error)}")
         return 1
     except Stopped as stop:
         if _is_first():
-            _complain(visible(stop.render()))
+            _print_error(visible(stop.render()))
         return stop.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted")
+        _print_error("interrupted")
         return INTERRUPTED_EXIT_CODE
 
 
@@ -92,7 +92,7 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     """Write to standard error; if that fails (full disk, closed terminal), the exit code still reports the error."""
     drop_lost_output()
     with contextlib.suppress(OSError):
@@ -130,21 +130,21 @@ def _main(argv: list[str]) -> int:
     options = _options(argv)
     command, rest = options.words[:1], options.words[1:]
     if options.help:
-        _say(HELP)
+        _print(HELP)
     elif command == ["doctor"]:
         return _doctor(options, _updates(rest))
     elif command == ["compare"]:
         from omagd.run.cli.listing import comparison
 
-        _say(comparison(rest))
+        _print(comparison(rest))
     elif options.version:
         from omagd import __version__
 
-        _say(f"omagd {__version__}\n")
+        _print(f"omagd {__version__}\n")
     elif options.list:
         from omagd.run.cli.listing import listing
 
-        _say(listing())
+        _print(listing())
     elif command == ["evaluate"]:
         _run(options, _evaluation(options, rest))
     else:
@@ -161,7 +161,7 @@ def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
     except ImportError:  # a package that reads configurations is missing; the doctor reports it
         settings = Settings(env=options.env_config or Settings.env)
     text, ready = render(examine(settings), settings.env)
-    _say(text)
+    _print(text)
     return 0 if ready else USER_ERROR_EXIT_CODE
 
 
@@ -173,12 +173,12 @@ def _run(options: argparse.Namespace, config: Config) -> None:
         preload(config)
     from omagd.run.cli.preflight import preflight
 
-    outlook = preflight(config)
-    config = outlook.config
+    checked = preflight(config)
+    config = checked.config
     if options.dry_run:
         from omagd.run.cli.listing import resolved
 
-        _say(resolved(config, outlook))
+        _print(resolved(config, checked))
         return
     from omagd.run.reporting.sacred_record import run_recorded
     from omagd.run.topology import is_main
@@ -193,7 +193,7 @@ def _run(options: argparse.Namespace, config: Config) -> None:
     )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """Write `text` to standard output; the reader may stop early (`| head`)."""
     try:
         sys.stdout.write(visible(text, kept="\n"))

@@ -151,7 +151,7 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
 
     from omagd.run.checkpoint.resuming import whole_state
     from omagd.run.checkpoint.weights import find_step_folder, load_learner
-    from omagd.run.training.build import build_plain_mac, load_agent, load_products, of_checkpoint
+    from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
     from omagd.run.training.experiment import stage_names
 
     cpu = torch.device("cpu")
@@ -160,9 +160,9 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         folder = find_step_folder(config.checkpoint_path, config.load_step)
         load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
         if config.evaluate:
-            load_products(of_checkpoint(config, folder), info, cpu)
+            load_pretrained(of_checkpoint(config, folder), info, cpu)
             return ("evaluate",)
-    stages = tuple(stage_names(config, load_products(config, info, cpu)))
+    stages = tuple(stage_names(config, load_pretrained(config, info, cpu)))
     policy, episodes = config.graph_pretrain_policy, config.pretrain_buffer_path
     if episodes and not Path(episodes).expanduser().is_dir():
         raise UserError(f"pretrain_buffer_path={episodes}: no such folder. Give the pretrain_buffer/ of another run")

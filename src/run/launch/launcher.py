@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from omagd.config.schema import Config
-from omagd.run.checkpoint.resuming import RunLock, claimed_folder
+from omagd.run.checkpoint.resuming import RunLock, locked_folder
 from omagd.run.checkpoint.store import SAVED
 from omagd.run.launch.failures import Notes, Verdict, verdict
 from omagd.run.launch.group import exit_code, joined_group, naming_a_lost_rank, require_shared_folder
@@ -27,30 +27,30 @@ from omagd.utils.dist_utils import Dist, open_rendezvous
 from omagd.utils.errors import RankFailed, UserError, exit_line
 from omagd.utils.logging import append_to_log, setup_logging
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.signals import Stopped, stop_requested, stoppable, unhurried
+from omagd.utils.signals import Stopped, stop_requested, stoppable, uninterrupted
 from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE, drop_lost_output
 
 
 def launch(
-    config: Config, token: str, channel: Any = None, begun: Callable[[str], None] = lambda folder: None
+    config: Config, token: str, channel: Any = None, started: Callable[[str], None] = lambda folder: None
 ) -> dict[str, Any]:
     """Run an experiment to its end and return its summary.
 
     Args:
         config: resolved. token: name of the run's folder. channel: receives Sacred's scalars, or None.
-        begun: called with the run's folder before training, except under torchrun.
+        started: called with the run's folder before training, except under torchrun.
     Errors: UserError; RankFailed with the traceback of the failed rank; Stopped by SIGINT, SIGTERM or SIGHUP.
     """
     plan = make_plan(config)
     with stoppable(), _no_silent_exit():
         if plan.joins:
             return _join_group(config, plan, token, channel)
-        with claimed_folder(config, token) as claim, _resume_hint(config, claim.path):
-            begun(claim.path)
+        with locked_folder(config, token) as lock, _resume_hint(config, lock.path):
+            started(lock.path)
             if plan.spawns:
-                return _spawn(claim.config, plan, claim.path, channel)
-            return _run_alone(claim.config, plan, claim.path, channel)
+                return _spawn(lock.config, plan, lock.path, channel)
+            return _run_alone(lock.config, plan, lock.path, channel)
 
 
 def _run_alone(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any]:
@@ -107,27 +107,27 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
         joined_group(rank, plan, local_rank(plan.world_size), port, config, attempt, leave_hung) as dist,
         ExitStack() as held,
     ):
-        claim = _claim_together(config, token, dist, held)
-        held.enter_context(_resume_hint(config, claim.path))
-        require_shared_folder(dist, claim.path)
-        return run_experiment(claim.config, dist, claim.path, channel if rank == 0 else None, attempt=attempt)
+        lock = _lock_together(config, token, dist, held)
+        held.enter_context(_resume_hint(config, lock.path))
+        require_shared_folder(dist, lock.path)
+        return run_experiment(lock.config, dist, lock.path, channel if rank == 0 else None, attempt=attempt)
 
 
-def _claim_together(config: Config, token: str, dist: Dist, held: ExitStack) -> RunLock:
+def _lock_together(config: Config, token: str, dist: Dist, held: ExitStack) -> RunLock:
     """Return rank 0's lock of the run's folder on every rank; all ranks wait with rank 0. Errors: UserError."""
-    claim: RunLock | UserError | None
+    lock: RunLock | UserError | None
     if dist.is_main:
         try:
-            claim = held.enter_context(claimed_folder(config, token, waits=lambda: dist.broadcast(None)))
+            lock = held.enter_context(locked_folder(config, token, waits=lambda: dist.broadcast(None)))
         except UserError as error:
-            claim = error
-        dist.broadcast(claim)
+            lock = error
+        dist.broadcast(lock)
     else:
-        while (claim := dist.broadcast(None)) is None:
+        while (lock := dist.broadcast(None)) is None:
             pass
-    if isinstance(claim, UserError):
-        raise claim.on_all_ranks()
-    return claim
+    if isinstance(lock, UserError):
+        raise lock.on_all_ranks()
+    return lock
 
 
 def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> None:
@@ -212,7 +212,7 @@ def _attempt(config: Config, plan: Plan, path: str, port: int, channel: Any, att
     ranks, notes, hung = Ranks(saves=config.enable_checkpointing), Notes(path, attempt), False
     with notes.opened():
         try:
-            with unhurried():
+            with uninterrupted():
                 ranks.start(worker, (config, plan, path, port, channel, attempt), plan.world_size)
             failed = ranks.watch(hopeless=notes.name_a_hang)
             hung = notes.name_a_hang()

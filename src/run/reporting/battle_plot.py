@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from omagd.config.env_info import EntityLayout
-from omagd.utils.writing import STORAGE
+from omagd.run.reporting.plots import save
 
 Nodes = Sequence[Mapping[str, Any]]
 TYPES = ("self", "ally", "enemy")
@@ -37,19 +36,12 @@ def battle_nodes(nodes: np.ndarray, layout: EntityLayout, guessed: np.ndarray | 
     own_health = 4 + layout.move_dim if layout.own_dim else -1  # behind [1, 0, 0, 0 | move features]
     found: list[dict[str, Any]] = []
     slots = [0, 0, 0]
-    for i, kind in enumerate(layout.node_types):
+    for i, (kind, node) in enumerate(zip(layout.node_types, nodes, strict=True)):
+        x, y = (0.0 if kind == 0 else float(node[column]) * layout.sight for column in layout.position)
         column = own_health if kind == 0 else layout.health
-        found.append(
-            {
-                "type": TYPES[kind],
-                "slot": slots[kind],
-                "x": 0.0 if kind == 0 else float(nodes[i, layout.position[0]]) * layout.sight,
-                "y": 0.0 if kind == 0 else float(nodes[i, layout.position[1]]) * layout.sight,
-                "health": float(nodes[i, column]) if column >= 0 else None,
-                "present": bool(np.any(nodes[i] != 0)),
-                "guessed": bool(guessed[i]) if guessed is not None else False,
-            }
-        )
+        health = float(node[column]) if column >= 0 else None
+        unit = {"type": TYPES[kind], "slot": slots[kind], "x": x, "y": y, "health": health}
+        found.append({**unit, "present": bool(np.any(node)), "guessed": guessed is not None and bool(guessed[i])})
         slots[kind] += 1
     return found
 
@@ -69,14 +61,12 @@ def battle_moment(
 
     Errors: ValueError if the three lists differ in their units.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     if not [_who(n) for n in seen] == [_who(n) for n in reconstructed] == [_who(n) for n in truth]:
         raise ValueError("the three panels do not list the same units")
     view = _view([*seen, *reconstructed, *truth], float(info["sight"]))
     figure = Figure(figsize=(15.6, 7.0), dpi=110, facecolor=BACKGROUND)
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3)
     figure.subplots_adjust(left=0.015, right=0.985, top=0.815, bottom=0.105, wspace=0.02)
     notes = _notes(seen, reconstructed, truth)
@@ -90,11 +80,7 @@ def battle_moment(
             _unit(axis, node, _id(node, int(info["agent"])), view, 4.0 + depth / len(present))
     _title(figure, info)
     _legend(figure, f"a{info['agent']}: the observer")
-    path = Path(out_png)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", facecolor=BACKGROUND)
-    STORAGE.write(path, picture.getvalue())
-    return path
+    return save(figure, out_png)
 
 
 def _who(node: Mapping[str, Any]) -> tuple[str, int]:
@@ -127,11 +113,7 @@ def _notes(seen: Nodes, reconstructed: Nodes, truth: Nodes) -> tuple[str, str, s
     ghosts = f", {false_alive} of them dead" if false_alive else ""
     guess_note = f"{len(guesses)} unseen believed alive{right}{ghosts}" if guesses else "nothing to fill in"
     dead = len(truth) - 1 - len(alive)
-    return (
-        f"{len(in_sight)} of {len(alive)} living units in sight",
-        guess_note,
-        f"{len(alive)} alive, {dead} dead",
-    )
+    return f"{len(in_sight)} of {len(alive)} living units in sight", guess_note, f"{len(alive)} alive, {dead} dead"
 
 
 def _pairs(reconstructed: Nodes, truth: Nodes) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -142,21 +124,13 @@ def _ground(axis: Any, view: _View) -> None:
     """Draw fog, the area in sight, and rings at equal distances."""
     from matplotlib.patches import Circle
 
-    axis.set_facecolor(FOG)
-    axis.set_xlim(-view.limit, view.limit)
-    axis.set_ylim(-view.limit, view.limit)
-    axis.set_aspect("equal")
-    axis.set_xticks([])
-    axis.set_yticks([])
-    for spine in axis.spines.values():
-        spine.set_color(LINE)
-        spine.set_linewidth(0.8)
+    extent = (-view.limit, view.limit)
+    axis.set(facecolor=FOG, xlim=extent, ylim=extent, aspect="equal", xticks=[], yticks=[])
+    axis.spines[:].set(color=LINE, linewidth=0.8)
     for share in np.linspace(1.0, 0.25, 10):  # brighter towards the agent
         axis.add_patch(Circle((0, 0), view.sight * share, facecolor=SEEN, alpha=0.16 if share < 1 else 0.55, lw=0))
-    ring = 5.0
-    while ring < view.limit * 1.4:
+    for ring in np.arange(5.0, view.limit * 1.4, 5.0):
         axis.add_patch(Circle((0, 0), ring, fill=False, edgecolor=LINE, lw=0.5, alpha=0.45))
-        ring += 5.0
     axis.axhline(0, color=LINE, lw=0.5, alpha=0.45)
     axis.axvline(0, color=LINE, lw=0.5, alpha=0.45)
     axis.add_patch(Circle((0, 0), view.sight, fill=False, edgecolor="#7fa6d6", lw=1.3, ls=(0, (5, 3)), alpha=0.9))

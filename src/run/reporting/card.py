@@ -81,19 +81,17 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     Args:
         sizes: text on the sizes of the environment. batch: text on ranks, environments and updates.
     """
-    compared, told = card["compared"], card["told"]
+    compared, recorded = card["compared"], card["told"]
     env = f"{compared['env']} {compared['map']} ({compared['game']})".replace("  ", " ")
     level = f", difficulty {compared['difficulty']}" if "difficulty" in compared else ""
-    other = ", ".join(
-        f"{key.removeprefix('env_args.')}={compared[key]}" for key in compared if key.startswith("env_args.")
-    )
-    facts = [
-        f"{key} {compared[key]:,}" for key in ("t_max", "max_episodes", "graph_pretrain_epochs") if key in compared
-    ]
+    changed = {key.removeprefix("env_args."): compared[key] for key in compared if key.startswith("env_args.")}
+    other = ", ".join(f"{key}={value}" for key, value in changed.items())
+    ends = ("t_max", "max_episodes", "graph_pretrain_epochs")
+    facts = [f"{key} {compared[key]:,}" for key in ends if key in compared]
     facts += [f"of a training with card {compared['trained']}"] if "trained" in compared else []
     facts += [f"tests of {compared['test_episodes']} greedy episodes"] if "test_episodes" in compared else []
-    facts += [str(compared["precision"]), f"seed {told['seed']}"]
-    facts += [f"{name} {number}" for name, number in told["versions"].items()]
+    facts += [str(compared["precision"]), f"seed {recorded['seed']}"]
+    facts += [f"{name} {number}" for name, number in recorded["versions"].items()]
     return [
         f"{env}{level}: {sizes}" + (f"; changed arguments: {other}" if other else ""),
         batch,
@@ -122,11 +120,10 @@ def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str
         cards: of the rows, None for a run without one. labels: names of the rows in the footnotes.
     """
     differ = [differences(card, cards[0]) for card in cards]
-    rows: dict[str, dict[str, None]] = {text: {} for text in differ if text}
-    for label, text in zip(labels, differ, strict=True):
-        if text:
-            rows[text][label] = None
-    notes = [f"* not comparable with the first row: {', '.join(names)}: {text}" for text, names in rows.items()]
+    notes = []
+    for text in filter(None, dict.fromkeys(differ)):
+        names = dict.fromkeys(label for label, other in zip(labels, differ, strict=True) if other == text)
+        notes.append(f"* not comparable with the first row: {', '.join(names)}: {text}")
     return ["*" if text else "" for text in differ], notes
 
 
@@ -144,8 +141,8 @@ def resumed(card: Card | None) -> list[dict[str, Any]]:
 
 def versions_of(before: Card | None, now: Card) -> dict[str, Any]:
     """Return the versions of a start that resumes a run, and those of the start before if they differ."""
-    versions, told = now["told"]["versions"], (before or {}).get("told")
-    old = told.get("versions") if isinstance(told, dict) else None
+    versions, recorded = now["told"]["versions"], (before or {}).get("told")
+    old = recorded.get("versions") if isinstance(recorded, dict) else None
     changed = isinstance(old, dict) and old != versions
     return {"versions": versions, **({"versions_before": old} if changed else {})}
 
@@ -284,12 +281,8 @@ def versions() -> dict[str, str]:
     import numpy
     import torch
 
-    return {
-        "omagd": omagd.__version__,
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "Python": platform.python_version(),
-    }
+    found = {"omagd": omagd.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
+    return {**found, "Python": platform.python_version()}
 
 
 def _shown(compared: Mapping[str, Any], name: str) -> str:

@@ -1,7 +1,7 @@
 """Log sinks, the outputs for a run's values: console, `metrics.jsonl`, TensorBoard; and the log of episodes.
 
 Sacred is in `sacred_sink.py`, W&B in `wandb_sink.py`. To add a sink, derive a class from `omagd.utils.logging.Sink` and
-name it in `REGISTRY`, or in the entry-point group `omagd.log_sinks` of an installed package.
+name it in `BUILT_IN` and in `records.py`, or in the entry-point group `omagd.log_sinks` of an installed package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omagd.utils.logging import Logger, Record, RunFacts, Sink
+from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
 from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RunFolder, plain
 from omagd.utils.writing import STORAGE, AppendFile, open_records
@@ -45,10 +45,19 @@ def make_logger(
     if minimal:
         return logger
     arguments = {"sacred": (sacred,), "console": (console_logger,)}
-    plug_ins = [name for name in REGISTRY.names() if name not in BUILT_IN]
-    for name in [*names, *plug_ins]:
+    for name in names:
         if name != "sacred" or sacred is not None:
             logger.add_sink(REGISTRY.get(name)(*arguments.get(name, ())))
+    for name in sorted(set(REGISTRY.names()) - BUILT_IN.keys()):
+        try:
+            sink = REGISTRY.get(name)()
+            if not isinstance(sink, Sink):
+                raise TypeError(f"{type(sink).__name__} is not derived from Sink")
+        except Exception as error:  # noqa: BLE001 (a plug-in's)
+            warn_off(name, error)
+        else:
+            sink.key = name
+            logger.add_sink(sink)
     return logger
 
 
@@ -58,22 +67,15 @@ class JsonLinesSink(Sink):
     name = "metrics.jsonl"
     essential = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._file: AppendFile | None = None
-
     def _open(self, facts: RunFacts) -> None:
         self._file = AppendFile(RunFolder(facts.folder).metrics_jsonl)
 
     def _log(self, record: Record) -> None:
-        assert self._file is not None, "log before open"
         line = {"stage": record.stage, record.clock: record.t, **record.values}
         self._file.write((json.dumps(plain(line), allow_nan=False) + "\n").encode())
 
     def _close(self, exit_state: str) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
 
 class EpisodeLog:
@@ -107,25 +109,17 @@ class TensorBoardSink(Sink):
 
     name = "TensorBoard"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._facts: RunFacts | None = None
-        self._writers: dict[str, EventFile] = {}
-        self._last: dict[str, int] = {}
-
     def _open(self, facts: RunFacts) -> None:
+        self._writers: dict[str, EventFile] = {}
+        self._last: dict[str, int] = dict(self.saved.get("last", {}))
         import torch.utils.tensorboard  # noqa: F401  (fail at the start, not at the first log)
 
-        self._facts = facts
-        self._last = dict(facts.saved.get(self.name, {}).get("last", {}))
-
     def _log(self, record: Record) -> None:
-        assert self._facts is not None, "log before open"
         if record.stage not in self._writers:
             # A resumed run logs again what the killed one logged after the checkpoint: hide the first version.
-            purge = self._facts.saved.get(self.name, {}).get("last", {}).get(record.stage)
-            folder = self._facts.folder / "tb" / record.stage
-            self._writers[record.stage] = EventFile(folder, None if purge is None else purge + 1)
+            last = self._last.get(record.stage)
+            folder = self.facts.folder / "tb" / record.stage
+            self._writers[record.stage] = EventFile(folder, None if last is None else last + 1)
         self._last[record.stage] = record.t
         self._writers[record.stage].add(record.values, record.t)
 
@@ -136,7 +130,6 @@ class TensorBoardSink(Sink):
     def _close(self, exit_state: str) -> None:
         for writer in self._writers.values():
             writer.close()
-        self._writers.clear()
 
 
 class EventFile:
@@ -190,30 +183,19 @@ LEAST_SHARE = 0.001
 
 
 class ConsoleSink(Sink):
-    """Prints one block of values per record through Python's logging.
-
-    Args:
-        logger: where the block goes; the package's own if None.
-    """
+    """Prints one block of values per record through Python's `logger`."""
 
     name = "console"
 
-    def __init__(self, logger: logging.Logger | None = None) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
-        self.logger = logger or logging.getLogger("omagd")
-        self._facts: RunFacts | None = None
-
-    def _open(self, facts: RunFacts) -> None:
-        self._facts = facts
+        self.logger = logger
 
     def _log(self, record: Record) -> None:
-        self.logger.info("%s", render_block(record, self._facts))
-
-    def _close(self, exit_state: str) -> None:
-        self._facts = None
+        self.logger.info("%s", render_block(record, self.facts))
 
 
-def render_block(record: Record, facts: RunFacts | None = None, width: int | None = None) -> str:
+def render_block(record: Record, facts: RunFacts, width: int | None = None) -> str:
     """Return a headline, then the values in aligned columns, sorted by name, test results first.
 
     Values of one type of node (`…_ally`) or feature (`…_ally_f3`) are only in the files. Shares of the wall time,
@@ -221,12 +203,11 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
 
     width: of the terminal in characters; None asks the terminal.
     """
-    totals = facts.totals if facts else {}
-    head = ["Recent Stats", f"{record.clock}: {_progress(record.t, totals.get(record.clock))}"]
+    head = ["Recent Stats", f"{record.clock}: {_progress(record.t, facts.totals.get(record.clock))}"]
     if "episode" in record.values:
-        head.append(f"Episode: {_progress(int(record.values['episode']), totals.get('episode'))}")
-    single = facts is not None and facts.config and not facts.config["use_graph_reconstruction"]
-    head.append(" · ".join(part for part in ("" if single else record.stage, facts.label if facts else "") if part))
+        head.append(f"Episode: {_progress(int(record.values['episode']), facts.totals.get('episode'))}")
+    single = facts.config and not facts.config["use_graph_reconstruction"]
+    head.append(" · ".join(part for part in ("" if single else record.stage, facts.label) if part))
     apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name) or OF_MAP.match(name)}
     shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
     names = sorted(shown, key=lambda name: (not name.startswith("test_"), name))
@@ -237,10 +218,8 @@ def render_block(record: Record, facts: RunFacts | None = None, width: int | Non
     rows = math.ceil(len(names) / columns)
     lines = [" | ".join(head)]
     for row in range(rows):  # column by column, so that similar names stay together
-        cells = [
-            f"{name:<{name_width}}{_number(name, record.values[name]):>{VALUE_WIDTH}}" for name in names[row::rows]
-        ]
-        lines.append("  " + (" " * GAP).join(cells))
+        numbers = ((name, _number(name, record.values[name])) for name in names[row::rows])
+        lines.append("  " + (" " * GAP).join(f"{name:<{name_width}}{value:>{VALUE_WIDTH}}" for name, value in numbers))
     return "\n".join([*lines, *_separate_lines(record.values)])
 
 

@@ -34,62 +34,36 @@ class Panel:
     log: bool = False
 
 
-TRAIN_EVAL = (("train/graph_loss", "training"), ("eval/graph_loss", "held out"))
+def _trained(name: str) -> tuple[tuple[str, str], ...]:
+    return (f"train/{name}", "training"), (f"eval/{name}", "held out")
+
+
+def _played(name: str) -> tuple[tuple[str, str], ...]:
+    return (f"test_{name}", "greedy test"), (name, "training")
+
+
+CODES = (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
+ACCURACIES = (*((f"eval/top{k}", f"top {k}") for k in (1, 3, 5)), ("eval/balanced_accuracy", "dead or alive, balanced"))
+ERRORS = (
+    ("eval/error", "reconstruction"),
+    ("eval/error_slot_mean", "baseline: slot mean"),
+    ("eval/error_last_seen", "baseline: last seen"),
+    ("eval/error_last_seen_or_mean", "baseline: last seen, else mean"),
+    ("eval/error_zeros", "baseline: zeros"),
+)
 PANELS = (
-    Panel("stage1", "Tokenizer: loss", "loss per graph", TRAIN_EVAL, log=True),
-    Panel(
-        "stage1",
-        "Tokenizer: reconstruction error",
-        "MSE of features",
-        (("train/mse", "training"), ("eval/mse", "held out")),
-        log=True,
-    ),
-    Panel(
-        "stage1", "Tokenizer: codebook", "codes", (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
-    ),
-    Panel("stage2", "Predictor: loss", "nats per unseen node", TRAIN_EVAL),
-    Panel(
-        "stage2",
-        "Predictor: accuracy on unseen units",
-        "share right",
-        (
-            ("eval/top1", "top 1"),
-            ("eval/top3", "top 3"),
-            ("eval/top5", "top 5"),
-            ("eval/balanced_accuracy", "dead or alive, balanced"),
-        ),
-        top=1.0,
-    ),
-    Panel(
-        "stage2",
-        "Feature error on unseen units",
-        "MSE, slot by slot",
-        (
-            ("eval/error", "reconstruction"),
-            ("eval/error_slot_mean", "baseline: slot mean"),
-            ("eval/error_last_seen", "baseline: last seen"),
-            ("eval/error_last_seen_or_mean", "baseline: last seen, else mean"),
-            ("eval/error_zeros", "baseline: zeros"),
-        ),
-        log=True,
-    ),
-    Panel(
-        "stage3",
-        "Win rate",
-        "share of battles won",
-        (("test_battle_won_mean", "greedy test"), ("battle_won_mean", "training")),
-        top=1.0,
-    ),
-    Panel("stage3", "Return", "reward per episode", (("test_return_mean", "greedy test"), ("return_mean", "training"))),
+    Panel("stage1", "Tokenizer: loss", "loss per graph", _trained("graph_loss"), log=True),
+    Panel("stage1", "Tokenizer: reconstruction error", "MSE of features", _trained("mse"), log=True),
+    Panel("stage1", "Tokenizer: codebook", "codes", CODES),
+    Panel("stage2", "Predictor: loss", "nats per unseen node", _trained("graph_loss")),
+    Panel("stage2", "Predictor: accuracy on unseen units", "share right", ACCURACIES, top=1.0),
+    Panel("stage2", "Feature error on unseen units", "MSE, position by position", ERRORS, log=True),
+    Panel("stage3", "Win rate", "share of battles won", _played("battle_won_mean"), top=1.0),
+    Panel("stage3", "Return", "reward per episode", _played("return_mean")),
     Panel("stage3", "TD loss", "loss, reward²", (("loss_td", "loss"),), log=True),
     Panel("stage3", "Exploration", "probability", (("epsilon", "epsilon"),), top=1.0),
     Panel("stage3", "Q values", "discounted reward", (("q_taken_mean", "taken"), ("target_mean", "target"))),
-    Panel(
-        "stage3",
-        "Episode length",
-        "environment steps",
-        (("test_ep_length_mean", "greedy test"), ("ep_length_mean", "training")),
-    ),
+    Panel("stage3", "Episode length", "environment steps", _played("ep_length_mean")),
 )
 
 
@@ -131,7 +105,6 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     label: environment and map for the title ("skirmish 3m"); if empty, from `env_info.json` in the same folder.
     Configuration, seed and ranks come from `card.json` there, if it exists.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = list(read_metrics(jsonl_path))
@@ -141,7 +114,6 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(4.9 * columns, 3.3 * rows + 0.6), dpi=110, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     title = _title(Path(jsonl_path), label)
     size = min(15.0, 500 * columns / len(title))  # points that fit the width
     figure.suptitle(title, fontsize=size, weight="bold", color=INK)
@@ -151,11 +123,7 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
         axis.set_xlim(*_extent(panel.stage, found))
     for axis in axes[len(found) :]:
         axis.axis("off")
-    path = Path(out_png)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    STORAGE.write(path, picture.getvalue())
-    return path
+    return save(figure, out_png)
 
 
 def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None:
@@ -165,7 +133,6 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
         episode_logs: files with a JSON object per episode (`return`, `length`, `battle_won`); `env_info.json` of their
             run names the environment in the title.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -173,7 +140,6 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
     if not episodes:
         return None
     figure = Figure(figsize=(9.8, 3.9), dpi=110, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     label = _label_beside(episode_logs[0].parent)
     groups: dict[str, list[dict[str, Any]]] = {"": episodes}
     share = ""
@@ -189,17 +155,19 @@ def evaluation(episode_logs: Sequence[Path], out_png: str | Path) -> Path | None
         values = [[each[name] for each in group if each.get(name) is not None] for group in groups.values()]
         bins = _bins(name, [each for group in values for each in group])
         axis.hist(values, bins=bins, stacked=True, color=PALETTE[: len(groups)], label=list(groups))
-        axis.set_title(heading, fontsize=11.5, weight="bold", color=INK, loc="left")
-        axis.set_xlabel(unit, fontsize=9, color=FAINT)
-        axis.set_ylabel("episodes", fontsize=9, color=FAINT)
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axis.set_ylim(0, 1.25 * axis.get_ylim()[1])  # space for the legend
         if name == "length":
             axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        _dress(axis, legend=len(groups) > 1)
-    path = Path(out_png)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+        _dress(axis, heading, unit, "episodes", legend=len(groups) > 1)
+    return save(figure, out_png)
+
+
+def save(figure: Any, out_png: str | Path) -> Path:
+    """Write a picture through `STORAGE` and return its path."""
+    path, picture = Path(out_png), io.BytesIO()
+    figure.savefig(picture, format="png", facecolor="auto")
+    STORAGE.write(path, picture.getvalue())
     return path
 
 
@@ -242,12 +210,12 @@ Line = tuple[str, str, list[float], list[float]]
 def _lines(panel: Panel, records: Sequence[Mapping[str, Any]]) -> list[Line]:
     """Return the lines of a panel that have values."""
     mine = [record for record in records if record.get("stage") == panel.stage]
+    clock = "epoch" if any("epoch" in record for record in mine) else "t_env"
     lines: list[Line] = []
     for name, legend in panel.lines:
-        clock = "epoch" if any("epoch" in record for record in mine) else "t_env"
-        points = [(r[clock], r[name]) for r in mine if r.get(name) is not None and r.get(clock) is not None]
-        if points:
-            lines.append((legend, clock, [p[0] for p in points], [p[1] for p in points]))
+        found = [r for r in mine if r.get(name) is not None and r.get(clock) is not None]
+        if found:
+            lines.append((legend, clock, [r[clock] for r in found], [r[name] for r in found]))
     return lines
 
 
@@ -262,9 +230,6 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
         colour = TRAINING if quiet else next(colours)
         axis.plot(times, values, color=colour, lw=1.3 if quiet else 2.0, marker=marker,
                   ms=3.5, label=legend, zorder=2 if quiet else 3)  # fmt: skip
-    axis.set_title(panel.title, fontsize=11.5, weight="bold", color=INK, loc="left")
-    axis.set_xlabel(f"{CLOCK_LABELS[lines[0][1]]} ({panel.stage})", fontsize=9, color=FAINT)
-    axis.set_ylabel(panel.unit, fontsize=9, color=FAINT)
     values = [value for line in lines for value in line[3]]
     if panel.log and min(values) > 0 and max(values) / min(values) > 20:
         axis.set_yscale("log")
@@ -274,17 +239,20 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
         axis.set_ylim(0, 1.06 * max(values) or 1.0)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    _dress(axis, legend=len(lines) > 1, below=len(lines) > 3)
+    time = f"{CLOCK_LABELS[lines[0][1]]} ({panel.stage})"
+    _dress(axis, panel.title, time, panel.unit, legend=len(lines) > 1, below=len(lines) > 3)
 
 
-def _dress(axis: Any, legend: bool, below: bool = False) -> None:
-    """Set grid, ticks and frame, and a legend if asked for, `below` the axes if it would cover lines."""
+def _dress(axis: Any, title: str, x_label: str, y_label: str, legend: bool, below: bool = False) -> None:
+    """Set titles, grid, ticks and frame, and a legend if requested, `below` the axes if it would cover lines."""
+    axis.set_title(title, fontsize=11.5, weight="bold", color=INK, loc="left")
+    axis.set_xlabel(x_label, fontsize=9, color=FAINT)
+    axis.set_ylabel(y_label, fontsize=9, color=FAINT)
     axis.grid(color=GRID, lw=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5, colors=FAINT, length=0)
-    for side, spine in axis.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color("#c5ced8")
+    axis.spines[:].set_color("#c5ced8")
+    axis.spines[["top", "right"]].set_visible(False)
     if legend:
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncol": 2} if below else {}
         axis.legend(fontsize=8.5, labelcolor=INK, facecolor="white", framealpha=0.75, edgecolor="none", **place)

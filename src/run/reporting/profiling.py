@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,16 @@ class Phases:
     Work with its own timer (waiting for ranks, the reconstructor) is added by `watch` and subtracted from its phase.
 
     Args:
-        synchronise: called before every reading of the clock, to wait for an asynchronous device; None: do not wait.
-        mark: opens a named context around every phase, such as a profiler's annotation; None: no context.
+        synchronise: called before every reading of the clock, to wait for an asynchronous device.
+        mark: opens a named context around every phase, such as a profiler's annotation.
     """
 
     def __init__(
-        self,
-        synchronise: Callable[[], None] | None = None,
-        mark: Callable[[str], object] | None = None,
+        self, synchronise: Callable[[], None] = lambda: None, mark: Callable[[str], Any] = nullcontext
     ) -> None:
         self.synchronise = synchronise
         self.mark = mark
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = []
         self._watched: dict[str, tuple[Callable[[], float], float]] = {}
         self._at = self._turned = time.perf_counter()
@@ -56,7 +55,7 @@ class Phases:
         self._open.append(name)
         self._turned = time.perf_counter()
         try:
-            with self.mark(name) if self.mark is not None else nullcontext():  # type: ignore[attr-defined]
+            with self.mark(name):
                 yield
         finally:
             self._turn()
@@ -75,8 +74,7 @@ class Phases:
 
     def _turn(self) -> None:
         """Add the time since the last reading to the watched timers and the running phase."""
-        if self.synchronise is not None:
-            self.synchronise()
+        self.synchronise()
         now = time.perf_counter()
         passed, self._at = now - self._at, now
         for name, (read, before) in self._watched.items():
@@ -84,11 +82,8 @@ class Phases:
             apart = min(max(after - before, 0.0), passed)  # a timer in another thread may have run longer
             self._watched[name] = (read, after)
             passed -= apart
-            self._add(name, apart)
-        self._add(self._open[-1] if self._open else OTHER, passed)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self.seconds[name] += apart
+        self.seconds[self.current[0]] += passed
 
 
 def _since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
@@ -174,10 +169,8 @@ def usage(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         values["memory/gpu_mb"] = torch.cuda.memory_allocated(device) / MEGABYTE
         values["memory/gpu_peak_mb"] = torch.cuda.max_memory_allocated(device) / MEGABYTE
-        try:
+        with suppress(Exception):  # NVML is not available
             values["gpu/use"] = torch.cuda.utilization(device) / 100.0
-        except Exception:  # noqa: BLE001 (NVML is not available)
-            values.pop("gpu/use", None)
     return values
 
 
@@ -186,9 +179,7 @@ def over_ranks(parts: list[dict[str, float]], each: bool) -> dict[str, float]:
     names = sorted({name for part in parts for name in part})
     values = {name: max(part[name] for part in parts if name in part) for name in names}
     if each:
-        values |= {
-            f"{name}_rank{rank}": part[name] for rank, part in enumerate(parts) for name in names if name in part
-        }
+        values |= {f"{name}_rank{rank}": part[name] for rank, part in enumerate(parts) for name in sorted(part)}
     return values
 
 
@@ -206,12 +197,9 @@ class Profiler:
         self.traces = traces
         self.tracer: Tracer | None = None
         self._acting: Any = None
-        self._acted = (0.0, 0.0, 0.0)
-        on_gpu = self.dist.device.type == "cuda"
-        self.phases = Phases(
-            (lambda: torch.cuda.synchronize(self.dist.device)) if traces and on_gpu else None,
-            torch.profiler.record_function if traces else None,
-        )
+        self.phases = Phases(mark=torch.profiler.record_function) if traces else Phases()
+        if traces and self.dist.device.type == "cuda":
+            self.phases.synchronise = lambda: torch.cuda.synchronize(self.dist.device)
         self.stage = ""
         self.dist.waits.place = lambda: (self.stage, *self.phases.current)
         if self.dist.world_size > 1:
@@ -222,7 +210,7 @@ class Profiler:
         """Start a stage."""
         self.stage = stage
         self._from = self._last = self.phases.totals()
-        self._updates, self._waited, self._syncs = 0, self.dist.waits.seconds, self.dist.waits.calls
+        self._counted = self._counters(0)
         if self.traces is not None and stage:
             path = self.traces / f"{stage}_rank{self.dist.rank}.json"
             self.tracer = Tracer(path, self.dist.device.type == "cuda")
@@ -235,12 +223,12 @@ class Profiler:
         reconstructor = getattr(mac, "reconstructor", None)
         if reconstructor is not None:
             self._acting = reconstructor
-            self._acted = _counts(reconstructor)
+            self._counted = {**self._counters(0), **self._counted}
             self.phases.watch("reconstruct", lambda: float(reconstructor.seconds))
 
     def resume_at(self, updates: int) -> None:
         """Start the update counter at that of a resumed stage."""
-        self._updates = updates
+        self._counted["updates"] = updates
 
     def end(self) -> dict[str, float]:
         """End a stage: write the trace; return the `summary`."""
@@ -254,17 +242,15 @@ class Profiler:
 
         updates: optimisation steps since the stage began.
         """
-        now, waits = self.phases.totals(), self.dist.waits
-        seconds = _since(self._last, now)
+        now, counted = self.phases.totals(), self._counters(updates)
+        seconds, new = _since(self._last, now), _since(self._counted, counted)
+        self._last, self._counted = now, counted
         pairs = shares(seconds)
-        pairs["updates_per_second"] = (float(updates - self._updates), sum(seconds.values()))
-        pairs["communicate_ms_per_sync"] = (1e3 * (waits.seconds - self._waited), float(waits.calls - self._syncs))
+        pairs["updates_per_second"] = (new["updates"], sum(seconds.values()))
+        pairs["communicate_ms_per_sync"] = (1e3 * new["waited"], new["syncs"])
         if self._acting is not None:
-            before, self._acted = self._acted, _counts(self._acting)
-            spent, ticks, frames = (after - earlier for after, earlier in zip(self._acted, before, strict=True))
-            pairs["reconstruct_ms_per_tick"] = (1e3 * spent, ticks)
-            pairs["reconstruct_frames_per_tick"] = (frames, ticks)
-        self._last, self._updates, self._waited, self._syncs = now, updates, waits.seconds, waits.calls
+            pairs["reconstruct_ms_per_tick"] = (1e3 * new["acted"], new["ticks"])
+            pairs["reconstruct_frames_per_tick"] = (new["frames"], new["ticks"])
         parts = self.dist.gather((pairs, usage(self.dist.device)))
         return {**weighted_means(mine for mine, _ in parts), **over_ranks([memory for _, memory in parts], self.each)}
 
@@ -275,6 +261,9 @@ class Profiler:
         means = {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in [*names, OTHER]}
         return {"wall": sum(means.values()), **{name: value for name, value in means.items() if value > 0}}
 
-
-def _counts(reconstructor: Any) -> tuple[float, float, float]:
-    return float(reconstructor.seconds), float(reconstructor.calls), float(reconstructor.frames)
+    def _counters(self, updates: int) -> dict[str, float]:
+        waits, acting = self.dist.waits, self._acting
+        counted = {"updates": updates, "waited": waits.seconds, "syncs": waits.calls}
+        if acting is not None:
+            counted |= {"acted": acting.seconds, "ticks": acting.calls, "frames": acting.frames}
+        return {name: float(value) for name, value in counted.items()}

@@ -71,15 +71,13 @@ def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
 def render_summary(summary: Summary) -> str:
     """Return the closing text: results, files, and the next command."""
     lines = ["", "─" * 78, _headline(summary)]
-    for name, stage in summary.get("stages", {}).items():
-        lines.append(f"  {name}   {_reached(stage)}")
+    lines += [f"  {name}   {_reached(stage)}" for name, stage in summary.get("stages", {}).items()]
     lines += phases_table(summary)
     folder = Path(summary["folder"])
     lines.append(f"Files   {folder}")
     for label, path in _files(summary):
         lines.append(f"  {label:<9}{Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path}")
-    command = next_command(summary)
-    if command:
+    if command := next_command(summary):
         lines.append(f"Next    {command}")
     return "\n".join([*lines, "─" * 78])
 
@@ -137,10 +135,9 @@ def seeds_table(results: Sequence[Summary]) -> str:
     """Return a table of several seeds: a row for each, then median, interquartile range and extremes."""
     first = results[0]
     title = f"{first['env']} {first.get('map_name', '')} · {first['name']} · {len(results)} seeds"
-    columns = _columns(results)
-    (head, *rows), notes = _rows(results, [str(summary["seed"]) for summary in results], "seed", columns)
-    values = [[_value(summary, stage, key) for stage, key, _ in columns] for summary in results]
-    spread = [[number for number in column if number is not None] for column in zip(*values, strict=True)]
+    (head, *rows), notes = _rows(results, [str(summary["seed"]) for summary in results], "seed")
+    columns = [[_value(summary, *column) for summary in results] for column in _columns(results)]
+    spread = [[number for number in column if number is not None] for column in columns]
     for label, percentiles in (("median", [50]), ("quartiles", [25, 75]), ("min-max", [0, 100])):
         cells = ["-".join(_number(float(n)) for n in np.percentile(c, percentiles)) if c else "-" for c in spread]
         rows.append([label, *cells, "", ""])
@@ -155,7 +152,7 @@ def runs_table(results: Sequence[Summary]) -> str:
     With an evaluation among them there is a column `kind`.
     """
     labels = [Path(summary["folder"]).name for summary in results]
-    (head, *rows), notes = _rows(results, labels, "run", _columns(results))
+    (head, *rows), notes = _rows(results, labels, "run")
     kinds = [str(summary.get("kind", "training")) for summary in results]
     more = ["kind"] if "evaluation" in kinds else []
     head += [*more, "card"]
@@ -167,14 +164,14 @@ def runs_table(results: Sequence[Summary]) -> str:
     return "\n".join([lines[0], rule, *lines[1:], rule, *notes])
 
 
-def _rows(
-    results: Sequence[Summary], labels: Sequence[str], title: str, columns: Sequence[tuple[str, str, str]]
-) -> tuple[list[list[str]], list[str]]:
+def _rows(results: Sequence[Summary], labels: Sequence[str], title: str) -> tuple[list[list[str]], list[str]]:
     """Return the head and a row for each run, and the footnotes on rows that are not comparable."""
     asterisks, notes = marks([_card(summary) for summary in results], [f"{title} {label}" for label in labels])
-    rows = [[title, *(label for _, _, label in columns), "time", "state"]]
+    columns = _columns(results)
+    heads = [SHOWN.get(key) or f"best {SHOWN[key.removeprefix('best_')]}" for _, key in columns]
+    rows = [[title, *heads, "time", "state"]]
     for summary, label, mark in zip(results, labels, asterisks, strict=True):
-        numbers = [_number(_value(summary, stage, key)) for stage, key, _ in columns]
+        numbers = [_number(_value(summary, *column)) for column in columns]
         seconds = summary.get("wall_seconds")
         time = duration(seconds) if seconds is not None else "-"
         rows.append([label + mark, *numbers, time, str(summary.get("exit_state", "unknown"))])
@@ -223,9 +220,7 @@ def _files(summary: Summary) -> Iterable[tuple[str, str]]:
     for name in ("model", "pretrain_stage2_best", "pretrain_stage1_best"):
         if name in artifacts:
             yield "weights", artifacts[name]
-    for name in ("replays", "metrics", "summary"):
-        if name in artifacts:
-            yield name, artifacts[name]
+    yield from ((name, artifacts[name]) for name in ("replays", "metrics", "summary") if name in artifacts)
 
 
 def _base_command(summary: Summary) -> str:
@@ -243,27 +238,19 @@ def _base_command(summary: Summary) -> str:
 def _env_config(summary: Summary) -> str:
     """Return the name of the environment's file: its own name, else the file with its map."""
     name, names = str(summary["env"]), config_names("envs")
-    files = {each: read_yaml(find_yaml("envs", each)) for each in ([] if name in names else names)}
     wanted = (name, summary.get("map_name") or "")
-    for each, file in files.items():
+    for each in [] if name in names else names:
+        file = read_yaml(find_yaml("envs", each))
         if (file.get("env"), (file.get("env_args") or {}).get("map_name") or "") == wanted:
             return each
     return name
 
 
-def _columns(results: Sequence[Summary]) -> list[tuple[str, str, str]]:
-    """Return (stage, value, heading) for each column: the values of the last stage that any run reached."""
-    stages = [name for summary in results for name in summary.get("stages", {})]
-    if not stages:
-        return []
-    stage = max(stages)
-    keys = [key for known in SHOWN for key in (known, f"best_{known}")]
-    found = [key for key in keys if any(_value(summary, stage, key) is not None for summary in results)]
-    return [(stage, key, _heading(key)) for key in found]
-
-
-def _heading(key: str) -> str:
-    return f"best {SHOWN[key.removeprefix('best_')]}" if key.startswith("best_") else SHOWN[key]
+def _columns(results: Sequence[Summary]) -> list[tuple[str, str]]:
+    """Return (stage, value) for each column: the values of the last stage that any run reached."""
+    stage = max((name for summary in results for name in summary.get("stages", {})), default="")
+    columns = [(stage, key) for known in SHOWN for key in (known, f"best_{known}")]
+    return [column for column in columns if any(_value(summary, *column) is not None for summary in results)]
 
 
 def _value(summary: Summary, stage: str, key: str) -> float | None:

@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sacred import SETTINGS, Experiment
 from sacred.observers import FileStorageObserver
 from sacred.serializer import flatten
 
@@ -78,9 +78,8 @@ class BoundedObserver(FileStorageObserver):
 
     def save_json(self, obj: Any, filename: str) -> None:
         """Write a file of the record."""
-        if self.dir is None:
-            return
-        STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
+        if self.dir is not None:
+            STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
 
     def save_cout(self) -> None:
         """Append the new output."""
@@ -131,13 +130,12 @@ def run_recorded(
     if where is not None:
         experiment.observers.append(BoundedObserver(str(where)))
     returned: list[Any] = []
-    begun: list[Any] = []
+    started: list[Any] = []
 
     def main(_run: Any, _log: logging.Logger) -> None:
-        begun.append(_run)
-        result = run_mode(_run, config, _log)
-        returned.append(result)
-        _run.info["result"] = result
+        started.append(_run)
+        returned.append(run_mode(_run, config, _log))
+        _run.info["result"] = returned[0]
 
     experiment.main(main)
     logger = logging.getLogger("omagd")
@@ -146,8 +144,8 @@ def run_recorded(
         experiment.run(options={**(options or {}), "--unobserved": not observe})
     except UserError:
         # Ranks of torchrun do not report their folder here: keep their records.
-        if begun and "folder" not in begun[0].info and "RANK" not in os.environ:
-            for observer in begun[0].observers:
+        if started and "folder" not in started[0].info and "RANK" not in os.environ:
+            for observer in started[0].observers:
                 observer.discard()
         raise
     finally:
@@ -179,14 +177,9 @@ def _records(config: Config, folder: str | None) -> Path:
 
 def _experiment() -> Any:
     """Return a Sacred experiment that records versions, but neither environment variables nor git remotes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # pkg_resources is deprecated
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from sacred import SETTINGS, Experiment
-
-        # `fd` would wait for the output of children and hide the terminal from the progress bar.
-        SETTINGS.CAPTURE_MODE = "sys"
-        SETTINGS.DISCOVER_SOURCES = "none"
-        SETTINGS.DISCOVER_DEPENDENCIES = "pkg"
-        SETTINGS.HOST_INFO.CAPTURED_ENV = []
-        return Experiment("omagd", save_git_info=False, base_dir=str(Path(__file__).resolve().parent))
+    # `fd` would wait for the output of children and hide the terminal from the progress bar.
+    SETTINGS.CAPTURE_MODE = "sys"
+    SETTINGS.DISCOVER_SOURCES = "none"
+    SETTINGS.DISCOVER_DEPENDENCIES = "pkg"
+    SETTINGS.HOST_INFO.CAPTURED_ENV = []
+    return Experiment("omagd", save_git_info=False, base_dir=str(Path(__file__).resolve().parent))

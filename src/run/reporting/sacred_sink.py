@@ -8,7 +8,7 @@ import multiprocessing
 import threading
 from typing import Any
 
-from omagd.utils.logging import Record, RunFacts, Sink
+from omagd.utils.logging import Record, Sink
 
 
 class SacredSink(Sink):
@@ -17,7 +17,7 @@ class SacredSink(Sink):
     Sacred has one time axis per name, so names of stages 1 and 2 are prefixed with the stage.
 
     Args:
-        target: the Sacred run; in a worker, where it cannot be pickled, a queue or the `sender` of a `SacredRelay`.
+        target: the Sacred run; in a worker, where it cannot be pickled, the `sender` of a `SacredRelay`.
     """
 
     name = "Sacred's scalars"
@@ -25,52 +25,32 @@ class SacredSink(Sink):
     def __init__(self, target: Any) -> None:
         super().__init__()
         self._target = target
-        self._earlier: list[str] = []
-
-    def _open(self, facts: RunFacts) -> None:
-        self._earlier = list(facts.saved.get(self.name, {}).get("ids", []))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ids of this run's Sacred records, one for each start."""
         own = getattr(self._target, "_id", None)
-        return {"ids": [*self._earlier, *([] if own is None else [str(own)])]}
+        return {"ids": [*self.saved.get("ids", []), *([] if own is None else [str(own)])]}
 
     def _log(self, record: Record) -> None:
         for key, value in record.values.items():
-            if key in record.private or not math.isfinite(value):
-                continue
-            name = key if record.stage == "stage3" else f"{record.stage}/{key}"
-            if hasattr(self._target, "log_scalar"):
-                self._target.log_scalar(name, float(value), int(record.t))
-            else:
-                send = self._target.put if hasattr(self._target, "put") else self._target.send
-                send((name, float(value), int(record.t)))
-
-    def _close(self, exit_state: str) -> None:
-        pass
+            if math.isfinite(value):
+                name = key if record.stage == "stage3" else f"{record.stage}/{key}"
+                self._target.log_scalar(name, value, record.t)
 
 
 class Sender:
-    """A worker's end of a `SacredRelay`.
+    """A worker's end of a `SacredRelay`, used like the Sacred run.
 
     Args:
         connection: to the parent. run_id: of the parent's Sacred run.
     """
 
     def __init__(self, connection: Any, run_id: Any) -> None:
-        self._connection, self._id = connection, run_id
+        self.connection, self._id = connection, run_id
 
-    def send(self, message: tuple[str, float, int]) -> None:
+    def log_scalar(self, name: str, value: float, t: int) -> None:
         """Send one value."""
-        self._connection.send(message)
-
-    def fileno(self) -> int:
-        """Return the file descriptor of the pipe."""
-        return int(self._connection.fileno())
-
-    def close(self) -> None:
-        """Close this end of the pipe."""
-        self._connection.close()
+        self.connection.send((name, value, t))
 
 
 class SacredRelay:
@@ -104,7 +84,7 @@ class SacredRelay:
         done = not self._thread.is_alive()
         if done:
             self._receiver.close()
-            self.sender.close()
+            self.sender.connection.close()
         return done
 
     def _drain(self) -> None:

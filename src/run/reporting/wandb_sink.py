@@ -25,16 +25,12 @@ class WandbSink(Sink):
 
     def __init__(self) -> None:
         super().__init__()
-        self._facts: RunFacts | None = None
         self._run: Any = None
         self._stage = ""
-        self._ids: dict[str, str] = {}
 
     def _open(self, facts: RunFacts) -> None:
+        self._ids: dict[str, str] = dict(self.saved.get("ids", {}))
         import wandb  # noqa: F401  (fail at the start, not at the first log)
-
-        self._facts = facts
-        self._ids = dict(facts.saved.get(self.name, {}).get("ids", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the W&B id of each stage's run; a resumed run keeps it."""
@@ -54,11 +50,9 @@ class WandbSink(Sink):
 
     def _start(self, stage: str) -> None:
         """Start the W&B run of a stage, offline if the service cannot be reached."""
-        assert self._facts is not None, "log before open"
-        mode = choose_mode()
-        log = logging.getLogger("omagd")
+        mode, log = choose_mode(), logging.getLogger("omagd")
         if mode == "offline" and not os.environ.get("WANDB_MODE") and not self._stage:
-            place = self._facts.folder / "wandb"
+            place = self.facts.folder / "wandb"
             log.info("W&B: no key found, recording offline under %s (`wandb sync` uploads it)", place)
         self._stage = stage
         self._ids.setdefault(stage, secrets.token_hex(4))
@@ -73,8 +67,7 @@ class WandbSink(Sink):
     def _init(self, mode: Any) -> Any:
         import wandb
 
-        facts = self._facts
-        assert facts is not None
+        facts = self.facts
         return wandb.init(
             id=self._ids[self._stage],
             resume="allow",
@@ -117,10 +110,7 @@ def project_name(facts: RunFacts, stage: str) -> str:
 
 def choose_mode() -> str:
     """Return the W&B mode: WANDB_MODE if it is set, else online with a key and offline without one."""
-    asked = os.environ.get("WANDB_MODE")
-    if asked:
-        return asked
-    return "online" if has_key() else "offline"
+    return os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
 
 
 def has_key() -> bool:

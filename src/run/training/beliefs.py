@@ -22,35 +22,36 @@ from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch, pack_episodes
 
 
-def judge_beliefs(session: Session, products: PretrainedModules, mac: Any) -> tuple[dict[str, float], dict[str, str]]:
+def evaluate_beliefs(
+    session: Session, pretrained: PretrainedModules, mac: Any
+) -> tuple[dict[str, float], dict[str, str]]:
     """Play episodes with the trained team and compare its reconstructions with the true units.
 
     Returns the metrics over all ranks and the path of a picture; both are empty without reconstruction.
     """
-    if products.tokenizer is None or products.predictor is None or not session.config.use_graph_reconstruction:
+    if pretrained.tokenizer is None or pretrained.predictor is None or not session.config.use_graph_reconstruction:
         return {}, {}
     per_slot = session.rounds(session.config.graph_pretrain_eval_episodes)
     rollout = session.runners["beliefs"].run(mac, explore=None, episodes_per_slot=per_slot, full_obs=True)
     batch = pack_episodes(rollout.episodes).to(session.dist.device)
     # Without other ranks: it only evaluates, and sums and counts are reduced below.
     alone = Dist(device=session.dist.device)
-    judge = PredictorLearner(products.predictor, products.tokenizer, session.config, session.info, alone)
+    judge = PredictorLearner(pretrained.predictor, pretrained.tokenizer, session.config, session.info, alone)
     metrics = Metrics()
     metrics.add(judge.evaluate(batch))
     values = summarise(metrics.reduce(session.dist))
-    return values, {"picture": str(picture(session, products, batch, "beliefs"))} if session.dist.is_main else {}
+    return values, {"picture": str(picture(session, pretrained, batch, "beliefs"))} if session.dist.is_main else {}
 
 
-def picture(session: Session, products: PretrainedModules, batch: PackedBatch, name: str) -> Path:
+def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch, name: str) -> Path:
     """Draw one step of `batch` to `plots/<name>.png`: as seen, as reconstructed and as it truly was."""
-    assert products.tokenizer is not None and products.predictor is not None and session.info.layout is not None
+    assert pretrained.tokenizer is not None and pretrained.predictor is not None and session.info.layout is not None
     layout = session.info.layout
-    reconstructor = Reconstructor(products.tokenizer, products.predictor, session.config, session.info)
+    reconstructor = Reconstructor(pretrained.tokenizer, pretrained.predictor, session.config, session.info)
     obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
     episode, step, agent = _best_view(obs, full, layout)
     reconstructor.begin(1)
-    for t in range(step + 1):
-        made = reconstructor.step(obs[episode, t][None], torch.tensor([t]))
+    made = [reconstructor.step(obs[episode, t][None], torch.tensor([t])) for t in range(step + 1)][-1]
     guessed = made.guessed[0, agent].cpu().numpy()
     views = {
         "seen": obs[episode, step, agent],

@@ -242,30 +242,30 @@ PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.devi
 """What stages train: its name, the key of its path, the name of its file, and the function that makes it."""
 
 
-def load_products(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
+def load_pretrained(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
     """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
-    products = PretrainedModules()
+    pretrained = PretrainedModules()
     for name, key, file, make in PRETRAINED.values() if config.use_graph_reconstruction else ():
         if given := getattr(config, key):
             path = pretrained_file(key, given, file)
             content, module = load_file(path, key), make(config, info, device)
             check(content.get("meta"), config, info, key, str(path))
             load_into(module, content.get("weights", {}), path, key)
-            setattr(products, name, module.eval().requires_grad_(False))
-    if products.tokenizer is not None and products.predictor is not None:
-        require_one_pretraining(products.tokenizer, products.predictor)
-    return products
+            setattr(pretrained, name, module.eval().requires_grad_(False))
+    if pretrained.tokenizer is not None and pretrained.predictor is not None:
+        require_one_pretraining(pretrained.tokenizer, pretrained.predictor)
+    return pretrained
 
 
-def restore_products(session: Session, products: PretrainedModules, plan: ResumePlan) -> None:
+def restore_pretrained(session: Session, pretrained: PretrainedModules, plan: ResumePlan) -> None:
     """Restore what finished stages of this run have trained. Errors: UserError for what does not fit."""
     config, info, device = session.config, session.info, session.dist.device
     for stage, (name, _, _, make) in PRETRAINED.items():
         weights = plan.trained(stage)
-        if weights is not None and getattr(products, name) is None:
+        if weights is not None and getattr(pretrained, name) is None:
             module = make(config, info, device)
             load_into(module, weights, session.folder.checkpoints, "checkpoint")
-            setattr(products, name, module.eval().requires_grad_(False))
+            setattr(pretrained, name, module.eval().requires_grad_(False))
 
 
 def of_checkpoint(config: Config, step_folder: Path) -> Config:
@@ -293,12 +293,12 @@ def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None
         raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")
 
 
-def build_mac(config: Config, info: EnvInfo, device: torch.device, products: PretrainedModules) -> MAC:
+def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor = None
     if config.use_graph_reconstruction:
-        assert products.tokenizer is not None and products.predictor is not None
-        frozen = products.tokenizer, products.predictor
+        assert pretrained.tokenizer is not None and pretrained.predictor is not None
+        frozen = pretrained.tokenizer, pretrained.predictor
         if config.cpu_inference:
             frozen = copy.deepcopy(frozen[0]).cpu(), copy.deepcopy(frozen[1]).cpu()
         reconstructor = Reconstructor(*frozen, config, info)
@@ -355,9 +355,9 @@ def load_agent(mac: MAC, step_folder: Path, key: str) -> None:
     load_into(mac.agent, load_file(path, key), path, key)
 
 
-def build_learner(session: Session, products: PretrainedModules) -> tuple[MAC, Learner]:
+def build_learner(session: Session, pretrained: PretrainedModules) -> tuple[MAC, Learner]:
     """Return the controller and the learner of stage 3."""
-    mac = build_mac(session.config, session.info, session.dist.device, products)
+    mac = build_mac(session.config, session.info, session.dist.device, pretrained)
     config = session.config
     learner: Learner = learner_class(config.learner)(mac, config, session.info, session.dist)
     seed_everything(session.config.seed, "stage3 dropout", session.dist.rank)

@@ -11,7 +11,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.reporting.card import Card, read_card
-from omagd.run.training.build import build_mac, load_agent, load_products, of_checkpoint, require_same_weights
+from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint, require_same_weights
 from omagd.run.training.session import Session
 from omagd.run.training.stages.rl import greedy_episodes
 from omagd.utils.errors import UserError
@@ -63,8 +63,8 @@ def evaluate(session: Session) -> StageResult:
     config, info, device = session.config, session.info, session.dist.device
     folder = find_step_folder(config.checkpoint_path, config.load_step)
     session.logger.info(f"evaluation of {folder}")
-    products = load_products(of_checkpoint(config, folder), info, device)
-    mac = build_mac(config, info, device, products)
+    pretrained = load_pretrained(of_checkpoint(config, folder), info, device)
+    mac = build_mac(config, info, device, pretrained)
     load_agent(mac, folder, "checkpoint_path")
     require_same_weights(session.dist, mac.agent, "checkpoint_path")
     t_env = int(folder.name) if folder.name.isdigit() else 0

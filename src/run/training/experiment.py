@@ -18,7 +18,7 @@ from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
-from omagd.run.training.build import build_session, load_products, require_same_weights, restore_products
+from omagd.run.training.build import build_session, load_pretrained, require_same_weights, restore_pretrained
 from omagd.run.training.device import deterministic_algorithms, keep_freed_memory, limit_memory
 from omagd.run.training.evaluate import evaluate, trained_card
 from omagd.run.training.loop import fit
@@ -43,7 +43,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
 from omagd.utils.progress import close_bars
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.signals import CLOSING_SECONDS, stop_requested, unhurried
+from omagd.utils.signals import CLOSING_SECONDS, stop_requested, uninterrupted
 from omagd.utils.writing import STORAGE
 
 STAGES: dict[str, Callable[[Session, PretrainedModules], Stage]] = {
@@ -103,7 +103,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
         dist.waits.on_error(error)
         raise
     finally:
-        with unhurried():
+        with uninterrupted():
             seconds = time.time() - started if session is None else session.checkpointer.wall_seconds
             summary.update(exit_state=exit_state, wall_seconds=round(seconds, 1))
             _close(config, folder, session, logger, summary, dist.is_main)
@@ -132,23 +132,23 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
     if session.config.evaluate:
         with oom_hint(session.config, "stage3", "test", session.dist.device):
             return [evaluate(session)]
-    products = load_products(session.config, session.info, session.dist.device)
-    for module in (products.tokenizer, products.predictor):
+    pretrained = load_pretrained(session.config, session.info, session.dist.device)
+    for module in (pretrained.tokenizer, pretrained.predictor):
         if module is not None:
             require_same_weights(session.dist, module, "pre-trained modules")
-    restore_products(session, products, plan or ResumePlan())
+    restore_pretrained(session, pretrained, plan or ResumePlan())
     results = session.checkpointer.results
     finished = {result.name for result in results}
-    names = [name for name in stage_names(session.config, products) if name not in finished]
+    names = [name for name in stage_names(session.config, pretrained) if name not in finished]
     for name in names:
         session.logger.stage = name
         with oom_hint(session.config, name, "prepare", session.dist.device):
-            stage = STAGES[name](session, products)
+            stage = STAGES[name](session, pretrained)
         result = fit(stage)
         result.facts["phases"] = session.profiler.end()
         result.values.update(session.failure_counts())
         if name == "stage2":
-            products.train_episodes = products.held_out = None  # stage 3 collects its own; release the memory
+            pretrained.train_episodes = pretrained.held_out = None  # stage 3 collects its own; release the memory
         session.checkpointer.stage_finished(stage, result, more=name != names[-1])
     return results
 
@@ -167,9 +167,9 @@ def _with_weights(config: Config, plan: ResumePlan) -> Config:
     return config.model_copy(update={"checkpoint_path": str(plan.weights.step), "load_step": 0})
 
 
-def stage_names(config: Config, products: PretrainedModules) -> list[str]:
+def stage_names(config: Config, pretrained: PretrainedModules) -> list[str]:
     """Return the names of the stages to run; with `evaluation_only`, those whose trained module is given."""
-    given = {"stage1": products.tokenizer is not None, "stage2": products.predictor is not None}
+    given = {"stage1": pretrained.tokenizer is not None, "stage2": pretrained.predictor is not None}
     if config.evaluation_only:
         return [name for name, known in given.items() if known]
     if config.stage != "all":

@@ -58,7 +58,7 @@ class Stage(ABC):
     """One stage of a run on this rank. The same calls in the same order on every rank.
 
     Args:
-        session: what all stages share. products: what earlier stages made; a stage adds its own.
+        session: what all stages share. pretrained: modules of earlier stages; a stage adds its own.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Stage(ABC):
     tasks: list[Task]
     learner: Trainable
 
-    def __init__(self, session: Session, products: PretrainedModules) -> None:
+    def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
         self.session = session
-        self.products = products
+        self.pretrained = pretrained
         self.clock = Counters()
         self.tasks = []
         self.dues: dict[str, Every] = {}
@@ -171,11 +171,11 @@ class Stage(ABC):
 
     @abstractmethod
     def finish(self) -> StageResult:
-        """Save what was trained, add it to the products, and return the result."""
+        """Save what was trained, add it to the pre-trained modules, and return the result."""
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
         """Return the training episodes, which checkpoints include, by name."""
-        return self.products.buffers()
+        return self.pretrained.buffers()
 
     def policies(self) -> dict[str, Policy]:
         """Return who plays the battles that may be in flight between two iterations, by the runner's purpose."""

@@ -37,17 +37,17 @@ class PretrainStage(Stage):
     """Base of stages 1 and 2; the learner defines "best".
 
     Attributes:
-        product: name of the trained module in `PretrainedModules`. weights_name: of its file.
+        module_name: name of the trained module in `PretrainedModules`. weights_name: of its file.
     """
 
     clock_name = "epoch"
     lr_key = "graph_lr"
     learner: PretrainingLearner
-    product: str
+    module_name: str
     weights_name: str
 
-    def __init__(self, session: Session, products: PretrainedModules) -> None:
-        super().__init__(session, products)
+    def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
+        super().__init__(session, pretrained)
         config = session.config
         self.register_learner(self.make_learner())
         seed_everything(config.seed, f"{self.name} dropout", session.dist.rank)
@@ -74,7 +74,7 @@ class PretrainStage(Stage):
     @property
     def trained(self) -> nn.Module:
         """The module that this stage trains."""
-        module: nn.Module = self.learner.modules()[self.product]
+        module: nn.Module = self.learner.modules()[self.module_name]
         return module
 
     def prepare(self) -> None:
@@ -153,8 +153,8 @@ class PretrainStage(Stage):
 
         Errors: UserError where training has diverged.
         """
-        assert self.products.held_out is not None
-        held_out, buffer = Metrics(), self.products.held_out
+        assert self.pretrained.held_out is not None
+        held_out, buffer = Metrics(), self.pretrained.held_out
         batch = buffer.batch(range(len(buffer)))
         held_out.add(self.learner.evaluate(batch.to(self.session.dist.device)))
         values = summarise(held_out.reduce(self.session.dist))
@@ -186,18 +186,18 @@ class PretrainStage(Stage):
         require_same_weights(self.session.dist, module, self.name)
         files: dict[str, str] = {}
         if self.session.dist.is_main and self.session.config.save_model:
-            meta = describe(self.session.config, self.session.info, predictor=self.product == "predictor")
+            meta = describe(self.session.config, self.session.info, predictor=self.module_name == "predictor")
             for best, weights in ((False, last), (True, self.best[2])):
                 path = folder.pretrained(self.name, best) / self.weights_name
                 keep_file(path, {"weights": weights, "meta": meta})
             files[self.name] = str(folder.pretrained(self.name, best=True) / self.weights_name)
-        setattr(self.products, self.product, module.eval().requires_grad_(False))
+        setattr(self.pretrained, self.module_name, module.eval().requires_grad_(False))
         return StageResult(self.name, self.clock.state_dict(), self.standing(), files)
 
     @property
     def _episodes(self) -> EpisodeBuffer:
-        assert self.products.train_episodes is not None
-        return self.products.train_episodes
+        assert self.pretrained.train_episodes is not None
+        return self.pretrained.train_episodes
 
     def _rehearse(self) -> None:
         """Pass a few episodes through the learner without an update, and log how long the stage will take."""
@@ -225,11 +225,11 @@ class PretrainStage(Stage):
 
     def _make_room(self) -> None:
         """Create buffers for the episodes that are missing."""
-        products, slots = self.products, self.session.env.n_slots
+        pretrained, slots = self.pretrained, self.session.env.n_slots
         room = {name: self.session.rounds(count) * slots for name, count in self._wanted().items()}
-        if products.train_episodes is None or products.held_out is None:
-            products.train_episodes = EpisodeBuffer(room.get("pretrain", 1))
-            products.held_out = EpisodeBuffer(room["held_out"])
+        if pretrained.train_episodes is None or pretrained.held_out is None:
+            pretrained.train_episodes = EpisodeBuffer(room.get("pretrain", 1))
+            pretrained.held_out = EpisodeBuffer(room["held_out"])
 
     def _play(self, purpose: str, into: EpisodeBuffer) -> int:
         """Play one round of all slots; return how many episodes that are over all ranks."""
@@ -259,12 +259,12 @@ class Stage1(PretrainStage):
     """Trains a fresh tokenizer on `full_obs`."""
 
     name = "stage1"
-    product, weights_name = "tokenizer", TOKENIZER_FILE
+    module_name, weights_name = "tokenizer", TOKENIZER_FILE
 
     def make_learner(self) -> TokenizerLearner:
         """Return the learner over a new tokenizer, or over the given one when it is only evaluated."""
         session = self.session
-        tokenizer = self.products.tokenizer or new_tokenizer(session.config, session.info, session.dist.device)
+        tokenizer = self.pretrained.tokenizer or new_tokenizer(session.config, session.info, session.dist.device)
         tokenizer.requires_grad_(True)
         return TokenizerLearner(tokenizer, session.config, session.info, session.dist)
 
@@ -273,13 +273,13 @@ class Stage2(PretrainStage):
     """Trains a fresh predictor over the frozen tokenizer's tokens."""
 
     name = "stage2"
-    product, weights_name = "predictor", PREDICTOR_FILE
+    module_name, weights_name = "predictor", PREDICTOR_FILE
 
     def make_learner(self) -> PredictorLearner:
         """Return the learner over a new predictor, or over the given one when it is only evaluated."""
-        session, tokenizer = self.session, self.products.tokenizer
+        session, tokenizer = self.session, self.pretrained.tokenizer
         assert tokenizer is not None, "stage 2 runs after stage 1 or with its file"
-        predictor = self.products.predictor or new_predictor(session.config, session.info, session.dist.device)
+        predictor = self.pretrained.predictor or new_predictor(session.config, session.info, session.dist.device)
         predictor.requires_grad_(True)
         return PredictorLearner(predictor, tokenizer, session.config, session.info, session.dist)
 
@@ -287,8 +287,8 @@ class Stage2(PretrainStage):
         """Save the models, and draw one moment as seen, as reconstructed and as it was."""
         result = super().finish()
         if self.session.dist.is_main:
-            assert self.products.held_out is not None
-            held_out = self.products.held_out
-            path = picture(self.session, self.products, held_out.batch(range(len(held_out))), "beliefs_stage2")
+            assert self.pretrained.held_out is not None
+            held_out = self.pretrained.held_out
+            path = picture(self.session, self.pretrained, held_out.batch(range(len(held_out))), "beliefs_stage2")
             result.files["picture"] = str(path)
         return result

@@ -20,7 +20,7 @@ from omagd.controllers.types import MAC, Exploration, Policy
 from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
-from omagd.run.training.beliefs import judge_beliefs
+from omagd.run.training.beliefs import evaluate_beliefs
 from omagd.run.training.build import build_learner, require_same_weights
 from omagd.run.training.groups import Groups
 from omagd.run.training.opponents import Opponents
@@ -45,10 +45,10 @@ class RLStage(Stage):
     lr_key = "lr"
     learner: Learner
 
-    def __init__(self, session: Session, products: PretrainedModules) -> None:
-        super().__init__(session, products)
+    def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
+        super().__init__(session, pretrained)
         config = session.config
-        self.mac, learner = build_learner(session, products)
+        self.mac, learner = build_learner(session, pretrained)
         self.register_learner(learner)
         self.health.loss_name = learner.loss_name
         session.profiler.watch_acting(self.mac)
@@ -313,7 +313,7 @@ class RLStage(Stage):
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
-        beliefs, pictures = judge_beliefs(self.session, self.products, self.mac)
+        beliefs, pictures = evaluate_beliefs(self.session, self.pretrained, self.mac)
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})

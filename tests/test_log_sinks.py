@@ -1,0 +1,361 @@
+"""Log sinks: console, metrics.jsonl, TensorBoard, Sacred and W&B; the files of the last two are read back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import struct
+import time
+from datetime import datetime
+from enum import IntEnum
+from types import SimpleNamespace
+
+import pytest
+import torch
+import wandb
+from sockets import wait_until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from omagd.run.checkpoint.serialization import pack
+from omagd.run.reporting.log_sinks import REGISTRY, make_logger, render_block
+from omagd.run.reporting.sacred_record import MOST, BoundedObserver
+from omagd.run.reporting.sacred_sink import SacredRelay, SacredSink
+from omagd.run.reporting.wandb_sink import choose_mode, has_key, project_name
+from omagd.utils.errors import UserError
+from omagd.utils.logging import Record, RunFacts, Sink
+
+LOG = logging.getLogger("omagd.test")
+FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
+CLOCKS = {"stage1": "epoch", "stage2": "epoch", "stage3": "t_env"}
+
+
+class FakeRun:
+    """A Sacred run."""
+
+    def __init__(self, number=None, error=None):
+        self.scalars, self.error, self._id = [], error, number
+
+    def log_scalar(self, name, value, step):
+        if self.error:
+            raise self.error
+        self.scalars.append((name, value, step))
+
+
+def log_to(sinks, logs, facts, exit_state="completed", **options):
+    """Log (stage, time, values) and return the states of the sinks after each log."""
+    logger, states = make_logger(facts, sinks, LOG, **options), []
+    for stage, t, values in logs:
+        logger.log(values, stage=stage, clock=CLOCKS[stage], t=t)
+        states.append(logger.state_dict(pack))
+    logger.close(exit_state)
+    return states
+
+
+def metrics_in(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "stage1", "ep')
+    logger = make_logger(RunFacts(tmp_path), ["jsonl"], LOG)
+    logger.log({"a": math.nan, "b": 2, "c": math.inf}, stage="stage1", clock="epoch", t=20)
+    logger.log({"a": torch.tensor(1.5)}, stage="stage3", clock="t_env", t=400)
+    for value in (("return_mean", 1.0, 500), ("epsilon", 0.5, 500), ("return_mean", 2.0, 600), ("epsilon", 0.25, 700)):
+        logger.log_stat(*value)  # values of one step become one log
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: every line is flushed
+    assert [json.loads(line) for line in lines[1:]] == [
+        {"stage": "stage1", "epoch": 20, "a": None, "b": 2.0, "c": None},
+        {"stage": "stage3", "t_env": 400, "a": 1.5},
+        {"stage": "stage3", "t_env": 500, "return_mean": 1.0, "epsilon": 0.5},
+        {"stage": "stage3", "t_env": 600, "return_mean": 2.0},
+    ]
+    logger.close()
+    assert '"epsilon": 0.25' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, caplog):
+    caplog.set_level("INFO")
+    run, sinks = FakeRun(), ["console", "jsonl", "sacred", "tensorboard", "wandb"]
+    logger = make_logger(RunFacts(tmp_path), sinks, LOG, minimal=True, sacred=run)
+    logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
+    logger.log_stat("a", 1.0, 1)
+    logger.close()
+    assert list(tmp_path.iterdir()) == [] and run.scalars == [] and caplog.records == []
+
+
+def test_an_unknown_sink_is_an_error_and_a_plug_in_gets_every_record(tmp_path, monkeypatch):
+    class Own(Sink):
+        def _log(self, record):
+            seen.append((self.facts.label, record.stage, record.t, record.values))
+
+        def _close(self, exit_state):
+            seen.append(exit_state)
+
+    with pytest.raises(UserError, match="jsonl"):
+        make_logger(RunFacts(tmp_path), ["jsnl"], LOG)
+    seen = []
+    monkeypatch.setattr(REGISTRY, "_objects", {"own": Own})
+    facts = RunFacts(tmp_path, env="skirmish", map_name="8m")
+    log_to(["jsonl"], [("stage2", 3, {"a": 1.0})], facts, "interrupted")
+    assert seen == [("skirmish 8m", "stage2", 3, {"a": 1.0}), "interrupted"]
+
+
+def test_a_failing_sink_warns_once_and_the_others_continue(tmp_path, caplog):
+    run, logs = FakeRun(error=RuntimeError("no\nspace")), [("stage3", t, {"a": 1.0}) for t in range(3)]
+    log_to(["sacred", "jsonl"], logs, RunFacts(tmp_path), sacred=run)
+    (warning,) = caplog.records
+    assert SacredSink.name in warning.getMessage() and "no space" in warning.getMessage()
+    assert len(metrics_in(tmp_path)) == 3
+
+
+class Counting(Sink):
+    def _log(self, record):
+        self.saved = {"seen": self.saved.get("seen", 0) + 1}
+
+    def state_dict(self):
+        return self.saved
+
+
+def test_faulty_plug_ins_are_switched_off_with_one_warning_each_and_states_are_kept_apart(
+    tmp_path, monkeypatch, caplog
+):
+    class Refuses(Counting):
+        def __init__(self):
+            raise RuntimeError("refused")
+
+    class Bare(Counting):
+        def __init__(self):
+            """Do not call the base class."""
+
+    def returning(make):
+        return type("Bad", (Counting,), {"state_dict": lambda self: make()})
+
+    bad_states = (lambda: 1 / 0, lambda: {"x": object()}, lambda: {"x": IntEnum("Kind", "A").A}, lambda: {1: 2}, list)
+    faulty = {"refuses": Refuses, "foreign": dict, **{f"bad_{i}": returning(make) for i, make in enumerate(bad_states)}}
+    monkeypatch.setattr(REGISTRY, "_objects", {**faulty, "bare": Bare, "other": Counting})
+    logs, facts = [("stage3", t, {"a": 1.0}) for t in range(2)], RunFacts(tmp_path, saved={"other": {"seen": 5}})
+    states = log_to(["jsonl"], logs, facts)
+    assert [(state["bare"], state["other"]) for state in states] == [({"seen": i}, {"seen": 5 + i}) for i in (1, 2)]
+    assert len(metrics_in(tmp_path)) == 2
+    off = [record.getMessage() for record in caplog.records]
+    assert sorted(line.split(" is off from here on: ")[0] for line in off) == sorted(faulty)
+
+
+def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp_path):
+    values = {"episode": 320.0, "test_return_mean": 19.5, "epsilon": 0.05, "loss_td": 1.23e-5, "q_taken_mean": math.nan}
+    values |= {f"metric_{i}": float(i) for i in range(8)} | {"eval/mse_ally_f3": 1.0}
+    for totals, at in (
+        ({"epoch": 200, "episode": 6250}, "t_env: 10,240 | Episode: 320 / 6,250"),
+        ({"t_env": 2_000_000}, "t_env: 10,240 / 2,000,000 | Episode: 320"),
+    ):
+        facts = RunFacts(tmp_path, env="skirmish", map_name="3m", totals=totals)
+        for width in (60, 100, 200):
+            head, *rows = render_block(Record(values, "stage3", "t_env", 10240), facts, width).splitlines()
+            assert head == f"Recent Stats | {at} | stage3 · skirmish 3m"
+            assert set(" ".join(rows).split()[::2]) == set(values) - {"episode", "eval/mse_ally_f3"}
+            assert all(len(row) <= max(width, 41) for row in rows)
+            ends = [[i for i, c in enumerate(row) if c != " " and row[i + 1 : i + 2] in ("", " ")] for row in rows]
+            numbers = {end for row in ends for end in row[1::2]}
+            assert len(numbers) == len(ends[0]) // 2, "numbers end in the same columns"
+            assert rows[0].split()[:2] == ["test_return_mean", "19.5000"]
+
+
+def test_block_has_one_line_for_a_quantity_of_all_maps(tmp_path):
+    values = {"test_battle_won_mean": 0.5, "memory/rss_mb": 3.0, "train/3m/return_mean": 19.25}
+    values |= {f"test/{task}/battle_won_mean": won for task, won in (("10m", 0.03125), ("9m", 1.0), ("3m", math.nan))}
+    values |= {"test/3m/ep_length_mean": 105.5}
+    _, first, *rows = render_block(Record(values, "stage3", "t_env", 7), RunFacts(tmp_path), width=120).splitlines()
+    assert first.split() == ["test_battle_won_mean", "0.5000", "memory/rss_mb", "3.0000"]
+    assert rows == [
+        "  test battle_won by map: 3m nan, 9m 1, 10m 0.0312",
+        "  test ep_length by map: 3m 106",
+        "  train return by map: 3m 19.2",
+    ]
+
+
+def test_sacred_gets_finite_values_with_the_stage_in_the_name_and_keeps_the_ids_of_all_starts(tmp_path):
+    run = FakeRun(3)
+    logs = [("stage1", 20, {"eval/graph_loss": 1.0, "bad": math.nan}), ("stage3", 30, {"loss_td": 2.0})]
+    saved = log_to(["sacred"], logs, RunFacts(tmp_path), sacred=run)[-1]
+    assert run.scalars == [("stage1/eval/graph_loss", 1.0, 20), ("loss_td", 2.0, 30)]
+    relay = SacredRelay(FakeRun(8))
+    (saved,) = log_to(["sacred"], logs[:1], RunFacts(tmp_path, saved=saved), sacred=relay.sender)
+    relay.stop()
+    assert list(saved.values()) == [{"ids": ["3", "8"]}]
+
+
+def send_values(sender, dies):
+    for t in range(5000):
+        sender.log_scalar("x", 0.5, t)
+    if dies:
+        os._exit(1)
+
+
+@pytest.mark.processes
+def test_relay_receives_all_that_workers_sent_and_never_waits_for_a_dead_one():
+    workers = []
+    for dies in (False, True):
+        relay = SacredRelay(FakeRun())
+        process = multiprocessing.get_context("spawn").Process(target=send_values, args=(relay.sender, dies))
+        process.start()
+        workers.append((relay, process, dies))
+    for relay, process, dies in workers:
+        process.join(60)
+        assert process.exitcode == int(dies)
+        started = time.monotonic()
+        assert relay.stop(timeout=10) and time.monotonic() - started < 8
+        assert relay._run.scalars == [("x", 0.5, t) for t in range(5000)]
+    relay = SacredRelay(FakeRun())
+    os.write(relay.sender.connection.fileno(), b"\x00\x00\x10\x00half a message")
+    time.sleep(0.1)
+    started = time.monotonic()
+    assert relay.stop(timeout=0.3) is False and time.monotonic() - started < 2
+
+
+def test_relay_keeps_receiving_when_sacred_fails(caplog):
+    relay = SacredRelay(FakeRun(error=RuntimeError("database is gone")))
+    send_values(relay.sender, dies=False)
+    assert relay.stop(timeout=10)
+    assert ["database is gone" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_sacreds_file_is_bounded_and_keeps_both_ends(tmp_path):
+    observer = BoundedObserver(str(tmp_path))
+    observer.dir = str(tmp_path)
+
+    def beat(name, steps):
+        values, times = [0.5 * t for t in steps], [datetime(2024, 1, 1)] * len(steps)
+        observer.log_metrics({name: {"values": values, "steps": list(steps), "timestamps": times}}, {})
+        return json.loads((tmp_path / "metrics.json").read_text())
+
+    observer.log_metrics({}, {})
+    assert list(tmp_path.iterdir()) == [], "nothing new writes nothing"
+    assert beat("loss", range(MOST - 1))["loss"]["steps"] == list(range(MOST - 1))
+    for first in range(MOST - 1, 20 * MOST, 7):
+        beat("loss", range(first, first + 7))
+    written = beat("other", [3])
+    kept, steps = written["loss"], written["loss"]["steps"]
+    assert MOST / 3 <= len(steps) == len(kept["timestamps"]) <= MOST and written["other"]["steps"] == [3]
+    assert (steps[0], steps[-1]) == (0, first + 6) and steps == sorted(set(steps))
+    assert kept["values"] == [0.5 * step for step in steps]
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 64
+
+
+def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run_logs_again(tmp_path):
+    def write(saved, *values):
+        logs = [("stage3", t, {"loss": loss}) for t, loss in values] + [("stage1", 20, {"eval/graph_loss": 0.25})]
+        return log_to(["tensorboard"], logs, RunFacts(tmp_path, saved=saved))
+
+    def read(stage, name):
+        events = EventAccumulator(str(tmp_path / "tb" / stage))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars(name)]
+
+    states = write({}, (100, 1.0), (200, 0.5), (300, 7.0))
+    time.sleep(1.1)  # the names of files hold whole seconds
+    write(states[1], (300, 0.25), (400, 0.125))
+    assert read("stage3", "loss") == [(100, 1.0), (200, 0.5), (300, 0.25), (400, 0.125)]
+    assert read("stage1", "eval/graph_loss")[0] == (20, 0.25)
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path_factory):
+    """Return a home without a W&B key; the environment requests nothing from W&B."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NETRC", str(home / ".netrc"))
+    return home
+
+
+def wandb_records(path):
+    """Return the records of a `.wandb` file of one block: 7 bytes, then each with a checksum, its size and a kind."""
+    data, position, found = path.read_bytes(), 7, []
+    while position + 7 < len(data):
+        start = position + 7
+        position = start + struct.unpack_from("<4xHx", data, position)[0]
+        if position <= len(data):
+            found.append(wandb_internal_pb2.Record.FromString(data[start:position]))
+    return found
+
+
+def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, monkeypatch, home):
+    """A resumed run keeps their ids, and the key of the environment is written nowhere."""
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = {"lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}}
+    facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config, card={"id": "12ab"})
+    logs = [("stage1", t, {"eval/graph_loss": loss}) for t, loss in ((20, 0.25), (40, 0.125))]
+    of_maps = {"test/3m/return_mean": 1.5, "test/4m/return_mean": 2.0, "train/4m/visits": 7.0}
+    last = {"won": 0.5, "loss_td": 0.01, **of_maps}
+    saved = log_to(["wandb"], [*logs, ("stage3", 10240, last)], facts, "failed")[-1]
+    facts.saved.update(saved)
+    assert log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], facts) == [saved]
+    runs = {}
+    for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"):
+        # W&B's own process still writes after `finish` returns.
+        assert wait_until(lambda path=path: any(record.HasField("exit") for record in wandb_records(path)))
+        found = wandb_records(path)
+        (run,) = [record.run for record in found if record.HasField("run")]
+        assert run.run_group == "token_7"
+        written = {item.key: item.value_json for item in run.config.update}
+        assert written["lr"] == "0.0005" and json.loads(written["card"]) == {"id": "12ab"}
+        steps = [{item.nested_key[0]: item.value_json for item in record.history.item} for record in found]
+        values = [
+            {name: float(step[name]) for name in step if name[0] != "_" or name == "_step" if name != "maps"}
+            for step in steps
+        ]
+        runs.setdefault((run.project, run.run_id), []).extend(filter(None, values))
+    assert len(runs) == 2
+    assert {project: sorted(rows, key=lambda row: row["_step"]) for (project, _), rows in runs.items()} == {
+        "5m_vs_6m_reconstruction_stage1_ddp2": [{"_step": t, **values} for _, t, values in logs],
+        "5m_vs_6m_exp_ddp2": [{"_step": 10240, **last}, {"_step": 20480, "loss_td": 0.25}],
+    }
+    (table,) = tmp_path.rglob("*/media/table/maps*.json")
+    written = json.loads(table.read_text())
+    assert written["columns"] == ["map", "test/return_mean", "train/visits"]
+    assert written["data"] == [["3m", 1.5, None], ["4m", 2.0, 7.0]]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
+
+
+def test_mode_and_published_project_names(monkeypatch, home):
+    assert project_name(RunFacts(home, env="memory_game"), "stage2") == "memory_game_reconstruction_stage2_ddp1"
+    assert project_name(RunFacts(home, wandb_project="mine"), "stage1") == "mine"
+    assert choose_mode() == "offline"
+    for host, known in (("example.org", False), ("api.wandb.ai", True)):
+        (home / ".netrc").write_text(f"machine {host} login me password {FAKE_KEY}\n")
+        (home / ".netrc").chmod(0o600)
+        assert has_key() == known
+    (home / ".netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    assert choose_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert choose_mode() == "disabled"
+
+
+def test_an_unreachable_service_is_replaced_by_an_offline_run_or_switched_off(tmp_path, monkeypatch, caplog, home):
+    def init(mode, **_):
+        calls.append(mode)
+        if mode in down:
+            raise RuntimeError("service is down")
+        return SimpleNamespace(log=lambda _, step: calls.append(step), finish=lambda exit_code: ended.append(exit_code))
+
+    monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    monkeypatch.setattr(wandb, "init", init)
+    for state, code, unreachable, expected in (
+        ("completed", [0], [], ["online", 7, 8]),
+        ("interrupted", [130], ["online"], ["online", "offline", 7, 8]),
+        ("failed", [1], ["online"], ["online", "offline", 7, 8]),
+        ("failed", [], ["online", "offline"], ["online", "offline"]),
+    ):
+        calls, ended, down = [], [], unreachable
+        log_to(["wandb", "jsonl"], [("stage3", t, {"a": 1.0}) for t in (7, 8)], RunFacts(tmp_path), state)
+        assert (calls, ended) == (expected, code)
+    assert sum("W&B is off" in record.getMessage() for record in caplog.records) == 1
+    assert len(metrics_in(tmp_path)) == 8

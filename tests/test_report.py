@@ -1,0 +1,282 @@
+"""What a run reports: its folder, the comparability card, tables over runs, the closing text."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import sc2_stand_in
+import torch
+
+from omagd.config.loading import resolve
+from omagd.run.api import run
+from omagd.run.cli.main import main
+from omagd.run.reporting.card import differences, final_card, make_card, marks, read_card, start_lines
+from omagd.run.reporting.report import next_command, render_summary, runs_table, seeds_table, write_summary
+from omagd.run.training.records import complete_card
+from omagd.utils.errors import UserError
+from omagd.utils.progress import duration
+from omagd.utils.run_folder import RunFolder, make_token, write_json
+
+SMALL = {
+    "t_max": 40, "batch_size_run": 2, "batch_size": 2, "buffer_size": 8, "test_nepisode": 3, "use_cuda": False,
+    "test_interval": 100000, "updates_per_iteration": 2,
+}  # fmt: skip
+
+
+def card_of(config="qmix", env=None, ranks=1, trained=None, **updates):
+    values = {key.replace("__", "."): value for key, value in updates.items()}
+    return make_card(resolve(config, env, values), ranks, torch.device("cpu"), trained)
+
+
+def test_a_card_says_what_a_result_depends_on():
+    sizes = {"batch_size_run": 4, "batch_size": 16, "updates_per_iteration": 3, "t_max": 1000, "test_nepisode": 20}
+    card = card_of(ranks=2, seed=7, **sizes)
+    assert card["compared"] == {
+        "env": "skirmish", "map": "3m", "game": "omagd 0.1.0", "difficulty": "7", "t_max": 1000, "environments": 8,
+        "updates_per_round": 3, "effective_batch": 32, "precision": "float32", "greedy": True,
+        "test_episodes": 24,  # whole rounds of all environments
+        "observations": "each agent's own",
+    }  # fmt: skip
+    assert {"ranks": 2, "seed": 7, "device": "cpu"}.items() <= card["told"].items()
+    assert card["told"]["versions"]["torch"] == torch.__version__
+    same = [{"seed": 9}, {"lr": 0.1}, {"mixer": "vdn"}, {"torch_threads": 2}, {"local_results_path": "else"},
+            {"name": "mine"}, {"log_interval": 5}, {"env_args__difficulty": "7"}]  # fmt: skip
+    assert {card_of(**change)["id"] for change in same} == {card_of()["id"]}
+    assert card_of(ranks=2, batch_size_run=4, batch_size=8)["id"] == card_of(batch_size_run=8, batch_size=16)["id"]
+    changed = card_of(env_args__reward_sparse=True)
+    first, _, last = start_lines(changed, "3 agents", "1 rank")
+    assert first.startswith("skirmish 3m (omagd 0.1.0), difficulty 7: 3 agents; ") and first.endswith(
+        "reward_sparse=True"
+    )
+    assert changed["id"] in last
+
+
+DIFFERENCES = [
+    ({"t_max": 5}, "t_max 5, not "),
+    ({"batch_size": 5}, "effective_batch 5"),
+    ({"batch_size_run": 5}, "environments 5"),
+    ({"updates_per_iteration": 5}, "updates_per_round 5"),
+    ({"test_nepisode": 500}, "test_episodes"),
+    ({"use_full_obs": True}, "observations everything (use_full_obs)"),
+    ({"precision": "bf16"}, "precision bf16"),
+    ({"env_args__map_name": "8m"}, "map 8m, not 3m"),
+    ({"env_args__difficulty": "3"}, "difficulty 3, not 7"),
+    ({"env_args__reward_sparse": True}, "env_args.reward_sparse True, not the default"),
+    ({"env": "smax"}, "env smax, not skirmish"),
+]
+
+
+def test_the_id_depends_on_what_must_agree_and_the_difference_is_named():
+    first = card_of()
+    assert differences(first, card_of()) == ""
+    for change, words in DIFFERENCES:
+        other = card_of(**change)
+        assert other["id"] != first["id"] and words in differences(other, first), change
+
+
+def test_pretraining_and_evaluation_have_other_entries():
+    pretrained = card_of("omagd", pretrain_only=True, graph_pretrain_epochs=7)["compared"]
+    assert pretrained["graph_pretrain_epochs"] == 7 and "t_max" not in pretrained
+    asked = {"evaluate": True, "checkpoint_path": "run", "eval_report_episodes": 64}
+    assert card_of(**asked)["compared"]["trained"] == "no card"
+    card = card_of(**asked, trained=card_of(t_max=50))["compared"]
+    assert (card["trained"], card["test_episodes"]) == (card_of(t_max=50)["id"], 64) and "t_max" not in card
+
+
+def test_the_game_is_named_as_installed_and_then_as_it_names_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("SC2PATH", str(tmp_path))
+    with pytest.raises(UserError, match="StarCraft II"):
+        card_of(env="sc2")
+    for version in ("4.10", "4.6.2"):
+        sc2_stand_in.install(tmp_path, version)
+    card, older = card_of(env="sc2"), card_of(env="sc2", env_args__game_version="4.6.2")
+    assert card["compared"]["game"] == "StarCraft II 4.10 (75689)"
+    assert older["compared"]["game"] == "StarCraft II 4.6.2 (69232)"
+    assert final_card(card, {"game_build": 75689.0}, {}) == card
+    other = final_card(card, {"game_build": 69232.0}, {"stage3": {"clock": {"t_env": 4000, "updates": 100}}})
+    assert (other["compared"], other["id"]) == (older["compared"], older["id"])
+    assert other["reached"]["updates_per_environment_step"] == 0.025
+    nested = {"n_units": 5, "n_enemies": 7}
+    made = card_of(env="sc2_v2_terran", env_args__capability_config=nested, env_args__debug=True)["compared"]
+    assert made["env_args.capability_config.n_enemies"] == 7
+    assert "env_args.capability_config.n_units" not in made and "env_args.debug" not in made
+
+
+def summary_of(folder, seed=1, won=0.9, **changes):
+    """Return a summary as a finished run writes it."""
+    weights = [folder.pretrained("stage1", best=True) / "tokenizer.th"]
+    weights += [folder.pretrained("stage2", best=True) / "stage2_model.th", folder.step(205000)]
+    clocks = {"epoch": 200, "updates": 200}, {"epoch": 150, "updates": 150}, {"t_env": 205000, "updates": 1600}
+    results = {"test_battle_won_mean": won, "best_test_battle_won_mean": 0.95, "test_return_mean": 19.25}
+    values = {"graph_loss": 1.5}, {"graph_loss": 1.5}, results
+    stages = {
+        f"stage{n + 1}": {"clock": clocks[n], "values": values[n], "files": {role: str(weights[n])}}
+        for n, role in enumerate(("stage1", "stage2", "agent"))
+    }
+    facts = {
+        "name": "omagd_small", "env": "skirmish", "map_name": "3m", "seed": seed, "world_size": 2, "environments": 16,
+        "folder": str(folder.path), "exit_state": "completed", "wall_seconds": 572.3, "stages": stages,
+    }  # fmt: skip
+    return {**facts, **changes}
+
+
+def test_tables_mark_rows_with_another_card_and_footnotes_name_the_difference():
+    first, longer = card_of(), card_of(t_max=7)
+    asterisks, notes = marks([first, longer, None, card_of(seed=5), longer], ["a", "b", "c", "d", "e"])
+    assert asterisks == ["", "*", "*", "", "*"] and " row: c: no card" in notes[1]
+    assert notes[0].endswith(f" row: b, e: t_max 7, not {first['compared']['t_max']}")
+    assert marks([None, None], ["a", "b"]) == (["", ""], []) and marks([], []) == ([], [])
+    cards = (first, card_of(env_args__move_amount=3.0))
+    results = [summary_of(RunFolder(f"run{seed}"), seed, card=card) for seed, card in enumerate(cards, 1)]
+    for text, row in ((seeds_table(results), "2*"), (runs_table(results), "run2*")):
+        assert text.count("*") == 2 and row in text
+        assert text.splitlines()[-1].endswith("2: env_args.move_amount 3.0, not the default")
+    assert "*" not in seeds_table(results[:1] * 2)
+
+
+def test_an_evaluation_beside_a_training_is_marked_as_one():
+    """Entries that only a training has are no difference; those that both have are."""
+    training = card_of(test_nepisode=32)
+    played = card_of(evaluate=True, checkpoint_path="run", test_nepisode=64, trained=training)
+    results = [summary_of(RunFolder(card["kind"]), card=card, kind=card["kind"]) for card in (training, played)]
+    head, _, first, second, _, note = runs_table(results).splitlines()
+    assert [line.split()[-2] for line in (head, first, second)] == ["kind", "training", "evaluation"]
+    assert note.endswith("run evaluation: evaluation, not training; test_episodes 64, not 32")
+    assert "kind" not in runs_table(results[:1])
+
+
+def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):
+    folders, cards = [tmp_path / token for token in ("first", "sparse")], []
+    for folder, more in zip(folders, ({}, {"env_args.reward_sparse": True}), strict=True):
+        updates = {**SMALL, "local_results_path": str(tmp_path), "unique_token": folder.name, **more}
+        summary = run(resolve("qmix", None, updates))
+        cards.append(read_card(folder))
+        written = json.loads((folder / "summary.json").read_text())
+        assert cards[-1] == summary["card"] == written["card"]
+        assert written["artifacts"]["card"] == str(folder / "card.json")
+        clock = summary["stages"]["stage3"]["clock"]
+        assert cards[-1]["reached"]["updates_per_environment_step"] == clock["updates"] / clock["t_env"] > 0
+    log = RunFolder(folders[0]).log(0).read_text().splitlines()
+    (logged,) = [line for line in log if cards[0]["id"] in line]
+    assert "seed 1" in logged and "tests of 4 greedy episodes" in logged
+    capsys.readouterr()
+    assert main(["compare", *map(str, folders)]) == 0
+    head, _, *rows, _, note = capsys.readouterr().out.splitlines()
+    assert head.split()[0] == "run" and [row.split()[0] for row in rows] == ["first", "sparse*"]
+    assert [row.split()[-1] for row in rows] == [card["id"] for card in cards]
+    assert note.endswith("run sparse: env_args.reward_sparse True, not the default")
+    (tmp_path / "summary.json").write_text("[1]")
+    for no_run in ([], [str(folders[0] / "logs")], [str(tmp_path)]):
+        assert main(["compare", *no_run]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("error: compare") for line in lines)
+
+
+def test_a_card_is_completed_even_where_the_environment_has_died_meanwhile(tmp_path):
+    def died():
+        raise RuntimeError("worker 0 died")
+
+    card, warnings = card_of(), []
+    for stats, words in ((died, "worker 0 died"), (lambda: {"game_build": 69232.0}, "4.6.2 (69232), not omagd")):
+        session = SimpleNamespace(
+            env_stats=stats, logger=SimpleNamespace(warning=warnings.append),
+            dist=SimpleNamespace(is_main=True), folder=RunFolder(tmp_path),
+        )  # fmt: skip
+        final = complete_card(session, card, {"stage3": {"clock": {"t_env": 8, "updates": 4}}})
+        assert read_card(tmp_path) == final and final["reached"]["updates_per_environment_step"] == 0.5
+        assert (final["id"] == card["id"]) == (stats is died) and words in warnings.pop() and not warnings
+
+
+def test_two_runs_never_share_a_folder_and_its_name_is_a_file_name(tmp_path):
+    token = make_token("my run/2", "skirmish", "3m", 7, now=0)
+    assert token.startswith("my-run-2_skirmish_3m_seed7_19") and Path(token).name == token
+    assert "_seed7_evaluation_19" in make_token("omagd", "skirmish", "3m", 7, now=0, evaluation=True)
+    assert "__" not in make_token("a", "memory_game", "", 1)
+    folders = [RunFolder.create(tmp_path / "results", token) for _ in range(3)]
+    assert [folder.token for folder in folders] == [token, f"{token}_2", f"{token}_3"]
+    with pytest.raises(FileExistsError):
+        RunFolder.create(tmp_path / "results", token, generated=False)
+
+
+def test_paths_and_artifacts_are_the_published_ones(tmp_path):
+    folder = RunFolder.create(tmp_path, "run")
+    assert folder.artifacts() == {}
+    for step in (900, 10240, 2000):
+        folder.step(step).mkdir()
+    for path in (folder.pretrained("stage1"), folder.pretrained("stage2", best=True), folder.replays):
+        path.mkdir()
+    for path in (folder.plots / "curves.png", *folder.files()):
+        path.touch()
+    assert {name: str(Path(path).relative_to(folder.path)) for name, path in folder.artifacts().items()} == {
+        "config": "config.json", "card": "card.json", "env_info": "env_info.json", "metrics": "metrics.jsonl",
+        "pretrain_stage1": "models/pretrain_stage1", "pretrain_stage2_best": "models/pretrain_stage2_best",
+        "model": "models/10240", "plots/curves": "plots/curves.png", "replays": "replays",
+    }  # fmt: skip
+    assert (folder.log(1), folder.summary_json) == (tmp_path / "run/logs/rank_1.log", tmp_path / "run/summary.json")
+
+
+def test_json_is_strict_and_written_whole_or_not_at_all(tmp_path):
+    value = {"nan": math.nan, "path": Path("x"), 3: np.arange(2), "n": np.float32(1)}
+    path = tmp_path / "deep" / "a.json"
+    write_json(path, value)
+    assert json.loads(path.read_text()) == {"nan": None, "path": "x", "3": [0, 1], "n": 1.0}
+    before = path.read_bytes()
+    with pytest.raises(TypeError, match="object"):
+        write_json(path, {"good": 1, "bad": object()})
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_summary_and_closing_text(tmp_path):
+    folder = RunFolder.create(tmp_path, "run")
+    (folder.plots / "curves.png").touch()
+    folder.step(205000).mkdir()
+    write_summary(folder, summary_of(folder, won=math.nan))
+    read = json.loads(folder.summary_json.read_text())
+    expected = {"win_rate": None, "best_win_rate": 0.95, "return": 19.25, "updates": 1950, "world_size": 2}
+    assert read.items() >= expected.items()
+    assert read["artifacts"]["plots/curves"] == str(folder.plots / "curves.png")
+    values = summary_of(folder)
+    write_summary(folder, values)
+    text = render_summary(values)
+    for part in ("skirmish 3m", "2 ranks, 16 environments", "9 min 32 s", "completed", "win rate 0.900 (best 0.950)",
+                 "205,000 steps", "200 epochs", str(folder.path), "plots/curves.png", "models/205000"):  # fmt: skip
+        assert part in text, part
+    assert [duration(s) for s in (3.4, 59.6, 545, 11220)] == ["3 s", "1 min 00 s", "9 min 05 s", "3 h 07 min"]
+
+
+def test_next_command_follows_the_stages(tmp_path):
+    folder = RunFolder.create(tmp_path / "with space", "run")
+    values = summary_of(folder)
+    stages = values["stages"]
+    assert shlex.split(next_command(values)) == ["python", "-m", "omagd", "evaluate", str(folder.path)]
+    base = "python src/main.py --config=omagd_small --env-config=skirmish with env_args.map_name=3m run=ddp".split()
+    paths = [f"pretrained_tokenizer_path={stages['stage1']['files']['stage1']}"]
+    paths += [f"pretrained_mask_predictor_path={stages['stage2']['files']['stage2']}"]
+    for last in (1, 2):
+        command = next_command({**values, "stages": {f"stage{n}": stages[f"stage{n}"] for n in range(1, last + 1)}})
+        words = [*base, "world_size=2", f"reconstructer_stage=stage{last + 1}", *paths[:last]]
+        assert sorted(shlex.split(command)) == sorted(words)
+    write_json(folder.config_json, {"pretrained_tokenizer_path": "/given/tokenizer.th"})
+    command = next_command({**values, "stages": {"stage2": stages["stage2"]}})
+    assert "pretrained_tokenizer_path=/given/tokenizer.th" in command
+    for changes in ({"exit_state": "failed"}, {"kind": "evaluation"}):
+        assert next_command({**values, **changes}) == ""
+
+
+def test_seeds_end_in_one_table_with_median_and_spread(tmp_path):
+    folder = RunFolder(tmp_path)
+    won = [0.5, 0.9, 0.7, 0.8]
+    results = [summary_of(folder, seed=seed, won=value) for seed, value in enumerate(won)]
+    results.append(summary_of(folder, seed=9, exit_state="failed", stages={}))
+    lines = seeds_table(results).splitlines()
+    assert lines[1] == "skirmish 3m · omagd_small · 5 seeds"
+    rows = {line.split()[0]: line.split() for line in lines[3:] if line and line[0] != "─"}
+    assert [rows[str(seed)][1] for seed in range(4)] == ["0.500", "0.900", "0.700", "0.800"]
+    assert rows["9"][1] == "-" and rows["9"][-1] == "failed"
+    assert [rows[name][1] for name in ("median", "quartiles", "min-max")] == ["0.750", "0.650-0.825", "0.500-0.900"]
