@@ -10,15 +10,31 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
 SELF, ALLY, ENEMY = 0, 1, 2
+LONGEST_LABEL = 60
 LARGEST = 1 << 20
 """Largest size that is accepted from a file."""
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+def map_label(given: object) -> str:
+    """Return the name, in results, of what `env_args.map_name` gives: a map, a set, a file, or a list.
+
+    A list becomes its names with + between them; a long one the first name and the number of the others.
+    """
+    if not isinstance(given, list | tuple):
+        text = str(given)
+        if text.endswith((".yaml", ".yml")):
+            return Path(text).stem
+        given = [part.strip() for part in text.strip("[]()").split(",")]
+    label = "+".join(map(str, given))
+    return label if len(label) <= LONGEST_LABEL else f"{given[0]}+{len(given) - 1}_maps"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from omagd.config.env_info import map_label
+
 
 def _as_whole(value: object) -> object:
     """Return an integral float, such as 1e6 or 2.0, as an int; anything else unchanged."""
@@ -241,6 +243,5 @@ class Config(Frozen):
 
     @property
     def map_name(self) -> str:
-        """The map or task, several with + between them; empty if the environment has none."""
-        given = self.env_args.get("map_name", "")
-        return "+".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+        """The map, the task or the set of maps, by its name in results; empty if the environment has none."""
+        return map_label(self.env_args.get("map_name", ""))

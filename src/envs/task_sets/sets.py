@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from omagd.config.env_info import map_label
 from omagd.config.messages import validation_message
 from omagd.utils.errors import UserError
-
-LONGEST_LABEL = 60
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def task_set(map_name: Any) -> TaskSet | None:
     names = tuple(map_name)
     if not all(isinstance(name, str) and name for name in names):
         raise UserError(f"env_args.map_name={map_name}: a list of maps must hold their names, such as [3m,5m]")
-    return _checked(TaskSet(_label(names), names), str(map_name))
+    return _checked(TaskSet(map_label(names), names), str(map_name))
 
 
 def _checked(found: TaskSet, given: str) -> TaskSet:
@@ -97,12 +95,6 @@ def _checked(found: TaskSet, given: str) -> TaskSet:
     if twice is not None:
         raise UserError(f"env_args.map_name={given}: the map {twice} is named twice")
     return found
-
-
-def _label(names: Sequence[str]) -> str:
-    """Return the maps' names with + between them; of a long list the first and the number of the others."""
-    label = "+".join(names)
-    return label if len(label) <= LONGEST_LABEL else f"{names[0]}+{len(names) - 1}_maps"
 
 
 def _read(path: Path) -> TaskSet:
@@ -120,4 +112,4 @@ def _read(path: Path) -> TaskSet:
         found = SetFile.model_validate(content)
     except ValidationError as error:
         raise UserError(f"{key}: {validation_message(error)}. Give the keys training and held_out") from None
-    return TaskSet(path.stem, tuple(found.training), tuple(found.held_out))
+    return TaskSet(map_label(str(path)), tuple(found.training), tuple(found.held_out))

@@ -26,10 +26,11 @@ from omagd.utils.storage import read_entry
 def listing() -> str:
     """Return all names that the command line accepts, one paragraph per kind."""
     from omagd.envs.battle.maps import MAPS
+    from omagd.envs.task_sets.sets import NAMED as SETS
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
     lines += [_paragraph(key, registry_of(package).names()) for key, package in NAMED.items()]
-    lines.append(_paragraph("env_args.map_name (skirmish)", list(MAPS)))
+    lines.append(_paragraph("env_args.map_name (skirmish)", [*SETS, *MAPS]))
     return "\n".join(lines) + "\n"
 
 

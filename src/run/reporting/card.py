@@ -161,14 +161,17 @@ def is_card(value: object) -> bool:
 
 
 def _environment(config: Config) -> dict[str, Any]:
-    """Return environment, map, game, difficulty, and the arguments that differ from the published ones."""
+    """Return environment, map or maps, game, difficulty, and the arguments that differ from the published ones."""
     from omagd.envs import REGISTRY
     from omagd.envs.factory import validate_env_args
+    from omagd.envs.task_sets.sets import task_set
 
     args = validate_env_args(config.env, dict(config.env_args))
     values = args.model_dump(mode="json")
     module = REGISTRY.get(config.env).__module__
     facts = {"env": config.env, "map": str(values.get("map_name", "")), "game": _game(args, module)}
+    if (tasks := task_set(config.env_args.get("map_name"))) is not None:
+        facts |= {"map": tasks.label, "maps": " ".join(tasks.training), "held_out_maps": " ".join(tasks.held_out)}
     if "difficulty" in values:
         facts["difficulty"] = values["difficulty"]
     return facts | {f"env_args.{name}": value for name, value in _differing(args).items()}

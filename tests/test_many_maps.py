@@ -1,0 +1,143 @@
+"""A policy of several maps: tests of each map, its evaluation, and play on maps that it was not trained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interruption import json_of
+
+import omagd
+from omagd.config.loading import resolve
+from omagd.envs.actions import random_actions
+from omagd.envs.factory import make_env
+from omagd.run.cli.main import main
+from omagd.utils.errors import UserError
+
+TINY: dict[str, Any] = {
+    "batch_size_run": 4, "batch_size": 4, "t_max": 200, "test_nepisode": 8, "test_interval": 10**6, "rnn_hidden_dim": 8,
+    "learner_args": {"critic": "set", "critic_hidden": 8, "epochs": 1}, "agent_args": {"hyper_dim": 8},
+    "checkpoint_interval": 1000.0, "use_cuda": False,
+}  # fmt: skip
+MAPS = ("3m", "4m_vs_3m", "1m", "5m")
+
+
+def trained_on(folder: Path, map_name: str, config: str = "hpn_mappo", **updates: Any) -> dict[str, Any]:
+    given = {**TINY, "env_args.map_name": map_name, "local_results_path": str(folder), **updates}
+    return omagd.run(resolve(config, "skirmish", given))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, Any]:
+    """Return the summary of a run on two maps, with two more for tests."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("sets")
+    (folder / "mine.yaml").write_text("training: [3m, 4m_vs_3m]\nheld_out: [1m, 5m]\n")
+    return trained_on(folder, str(folder / "mine.yaml"), name="first")
+
+
+def require_means(
+    values: dict[str, float], lines: list[dict[str, Any]], maps: tuple[str, ...], n_training: int
+) -> None:
+    """Compare all results of tests with those of the episodes' lines."""
+    for name, key in (("return", "return"), ("ep_length", "length"), ("battle_won", "battle_won")):
+        each = [np.mean([line[key] for line in lines if line["task"] == of]) for of in maps]
+        assert [values[f"test/{of}/{name}_mean"] for of in maps] == pytest.approx(each)
+        assert values[f"test_{name}_mean"] == pytest.approx(np.mean(each[:n_training]))
+        if n_training < len(maps):
+            assert values[f"test_held_out_{name}_mean"] == pytest.approx(np.mean(each[n_training:]))
+
+
+def test_a_run_trains_on_its_maps_and_tests_each(trained):
+    folder, values = Path(trained["folder"]), trained["stages"]["stage3"]["values"]
+    assert {f"test/{of}/battle_won_mean" for of in MAPS} < values.keys()
+    assert values["test_return_mean"] == pytest.approx(
+        (values["test/3m/return_mean"] + values["test/4m_vs_3m/return_mean"]) / 2
+    )
+    played = [json.loads(line)["task"] for line in (folder / "episodes" / "rank_0.jsonl").open()]
+    assert set(played) == set(MAPS[:2]) and abs(played.count("3m") - len(played) / 2) <= 1, "held-out maps are not"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    last = [line for line in lines if "train/3m/return_mean" in line][-1]
+    assert "train/5m/return_mean" not in last and "return_mean" in last
+    info = json_of(folder / "env_info.json")
+    assert (info["tasks"], info["n_training"], info["n_agents"]) == (list(MAPS), 2, 5)
+    assert folder.name.startswith("first_skirmish_mine_seed1") and trained["map_name"] == "mine"
+    compared = trained["card"]["compared"]
+    assert [compared[key] for key in ("map", "maps", "held_out_maps")] == ["mine", "3m 4m_vs_3m", "1m 5m"]
+
+
+def test_an_evaluation_counts_the_episodes_of_each_map(trained, tmp_path, capsys):
+    for words, maps, n_training in (
+        ((), MAPS, 2),
+        (("env_args.map_name=1m,6m_vs_2m",), ("1m", "6m_vs_2m"), 2),
+        (("env_args.map_name=7m",), ("7m",), 0),
+    ):
+        where = tmp_path / str(len(words) + len(maps))
+        assert (
+            main(["evaluate", trained["folder"], "-u", "test_nepisode=8", f"local_results_path={where}", *words]) == 0
+        )
+        (folder,) = where.iterdir()
+        lines = [json.loads(line) for line in (folder / "episodes" / "rank_0.jsonl").open()]
+        assert json_of(folder / "card.json")["compared"]["test_episodes"] * len(maps) == len(lines) == 8 * len(maps)
+        values = json_of(folder / "summary.json")["stages"]["stage3"]["values"]
+        if n_training:
+            require_means(values, lines, maps, n_training)
+            assert f"test return by map: {'1m' if n_training else ''}" in capsys.readouterr().out
+        else:
+            assert values["test_return_mean"] == pytest.approx(np.mean([line["return"] for line in lines]))
+
+
+def test_a_loaded_policy_plays_any_map_as_an_evaluation_does(trained, tmp_path):
+    policy = omagd.load_policy(trained["folder"])
+    updates = {"evaluate": True, "checkpoint_path": trained["folder"], "batch_size_run": 1, "eval_report_episodes": 2}
+    for of in ("3m", "8m_vs_9m"):
+        values = trained_on(tmp_path, of, **updates)["stages"]["stage3"]["values"]
+        totals = omagd.play(policy, omagd.make("skirmish", map_name=of), episodes=2)["totals"]
+        assert {name: totals[name.removeprefix("test_")] for name in values} == pytest.approx(values)
+
+
+def test_the_shape_of_the_set_does_not_change_what_agents_do(trained):
+    """Padded to the set's shape, the same battles are played with the same actions."""
+    policy = omagd.load_policy(trained["folder"])
+    alone, of_set = (make_env("skirmish", {"map_name": of}, 1, processes=False) for of in ("3m", ",".join(MAPS)))
+    fitted, slot, rng = policy.on(alone.info), np.ones(1, bool), np.random.default_rng(0)
+    assert policy.on(policy.info) is policy and fitted.info == alone.info
+    for env in (alone, of_set):
+        env.reset(slot, np.array([3]))
+    for _ in range(6):
+        seen, padded = alone.observe(), of_set.observe()
+        actions = fitted.act(seen.obs[0], seen.avail_actions[0])
+        np.testing.assert_array_equal(policy.act(padded.obs[0], padded.avail_actions[0]), [*actions, 0, 0])
+        drawn = random_actions(seen.avail_actions, rng)  # so that the battles come to many states
+        alone.step(drawn, slot)
+        of_set.step(np.pad(drawn, ((0, 0), (0, 2))), slot)
+
+
+def test_training_continues_on_other_maps(trained, tmp_path):
+    before = omagd.load_policy(trained["folder"])._mac.agent.state_dict()
+    weights = f"{trained['folder']}/models"
+    continued = trained_on(tmp_path, "5m_vs_6m,7m", checkpoint_path=weights, t_max=400, seed=2)
+    assert continued["stages"]["stage3"]["clock"]["t_env"] >= 400
+    after = omagd.load_policy(continued["folder"])._mac.agent.state_dict()
+    for name, weight in after.items():
+        torch.testing.assert_close(weight, before[name], atol=0.02, rtol=0)  # some small steps, not another start
+
+
+def test_what_cannot_play_another_map_says_why(trained, tmp_path):
+    policy = omagd.load_policy(trained["folder"])
+    with pytest.raises(UserError, match=r"policy was trained on skirmish mine; units of skirmish 2s3z have other"):
+        omagd.play(policy, omagd.make("skirmish", map_name="2s3z"), episodes=1)
+    with pytest.raises(UserError, match="map_name=3m,5m: make one battle of 3m, 5m"):
+        omagd.make("skirmish", map_name="3m,5m")
+    numbered = omagd.load_policy(trained_on(tmp_path, "3m", obs_agent_id=True, test_nepisode=4)["folder"])
+    with pytest.raises(UserError, match="policy was trained on skirmish 3m, not on skirmish 5m"):
+        numbered.on(make_env("skirmish", {"map_name": "5m"}, 1, processes=False).info)
+    numbered.config = numbered.config.model_copy(update={"use_graph_reconstruction": True})
+    numbered._mac.agent.n_numbers = 0
+    with pytest.raises(UserError, match="reconstructs observations of 3m; it cannot play 5m"):
+        numbered.on(replace(make_env("skirmish", {"map_name": "5m"}, 1, processes=False).info))
