@@ -24,6 +24,7 @@ from omagd.config.schema import Config
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.loop import fit
+from omagd.runners.start_pool import StartPool
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
@@ -208,7 +209,8 @@ def of_ranks(rank: int, dist: Dist, folder: str) -> Any:
     runs = []
     for share in (1.0, 0.5):
         sizes = {"batch_size": 16, "t_max": 400, "max_sampling_attempts": 2, "test_interval": 10**6}
-        config = config_of(folder, **SAMPLING, **sizes, early_stop_percentage=share)
+        skips = {"n_starts": 5, "rollout_skip_threshold": 2}
+        config = config_of(folder, **SAMPLING, **sizes, **skips, early_stop_percentage=share)
         stage = stage_of(config, Path(folder) / f"run_{share}", dist)
         fit(stage)
         stage.session.close()
@@ -273,14 +275,43 @@ def test_ten_updates_without_groups_end_the_run(tmp_path):
     groups = stage_of(config_of(tmp_path, **SAMPLING), tmp_path / "run").groups
     for _ in range(9):
         assert not groups.found(0, "stage3")
-    assert groups.found(2, "stage3") and groups.state_dict() == [9, 0]
+    assert groups.found(2, "stage3") and groups.state_dict()["counts"] == [9, 0]
     assert groups.record() == {"updates_without_groups": 9.0}
     with pytest.raises(UserError, match=r"stage3, t_env 5: 10 updates in a row.*group_size=2.*checkpoint_path"):
         for _ in range(10):
             groups.found(0, "stage3, t_env 5")
 
 
-@pytest.mark.parametrize("sampling", [{}, {**SAMPLING, "max_sampling_attempts": 2}])
+def test_mastered_starts_are_skipped_and_forgotten():
+    pool, sources = StartPool(1, 3, threshold=2), iter(range(10**6))
+    starts = sorted({pool.draw(0, next(sources)) for _ in range(50)})
+    assert len(starts) == 3 and not {pool.draw(1, next(sources)) for _ in range(50)} & set(starts)
+    assert StartPool(1, 3).draw(0, 5) == StartPool(1, 3).draw(0, 5), "the same on all ranks"
+    for seed, outcomes in zip(starts, [(1.0, 1.0), (1.0, 0.0), (1.0, 1.0)], strict=True):
+        pool.note(0, seed, outcomes)
+    assert starts[0] in {pool.draw(0, next(sources)) for _ in range(50)}, "before it is exchanged"
+    pool.learn(pool.take_news())
+    assert len(pool) == 2
+    drawn = [pool.draw(0, next(sources)) for _ in range(4)]
+    skipped = [start for start, _ in pool.take_news()]
+    assert drawn.count(starts[1]) >= 3 and set(skipped) <= {(0, starts[0]), (0, starts[2])} and len(skipped) >= 2
+    pool.learn([((0, starts[0]), "skipped")])
+    saved = StartPool(1, 3, threshold=2)
+    saved.load_state_dict(pool.state_dict())
+    for each in (pool, saved):
+        assert len(each) == 2
+        each.learn([((0, starts[0]), "skipped"), ((0, starts[2]), "open"), ((0, starts[1]), "skipped")])
+        assert len(each) == 0
+    for seed in starts:
+        pool.note(0, seed, (1.0,))
+    pool.learn(pool.take_news())
+    assert pool.draw(0, 1) in starts, "all are mastered: one is played all the same"
+
+
+SKIPPING = {**SAMPLING, "max_sampling_attempts": 2, "n_starts": 3, "rollout_skip_threshold": 2}
+
+
+@pytest.mark.parametrize("sampling", [{}, SKIPPING])
 def test_it_resumes_bit_for_bit(sampling, tmp_path):
     sizes = {"t_max": 200, "test_interval": 60, **sampling}
     whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
@@ -300,6 +331,7 @@ def test_it_resumes_bit_for_bit(sampling, tmp_path):
             {"learner": "nq_learner", "learner_args": {}, "action_selector": "epsilon_greedy"},
             ["group_size=2", "learner=nq_learner", "group_size=1"],
         ),
+        ({"rollout_skip_threshold": 3}, ["rollout_skip_threshold=3", "n_starts=100"]),
         ({"max_sampling_attempts": 7}, ["max_sampling_attempts=7", "enable_dynamic_sampling=True"]),
         ({"early_stop_percentage": 0.5}, ["early_stop_percentage=0.5", "batch_size_run=4", "batch_size=4"]),
         ({"learner_args": {"returns_to_go": True}}, ["returns_to_go=True", "score=return"]),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from omagd.runners.start_pool import StartPool
 from omagd.utils.seeding import stream_seed
 
 NO_GROUP = -1
@@ -92,13 +93,22 @@ class TaskStarts(EpisodeSeeds):
 
     Args:
         seed, purpose, rank: as in `EpisodeSeeds`. weights: of all tasks; 0: never played.
-        group_size: K consecutive slots that begin with one task and seed.
+        group_size: K consecutive slots that begin with one task and seed. pool: where the seeds come from; None: each
+            is another one.
     """
 
     def __init__(
-        self, seed: int, purpose: str, rank: int = 0, *, weights: Sequence[float] = (1.0,), group_size: int = 1
+        self,
+        seed: int,
+        purpose: str,
+        rank: int = 0,
+        *,
+        weights: Sequence[float] = (1.0,),
+        group_size: int = 1,
+        pool: StartPool | None = None,
     ) -> None:
         super().__init__(seed, purpose, rank)
+        self.pool = pool
         self.group_size = group_size
         self.set_weights(weights)
         self._last: Origins | None = None
@@ -129,7 +139,8 @@ class TaskStarts(EpisodeSeeds):
                     self._n_groups += 1
         seeds = self.draw(drawn)
         for begun in np.flatnonzero(drawn).tolist():
-            new.seed[begun : begun + size] = seeds[begun]
+            seed = int(seeds[begun])
+            new.seed[begun : begun + size] = self.pool.draw(int(new.task[begun]), seed) if self.pool else seed
         self._last = new
         return new
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from omagd.components.groups import GroupData
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import HERE, read_yaml
@@ -9,7 +12,7 @@ from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class
 from omagd.run.training.session import Session
 from omagd.run.training.stages.health import MOST_SKIPPED
-from omagd.runners.starts import DealtStarts
+from omagd.runners.starts import DealtStarts, TaskStarts
 from omagd.utils.errors import UserError
 
 
@@ -22,7 +25,11 @@ def check_groups(config: Config, info: EnvInfo) -> None:
                 f"{given}: learner={config.learner} compares each episode with the others of its group. Use"
                 " group_size=8, say, which divides batch_size_run"
             )
-        for key, none in (("enable_dynamic_sampling", False), ("early_stop_percentage", 1.0)):
+        for key, none in (
+            ("enable_dynamic_sampling", False),
+            ("early_stop_percentage", 1.0),
+            ("rollout_skip_threshold", None),
+        ):
             if (value := getattr(config, key)) != none:
                 raise UserError(f"{key}={value}: is about groups. Use group_size=8, say, or {key}={none}")
         return
@@ -44,6 +51,16 @@ def check_groups(config: Config, info: EnvInfo) -> None:
 
 
 def _check_sampling(config: Config, info: EnvInfo) -> None:
+    if (threshold := config.rollout_skip_threshold) is not None:
+        if config.n_starts is None:
+            raise UserError(
+                f"rollout_skip_threshold={threshold}: no start comes again, so none can be skipped. Add n_starts=100, say"
+            )
+        if not info.has_win:
+            raise UserError(
+                f"rollout_skip_threshold={threshold}: skips starts whose battles were won, but env={config.env} reports"
+                " no battle_won. Leave it out"
+            )
     if config.enable_dynamic_sampling and not info.has_win:
         raise UserError(
             f"enable_dynamic_sampling=True: drops groups by battle_won, which env={config.env} does not report. Use"
@@ -75,7 +92,12 @@ class Groups:
     def __init__(self, session: Session, data: GroupData) -> None:
         self.data = data
         self._starts = session.runners["train"].stream
-        self._config = session.config
+        self._config, self._dist = session.config, session.dist
+        starts = self._starts
+        self._pool = starts.pool if isinstance(starts, TaskStarts) and session.config.rollout_skip_threshold else None
+        if self._pool is not None:
+            pool = self._pool
+            data.ended = lambda meta, outcomes: pool.note(meta.task, meta.seed, outcomes)
         self._counts = [0, 0]  # skipped in all, in a row by now
 
     def found(self, ranks: int, when: str) -> bool:
@@ -99,14 +121,23 @@ class Groups:
         if isinstance(self._starts, DealtStarts):
             self._starts.deal(self.data.again)
 
+    def exchange(self) -> None:
+        """Tell all ranks which starts this one has mastered and skipped: a collective, if starts can be skipped."""
+        if self._pool is not None:
+            for news in self._dist.gather(self._pool.take_news()):
+                self._pool.learn(news)
+
     def record(self) -> dict[str, float]:
-        """Return `updates_without_groups` in all for the log, if there were any."""
-        return {"updates_without_groups": float(self._counts[0])} if self._counts[0] else {}
+        """Return `updates_without_groups` in all for the log, if there were any, and the number of mastered starts."""
+        values = {"updates_without_groups": float(self._counts[0])} if self._counts[0] else {}
+        return values if self._pool is None else {**values, "starts_mastered": float(len(self._pool))}
 
-    def state_dict(self) -> list[int]:
-        """Return the counts."""
-        return list(self._counts)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the mastered starts; at the end of an iteration."""
+        return {"counts": list(self._counts), "mastered": None if self._pool is None else self._pool.state_dict()}
 
-    def load_state_dict(self, state: list[int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
-        self._counts = [int(count) for count in state]
+        self._counts = [int(count) for count in state["counts"]]
+        if self._pool is not None and state["mastered"] is not None:
+            self._pool.load_state_dict(state["mastered"])

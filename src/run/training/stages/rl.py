@@ -234,6 +234,8 @@ class RLStage(Stage):
         """Add what all ranks have played to the clock."""
         self._count()
         self.clock.epoch += 1
+        if self.groups is not None:
+            self.groups.exchange()
         if self.maps is not None and self.maps.due(self.clock.epoch):
             self._synchronise(self.maps)
 
