@@ -16,7 +16,7 @@ class StartPool:
     """Draws starts, the same ones on all ranks.
 
     A start whose newest group was won by all is *mastered*. It is skipped when it is drawn; after `threshold` skips by
-    all ranks it is forgotten, so it is played again when it is drawn next. (RIPT keeps a table of each rank for itself.)
+    all ranks it is forgotten, so it is played again when it is drawn next. (In RIPT, each rank has a table of its own.)
     What ranks note takes effect when they exchange it, so the table is the same on all of them.
 
     Args:

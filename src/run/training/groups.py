@@ -25,11 +25,8 @@ def check_groups(config: Config, info: EnvInfo) -> None:
                 f"{given}: learner={config.learner} compares each episode with the others of its group. Use"
                 " group_size=8, say, which divides batch_size_run"
             )
-        for key, none in (
-            ("enable_dynamic_sampling", False),
-            ("early_stop_percentage", 1.0),
-            ("rollout_skip_threshold", None),
-        ):
+        of_groups = {"enable_dynamic_sampling": False, "early_stop_percentage": 1.0, "rollout_skip_threshold": None}
+        for key, none in of_groups.items():
             if (value := getattr(config, key)) != none:
                 raise UserError(f"{key}={value}: is about groups. Use group_size=8, say, or {key}={none}")
         return
@@ -54,7 +51,7 @@ def _check_sampling(config: Config, info: EnvInfo) -> None:
     if (threshold := config.rollout_skip_threshold) is not None:
         if config.n_starts is None:
             raise UserError(
-                f"rollout_skip_threshold={threshold}: no start comes again, so none can be skipped. Add n_starts=100, say"
+                f"rollout_skip_threshold={threshold}: no start comes again, so none is skipped. Add n_starts=100, say"
             )
         if not info.has_win:
             raise UserError(
