@@ -125,9 +125,7 @@ class Config(Frozen):
     batch_size_run: Count  # battles per rank
     group_size: Count  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
     n_starts: Count | None  # different starts (reset seeds) of each map in training; None: each episode has another one
-    rollout_skip_threshold: (
-        Count | None
-    )  # skips of a start that a whole group has won until it is played again; None: 0
+    rollout_skip_threshold: Count | None  # skips of a start that a whole group has won, until it is played again
     enable_dynamic_sampling: bool  # drop groups that have all won or all lost, and play others
     max_sampling_attempts: Count  # enable_dynamic_sampling: most rounds more than batch_size needs, for one update
     early_stop_percentage: Annotated[float, Field(gt=0.0, le=1.0)]  # share of all ranks' groups that ends collecting
