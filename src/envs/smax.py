@@ -42,7 +42,7 @@ class SmaxArgs(BaseModel):
     """Arguments of `smax`.
 
     Attributes:
-        map_name: scenario.
+        map_name: scenario, or a set of them (task_sets.md).
         max_steps: JaxMARL's limit; its episodes last one step longer, so `episode_limit` is `max_steps + 1`.
         reward_scale: factor on JaxMARL's reward (JaxMARL's baselines train with 10).
         continuing_episode: the step limit truncates (the target bootstraps) instead of terminating.

@@ -53,7 +53,7 @@ class BattleArgs(_Args):
     """Arguments of all battle environments: SMAC's keys, `continuing_episode` and `reward_shield_fix`.
 
     Attributes:
-        map_name: name of a SMAC map.
+        map_name: name of a SMAC map, or a set of maps (task_sets.md).
         continuing_episode: reaching the step limit truncates (the target bootstraps) instead of terminating.
         move_amount: length of a move order in cells.
         obs_all_health, obs_own_health: health (and shield) of all visible units, of the agent (implied by the former).
