@@ -120,6 +120,10 @@ def test_the_shape_of_the_set_does_not_change_what_agents_do(trained):
 
 def test_training_continues_on_other_maps(trained, tmp_path):
     before = omagd.load_policy(trained["folder"])._mac.agent.state_dict()
+    for other in ("5m_vs_6m,7m", "3m,4m_vs_3m", "3m"):
+        with pytest.raises(UserError, match=r"run on mine cannot continue on .*\. Give its models/"):
+            trained_on(tmp_path / "none", other, checkpoint_path=trained["folder"], t_max=400)
+    assert not (tmp_path / "none").exists()
     weights = f"{trained['folder']}/models"
     continued = trained_on(tmp_path, "5m_vs_6m,7m", checkpoint_path=weights, t_max=400, seed=2)
     assert continued["stages"]["stage3"]["clock"]["t_env"] >= 400

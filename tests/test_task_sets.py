@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from q_toys import toy_config
+from runner_toys import Game, assert_continues
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
@@ -19,6 +21,8 @@ from omagd.envs.task_sets.sets import NAMED, TaskSet, task_set
 from omagd.envs.task_sets.task_set_env import TaskSetEnv
 from omagd.run.checkpoint.serialization import pack, unpack
 from omagd.run.cli.preflight import preflight
+from omagd.runners import REGISTRY
+from omagd.runners.starts import TaskStarts
 from omagd.utils.errors import UserError
 
 SLOTS = 5
@@ -180,6 +184,22 @@ def test_a_snapshot_continues_in_a_new_environment_and_in_a_used_one(case):
         np.testing.assert_equal(other.observe().obs, envs[0].observe().obs)
     for env in envs:
         env.close()
+
+
+class SetGame(Game):
+    """Battles on three maps; the second one is played twice as often, the third one never."""
+
+    def __init__(self) -> None:
+        super().__init__(make_env("skirmish", {"map_name": "1m,2m_vs_1m,3m"}, SLOTS, processes=False))
+        starts = TaskStarts(1, "train", weights=[1, 2, 0])
+        self.runner = REGISTRY.get("stream")(self.env, toy_config(), self.env.info, starts)
+
+
+def test_training_on_a_set_continues_in_mid_battle_and_plays_by_weights():
+    assert_continues(SetGame, calls=3, more=3)
+    log = [entry["task"] for rollout in SetGame().collect(30) for entry in rollout.log]
+    assert len(log) > 60 and log.count("3m") == 0
+    assert abs(log.count("2m_vs_1m") - 2 * log.count("1m")) <= 3 * SLOTS
 
 
 def test_environments_are_made_once():

@@ -156,6 +156,8 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
 
     cpu = torch.device("cpu")
     whole = whole_state(config, lambda found: (found.path, found.common()))
+    if whole is not None:
+        _require_same_maps(config, info, whole[0].parents[1])
     if config.checkpoint_path and whole is None:
         folder = find_step_folder(config.checkpoint_path, config.load_step)
         load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
@@ -179,6 +181,22 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         elif config.checkpoint_path:
             _require_steps_left(config, load_learner(learner, folder))
     return stages
+
+
+def _require_same_maps(config: Config, info: EnvInfo, run: Path) -> None:
+    """Reject the whole state of a `run` on other maps: replay, battles and statistics belong to its own."""
+    from omagd.run.training.build import read_env_info
+    from omagd.utils.run_folder import RunFolder
+
+    facts = RunFolder(run).env_info_json
+    if not facts.is_file():
+        return
+    trained = read_env_info(facts, "checkpoint_path")
+    if (trained.map_name, trained.tasks, trained.n_training) != (info.map_name, info.tasks, info.n_training):
+        raise UserError(
+            f"checkpoint_path={config.checkpoint_path}: the whole state of a run on {trained.map_name} cannot continue"
+            f" on {info.map_name}. Give its models/ to start from its weights"
+        )
 
 
 def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
