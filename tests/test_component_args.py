@@ -91,6 +91,11 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
         ("--config=qmix mixer=unreadable", ["mixer_args.pair=[1, 2]"]),
         ("--config=soft_qmix mixer=qplex", ["mixer=qplex", "learner=soft_learner"]),
         ("--config=soft_qmix mac=mappo_mac", ["mac=mappo_mac", "learner=mappo"]),
+        ("--config=qmix learner=mappo mac=mappo_mac", ["has no meaning", "qmix.yaml", "--config with learner=mappo"]),
+        ("--config=mappo buffer_size=7", ["buffer_size=7: has no meaning", "Leave it out"]),
+        ("--config=snakes_ddpg", ["env_args.obs", "snakes_ddpg.yaml is for env=snakes_3v3: add --env-config=snakes"]),
+        ("--config=qmix runner=ticks obs_last_action=False", ["runner=ticks", "agent=ff"]),
+        ("--config=qmix runner=ticks agent=ff", ["runner=ticks", "obs_last_action=False"]),
         ("--config=mappo learner_args.clip=-1", ["learner_args.clip=-1", "more than 0"]),
     ],
 )

@@ -18,7 +18,7 @@ def validate_env_args(name: str, env_args: dict[str, Any]) -> BaseModel:
     Errors: UserError for an unknown environment or key, a wrong type, or a value out of range.
     """
     model: type[BaseModel] = REGISTRY.get(name).args_model  # type: ignore[attr-defined]
-    return typed_args("env_args", f"env={name}", model, env_args)
+    return typed_args("env_args", f"env={name}", model, env_args, lambda key: "")
 
 
 def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool) -> BatchedEnv:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from omagd.config.messages import shorten
 from omagd.config.schema import Config
 from omagd.learners.protocol import Trainable
 from omagd.learners.synced_optimizer import SKIPPED, Stats
@@ -43,8 +45,11 @@ class Health:
     def note(self, stats: Stats) -> Stats:
         """Count one update; return its `stats` without the flag `skipped_updates`.
 
-        Errors: UserError where they lack the loss that the learner's `loss_name` names.
+        Errors: UserError where they lack the loss that the learner's `loss_name` names, or are no pairs.
         """
+        if wrong := _no_pairs(stats):
+            fix = "Return a mapping of names to pairs (sum, count) of numbers or scalar tensors"
+            raise UserError(f"learner={self.config.learner}: its update returns {shorten(wrong[0])}. {fix}")
         if self.loss_name not in stats and self.loss_name:
             reported = ", ".join(sorted(set(stats) - {SKIPPED})) or "nothing"
             raise UserError(
@@ -106,6 +111,18 @@ class Health:
     def load_state_dict(self, state: list[int]) -> None:
         """Continue from `state_dict()`."""
         self._unread, self._counts = [], [int(count) for count in state]
+
+
+def _no_pairs(stats: Any) -> list[Any]:
+    """Return the entries of an update's result that are no pairs of scalars; the result itself if it is no mapping."""
+    if not isinstance(stats, Mapping):
+        return [stats]
+    return [f"{name}={pair}" for name, pair in stats.items() if not _is_pair(pair)]
+
+
+def _is_pair(pair: Any) -> bool:
+    numbers = pair if isinstance(pair, tuple | list) else ()
+    return [isinstance(each, Real) or isinstance(each, Tensor) and each.numel() == 1 for each in numbers] == [True] * 2
 
 
 def held_in_common(learner: Trainable) -> dict[str, torch.Tensor]:
