@@ -48,9 +48,8 @@ def typed_args(
     for key, value in values.items():
         if key not in known and model.model_config.get("extra") != "allow":
             fix = f"{nearest(str(key), known)} Known: {', '.join(known)}" if known else " It takes none: leave it out"
-            raise UserError(
-                f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{fix_of(key) or fix}"
-            )
+            fix = fix_of(key) or fix
+            raise UserError(f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{fix}")
     try:
         return model.model_validate(values)
     except ValidationError as error:

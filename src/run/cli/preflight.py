@@ -246,8 +246,6 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
     mac = build_plain_mac(config, info, device)
     single = registry_of("omagd.runners").get(config.runner).unit == "steps"
     if single and (config.obs_last_action or mac.agent.init_hidden(1).numel()):
-        given = f"runner={config.runner}: learners get single steps without what was before them"
-        raise UserError(
-            f"{given}. Use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
-        )
+        fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
+        raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
     return learner_class(config.learner)(mac, config, info, Dist())

@@ -103,8 +103,7 @@ def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> C
     for section in sections:
         name = getattr(config, section.removesuffix("_args"))
         model = getattr(registries[section].get(name), "args_model", NoArgs)
-        values = _as_json(section, check_args(config, section, model))
-        complete[section] = values
+        complete[section] = _as_json(section, check_args(config, section, model))
         check_args(config.model_copy(update=complete), section, model)  # as config.json will hold them
     return config.model_copy(update=complete)
 
@@ -128,7 +127,7 @@ def _set_by(config: Config, kind: str, given: Mapping[str, Any], key: str, secti
         for name in config_names("envs") if kind == "env" and key in values else ():
             file = read_yaml(find_yaml("envs", name))
             if values.keys() <= file.get(section, {}).keys():
-                return f" {path.name} is for env={file['env']}: add --env-config={name}"
+                return f" {path.name} is for env={file.get('env')}: add --env-config={name}"
         if values.get(key, ...) == given[key]:
             return f" {path.name} sets it for another {kind}: use a --config with {kind}={getattr(config, kind)}"
     return ""

@@ -47,7 +47,10 @@ class Health:
 
         Errors: UserError where they lack the loss that the learner's `loss_name` names, or are no pairs.
         """
-        if wrong := _no_pairs(stats):
+        wrong = (
+            [f"{k}={v}" for k, v in stats.items() if not _is_pair(v)] if isinstance(stats, Mapping) else [str(stats)]
+        )
+        if wrong:
             fix = "Return a mapping of names to pairs (sum, count) of numbers or scalar tensors"
             raise UserError(f"learner={self.config.learner}: its update returns {shorten(wrong[0])}. {fix}")
         if self.loss_name not in stats and self.loss_name:
@@ -113,14 +116,8 @@ class Health:
         self._unread, self._counts = [], [int(count) for count in state]
 
 
-def _no_pairs(stats: Any) -> list[Any]:
-    """Return the entries of an update's result that are no pairs of scalars; the result itself if it is no mapping."""
-    if not isinstance(stats, Mapping):
-        return [stats]
-    return [f"{name}={pair}" for name, pair in stats.items() if not _is_pair(pair)]
-
-
 def _is_pair(pair: Any) -> bool:
+    """Return whether `pair` is a pair of scalars."""
     numbers = pair if isinstance(pair, tuple | list) else ()
     return [isinstance(each, Real) or isinstance(each, Tensor) and each.numel() == 1 for each in numbers] == [True] * 2
 
