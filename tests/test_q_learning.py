@@ -310,7 +310,7 @@ def test_the_copy_that_acts_is_brought_up_to_date():
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_reset_returns_one_slot_to_the_agents_start_and_leaves_the_other(learned, monkeypatch):
+def test_reset_forgets_one_slot_and_leaves_the_other(learned, monkeypatch):
     mac, episodes = MACS.get("n_mac")(toy_config(), INFO, CPU), [random_episode(0, 6), random_episode(0, 6)]
     if learned:
         one = torch.randn(1, INFO.n_agents, SMALL["rnn_hidden_dim"], requires_grad=True)
