@@ -210,7 +210,7 @@ def find_yaml(kind: str, name: str) -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Errors: UserError if it cannot be read or is no mapping."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader)
+        values = deepcopy(yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader))  # not too deep to be copied
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if values is None:

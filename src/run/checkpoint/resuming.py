@@ -252,7 +252,8 @@ def _most_similar(config: Config) -> tuple[Path, str] | None:
         theirs, holder = read_entry(path / "config.json"), ProcessIdentity.read(read_entry(path / LOCK))
         is_running = holder is not None and holder.pid != os.getpid() and holder.runs()
         if saved and "identity" in about and _place(theirs) == _place(values) and not is_running:
-            with suppress(OSError, RecursionError):
+            with suppress(Untrusted, OSError, RecursionError):
+                require_own(path)  # otherwise a warning has named it already
                 found.append(((path / RUN_FILE).stat().st_mtime, path, _differences(theirs, values)))
     return max(found)[1:] if found else None
 

@@ -123,7 +123,8 @@ def _set_by(config: Config, kind: str, given: Mapping[str, Any], key: str, secti
     with suppress(UserError):  # a file given by its path, or another name
         path = find_yaml("algs", config.name)
         preset = read_yaml(path)
-        values = preset.get(section, {}) if section else preset
+        values = preset.get(section) if section else preset
+        values = values if isinstance(values, dict) else {}
         for name in config_names("envs") if kind == "env" and key in values else ():
             file = read_yaml(find_yaml("envs", name))
             if values.keys() <= file.get(section, {}).keys():
