@@ -29,6 +29,7 @@ from omagd.run.checkpoint import resuming
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.training.build import complete_args
+from omagd.utils.errors import UserError
 
 add_example()
 SIZES = "batch_size_run=2 batch_size=4 test_nepisode=2 rnn_hidden_dim=8 use_cuda=False".split()

@@ -134,7 +134,8 @@ BROKEN_YAML = (
     "--- 1\n--- 2", "lr: 2020-13-45", "<<: 3", "env_args: {map_name: 3m, map_name: 8m}",
     "env_args: &a {me: *a}", "tokenizer_config: [n_codes, 3]", "lr: 1" + "0" * 5000, "lr: " + "[" * 3000, "lr: \x00",
     "lr: \x1b[31m", "seed: -1", "Lr: 3", "@lr: 1", "`", "env_args: 5", "tokenizer_config:\n  n_code: 3",
-    "env_args: " + "{a: " * 2000 + "1" + "}" * 2000, "lr: !!float soon", "seeds: [1, 1]", "seeds: 1, 2", "world_size: 0", "lr: 1\n\udc81\udc8d",
+    "env_args: " + "{a: " * 2000 + "1" + "}" * 2000,
+    "lr: !!float soon", "seeds: [1, 1]", "seeds: 1, 2", "world_size: 0", "lr: 1\n\udc81\udc8d",
 )  # fmt: skip
 CONFIGS = (
     "", " ", ".", "..", "/", "../algs/qmix", "../../../../etc/passwd", "/etc/passwd", "qmix.yaml", "folder.yaml",
