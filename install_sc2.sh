@@ -65,7 +65,7 @@ transfer() { # url, file, more options of curl: fetches; what curl complains abo
     fi
 }
 
-download() { # url, file: fetches into file.part and goes on with one that is there; sets the file when it is whole
+download() { # url, file: downloads to file.part, continues one that is there, and renames it when it is complete
     local url=$1 file=$2 code=0 why
     transfer "$url" "$file.part" -C - || code=$?
     case $code in 22 | 33 | 36) # perhaps the server cannot go on where we are: from the beginning

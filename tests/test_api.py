@@ -130,6 +130,11 @@ def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys
     assert [resolved[key] for key in kept] == [2, str(tmp_path), False, ""]
     (older / "config.json").write_text(json.dumps(config))
     assert omagd.load_policy(older).config.torch_threads == 1
+    (older / "config.json").write_text(json.dumps(config | {"learner": "my_learner"}))
+    for words, named in (([], True), (["learner=nq_learnr"], False)):
+        assert main(["evaluate", str(older), "--dry-run", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "is not known" in line and (f"{older / 'config.json'} names it: install the package" in line) == named
 
 
 def test_evaluate_rejects_another_map_replays_and_a_taken_name(trained, tmp_path, capsys, monkeypatch):
@@ -140,7 +145,7 @@ def test_evaluate_rejects_another_map_replays_and_a_taken_name(trained, tmp_path
     for word, part in (
         ("env_args.map_name=8m", "trained on skirmish 3m, not on skirmish 8m"),
         ("save_replay=True", "save_replay=True: env=skirmish writes no replays"),
-        ("unique_token=mine", f"unique_token=mine: {taken} exists already. Give another one"),
+        ("unique_token=mine", f"unique_token=mine: {taken} exists already. Give another unique_token"),
     ):
         for command in (["evaluate", str(trained)], old_form):
             assert main([*command, "local_results_path=results", word]) == 2

@@ -18,6 +18,7 @@ from run_equality import differences
 
 import omagd
 from omagd.config import loading
+from omagd.config.loading import resolve
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.rnn_agent import NRNNAgent
@@ -27,6 +28,8 @@ from omagd.modules.mixers.vdn import VDNMixer
 from omagd.run.checkpoint import resuming
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
+from omagd.run.training.build import complete_args
+from omagd.utils.errors import UserError
 
 add_example()
 SIZES = "batch_size_run=2 batch_size=4 test_nepisode=2 rnn_hidden_dim=8 use_cuda=False".split()
@@ -91,6 +94,14 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
         ("--config=qmix mixer=unreadable", ["mixer_args.pair=[1, 2]"]),
         ("--config=soft_qmix mixer=qplex", ["mixer=qplex", "learner=soft_learner"]),
         ("--config=soft_qmix mac=mappo_mac", ["mac=mappo_mac", "learner=example_mappo"]),
+        (
+            "--config=qmix learner=example_mappo mac=mappo_mac",
+            ["has no meaning", "qmix.yaml", "--config with learner=example_mappo"],
+        ),
+        ("--config=example_mappo buffer_size=7", ["buffer_size=7: has no meaning", "Leave it out"]),
+        ("--config=snakes_ddpg", ["env_args.obs", "snakes_ddpg.yaml is for env=snakes_3v3: add --env-config=snakes"]),
+        ("--config=qmix runner=ticks obs_last_action=False", ["runner=ticks", "agent=ff"]),
+        ("--config=qmix runner=ticks agent=ff", ["runner=ticks", "obs_last_action=False"]),
         ("--config=example_mappo learner_args.clip=-1", ["learner_args.clip=-1", "more than 0"]),
     ],
 )
@@ -160,3 +171,11 @@ def test_qplex_trains_and_resumes_bit_for_bit(words, tmp_path):
     assert differences(*folders) == []
     assert any(json.loads(line).get("loss_td") for line in (folders[0] / "metrics.jsonl").open())
     assert len(list((tmp_path / "b").glob("*"))) == 1, "continued, not begun again"
+
+
+@pytest.mark.parametrize("section", ["", " 5"])
+def test_a_preset_by_its_path_may_have_an_empty_section(section, tmp_path):
+    (tmp_path / "own.yaml").write_text(f"mixer_args:{section}\n")
+    config = resolve("qmix", "matrix_game", {"name": str(tmp_path / "own.yaml")})
+    with pytest.raises(UserError, match=r"mixer_args\.n_heads is not an argument of mixer=qmix"):
+        complete_args(config.model_copy(update={"mixer_args": {"n_heads": 3}}))

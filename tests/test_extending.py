@@ -15,9 +15,13 @@ import pytest
 from command_harness import records
 
 import omagd
+from omagd.config.env_info import EnvInfo
+from omagd.controllers import REGISTRY as CONTROLLERS
 from omagd.envs import REGISTRY as ENVS
 from omagd.learners import REGISTRY as LEARNERS
+from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.run.cli.main import config_from
+from omagd.runners.recorder import row_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -212,6 +216,26 @@ def test_a_run_with_nothing_optional(env, tmp_path, monkeypatch):
     updates = ["t_max=40", "batch_size=4", "batch_size_run=2", "test_nepisode=2", f"local_results_path={tmp_path}"]
     words = ["--config=mine", "--env-config=ring", "with", f"env={env}", *updates, "checkpoint_interval=0"]
     assert omagd.run(config_from(words))["exit_state"] == "completed"
+
+
+def test_the_table_of_a_batch_has_all_fields():
+    info = EnvInfo("game", "", 2, 3, 2, 3, 4, agent_rewards=True)
+    assert re.findall(r'^\| `batch\["(\w+)"\]`', PAGE, re.MULTILINE) == list(row_fields(info, full_obs=True))
+
+
+def test_the_complete_examples_of_the_page_learn_to_remember(tmp_path, monkeypatch):
+    """The agent of the page, trained by its REINFORCE in two parts per batch."""
+    for registry in (AGENTS, CONTROLLERS, LEARNERS):
+        monkeypatch.setattr(registry, "_objects", dict(registry._objects))
+    for name in ("gru_cell", "reinforce"):
+        (code,) = [
+            block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if f'register("{name}")' in block
+        ]
+        exec(compile(code, name, "exec"), {"__name__": name})
+    words = "--config=qmix --env-config=memory_game with learner=reinforce mac=reinforce_mac agent=gru_cell"
+    words += " updates_per_iteration=1 epsilon_anneal_time=100000 batch_size=32 batch_size_run=32 accumulate=2 lr=0.02"
+    words += f" t_max=2400 test_nepisode=32 checkpoint_interval=0 local_results_path={tmp_path}"
+    assert omagd.run(config_from(words.split()))["return"] == 1.0
 
 
 @pytest.mark.processes

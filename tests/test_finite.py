@@ -151,12 +151,22 @@ def test_a_loss_under_any_name_is_checked(tmp_path, monkeypatch) -> None:
     class Unnamed(Plugin):
         loss_name = NQLearner.loss_name
 
+    class NoPairs(Plugin):
+        def update(self, batch: PackedBatch, *, episodes: int) -> Any:
+            return {"loss_td": torch.ones(1), "objective": 1.0}
+
+    class Nothing(Plugin):
+        def update(self, batch: PackedBatch, *, episodes: int) -> Any:
+            """Return nothing."""
+
     class NotALearner:
         update = warm_up = None
 
     for name, kind, message in (
         ("plugin", Plugin, "objective=(inf|nan) is not finite"),
         ("unnamed", Unnamed, "loss_name=loss_td .*objective"),
+        ("no_pairs", NoPairs, "learner=no_pairs: .*loss_td=tensor.*sum, count"),
+        ("nothing", Nothing, "learner=nothing: .* returns None"),
         ("not_a_learner", NotALearner, "learner=not_a_learner: .*warm_up, update, modules"),
     ):
         monkeypatch.setitem(learners.REGISTRY._objects, name, kind)

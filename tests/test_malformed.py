@@ -134,6 +134,7 @@ BROKEN_YAML = (
     "--- 1\n--- 2", "lr: 2020-13-45", "<<: 3", "env_args: {map_name: 3m, map_name: 8m}",
     "env_args: &a {me: *a}", "tokenizer_config: [n_codes, 3]", "lr: 1" + "0" * 5000, "lr: " + "[" * 3000, "lr: \x00",
     "lr: \x1b[31m", "seed: -1", "Lr: 3", "@lr: 1", "`", "env_args: 5", "tokenizer_config:\n  n_code: 3",
+    "env_args: " + "{a: " * 2000 + "1" + "}" * 2000,
     "lr: !!float soon", "seeds: [1, 1]", "seeds: 1, 2", "world_size: 0", "lr: 1\n\udc81\udc8d",
 )  # fmt: skip
 CONFIGS = (
@@ -158,7 +159,7 @@ WORDS = (
 )  # fmt: skip
 ENV_ARGS = {
     "skirmish": (
-        "map_name=3x", "map_name=", "map_name=../3m", "map_name=3", "map_name=[3m]", "map_name={'a': 1}",
+        "map_name=3x", "map_name=", "map_name=../3m", "map_name=3", "map_name=[3x]", "map_name={'a': 1}",
         "difficulty=0", "difficulty=VeryHard", "difficulty=11", "move_amount=0", "move_amount=far", "move_amount=nan",
         "obs_all_health=perhaps", "obs_last_action=2", "reward_win=-1", "reward_defeat=inf", "reward_scale_rate=0",
         "reward_death_value=None", "payoff=climbing", "step_mul=8", "map=3m", "map_name.x=3", "game_version=4.10",

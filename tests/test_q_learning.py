@@ -309,8 +309,12 @@ def test_the_copy_that_acts_is_brought_up_to_date():
     assert equal(mac._actor.state_dict(), mac.agent.state_dict())
 
 
-def test_reset_forgets_one_slot_and_leaves_the_other():
+@pytest.mark.parametrize("learned", [False, True])
+def test_reset_forgets_one_slot_and_leaves_the_other(learned, monkeypatch):
     mac, episodes = MACS.get("n_mac")(toy_config(), INFO, CPU), [random_episode(0, 6), random_episode(0, 6)]
+    if learned:
+        one = torch.randn(1, INFO.n_agents, SMALL["rnn_hidden_dim"], requires_grad=True)
+        monkeypatch.setattr(mac._actor, "init_hidden", lambda n_slots: one.expand(n_slots, -1, -1))
     mac.begin(2)
     start = mac._hidden.clone()
     for t in range(3):

@@ -38,9 +38,7 @@ MERGE = "tag:yaml.org,2002:merge"
 FLOAT = "tag:yaml.org,2002:float"
 VERSIONS = frozenset({"game_version"})
 """Keys whose values are text that looks like a number: version 4.10 is not 4.1."""
-REMOVED: dict[str, tuple[Any, str]] = {
-    "act_in_halves": (False, "it brought no measurable gain; leave it out"),
-}
+REMOVED: dict[str, tuple[Any, str]] = {"act_in_halves": (False, "it brought no measurable gain; leave it out")}
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
 NO_END_IN_STEPS = 10**12
@@ -212,7 +210,7 @@ def find_yaml(kind: str, name: str) -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Errors: UserError if it cannot be read or is no mapping."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader)
+        values = deepcopy(yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader))  # not too deep to be copied
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if values is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -33,18 +33,22 @@ BOUNDS = {
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
-def typed_args(section: str, owner: str, model: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:
+def typed_args(
+    section: str, owner: str, model: type[BaseModel], values: Mapping[str, Any], fix_of: Callable[[str], str]
+) -> BaseModel:
     """Return the validated keys of a section that a component defines.
 
     Args:
         section: name of the section ("env_args"). owner: the component as it was chosen ("env=skirmish").
         model: the component's `args_model`. values: as given.
+        fix_of: returns the fix for an unknown key, empty where it knows none.
     Errors: UserError for an unknown key, a wrong type, or a value out of range.
     """
     known = sorted(model.model_fields)
     for key, value in values.items():
         if key not in known and model.model_config.get("extra") != "allow":
             fix = f"{nearest(str(key), known)} Known: {', '.join(known)}" if known else " It takes none: leave it out"
+            fix = fix_of(key) or fix
             raise UserError(f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{fix}")
     try:
         return model.model_validate(values)

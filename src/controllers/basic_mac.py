@@ -74,7 +74,8 @@ class BasicMAC:
     def begin(self, n_slots: int) -> None:
         """Reset the memory to that of B slots at the start of episodes."""
         self.refresh()
-        self._hidden: Tensor = self._actor.init_hidden(n_slots)
+        # A copy: a learned start may be one tensor that is expanded over the slots.
+        self._hidden: Tensor = self._actor.init_hidden(n_slots).detach().clone()
         self._last_action = torch.full((n_slots, self.info.n_agents), -1, device=self.acting_device)
 
     def refresh(self) -> None:
@@ -85,8 +86,8 @@ class BasicMAC:
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
         """Reset the memory of the slots `which` ([B] bool), where episodes start."""
-        slots = torch.from_numpy(which).to(self.acting_device)
-        self._hidden[slots] = 0
+        slots = torch.from_numpy(np.flatnonzero(which)).to(self.acting_device)
+        self._hidden[slots] = self._actor.init_hidden(len(slots)).to(self._hidden)
         self._last_action[slots] = -1
 
     def snapshot(self) -> dict[str, Any]:

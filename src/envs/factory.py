@@ -21,7 +21,7 @@ def validate_env_args(name: str, env_args: dict[str, Any]) -> BaseModel:
     model: type[BaseModel] = REGISTRY.get(name).args_model  # type: ignore[attr-defined]
     tasks = task_set(env_args.get("map_name"))
     each = [env_args] if tasks is None else [{**env_args, "map_name": map_name} for map_name in tasks.maps]
-    return [typed_args("env_args", f"env={name}", model, values) for values in each][0]
+    return [typed_args("env_args", f"env={name}", model, values, lambda key: "") for values in each][0]
 
 
 def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool) -> BatchedEnv:

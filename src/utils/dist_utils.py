@@ -366,11 +366,7 @@ def reduce_mean(tensor: Tensor) -> Tensor:
 
 
 def wrap_model_ddp(
-    model: nn.Module,
-    device_id: int | None,
-    find_unused_parameters: bool = True,
-    *,
-    bucket_cap_mb: float = 25.0,
+    model: nn.Module, device_id: int | None, find_unused_parameters: bool = True, *, bucket_cap_mb: float = 25.0
 ) -> nn.Module:
     """Wrap `model` in DDP, which synchronises gradients but not buffers.
 

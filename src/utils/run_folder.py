@@ -110,7 +110,7 @@ class RunFolder:
     def saved_steps(self) -> list[int]:
         """Return the `t_env` of all saved stage-3 weights, ascending."""
         found = self.models.iterdir() if self.models.is_dir() else ()
-        return sorted(int(path.name) for path in found if path.name.isdigit() and path.is_dir())
+        return sorted(int(path.name) for path in found if path.name.isdecimal() and path.is_dir())
 
     def artifacts(self) -> dict[str, str]:
         """Return the absolute paths of what is there, by name: files, folders of weights, pictures."""

@@ -12,16 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from omagd.envs.snakes.board import (
-    FIRST_SNAKE,
-    N_ACTIONS,
-    N_TEAM,
-    NEXT_CELL,
-    PLAIN_SQUARE,
-    Board,
-    of_team,
-    pair_lookup,
-)
+from omagd.envs.snakes.board import FIRST_SNAKE, N_ACTIONS, N_TEAM, NEXT_CELL, PLAIN_SQUARE, Board, of_team, pair_lookup
 from omagd.envs.snakes.draws import OPPONENT, below, draw, uniform01
 from omagd.envs.snakes.observer import Observer
 from omagd.utils.errors import UserError, unknown_name

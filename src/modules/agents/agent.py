@@ -69,7 +69,7 @@ class Agent(nn.Module, ABC):
 
     @abstractmethod
     def init_hidden(self, n_slots: int) -> Tensor:
-        """Return the hidden state at the start of episodes, [B, n, H] zeros."""
+        """Return the hidden state at the start of episodes, [B, n, H]; H = 0 for an agent without memory."""
 
     @abstractmethod
     def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:

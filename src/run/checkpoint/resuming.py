@@ -126,9 +126,10 @@ def require_free_token(config: Config, state: str = "exists already") -> None:
     """Raise UserError if `unique_token` is the name of an existing folder. state: what the message says about it."""
     folder = Path(config.local_results_path).expanduser().absolute() / config.unique_token
     if config.unique_token and os.path.lexists(folder):
+        only = " only" if config.auto_resume else ""
         raise UserError(
-            f"unique_token={config.unique_token}: {folder} {state}. Give another one, or leave it out;"
-            " auto_resume=True continues an unfinished run of that name and the same configuration"
+            f"unique_token={config.unique_token}: {folder} {state}. Give another unique_token, or leave it out;"
+            f" auto_resume=True continues{only} an unfinished run of that name and the same configuration"
         )
 
 
@@ -251,7 +252,8 @@ def _most_similar(config: Config) -> tuple[Path, str] | None:
         theirs, holder = read_entry(path / "config.json"), ProcessIdentity.read(read_entry(path / LOCK))
         is_running = holder is not None and holder.pid != os.getpid() and holder.runs()
         if saved and "identity" in about and _place(theirs) == _place(values) and not is_running:
-            with suppress(OSError, RecursionError):
+            with suppress(Untrusted, OSError, RecursionError):
+                require_own(path)  # otherwise a warning has named it already
                 found.append(((path / RUN_FILE).stat().st_mtime, path, _differences(theirs, values)))
     return max(found)[1:] if found else None
 

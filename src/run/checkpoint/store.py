@@ -246,7 +246,7 @@ def read_saved(folder: RunFolder) -> int | None:
         return int(patiently(path, partial(read_json, path))["iteration"])
     except FileNotFoundError:
         return None
-    except (*ABSENT, ValueError, KeyError, TypeError):
+    except (*ABSENT, ValueError, KeyError, TypeError, OverflowError):
         return 1
 
 

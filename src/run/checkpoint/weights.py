@@ -116,7 +116,7 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
     if (given / AGENT_FILE).is_file():
         return given
     for folder in (given / "models", given):
-        steps = [p for p in folder.glob("*") if p.name.isdigit() and (p / AGENT_FILE).is_file()]
+        steps = [p for p in folder.glob("*") if p.name.isdecimal() and (p / AGENT_FILE).is_file()]
         if steps:
             wanted = load_step or max(int(p.name) for p in steps)
             return min(steps, key=lambda p: abs(int(p.name) - wanted))

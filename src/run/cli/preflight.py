@@ -15,6 +15,8 @@ from omagd.config.schema import Config
 from omagd.run.topology import Plan, make_plan
 from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import read_entry
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +60,10 @@ def preflight(config: Config) -> PreflightResult:
         memory keys that this machine does not support.
     """
     for key, package in NAMED.items():
-        registry_of(package).require(getattr(config, key))
+        try:
+            registry_of(package).require(getattr(config, key))
+        except UserError as error:
+            raise UserError(error.message + _named_by_run(config, key)) from None
     _check_replays(config)
     plan = make_plan(config)  # imports torch; the checks above do not
     from omagd.run.training.build import check_data, check_tasks, complete_args
@@ -96,6 +101,7 @@ def describe_env(config: Config) -> EnvInfo:
     """
     from omagd.envs.factory import make_env
     from omagd.run.launch.watchdog import ended_if_hung
+    from omagd.run.training.build import check_args
     from omagd.run.training.session import BUILDING, CLOSING
     from omagd.utils.dist_utils import Dist
     from omagd.utils.signals import stoppable
@@ -103,6 +109,7 @@ def describe_env(config: Config) -> EnvInfo:
     dist = Dist(int(os.environ.get("RANK", 0)))
     with stoppable(), ended_if_hung(dist, 60 * config.dist_timeout_minutes):
         with dist.waits.doing(BUILDING):
+            check_args(config, "env_args", registry_of("omagd.envs").get(config.env).args_model)
             env = make_env(config.env, dict(config.env_args), 1, processes=False)
         try:
             return env.info
@@ -115,6 +122,17 @@ def registry_of(package: str) -> Registry[Any]:
     """Return the REGISTRY of a package by its import name."""
     registry: Registry[Any] = importlib.import_module(package).REGISTRY
     return registry
+
+
+def _named_by_run(config: Config, key: str) -> str:
+    """Return the end of an error about an unknown name, if the run at `checkpoint_path` has it from a plug-in."""
+    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+
+    with suppress(UserError):
+        path = RunFolder(run_folder_of(find_step_folder(config.checkpoint_path, config.load_step))).config_json
+        if read_entry(path).get(key) == getattr(config, key):
+            return f". {path} names it: install the package that provides it"
+    return ""
 
 
 def _check_replays(config: Config) -> None:
@@ -225,7 +243,6 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
 def _is_unfinished(config: Config) -> bool:
     """Return whether this command, or one of its seeds, has an unfinished run."""
     from omagd.run.checkpoint.resuming import RUN_FILE, identity_of
-    from omagd.utils.storage import read_entry
 
     seeds = config.seeds or (config.seed,)
     wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}
@@ -249,4 +266,9 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
     from omagd.run.training.build import build_plain_mac
     from omagd.utils.dist_utils import Dist
 
-    return learner_class(config.learner)(build_plain_mac(config, info, device), config, info, Dist())
+    mac = build_plain_mac(config, info, device)
+    single = registry_of("omagd.runners").get(config.runner).unit == "steps"
+    if single and (config.obs_last_action or mac.agent.init_hidden(1).numel()):
+        fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
+        raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
+    return learner_class(config.learner)(mac, config, info, Dist())

@@ -188,7 +188,6 @@ class ConsoleSink(Sink):
     name = "console"
 
     def __init__(self, logger: logging.Logger) -> None:
-        super().__init__()
         self.logger = logger
 
     def _log(self, record: Record) -> None:

@@ -23,7 +23,6 @@ class SacredSink(Sink):
     name = "Sacred's scalars"
 
     def __init__(self, target: Any) -> None:
-        super().__init__()
         self._target = target
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ class WandbSink(Sink):
     name = "W&B"
 
     def __init__(self) -> None:
-        super().__init__()
         self._run: Any = None
         self._stage = ""
 

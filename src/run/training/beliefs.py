@@ -53,24 +53,14 @@ def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch,
     reconstructor.begin(1)
     made = [reconstructor.step(obs[episode, t][None], torch.tensor([t])) for t in range(step + 1)][-1]
     guessed = made.guessed[0, agent].cpu().numpy()
-    views = {
-        "seen": obs[episode, step, agent],
-        "reconstructed": made.obs[0, agent],
-        "truth": full[episode, step, agent],
-    }
+    at = episode, step, agent
+    views = {"seen": obs[at], "reconstructed": made.obs[0, agent], "truth": full[at]}
     nodes = {key: obs_to_nodes(value, layout).cpu().numpy() for key, value in views.items()}
-    drawn = {
-        key: battle_nodes(value, layout, guessed if key == "reconstructed" else None) for key, value in nodes.items()
-    }
-    info = {
-        "label": f"{session.info.name} {session.info.map_name}",
-        "step": step,
-        "agent": agent,
-        "sight": layout.sight,
-        "errors": _errors(nodes, guessed),
-    }
-    path = session.folder.plots / f"{name}.png"
-    return battle_moment(path, drawn["seen"], drawn["reconstructed"], drawn["truth"], info)
+    marks = {"reconstructed": guessed}
+    drawn = {key: battle_nodes(value, layout, marks.get(key)) for key, value in nodes.items()}
+    label = f"{session.info.name} {session.info.map_name}"
+    info = {"label": label, "step": step, "agent": agent, "sight": layout.sight, "errors": _errors(nodes, guessed)}
+    return battle_moment(session.folder.plots / f"{name}.png", **drawn, info=info)
 
 
 def _best_view(obs: Tensor, full: Tensor, layout: EntityLayout) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from omagd import controllers, learners, runners
 from omagd.components import action_selectors
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import HERE, find_yaml, read_yaml
+from omagd.config.loading import HERE, config_names, find_yaml, read_yaml
 from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -154,27 +154,36 @@ def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> C
     registries = dict(zip(COMPONENT_ARGS, (learners.REGISTRY, agents.REGISTRY, mixers.REGISTRY), strict=True))
     complete = {}
     for section in sections:
-        kind, given = section.removesuffix("_args"), getattr(config, section)
-        owner = f"{kind}={getattr(config, kind)}"
-        model = getattr(registries[section].get(getattr(config, kind)), "args_model", NoArgs)
-        try:
-            args = typed_args(section, owner, model, given)
-        except UserError as error:
-            origin = _set_by(config, section, set(given) - set(model.model_fields))
-            raise UserError(error.message + origin) from None
-        values = _as_json(section, args)
-        typed_args(section, owner, model, values)  # as config.json will hold them
-        complete[section] = values
+        name = getattr(config, section.removesuffix("_args"))
+        model = getattr(registries[section].get(name), "args_model", NoArgs)
+        complete[section] = _as_json(section, check_args(config, section, model))
+        check_args(config.model_copy(update=complete), section, model)  # as config.json will hold them
     return config.model_copy(update=complete)
 
 
-def _set_by(config: Config, section: str, keys: set[str]) -> str:
-    """Return the end of an error about unknown `keys` of a section, if the preset `name` sets one of them."""
+def check_args(config: Config, section: str, model: type[BaseModel]) -> BaseModel:
+    """Return the typed keys of a section. Errors: UserError, which names the preset if that sets the unknown key."""
+    kind, given = section.removesuffix("_args"), getattr(config, section)
+    owner = f"{kind}={getattr(config, kind)}"
+    return typed_args(section, owner, model, given, lambda key: _set_by(config, kind, given, key, section))
+
+
+def _set_by(config: Config, kind: str, given: Mapping[str, Any], key: str, section: str = "") -> str:
+    """Return the fix where the value of `key` in `given` is from the preset `name`; empty where it is not.
+
+    kind: of component that rejects the key. section: that holds the key, if any.
+    """
     with suppress(UserError):  # a file given by its path, or another name
         path = find_yaml("algs", config.name)
-        if keys & read_yaml(path).get(section, {}).keys():
-            kind = section.removesuffix("_args")
-            return f". {path.name} sets it for another {kind}: use a --config with {kind}={getattr(config, kind)}"
+        preset = read_yaml(path)
+        values = preset.get(section) if section else preset
+        values = values if isinstance(values, dict) else {}
+        for name in config_names("envs") if kind == "env" and key in values else ():
+            file = read_yaml(find_yaml("envs", name))
+            if values.keys() <= file.get(section, {}).keys():
+                return f" {path.name} is for env={file.get('env')}: add --env-config={name}"
+        if values.get(key, ...) == given[key]:
+            return f" {path.name} sets it for another {kind}: use a --config with {kind}={getattr(config, kind)}"
     return ""
 
 
@@ -215,12 +224,13 @@ def check_data(config: Config) -> None:
                 f"batch_size={config.batch_size}: {given} plays so many episodes before its first update, more than"
                 f" {key}={limit} allows. Lower batch_size"
             )
-    defaults = read_yaml(HERE / "default.yaml")
+    defaults, values = read_yaml(HERE / "default.yaml"), dict(config)
     for key in REPLAY_KEYS:
-        if getattr(config, key) != defaults[key]:
+        if values[key] != defaults[key]:
+            fix = _set_by(config, "learner", values, key) or f" Leave it out ({key}={defaults[key]})"
             raise UserError(
-                f"{key}={getattr(config, key)}: has no meaning for {given}, which learns on-policy: each batch_size"
-                f" episodes are used once. Leave it out ({key}={defaults[key]})"
+                f"{key}={values[key]}: has no meaning for {given}, which learns on-policy: each batch_size episodes are"
+                f" used once.{fix}"
             )
 
 

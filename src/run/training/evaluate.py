@@ -67,7 +67,7 @@ def evaluate(session: Session) -> StageResult:
     mac = build_mac(config, info, device, pretrained)
     load_agent(mac, folder, "checkpoint_path")
     require_same_weights(session.dist, mac.agent, "checkpoint_path")
-    t_env = int(folder.name) if folder.name.isdigit() else 0
+    t_env = int(folder.name) if folder.name.isdecimal() else 0
     values = greedy_episodes(session, mac, config.eval_report_episodes or config.test_nepisode, t_env)
     values.update(session.failure_counts())
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)

@@ -50,12 +50,12 @@ def render(found: Sequence[tuple[Check, Finding]], env: str) -> tuple[str, bool]
         lines.append(f"{finding.mark:<9}{check.name:<15}{' '.join(finding.text.split())}{fix}")
     environments = []
     for name in dict.fromkeys((env, *SHOWN)):
-        lacking = _lacking(found, name)
+        lacking = _missing(found, name)
         environments.append(f"{name} {'cannot be played (' + ', '.join(lacking) + ')' if lacking else 'can be played'}")
-    return "\n".join([*lines, "; ".join(environments)]) + "\n", not _lacking(found, env)
+    return "\n".join([*lines, "; ".join(environments)]) + "\n", not _missing(found, env)
 
 
-def _lacking(found: Sequence[tuple[Check, Finding]], env: str) -> list[str]:
+def _missing(found: Sequence[tuple[Check, Finding]], env: str) -> list[str]:
     """Return the names of missing things that an environment needs."""
     return [check.name for check, finding in found if finding.mark == "missing" and check.needed & {"all", env}]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from omagd.config.messages import shorten
 from omagd.config.schema import Config
 from omagd.learners.protocol import Trainable
 from omagd.learners.synced_optimizer import SKIPPED, Stats
@@ -43,8 +45,14 @@ class Health:
     def note(self, stats: Stats) -> Stats:
         """Count one update; return its `stats` without the flag `skipped_updates`.
 
-        Errors: UserError where they lack the loss that the learner's `loss_name` names.
+        Errors: UserError where they lack the loss that the learner's `loss_name` names, or are no pairs.
         """
+        wrong = (
+            [f"{k}={v}" for k, v in stats.items() if not _is_pair(v)] if isinstance(stats, Mapping) else [str(stats)]
+        )
+        if wrong:
+            fix = "Return a mapping of names to pairs (sum, count) of numbers or scalar tensors"
+            raise UserError(f"learner={self.config.learner}: its update returns {shorten(wrong[0])}. {fix}")
         if self.loss_name not in stats and self.loss_name:
             reported = ", ".join(sorted(set(stats) - {SKIPPED})) or "nothing"
             raise UserError(
@@ -106,6 +114,12 @@ class Health:
     def load_state_dict(self, state: list[int]) -> None:
         """Continue from `state_dict()`."""
         self._unread, self._counts = [], [int(count) for count in state]
+
+
+def _is_pair(pair: Any) -> bool:
+    """Return whether `pair` is a pair of scalars."""
+    numbers = pair if isinstance(pair, tuple | list) else ()
+    return [isinstance(each, Real) or isinstance(each, Tensor) and each.numel() == 1 for each in numbers] == [True] * 2
 
 
 def held_in_common(learner: Trainable) -> dict[str, torch.Tensor]:
