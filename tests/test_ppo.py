@@ -88,6 +88,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]], chunk: 
         ({"critic": "observation", "death_masking": False}, 0),
         ({"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"}, 2),
         ({"critic": "observation", "share_parameters": False, "gae_lambda": 0.5}, 3),
+        ({"critic": "agent_state"}, 0),
     ],
 )
 def test_a_step_follows_the_gradient_of_an_independent_computation(args, chunk):
@@ -200,7 +201,7 @@ def test_critics_have_a_value_for_the_team_or_for_each_agent(name):
     batch = pack_episodes([random_episode(0, 4)])
     inputs = AgentInputs(batch["obs"], torch.zeros_like(batch["actions"], dtype=torch.int64))
     value = critic(inputs, batch["state"])
-    assert value.shape == ((5, 3) if name == "observation" else (5,))
+    assert value.shape == ((5, 3) if name in ("observation", "agent_state") else (5,))
     value.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in critic.parameters())
 

@@ -5,7 +5,7 @@ Sources: PPO, Schulman et al. 2017, arXiv:1707.06347. GAE, Schulman et al. 2016,
 those of `SyncedOptimizer` and of `Dist`.
 
 A *sample* is one agent at one step at which it has a choice. Dead agents have only one action; with `death_masking`
-(MAPPO, section 5.4) they are no samples, and every mean below is over samples of all ranks.
+(of MAPPO) they are no samples, and every mean below is over samples of all ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PPOArgs(PolicyArgs):
     """`learner_args` of PPO with a critic."""
 
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)  # 0: one-step advantages, 1: whole returns
-    critic: str = "state"  # of the state: state | set (of units); observation: a value of each agent's inputs
+    critic: str = "state"  # of the team: state | set (of units); of each agent: observation | agent_state
     critic_hidden: int = Field(default=128, ge=1)  # width of the critic
     value_weight: float = Field(default=0.5, gt=0.0)  # weight of the critic's loss
     value_clip: float | None = Field(default=0.2, gt=0.0)  # bound of a value's distance from the one before the update

@@ -55,6 +55,29 @@ class ObservationCritic(nn.Module):
         return value.squeeze(-1)
 
 
+class AgentStateCritic(nn.Module):
+    """V(s, o_i): a value for each agent from the state and its own inputs (MAPPO, agent-specific global state).
+
+    Args:
+        config, info: the run and its environment. width: of both hidden layers.
+    """
+
+    def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
+        super().__init__()
+        bf16 = config.precision == "bf16"
+        self.n_marks = info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
+        self.of_inputs = InputLinear(info.obs_dim + self.n_marks, width, config, info)
+        self.of_state = FastLinear(info.state_dim, width, bias=False, bf16=bf16)
+        self.fc2 = FastLinear(width, width, bf16=bf16)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
+        """Return [S, n] from the agents' inputs and the state [S, state_dim], the product with which agents share."""
+        first = self.of_inputs(inputs.flat(self.n_marks), inputs.last_action) + self.of_state(state).unsqueeze(1)
+        value: Tensor = self.head(self.fc2(first.relu()).relu())
+        return value.squeeze(-1)
+
+
 class SeparateObservationCritics(nn.Module):
     """An `ObservationCritic` for each agent (`share_parameters=False`)."""
 
