@@ -248,7 +248,8 @@ def measure(options: argparse.Namespace, info: EnvInfo, lengths: str, make: Make
         result[f"ratio_to_{name}"] = middle
         result[f"ratio_to_{name}_quartiles"] = [low, high]
     stored = STORED.get((info.map_name, options.precision, lengths))
-    if stored is not None and not options.peer and options.device == "cpu" and options.batch == 128:
+    comparable = make is make_update and not options.peer and options.device == "cpu" and options.batch == 128
+    if stored is not None and comparable:
         result["stored_ratio_to_peer"] = stored
     return result
 

@@ -36,6 +36,7 @@ SMALL: dict[str, str] = {
     "growth.py": "--only ranks --calls 1",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "mutations.py": "--only 'snakes return facing backwards'",
+    "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
     "pymarl3_learning.py": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
     "qmix_update.py": "--map 3m --batch 4 --updates 1",
     "reconstruction.py": "--t-max 30 --results OUT --env skirmish",
