@@ -209,7 +209,7 @@ def test_critics_have_a_value_for_the_team_or_for_each_agent(name):
 @pytest.mark.parametrize("preset", ["mappo", "ippo"])
 def test_presets_learn_to_win(preset, tmp_path):
     given = {"env_args.map_name": "3m", "t_max": 12_000, "test_interval": 10**6, "test_nepisode": 64, "use_cuda": False}
-    given |= {"batch_size": 32, "learner_args.epochs": 10, "learner_args.anneal_lr": False}  # more steps on few episodes
+    given |= {"batch_size": 32, "learner_args.epochs": 10, "learner_args.anneal_lr": False}
     config = resolve(preset, "skirmish", {**given, "local_results_path": str(tmp_path), "checkpoint_interval": 1000.0})
     summary = omagd.run(config)
     first, *_ = (json.loads(line) for line in (Path(summary["folder"]) / "metrics.jsonl").open())
