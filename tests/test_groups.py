@@ -21,8 +21,9 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.groups import GroupData
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
-from omagd.run.cli.preflight import preflight
+from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
+from omagd.run.training.groups import check_groups
 from omagd.run.training.loop import fit
 from omagd.runners.start_pool import StartPool
 from omagd.utils.dist_utils import Dist
@@ -339,6 +340,9 @@ def test_it_resumes_bit_for_bit(sampling, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_rejected_at_the_start(updates, words):
+    config = config_of().model_copy(update=updates)
+    if "learner_args" not in updates:  # an evaluation plays no groups
+        check_groups(config.model_copy(update={"evaluate": True}), describe_env(config))
     with pytest.raises(UserError) as caught:
-        preflight(config_of().model_copy(update=updates))
+        preflight(config)
     assert [word for word in words if word not in caught.value.render()] == []

@@ -18,6 +18,8 @@ from omagd.utils.errors import UserError
 
 def check_groups(config: Config, info: EnvInfo) -> None:
     """Reject keys of groups that contradict one another, the learner or the environment. Errors: UserError."""
+    if config.evaluate:
+        return
     learner, given = learner_class(config.learner), f"group_size={config.group_size}"
     if config.group_size == 1:
         if getattr(learner, "needs_groups", False):
