@@ -52,6 +52,7 @@ SMALL: dict[str, str] = {
     "stage2_update.py": "--batch 2 --updates 1 --config omagd_small",
     "stage3_update.py": "--batch 2 --updates 1 --config omagd_small",
     "startup.py": "--runs 1 --ranks 1 --env matrix_game --config qmix",
+    "task_balance.py": "--ranks 2 --slots 2 --iterations 1 --before 1 --maps 3m 4m",
     "three_way.py": "--seeds 1 --t-max 30 --results OUT --map 3m",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
     "whole_loop.py": "--map 3m --t-max 60",

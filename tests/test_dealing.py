@@ -187,9 +187,20 @@ def test_seconds_go_to_the_task_that_took_them():
     env.close()
     assert spent[1] > 0 and spent[0] == 0
 
+    (tasks,), clock = ranks_of(1), iter((10.0, 14.0))
+    environment = [np.zeros(4), np.array([1.0, 0.0, 0.5, 9.0])]  # tests of held-out maps are not training
+    tasks._seconds, tasks._clock = lambda: environment.pop(0), lambda: next(clock)
+    tasks.begin()
+    tasks.played([{"task": name, "seed": 1, "length": n} for name, n in (("3m", 4), ("5m", 3), ("3m", 1))])
+    tasks.synchronise()
+    # 4 seconds less 1.5 in environments: 2.5 over 5 and 3 steps.
+    assert [facts.get("seconds_per_episode") for facts in tasks.tally.facts().values()] == [
+        pytest.approx((1 + 2.5 * 5 / 8) / 2), None, pytest.approx(0.5 + 2.5 * 3 / 8),
+    ]  # fmt: skip
 
-def counted(rank, dist, _):
-    """Statistics and the queue on real ranks."""
+
+def counted(rank, dist):
+    """Return what a rank has drawn from the queue, the statistics after each turn, and the states at the end."""
     info = SimpleNamespace(tasks=MAPS, n_training=3)
     config = config_of(task_dealing="queue")
     starts = Listed(1, "train", rank, weights=[1.0] * 3)
@@ -210,9 +221,19 @@ def counted(rank, dist, _):
     return drawn, seen, tasks.state_dict(), tasks.tally.own.state_dict()
 
 
+def on_ranks(rank, dist, _):
+    return counted(rank, dist), updated(rank, dist)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list:
+    """Return what three ranks have counted, and what they have learned."""
+    return run_ranks(on_ranks, world_size=3)
+
+
 @pytest.mark.processes
-def test_increments_are_added_once_and_a_queue_gives_every_start_to_one_rank():
-    ranks = run_ranks(counted, world_size=3)
+def test_increments_are_added_once_and_a_queue_gives_every_start_to_one_rank(ranks):
+    ranks = [counts for counts, _ in ranks]
     for iteration in range(4):
         drawn = [task for own, *_ in ranks for task in own[iteration]]
         assert len(drawn) == 12 and np.bincount(drawn).tolist() == [4, 4, 4]
@@ -232,12 +253,12 @@ def test_increments_are_added_once_and_a_queue_gives_every_start_to_one_rank():
     assert alone.tally.starts("3m") == {"starts_repeated": 1, "starts_always_won": 0, "starts_never_won": 0}
 
 
-DEALS = ([[0, 1, 2], [3, 4, 5]], [[0, 2, 4], [1, 3, 5]], [[0, 1, 2, 3, 4], [5]])
+DEALS = ([[0, 1], [2, 3], [4, 5]], [[0, 3], [1, 4], [2, 5]], [[5], [0, 1, 2, 4], [3]])
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "grad_norm_clip": 1e9}
 KINDS = ({**PPO, "learner_args": {"epochs": 2}}, {"learner": "nq_learner"})
 
 
-def updated(rank, dist, _):
+def updated(rank, dist):
     """Return the learner's state after one update on this rank's part of six episodes, for each kind and deal."""
     states = []
     for kind in KINDS:
@@ -249,8 +270,8 @@ def updated(rank, dist, _):
 
 
 @pytest.mark.processes
-def test_an_update_is_the_same_whichever_rank_played_which_task():
-    for states in run_ranks(updated):
+def test_an_update_is_the_same_whichever_rank_played_which_task(ranks):
+    for _, states in ranks:
         for i, kind in enumerate(KINDS):
             alone = make_learner(toy_config(**kind), None, torch.float64, 0)
             alone.update(pack_episodes([random_episode(i, 3 + i) for i in range(6)]), episodes=0)
@@ -272,6 +293,23 @@ def test_a_dealt_run_resumes_bit_for_bit(dealing, tmp_path):
     assert visits == {name: facts["visits"] for name, facts in whole["tasks"].items()}
     assert sum(visits.values()) == cut["stages"]["stage3"]["clock"]["episodes"]
     assert visits["3m"] == pytest.approx(sum(visits.values()) / 2, abs=2.1)
+
+
+@pytest.mark.processes
+def test_one_rank_continues_what_two_have_counted(tmp_path):
+    """The last exchange was an iteration before the checkpoint: both ranks have episodes that only they know."""
+    sizes = {"enable_task_sharding": True, "balance_tasks_across_gpus": False, "sync_every_n_steps": 2, "t_max": 400}
+    given = config_of(tmp_path, run="ddp", world_size=2, dist_backend="gloo", **sizes)
+    before = launch(given, "two")
+    assert before["stages"]["stage3"]["clock"]["epoch"] % 2, "otherwise nothing would be left to exchange"
+    owned = [set(facts["ranks"]) for facts in before["tasks"].values()]
+    assert set().union(*owned) == {0, 1}
+    after = launch(config_of(tmp_path, checkpoint_path=before["folder"], **{**sizes, "t_max": 600}), "one")
+    assert "it was written by 2 rank(s), now there are 1" in (Path(after["folder"]) / "logs" / "rank_0.log").read_text()
+    for summary in (before, after):
+        visits = [facts["visits"] for facts in summary["tasks"].values()]
+        assert sum(visits) == summary["stages"]["stage3"]["clock"]["episodes"]
+    assert [facts["ranks"] for facts in after["tasks"].values()] == [[0]] * 3
 
 
 @pytest.mark.parametrize(("updates", "message"), [

@@ -82,7 +82,7 @@ class TrainingTasks:
 
     Args:
         config, info, dist: the run. starts: of this rank's training episodes. n_slots: of each rank. seconds: returns
-            the seconds that the environment has spent on each task so far.
+            the seconds that the environment has spent on each task so far. clock: returns the seconds of this rank.
 
     Attributes:
         tally: results of each map. shares: [W, n] part of each map's episodes that each rank plays.
@@ -96,9 +96,11 @@ class TrainingTasks:
         starts: EpisodeSeeds,
         n_slots: int,
         seconds: Callable[[], np.ndarray],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config, self.dist = config, dist
         self._starts, self._n_slots, self._seconds = starts, n_slots, seconds
+        self._clock = clock
         self.names = info.tasks[: info.n_training]
         weights = np.array([config.task_weights.get(name, 1.0) for name in self.names])
         self.weights = weights / weights.sum()
@@ -205,7 +207,7 @@ class TrainingTasks:
 
     def begin(self) -> None:
         """Start to measure the playing of this rank."""
-        self._began = time.perf_counter(), self._seconds().copy()
+        self._began = self._clock(), self._seconds().copy()
 
     def played(self, log: Iterable[Mapping[str, Any]]) -> None:
         """Add the episodes that have ended since `begin`, as in `Rollout.log`, and the time.
@@ -220,7 +222,7 @@ class TrainingTasks:
             self.tally.note(name, int(episode["seed"]), length, episode.get("battle_won"))
         began, before = self._began
         spent = (self._seconds() - before)[: len(self.names)]
-        others = max(time.perf_counter() - began - float(spent.sum()), 0.0)
+        others = max(self._clock() - began - float(spent.sum()), 0.0)
         parts = np.array(list(steps.values()), float)
         self.tally.spend(spent + others * parts / max(parts.sum(), 1.0))
 
