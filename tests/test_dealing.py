@@ -99,10 +99,17 @@ def test_no_rank_is_idle_or_busier_than_the_tolerance_and_few_maps_are_divided()
     assert apportioned(10, [0.5, 0.3, 0.2]) == [5, 3, 2] and apportioned(4, [0.98, 0.01, 0.01]) == [2, 1, 1]
 
 
-@pytest.mark.parametrize(("n_ranks", "balance", "least"), [(2, False, 1), (3, True, 1), (5, True, 1), (2, True, 2)])
-def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks, balance, least):
+@pytest.mark.parametrize(("n_ranks", "balance", "least", "slots", "batch"), [
+    (2, False, 1, 4, 40), (3, True, 1, 4, 4), (5, True, 1, 1, 1), (2, True, 2, 4, 4),
+])  # fmt: skip
+def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks, balance, least, slots, batch):
     ranks = ranks_of(
-        n_ranks, task_weights={"4m": 2.0, "5m": 0.5}, balance_tasks_across_gpus=balance, min_tasks_per_gpu=least
+        n_ranks,
+        slots=slots,
+        batch_size=batch,
+        task_weights={"4m": 2.0, "5m": 0.5},
+        balance_tasks_across_gpus=balance,
+        min_tasks_per_gpu=least,
     )
     counts, sizes = np.zeros((n_ranks, len(MAPS))), []
     for _ in range(50):
@@ -111,14 +118,14 @@ def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks,
             counts[rank] += np.bincount(tasks.starts.list, minlength=len(MAPS))
             assert tasks.data.episodes == len(tasks.starts.list) > 0
         sizes.append([tasks.data.batch_size for tasks in ranks])
-    total = counts.sum()
-    assert total >= 50 * 4 * n_ranks
+    total, everyone = counts.sum(), batch * n_ranks
+    assert total >= 50 * everyone
     assert np.abs(counts.sum(0) / total - np.array([1, 2, 0.5]) / 3.5).max() * total < 3
     shares = ranks[0].shares
     assert ((counts > 0) == (shares > 0)).all() and ((shares > 0).sum(1) >= least).all()
     assert np.abs(counts - shares * counts.sum(0)).max() < 4
-    assert all(sum(each) == 4 * n_ranks for each in sizes), "the batch of all ranks keeps its size"
-    assert np.abs(np.array(sizes[0]) - counts.sum(1) / total * 4 * n_ranks).max() < 1.01
+    assert all(sum(each) == everyone for each in sizes), "the batch of all ranks keeps its size"
+    assert np.abs(np.array(sizes[0]) - counts.sum(1) / total * everyone).max() < 1.01
 
 
 def test_measured_seconds_deal_anew_and_a_resume_goes_on_with_the_same_shares():
