@@ -19,6 +19,7 @@ from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, ManyTasks
 from omagd.envs.task_sets.sets import NAMED, TaskSet, task_set
 from omagd.envs.task_sets.task_set_env import TaskSetEnv
+from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.run.checkpoint.serialization import pack, unpack
 from omagd.run.cli.preflight import preflight
 from omagd.runners import REGISTRY
@@ -296,7 +297,8 @@ def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path
         ({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["env_args.map_name=5m"]),
     ],
 )
-def test_what_cannot_play_a_set_is_rejected_at_the_start(updates, words):
+def test_what_cannot_play_a_set_is_rejected_at_the_start(updates, words, monkeypatch):
+    monkeypatch.setitem(AGENTS._lazy, "broken", "broken_package:Agent")  # a plug-in that nobody asks for
     rejected({"env_args.map_name": "3m,5m", **updates}, words)
 
 

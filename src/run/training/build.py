@@ -127,8 +127,11 @@ def check_tasks(config: Config, info: EnvInfo) -> None:
         raise UserError(f"use_graph_reconstruction=True: learns one map, not a set ({what}). Give one map")
     if not info.padded:
         return
-    fitting = [name for name in agents.REGISTRY.names() if plays_any_map(agents.REGISTRY.get(name))]
-    if config.agent not in fitting:
+    if not plays_any_map(agents.REGISTRY.get(config.agent)):
+        fitting = []
+        for name in agents.REGISTRY.names():
+            with suppress(UserError):  # the agent of a broken plug-in, which this run does not need
+                fitting += [name] if plays_any_map(agents.REGISTRY.get(name)) else []
         raise UserError(
             f"agent={config.agent}: reads a fixed number of units, but the maps of {what} have different ones. Use"
             f" agent={' or '.join(fitting)}"
