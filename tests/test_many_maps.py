@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from documented import questions
 from interruption import json_of
 
 import omagd
@@ -99,6 +100,13 @@ def test_a_loaded_policy_plays_any_map_as_an_evaluation_does(trained, tmp_path):
         values = trained_on(tmp_path, of, **updates)["stages"]["stage3"]["values"]
         totals = omagd.play(policy, omagd.make("skirmish", map_name=of), episodes=2)["totals"]
         assert {name: totals[name.removeprefix("test_")] for name in values} == pytest.approx(values)
+
+
+def test_documented_evaluations_on_other_maps_are_understood(trained, capsys):
+    commands = [words for words in questions() if words[0] == "evaluate" and "map_name" in "".join(words)]
+    assert len(commands) >= 2
+    for _, run, *words in commands:
+        assert main(["evaluate", run.replace("results/<run>", trained["folder"]), *words, "--dry-run"]) == 0
 
 
 def test_the_shape_of_the_set_does_not_change_what_agents_do(trained):
