@@ -22,6 +22,7 @@ from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
+from omagd.envs.task_sets.sets import task_set
 from omagd.envs.task_sets.shapes import unit_features
 from omagd.learners.protocol import Learner, learner_class
 from omagd.modules import agents, mixers
@@ -167,6 +168,8 @@ def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> C
 def check_args(config: Config, section: str, model: type[BaseModel]) -> BaseModel:
     """Return the typed keys of a section. Errors: UserError, which names the preset if that sets the unknown key."""
     kind, given = section.removesuffix("_args"), getattr(config, section)
+    if kind == "env" and (tasks := task_set(given.get("map_name"))) is not None:
+        given = {**given, "map_name": tasks.maps[0]}  # a list is no value of the environment of one map
     owner = f"{kind}={getattr(config, kind)}"
     return typed_args(section, owner, model, given, lambda key: _set_by(config, kind, given, key, section))
 
