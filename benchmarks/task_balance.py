@@ -21,8 +21,8 @@ from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
-from omagd.run.training.build import build_plain_mac, episode_starts
-from omagd.run.training.tasks import TrainingTasks
+from omagd.run.training.build import build_plain_mac
+from omagd.run.training.tasks import TrainingTasks, episode_starts
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import RolloutLoop
 from omagd.utils.dist_utils import Dist, Store

@@ -33,9 +33,10 @@ from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.run.checkpoint.serialization import pack
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
-from omagd.run.training.build import build_mac, episode_starts, new_predictor, new_tokenizer
+from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import Health
+from omagd.run.training.tasks import episode_starts
 from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

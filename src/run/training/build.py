@@ -47,8 +47,7 @@ from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
-from omagd.runners.start_pool import StartPool
-from omagd.runners.starts import DealtStarts, EpisodeSeeds, TaskStarts
+from omagd.run.training.tasks import episode_starts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
@@ -98,25 +97,6 @@ def build_session(
     log = EpisodeLog(folder.episode_log(dist.rank))
     checkpointer = Checkpointer(config, dist, folder, plan)
     return Session(config, dist, env, info, folder, logger, made, checkpointer, log, profiler)
-
-
-def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> EpisodeSeeds:
-    """Return where the episodes of one purpose start on one rank.
-
-    Those of a set are on its training maps; training episodes begin in groups of `group_size`, from `n_starts` starts.
-    """
-    group_size = config.group_size if purpose == "train" else 1
-    pool = None
-    if purpose == "train" and config.n_starts is not None:
-        pool = StartPool(config.seed, config.n_starts, config.rollout_skip_threshold)
-    if not info.tasks and group_size == 1 and pool is None:
-        return EpisodeSeeds(config.seed, purpose, rank)
-    weights = [1.0] * max(info.n_training, 1)
-    if purpose == "train" and info.tasks:
-        weights = [config.task_weights.get(task, 1.0) for task in info.tasks[: info.n_training]]
-    weights += [0.0] * (len(info.tasks) - info.n_training)
-    kind = DealtStarts if purpose == "train" and config.dealing != "round_robin" else TaskStarts
-    return kind(config.seed, purpose, rank, weights=weights, group_size=group_size, pool=pool)
 
 
 def check_tasks(config: Config, info: EnvInfo) -> None:

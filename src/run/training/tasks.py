@@ -22,7 +22,8 @@ from omagd.envs.protocol import ManyTasks
 from omagd.run.training.partition import TOLERANCE, apportioned, balanced, excess, in_turn
 from omagd.run.training.session import Session
 from omagd.run.training.task_records import Tally
-from omagd.runners.starts import DealtStarts, EpisodeSeeds
+from omagd.runners.start_pool import StartPool
+from omagd.runners.starts import DealtStarts, EpisodeSeeds, TaskStarts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 
@@ -30,6 +31,25 @@ OF_SETS = ("task_weights", "task_dealing", "enable_task_sharding", "sync_every_n
 OF_SHARDS = ("balance_tasks_across_gpus", "min_tasks_per_gpu")
 KEPT_COST = 0.5
 """Part of the measured seconds and episodes that is kept when new ones are added: lengths change with the policy."""
+
+
+def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> EpisodeSeeds:
+    """Return where the episodes of one purpose start on one rank.
+
+    Those of a set are on its training maps; training episodes begin in groups of `group_size`, from `n_starts` starts.
+    """
+    group_size = config.group_size if purpose == "train" else 1
+    pool = None
+    if purpose == "train" and config.n_starts is not None:
+        pool = StartPool(config.seed, config.n_starts, config.rollout_skip_threshold)
+    if not info.tasks and group_size == 1 and pool is None:
+        return EpisodeSeeds(config.seed, purpose, rank)
+    weights = [1.0] * max(info.n_training, 1)
+    if purpose == "train" and info.tasks:
+        weights = [config.task_weights.get(task, 1.0) for task in info.tasks[: info.n_training]]
+    weights += [0.0] * (len(info.tasks) - info.n_training)
+    kind = DealtStarts if purpose == "train" and config.dealing != "round_robin" else TaskStarts
+    return kind(config.seed, purpose, rank, weights=weights, group_size=group_size, pool=pool)
 
 
 def check_dealing(config: Config, info: EnvInfo) -> None:
