@@ -21,14 +21,7 @@ from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.run import run_seeds
-from omagd.run.training.build import (
-    build_mac,
-    load_agent,
-    load_pretrained,
-    of_checkpoint,
-    read_env_info,
-    require_same_map,
-)
+from omagd.run.training import build
 from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.run_folder import RunFolder
@@ -97,7 +90,7 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
         raise UserError(f"episodes={episodes}: must be at least 1")
     sees_all = False
     if isinstance(policy, LoadedPolicy):
-        require_same_map(policy.info, env.info, "policy")
+        build.require_same_map(policy.info, env.info, "policy")
         sees_all = policy.wants_full_obs
     seeds, lost, in_a_row, played = EpisodeSeeds(seed, "test"), 0, 0, list[dict[str, Any]]()
     while len(played) < episodes:
@@ -197,10 +190,10 @@ def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:
     folder = find_step_folder(str(path), load_step, key="path")
     run_folder = RunFolder(run_folder_of(folder))
     config = validate(read_saved(run_folder.config_json, f"path={path}"))
-    info = read_env_info(run_folder.env_info_json, f"path={path}")
+    info = build.read_env_info(run_folder.env_info_json, f"path={path}")
     with _threads(config.torch_threads):
         device = torch.device("cpu")
-        pretrained = load_pretrained(of_checkpoint(config, folder), info, device)
-        mac = build_mac(config, info, device, pretrained)
-        load_agent(mac, folder, "path")
+        pretrained = build.load_pretrained(build.of_checkpoint(config, folder), info, device)
+        mac = build.build_mac(config, info, device, pretrained)
+        build.load_agent(mac, folder, "path")
         return LoadedPolicy(config, info, mac)
