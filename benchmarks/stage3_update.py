@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from graph_updates import INFO, LAYOUT, _say_nothing, _stand_in, make_episodes
-from qmix_update import _padded, make_args
+from qmix_update import make_args, padded
 from torch import Tensor
 
 from omagd.config.loading import resolve
@@ -109,25 +109,25 @@ def peers(path: Path, batches: list[Episodes], device: str) -> list[Callable[[],
         "evaluate": False,
     }
     args = SimpleNamespace(**{**yaml, **vars(make_args(INFO)), **of_graphs, **more})
-    padded = [_padded(episodes, INFO) for episodes in batches]
+    of_peer = [padded(episodes, INFO) for episodes in batches]
     with contextlib.redirect_stdout(io.StringIO()):
         mac = importlib.import_module("controllers.n_graph_controller").NGraphMAC
         made = importlib.import_module("learners.nq_graph_learner").NQGraphLearner
-        learner = made(mac(padded[0].scheme, {"agents": 5}, args), padded[0].scheme, SimpleNamespace(), args)
+        learner = made(mac(of_peer[0].scheme, {"agents": 5}, args), of_peer[0].scheme, SimpleNamespace(), args)
     learner.log_stats_t = 0
     for one in (learner.mac, learner.target_mac):
         one.set_graph_reconstructer(learner.graph_reconstructer)
 
     if device != "cpu":
         learner.cuda()
-        for batch in padded:
+        for batch in of_peer:
             batch.to(device)
 
     def update(batch: Any) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             learner.train(batch, 0, 0)
 
-    return [lambda batch=batch: update(batch) for batch in padded]
+    return [lambda batch=batch: update(batch) for batch in of_peer]
 
 
 def seconds_of(work: Callable[[], object], device: str) -> float:

@@ -16,15 +16,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import (
-    SKIPPED,
-    LossModule,
-    Stats,
-    SyncedOptimizer,
-    all_finite,
-    copy_where,
-    lr_scale,
-)
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.kernels.compiling import maybe_compile
@@ -230,7 +222,7 @@ class NQLearner:
             pairs = ((self.target_agent, self.mac.agent), (self.target_mixer, self.mixer))
             old = [tensor for target, _ in pairs for tensor in target.state_dict().values()]
             new = [tensor for _, trained in pairs for tensor in trained.state_dict().values()]
-            copy_where(all_finite(new), old, new)  # weights that have overflowed do not reach the targets
+            copy_if_finite(old, new)  # weights that have overflowed do not reach the targets
             self._copied_at = (episodes, self.updates)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -58,15 +58,14 @@ class UpdateResult:
     stats: Stats
 
 
-def copy_where(condition: Tensor, old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
-    """Copy each tensor of `new` over its partner in `old` where `condition` holds (scalar bool on the same device)."""
+def copy_if_finite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Copy each tensor of `new` over its partner in `old` if all of them, on one device, have finite norms.
+
+    The device decides; the host does not wait. At least one tensor has a floating-point type.
+    """
+    finite = torch.stack(torch._foreach_norm([t for t in new if t.is_floating_point()])).isfinite().all()
     for before, after in zip(old, new, strict=True):
-        before.copy_(torch.where(condition, after, before))
-
-
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether the norm of every floating-point tensor (at least one, on one device) is finite: a scalar bool."""
-    return torch.stack(torch._foreach_norm([t for t in tensors if t.is_floating_point()])).isfinite().all()
+        before.copy_(torch.where(finite, after, before))
 
 
 def lr_scale(config: Config, world_size: int) -> float:

@@ -22,14 +22,7 @@ from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
 from omagd.envs.task_sets.sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.run import run_seeds
-from omagd.run.training.build import (
-    build_mac,
-    load_agent,
-    load_pretrained,
-    of_checkpoint,
-    read_env_info,
-    require_same_map,
-)
+from omagd.run.training import build
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError, unknown_name
@@ -171,7 +164,7 @@ class LoadedPolicy:
 
         Agents that read any number of units play other maps, too. Errors: UserError for a map that they cannot play.
         """
-        require_same_map(self.info, info, "policy", self._mac.agent)
+        build.require_same_map(self.info, info, "policy", self._mac.agent)
         sizes = [(facts.n_agents, facts.n_actions, facts.obs_dim) for facts in (self.info, info)]
         if sizes[0] == sizes[1]:
             return self
@@ -180,7 +173,7 @@ class LoadedPolicy:
                 f"policy: reconstructs observations of {self.info.map_name}; it cannot play {info.map_name}. Give a"
                 " policy without use_graph_reconstruction"
             )
-        mac = build_mac(self.config, info, torch.device("cpu"), PretrainedModules())
+        mac = build.build_mac(self.config, info, torch.device("cpu"), PretrainedModules())
         mac.agent.load_state_dict(self._mac.agent.state_dict())
         return LoadedPolicy(self.config, info, mac)
 
@@ -219,10 +212,10 @@ def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:
     folder = find_step_folder(str(path), load_step, key="path")
     run_folder = RunFolder(run_folder_of(folder))
     config = validate(read_saved(run_folder.config_json, f"path={path}"))
-    info = read_env_info(run_folder.env_info_json, f"path={path}")
+    info = build.read_env_info(run_folder.env_info_json, f"path={path}")
     with _threads(config.torch_threads):
         device = torch.device("cpu")
-        pretrained = load_pretrained(of_checkpoint(config, folder), info, device)
-        mac = build_mac(config, info, device, pretrained)
-        load_agent(mac, folder, "path")
+        pretrained = build.load_pretrained(build.of_checkpoint(config, folder), info, device)
+        mac = build.build_mac(config, info, device, pretrained)
+        build.load_agent(mac, folder, "path")
         return LoadedPolicy(config, info, mac)

@@ -86,10 +86,8 @@ class Checkpointer:
         Args:
             name: its key in the checkpoint; registered objects are restored in the order in which they were registered.
             stateful: what is saved. scope: `shared`, equal on all ranks, or `rank`.
-        Errors: ValueError for a name that is taken or an unknown scope.
+        Errors: ValueError for a name that is taken.
         """
-        if scope not in self._registered:
-            raise ValueError(f"scope={scope!r}: give 'shared' or 'rank'")
         if any(name in found for found in self._registered.values()):
             raise ValueError(f"{name!r} is registered already")
         self._registered[scope][name] = stateful

@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.schema import Config
+from omagd.run.checkpoint import store
 from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, SavedWeights
-from omagd.run.checkpoint.store import (
-    MANIFEST,
-    Checkpoint,
-    Damaged,
-    Foreign,
-    folders,
-    read_checkpoint,
-    read_part,
-    read_saved,
-)
+from omagd.run.checkpoint.store import Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part, read_saved
 from omagd.run.checkpoint.weights import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
 from omagd.run.reporting.card import read_card, versions
 from omagd.utils.dist_utils import Dist
@@ -149,7 +141,7 @@ def _judge(path: Path, dist: Dist) -> _Judged:
 
     everyone, faults, foreign = _on_all_ranks(dist, compare)
     merged = {name: problem for part in everyone for name, problem in (part or {}).items()} | faults
-    return _Judged(path, None if MANIFEST in merged else found[0], merged, foreign)
+    return _Judged(path, None if store.MANIFEST in merged else found[0], merged, foreign)
 
 
 def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[RecoveredState | None, _Judged]:
