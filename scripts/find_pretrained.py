@@ -50,14 +50,14 @@ def fitting_pair(config: Config, info: EnvInfo, results: Path) -> tuple[tuple[Pa
     """
     import torch
 
-    from omagd.run.training.build import load_products
+    from omagd.run.training.build import load_pretrained
 
     reasons: dict[str, str] = {}
 
     def loads(*chosen: Path | None) -> bool:
         given = {key: str(path) for key, path in zip(KINDS, chosen, strict=True) if path is not None}
         try:
-            load_products(config.model_copy(update=given), info, torch.device("cpu"))
+            load_pretrained(config.model_copy(update=given), info, torch.device("cpu"))
         except UserError as problem:
             reasons.setdefault(list(given)[-1], problem.message)
             return False

@@ -41,8 +41,6 @@ class Every:
     """
 
     def __init__(self, interval: int, *, first: bool = False, start: int = 0) -> None:
-        if interval < 1:
-            raise ValueError(f"interval={interval} is less than 1")
         self.interval = interval
         self.last: int | None = None if first else start
 

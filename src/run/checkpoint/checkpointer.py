@@ -86,10 +86,10 @@ class Checkpointer:
         Args:
             name: its key in the checkpoint; registered objects are restored in the order in which they were registered.
             stateful: what is saved. scope: `shared`, equal on all ranks, or `rank`.
-        Errors: ValueError for a name that is taken.
+        Errors: ValueError for a name that is taken, or an unknown scope.
         """
-        if any(name in found for found in self._registered.values()):
-            raise ValueError(f"{name!r} is registered already")
+        if scope not in self._registered or any(name in found for found in self._registered.values()):
+            raise ValueError(f"{name!r}: registered already, or scope={scope!r} is neither 'shared' nor 'rank'")
         self._registered[scope][name] = stateful
 
     def until_boundary(self) -> AbstractContextManager[None]:

@@ -219,7 +219,7 @@ def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> t
     if finished is not None:
         require_free_token(config, "is finished already")
         LOG.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
-    elif not config.checkpoint_path and (other := _most_similar(config)):
+    elif not config.checkpoint_path and (other := _most_similar(config, identity)):
         where, state = readable(str(other[0])), f"is unfinished and differs in {other[1]}"
         require_free_token(config, state)
         LOG.warning(f"auto_resume=True: a new run begins; {where} {state}; to extend it: checkpoint_path={where}")
@@ -237,11 +237,11 @@ def is_trusted(path: Path, otherwise: str) -> bool:
     return True
 
 
-def _most_similar(config: Config) -> tuple[Path, str] | None:
+def _most_similar(config: Config, identity: str) -> tuple[Path, str] | None:
     """Return the newest unfinished run of the same name, environment, map and seed, and how its keys differ.
 
-    Only runs with a checkpoint that no living process uses, and with `unique_token` only of that name. The content of
-    their files is not trusted.
+    Only runs with a checkpoint that no living process uses, and with `unique_token` only of that name. Those of the
+    same `identity` were rejected before, with a warning. The content of their files is not trusted.
     """
     found: list[tuple[float, Path, str]] = []
     values = config.model_dump(mode="json")
@@ -251,9 +251,13 @@ def _most_similar(config: Config) -> tuple[Path, str] | None:
             continue
         theirs, holder = read_entry(path / "config.json"), ProcessIdentity.read(read_entry(path / LOCK))
         is_running = holder is not None and holder.pid != os.getpid() and holder.runs()
-        if saved and "identity" in about and _place(theirs) == _place(values) and not is_running:
-            with suppress(Untrusted, OSError, RecursionError):
-                require_own(path)  # otherwise a warning has named it already
+        if (
+            saved
+            and about.get("identity", identity) != identity
+            and _place(theirs) == _place(values)
+            and not is_running
+        ):
+            with suppress(OSError, RecursionError):
                 found.append(((path / RUN_FILE).stat().st_mtime, path, _differences(theirs, values)))
     return max(found)[1:] if found else None
 

@@ -47,10 +47,8 @@ class Health:
 
         Errors: UserError where they lack the loss that the learner's `loss_name` names, or are no pairs.
         """
-        wrong = (
-            [f"{k}={v}" for k, v in stats.items() if not _is_pair(v)] if isinstance(stats, Mapping) else [str(stats)]
-        )
-        if wrong:
+        pairs = stats if isinstance(stats, Mapping) else {"": stats}
+        if wrong := [f"{name}={pair}".lstrip("=") for name, pair in pairs.items() if not _is_pair(pair)]:
             fix = "Return a mapping of names to pairs (sum, count) of numbers or scalar tensors"
             raise UserError(f"learner={self.config.learner}: its update returns {shorten(wrong[0])}. {fix}")
         if self.loss_name not in stats and self.loss_name:
