@@ -15,7 +15,8 @@ from command_harness import FORKED, MAIN, PYTHON, ROOT, records, run_command, su
 from documented import Documented, documented_commands, parse
 from matplotlib.image import imread
 
-from omagd.config.loading import validate
+from omagd.config.loading import find_yaml, read_yaml, validate
+from omagd.learners.protocol import learner_class
 from omagd.run.cli.main import main
 
 COMMANDS = documented_commands()
@@ -98,6 +99,8 @@ def why_not(command: Documented) -> str:
         return "needs StarCraft II"
     if "soft_qmix" in text or "crossroads" in text:
         return "needs the example package: test_example_package.py runs it"
+    if "--config=rloo" in text and command.paths:
+        return "continues a run of PPO: test_groups.py does"
     return f"the reader fills in {command.open_places}" if command.open_places else ""
 
 
@@ -177,6 +180,15 @@ def test_commands_are_found_in_the_texts():
     assert parse("python src/main.py --config=<yours> with lr=1", "here").open_places == ["--config=<yours>"]
 
 
+def budgets_of(words):
+    """Return small budgets for a command; learners without replay have no buffer, and groups fill two battles."""
+    presets = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    learner = read_yaml(find_yaml("algs", presets[0])).get("learner", "nq_learner") if presets else "nq_learner"
+    on_policy = learner_class(learner).data == "on_policy"
+    groups = ["group_size=2"] * (learner == "rloo_learner")
+    return [word for word in BUDGETS if not (on_policy and word.startswith("buffer_size="))] + groups
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("command", distinct(COMMANDS), ids=shown)
 def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, monkeypatch, capsys, venv):
@@ -186,7 +198,7 @@ def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, m
     runs = {key: request.getfixturevalue(name) if command.paths else Path() for key, name in names.items()}
     variables, words = filled_in(command, runs)
     # The runs that stand in for the reader's were small; the weights' sizes must be said to fit them.
-    words += BUDGETS if command.paths else ()
+    words += budgets_of(words) if command.paths else ()
     words += ["t_max=400"] * ("checkpoint_path" in command.paths)  # steps are left to a run that continues
     monkeypatch.chdir(tmp_path)
     if command.program.endswith(".sh"):
@@ -216,6 +228,6 @@ def test_documented_commands_run(command, tmp_path, venv):
     program = [PYTHON, MAIN] if command.program == "main" else [str(ROOT / command.program)]
     words = [*command.arguments, *["with"] * (command.program == "main" and "with" not in command.arguments)]
     place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(venv), "NUM_GPUS": "2", **FORKED}
-    run_command([*program, *words, *BUDGETS], tmp_path, **{**command.variables, **place})
+    run_command([*program, *words, *budgets_of(words)], tmp_path, **{**command.variables, **place})
     folders = {path.parent for path in tmp_path.rglob("summary.json") if "sacred" not in path.parts}
     assert {summary_of(folder)["exit_state"] for folder in folders} == {"completed"}

@@ -9,6 +9,7 @@ import pytest
 
 from omagd.envs.battle.generated_maps import generated_map, skirmish_map
 from omagd.envs.battle.maps import MAPS
+from omagd.envs.battle.physics import BORDER, SIZE
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.factory import make_env
 
@@ -56,7 +57,7 @@ def test_all_units_start_apart_on_the_map_and_battles_end(name):
     sim.reset(np.ones(8, bool), np.arange(8))
     x, y, n = sim.units.x, sim.units.y, spec.n_agents
     for place in (x, y):
-        assert (place >= spec.border).all() and (place <= spec.size - spec.border).all()
+        assert (place >= BORDER).all() and (place <= SIZE - BORDER).all()
     distance = np.hypot(x[:, :n, None] - x[:, None, n:], y[:, :n, None] - y[:, None, n:])
     assert distance.min() > 6, "no battle begins within range of weapons"
     env, everyone = make_env("skirmish", {"map_name": name}, 2, processes=False), np.ones(2, bool)
