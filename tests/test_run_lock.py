@@ -21,7 +21,7 @@ from interruption import unfinished
 
 from omagd.config.schema import Config
 from omagd.run.checkpoint import resuming, run_lock
-from omagd.run.checkpoint.resuming import identity_of, locked_folder, rank_at_work
+from omagd.run.checkpoint.resuming import ADDED, ELSEWHERE, identity_of, locked_folder, rank_at_work
 from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, busy_rank, mark_rank, start_ticks, take
 from omagd.run.checkpoint.store import SAVED
 from omagd.run.cli.main import config_from, main
@@ -290,3 +290,14 @@ def test_a_module_that_has_moved_is_the_same_and_another_one_is_not(tmp_path):
     first = of(tmp_path / "a", b"weights")
     assert first == of(tmp_path / "b", b"weights")
     assert first != of(tmp_path / "c", b"WEIGHTS")
+
+
+def test_a_new_key_leaves_the_identity_of_earlier_runs_alone(tmp_path):
+    """A key that earlier versions did not have counts only where it differs from how their runs went."""
+    plain = config(tmp_path)
+    values = plain.model_dump()
+    assert {key: values[key] for key in ADDED} == ADDED
+    for key, value in {"group_size": 2, "share_parameters": False, "task_weights": {"3m": 1.0}}.items():
+        assert identity_of(plain.model_copy(update={key: value})) != identity_of(plain)
+    hashed = [key for key in values if key not in ELSEWHERE and key not in ADDED]
+    assert len(hashed) == 88, "a new key of the configuration belongs into ADDED"

@@ -133,14 +133,20 @@ def require_free_token(config: Config, state: str = "exists already") -> None:
         )
 
 
+ADDED: dict[str, Any] = {
+    **dict.fromkeys(COMPONENT_ARGS, {}), "share_parameters": True, "group_size": 1, "n_starts": None,
+    "rollout_skip_threshold": None, "enable_dynamic_sampling": False, "max_sampling_attempts": 3,
+    "early_stop_percentage": 1.0, "task_weights": {}, "task_dealing": None, "enable_task_sharding": False,
+    "balance_tasks_across_gpus": True, "min_tasks_per_gpu": 1, "sync_every_n_steps": 5,
+}  # fmt: skip
+"""Keys that earlier versions did not have, with the values by which their runs went: these are not hashed."""
+
+
 def identity_of(config: Config) -> str:
     """Return the identity of a run: a hash of its configuration without the keys that may change when resuming."""
     removed = {key: default for key, (default, _) in REMOVED.items()}  # earlier versions hashed them
     values: dict[str, Any] = {**removed, **config.model_dump(mode="json")}
-    # Earlier versions had no COMPONENT_ARGS: their runs are those where these are empty.
-    kept = {
-        key: value for key, value in values.items() if key not in ELSEWHERE and (value or key not in COMPONENT_ARGS)
-    }
+    kept = {key: value for key, value in values.items() if key not in ELSEWHERE and value != ADDED.get(key, ...)}
     for key in READ:
         kept[key] = _content_hash(Path(kept[key]).expanduser()) if kept[key] else ""
     policy = Path(config.graph_pretrain_policy).expanduser()
