@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/env_speed.py --map 5m_vs_6m --slots 16 256
     OMP_NUM_THREADS=1 python benchmarks/env_speed.py --env smax --map 3m --slots 64
 
-Each tick observes (observations, full observations, state, masks) and steps all slots; an ended battle starts anew.
+Each tick observes (observations, full observations, state, masks) and steps all slots; an ended battle starts again.
 Choosing the actions is not timed. Prints the median and the range of the rounds. On a shared machine processor seconds
 (`--clock processor`) say more; what computes in threads of its own, as SMAX does, needs the wall.
 """

@@ -15,13 +15,18 @@ LOG_PROB = "log_prob"
 """The field with the log-probability of each action that was drawn, [S, n] float32."""
 
 
+def draws(name: str) -> bool:
+    """Return whether the selector called `name` draws from logits."""
+    return bool(getattr(REGISTRY.get(name), "draws", False))
+
+
 @REGISTRY.register("greedy")
 class Greedy:
     """The best available action, without exploration.
 
     Attributes:
-        draws: whether the outputs are logits, from whose softmax actions are drawn. Then the log-probabilities of the
-            actions taken are stored with each row, in the field `LOG_PROB`.
+        draws: whether the outputs are logits, from whose softmax actions are drawn. Then the selector has `choose`, as
+            `Softmax` does, and the log-probabilities of the actions are stored with each row, in the field `LOG_PROB`.
     """
 
     draws: ClassVar[bool] = False
@@ -71,9 +76,19 @@ class Softmax(Greedy):
 
         Shapes as in `Greedy`.
         """
+        return self.choose(q, available, rng)[0]
+
+    def choose(
+        self, q: np.ndarray, available: np.ndarray, rng: np.random.Generator | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the same actions, and their log-probabilities [B, n] float32."""
+        log_probs = log_softmax(q, available)
         if rng is None:
-            return super().select(q, available, epsilon, rng)
-        return draw(np.exp(log_softmax(q, available)), rng.random(q.shape[:-1]))
+            actions = super().select(q, available, 0.0, rng)
+        else:
+            actions = draw(np.exp(log_probs), rng.random(q.shape[:-1]))
+        taken = np.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
+        return actions, taken.astype(np.float32)
 
 
 def log_softmax(logits: np.ndarray, available: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import ast
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -91,6 +91,13 @@ def base_values(config: str | None = None, env_config: str | None = None) -> dic
         over = read_yaml(path)
         values = _counted_in_episodes(_merge(values, over, source=path.name), over)
     return values
+
+
+def changed(config: Config, keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """Return the value and the default of each of these keys whose value is not its default."""
+    default = read_yaml(HERE / "default.yaml")
+    pairs = {key: (getattr(config, key), default[key]) for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def read_saved(path: Path, source: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from omagd.components import action_selectors
-from omagd.components.action_selectors import LOG_PROB, log_softmax
+from omagd.components.action_selectors import LOG_PROB
 from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -55,6 +55,7 @@ class BasicMAC:
         self._actor = copy.deepcopy(self.agent).to(self.acting_device) if self._copied else _twin(self.agent)
         self._actor.eval()
         self.selector = action_selectors.REGISTRY.get(config.action_selector)()
+        self._draws = action_selectors.draws(config.action_selector)
         self.begin(0)
 
     @classmethod
@@ -63,8 +64,8 @@ class BasicMAC:
 
         Log-probabilities are stored for learners that need them: where the selector draws from the agent's logits.
         """
-        selector = action_selectors.REGISTRY.get(config.action_selector)
-        return {LOG_PROB: (torch.float32, (info.n_agents,))} if getattr(selector, "draws", False) else {}
+        draws = action_selectors.draws(config.action_selector)
+        return {LOG_PROB: (torch.float32, (info.n_agents,))} if draws else {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,11 +122,10 @@ class BasicMAC:
         Plug-ins override this. q: [B, n, A], the agent's outputs. available: [B, n, A] bool. explore: None: greedy.
         """
         epsilon, rng = (explore.epsilon, explore.rng) if explore else (0.0, None)
-        actions = self.selector.select(q, available, epsilon, rng)
-        if not getattr(self.selector, "draws", False):
-            return actions, {}
-        taken = np.take_along_axis(log_softmax(q, available), actions[..., None], axis=-1)[..., 0]
-        return actions, {LOG_PROB: taken.astype(np.float32)}
+        if not self._draws:
+            return self.selector.select(q, available, epsilon, rng), {}
+        actions, log_prob = self.selector.choose(q, available, rng)
+        return actions, {LOG_PROB: log_prob}
 
     def _values(self, inputs: AgentInputs, part: np.ndarray | None) -> np.ndarray:
         """Return the agent's outputs [B, n, A] of one tick and update its memory; `part`: of these slots only."""

@@ -203,7 +203,7 @@ class PPOLearner:
     args_model: ClassVar[type[Any]] = PPOArgs  # of another learner: without the keys of a critic
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
-        if not getattr(action_selectors.REGISTRY.get(config.action_selector), "draws", False):
+        if not action_selectors.draws(config.action_selector):
             raise UserError(
                 f"action_selector={config.action_selector}: learner={config.learner} needs actions that are drawn from"
                 " the agent's logits. Use action_selector=softmax"
@@ -235,10 +235,8 @@ class PPOLearner:
         packing, like = Packing((2,)), next(self.mac.agent.parameters())
         n, a = self.info.n_agents, self.info.n_actions
         each, state = like.new_zeros(2, n), like.new_zeros(2, self.info.state_dim)
-        inputs, actions = (
-            AgentInputs.blank(2, self.info, like),
-            torch.zeros(2, n, dtype=torch.int64, device=like.device),
-        )
+        inputs = AgentInputs.blank(2, self.info, like)
+        actions = torch.zeros(2, n, dtype=torch.int64, device=like.device)
         available = torch.ones(2, n, a, dtype=torch.bool, device=like.device)
         start = self.mac.agent.init_hidden(1) if self.args.chunk_length else None
         self._step.warm_up(PPORows(inputs, packing, start, actions, available, each, state, each, each, each, each))
@@ -251,13 +249,11 @@ class PPOLearner:
         self._anneal(minibatches.steps)
         merged: Stats = {}
         parts: list[PPORows] = []
-        whole = False
         for _ in range(self.args.epochs):
             draws = generator(self.config.seed, "minibatches", self.updates)
             for chunks in minibatches.draw(self.args.minibatches, draws):
-                if not whole:
+                if not parts or self.args.minibatches > 1:  # a single minibatch has the same rows in every epoch
                     parts = _parts(rows, memory, chunks, self.config.accumulate)
-                    whole = self.args.minibatches == 1  # the same rows in every epoch
                 count = torch.stack([part.weight.sum() for part in parts]).sum()
                 result = self._step(count, *((part,) for part in parts))
                 self.updates += 1

@@ -15,6 +15,11 @@ from omagd.utils.errors import UserError
 USUAL = 10.0  # numbers of units are divided by this, so that they are about 1
 
 
+def present(units: Tensor) -> Tensor:
+    """Return which units [..., D] are not zeros, [..., 1] bool; a unit of zeros is unseen, dead or absent."""
+    return units.ne(0).any(dim=-1, keepdim=True)
+
+
 class Team(NamedTuple):
     """Units of one team. features: [S, k, D]. there: [S, k, 1], 1 for units that are not zeros, in the same type."""
 
@@ -64,7 +69,7 @@ class UnitEncoder(nn.Module):
         parts = [n * layout.ally_dim, m * layout.enemy_dim, n * layout.last_actions, self.n_others]
         own, theirs, last, others = state.split(parts, dim=-1)
         allies, enemies = own.view(rows, n, layout.ally_dim), theirs.view(rows, m, layout.enemy_dim)
-        there = [team.ne(0).any(dim=-1, keepdim=True).to(state.dtype) for team in (allies, enemies)]
+        there = [present(team).to(state.dtype) for team in (allies, enemies)]
         if layout.last_actions:
             shape = rows, n, layout.last_actions
             normal, attacks = last.view(shape).split([self.n_normal, layout.last_actions - self.n_normal], dim=-1)

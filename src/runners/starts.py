@@ -85,11 +85,21 @@ class EpisodeSeeds:
         self._generation = int(state["generation"])
 
 
+def next_in_turn(credit: np.ndarray, weights: np.ndarray) -> int:
+    """Return the next of several by smooth weighted round robin, and change `credit` [n] in place.
+
+    Each one's credit grows by its weight; the one with the most credit is next and pays 1. weights: [n], sum 1.
+    """
+    credit += weights
+    chosen = int(credit.argmax())
+    credit[chosen] -= 1.0
+    return chosen
+
+
 class TaskStarts(EpisodeSeeds):
     """Assigns tasks to slots in proportion to weights, and gives groups of K slots one start.
 
-    Tasks follow by smooth weighted round robin: with every episode each task's credit grows by its weight; the task
-    with the most credit is next and pays 1. So the tasks of a round are mixed, and their shares are exact.
+    Tasks follow each other as `next_in_turn` says, so the tasks of a round are mixed, and their shares are exact.
 
     Args:
         seed, purpose, rank: as in `EpisodeSeeds`. weights: of all tasks; 0: never played.
@@ -146,10 +156,7 @@ class TaskStarts(EpisodeSeeds):
 
     def _next_task(self, first: int) -> int:
         """Return the task of the next start, which the slots from `first` on play."""
-        self._credit += self._weights
-        task = int(self._credit.argmax())
-        self._credit[task] -= 1.0
-        return task
+        return next_in_turn(self._credit, self._weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return also the credits of the tasks, and the origins of the current episodes."""

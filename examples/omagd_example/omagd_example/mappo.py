@@ -15,12 +15,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from omagd.components.action_selectors import draw
 from omagd.components.episode_codec import Spec
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
-from omagd.controllers.ddpg_mac import draw
 from omagd.controllers.types import Exploration
 from omagd.learners.protocol import Data, learner_class
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge

@@ -62,8 +62,7 @@ class TaskSetEnv(BatchedEnv):
         try:
             for name, count in zip(tasks.maps, counts, strict=True):
                 made.append(make(name, max(int(count), 1)))
-            self._infos = [env.info for env in made]
-            self.info = common_info(self._infos, tasks.label, len(tasks.training))
+            self.info = common_info([env.info for env in made], tasks.label, len(tasks.training))
         except BaseException:
             for env in made:
                 env.close()

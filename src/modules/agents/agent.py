@@ -64,6 +64,11 @@ class AgentInputs:
         return torch.cat([self.features, self.guess_marks(n_marks)], dim=-1) if n_marks else self.features
 
 
+def n_marks(config: Config, info: EnvInfo) -> int:
+    """Return the number of nodes whose guess marks a flat input has (`mark_guesses`), 0 for none."""
+    return info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
+
+
 class Agent(nn.Module, ABC):
     """Values of all actions from what agents see and remember; the constructor is `cls(config, info)`."""
 

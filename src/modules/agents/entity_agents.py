@@ -22,6 +22,7 @@ from omagd.config.schema import Config
 from omagd.modules.agents.agent import AgentInputs, RecurrentAgent
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.units import present
 from omagd.utils.errors import UserError
 
 ROWS_AT_ONCE = 512  # agents' rows that are encoded together, so that their units stay in the cache
@@ -134,7 +135,7 @@ class HyperEmbedding(nn.Module):
 
     def forward(self, units: Tensor) -> Tensor:
         """Return [..., out] from units [..., k, D]."""
-        there = units.ne(0).any(dim=-1, keepdim=True).to(units.dtype)
+        there = present(units).to(units.dtype)
         gates = torch.cat([self.hyper(units).relu(), there], dim=-1)
         products = gates.transpose(-1, -2) @ torch.cat([units, there], dim=-1)
         embedded: Tensor = self.weight(products.flatten(-2))
@@ -220,7 +221,7 @@ class AttentionAgent(EntityAgent):
         """Return the GRU's input [S, n, H], and the enemies' keys for targets [S, n, m, H]."""
         own, enemies = self.embed_self(seen.own).relu(), self.embed_enemy(seen.enemies).relu()
         units = torch.cat([own.unsqueeze(-2), self.embed_ally(seen.allies).relu(), enemies], dim=-2)
-        there = torch.cat([part.ne(0).any(dim=-1) for part in (seen.allies, seen.enemies)], dim=-1)
+        there = torch.cat([present(part) for part in (seen.allies, seen.enemies)], dim=-2).squeeze(-1)
         there = F.pad(there, (1, 0), value=True)  # an agent always attends to itself
         attended = self._attend(own.flatten(0, 1), units.flatten(0, 1), there.flatten(0, 1)).view_as(own)
         return (own + self.out(attended)).relu(), self.target(enemies)

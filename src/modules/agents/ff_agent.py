@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import Agent, AgentInputs, InputLinear
+from omagd.modules.agents.agent import Agent, AgentInputs, InputLinear, n_marks
 from omagd.modules.kernels.linear import SMALL, FastLinear, three_layers
 from omagd.utils.packing import Packing
 
@@ -70,7 +70,7 @@ class FFAgent(Agent):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
         self.n_agents = info.n_agents
-        self.n_marks = info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
+        self.n_marks = n_marks(config, info)
         self.trunk = Trunk(info.obs_dim + self.n_marks, info.n_actions, config, info, self.talks)
 
     def init_hidden(self, n_slots: int) -> Tensor:

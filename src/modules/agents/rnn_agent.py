@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent
+from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent, n_marks
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.errors import UserError
@@ -21,7 +21,7 @@ class RNNAgent(RecurrentAgent):
         super().__init__(config, info)
         if config.mark_guesses and info.layout is None:
             raise UserError(f"mark_guesses=True needs an environment with an entity layout; env={config.env} has none")
-        self.n_marks = info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
+        self.n_marks = n_marks(config, info)
         self.fc1 = InputLinear(info.obs_dim + self.n_marks, config.rnn_hidden_dim, config, info)
         bf16 = config.precision == "bf16"
         self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim, bf16)

@@ -7,12 +7,26 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, InputLinear
+from omagd.modules.agents.agent import AgentInputs, InputLinear, n_marks
 from omagd.modules.agents.separate import alone
 from omagd.modules.kernels.linear import FastLinear
 
 
-class StateCritic(nn.Module):
+class FlatCritic(nn.Module):
+    """Base of critics with two hidden layers. Subclasses make the first one, then call `add_rest`."""
+
+    def add_rest(self, config: Config, width: int) -> None:
+        """Make the second layer and the head, behind `width` hidden units."""
+        self.fc2 = FastLinear(width, width, bf16=config.precision == "bf16")
+        self.head = nn.Linear(width, 1)
+
+    def rest(self, hidden: Tensor) -> Tensor:
+        """Return values [...] from the first layer's activations [..., width]."""
+        value: Tensor = self.head(self.fc2(hidden).relu())
+        return value.squeeze(-1)
+
+
+class StateCritic(FlatCritic):
     """V(s): one value of the state for the whole team (MAPPO, Yu et al. 2022, arXiv:2103.01955).
 
     Args:
@@ -21,18 +35,15 @@ class StateCritic(nn.Module):
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        bf16 = config.precision == "bf16"
-        self.fc1 = FastLinear(info.state_dim, width, bf16=bf16)
-        self.fc2 = FastLinear(width, width, bf16=bf16)
-        self.head = nn.Linear(width, 1)
+        self.fc1 = FastLinear(info.state_dim, width, bf16=config.precision == "bf16")
+        self.add_rest(config, width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S] from the state [S, state_dim]; the agents' inputs are not used."""
-        value: Tensor = self.head(self.fc2(self.fc1(state).relu()).relu())
-        return value.squeeze(-1)
+        return self.rest(self.fc1(state).relu())
 
 
-class ObservationCritic(nn.Module):
+class ObservationCritic(FlatCritic):
     """V(o_i): a value for each agent from its own inputs (independent PPO, de Witt et al. 2020, arXiv:2011.09533).
 
     It has no memory.
@@ -43,19 +54,16 @@ class ObservationCritic(nn.Module):
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        bf16 = config.precision == "bf16"
-        self.n_marks = info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
+        self.n_marks = n_marks(config, info)
         self.fc1 = InputLinear(info.obs_dim + self.n_marks, width, config, info)
-        self.fc2 = FastLinear(width, width, bf16=bf16)
-        self.head = nn.Linear(width, 1)
+        self.add_rest(config, width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs; the state [S, state_dim] is not used."""
-        value: Tensor = self.head(self.fc2(self.fc1.relu(inputs.flat(self.n_marks), inputs.last_action)).relu())
-        return value.squeeze(-1)
+        return self.rest(self.fc1.relu(inputs.flat(self.n_marks), inputs.last_action))
 
 
-class AgentStateCritic(nn.Module):
+class AgentStateCritic(FlatCritic):
     """V(s, o_i): a value for each agent from the state and its own inputs (MAPPO, agent-specific global state).
 
     Args:
@@ -64,18 +72,15 @@ class AgentStateCritic(nn.Module):
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        bf16 = config.precision == "bf16"
-        self.n_marks = info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
+        self.n_marks = n_marks(config, info)
         self.of_inputs = InputLinear(info.obs_dim + self.n_marks, width, config, info)
-        self.of_state = FastLinear(info.state_dim, width, bias=False, bf16=bf16)
-        self.fc2 = FastLinear(width, width, bf16=bf16)
-        self.head = nn.Linear(width, 1)
+        self.of_state = FastLinear(info.state_dim, width, bias=False, bf16=config.precision == "bf16")
+        self.add_rest(config, width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs and the state [S, state_dim], the product with which agents share."""
         first = self.of_inputs(inputs.flat(self.n_marks), inputs.last_action) + self.of_state(state).unsqueeze(1)
-        value: Tensor = self.head(self.fc2(first.relu()).relu())
-        return value.squeeze(-1)
+        return self.rest(first.relu())
 
 
 class SeparateObservationCritics(nn.Module):

@@ -16,7 +16,7 @@ from omagd import controllers, learners, runners
 from omagd.components import action_selectors
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import HERE, config_names, find_yaml, read_yaml
+from omagd.config.loading import changed, config_names, find_yaml, read_yaml
 from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -194,7 +194,7 @@ def check_data(config: Config) -> None:
     if learner.data == "replay":
         if config.batch_size > config.buffer_size:
             raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
-        if getattr(action_selectors.REGISTRY.get(config.action_selector), "draws", False):
+        if action_selectors.draws(config.action_selector):
             raise UserError(
                 f"action_selector={config.action_selector}: draws from logits, but {given} learns values. Use"
                 " action_selector=epsilon_greedy, or learner=ppo_learner"
@@ -210,14 +210,12 @@ def check_data(config: Config) -> None:
                 f"batch_size={config.batch_size}: {given} plays so many episodes before its first update, more than"
                 f" {key}={limit} allows. Lower batch_size"
             )
-    defaults, values = read_yaml(HERE / "default.yaml"), dict(config)
-    for key in REPLAY_KEYS:
-        if values[key] != defaults[key]:
-            fix = _set_by(config, "learner", values, key) or f" Leave it out ({key}={defaults[key]})"
-            raise UserError(
-                f"{key}={values[key]}: has no meaning for {given}, which learns on-policy: each batch_size episodes are"
-                f" used once.{fix}"
-            )
+    for key, (value, default) in changed(config, REPLAY_KEYS).items():
+        fix = _set_by(config, "learner", {key: value}, key) or f" Leave it out ({key}={default})"
+        raise UserError(
+            f"{key}={value}: has no meaning for {given}, which learns on-policy: each batch_size episodes are used"
+            f" once.{fix}"
+        )
 
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:

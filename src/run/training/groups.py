@@ -7,7 +7,7 @@ from typing import Any
 
 from omagd.components.groups import GroupData
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import HERE, read_yaml
+from omagd.config.loading import changed
 from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class
 from omagd.run.training.session import Session
@@ -67,8 +67,7 @@ def _check_sampling(config: Config, info: EnvInfo) -> None:
         )
     if config.enable_dynamic_sampling:
         return
-    default = read_yaml(HERE / "default.yaml")["max_sampling_attempts"]
-    if config.max_sampling_attempts != default:
+    if changed(config, ["max_sampling_attempts"]):
         raise UserError(
             f"max_sampling_attempts={config.max_sampling_attempts}: bounds the rounds that replace dropped groups. Add"
             " enable_dynamic_sampling=True, or leave it out"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 TOLERANCE = 0.05
-"""How far the busiest rank may be above the mean before tasks are dealt anew or divided, as a share of the mean."""
+"""How far the busiest rank may be above the mean before tasks are dealt again or divided, as a share of the mean."""
 
 
 def in_turn(n_tasks: int, n_ranks: int, least: int = 1) -> np.ndarray:

@@ -16,14 +16,14 @@ import numpy as np
 from omagd import runners
 from omagd.components.data import DataSource
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import HERE, read_yaml
+from omagd.config.loading import changed
 from omagd.config.schema import Config
 from omagd.envs.protocol import ManyTasks
 from omagd.run.training.partition import TOLERANCE, apportioned, balanced, excess, in_turn
 from omagd.run.training.session import Session
 from omagd.run.training.task_records import Tally
 from omagd.runners.start_pool import StartPool
-from omagd.runners.starts import DealtStarts, EpisodeSeeds, TaskStarts
+from omagd.runners.starts import DealtStarts, EpisodeSeeds, TaskStarts, next_in_turn
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 
@@ -54,8 +54,7 @@ def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> Ep
 
 def check_dealing(config: Config, info: EnvInfo) -> None:
     """Reject keys of task sets that mean nothing or contradict each other. Errors: UserError."""
-    default = read_yaml(HERE / "default.yaml")
-    given = {key: getattr(config, key) for key in (*OF_SETS, *OF_SHARDS) if getattr(config, key) != default[key]}
+    given = {key: value for key, (value, _) in changed(config, (*OF_SETS, *OF_SHARDS)).items()}
     if not info.tasks:
         for key, value in given.items():
             raise UserError(f"{key}={value}: has no meaning for one map. Give a set of maps, or leave it out")
@@ -152,20 +151,11 @@ class TrainingTasks:
 
     def _plan(self, count: int) -> list[int]:
         """Return the tasks of the next `count` starts, exactly in proportion to their weights in the long run."""
-        plan = []
-        for _ in range(count):
-            self._credit += self.weights
-            plan.append(int(self._credit.argmax()))
-            self._credit[plan[-1]] -= 1.0
-        return plan
+        return [next_in_turn(self._credit, self.weights) for _ in range(count)]
 
     def _from_shares(self, plan: Sequence[int]) -> list[int]:
         """Return this rank's part of a plan; a rank that would have none begins one in advance."""
-        owners = []
-        for task in plan:
-            self._owed[:, task] += self.shares[:, task]
-            owners.append(int(self._owed[:, task].argmax()))
-            self._owed[owners[-1], task] -= 1.0
+        owners = [next_in_turn(self._owed[:, task], self.shares[:, task]) for task in plan]
         mine = [task for task, owner in zip(plan, owners, strict=True) if owner == self.dist.rank]
         for rank in sorted(set(range(self.dist.world_size)) - set(owners)):
             task = int(np.where(self.shares[rank] > 0, self._owed[rank], -np.inf).argmax())
@@ -251,7 +241,7 @@ class TrainingTasks:
         return iteration % self.config.sync_every_n_steps == 0
 
     def synchronise(self) -> bool:
-        """Add what all ranks have played since the last time; return whether maps have been dealt anew.
+        """Add what all ranks have played since the last time; return whether maps have other ranks now.
 
         A collective. Only increments are exchanged, and each is added once.
         """
@@ -262,7 +252,7 @@ class TrainingTasks:
         return self.rebalance()
 
     def rebalance(self) -> bool:
-        """Deal the maps anew if the busiest rank would be more than `TOLERANCE` above the mean; return whether."""
+        """Deal the maps again if the busiest rank would be more than `TOLERANCE` above the mean; return whether."""
         if self.config.dealing != "sharded" or not self.config.balance_tasks_across_gpus:
             return False
         if excess(self.shares, self._loads()) <= TOLERANCE:

@@ -240,7 +240,7 @@ class RLStage(Stage):
             self._synchronise(self.maps)
 
     def _synchronise(self, maps: TrainingTasks) -> None:
-        """Exchange the statistics of maps; where they are dealt anew, batches may need more episodes than before."""
+        """Exchange the statistics of maps; where they are dealt again, batches may need more episodes than before."""
         with self.phase("tasks"):
             if maps.synchronise():
                 self._ready = False
