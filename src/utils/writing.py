@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from omagd.utils.errors import readable
+from omagd.utils.errors import readable, visible
 
 KEPT_BYTES = 256 << 20
 """Of files that could not be written, the newest ones stay in memory up to this size."""
@@ -321,6 +321,16 @@ def open_lines(path: Path) -> int:
         os.close(handle)
         raise
     return handle
+
+
+def print_out(text: str) -> None:
+    """Write `text` to standard output; the reader may stop early (`| head`)."""
+    try:
+        sys.stdout.write(visible(text, kept="\n"))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # else Python reports the error again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def drop_lost_output() -> None:

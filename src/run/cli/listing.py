@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from omagd.run.training.evaluate import trained_card
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import read_entry
+from omagd.utils.writing import print_out
 
 
 def listing() -> str:
@@ -66,6 +68,17 @@ def _paragraph(title: str, names: list[str]) -> str:
         " ".join(names), width=110, break_on_hyphens=False, initial_indent="  ", subsequent_indent="  "
     )
     return f"{title}:\n{body}"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `compare`."""
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="folder of a run")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the table of `compare`."""
+    print_out(comparison(options.folders))
+    return 0
 
 
 def comparison(folders: Sequence[str]) -> str:

@@ -7,13 +7,15 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from omagd.run import REGISTRY
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, visible
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, nearest, visible
 from omagd.utils.signals import Stopped
-from omagd.utils.writing import drop_lost_output
+from omagd.utils.writing import drop_lost_output, print_out
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -36,9 +38,7 @@ Instead of training:
   --dry-run            check everything, print the resolved configuration, write nothing
   --list               show the known configurations, maps, learners, agents, ...
   --help, --version
-  doctor               check this machine and print fixes; --env-config=NAME: for that environment
-  evaluate RUN [key=value ...]  evaluate a trained run; RUN: its folder, its models/ or one step's folder there
-  compare FOLDER ...   print the results of several runs in a table; marks runs that cannot be compared
+{commands}
 Sacred's options:
   -c, --comment=TEXT   a comment for the record
   -n, --name=NAME      the experiment's name in the record
@@ -127,32 +127,68 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _main(argv: list[str]) -> int:
+    command = COMMANDS.get(argv[0]) if argv else None
+    if command is not None and command.module:
+        return _own(command, argv)
     options = _options(argv)
-    command, rest = options.words[:1], options.words[1:]
     if options.help:
-        _print(HELP)
-    elif command == ["doctor"]:
-        return _doctor(options, _updates(rest))
-    elif command == ["compare"]:
-        from omagd.run.cli.listing import comparison
-
-        _print(comparison(rest))
+        print_out(HELP.format(commands="\n".join(command.help() for command in COMMANDS.values())))
     elif options.version:
         from omagd import __version__
 
-        _print(f"omagd {__version__}\n")
+        print_out(f"omagd {__version__}\n")
     elif options.list:
         from omagd.run.cli.listing import listing
 
-        _print(listing())
-    elif command == ["evaluate"]:
-        _run(options, _evaluation(options, rest))
+        print_out(listing())
+    elif (command := COMMANDS.get("".join(options.words[:1]))) is not None and command.run is not None:
+        return command.run(options, options.words[1:])
     else:
         _run(options, _resolve(options, _updates(options.words)))
     return 0
 
 
-def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
+@dataclass(frozen=True)
+class Command:
+    """A command that does something else than train.
+
+    Attributes:
+        usage: name and arguments. about: for `--help`.
+        module: has `arguments(parser)`, which adds its arguments to an `argparse.ArgumentParser`, and `main(options)`,
+            which returns the exit code. It is imported when the command is used.
+        run: instead of `module`, for a command that takes the options of a training: called with the options and the
+            words after the command's name.
+    """
+
+    usage: str
+    about: str
+    module: str = ""
+    run: Callable[[argparse.Namespace, list[str]], int] | None = None
+
+    def help(self) -> str:
+        """Return the line of `--help`."""
+        return f"  {self.usage:<19}  {self.about}"
+
+
+def _own(command: Command, argv: list[str]) -> int:
+    """Run a command that has arguments of its own."""
+    module = import_module(command.module)
+    parser = _Parser(prog=f"omagd {argv[0]}", description=command.about, allow_abbrev=False)
+    module.arguments(parser)
+    try:
+        options = parser.parse_intermixed_args(argv[1:])
+    except SystemExit:  # --help; an error is a UserError
+        return 0
+    return int(module.main(options))
+
+
+def _evaluate(options: argparse.Namespace, rest: list[str]) -> int:
+    _run(options, _evaluation(options, rest))
+    return 0
+
+
+def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
+    texts = _updates(rest)
     from omagd.run.cli.doctor import examine, render
     from omagd.run.cli.doctor.findings import Settings
 
@@ -161,7 +197,7 @@ def _doctor(options: argparse.Namespace, texts: Mapping[str, str]) -> int:
     except ImportError:  # a package that reads configurations is missing; the doctor reports it
         settings = Settings(env=options.env_config or Settings.env)
     text, ready = render(examine(settings), settings.env)
-    _print(text)
+    print_out(text)
     return 0 if ready else USER_ERROR_EXIT_CODE
 
 
@@ -178,7 +214,7 @@ def _run(options: argparse.Namespace, config: Config) -> None:
     if options.dry_run:
         from omagd.run.cli.listing import resolved
 
-        _print(resolved(config, checked))
+        print_out(resolved(config, checked))
         return
     from omagd.run.reporting.sacred_record import run_recorded
     from omagd.run.topology import is_main
@@ -191,16 +227,6 @@ def _run(options: argparse.Namespace, config: Config) -> None:
         folder=options.file_storage,
         options={flag: value for flag, value in sacred_options.items() if value is not None},
     )
-
-
-def _print(text: str) -> None:
-    """Write `text` to standard output; the reader may stop early (`| head`)."""
-    try:
-        sys.stdout.write(visible(text, kept="\n"))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # else Python reports the error again when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _resolve(options: argparse.Namespace, texts: Mapping[str, str]) -> Config:
@@ -231,7 +257,7 @@ def _updates(words: Sequence[str]) -> dict[str, str]:
         raise UserError("print_config: use --dry-run")
     if first != "with":
         fix = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
-        raise UserError(f"{first}: not understood; {fix}")
+        raise UserError(f"{first}: not understood; {fix}{'.' * bool(near := nearest(first, COMMANDS))}{near}")
     updates: dict[str, str] = {}
     for word in rest:
         key, equals, text = word.partition("=")
@@ -246,3 +272,22 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help")
+
+
+COMMANDS = {
+    command.usage.partition(" ")[0]: command
+    for command in (
+        Command("doctor", "check this machine and print fixes; --env-config=NAME: for that environment", run=_doctor),
+        Command(
+            "evaluate RUN [key=value ...]",
+            "evaluate a trained run; RUN: its folder, its models/ or one step's folder there",
+            run=_evaluate,
+        ),
+        Command(
+            "compare FOLDER ...",
+            "print the results of several runs in a table; marks runs that cannot be compared",
+            "omagd.run.cli.listing",
+        ),
+    )
+}
+"""By name."""

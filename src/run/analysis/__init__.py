@@ -1,0 +1,1 @@
+"""What runs have come to: their folders as tables, statistics over seeds, curves, comparisons and reports."""

@@ -1,0 +1,20 @@
+"""Many runs from one file: studies and sweeps, on this machine, SLURM or Ray. `EXECUTORS` maps names to executors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omagd.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from omagd.run.studies.executors import Executor
+
+EXECUTORS: Registry[type[Executor]] = Registry(
+    "executor",
+    "omagd.executors",
+    lazy={
+        "local": "omagd.run.studies.local:LocalExecutor",
+        "slurm": "omagd.run.studies.slurm:SlurmExecutor",
+        "ray": "omagd.run.studies.ray_tasks:RayExecutor",
+    },
+)
