@@ -16,10 +16,10 @@ import omagd.run as _run_package  # noqa: E402 (first: its import would replace 
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
-    from omagd.run.api import load_policy, make, play
+    from omagd.run.api import load_policy, make, play, study
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_policy", "make", "play", "run"]  # noqa: F822 (some are loaded on first use)
+__all__ = ["__version__", "load_policy", "make", "play", "run", "study"]  # noqa: F822 (some are loaded on first use)
 _API = "omagd.run.api"
 
 

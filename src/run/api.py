@@ -1,8 +1,10 @@
-"""Python interface: `omagd.run`, `omagd.load_policy`, `omagd.make`, `omagd.play` (docs/python_api.md)."""
+"""Python interface (docs/python_api.md): `omagd.run`, `omagd.study`, `omagd.load_policy`, `omagd.make`, `omagd.play`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -27,6 +29,7 @@ from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.signals import stoppable
 
 
 class Team(Protocol):
@@ -50,6 +53,27 @@ def run(config: Config) -> dict[str, Any]:
     from omagd.run.cli.preflight import preflight
 
     return run_seeds(None, preflight(config).config)
+
+
+def study(
+    spec: str | Path | Mapping[str, Any], *, results: str | None = None, executor: str | None = None
+) -> dict[str, Any]:
+    """Run a study, or what is left of it, like `omagd study`; call it in the main thread.
+
+    Args:
+        spec: path of a study file, or its values (docs/studies.md). results: folder around the study's folder.
+        executor: local, slurm or ray, instead of the first one that the study names.
+    Returns: `folder`; `complete`: whether every run has a result; `runs`: a list with `name`, `arm`, `env`, `map`,
+        `seed`, `state`, `error` and `folder` of each.
+    Errors: UserError for what the study gets wrong, before anything starts. A failed run is no error.
+    """
+    from omagd.run.studies.spec import load
+    from omagd.run.studies.study import outcome, run_study
+
+    found = load(spec, results=results, executor=executor)
+    with stoppable():
+        complete, runs = outcome(run_study(found, warnings.warn, quiet=not sys.stderr.isatty()), found)
+    return {"folder": str(found.folder), "complete": complete, "runs": runs}
 
 
 def make(env: str, **env_args: Any) -> ParallelBattle:

@@ -15,6 +15,9 @@ from typing import Any
 
 from omagd.utils.writing import STORAGE, replace_file
 
+RUN_FILE = "run.json"
+"""In a run's folder: what the run is, and whether it is finished."""
+
 
 def fingerprint(values: Any) -> str:
     """Return the SHA-256 of JSON values, whatever the order of their keys."""

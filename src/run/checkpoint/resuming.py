@@ -23,7 +23,7 @@ from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.owned_folder import Untrusted, closed_to_others, require_own
 from omagd.utils.progress import duration
-from omagd.utils.run_folder import RunFolder, fingerprint, keep_json, write_json
+from omagd.utils.run_folder import RUN_FILE, RunFolder, fingerprint, keep_json, write_json
 from omagd.utils.storage import ABSENT, listed, patiently, read_entry
 from omagd.utils.writing import STORAGE
 
@@ -53,7 +53,7 @@ LOOKS = 5
 KEYS_SHOWN, KEY_LENGTH = 8, 100
 """How many differing keys a message names; of each with its values at most `KEY_LENGTH` characters."""
 
-CONTINUED, RUN_FILE = "continued_from.json", "run.json"
+CONTINUED = "continued_from.json"
 
 
 @dataclass(frozen=True)

@@ -288,6 +288,7 @@ COMMANDS = {
             "print the results of several runs in a table; marks runs that cannot be compared",
             "omagd.run.cli.listing",
         ),
+        Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.run.cli.study"),
     )
 }
 """By name."""

@@ -15,7 +15,7 @@ from omagd.config.schema import Config
 from omagd.run.topology import Plan, make_plan
 from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
-from omagd.utils.run_folder import RunFolder
+from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
 
 def _is_unfinished(config: Config) -> bool:
     """Return whether this command, or one of its seeds, has an unfinished run."""
-    from omagd.run.checkpoint.resuming import RUN_FILE, identity_of
+    from omagd.run.checkpoint.resuming import identity_of
 
     seeds = config.seeds or (config.seed,)
     wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}

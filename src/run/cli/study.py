@@ -1,0 +1,116 @@
+"""`omagd study FILE.yaml`: run a study, estimate it, or show how far it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omagd.utils.errors import UserError, visible
+from omagd.utils.signals import Stopped, stoppable
+from omagd.utils.writing import print_out
+
+if TYPE_CHECKING:
+    from omagd.run.studies.spec import Study
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `study`."""
+    parser.usage = "omagd study FILE.yaml [options]  |  omagd study status FOLDER"
+    parser.epilog = "docs/studies.md describes the file. The same command continues a study that was interrupted."
+    parser.add_argument("words", nargs="*", metavar="FILE.yaml", help="study file; or `status` and a study's folder")
+    parser.add_argument("--executor", help="where the runs go: local, slurm, ray (default: the first one in the file)")
+    parser.add_argument("--results", metavar="DIR", help="folder around the study's folder (default: results)")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs; estimate core-hours by short probes")
+    parser.add_argument("--probe-seconds", type=float, default=20.0, metavar="S", help="length of each probe")
+    parser.add_argument("--examine", action="store_true", help=argparse.SUPPRESS)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return 1 if a run has failed."""
+    if options.examine:
+        asked = json.load(sys.stdin)
+        print_out(json.dumps(_examine(asked["jobs"], asked["local"])) + "\n")
+        return 0
+    if options.words[:1] == ["status"]:
+        return _status(options.words[1:])
+    if len(options.words) != 1:
+        raise UserError("study: name one study file, as in: omagd study my_study.yaml, or: omagd study status FOLDER")
+    from omagd.run.studies.spec import load
+
+    study = load(options.words[0], results=options.results, executor=options.executor)
+    with stoppable():
+        if options.dry_run:
+            from omagd.run.studies.estimate import estimate
+
+            print_out(estimate(study, options.probe_seconds))
+            return 0
+        return _run(study)
+
+
+def _run(study: Study) -> int:
+    from omagd.run.studies.study import outcome, run_study
+    from omagd.run.studies.view import study_table
+
+    try:
+        state = run_study(study, _warn)
+    except Stopped as stop:
+        stop.where = f": {study.folder}; the same command continues"
+        raise
+    complete, _ = outcome(state, study)
+    print_out(f"{study_table(state)}\n{study.folder}\n")
+    return 0 if complete else 1
+
+
+def _status(words: Sequence[str]) -> int:
+    from omagd.run.studies.state import StudyState
+    from omagd.run.studies.view import ConsoleView, study_table
+
+    if len(words) != 1:
+        raise UserError("study status: name the folder of a study, as in: omagd study status results/my_study")
+    state = StudyState.read(Path(words[0]).expanduser())
+    leads = None if state.launcher is None else state.launcher.runs()
+    who = "nothing runs it now" if state.launcher is None or leads is False else f"run by {state.launcher.describe()}"
+    print_out(f"{study_table(state)}\n{ConsoleView(state, 1).headline()}; {who}\n")
+    return 0
+
+
+def _warn(line: str) -> None:
+    sys.stderr.write(visible(f"warning: {line}\n", kept="\n"))
+    sys.stderr.flush()
+
+
+def _examine(jobs: Sequence[Sequence[str]], local: bool) -> list[dict[str, Any]]:
+    """Return identity and card of each run, or the error that it would end with. Seeds share their check."""
+    checked = set[tuple[str, ...]]()
+    found = []
+    for words in jobs:
+        but_seed = tuple(word for word in words if not word.startswith("seed="))
+        found.append(_examined(words, local, but_seed in checked))
+        checked.add(but_seed)
+    return found
+
+
+def _examined(words: Sequence[str], local: bool, checked: bool) -> dict[str, Any]:
+    from omagd.config.loading import validate
+    from omagd.run.checkpoint.resuming import identity_of
+    from omagd.run.cli.main import config_from
+    from omagd.run.cli.preflight import preflight
+    from omagd.run.reporting.card import make_card
+    from omagd.run.topology import make_plan
+
+    try:
+        config = there = config_from(words)
+        if not local:  # this machine may lack the devices of those that run it
+            elsewhere = {"use_cuda": False, "dist_backend": None, "precision": "float32", "acting_precision": "float32"}
+            there = validate({**config.model_dump(), **elsewhere, "compile": False})
+        if not checked:
+            preflight(there)
+        plan = make_plan(there)
+        card = make_card(config, plan.world_size, plan.device(0))
+        return {"identity": identity_of(config.model_copy(update={"torch_threads": 1})), "card": card}
+    except UserError as error:
+        return {"error": error.message}

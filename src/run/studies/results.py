@@ -1,0 +1,91 @@
+"""The results file: one JSON line per finished run, made to be committed and merged; a study skips what is in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from omagd.run.studies.executors import Job
+from omagd.utils.run_folder import RunFolder, plain
+from omagd.utils.storage import opened, read_entry
+from omagd.utils.writing import open_lines
+
+Key = tuple[str, str]
+
+
+def key_of(card: dict[str, Any], identity: str) -> Key:
+    """Return what marks a run in the file: its card at the start, and the hash of its configuration with its seed."""
+    return str(card.get("id")), identity
+
+
+def known_keys(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
+    """Return the lines of a results file by their key, and how many lines could not be read. Errors: OSError."""
+    found: dict[Key, dict[str, Any]] = {}
+    bad = 0
+    if not path.exists():
+        return found, bad
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+                found[str(entry["start_card"]), str(entry["identity"])] = entry
+            except (ValueError, KeyError, TypeError, RecursionError):
+                bad += bool(line.strip())
+    return found, bad
+
+
+def line_of(study: str, job: Job, folder: RunFolder, card: dict[str, Any], identity: str) -> dict[str, Any]:
+    """Return the line of a finished run."""
+    summary = read_entry(folder.summary_json)
+    final = read_entry(folder.card_json) or card
+    skipped = {"card", "folder", "artifacts", "stages", "phases"}
+    stages = {
+        name: {part: stage[part] for part in ("clock", "values") if part in stage}
+        for name, stage in (summary.get("stages") or {}).items()
+        if isinstance(stage, dict)
+    }
+    return {
+        "study": study, "job": job.name, "arm": job.arm, "env": job.env, "map": job.map, "seed": job.seed,
+        "words": list(job.words), "start_card": card.get("id"), "identity": identity, "finished": time.time(),
+        "summary": {**{name: value for name, value in summary.items() if name not in skipped}, "stages": stages},
+        "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": final.get("told", {}).get("versions", {}),
+    }  # fmt: skip
+
+
+def tests_of(metrics: Path) -> dict[str, list[float | None]]:
+    """Return the curve of the tests in a run's metrics: a list for `t_env`, `wall_seconds` and each `test_…` value."""
+    rows: list[dict[str, Any]] = []
+    try:
+        with metrics.open("rb") as file:
+            for line in file:
+                if b'"test_' in line:
+                    try:
+                        rows.append(json.loads(line))
+                    except ValueError:
+                        continue
+    except OSError:
+        return {}
+    names = dict.fromkeys(
+        ["t_env", "wall_seconds", *(name for row in rows for name in row if name.startswith("test_"))]
+    )
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def append(path: Path, entry: dict[str, Any]) -> None:
+    """Append a line; several processes may do so at a time. Errors: OSError."""
+    line = json.dumps(plain(entry), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with opened(path.parent, os.O_DIRECTORY) as folder:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
+        handle = open_lines(path)
+        try:
+            left = memoryview(line.encode())
+            while left:
+                left = left[os.write(handle, left) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,183 @@
+"""A whole study: checks it, finds out what is to be done, runs it, and keeps its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from omagd.run.studies import EXECUTORS, engine, results
+from omagd.run.studies.executors import Job, Place
+from omagd.run.studies.spec import Study
+from omagd.run.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, locked_study
+from omagd.run.studies.view import ConsoleView
+from omagd.utils.errors import UserError, readable
+from omagd.utils.owned_folder import closed_to_others
+
+Examined = dict[str, Any]
+"""Of a job: `identity`, `card`, or `error`."""
+
+PAIRS_SHOWN = 3
+
+
+def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False) -> StudyState:
+    """Run what is left of a study; return its state.
+
+    Args:
+        warn: called with each warning, one line. quiet: do not show how it goes on.
+    Errors: UserError where the study or its folder is not as it must be; OSError where its state cannot be written.
+    """
+    known = StudyState.read(study.folder).records if (study.folder / STATE).exists() else {}
+    new = [job for job in study.jobs if job.name not in known or known[job.name].job.words != job.words]
+    before = StudyState(study.folder)
+    before.records = dict(known)
+    before.add(study.jobs)  # the folder of another study is rejected before the jobs are examined
+    if known and len(new) == len(study.jobs):
+        raise UserError(f"{study.folder}: belongs to another study, without these runs. Give another name: or results:")
+    examined = examine(new, study)
+    place = Place(study.folder, study.settings)
+    with closed_to_others(), locked_study(study.folder) as state:
+        begun = time.process_time(), _children()
+        state.add(study.jobs)
+        state.cpu_seconds["engine"] += time.process_time()  # the imports and the study file
+        for name, found in examined.items():
+            state.records[name].identity, state.records[name].card = found["identity"], found["card"]
+        state.keep_copy(study.text)
+        state.save(now=True)
+        wanted = [state.records[job.name] for job in study.jobs]
+        for line in not_comparable(wanted) if new else ():
+            warn(line)
+        kept = _Results(study, state, warn)
+        place.references.update({r.job.name: r.reference for r in wanted if r.reference})
+        executor = EXECUTORS.get(study.executor)(place)
+        spent = dict(state.cpu_seconds)
+
+        def ended(job: Job, record: Record) -> None:
+            kept.add(record)
+            _note_time(state, spent, begun)
+
+        kept.skip(wanted)
+        view = None if quiet else ConsoleView(state, len(executor.slots))
+        try:
+            engine.run(study.jobs, executor, state, on_end=ended, view=view)
+        finally:
+            _note_time(state, spent, begun)
+        return state
+
+
+def _children() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def _note_time(state: StudyState, before: dict[str, float], begun: tuple[float, float]) -> None:
+    own, runs = time.process_time() - begun[0], _children() - begun[1]
+    state.cpu_seconds = {"engine": before["engine"] + own, "runs": before["runs"] + runs}
+    state.changed()
+
+
+def examine(jobs: Sequence[Job], study: Study) -> dict[str, Examined]:
+    """Return identity and card of jobs, by name, from a process that checks them as a run would check itself.
+
+    That process needs torch and seconds; this one stays small, and later starts of the study need neither.
+    Errors: UserError that names the arm of the first job that would be rejected.
+    """
+    if not jobs:
+        return {}
+    asked = {"local": study.executor == "local", "jobs": [list(job.words) for job in jobs]}
+    command = [sys.executable, "-m", "omagd", "study", "--examine"]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    try:
+        found: list[Examined] = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        raise UserError(f"{study.source}: its runs cannot be checked: {readable(lines[-1])}") from None
+    for job, entry in zip(jobs, found, strict=True):
+        if "error" in entry:
+            raise UserError(f"{study.source}: {job.arm} ({job.name}): {entry['error']}")
+    return {job.name: entry for job, entry in zip(jobs, found, strict=True)}
+
+
+def not_comparable(records: Iterable[Record]) -> list[str]:
+    """Return a line for each environment whose arms have cards that differ."""
+    first: dict[tuple[str, str], Record] = {}
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for record in records:
+        place = record.job.env, record.job.map
+        base = first.setdefault(place, record)
+        if record.job.arm == base.job.arm or not record.card or not base.card:
+            continue
+        mine, theirs = record.card["compared"], base.card["compared"]
+        keys = [key for key in {**theirs, **mine} if mine.get(key) != theirs.get(key)]
+        if keys:
+            text = ", ".join(f"{key} {mine.get(key, 'none')}, not {theirs.get(key, 'none')}" for key in keys)
+            found.setdefault(place, {})[record.job.arm] = text
+    lines = []
+    for place, arms in found.items():
+        shown = "; ".join(f"{arm}: {text}" for arm, text in list(arms.items())[:PAIRS_SHOWN])
+        more = f"; and {len(arms) - PAIRS_SHOWN} more" if len(arms) > PAIRS_SHOWN else ""
+        lines.append(
+            f"{' '.join(filter(None, place))}: these arms cannot be compared with {first[place].job.arm}: {shown}{more}"
+        )
+    return lines
+
+
+class _Results:
+    """The results file of a study, where it has one."""
+
+    def __init__(self, study: Study, state: StudyState, warn: Callable[[str], None]) -> None:
+        self._path, self._name, self._state, self._warn = study.results_file, study.folder.name, state, warn
+        self._known: dict[results.Key, dict[str, Any]] = {}
+        if self._path is None:
+            return
+        try:
+            self._known, bad = results.known_keys(self._path)
+        except OSError as problem:
+            raise UserError(f"results_file={self._path}: cannot be read ({problem.strerror})") from None
+        if bad:
+            warn(f"results_file={self._path}: {bad} lines cannot be read and do not count; the file is kept as it is")
+
+    def skip(self, records: Iterable[Record]) -> None:
+        """Mark runs whose results are in the file already, and append those of finished runs that are not."""
+        for record in records:
+            inside = results.key_of(record.card, record.identity) in self._known
+            finished = self._state.is_finished(record.job.name)
+            if finished:
+                self.add(record, done=True)
+            elif inside and record.state != ELSEWHERE:
+                record.state = ELSEWHERE
+                self._state.changed()
+            elif not inside and record.state == ELSEWHERE:  # its line was removed
+                record.state = WAITING
+                self._state.changed()
+
+    def add(self, record: Record, done: bool = False) -> None:
+        """Append the result of a job that has ended, unless it is there."""
+        key = results.key_of(record.card, record.identity)
+        if self._path is None or key in self._known or not (done or record.state == DONE):
+            return
+        folder = self._state.run_folder(record.job.name)
+        entry = results.line_of(self._name, record.job, folder, record.card, record.identity)
+        try:
+            results.append(self._path, entry)
+            self._known[key] = entry
+        except OSError as problem:
+            self._warn(
+                f"results_file={self._path}: cannot be written ({problem.strerror}): {record.job.name} is missing"
+                " there; the next start of the study appends it"
+            )
+
+
+def outcome(state: StudyState, study: Study) -> tuple[bool, list[dict[str, Any]]]:
+    """Return whether every job of a study has a result, and one entry per job."""
+    entries = []
+    for job in study.jobs:
+        record = state.records[job.name]
+        about = {"name": job.name, "arm": job.arm, "env": job.env, "map": job.map, "seed": job.seed}
+        folder = str(state.run_folder(job.name).path)
+        entries.append({**about, "state": record.state, "error": record.error, "folder": folder})
+    return all(entry["state"] in {DONE, ELSEWHERE} for entry in entries), entries
