@@ -1,4 +1,4 @@
-"""Python interface (docs/python_api.md): `omagd.run`, `omagd.study`, `omagd.load_policy`, `omagd.make`, `omagd.play`."""
+"""Python interface (docs/python_api.md): `run`, `study`, `load_policy`, `make` and `play` of `omagd`."""
 
 from __future__ import annotations
 

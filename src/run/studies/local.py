@@ -28,6 +28,11 @@ class LocalArgs(BaseModel):
     cores_per_run: PositiveInt = 1
     threads: PositiveInt | None = None
 
+    @property
+    def cores(self) -> int:
+        """Cores of each run, for estimates."""
+        return self.cores_per_run
+
 
 class LocalExecutor:
     """Starts runs on this machine. Runs end with this process: they save and stop, also when it is killed."""
