@@ -23,9 +23,38 @@ Card = dict[str, Any]
 """A card as in `card.json`.
 
 `id`: hash of `compared`. `kind`: training or evaluation. `compared`: what must be equal for two results to be
-comparable. `told`: what may differ. `reached`: steps and updates at the end. `resumed`: for each later start of a
+comparable. `told`: what may differ; its `settings` are the keys that change a result. `method`: hash of what may differ
+and changes a result, whatever the seed. `reached`: steps and updates at the end. `resumed`: for each later start of a
 resumed run, the checkpoint and the versions.
 """
+
+NO_EFFECT = frozenset(
+    {"run", "use_ddp", "world_size", "ddp_port", "dist_timeout_minutes", "max_memory_per_gpu_gb"}
+    | {"local_results_path", "unique_token", "seeds", "save_replay", "save_model", "save_model_interval"}
+    | {"use_wandb", "wandb_project", "wandb_entity", "use_tensorboard", "profile", "log_memory_usage"}
+    | {"log_interval", "runner_log_interval", "learner_log_interval", "distributed_debug", "save_pretrain_buffer"}
+    | {"enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "max_restarts"}
+    | {"auto_resume", "auto_resume_wait", "resume"}
+)
+"""Keys that do not change a result: where a run is executed, what it logs and saves. They are not on the card, which
+records the number of ranks, every later start, and what a damaged run has lost."""
+
+ROUNDING = frozenset(
+    {"use_cuda", "dist_backend", "torch_threads", "cpu_inference", "buffer_cpu_only", "deterministic", "compile"}
+    | {"accumulate", "enable_gradient_checkpointing", "bucket_cap_mb", "num_workers", "graph_frames_at_once"}
+    | {"env_processes"}
+)
+"""Keys that change a result by rounding only: on the card, but runs that differ in them are repetitions."""
+
+COVERED = {
+    "batch_size": "effective_batch", "batch_size_run": "environments", "updates_per_iteration": "updates_per_round",
+    "ticks_per_iteration": "ticks_per_round", "test_nepisode": "test_episodes", "use_full_obs": "observations",
+    "precision": "precision", "acting_precision": "precision",
+}  # fmt: skip
+"""Keys that `compared` has under another name, over all ranks."""
+
+METHOD = ("name", "learner", "mac", "agent", "mixer", "use_graph_reconstruction", "lr_scaling")
+"""Keys that the card has at the top level of `told`, beside the seed."""
 
 IRRELEVANT = frozenset(
     {"map_name", "difficulty", "game_version", "game_timeout", "debug", "replay_dir", "replay_prefix"}
@@ -49,13 +78,23 @@ def make_card(config: Config, world_size: int, device: torch.device, trained: Ca
     budget = _evaluation(config, slots, trained) if config.evaluate else _training(config, world_size, slots)
     compared = {**_environment(config), **budget, "precision": _precision(config)}
     kind = "evaluation" if config.evaluate else "training"
-    facts = _may_differ(config, world_size, device)
-    return {"id": card_id(compared), "kind": kind, "compared": compared, "told": facts, "reached": {}}
+    facts = _may_differ(config, world_size, device, compared)
+    method = card_id(_method(facts))
+    return {"id": card_id(compared), "method": method, "kind": kind, "compared": compared, "told": facts, "reached": {}}
 
 
 def card_id(compared: Mapping[str, Any]) -> str:
     """Return a short hash of what must be equal."""
     return fingerprint(plain(compared))[:8]
+
+
+def _method(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what may differ and changes a result, without the name of the configuration and the seed."""
+    settings = {key: value for key, value in facts["settings"].items() if key not in ROUNDING}
+    kept = {key: facts[key] for key in (*METHOD, *COMPONENT_ARGS) if key in facts and key != "name"}
+    settings["graph_pretrain_batch_size"] *= facts["ranks"]  # one rank's
+    kept["learner"] = kept["learner"].removesuffix("_ddp")
+    return {**kept, **settings, **({} if facts["lr_scaling"] == "none" else {"ranks": facts["ranks"]})}
 
 
 def final_card(card: Card, stats: Mapping[str, float], stages: Mapping[str, Any]) -> Card:
@@ -264,15 +303,18 @@ def _precision(config: Config) -> str:
     return config.precision if acting == config.precision else f"{config.precision} (acting {acting})"
 
 
-def _may_differ(config: Config, world_size: int, device: torch.device) -> dict[str, Any]:
+def _may_differ(config: Config, world_size: int, device: torch.device, compared: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the card records but does not compare."""
     import torch
 
     card = f" {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    keys = ("name", "learner", "mac", "agent", "mixer", "use_graph_reconstruction", "lr_scaling", "seed")
+    elsewhere = NO_EFFECT | {*METHOD, *COMPONENT_ARGS, *compared, "seed", "env_args", "evaluate"}
+    covered = {key for key, name in COVERED.items() if name in compared}
+    values = config.model_dump(mode="json")
     return {
-        **{key: getattr(config, key) for key in keys},
-        **{key: values for key in COMPONENT_ARGS if (values := getattr(config, key))},
+        **{key: values[key] for key in (*METHOD, "seed")},
+        **{key: values[key] for key in COMPONENT_ARGS if values[key]},
+        "settings": {key: value for key, value in values.items() if key not in elsewhere | covered},
         "ranks": world_size,
         "device": device.type + card,
         "versions": versions(),

@@ -1,0 +1,202 @@
+"""Settings of runs, the keys in which they differ, and groups of runs that repeat one method with other seeds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omagd.config.loading import HERE, read_yaml
+from omagd.run.analysis.runs import Run, load
+from omagd.run.reporting.card import COVERED, NO_EFFECT, ROUNDING
+from omagd.utils.errors import UserError, readable
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+WEIGHTS = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path", "checkpoint_path")
+"""Keys with paths: each seed may have its own."""
+
+LABELLED = frozenset({"name", "seed", "env", "evaluate"})
+"""Keys that are no setting of a method: they have their own place in a table."""
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """Return the values that make the method of a run, by dotted key: all but the seed, paths and what has no effect.
+
+    Missing keys of earlier versions have their defaults. Arguments of the environment that have its default are absent
+    if the run has a card. Batch and environments are those of all ranks.
+    """
+    if not run.config:
+        return {}
+    values = {**_defaults(), **run.config}
+    compared = run.card.get("compared", {})
+    for key, name in COVERED.items():
+        if key in ("batch_size", "batch_size_run") and name in compared:
+            values[key] = compared[name]
+    if compared:
+        given = {key.removeprefix("env_args."): compared[key] for key in compared if key.startswith("env_args.")}
+        values["env_args"] = given | {key: compared[key] for key in ("difficulty",) if key in compared}
+    if isinstance(values["learner"], str):
+        values["learner"] = values["learner"].removesuffix("_ddp")
+    if values["lr_scaling"] != "none":
+        values["world_size"] = run.card.get("told", {}).get("ranks", values["world_size"])
+    unused = (NO_EFFECT | ROUNDING | LABELLED) - ({"world_size"} if values["lr_scaling"] != "none" else set())
+    flat = flattened({key: value for key, value in values.items() if key not in unused})
+    flat.pop("env_args.map_name", None)
+    return flat
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return read_yaml(HERE / "default.yaml")
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= inner
+    return found
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return the keys in which the settings of runs differ, each with its values in the order of the runs."""
+    return _differing([settings(run) for run in runs if run.config])
+
+
+def _differing(known: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    found = {}
+    for key in dict.fromkeys(key for values in known for key in values):
+        distinct = {frozen(values.get(key)): values.get(key) for values in known}
+        if len(distinct) > 1:
+            found[key] = list(distinct.values())
+    return found
+
+
+def frozen(value: Any) -> str:
+    """Return a text that is equal for equal JSON values."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that repeat one method with several seeds, on one map or several.
+
+    Attributes:
+        label: short name. values: the keys in which the groups differ, by dotted key.
+    """
+
+    label: str
+    values: dict[str, Any]
+    runs: tuple[Run, ...]
+
+    def at(self, place: str) -> list[Run]:
+        """Return the runs on one environment and map."""
+        return [run for run in self.runs if run.place == place]
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """Return runs grouped by their arm in a study, else by the keys in which runs on one map differ.
+
+    Given weights may be another file for each seed; only where a seed occurs twice do their paths separate groups.
+    """
+    known = {run.folder: settings(run) for run in runs}
+    keys: dict[str, None] = {}
+    for place in dict.fromkeys(run.place for run in runs):
+        keys |= dict.fromkeys(_differing([known[run.folder] for run in runs if run.place == place and run.config]))
+    parts: dict[str, list[Run]] = {}
+    for run in runs:
+        own = {key: known[run.folder].get(key) for key in keys}
+        own |= {key: bool(own[key]) for key in WEIGHTS if key in own}
+        unread = "" if run.config else str(run.folder)
+        parts.setdefault(frozen([run.arm, [] if run.arm else own, unread]), []).append(run)
+    split: list[list[Run]] = []
+    for part in parts.values():
+        paths: dict[str, list[Run]] = {}
+        for run in part:
+            path = [known[run.folder].get(key) for key in WEIGHTS] if repeated(part) and not run.arm else []
+            paths.setdefault(frozen(path), []).append(run)
+        split += paths.values()
+    values = [{key: known[part[0].folder][key] for key in keys if key in known[part[0].folder]} for part in split]
+    labels = _labels(split, values)
+    return [Group(*each) for each in zip(labels, values, map(tuple, split), strict=True)]
+
+
+def repeated(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs whose map and seed another run of these has too."""
+    count = Counter((run.place, run.seed) for run in runs)
+    return [run for run in runs if count[run.place, run.seed] > 1]
+
+
+def _labels(parts: Sequence[Sequence[Run]], values: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a short label for each group: its arm, or its configuration and as few keys as tell all groups apart."""
+    names = [part[0].arm or part[0].name or part[0].label for part in parts]
+    labels = list(names)
+    for name in dict.fromkeys(names):
+        same = [i for i, other in enumerate(names) if other == name]
+        words: dict[int, list[str]] = {i: [] for i in same}
+        for key in _telling([values[i] for i in same]):
+            for i in same:
+                words[i].append(f"{key.rpartition('.')[2]}={shown(values[i], key)}")
+        for i in same:
+            only = len(same) == len(names) and words[i]
+            labels[i] = ", ".join(words[i] if only else [name, *words[i]])
+    count, pairs = Counter(labels), zip(labels, parts, strict=True)
+    return [label if count[label] == 1 else f"{label} ({part[0].label})" for label, part in pairs]
+
+
+def _telling(values: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return as few keys as possible that tell these apart, found one by one."""
+    keys, chosen = list(_differing(values)), list[str]()
+
+    def kinds(some: Sequence[str]) -> int:
+        return len({frozen([each.get(key) for key in some]) for each in values})
+
+    while kinds(chosen) < kinds(keys):
+        chosen.append(max(keys, key=lambda key: kinds([*chosen, key])))
+    return chosen
+
+
+def shown(values: Mapping[str, Any], key: str) -> str:
+    """Return a setting as a short text; `default` where the environment's default holds."""
+    if key not in values:
+        return "default"
+    value = values[key]
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return readable(os.path.basename(text.rstrip("/")) if key in WEIGHTS and text else text)[:40]
+
+
+def load_runs(folder: str | Path) -> DataFrame:
+    """Return the tests of all runs in a folder as a table: a row for each run and test.
+
+    Args:
+        folder: a run, a folder of runs, or a study.
+    Columns: run, arm (in a study, else the name of the configuration), env, map, seed, kind, finished, t_env (steps),
+    wall_seconds (since stage 3 began), every metric of that record, and `config.<key>` for each key in which the runs
+    differ. A run that has no test yet has one row without them.
+    Errors: UserError where no run can be read, or pandas is missing. A damaged run among others is one warning.
+    """
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise UserError('load_runs: needs pandas: pip install "omagd[studies]"') from None
+    runs = load([folder], "load_runs")
+    keys = differing(runs)
+    rows = []
+    for run in runs:
+        about = {"run": run.label, "arm": run.arm or run.name, "env": run.env, "map": run.map_name, "seed": run.seed}
+        about |= {"kind": run.kind, "finished": run.finished}
+        own = settings(run)
+        config = {f"config.{key}": own.get(key) for key in keys}
+        for record in run.tests or [{}]:
+            metrics = {key: value for key, value in record.items() if key not in ("stage", "t_env", "wall_seconds")}
+            times = {key: record.get(key) for key in ("t_env", "wall_seconds")}
+            rows.append({**about, **times, **metrics, **config})
+    return DataFrame(rows)

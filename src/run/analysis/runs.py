@@ -1,0 +1,226 @@
+"""Read the folders of many runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omagd.config.env_info import map_label
+from omagd.run.reporting.card import Card, is_card
+from omagd.utils.errors import UserError, readable
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import read_entry
+
+LOG = logging.getLogger("omagd")
+RUN_FILE = "run.json"
+STUDY_FILE = "study.json"
+STUDY_RUNS = "runs"
+Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Environment steps, seconds since the stage began, values; one entry for each test."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, read from its folder.
+
+    Attributes:
+        config: every key, empty if it cannot be read. card, summary: empty if they cannot be read.
+        finished: whether it has ended and will not be resumed. arm: its name in a study, else "".
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    card: Card
+    summary: dict[str, Any]
+    finished: bool = False
+    arm: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name of the run's folder."""
+        return readable(self.folder.name)
+
+    @property
+    def name(self) -> str:
+        """The name of its configuration."""
+        return str(self._fact("name"))
+
+    @property
+    def env(self) -> str:
+        """The environment."""
+        return str(self._fact("env"))
+
+    @property
+    def map_name(self) -> str:
+        """The map, or the name of the set of maps."""
+        args = self.config.get("env_args")
+        given = self.summary.get("map_name") or (args.get("map_name") if isinstance(args, dict) else None)
+        return readable(map_label(given or ""))
+
+    @property
+    def place(self) -> str:
+        """Environment and map, as results are labelled."""
+        return f"{self.env} {self.map_name}".strip()
+
+    @property
+    def seed(self) -> int | None:
+        """The seed, None if it is not known."""
+        seed = self.config.get("seed", self.summary.get("seed"))
+        return seed if isinstance(seed, int) else None
+
+    @property
+    def kind(self) -> str:
+        """`training` or `evaluation`."""
+        found = "evaluation" if self.config.get("evaluate") else "training"
+        return str(self.summary.get("kind") or self.card.get("kind") or found)
+
+    @property
+    def state(self) -> str:
+        """How the run ended, `unfinished` if it has not."""
+        return readable(str(self.summary.get("exit_state") or ("completed" if self.finished else "unfinished")))
+
+    @property
+    def test_episodes(self) -> int | None:
+        """Episodes of one test, None if not known."""
+        found = self.card.get("compared", {}).get("test_episodes", self.config.get("test_nepisode"))
+        return found if isinstance(found, int) else None
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The objects of `metrics.jsonl`."""
+        return list(read_records(RunFolder(self.folder).metrics_jsonl))
+
+    @cached_property
+    def tests(self) -> list[dict[str, Any]]:
+        """The records of stage 3 that hold a test, in the order of their steps."""
+        found = [record for record in self.records if record.get("stage") == "stage3" and _is_number(record, "t_env")]
+        tests = [record for record in found if any(name.startswith(("test_", "test/")) for name in record)]
+        return sorted(tests, key=lambda record: record["t_env"])
+
+    def test_curve(self, name: str) -> Curve:
+        """Return the values of a metric over stage 3; tests without it are left out."""
+        found = [record for record in self.tests if _is_number(record, name)]
+        rows = [(r["t_env"], r["wall_seconds"] if _is_number(r, "wall_seconds") else math.nan, r[name]) for r in found]
+        steps, seconds, values = np.array(rows, float).reshape(-1, 3).T
+        return steps, seconds, values
+
+    def _fact(self, key: str) -> Any:
+        found = self.config.get(key, self.summary.get(key))
+        return readable(found) if isinstance(found, str) else ""
+
+
+def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "") -> list[Run]:
+    """Return the runs in folders, in the order of the paths, those of one folder by name.
+
+    Args:
+        paths: each a run, a folder of runs, or a study. command: for the message if there is none.
+        found_none: end of that message, what to give instead.
+    Errors: UserError where no run can be read. A damaged run among others is one warning.
+    """
+    runs: dict[Path, Run] = {}
+    problems = []
+    for path in map(Path, paths):
+        place = path.expanduser().absolute()
+        folders = dict(_run_folders(place))
+        if not folders:
+            problems.append(f"{path}: holds no run: no config.json and no summary.json that can be read")
+        for folder, arm in folders.items():
+            run = _read(folder, arm)
+            if run is None:
+                problems.append(f"{folder}: neither its config.json nor its summary.json can be read")
+            else:
+                runs.setdefault(folder, run)
+    if not runs:
+        first = problems[0] if problems else "no folder was given"
+        fix = found_none or "Give the folder of a run, a folder of runs, or a study"
+        raise UserError(f"{command} {first}. {fix}")
+    for problem in problems:
+        LOG.warning("left out: %s", readable(problem))
+    return list(runs.values())
+
+
+def _run_folders(place: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the folders of runs at a path, and the arm of each."""
+    if _is_run(place):
+        yield place, _arms(place.parent.parent).get(place.name, "")
+        return
+    for parent, arms in ((place, {}), (place / STUDY_RUNS, _arms(place))):
+        try:
+            names = sorted(os.listdir(parent), key=natural)
+        except OSError:
+            continue
+        yield from ((parent / name, arms.get(name, "")) for name in names if _is_run(parent / name))
+
+
+def _is_run(folder: Path) -> bool:
+    return any(os.path.lexists(folder / name) for name in ("config.json", "summary.json", RUN_FILE))
+
+
+def _arms(study: Path) -> dict[str, str]:
+    """Return the arm of each run of a study, by the run's name."""
+    jobs = read_entry(study / STUDY_FILE).get("jobs")
+    known = jobs.items() if isinstance(jobs, dict) else []
+    return {name: readable(str(job["arm"])) for name, job in known if isinstance(job, dict) and "arm" in job}
+
+
+def _read(folder: Path, arm: str) -> Run | None:
+    """Return the run in a folder, None if neither its configuration nor its summary can be read."""
+    files = RunFolder(folder)
+    config, summary = read_entry(files.config_json), read_entry(files.summary_json)
+    summary = summary if _is_summary(summary) else {}
+    if not config and not summary:
+        return None
+    card = read_entry(files.card_json) or summary.get("card")
+    finished = read_entry(folder / RUN_FILE).get("finished") is True
+    return Run(folder, config, card if is_card(card) and isinstance(card, dict) else {}, summary, finished, arm)
+
+
+def _is_summary(value: Mapping[str, Any]) -> bool:
+    """Return whether the values of a `summary.json` that tables read have their types."""
+    stages, seconds = value.get("stages", {}), value.get("wall_seconds", 0.0)
+    known = isinstance(stages, dict) and all(isinstance(stage, dict) for stage in stages.values())
+    values = [stage.get("values", {}) for stage in stages.values()] if known else []
+    numbers = [number for each in values if isinstance(each, dict) for number in each.values()]
+    is_time = seconds is None or isinstance(seconds, (int, float)) and math.isfinite(seconds)
+    typed = all(isinstance(each, dict) for each in values) and all(
+        number is None or isinstance(number, (int, float)) for number in numbers
+    )
+    return known and typed and is_time
+
+
+def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines; skips what is none, such as the last line of a killed run.
+
+    Nothing is read from a pipe or a device.
+    """
+    if not os.path.isfile(path):
+        return
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _is_number(record: Mapping[str, Any], name: str) -> bool:
+    value = record.get(name)
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def natural(text: str) -> list[tuple[float, str]]:
+    """Return a key that sorts numbers within names by their size: 3m before 10m, lr=0.0003 before lr=0.001."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", text)
+    return [(-1.0, part) if i % 2 == 0 else (float(part), "") for i, part in enumerate(parts)]
