@@ -12,11 +12,23 @@ import numpy as np
 import pytest
 import sc2_stand_in
 import torch
+from pydantic import BaseModel
 
 from omagd.config.loading import resolve
 from omagd.run.api import run
 from omagd.run.cli.main import main
-from omagd.run.reporting.card import differences, final_card, make_card, marks, read_card, start_lines
+from omagd.run.reporting.card import (
+    IRRELEVANT,
+    NO_EFFECT,
+    ROUNDING,
+    _differing,
+    differences,
+    final_card,
+    make_card,
+    marks,
+    read_card,
+    start_lines,
+)
 from omagd.run.reporting.report import next_command, render_summary, runs_table, seeds_table, write_summary
 from omagd.run.training.records import complete_card
 from omagd.utils.errors import UserError
@@ -55,6 +67,60 @@ def test_a_card_says_what_a_result_depends_on():
         "reward_sparse=True"
     )
     assert changed["id"] in last
+
+
+def other_value(value):
+    """Return another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return {"unknown": 1} if isinstance(value, dict) else (7,) if isinstance(value, tuple) else f"{value or ''}x"
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+def test_every_key_is_on_the_card_or_on_the_list_of_keys_without_effect():
+    """Of a run of all stages; two lists, and nothing else, decide about a new key."""
+    config = resolve("omagd_small", None, {})
+    first = make_card(config, 1, torch.device("cpu"))
+    for key in type(config).model_fields:
+        if key in {"env", "runner", "env_args", "evaluate", "pretrain_only", "evaluation_only"}:
+            continue  # tested with values that exist
+        other = "nq_learner" if key == "learner" else other_value(getattr(config, key))
+        changed = config.model_copy(update={key: other})
+        if isinstance(getattr(config, key), BaseModel):
+            section = getattr(config, key)
+            for name in type(section).model_fields:
+                part = section.model_copy(update={name: other_value(getattr(section, name))})
+                card = make_card(config.model_copy(update={key: part}), 1, torch.device("cpu"))
+                assert card["method"] != first["method"], f"{key}.{name}"
+            continue
+        card = make_card(changed, 1, torch.device("cpu"))
+        assert (card == first) == (key in NO_EFFECT), key
+        moved = card["id"] != first["id"] or card["method"] != first["method"]
+        assert moved == (key not in NO_EFFECT | ROUNDING | {"name", "seed"}), key
+    for updates in ({"runner": "stream"}, {"pretrain_only": True}, {"env_args__move_amount": 3.0}):
+        card = card_of("omagd_small", **updates)
+        assert (card["id"], card["method"]) != (first["id"], first["method"]), updates
+
+
+def test_every_argument_of_an_environment_is_on_the_card_or_has_no_effect():
+    from omagd.envs.factory import validate_env_args
+
+    usual = validate_env_args("skirmish", {})
+    for name in type(usual).model_fields:
+        changed = usual.model_copy(update={name: other_value(getattr(usual, name))})
+        assert bool(_differing(changed)) == (name not in IRRELEVANT), name
+
+
+def test_the_method_is_the_same_on_any_number_of_ranks():
+    one = card_of("omagd_small", batch_size=32, batch_size_run=16, graph_pretrain_batch_size=32)
+    sizes = {"batch_size": 16, "batch_size_run": 8, "graph_pretrain_batch_size": 16}
+    assert card_of("omagd_small", ranks=2, **sizes)["method"] == one["method"] != card_of("omagd_small", lr=1)["method"]
+    names = [card_of("omagd_small", learner=name)["method"] for name in ("nq_graph_learner", "nq_graph_learner_ddp")]
+    assert names[0] == names[1]
+    scaled = [card_of(ranks=ranks, lr_scaling="sqrt")["method"] for ranks in (1, 2)]
+    assert scaled[0] != scaled[1], "the learning rate depends on the ranks"
 
 
 DIFFERENCES = [

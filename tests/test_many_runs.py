@@ -1,0 +1,155 @@
+"""Reading many runs: folders, groups of repetitions, the table of `load_runs`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from many_runs import STEPS, make_run, make_study
+
+import omagd
+from omagd.run.analysis.groups import differing, groups
+from omagd.run.analysis.runs import load
+from omagd.utils.errors import UserError
+
+
+def test_runs_are_found_in_folders_of_runs_and_in_studies(tmp_path):
+    make_study(tmp_path / "many", seeds=(2, 10, 1))
+    (tmp_path / "many" / "sacred").mkdir()
+    (tmp_path / "study").mkdir()
+    make_study(tmp_path / "study" / "runs", rates=(0.001,))
+    runs = load([tmp_path / "many"])
+    assert [run.seed for run in runs[:3]] == [1, 2, 10] and len(runs) == 9, "numbers in names are sorted by size"
+    assert [run.folder.name for run in load([tmp_path / "study"])] == ["lr0.001_3m_seed1", "lr0.001_3m_seed2"]
+    one = tmp_path / "many" / "lr0.001_3m_seed1"
+    assert [run.folder for run in load([one, one])] == [one], "a folder that is given twice is one run"
+    run = runs[0]
+    assert (run.name, run.env, run.map_name, run.seed, run.finished) == ("qmix", "skirmish", "3m", 1, True)
+    assert (run.kind, run.state, run.test_episodes) == ("training", "completed", 32)
+    steps, seconds, won = run.test_curve("test_battle_won_mean")
+    assert steps.tolist() == list(STEPS) and np.allclose(seconds, 0.01 * steps) and won[-1] == pytest.approx(0.22)
+    assert run.test_curve("loss_pi")[0].size == 0
+
+
+def damage(folder, how):
+    """Spoil a run in one way."""
+    if how == "no object":
+        (folder / "config.json").write_text("[1]")
+        (folder / "summary.json").write_text("{")
+    elif how == "a pipe":
+        for name in ("config.json", "metrics.jsonl", "summary.json"):
+            (folder / name).unlink()
+            os.mkfifo(folder / name)
+    elif how == "wrong types":
+        (folder / "config.json").unlink()
+        (folder / "summary.json").write_text(json.dumps({"stages": {"stage3": {"values": {"x": [1]}}}}))
+
+
+@pytest.mark.parametrize("how", ["no object", "a pipe", "wrong types"])
+def test_a_damaged_run_among_many_is_one_warning(tmp_path, how, caplog):
+    make_study(tmp_path)
+    damage(tmp_path / "lr0.001_3m_seed2", how)
+    with caplog.at_level(logging.WARNING, "omagd"):
+        runs = load([tmp_path])
+    assert len(runs) == 5
+    (line,) = caplog.messages
+    assert "lr0.001_3m_seed2" in line and "can be read" in line
+    with pytest.raises(UserError, match=r"^plot .*lr0.001_3m_seed2"):
+        load([tmp_path / "lr0.001_3m_seed2"], "plot")
+
+
+def test_a_run_whose_files_are_half_readable_is_kept(tmp_path):
+    folder = make_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "stage3", "t_env": null, "test_battle_won_mean": 1}\n\x00\n[1]\n{"stage": "sta')
+    (folder / "summary.json").write_text('{"stages": 3}')
+    (run,) = load([folder])
+    assert len(run.test_curve("test_battle_won_mean")[0]) == 4 and run.state == "completed"
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(UserError):
+        load([folder])
+
+
+@pytest.mark.parametrize("given", ["nowhere", "empty", "file"])
+def test_a_folder_without_runs_is_one_line(tmp_path, given):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf"{given}: holds no run.*Give the folder of a run"):
+        load([tmp_path / given])
+
+
+def test_groups_are_the_keys_that_differ_and_seeds_are_repetitions(tmp_path):
+    make_study(tmp_path, maps=("3m", "8m"), seeds=(1, 2, 3))
+    runs = load([tmp_path])
+    assert differing(runs) == {"lr": [0.0003, 0.001, 0.005]}
+    found = groups(runs)
+    assert [group.label for group in found] == ["lr=0.0003", "lr=0.001", "lr=0.005"]
+    for group in found:
+        assert [run.seed for run in group.at("skirmish 3m")] == [1, 2, 3] and len(group.runs) == 6
+
+
+def test_what_does_not_change_the_method_makes_no_group(tmp_path):
+    """Paths, logs, devices, another number of ranks of the same batch, weights of another seed."""
+    same = [
+        {}, {"use_cuda": False, "torch_threads": 3, "accumulate": 2}, {"log_interval": 7, "save_model": False},
+        {"local_results_path": "x", "unique_token": "y"}, {"env_args__difficulty": "7"},
+        {"pretrained_tokenizer_path": "results/seed6/tokenizer.th"},
+        {"pretrained_tokenizer_path": "results/seed7/tokenizer.th"},
+    ]  # fmt: skip
+    for seed, updates in enumerate(same):
+        make_run(tmp_path / f"seed{seed}", seed=seed, **updates)
+    first, given = groups(load([tmp_path]))
+    assert [len(group.runs) for group in (first, given)] == [5, 2], "given weights are a method, their path is not"
+    make_run(tmp_path / "other weights", seed=6, pretrained_tokenizer_path="results/other/tokenizer.th")
+    assert len(groups(load([tmp_path]))) == 4, "where a seed occurs twice, the path tells the runs apart"
+
+
+def test_a_key_that_differs_between_maps_only_makes_no_group(tmp_path):
+    """Longer budgets on harder maps are no other method; two presets are named by their names."""
+    for seed in (1, 2):
+        for config in ("qmix", "vdn"):
+            make_run(tmp_path / f"{config}_3m_{seed}", config=config, seed=seed, t_max=1000)
+            more = {"env_args__map_name": "8m", "t_max": 5000}
+            make_run(tmp_path / f"{config}_8m_{seed}", config=config, seed=seed, **more)
+    runs = load([tmp_path])
+    assert [(group.label, len(group.runs)) for group in groups(runs)] == [("qmix", 4), ("vdn", 4)]
+    assert differing(runs)["t_max"] == [1000, 5000]
+    make_run(tmp_path / "qmix_3m_slow", config="qmix", seed=1, t_max=1000, lr=0.01, gamma=0.9)
+    labels = [group.label for group in groups(load([tmp_path]))]
+    assert labels == ["qmix, gamma=0.99", "qmix, gamma=0.9", "vdn"], "as few keys as tell them apart"
+
+
+def test_arms_of_a_study_are_groups(tmp_path):
+    make_study(tmp_path / "runs")
+    names = sorted(os.listdir(tmp_path / "runs"))
+    jobs = {name: {"arm": "low" if "0.0003" in name else "high"} for name in names}
+    (tmp_path / "study.json").write_text(json.dumps({"jobs": jobs}))
+    assert {group.label: len(group.runs) for group in groups(load([tmp_path]))} == {"low": 2, "high": 4}
+    assert load([tmp_path / "runs" / names[0]])[0].arm == "low"
+
+
+def test_load_runs_returns_a_row_for_each_test(tmp_path, monkeypatch):
+    make_study(tmp_path, rates=(0.001, 0.005))
+    make_run(tmp_path / "begun", won=(), finished=False, seed=5, lr=0.001)
+    table = omagd.load_runs(tmp_path)
+    assert len(table) == 4 * 4 + 1
+    assert list(table.columns[:9]) == [
+        "run", "arm", "env", "map", "seed", "kind", "finished", "t_env", "wall_seconds",
+    ]  # fmt: skip
+    final = table.groupby(["config.lr", "seed"]).test_battle_won_mean.last()
+    assert final[(0.005, 2)] == pytest.approx(0.44) and np.isnan(final[(0.001, 5)])
+    assert not table.set_index("run").loc["begun"].finished
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match=r'needs pandas: pip install "omagd\[studies\]"'):
+        omagd.load_runs(tmp_path)
+
+
+def test_load_runs_needs_no_torch(tmp_path):
+    make_run(tmp_path / "run")
+    code = f"import sys, omagd; omagd.load_runs({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
