@@ -127,7 +127,7 @@ def test_a_key_that_differs_between_maps_only_makes_no_group(tmp_path):
 def test_arms_of_a_study_are_groups(tmp_path):
     make_study(tmp_path / "runs")
     names = sorted(os.listdir(tmp_path / "runs"))
-    jobs = {name: {"arm": "low" if "0.0003" in name else "high"} for name in names}
+    jobs = [{"job": {"name": name, "arm": "low" if "0.0003" in name else "high"}} for name in names]
     (tmp_path / "study.json").write_text(json.dumps({"jobs": jobs}))
     assert {group.label: len(group.runs) for group in groups(load([tmp_path]))} == {"low": 2, "high": 4}
     assert load([tmp_path / "runs" / names[0]])[0].arm == "low"

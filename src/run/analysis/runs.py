@@ -18,13 +18,13 @@ import numpy as np
 from omagd.config.env_info import map_label
 from omagd.run.reporting.card import Card, is_card
 from omagd.utils.errors import UserError, readable
-from omagd.utils.run_folder import RunFolder
-from omagd.utils.storage import read_entry
+from omagd.utils.run_folder import RUN_FILE, RunFolder
+from omagd.utils.storage import read_entry, read_json
 
 LOG = logging.getLogger("omagd")
-RUN_FILE = "run.json"
 STUDY_FILE = "study.json"
 STUDY_RUNS = "runs"
+LONGEST_STUDY = 1 << 28
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Environment steps, seconds since the stage began, values; one entry for each test."""
 
@@ -75,7 +75,7 @@ class Run:
     @property
     def seed(self) -> int | None:
         """The seed, None if it is not known."""
-        seed = self.config.get("seed", self.summary.get("seed"))
+        seed = (self.config or self.summary).get("seed")
         return seed if isinstance(seed, int) else None
 
     @property
@@ -92,7 +92,7 @@ class Run:
     @property
     def test_episodes(self) -> int | None:
         """Episodes of one test, None if not known."""
-        found = self.card.get("compared", {}).get("test_episodes", self.config.get("test_nepisode"))
+        found = self.card.get("compared", {}).get("test_episodes") or self.config.get("test_nepisode")
         return found if isinstance(found, int) else None
 
     @cached_property
@@ -115,7 +115,7 @@ class Run:
         return steps, seconds, values
 
     def _fact(self, key: str) -> Any:
-        found = self.config.get(key, self.summary.get(key))
+        found = (self.config or self.summary).get(key)
         return readable(found) if isinstance(found, str) else ""
 
 
@@ -168,9 +168,11 @@ def _is_run(folder: Path) -> bool:
 
 def _arms(study: Path) -> dict[str, str]:
     """Return the arm of each run of a study, by the run's name."""
-    jobs = read_entry(study / STUDY_FILE).get("jobs")
-    known = jobs.items() if isinstance(jobs, dict) else []
-    return {name: readable(str(job["arm"])) for name, job in known if isinstance(job, dict) and "arm" in job}
+    try:
+        entries = read_json(study / STUDY_FILE, LONGEST_STUDY)["jobs"]
+        return {entry["job"]["name"]: readable(str(entry["job"]["arm"])) for entry in entries}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _read(folder: Path, arm: str) -> Run | None:

@@ -1,0 +1,118 @@
+"""Statistics over seeds and maps: against rliable, and against cases computed by hand."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+
+from omagd.run.analysis import statistics
+from omagd.run.analysis.statistics import gap_share, improvement, interval, iqm, mean, profile
+
+REPS = 4000
+
+
+@pytest.fixture(scope="module")
+def rliable():
+    """Return rliable's (library, metrics); arch 7, which it imports, calls a decorator as pandas 2 had it."""
+    from pandas.util import _decorators
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_decorators, "deprecate_kwarg", lambda *_, **__: lambda function: function)
+        return importlib.import_module("rliable.library"), importlib.import_module("rliable.metrics")
+
+
+def random_scores(seeds=5, tasks=4, seed=0):
+    """Return scores [seeds, tasks] in rliable's layout: two groups of unequal quality per task, with ties."""
+    return np.random.default_rng(seed).beta(2, 1 + seed, (seeds, tasks)).round(2)
+
+
+def columns(scores):
+    return list(scores.T)
+
+
+@pytest.mark.parametrize("seeds, tasks", [(3, 1), (5, 4), (10, 3)])
+def test_point_estimates_are_those_of_rliable(rliable, seeds, tasks):
+    library, metrics = rliable
+    scores, others = random_scores(seeds, tasks), random_scores(seeds + 1, tasks, 1)
+    assert iqm(columns(scores)) == pytest.approx(metrics.aggregate_iqm(scores))
+    assert mean(columns(scores)) == pytest.approx(metrics.aggregate_mean(scores))
+    wanted = metrics.probability_of_improvement(scores, others)
+    assert improvement(columns(scores), columns(others))[0] == pytest.approx(wanted)
+    taus = np.linspace(0, 1, 11)
+    shares, _ = library.create_performance_profile({"x": scores}, taus, reps=2)
+    assert profile(columns(scores), taus)[0] == pytest.approx(shares["x"])
+
+
+def test_intervals_are_those_of_rliable(rliable):
+    """Both are estimates from random resamples: equal within their own error."""
+    library, metrics = rliable
+    scores, others = random_scores(8), random_scores(6, seed=1)
+    np.random.seed(0)
+    for name, mine in (("aggregate_iqm", iqm), ("aggregate_mean", mean)):
+        theirs = getattr(metrics, name)
+        _, wanted = library.get_interval_estimates({"x": scores}, lambda s, f=theirs: np.array([f(s)]), reps=REPS)
+        assert np.array(interval(mine, columns(scores))) == pytest.approx(wanted["x"][:, 0], abs=0.012)
+    pair = {"x": [scores, others]}
+    _, wanted = library.get_interval_estimates(
+        pair, lambda x, y: np.array([metrics.probability_of_improvement(x, y)]), reps=500
+    )
+    found = improvement(columns(scores), columns(others))[1]
+    assert np.array(found) == pytest.approx(wanted["x"][:, 0], abs=0.03)
+    taus = np.array([0.3, 0.6])
+    _, wanted = library.create_performance_profile({"x": scores}, taus, reps=REPS)
+    assert np.array(profile(columns(scores), taus)[1]) == pytest.approx(wanted["x"], abs=0.035)
+
+
+def test_small_cases_by_hand():
+    assert iqm([np.array([0.0, 1.0, 3.0, 100.0])]) == 2.0, "the lowest and the highest quarter are left out"
+    assert mean([np.array([1.0, 3.0]), np.array([10.0])]) == 6.0, "each map counts once, whatever its seeds"
+    assert improvement([np.array([1.0, 2.0])], [np.array([1.0, 0.0])])[0] == 0.875, "a tie counts half"
+    shares, _ = profile([np.array([0.0, 1.0]), np.array([1.0, 1.0])], np.array([0.0, 0.5, 1.0]))
+    assert shares.tolist() == [0.75, 0.75, 0.0]
+    two = interval(mean, [np.array([1.0, 3.0])])
+    assert two is not None and tuple(map(float, two)) == (1.0, 3.0), "of two seeds the interval is their range"
+
+
+def test_seeds_are_drawn_within_each_map():
+    """Maps that differ much do not widen the interval: it depends on the seeds only."""
+    easy, hard = np.array([0.9, 0.9, 0.9]), np.array([0.1, 0.1, 0.1])
+    low, high = interval(mean, [easy, hard])
+    assert low == high == pytest.approx(0.5)
+
+
+def test_points_of_time_are_resampled_together_and_equal_single_calls():
+    curve = np.random.default_rng(3).random((7, 4))
+    low, high = interval(mean, [curve])
+    assert low.shape == (7,) and (low < curve.mean(1)).all() and (curve.mean(1) < high).all()
+    alone = interval(mean, [curve[2]])
+    assert (low[2], high[2]) == pytest.approx((float(alone[0]), float(alone[1])))
+
+
+def test_one_seed_has_no_interval_and_every_call_gives_the_same():
+    assert interval(iqm, [np.array([0.5]), np.array([0.1, 0.2])]) is None
+    scores = columns(random_scores())
+    first, second = interval(iqm, scores), interval(iqm, scores)
+    assert first == second
+    assert improvement(scores, scores)[0] == 0.5
+
+
+def test_the_share_of_a_gap_is_resampled_jointly():
+    """A method that is the mean of both ends in every seed; and one that equals the upper end."""
+    lower, upper = [np.array([0.0, 0.1, 0.2])], [np.array([0.8, 0.9, 1.0])]
+    middle = [(lower[0] + upper[0]) / 2]
+    share, ends = gap_share(middle, lower, upper)
+    assert share == pytest.approx(0.5) and ends is not None and ends[0] < 0.5 < ends[1]
+    assert gap_share(upper, lower, upper)[0] == pytest.approx(1.0)
+    same = [np.array([0.5, 0.5])]
+    assert np.isnan(gap_share(same, same, same)[0]), "no gap, no share"
+    exact, sure = gap_share([np.array([0.25, 0.25])], [np.array([0.0, 0.0])], [np.array([1.0, 1.0])])
+    assert exact == 0.25 and sure is not None and tuple(map(float, sure)) == (0.25, 0.25)
+
+
+def test_memory_is_bounded_and_parts_give_the_same(monkeypatch):
+    curves = list(np.random.default_rng(1).random((2, 9, 4)))
+    whole = interval(mean, curves)
+    monkeypatch.setattr(statistics, "ENTRIES_AT_ONCE", 3 * 8 * statistics.RESAMPLES)
+    assert np.array_equal(interval(mean, curves), whole)
