@@ -69,7 +69,8 @@ def estimate(study: Study, seconds: float) -> str:
     lines.append(
         f"{len(study.jobs)} runs, about {total:.2f} core-hours" + (", without those unknown" if unknown else "")
     )
-    lines.append(f"{study.executor}: {study.settings!r}".replace("Args", ""))
+    settings = ", ".join(f"{name}={value}" for name, value in study.settings.model_dump(exclude_none=True).items())
+    lines.append(f"executor {study.executor}: {settings}")
     lines += [f"warning: {line}" for line in not_comparable(records)]
     return "\n".join(lines) + "\n"
 
