@@ -65,14 +65,14 @@ class StudyState:
 
     Args:
         folder: of the study. Attributes: records: by the name of the job. launcher: process that leads the study.
-        cpu_seconds: of all processes that have led it ("engine"), and of the runs that were their children ("runs").
+        cpu_seconds: of the processes that led it ("engine"), of those that checked its jobs, and of its local runs.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.records: dict[str, Record] = {}
         self.launcher: ProcessIdentity | None = None
-        self.cpu_seconds = {"engine": 0.0, "runs": 0.0}
+        self.cpu_seconds = {"engine": 0.0, "checks": 0.0, "runs": 0.0}
         self._saved = 0.0
         self._changed = False
 

@@ -43,7 +43,8 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
     with closed_to_others(), locked_study(study.folder) as state:
         begun = time.process_time(), _children()
         state.add(study.jobs)
-        state.cpu_seconds["engine"] += time.process_time()  # the imports and the study file
+        state.cpu_seconds["engine"] += begun[0]  # imports and the study file
+        state.cpu_seconds["checks"] += begun[1]
         for name, found in examined.items():
             state.records[name].identity, state.records[name].card = found["identity"], found["card"]
         state.keep_copy(study.text)
@@ -76,7 +77,7 @@ def _children() -> float:
 
 def _note_time(state: StudyState, before: dict[str, float], begun: tuple[float, float]) -> None:
     own, runs = time.process_time() - begun[0], _children() - begun[1]
-    state.cpu_seconds = {"engine": before["engine"] + own, "runs": before["runs"] + runs}
+    state.cpu_seconds = {**before, "engine": before["engine"] + own, "runs": before["runs"] + runs}
     state.changed()
 
 

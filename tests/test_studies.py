@@ -1,0 +1,477 @@
+"""Studies: the file, the engine, the results file; whole studies are in test_study_runs.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from reaper import having
+
+from omagd.run.checkpoint.run_lock import start_ticks
+from omagd.run.cli.main import main
+from omagd.run.studies import EXECUTORS, engine, results
+from omagd.run.studies.executors import Ended, Job, Place
+from omagd.run.studies.local import LocalArgs, LocalExecutor
+from omagd.run.studies.processes import last_error, start_run
+from omagd.run.studies.spec import config_of, load
+from omagd.run.studies.state import DONE, FAILED, WAITING, StudyState, locked_study
+from omagd.run.studies.study import not_comparable
+from omagd.run.studies.view import ConsoleView, seconds_left, study_table
+from omagd.utils.errors import UserError
+
+SMALL = {"t_max": 100, "lr": 0.001}
+
+
+def jobs_of(values: dict) -> list[Job]:
+    return list(load({"name": "toy", **values}).jobs)
+
+
+def test_arms_environments_and_seeds_are_multiplied_and_override_each_other():
+    jobs = jobs_of(
+        {
+            "config": "qmix",
+            "with": {"lr": 0.1, "batch_size": 5, "test_nepisode": 7},
+            "arms": {"plain": None, "deep": {"config": "vdn", "with": {"lr": 1e-05, "epsilon_start": 0.5}}},
+            "environments": {"easy": "3m", "hard": {"map": "2s3z", "with": {"batch_size": 6, "epsilon_start": 0.7}}},
+            "seeds": [4, 2],
+        }
+    )
+    assert [job.name for job in jobs] == [
+        f"{arm}-{env}-seed{seed}" for arm in ("plain", "deep") for env in ("easy", "hard") for seed in (4, 2)
+    ]
+    found = {job.name: config_of(job) for job in jobs}
+    picked = {name: (c.name, c.map_name, c.seed, c.lr, c.batch_size, c.epsilon_start) for name, c in found.items()}
+    assert picked["plain-easy-seed4"] == ("qmix", "3m", 4, 0.1, 5, 1.0)
+    assert picked["deep-easy-seed2"] == ("vdn", "3m", 2, 1e-05, 5, 0.5)
+    assert picked["deep-hard-seed2"] == ("vdn", "2s3z", 2, 1e-05, 6, 0.5)  # the arm's value, not the environment's
+    assert {c.test_nepisode for c in found.values()} == {7}
+    assert {(job.env, job.map) for job in jobs} == {("skirmish", "3m"), ("skirmish", "2s3z")}
+
+
+def test_a_list_of_overrides_and_nested_keys():
+    jobs = jobs_of({"config": "qmix", "runs": [{"lr": 0.01}, {"lr": 0.02, "env_args": {"map_name": "8m"}}], "seeds": 2})
+    assert [job.name for job in jobs] == [
+        "lr=0.01-3m-seed1", "lr=0.01-3m-seed2", "lr=0.02,map_name=8m-8m-seed1", "lr=0.02,map_name=8m-8m-seed2",
+    ]  # fmt: skip
+    assert [config_of(job).map_name for job in jobs] == ["3m", "3m", "8m", "8m"]
+
+
+def test_values_of_every_kind_reach_the_configuration():
+    given = {"save_model": False, "checkpoint_path": "", "n_starts": 3, "lr": 1e-3, "max_episodes": None, "name": "3"}
+    (job,) = jobs_of({"config": "qmix", "with": {**given, "env_args": {"map_name": "8m"}}})
+    config = config_of(job)
+    assert {key: getattr(config, key) for key in given} == given
+    assert config.map_name == "8m"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"arms": {"a": {"with": {"lrr": 1}}}}, "arms.a: with lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
+        ({"arms": {"a": {"config": "qmixx"}}}, "arms.a: --config=qmixx is not known. Did you mean 'qmix'?"),
+        ({"arms": {"a": {"confg": "qmix"}}}, "arms.a: unknown key 'confg'. Did you mean 'config'?"),
+        ({"arm": {}}, "unknown key 'arm'. Did you mean 'arms'?"),
+        ({"arms": {}}, "the study is empty: give at least one entry of arms: or runs:"),
+        ({"runs": []}, "the study is empty"),
+        ({"seeds": 0}, "the study is empty: seeds=0"),
+        ({"environments": []}, "the study is empty: environments: names none"),
+        ({"seeds": [1, 1]}, "seeds: 1 is named twice"),
+        ({"environments": ["3m", "3m"]}, "environments: one is named twice"),
+        ({"arms": {"a": {"config": "qmix"}, "b": {"config": "qmix"}}}, "arms.b: is the same run as arms.a"),
+        ({"arms": {"a b": None, "a_b": {"config": "vdn"}}}, "arms.a_b: its folder a_b-3m-seed1 is that of arms.a b"),
+        ({"arms": {"a": None}, "runs": [{}]}, "runs: and arms: are given"),
+        ({"runs": [{"lr": 0.1}, {"lr": 0.1}]}, "runs: two entries are equal"),
+        ({"with": {"seed": 3}}, "seed=3: give seeds: at the top"),
+        ({"with": {"evaluate": True}}, "evaluate=True: leave it out, a study trains"),
+        ({"with": {"lr": "fast"}}, "lr=fast: must be a number"),
+        ({"name": "a/b"}, "name=a/b: is the name of a folder"),
+        ({"executor": {"locla": {}}}, "executor=locla is not known. Did you mean 'local'?"),
+        ({"executor": {"local": {"job": 2}}}, "executor.local.job is not an argument of executor local"),
+        ({"executor": {"slurm": {"time": 0}}}, "executor.slurm.time=0: must be more than 0"),
+        ({"seeds": "two"}, "seeds=two: must be"),
+    ],
+)  # fmt: skip
+def test_what_a_study_file_gets_wrong_is_one_line_with_its_place(values, said):
+    with pytest.raises(UserError) as caught:
+        jobs_of(values)
+    assert said in caught.value.message
+    assert caught.value.message.startswith("study: ")
+
+
+def test_files_that_hold_no_study(tmp_path, capsys):
+    empty, broken = tmp_path / "empty.yaml", tmp_path / "broken.yaml"
+    empty.write_text("# nothing\n")
+    broken.write_text("arms: {a: [}\n")
+    for file, said in ((empty, "the study is empty"), (broken, "cannot be read as YAML"), (tmp_path / "no", "No such")):
+        assert main(["study", str(file)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert main(["study"]) == 2
+    assert main(["study", "status", str(tmp_path)]) == 2
+    assert "holds no study" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_configuration_beside_the_study_file_is_found(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("name: mine\nlr: 0.25\n")
+    (tmp_path / "toy.yaml").write_text(yaml.safe_dump({"arms": {"mine": {"config": "mine.yaml"}}}))
+    monkeypatch.chdir("/")
+    study = load(tmp_path / "toy.yaml", results=str(tmp_path / "out"))
+    assert config_of(study.jobs[0]).lr == 0.25
+    assert study.folder == tmp_path / "out" / "toy"
+
+
+# --- the engine, with commands that do what a run does for it: they write run.json and summary.json
+
+STUB = """
+import json, os, signal, sys, time
+folder, what = sys.argv[1:]
+os.makedirs(folder, exist_ok=True)
+with open(os.path.join(folder, "starts"), "a") as file:
+    file.write(json.dumps([sorted(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS"), time.time()]) + "\\n")
+open(os.path.join(folder, "run.json"), "w").write("{}")
+if what == "fail":
+    sys.exit("error: no luck")
+if what == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "hangs":
+    def end(*_):
+        open(os.path.join(folder, "saved"), "w").close()
+        sys.exit(143)
+    signal.signal(signal.SIGTERM, end)
+    print("ready", flush=True)
+    time.sleep(60)
+time.sleep(0.1)
+if what != "nothing":
+    open(os.path.join(folder, "summary.json"), "w").write(json.dumps({"win_rate": 0.5, "exit_state": "completed"}))
+    open(os.path.join(folder, "run.json"), "w").write(json.dumps({"finished": True}))
+open(os.path.join(folder, "ended"), "w").write(repr(time.time()))
+"""
+
+
+def stub_job(name: str, what: str = "done") -> Job:
+    return Job(name, what, "toy", "", 1, ("with", f"what={what}"))
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """The state of an empty study whose runs are stubs."""
+
+    def command(record, state):
+        what = record.job.words[-1].partition("=")[2]
+        return [sys.executable, "-S", "-E", "-c", STUB, str(state.run_folder(record.job.name).path), what]
+
+    monkeypatch.setattr(engine, "command_of", command)
+    with locked_study(tmp_path / "study") as state:
+        yield state
+
+
+def local(state: StudyState, **settings: int) -> LocalExecutor:
+    return LocalExecutor(Place(state.folder, LocalArgs(**settings)))
+
+
+def starts(state: StudyState, name: str) -> list:
+    return [json.loads(line) for line in (state.run_folder(name).path / "starts").read_text().splitlines()]
+
+
+def test_a_failed_run_is_noted_and_the_others_go_on(study):
+    jobs = [stub_job("a", "fail"), stub_job("b"), stub_job("c", "killed"), stub_job("d", "nothing"), stub_job("e")]
+    ended = []
+    engine.run(jobs, local(study, jobs=1), study, on_end=lambda job, record: ended.append((job.name, record.state)))
+    assert ended == [("a", FAILED), ("b", DONE), ("c", FAILED), ("d", FAILED), ("e", DONE)]
+    errors = {name: record.error for name, record in study.records.items()}
+    assert errors == {
+        "a": "error: no luck", "b": "", "c": "ended by SIGKILL", "d": engine.NOT_FINISHED, "e": "",
+    }  # fmt: skip
+    read = StudyState.read(study.folder)
+    assert read.records == study.records
+    assert read.counts() == {DONE: 2, FAILED: 3}
+    table = study_table(read)
+    assert "failed: c: ended by SIGKILL" in table and "0.500" in table
+    # The next call repeats what has failed, and nothing else.
+    before = {name: starts(study, name) for name in ("b", "e")}
+    engine.run(jobs, local(study, jobs=1), study)
+    assert {name: starts(study, name) for name in ("b", "e")} == before
+    assert len(starts(study, "a")) == len(starts(study, "d")) == 2
+
+
+def test_runs_share_no_core_and_no_more_than_asked_run_at_a_time(study):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core")
+    jobs = [stub_job(f"job{number}") for number in range(5)]
+    engine.run(jobs, local(study, jobs=2, threads=3), study)
+    seen = {job.name: starts(study, job.name)[0] for job in jobs}
+    assert {tuple(affinity) for affinity, _, _ in seen.values()} == {(cores[0],), (cores[1],)}
+    assert {threads for _, threads, _ in seen.values()} == {"3"}
+    spans = [(seen[n][2], float((study.run_folder(n).path / "ended").read_text()), tuple(seen[n][0])) for n in seen]
+    for begin, end, core in spans:
+        others = [other for other in spans if other != (begin, end, core) and other[0] < end and begin < other[1]]
+        assert core not in [other[2] for other in others]
+    assert study.records["job0"].extra == ("torch_threads=3",)
+
+
+def test_more_jobs_than_cores_are_rejected(study):
+    with pytest.raises(UserError, match=r"executor.local: jobs=1000 with cores_per_run=2 need 2000 cores, and \d+ can"):
+        local(study, jobs=1000, cores_per_run=2)
+
+
+def test_further_jobs_are_asked_for_while_others_run(study):
+    batches = [[], [stub_job("second")], [], [stub_job("third")], None]
+    engine.run([stub_job("first")], local(study, jobs=1), study, more=lambda: batches.pop(0))
+    assert study.counts() == {DONE: 3}
+    assert batches == []
+
+
+def test_an_interrupted_engine_lets_its_runs_save(study):
+    def interrupt():
+        if (study.folder / "logs" / "a.log").exists() and "ready" in (study.folder / "logs" / "a.log").read_text():
+            raise KeyboardInterrupt
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([stub_job("a", "hangs"), stub_job("b")], local(study, jobs=1), study, more=interrupt)
+    assert (study.run_folder("a").path / "saved").exists()
+    assert StudyState.read(study.folder).counts() == {WAITING: 2}
+
+
+def test_a_finished_run_counts_whatever_the_state_says(study):
+    """The state may be older than the runs: the process that wrote it was killed."""
+    for name in ("a", "b"):
+        engine.run([stub_job(name)], local(study, jobs=1), study)
+    study.records["a"].state = "running"
+    engine.run([stub_job("a"), stub_job("b")], local(study, jobs=1), study)
+    assert study.counts() == {DONE: 2}
+    assert len(starts(study, "a")) == 1
+
+
+def test_a_start_that_was_killed_before_it_noted_anything_is_repeated(study):
+    folder = study.run_folder("a").path
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")
+    engine.run([stub_job("a")], local(study, jobs=1), study)
+    assert study.counts() == {DONE: 1}
+    assert not (folder / "config.json").exists()
+
+
+class Outliving:
+    """An executor whose job is in progress elsewhere from the beginning."""
+
+    slots = [(), ()]
+    words = ()
+
+    def __init__(self, references: dict[str, str]):
+        self.references, self.polls, self.started = dict(references), 0, []
+
+    def start(self, job, command, cpus):
+        self.started.append(job.name)
+        self.references[job.name] = "new"
+
+    def poll(self):
+        self.polls += 1
+        ended = [name for name in self.references if self.polls > 2]
+        for name in ended:
+            del self.references[name]
+        return [Ended(name, None, "SLURM job 17: TIMEOUT") for name in ended]
+
+    def running(self):
+        return set(self.references)
+
+    def stop(self):
+        pass
+
+
+def test_a_job_that_outlived_the_study_is_followed_not_started_again(study):
+    executor = Outliving({"a": "17_0"})
+    seen = []
+    study.add([stub_job("a"), stub_job("b")])
+
+    def note():
+        seen.append({name: record.reference for name, record in study.records.items()})
+        return None if len(seen) > 1 else []
+
+    engine.run([stub_job("a"), stub_job("b")], executor, study, more=note)
+    assert executor.started == ["b"]
+    assert seen[0] == {"a": "17_0", "b": "new"}
+    assert study.records["a"].error == "SLURM job 17: TIMEOUT"
+    assert study.records["a"].reference == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_a_run_gets_sigterm_when_the_process_that_leads_the_study_is_killed(tmp_path):
+    program = (
+        "import sys, time; from pathlib import Path; from omagd.run.studies.processes import start_run\n"
+        "print(start_run(sys.argv[2:], Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
+    )
+    stub = [sys.executable, "-S", "-E", "-c", STUB, str(tmp_path / "run"), "hangs"]
+    log = tmp_path / "log"
+    leader = subprocess.Popen([sys.executable, "-c", program, str(log), *stub], stdout=subprocess.PIPE, text=True)
+    run = int(leader.stdout.readline())
+    until = time.monotonic() + 30
+    while "ready" not in log.read_text() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert start_ticks(run) is not None
+    leader.kill()
+    leader.wait()
+    while start_ticks(run) is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert (tmp_path / "run" / "saved").exists()
+
+
+def test_logs_keep_what_earlier_starts_wrote_and_errors_are_found_in_them(tmp_path):
+    log = tmp_path / "log"
+    for text in ("first", "error: second\\nafterwards"):
+        assert start_run([sys.executable, "-S", "-c", f"print('{text}')"], log).wait() == 0
+    assert log.read_text() == "first\nerror: second\nafterwards\n"
+    assert last_error(log, 1) == "error: second"
+    assert last_error(log, -signal.SIGKILL) == "ended by SIGKILL"
+    assert last_error(log, 0) == ""
+    assert last_error(tmp_path / "none", None) == "ended"
+
+
+# --- the folder of a study
+
+
+def test_one_process_leads_a_study(tmp_path):
+    with locked_study(tmp_path / "s") as state:
+        state.add([stub_job("a")])
+        with pytest.raises(UserError, match="runs this study already"), locked_study(tmp_path / "s"):
+            pass
+    with locked_study(tmp_path / "s") as state:
+        assert list(state.records) == ["a"]
+
+
+def test_another_study_and_another_folder_are_rejected(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").touch()
+    with pytest.raises(UserError, match="exists and is not the folder of a study"), locked_study(tmp_path / "photos"):
+        pass
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.png"]
+    with locked_study(tmp_path / "s") as state:
+        state.add([stub_job("a")])
+    changed = Job("a", "done", "toy", "", 1, ("with", "what=fail", "lr=0.5"))
+    with locked_study(tmp_path / "s") as state, pytest.raises(UserError) as caught:
+        state.add([changed])
+    assert "its run a has other keys (what is done there, fail here; lr is not given there, 0.5 here)" in str(
+        caught.value
+    )
+
+
+def test_a_damaged_state_is_named_and_kept(tmp_path):
+    with locked_study(tmp_path / "s") as state:
+        state.add([stub_job("a")])
+    file = tmp_path / "s" / "study.json"
+    for content in (b"{", b"[]", b'{"format": 1, "jobs": [3]}'):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="study.json: is damaged"):
+            StudyState.read(tmp_path / "s")
+        assert file.read_bytes() == content
+
+
+# --- the results file
+
+
+def result(job: str, identity: str) -> dict:
+    return {"job": job, "start_card": "c", "identity": identity, "summary": {"win_rate": 0.5}}
+
+
+def test_copies_of_a_results_file_can_be_merged_line_by_line(tmp_path):
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    results.append(one, result("a", "1"))
+    two.write_bytes(one.read_bytes())
+    results.append(one, result("b", "2"))
+    results.append(two, result("c", "3"))
+    merged = tmp_path / "merged.jsonl"
+    lines = dict.fromkeys([*one.read_text().splitlines(), "<<<<<<< HEAD", *two.read_text().splitlines()])
+    merged.write_text("\n".join(lines) + '\n{"job": "half')
+    known, bad = results.known_keys(merged)
+    assert {key: entry["job"] for key, entry in known.items()} == {("c", "1"): "a", ("c", "2"): "b", ("c", "3"): "c"}
+    assert bad == 2
+    results.append(merged, result("d", "4"))  # after the half line
+    assert len(results.known_keys(merged)[0]) == 4
+
+
+def test_the_curve_of_a_run_holds_its_tests(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [{"t_env": 1, "wall_seconds": 0.5, "test_a": 1.0}, {"t_env": 2, "loss": 3.0}, {"t_env": 3, "test_b": None}]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"t_env": 4, "test_a')
+    assert results.tests_of(metrics) == {
+        "t_env": [1, 3], "wall_seconds": [0.5, None], "test_a": [1.0, None], "test_b": [None, None],
+    }  # fmt: skip
+
+
+# --- what is shown
+
+
+def test_arms_with_other_conditions_are_named_in_one_line_per_environment(tmp_path):
+    state = StudyState(tmp_path)
+    for arm, steps in (("a", 100), ("b", 200), ("c", 100)):
+        (record,) = state.add([Job(arm, arm, "skirmish", "3m", 1, ("with", f"x={arm}"))])
+        record.card = {"id": arm, "compared": {"t_max": steps, "env": "skirmish"}}
+    assert not_comparable(state.records.values()) == [
+        "skirmish 3m: these arms cannot be compared with a: b: t_max 200, not 100"
+    ]
+
+
+def test_the_time_left_follows_from_finished_runs_of_the_same_kind(tmp_path):
+    state = StudyState(tmp_path)
+    for number, (arm, took) in enumerate((("a", 10.0), ("a", 20.0), ("b", 100.0), ("a", 0.0), ("b", 0.0))):
+        (record,) = state.add([Job(str(number), arm, "toy", "", number, ("with", f"x={number}"))])
+        record.state, record.seconds = (DONE, took) if took else (WAITING, 0.0)
+    assert seconds_left(state, slots=2) == pytest.approx((15.0 + 100.0) / 2)
+    assert ConsoleView(state, 2).headline() == "3 done, 0 running, 2 waiting, 0 failed; about 58 s left"
+
+
+def test_executors_of_other_packages_are_found_by_their_entry_points(monkeypatch):
+    assert EXECUTORS.group == "omagd.executors"
+    assert {"local", "slurm", "ray"} <= set(EXECUTORS.names())
+
+
+@pytest.mark.parametrize(("name", "module", "extra"), [("slurm", "submitit", "slurm"), ("ray", "ray", "ray")])
+def test_a_missing_extra_is_one_line(name, module, extra, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    executor = EXECUTORS.get(name)
+    with pytest.raises(UserError, match=rf'executor={name}: needs \w+: pip install "omagd\[{extra}\]"'):
+        executor(Place(tmp_path, executor.args_model()))
+
+
+@pytest.mark.processes
+def test_ray_runs_as_many_as_cpus_allow_and_lets_them_save(study):
+    pytest.importorskip("ray")
+    mark = os.urandom(8).hex()
+    os.environ["OMAGD_RAY_TEST"] = mark
+    executor_class = EXECUTORS.get("ray")
+    try:
+        executor = executor_class(Place(study.folder, executor_class.args_model(local_cpus=2)))
+        handler = signal.getsignal(signal.SIGTERM)
+        assert handler == signal.SIG_DFL, "Ray's handler would end the study before its runs have saved"
+        jobs = [stub_job("h", "hangs"), stub_job("f", "fail"), stub_job("a"), stub_job("b")]
+
+        def interrupt():
+            others = [study.records[name].state for name in "fab" if name in study.records]
+            if others == [FAILED, DONE, DONE]:
+                raise KeyboardInterrupt
+            return []
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(jobs, executor, study, more=interrupt)
+    finally:
+        del os.environ["OMAGD_RAY_TEST"]
+    assert study.records["f"].error == "error: no luck"
+    assert (study.run_folder("h").path / "saved").exists()
+    assert study.records["h"].state == WAITING
+    until = time.monotonic() + 30
+    while (left := having("OMAGD_RAY_TEST", mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert left == []
+
+
+def test_the_repository_has_no_path_of_a_study_in_it():
+    """A results file names folders of the machine nowhere: it is committed."""
+    assert "folder" not in results.line_of("s", stub_job("a"), StudyState(Path("/x")).run_folder("a"), {"id": "c"}, "i")
