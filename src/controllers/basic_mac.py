@@ -68,6 +68,11 @@ class BasicMAC:
         return {LOG_PROB: (torch.float32, (info.n_agents,))} if draws else {}
 
     @property
+    def outputs_logits(self) -> bool:
+        """Whether the agent's outputs are logits of actions, not their values."""
+        return self._draws
+
+    @property
     def dtype(self) -> torch.dtype:
         """Float type of the agent."""
         return next(self.agent.parameters()).dtype
@@ -112,7 +117,7 @@ class BasicMAC:
             q = self._values(inputs, part)
         actions, chosen = self.select_actions(q, seen.avail_actions, explore)
         self._update_state(actions, part)
-        return Decision(actions, {**extras, **chosen})
+        return Decision(actions, {**extras, **chosen}, q)
 
     def select_actions(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None

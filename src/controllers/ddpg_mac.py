@@ -47,6 +47,11 @@ class DDPGMAC(BasicMAC):
         """Return the field of the vectors."""
         return {TAKEN: (torch.float32, (info.n_agents, info.n_actions))}
 
+    @property
+    def outputs_logits(self) -> bool:
+        """True."""
+        return True
+
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch, without last actions."""
         features, guessed = self._inputs_from_batch(batch)

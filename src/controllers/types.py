@@ -43,10 +43,12 @@ class Decision:
     Attributes:
         actions: [B, n] int64.
         extras: name -> [B, ...], stored with the row.
+        values: [B, n, A], the agents' outputs from which the actions were chosen, for people to look at; None: unknown.
     """
 
     actions: np.ndarray
     extras: dict[str, np.ndarray] = field(default_factory=dict)
+    values: np.ndarray | None = None
 
 
 @dataclass

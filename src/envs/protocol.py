@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
+from omagd.envs.frames import Frame, without_place
 
 TRUNCATED = "omagd: truncated"
 """Key in a single environment's info that means truncated; overrides `episode_limit`."""
@@ -139,9 +140,16 @@ class BatchedEnv(ABC):
         """Return counters since construction (restarts, battles, ...)."""
         return {}
 
+    def frame(self, slot: int) -> Frame:
+        """Return the units of a slot at this moment, for pictures; here: of an environment whose agents have no place.
+
+        Called between a reset or step and the next one; changes nothing.
+        """
+        return without_place(self.info.n_agents)
+
     def save_replay(self, folder: str) -> None:
-        """Write a replay of the last episodes into `folder`. Errors: NotImplementedError."""
-        raise NotImplementedError(f"{self.info.name} writes no replays")
+        """Write a replay in the environment's own format into `folder`. Errors: NotImplementedError."""
+        raise NotImplementedError(f"{self.info.name} has no replays of its own")
 
     def close(self) -> None:  # noqa: B027 (most environments have nothing to release)
         """Release processes and memory. May be called twice."""
@@ -240,8 +248,15 @@ class MultiAgentEnv(ABC):
         """Return counters."""
         return {}
 
+    def get_frame(self) -> Frame | None:
+        """Return the units at this moment, for pictures; None where agents have no place."""
+        return None
+
     def save_replay(self, folder: str = "") -> None:
-        """Write a replay of the last episodes into `folder`, or where the environment's arguments say."""
+        """Write a replay in the environment's own format into `folder`, or where the environment's arguments say.
+
+        Errors: NotImplementedError.
+        """
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027

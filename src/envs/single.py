@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.envs.frames import Frame
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, BatchedEnv, MultiAgentEnv, Observation, StepResult
 
 
@@ -132,6 +133,10 @@ class BatchedAsSingle(MultiAgentEnv):
     def get_stats(self) -> dict[str, float]:
         """Return counters."""
         return self.env.get_stats()
+
+    def get_frame(self) -> Frame:
+        """Return the units at this moment."""
+        return self.env.frame(0)
 
     def save_replay(self, folder: str = "") -> None:
         """Write a replay into `folder`."""

@@ -14,6 +14,7 @@ from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.features import state_component, state_unit_dims
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, Observation
 from omagd.envs.single import BatchedAsSingle
 from omagd.utils.errors import UserError
@@ -57,6 +58,10 @@ class BattleEnv(BatchedEnv):
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
         return self.rules().observe(full)
+
+    def frame(self, slot: int) -> Frame:
+        """Return the units of a slot."""
+        return self.rules().frame(slot)
 
     @abstractmethod
     def seed(self) -> int | None:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.actions import random_actions, require_available
+from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_names
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.utils.errors import UserError
 
@@ -250,6 +251,33 @@ class SmaxEnv(BatchedEnv):
         target = np.where(attack, distance, np.inf).argmin(-1) + N_NORMAL_ACTIONS
         action = np.where(attack.any(-1), target, (toward @ _DIRECTIONS.T).argmax(-1))
         return np.where(avail[:, :, 0], action, STOP)
+
+    def frame(self, slot: int) -> Frame:
+        """Return the units of a slot. A unit attacks the one that it aims at, if that is in its reach."""
+        game, n, m = self._program.env, self.info.n_agents, self._program.m
+        s = self._program.jax.tree.map(lambda leaf: np.asarray(leaf[slot]), self._state.state)
+        kinds, everyone = s.unit_types.astype(int), np.arange(n + m)
+        sight, reach = (
+            np.asarray(values)[kinds] for values in (game.unit_type_sight_ranges, game.unit_type_attack_ranges)
+        )
+        aim = s.prev_attack_actions.astype(int) - N_NORMAL_ACTIONS
+        at = np.clip(np.where(everyone < n, n + aim, n - 1 - aim), 0, n + m - 1)
+        x, y = s.unit_positions.T
+        near = np.hypot(x[at] - x, y[at] - y) < reach
+        targets = np.where((aim >= 0) & s.unit_alive & s.unit_alive[at] & near, at, -1)
+        scene = Scene(
+            ids=unit_names(n, m),
+            teams=(AGENTS,) * n + (OPPONENTS,) * m,
+            kinds=tuple(game.unit_type_names[kind] for kind in kinds),
+            team_names=("agents", "enemies"),
+            actions=("north", "east", "south", "west", "stop"),
+            health_max=tuple(rounded(np.asarray(game.unit_type_health)[kinds])),
+            sight=tuple(rounded(sight[:n])),
+            reach=tuple(rounded(reach[:n])),
+            bounds=(0.0, 0.0, float(game.map_width), float(game.map_height)),
+        )
+        alive, health = s.unit_alive.tolist(), rounded(s.unit_health)
+        return Frame(scene, rounded(x), rounded(y), alive, health, targets=targets.tolist())
 
     def snapshot(self) -> dict[str, Any]:
         """Return the keys and all parts of the state by path."""

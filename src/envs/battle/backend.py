@@ -87,3 +87,6 @@ class BattleBackend(Protocol):
         order: [B, n] `Order`. target: [B, n] index in 0..U-1 for ATTACK and HEAL. dest: [B, n, 2] for MOVE.
         Always plays all loops, even if one side is dead.
         """
+
+    def targets(self, slot: int) -> np.ndarray:
+        """Return [U], the index of the unit that each unit of a slot attacks or heals; -1 for none or unknown."""

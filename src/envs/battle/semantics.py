@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from omagd.envs.actions import require_available
-from omagd.envs.battle.actions import ActionRules, Geometry
-from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.actions import SHOOT_RANGE, ActionRules, Geometry
+from omagd.envs.battle.args import N_NORMAL_ACTIONS, BattleArgs
 from omagd.envs.battle.backend import BattleBackend
 from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, UnitTables, entity_layout, state_component
 from omagd.envs.battle.maps import HEALING, MapSpec
 from omagd.envs.battle.reward import RewardLedger, judge
+from omagd.envs.frames import AGENTS, COMPASS, OPPONENTS, Frame, Scene, rounded, unit_names, walls_of
 from omagd.envs.protocol import Observation, StepResult
 
 
@@ -41,6 +42,8 @@ class BattleSemantics:
     def __init__(self, spec: MapSpec, args: BattleArgs, backend: BattleBackend, unit_names: Sequence[str]) -> None:
         n_slots, n, n_actions = backend.n_slots, spec.n_agents, args.variant.n_actions(spec)
         self._args, self._backend, self._n, self._limit = args, backend, n, spec.limit
+        self._spec, self._unit_names = spec, tuple(unit_names)
+        self._walls: tuple[tuple[float, float, float, float], ...] | None = None
         self._sizes = np.array([n, spec.n_enemies])
         self._heals = spec.map_type in HEALING
         self._no_medivac = np.zeros((n_slots, n + spec.n_enemies), bool)
@@ -164,6 +167,36 @@ class BattleSemantics:
         """Return copies of the state's parts by name (see `FeatureWriter.state_parts`)."""
         self.observe()
         return self._writer.state_parts()
+
+    def frame(self, slot: int) -> Frame:
+        """Return the units of a slot, for pictures."""
+        units, spec, terrain = self._backend.units, self._spec, self._backend.terrain
+        if self._walls is None:
+            self._walls = walls_of(terrain.pathing, terrain.playable)
+        n, kinds = self._n, [self._unit_names[i] if i >= 0 else "" for i in units.type_id[slot].tolist()]
+        turns = tuple(f"turn {i}" for i in range(self._args.variant.n_normal_actions - N_NORMAL_ACTIONS))
+        sight, reach = self.ranges(slot)
+        scene = Scene(
+            ids=unit_names(n, spec.n_enemies),
+            teams=(AGENTS,) * n + (OPPONENTS,) * spec.n_enemies,
+            kinds=tuple(kinds),
+            team_names=("agents", "enemies"),
+            actions=("no-op", "stop", *COMPASS, *turns),
+            health_max=tuple(rounded(units.health_max[slot])),
+            shield_max=tuple(rounded(units.shield_max[slot])),
+            heals=tuple(self._heals and kind == "medivac" for kind in kinds),
+            sight=tuple(sight),
+            reach=tuple(reach),
+            bounds=tuple(float(edge) for edge in terrain.playable),  # type: ignore[arg-type]
+            walls=self._walls,
+        )
+        alive, targets = units.alive[slot].tolist(), self._backend.targets(slot).tolist()
+        points = (rounded(values[slot]) for values in (units.health, units.shield))
+        return Frame(scene, rounded(units.x[slot]), rounded(units.y[slot]), alive, *points, targets)
+
+    def ranges(self, slot: int) -> tuple[list[float], list[float]]:
+        """Return the sight and attack ranges of the agents of a slot, [n] each, cells."""
+        return [SIGHT_RANGE] * self._n, [SHOOT_RANGE] * self._n
 
     def type_bits(self) -> np.ndarray:
         """Return [B, n, unit_type_bits] float32, the agents' unit types."""

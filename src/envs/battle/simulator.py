@@ -118,6 +118,15 @@ class Simulator:
         np.maximum(self._battle.timer, 0, out=self._cooldown)
         np.greater(self._battle.alive, 0, out=self._alive)
 
+    def targets(self, slot: int) -> np.ndarray:
+        """Return [U], the index of the unit in reach that each unit attacks or heals; -1 for none."""
+        battle, roster = self._battle, self._roster
+        target = battle.target[:, slot]
+        at, everyone = np.maximum(target, 0), np.arange(roster.total)
+        x, y, alive = battle.x[:, slot], battle.y[:, slot], battle.alive[:, slot] > 0
+        near = np.hypot(x[at] - x, y[at] - y) <= roster.reach[everyone, at]
+        return np.where((target >= 0) & alive & alive[at] & near, target, -1)
+
     def snapshot(self) -> dict[str, Any]:
         """Return the complete state as arrays."""
         return {"floats": self._battle.floats.copy(), "ints": self._battle.ints.copy()}

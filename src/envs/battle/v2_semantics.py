@@ -205,6 +205,10 @@ class V2Semantics(BattleSemantics):
         self._look(active)
         return result
 
+    def ranges(self, slot: int) -> tuple[list[float], list[float]]:
+        """Return the sight and attack ranges of the agents of a slot, [n] each, cells."""
+        return self._vision.sight[slot, :, 0].tolist(), self._vision.reach[slot, :, 0].tolist()
+
     def _look(self, which: np.ndarray) -> None:
         """Update what the agents of the slots `which` see; once per step."""
         self._refresh()

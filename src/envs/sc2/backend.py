@@ -241,6 +241,10 @@ class GameBackend:
         if game is not None:
             game.log_death(error)
 
+    def targets(self, slot: int) -> np.ndarray:
+        """Return [U] -1: the game does not tell whom units attack."""
+        return np.full(self._total, -1)
+
     def save_replay(self, folder: str) -> Path:
         """Write the replay of all battles since the game was started; return the file. Errors: GameLost, OSError."""
         # The process id keeps games that save in the same second apart.

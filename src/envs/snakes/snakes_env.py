@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,13 +12,24 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.actions import random_actions, require_available
+from omagd.envs.frames import AGENTS, OPPONENTS, THINGS, Frame, Scene
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.envs.snakes.board import EPISODE_LIMIT, N_ACTIONS, N_SNAKES, N_TEAM, of_team
+from omagd.envs.snakes.board import (
+    EPISODE_LIMIT,
+    HEIGHT,
+    N_ACTIONS,
+    N_BEANS,
+    N_SNAKES,
+    N_TEAM,
+    START_LENGTH,
+    WIDTH,
+    of_team,
+    own_first,
+)
 from omagd.envs.snakes.engine import Engine, StepOutcome, baseline_rewards, potential, score_rewards
 from omagd.envs.snakes.features import STATE_DIM, state_features
 from omagd.envs.snakes.observer import Observer, ObsName
 from omagd.envs.snakes.opponents import LADDERS, SCRIPTS, NetworkOpponent, Opponent, OpponentPool
-from omagd.envs.snakes.replay import GameRecorder
 
 
 class SnakesArgs(BaseModel):
@@ -71,6 +83,23 @@ RESULTS = {"own": "score_own", "other": "score_opponent", "beans": "beans", "dea
 """Sums over an episode: raw rewards of both teams, own beans and deaths; and the names of their results."""
 
 
+SCENE = Scene(
+    ids=(*(f"a{i}" for i in range(N_TEAM)), *(f"e{i}" for i in range(N_TEAM)), *(f"b{i}" for i in range(N_BEANS))),
+    teams=(AGENTS,) * N_TEAM + (OPPONENTS,) * N_TEAM + (THINGS,) * N_BEANS,
+    kinds=("snake",) * N_SNAKES + ("bean",) * N_BEANS,
+    team_names=("agents", "opponents", "beans"),
+    actions=("up", "down", "left", "right"),
+    bounds=(0.0, 0.0, float(WIDTH), float(HEIGHT)),
+    torus=True,
+    score="score",
+)
+
+
+def _middle(cell: int) -> tuple[float, float]:
+    """Return the middle of a cell, y up."""
+    return cell % WIDTH + 0.5, HEIGHT - cell // WIDTH - 0.5
+
+
 class Snakes3v3(BatchedEnv):
     """Games of the agents' team against a scripted opponent or a frozen policy.
 
@@ -94,7 +123,7 @@ class Snakes3v3(BatchedEnv):
         self._sums = {name: np.zeros(n_slots, np.int64) for name in RESULTS}
         self._avail = np.ones((n_slots, N_TEAM, N_ACTIONS), bool)
         self._counts = Counter(games=0, won=0, drawn=0)
-        self._recorder = GameRecorder()
+        self._hit = np.zeros((n_slots, N_SNAKES), bool)  # in the last step, for pictures
         sizes = N_TEAM, N_ACTIONS, self._observer.obs_dim, STATE_DIM, EPISODE_LIMIT, N_ACTIONS
         self.info = EnvInfo(
             "snakes_3v3", "", *sizes, self._observer.layout, scripted_policies=tuple(SCRIPTS), agent_rewards=True
@@ -127,8 +156,7 @@ class Snakes3v3(BatchedEnv):
         self._team[rows] = seeds[rows] % 2 if self._args.side == "both" else int(self._args.side == "b")
         for values in self._sums.values():
             values[rows] = 0
-        if which[0]:
-            self._recorder.begin(self._engine, int(self._team[0]), self.opponents[0])
+        self._hit[rows] = False
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` [B, 3] in the `active` slots. Errors: ValueError for an action that does not exist."""
@@ -141,8 +169,7 @@ class Snakes3v3(BatchedEnv):
         before = self._potential(rows)
         outcome = self._engine.step(joint.reshape(-1, N_SNAKES), rows)
         reward = self._rewards(outcome, rows, before)
-        if active[0]:
-            self._recorder.record(self._engine, outcome.hit[0], bool(outcome.over[0]))
+        self._hit[rows] = outcome.hit
         return self._result(rows, reward, outcome.over)
 
     def observe(self, full: bool = False) -> Observation:
@@ -160,7 +187,7 @@ class Snakes3v3(BatchedEnv):
         return SCRIPTS[policy].act(self._engine.board, self._team)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all games, opponents (`pool`) and sums; not the recorded game."""
+        """Return all games, opponents (`pool`) and sums."""
         return {
             "engine": self._engine.snapshot(),
             "pool": self._pool.snapshot(),
@@ -175,15 +202,31 @@ class Snakes3v3(BatchedEnv):
         self._team[:] = snapshot["team"]
         for name, values in snapshot["sums"].items():
             self._sums[name][:] = values
-        self._recorder.stop()
+        self._hit[:] = False
 
     def get_stats(self) -> dict[str, float]:
         """Return counts of games since construction: played, won and drawn, in all and against each opponent."""
         return dict(self._counts)
 
-    def save_replay(self, folder: str) -> None:
-        """Write the last whole game of slot 0 as snakes.gif and snakes.html. Errors: UserError before there is one."""
-        self._recorder.save(folder)
+    def frame(self, slot: int) -> Frame:
+        """Return the own snakes of a slot, the opponent's, and the beans; marked are those that have just died."""
+        row, team = np.array([slot]), self._team[slot : slot + 1]
+        board = self._engine.board.rows(row)
+        order = own_first(np.arange(N_SNAKES)[None], team)[0]
+        segments, lengths = self._engine.segments(row)[0][order], board.lengths[0][order]
+        beans = board.beans_by_slot()[0]
+        cells = [*segments[:, 0].tolist(), *beans.tolist()]
+        parts = [[value for cell in body[:length] for value in _middle(cell)]
+                 for body, length in zip(segments.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
+        x, y = zip(*map(_middle, cells), strict=True)
+        scene = replace(
+            SCENE, team_names=("agents", self.opponents[slot], "beans"), sight=(self._args.sight or 0.0,) * N_TEAM
+        )
+        points = np.maximum(lengths, START_LENGTH) - START_LENGTH
+        score = [float(points[:N_TEAM].sum()), float(points[N_TEAM:].sum())]
+        alive = [*(lengths > 0).tolist(), *(beans >= 0).tolist()]
+        marked = np.flatnonzero(self._hit[slot][order]).tolist()
+        return Frame(scene, [*x], [*y], alive, bodies=[*parts, *[[]] * N_BEANS], marked=marked, score=score)
 
     def _potential(self, rows: np.ndarray) -> np.ndarray:
         """Return the potential of the own snakes, [k, 3]; zero if the reward has none."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.envs.task_sets.sets import TaskSet
 from omagd.envs.task_sets.shapes import Placement, common_info
@@ -183,6 +184,13 @@ class TaskSetEnv(BatchedEnv):
                 chosen = pool.env.scripted_actions(policy, rng)[inner]
                 actions[pool.outer[inner], : pool.place.n_agents] = chosen
         return actions
+
+    def frame(self, slot: int) -> Frame:
+        """Return the units of a slot: those of its map."""
+        for pool in self._pools:
+            if slot in pool.outer:
+                return pool.env.frame(int(np.flatnonzero(pool.outer == slot)[0]))
+        return super().frame(slot)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the tasks of the slots and the snapshots of all environments."""

@@ -15,9 +15,9 @@ from omagd.utils.errors import UserError
 from omagd.utils.seeding import generator
 
 # Commands to a slot (0: none). CLOSE ends the worker process.
-RESET, STEP, SHOW_FULL, STATS, REPLAY, CHOOSE, CLOSE = 1, 2, 3, 4, 5, 6, 7
+RESET, STEP, SHOW_FULL, STATS, REPLAY, CHOOSE, CLOSE, FRAME = 1, 2, 3, 4, 5, 6, 7, 8
 # First byte of a message from a slot: what cannot be expressed in the arrays.
-UNSUPPORTED, NAMES, COUNTERS = b"u", b"n", b"g"
+UNSUPPORTED, NAMES, COUNTERS, UNITS = b"u", b"n", b"g", b"f"
 
 
 class History(NamedTuple):
@@ -64,6 +64,9 @@ class EnvSlot:
             rng = generator(self._seed, "script", self._steps)
             for place, policy in enumerate(slot_scripts(self.env.scripted_policies)):
                 self._row["scripted"][place] = self.env.get_scripted_actions(policy, rng)
+        elif command == FRAME:
+            frame = self.env.get_frame()
+            self._send(UNITS, None if frame is None else frame.to_dict())
         elif command == REPLAY:
             try:
                 self.env.save_replay(bytes(self.arrays["folder"]).rstrip(b"\0").decode())

@@ -10,10 +10,11 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.envs.actions import random_actions
+from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
 from omagd.envs.single import env_info_from_dict, single_env
 from omagd.envs.workers.shared_memory import MAX_PATH, RANDOM, Arrays, array_specs, slot_scripts
-from omagd.envs.workers.slot import CHOOSE, NAMES, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
+from omagd.envs.workers.slot import CHOOSE, FRAME, NAMES, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
 
 
 class ActionLog:
@@ -157,12 +158,15 @@ class VectorEnv(BatchedEnv):
 
     def _ask(self, command: int) -> list[Any]:
         """Broadcast a command and return the replies in slot order, None for slots that sent none."""
-        everyone = np.arange(self.n_slots)
-        self._wait(everyone)
+        return self._ask_slots(command, np.arange(self.n_slots))
+
+    def _ask_slots(self, command: int, slots: np.ndarray) -> list[Any]:
+        """Send a command to the slot numbers `slots`; return their replies, None for slots that sent none."""
+        self._wait(slots)
         self._replies.clear()
-        self._start(command, everyone)
-        self._wait(everyone)
-        return [self._replies.get(slot) for slot in range(self.n_slots)]
+        self._start(command, slots)
+        self._wait(slots)
+        return [self._replies.get(slot) for slot in slots.tolist()]
 
     def _store_message(self, kind: bytes, body: bytes) -> None:
         """Store a message of a slot."""
@@ -217,6 +221,11 @@ class VectorEnv(BatchedEnv):
             elif name.endswith("_build"):
                 total[name] = max(stats.get(name, 0.0) for stats in each)
         return total
+
+    def frame(self, slot: int) -> Frame:
+        """Return the units of a slot; without places where the environment shows none, or its process has died."""
+        (found,) = self._ask_slots(FRAME, np.array([slot]))
+        return super().frame(slot) if found is None else Frame.from_dict(found)
 
     def save_replay(self, folder: str) -> None:
         """Let each environment write its replay into `folder`. Errors: NotImplementedError."""

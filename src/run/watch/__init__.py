@@ -1,1 +1,1 @@
-"""Battles to look at: records of what happened and of what agents believed, as a page, a GIF or a video."""
+"""Battles to look at: recordings of what a policy did, and the HTML page, GIF or MP4 that shows them."""

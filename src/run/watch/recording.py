@@ -1,0 +1,154 @@
+"""Recordings of episodes: the format, and its file (`*.json.gz`), which `watch FILE` opens.
+
+Letters: n agents, U units (the agents first), A actions, T steps.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from omagd.envs.frames import Scene
+from omagd.utils.errors import UserError
+from omagd.utils.writing import replace_file
+
+SUFFIX = ".json.gz"
+LARGEST = 1 << 28
+"""Largest content of a file, in bytes after decompression."""
+
+Finite = Field(allow_inf_nan=False)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Belief = tuple[int, float, float, float | None]
+"""What an agent takes an unseen unit to be: number of the unit, position in cells, share of health (None: unknown)."""
+
+
+class Moment(_Part):
+    """One moment. The lists [U] are those of `omagd.envs.frames.Frame`.
+
+    Attributes:
+        actions: [n], chosen at this moment; empty at the last one. values: [n][A], of each action as `Episode.values`
+            says, None where it is not available; empty where unknown.
+        seen: [n], the units that each agent sees, as a hexadecimal number whose bit u stands for unit u; empty where
+            observations have no units. beliefs: [n], of the units that it does not see; empty without reconstruction.
+    """
+
+    x: list[float]
+    y: list[float]
+    alive: list[bool]
+    health: list[float] = []
+    shield: list[float] = []
+    targets: list[int] = []
+    bodies: list[list[float]] = []
+    marked: list[int] = []
+    score: list[float] = []
+    actions: list[int] = []
+    values: list[list[float | None]] = []
+    seen: list[str] = []
+    beliefs: list[list[Belief]] = []
+
+
+class Episode(_Part):
+    """One episode.
+
+    Attributes:
+        env, map_name, seed: what was played, from which reset seed. policy: who played, in words.
+        values: what `Moment.values` are. results: of the episode (`return`, `battle_won`, ...).
+        scene: what does not change. moments: T + 1, the last one after the last step.
+    """
+
+    env: str
+    map_name: str
+    seed: int
+    policy: str
+    values: Literal["Q-values", "probabilities"]
+    results: dict[str, float]
+    scene: Scene
+    moments: list[Moment] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Episode:
+        """Reject lists of other lengths, which the player could not draw."""
+        scene, units, n = self.scene, len(self.scene.ids), self.n_agents
+        if not units or not n or not len(scene.teams) == len(scene.kinds) == units:
+            raise ValueError("the scene's units differ in number")
+        for moment in self.moments:
+            whole = (moment.health, moment.shield, moment.targets, moment.bodies)
+            each = (moment.actions, moment.values, moment.seen, moment.beliefs)
+            if {len(moment.x), len(moment.y), len(moment.alive), *(len(part) for part in whole if part)} != {units}:
+                raise ValueError("a moment has other units than the scene")
+            if any(part and len(part) != n for part in each):
+                raise ValueError("a moment has other agents than the scene")
+        return self
+
+    @property
+    def n_agents(self) -> int:
+        """n."""
+        return self.scene.teams.count(0)
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return len(self.moments) - 1
+
+    @property
+    def label(self) -> str:
+        """Environment and map."""
+        return f"{self.env} {self.map_name}".strip()
+
+    @property
+    def outcome(self) -> str:
+        """The result in words."""
+        if self.results.get("draw", self.results.get("battle_draw", 0)):
+            return "drawn"
+        won = self.results.get("battle_won")
+        return f"return {self.results.get('return', 0):.2f}" if won is None else "won" if won else "lost"
+
+
+class Recording(_Part):
+    """Episodes in the order in which they were played."""
+
+    format: Literal["omagd recording"] = "omagd recording"
+    version: Literal[1] = 1
+    episodes: list[Episode] = Field(min_length=1)
+
+    def packed(self) -> bytes:
+        """Return the content of the file: JSON without defaults, compressed; equal recordings give equal bytes."""
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        text = json.dumps({"format": self.format, "version": self.version, **values}, separators=(",", ":"))
+        return gzip.compress(text.encode(), 6, mtime=0)
+
+    def write(self, path: Path) -> Path:
+        """Write the file, all of it or nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, self.packed())
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Recording:
+        """Read a file. Errors: UserError for one that cannot be read, is damaged, or is no recording."""
+        try:
+            with gzip.open(path) as file:
+                content = file.read(LARGEST + 1)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            raise UserError(f"watch {path}: is damaged or no recording; give a run's folder or a {SUFFIX} of its replays/") from None
+        except OSError as problem:
+            raise UserError(f"watch {path}: cannot be read ({problem.strerror})") from None
+        if len(content) > LARGEST:
+            raise UserError(f"watch {path}: holds more than {LARGEST >> 20} MB; record fewer episodes")
+        try:
+            values: Any = json.loads(content)
+            if isinstance(values, dict) and values.get("version", 1) != 1:
+                raise UserError(f"watch {path}: is of a later version ({values['version']}); update omagd")
+            return cls.model_validate(values)
+        except (ValueError, RecursionError, ValidationError):
+            raise UserError(f"watch {path}: is no recording; give a run's folder or a {SUFFIX} of its replays/") from None
