@@ -138,14 +138,13 @@ def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys
         assert "is not known" in line and (f"{older / 'config.json'} names it: install the package" in line) == named
 
 
-def test_evaluate_rejects_another_map_replays_and_a_taken_name(trained, tmp_path, capsys, monkeypatch):
+def test_evaluate_rejects_another_map_and_a_taken_name(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     taken = tmp_path / "results" / "mine"
     taken.mkdir(parents=True)
     old_form = ["--config=qmix", "with", *BUDGETS, "evaluate=True", f"checkpoint_path={trained}"]
     for word, part in (
         ("env_args.map_name=8m", "trained on skirmish 3m, not on skirmish 8m"),
-        ("save_replay=True", "save_replay=True: env=skirmish writes no replays"),
         ("unique_token=mine", f"unique_token=mine: {taken} exists already. Give another unique_token"),
     ):
         for command in (["evaluate", str(trained)], old_form):

@@ -103,7 +103,7 @@ MISTAKES = {
     "--config=qmix with env_args.map_name=3x": "env_args.map_name=3x",
     "--config=qmix with env_args.move_amount=far": "env_args.move_amount=far",
     "--config=qmix with checkpoint_path=gone": "checkpoint_path=gone",
-    "--config=qmix with save_replay=True": "save_replay=True env=skirmish",
+    "--config=qmix with save_replay=True": "save_replay=True evaluate=",
     "--config=snakes_iql --env-config=snakes with save_replay=True": "save_replay=True evaluate=",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,9 +20,11 @@ from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
+from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv
 from omagd.envs.task_sets.sets import TaskSet
 from omagd.envs.task_sets.task_set_env import TaskSetEnv
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.run.checkpoint.serialization import pack, unpack
 
 SLOTS = 4
@@ -231,6 +234,41 @@ def test_a_snapshot_continues_the_same_battle(name, env):
     file.seek(0)
     other_env.restore(unpack(torch.load(file, weights_only=True)))
     _assert_same(expected, _play(other_env, [1, 2, 3, 4], reset=False, steps=5))
+
+
+def test_a_frame_shows_the_units_where_agents_see_them(env):
+    """The places of a frame, from agent to unit, are the ones in the observations."""
+    b, layout, rng = env.n_slots, env.info.layout, np.random.default_rng(0)
+    env.reset(np.ones(b, bool), np.arange(b) + 70)
+    checked = 0
+    for _ in range(8):
+        shown, frame = env.observe(full=True), env.frame(1)
+        assert Frame.from_dict(json.loads(json.dumps(frame.to_dict(), allow_nan=False))) == frame
+        scene, units = frame.scene, len(frame.scene.ids)
+        n = scene.teams.count(0)
+        assert len(set(scene.ids)) == units == len(frame.x) == len(frame.y) == len(frame.alive) == len(scene.kinds)
+        assert n <= env.info.n_agents and scene.teams[:n] == (0,) * n and len(scene.actions) <= env.info.n_actions
+        for values in (frame.health, frame.shield, frame.targets, frame.bodies, scene.health_max, scene.heals):
+            assert len(values) in (0, units)
+        assert all(-1 <= target < units for target in frame.targets)
+        obs = shown.full_obs[1].copy()
+        if layout is not None and scene.bounds is not None:
+            (x0, y0, x1, y1), size = scene.bounds, np.array(scene.bounds[2:]) - scene.bounds[:2]
+            nodes, place = obs_to_nodes(obs, layout), np.array([frame.x, frame.y]).T
+            assert ((place > (x0 - 1, y0 - 1)) & (place < (x1 + 1, y1 + 1)))[np.array(frame.alive)].all()
+            for agent in np.flatnonzero(frame.alive[:n]).tolist():
+                mates, sight = [i for i in range(n) if i != agent], (scene.sight[agent] or layout.sight)
+                mates += [None] * (layout.n_allies - len(mates))
+                for unit, node in zip([*mates, *range(n, n + layout.n_enemies)], nodes[agent, 1:], strict=True):
+                    if node.any():
+                        gap = place[unit] - place[agent] - node[list(layout.position)] * sight
+                        gap -= np.round(gap / size) * size if scene.torus else 0
+                        np.testing.assert_allclose(gap, 0, atol=0.02)
+                        assert frame.alive[unit]
+                        checked += 1
+        if env.step(_choose(env.observe().avail_actions, [rng] * b), np.ones(b, bool)).terminated.any():
+            break
+    assert checked or layout is None or env.info.name not in OURS
 
 
 def test_scripted_policies_play_what_is_available(env):

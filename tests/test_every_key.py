@@ -63,7 +63,7 @@ RUNS: dict[str, Run] = {
         "qmix", "matrix_game", TINY, name="mine", unique_token="token", seed=5, use_cuda=False, use_ddp=False,
         run="ddp", deterministic=True, torch_threads=2, t_max=24, updates_per_iteration=2, gamma=0.9, td_lambda=0.0,
         double_q=False, lr=1e-4, grad_norm_clip=1.0, target_update_interval=3, mixer="vdn", agent="rnn",
-        obs_agent_id=False, obs_last_action=False, accumulate=2, num_workers=1, use_tensorboard=True, profile=True,
+        obs_agent_id=False, obs_last_action=False, accumulate=2, num_workers=1, use_tensorboard=True, profile=True, log_video=True,
         log_memory_usage=True, distributed_debug=True, epsilon_start=0.9, epsilon_finish=0.1, epsilon_anneal_time=50,
         save_model_interval=10, max_checkpoints_to_keep=3, auto_resume=True, auto_resume_wait=0.1, resume="lossy",
         share_parameters=False, buffer_cpu_only=False, cpu_inference=True, env_args={"payoff": "monotonic"},
@@ -117,7 +117,8 @@ RUNS: dict[str, Run] = {
     ),
     "an evaluation of snakes": Run(
         "snakes_ddpg", "snakes", batch_size_run=2, evaluate=True, load_step=400, eval_report_episodes=2,
-        save_replay=True, rnn_hidden_dim=8, needs={"checkpoint_path": "snakes by DDPG/models"}, makes=("replays/*",),
+        save_replay=True, rnn_hidden_dim=8, needs={"checkpoint_path": "snakes by DDPG/models"},
+        makes=("replays/episodes.html", "replays/episodes.json.gz"),
     ),
     "maps dealt to ranks": Run(
         "hpn_mappo", "skirmish", TINY, t_max=60, rnn_hidden_dim=8, env_args={"map_name": "3m,4m"},

@@ -179,10 +179,10 @@ EVALUATIONS = (
     "listed", "foreign", "typed", "eight", "eight load_step=100", "blank", "test_nepisode=3", "with test_nepisode=3",
     "eight lr", "eight lr=soon", "eight --config=qmix", "eight --env-config=skirmish", "eight evaluate=False",
     "eight checkpoint_path=bare", "eight env_args.map_name=3x", "eight test_nepisode=0", "half", "deep", "sized",
-    "eight save_replay=True", "eight local_results_path=. unique_token=folder", "eight test_nepisod=3",
+    "eight local_results_path=. unique_token=folder", "eight test_nepisod=3",
 )  # fmt: skip
 CONTRADICTIONS = (
-    "evaluate=True checkpoint_path=agents save_replay=True", "evaluate=True checkpoint_path=eight",
+    "checkpoint_path=agents save_replay=True", "evaluate=True checkpoint_path=eight",
     "unique_token=folder local_results_path=.", "unique_token=junk local_results_path=.", "checkpoint_path=blank",
     "batch_size=64 buffer_size=32", "accumulate=33 batch_size=32", "evaluation_only=True", "seeds=3,4,3",
     "pretrain_only=True reconstructer_stage=stage3", "learner=nq_learner", "mac=basic_mac", "run=default world_size=2",

@@ -15,9 +15,9 @@ from omagd.controllers.types import Exploration
 from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import LOST_IN_A_ROW
 from omagd.run import api
+from omagd.run.training.battles import greedy_episodes
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.session import Session
-from omagd.run.training.stages.rl import greedy_episodes
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

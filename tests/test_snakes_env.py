@@ -7,14 +7,12 @@ import json
 import numpy as np
 import pytest
 import snakes_reference as slow
-from PIL import Image
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
 from omagd.envs.factory import make_env, validate_env_args
 from omagd.envs.snakes.observer import Observer
 from omagd.envs.snakes.opponents import SCRIPTS, NetworkOpponent, Opponent
-from omagd.envs.snakes.replay import RecordedGame, write_gif
 from omagd.envs.snakes.snakes_env import Snakes3v3
 from omagd.utils.errors import UserError
 
@@ -246,40 +244,15 @@ def test_the_file_names_every_argument_with_its_default_but_shows_entities():
     assert {**written, "obs": "26"} == validate_env_args("snakes_3v3", {"obs": 26}).model_dump()
 
 
-def test_a_replay_is_the_last_game_of_the_first_slot(tmp_path):
+def test_a_frame_shows_both_teams_bodies_beans_scores_and_deaths():
     env = begun(2, side="b", opponent="l4")
-    with pytest.raises(UserError, match="no game"):
-        env.save_replay(str(tmp_path))
-    info = list(played(env, 200))[-1].info
-    scores = (int(info["score_own"][0]), int(info["score_opponent"][0]))
-    env.save_replay(str(tmp_path / "replays"))
-    assert {path.name for path in (tmp_path / "replays").iterdir()} == {"snakes.gif", "snakes.html"}
-    page = (tmp_path / "replays" / "snakes.html").read_text()
-    data = json.loads(page.split("const game = ")[1].split(", [rows, cols]")[0])
-    frames = [{"bodies": bodies, "beans": beans, "died": died} for bodies, beans, died in data["frames"]]
-    assert len(frames) == 201 and (data["team"], data["opponent"]) == (1, "l4")
-    assert RecordedGame(1, "l4").scores(frames[-1]) == scores
-    assert data["result"] == {0: "a draw", 1: "agents won", -1: "agents lost"}[int(np.sign(scores[0] - scores[1]))]
-    assert sum(i >= 3 for frame in frames for i in frame["died"]) == info["deaths"][0]
-    assert "http" not in page
-    with Image.open(tmp_path / "replays" / "snakes.gif") as gif:
-        assert gif.n_frames == 201 and gif.size == (520, 304)
-        gif.seek(200)
-        head = frames[-1]["bodies"][0][0]
-        pixel = gif.convert("RGB").getpixel((head % 20 * 26 + 13, head // 20 * 26 + 44 + 22))
-        assert np.abs(np.array(pixel) - (0x4C, 0xC9, 0xC0)).max() < 30
-
-
-def test_replays_draw_a_snake_up_to_the_edge_and_count_nothing_for_one_without_room(tmp_path):
-    bodies = [[], [42, 41, 40], [62, 61, 60], [5, 4, 3, 2], [102, 101, 100], [122, 121, 120]]
-    for team, scores, result in ((0, (0, 1), "agents lost"), (1, (1, 0), "agents won")):
-        game = RecordedGame(team, "l1", [{"bodies": bodies, "beans": [], "died": [0]}])
-        assert game.scores(game.frames[0]) == scores and game.result == result
-    bodies = [[20, 39, 38], [5, 185, 165], [103, 102, 101], [110, 109, 108], [123, 122, 121], [130, 129, 128]]
-    write_gif(RecordedGame(0, "l1", [{"bodies": bodies, "beans": [], "died": []}]), tmp_path / "edge.gif")
-    with Image.open(tmp_path / "edge.gif") as gif:
-        picture = np.asarray(gif.convert("RGB"))
-    first, second, row, col = [0x4C, 0xC9, 0xC0], [0x37, 0xA8, 0xCE], 44 + 26 + 13, 5 * 26 + 13
-    assert picture[row, [0, 519]].tolist() == [first] * 2 and picture[[44, 303], col].tolist() == [second] * 2
-    assert picture[row, 260].tolist() != first  # not across the board
-    assert (picture[40:44] == (0x10, 0x16, 0x1F)).all()  # nor into the header
+    deaths = 0
+    for result in played(env, 200):  # noqa: B007 (the last one counts)
+        frame = env.frame(1)
+        deaths += sum(i < 3 for i in frame.marked)
+        board = env._engine.board
+        heads = [(cell % 20 + 0.5, 10 - cell // 20 - 0.5) for cell in board.heads[1].tolist()]
+        assert [*zip(frame.x, frame.y, strict=True)][:6] == heads[3:] + heads[:3], "team b is shown first"
+        assert [len(body) / 2 for body in frame.bodies[:6]] == [*board.lengths[1, 3:], *board.lengths[1, :3]]
+    assert frame.score == [result.info["score_own"][1], result.info["score_opponent"][1]]
+    assert deaths == result.info["deaths"][1] and frame.scene.team_names == ("agents", "l4", "beans")

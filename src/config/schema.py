@@ -220,6 +220,7 @@ class Config(Frozen):
     wandb_project: str  # W&B project; empty: made from map, stage and number of ranks
     wandb_entity: str  # W&B team; empty: the key's own
     use_tensorboard: bool  # write event files to <run folder>/tb/
+    log_video: bool  # record a battle of each best test and of the last: replays/, W&B, TensorBoard
     profile: bool  # write traces of a few iterations of each stage to <run folder>/profile/
     log_memory_usage: bool  # log the memory of every rank
     distributed_debug: bool  # compare checksums of all parameters over the ranks after every iteration
@@ -229,7 +230,7 @@ class Config(Frozen):
     eval_report_episodes: Whole  # episodes over all ranks of evaluate and evaluation_only; 0: as in training
     checkpoint_path: str  # run folder, its models/ or one step's folder: the weights to evaluate or to start from
     load_step: Whole  # of several saved steps the nearest to this one; 0: the last
-    save_replay: bool  # with evaluate=True: save the environment's replays; rejected if it has none
+    save_replay: bool  # with evaluate=True: record episodes in replays/, for the page there and for `watch` (watch.md)
 
     @property
     def stage(self) -> Stage:

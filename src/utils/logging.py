@@ -90,6 +90,12 @@ class Sink(ABC):
         """Write one record."""
         self._guard(self._log, record)
 
+    def picture(self, name: str, path: Path, record: Record) -> None:
+        """Show a picture (*.png) or a video (*.gif) that belongs to `record`, the last one."""
+        if self.alive:
+            with self._guarded():
+                self._picture(name, path, record)
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for the checkpoint; the sink of a resumed run finds them in `saved`."""
         return {}
@@ -126,6 +132,8 @@ class Sink(ABC):
     @abstractmethod
     def _log(self, record: Record) -> None: ...
 
+    def _picture(self, name: str, path: Path, record: Record) -> None: ...  # noqa: B027 (optional)
+
     def _close(self, exit_state: str) -> None: ...  # noqa: B027 (optional)
 
 
@@ -149,6 +157,7 @@ class Logger:
         self.facts = facts or RunFacts(folder=Path("."))
         self.stage = "stage3"
         self.sinks: list[Sink] = []
+        self._last: Record | None = None
         self._pending: dict[str, float] = {}
         self._pending_t = 0
 
@@ -180,6 +189,13 @@ class Logger:
         self.print_recent_stats()
         self._send(Record({name: float(value) for name, value in values.items()}, stage, clock, int(t)))
 
+    def picture(self, name: str, path: Path) -> None:
+        """Send a picture (*.png) or a video (*.gif) to all sinks, at the time of the last log; nothing before that."""
+        self.print_recent_stats()
+        if self._last is not None and path.is_file():
+            for sink in self.sinks:
+                sink.picture(name, path, self._last)
+
     def log_stat(self, key: str, value: Any, t: int) -> None:
         """Log one value at environment step `t`; values of the same step become one log."""
         if self.minimal:
@@ -208,6 +224,7 @@ class Logger:
 
     def _send(self, record: Record) -> None:
         STORAGE.retry()
+        self._last = record
         for sink in self.sinks:
             sink.log(record)
 

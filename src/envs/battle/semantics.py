@@ -191,8 +191,8 @@ class BattleSemantics:
             walls=self._walls,
         )
         alive, targets = units.alive[slot].tolist(), self._backend.targets(slot).tolist()
-        points = (rounded(values[slot]) for values in (units.health, units.shield))
-        return Frame(scene, rounded(units.x[slot]), rounded(units.y[slot]), alive, *points, targets)
+        x, y, health, shield = (rounded(each[slot]) for each in (units.x, units.y, units.health, units.shield))
+        return Frame(scene, x, y, alive, health, shield, targets)
 
     def ranges(self, slot: int) -> tuple[list[float], list[float]]:
         """Return the sight and attack ranges of the agents of a slot, [n] each, cells."""

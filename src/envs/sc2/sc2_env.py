@@ -15,6 +15,7 @@ from omagd.envs.battle.maps import MapSpec, get_game_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
+from omagd.envs.frames import Frame, without_place
 from omagd.envs.protocol import StepResult
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.install import build_of, game_folder, map_data
@@ -114,6 +115,10 @@ class SC2Battle(BattleEnv):
         """Return [n], the actions of SMAC's script in the last step (`heuristic_ai`)."""
         assert self._heuristic is not None
         return self._heuristic.actions
+
+    def frame(self, slot: int) -> Frame:
+        """Return the units; before the first `reset`, only the agents' names."""
+        return without_place(self.info.n_agents) if self._semantics is None else super().frame(slot)
 
     def _started(self) -> tuple[BattleSemantics, GameBackend]:
         if self._semantics is None or self._backend is None:

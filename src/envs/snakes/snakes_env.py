@@ -89,6 +89,7 @@ SCENE = Scene(
     kinds=("snake",) * N_SNAKES + ("bean",) * N_BEANS,
     team_names=("agents", "opponents", "beans"),
     actions=("up", "down", "left", "right"),
+    health_max=(0.0,) * (N_SNAKES + N_BEANS),
     bounds=(0.0, 0.0, float(WIDTH), float(HEIGHT)),
     torus=True,
     score="score",

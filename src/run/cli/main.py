@@ -289,6 +289,11 @@ COMMANDS = {
             "omagd.run.cli.listing",
         ),
         Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.run.cli.study"),
+        Command(
+            "watch RUN [key=value ...]",
+            "play a trained run, or a recording, as an HTML page, a GIF or an MP4 (--format=...)",
+            "omagd.run.cli.watch",
+        ),
     )
 }
 """By name."""

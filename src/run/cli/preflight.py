@@ -136,21 +136,9 @@ def _named_by_run(config: Config, key: str) -> str:
 
 
 def _check_replays(config: Config) -> None:
-    """Reject `save_replay` for environments without replays and for training runs."""
-    if config.save_replay and not writes_replays(config.env):
-        raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out")
+    """Reject `save_replay` for training runs."""
     if config.save_replay and not config.evaluate:
         raise UserError("save_replay=True: replays are written by evaluations only. Add evaluate=True")
-
-
-def writes_replays(env: str) -> bool:
-    """Return whether an environment can write replays."""
-    from omagd.envs import REGISTRY
-    from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
-
-    found = REGISTRY.get(env)
-    base = MultiAgentEnv if issubclass(found, MultiAgentEnv) else BatchedEnv
-    return found.save_replay is not base.save_replay  # type: ignore[attr-defined]
 
 
 def _check_token(config: Config, plan: Plan) -> None:

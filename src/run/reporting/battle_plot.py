@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from omagd.config.env_info import EntityLayout
+from omagd.envs.frames import THINGS, Scene
 from omagd.run.reporting.plots import save
 
 Nodes = Sequence[Mapping[str, Any]]
 TYPES = ("self", "ally", "enemy")
-MARKS = {"self": "*", "ally": "o", "enemy": "D"}
-COLOURS = {"self": "#ffd166", "ally": "#4cc9c0", "enemy": "#ff7b54"}
+MARKS = {"self": "*", "ally": "o", "enemy": "D", "thing": "o"}
+COLOURS = {"self": "#ffd166", "ally": "#4cc9c0", "enemy": "#ff7b54", "thing": "#b9c46a"}
+NO_UNIT = -1
 BACKGROUND, FOG, SEEN, LINE, TEXT, MUTED = "#10161f", "#0b0f16", "#1d2a3a", "#3a4b60", "#eef3f8", "#9fb0c3"
 GUESS_RING = (0, (0.9, 0.5))
 PANELS = ("as seen", "as reconstructed", "as it was")
@@ -31,18 +33,41 @@ class _View:
     sight: float
 
 
-def battle_nodes(nodes: np.ndarray, layout: EntityLayout, guessed: np.ndarray | None = None) -> list[dict[str, Any]]:
-    """Return the units that `battle_moment` draws, from one agent's graph: nodes [N, D], guessed [N] bool."""
+def units_of_nodes(layout: EntityLayout, n_agents: int) -> np.ndarray:
+    """Return the unit that each node of each agent's graph is, [n, N] int64; -1 for agents that a map does not have.
+
+    Units: the agents, then what actions aim at, as in `omagd.envs.frames`.
+    """
+    agent, ally = np.arange(n_agents)[:, None], np.arange(layout.n_allies)[None]
+    others = ally + (ally >= agent)
+    others = np.where(others < n_agents, others, NO_UNIT)
+    enemies = np.broadcast_to(n_agents + np.arange(layout.n_enemies), (n_agents, layout.n_enemies))
+    return np.concatenate([agent, others, enemies], 1)
+
+
+def battle_nodes(
+    nodes: np.ndarray, layout: EntityLayout, scene: Scene, agent: int, guessed: np.ndarray | None = None
+) -> list[dict[str, Any]]:
+    """Return the units that `battle_moment` draws, from the graph of `agent`: nodes [N, D], guessed [N] bool.
+
+    scene: names the units; where it knows only the agents, the others are called `e0`, `e1`, ...
+    """
     own_health = 4 + layout.move_dim if layout.own_dim else -1  # behind [1, 0, 0, 0 | move features]
+    n = layout.n_allies + 1
     found: list[dict[str, Any]] = []
-    slots = [0, 0, 0]
-    for i, (kind, node) in enumerate(zip(layout.node_types, nodes, strict=True)):
+    for i, (unit, kind, node) in enumerate(
+        zip(units_of_nodes(layout, n)[agent], layout.node_types, nodes, strict=True)
+    ):
+        known = unit < len(scene.ids)
         x, y = (0.0 if kind == 0 else float(node[column]) * layout.sight for column in layout.position)
         column = own_health if kind == 0 else layout.health
-        health = float(node[column]) if column >= 0 else None
-        unit = {"type": TYPES[kind], "slot": slots[kind], "x": x, "y": y, "health": health}
-        found.append({**unit, "present": bool(np.any(node)), "guessed": guessed is not None and bool(guessed[i])})
-        slots[kind] += 1
+        has_health = column >= 0 and (not known or not scene.health_max or scene.health_max[unit] > 0)
+        found.append({
+            "id": scene.ids[unit] if known else f"e{unit - n}",
+            "type": "thing" if known and scene.teams[unit] == THINGS else TYPES[kind],
+            "x": x, "y": y, "health": float(node[column]) if has_health else None,
+            "present": bool(np.any(node)), "guessed": guessed is not None and bool(guessed[i]),
+        })  # fmt: skip
     return found
 
 
@@ -53,17 +78,16 @@ def battle_moment(
 
     Args:
         out_png: the picture. seen, reconstructed, truth: the same units in the same order, each
-            `{type: self | ally | enemy, slot, x, y, health, present, guessed}`: x and y in cells relative to the agent,
-            health 0 to 1 or None, present False for absent units, guessed True for reconstructed ones. Slots of allies
-            are in the order of agents, without the observer; those of enemies are their numbers.
-        info: `label` (environment and map), `step`, `agent` (the observer), `sight` in cells; optionally `errors`,
-            numbers by name.
+            `{id, type: self | ally | enemy | thing, x, y, health, present, guessed}`: x and y in cells relative to the
+            agent, health 0 to 1 or None, present False for absent units, guessed True for reconstructed ones.
+        info: `label` (environment and map), `step`, `agent` (the observer's id), `sight` in cells; optionally `errors`,
+            numbers by name, and `teams`, names by type.
 
     Errors: ValueError if the three lists differ in their units.
     """
     from matplotlib.figure import Figure
 
-    if not [_who(n) for n in seen] == [_who(n) for n in reconstructed] == [_who(n) for n in truth]:
+    if not [n["id"] for n in seen] == [n["id"] for n in reconstructed] == [n["id"] for n in truth]:
         raise ValueError("the three panels do not list the same units")
     view = _view([*seen, *reconstructed, *truth], float(info["sight"]))
     figure = Figure(figsize=(15.6, 7.0), dpi=110, facecolor=BACKGROUND)
@@ -73,26 +97,58 @@ def battle_moment(
     for axis, nodes, name, note in zip(axes, (seen, reconstructed, truth), PANELS, notes, strict=True):
         _ground(axis, view)
         _heading(axis, name, note)
+        places = _apart(nodes, view)
         if nodes is reconstructed:
-            _error_lines(axis, reconstructed, truth, view)
-        present = sorted((n for n in nodes if n["present"]), key=lambda n: -math.hypot(n["x"], n["y"]))
-        for depth, node in enumerate(present):
-            _unit(axis, node, _id(node, int(info["agent"])), view, 4.0 + depth / len(present))
+            _error_lines(axis, places, truth, view)
+        _units(axis, [node for node in places if node["present"]], view)
     _title(figure, info)
-    _legend(figure, f"a{info['agent']}: the observer")
+    kinds = {node["type"] for node in truth} | {node["type"] for node in reconstructed if node["present"]}
+    _legend(figure, info, kinds, any(node["health"] is not None for node in truth))
     return save(figure, out_png)
 
 
-def _who(node: Mapping[str, Any]) -> tuple[str, int]:
-    return node["type"], node["slot"]
+def _apart(nodes: Nodes, view: _View) -> list[dict[str, Any]]:
+    """Return the nodes with places `at_x`, `at_y` at which their marks do not hide each other."""
+    present = [i for i, node in enumerate(nodes) if node["present"]]
+    places = np.array([[node["x"], node["y"]] for node in nodes], np.float64).reshape(-1, 2)
+    places[present] = spread(places[present], 2.15 * view.radius, 1.7 * view.radius)
+    return [{**node, "at_x": x, "at_y": y} for node, (x, y) in zip(nodes, places.tolist(), strict=True)]
 
 
-def _id(node: Mapping[str, Any], observer: int) -> str:
-    """Return a unit's number among all agents, as in `a1`, or among all enemies, as in `e3`."""
-    slot = int(node["slot"])
-    if node["type"] == "enemy":
-        return f"e{slot}"
-    return f"a{observer if node['type'] == 'self' else slot + (slot >= observer)}"
+def _units(axis: Any, nodes: Nodes, view: _View) -> None:
+    """Draw the units, those near the agent on top; a moved mark has a line to its place."""
+    ordered = sorted(nodes, key=lambda node: -math.hypot(node["x"], node["y"]))
+    for depth, node in enumerate(ordered):
+        if math.hypot(node["at_x"] - node["x"], node["at_y"] - node["y"]) > 0.4 * view.radius and not node["guessed"]:
+            colour = COLOURS[node["type"]]
+            axis.plot([node["x"], node["at_x"]], [node["y"], node["at_y"]], color=colour, lw=0.8, zorder=3.5)
+            axis.plot(node["x"], node["y"], marker=".", color=colour, ms=3, zorder=3.6)
+        _unit(axis, node, view, 4.0 + depth / len(ordered))
+
+
+def spread(points: np.ndarray, gap: float, most: float) -> np.ndarray:
+    """Return `points` [k, 2] moved apart, so that marks of diameter `gap` there do not hide each other.
+
+    No point moves further than `most`, so that dense crowds may still overlap; equal points part in different
+    directions.
+    """
+    moved = np.array(points, np.float64)
+    turn = 2.4 * np.arange(1, len(moved) + 1)
+    aside, itself = np.stack([np.cos(turn), np.sin(turn)], 1), np.eye(len(moved), dtype=bool)
+    for _ in range(24):
+        way = moved[:, None] - moved[None]
+        away = np.hypot(way[..., 0], way[..., 1])
+        same = (away < 1e-3) & ~itself
+        way[same] = (aside[:, None] - aside[None])[same]
+        length = np.maximum(np.hypot(way[..., 0], way[..., 1]), 1e-9)
+        push = np.where(itself, 0, np.maximum(gap - away, 0)) / 2 / length
+        if not push.any():
+            break
+        moved += 0.8 * (way * push[..., None]).sum(1).clip(-gap, gap)
+        shift = moved - points
+        far = np.hypot(shift[:, 0], shift[:, 1])
+        moved = points + shift * np.minimum(1, most / np.maximum(far, 1e-9))[:, None]
+    return moved
 
 
 def _view(nodes: Nodes, sight: float) -> _View:
@@ -148,23 +204,28 @@ def _error_lines(axis: Any, reconstructed: Nodes, truth: Nodes, view: _View) -> 
     """Draw a line from every guess to the real position; mark guesses of dead units."""
     for guess, real in _pairs(reconstructed, truth):
         colour = COLOURS[guess["type"]]
-        axis.plot([guess["x"], real["x"]], [guess["y"], real["y"]], color=colour, lw=1.1, ls=":", alpha=0.9, zorder=3)
+        axis.plot(
+            [guess["at_x"], real["x"]], [guess["at_y"], real["y"]], color=colour, lw=1.1, ls=":", alpha=0.9, zorder=3
+        )
         axis.plot(real["x"], real["y"], marker="x", color=TEXT, ms=6, mew=1.5, zorder=8)
     for guess, real in zip(reconstructed, truth, strict=True):
         if guess["guessed"] and guess["present"] and not real["present"]:
-            low = guess["y"] - 1.35 * view.radius
-            axis.text(guess["x"], low, "dead", color=MUTED, fontsize=9, style="italic", ha="center", va="top", zorder=7)
+            low = guess["at_y"] - 1.35 * view.radius
+            axis.text(
+                guess["at_x"], low, "dead", color=MUTED, fontsize=9, style="italic", ha="center", va="top", zorder=7
+            )
 
 
-def _unit(axis: Any, node: Mapping[str, Any], name: str, view: _View, depth: float) -> None:
-    """Draw one unit: shape and colour by type, hollow if guessed, health as a ring around it; `name` in or below it.
+def _unit(axis: Any, node: Mapping[str, Any], view: _View, depth: float) -> None:
+    """Draw one unit: shape and colour by type, hollow if guessed, health as a ring around it; its id in or below it.
 
-    depth: drawing order; units near the agent are on top.
+    depth: drawing order.
     """
     from matplotlib.patches import Arc, Circle
     from matplotlib.patheffects import withStroke
 
-    x, y, r, colour, guessed = node["x"], node["y"], view.radius, COLOURS[node["type"]], node["guessed"]
+    x, y, r, colour, guessed = node["at_x"], node["at_y"], view.radius, COLOURS[node["type"]], node["guessed"]
+    name = node["id"]
     body = _body(node["type"], x, y, r * 0.76, guessed)
     body.set_zorder(depth)
     axis.add_patch(body)
@@ -189,8 +250,8 @@ def _body(kind: str, x: float, y: float, r: float, guessed: bool) -> Any:
 
     colour = COLOURS[kind]
     style: dict[str, Any] = {"fc": BACKGROUND if guessed else colour, "ec": colour, "lw": 1.3 if guessed else 0.8}
-    if kind == "ally":
-        return Circle((x, y), r, **style)
+    if kind in {"ally", "thing"}:
+        return Circle((x, y), r if kind == "ally" else 0.8 * r, **style)
     if kind == "enemy":
         return RegularPolygon((x, y), 4, radius=r * 1.08, **style)
     turns = np.arange(10) * math.pi / 5 + math.pi / 2
@@ -199,7 +260,7 @@ def _body(kind: str, x: float, y: float, r: float, guessed: bool) -> Any:
 
 
 def _title(figure: Any, info: Mapping[str, Any]) -> None:
-    title = f"What agent {info['agent']} believes"
+    title = f"What {info['agent']} believes"
     figure.text(0.017, 0.945, title, color=TEXT, fontsize=18, weight="bold", va="center")
     moment = f"{info['label']}  ·  step {info['step']}"
     figure.text(0.983, 0.945, moment, color=MUTED, fontsize=13, ha="right", va="center")
@@ -209,8 +270,8 @@ def _title(figure: Any, info: Mapping[str, Any]) -> None:
         figure.text(0.983, 0.052, text, color=MUTED, fontsize=10.5, ha="right", va="center")
 
 
-def _legend(figure: Any, observer: str) -> None:
-    """Draw the legend in one line at the lower left."""
+def _legend(figure: Any, info: Mapping[str, Any], kinds: set[str], health: bool) -> None:
+    """Draw the legend in one line at the lower left: of the types that occur, and of health if units have any."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
 
@@ -218,14 +279,14 @@ def _legend(figure: Any, observer: str) -> None:
         style: dict[str, Any] = {"mfc": BACKGROUND if guessed else COLOURS[kind], "mec": COLOURS[kind], "mew": 1.4}
         return Line2D([], [], ls="", marker=MARKS[kind], ms=9, **style)
 
-    handles: dict[str, Any] = {
-        observer: mark("self"),
-        "agent": mark("ally"),
-        "enemy": mark("enemy"),
-        "hollow, dashed: guess": (mark("ally", True), mark("enemy", True)),
-        "real position": Line2D([], [], ls=":", color=MUTED, marker="x", mec=TEXT, ms=7, mew=1.6),
-        "ring: health": Line2D([], [], ls="-", color=MUTED, lw=2.6),
-    }
+    names = {"ally": "agent", "enemy": "enemy", "thing": "thing", **(info.get("teams") or {})}
+    others = [kind for kind in ("ally", "enemy", "thing") if kind in kinds]
+    handles: dict[str, Any] = {f"{info['agent']}: the observer": mark("self")}
+    handles |= {names[kind]: mark(kind) for kind in others}
+    handles["hollow, dashed: guess"] = tuple(mark(kind, True) for kind in others)
+    handles["real position"] = Line2D([], [], ls=":", color=MUTED, marker="x", mec=TEXT, ms=7, mew=1.6)
+    if health:
+        handles["ring: health"] = Line2D([], [], ls="-", color=MUTED, lw=2.6)
     figure.legend(
         list(handles.values()), list(handles), handler_map={tuple: HandlerTuple(ndivide=None)}, loc="center left",
         bbox_to_anchor=(0.008, 0.052), ncol=len(handles), frameon=False, labelcolor=TEXT, fontsize=10.5,

@@ -6,6 +6,7 @@ name it in `BUILT_IN` and in `records.py`, or in the entry-point group `omagd.lo
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -123,6 +124,9 @@ class TensorBoardSink(Sink):
         self._last[record.stage] = record.t
         self._writers[record.stage].add(record.values, record.t)
 
+    def _picture(self, name: str, path: Path, record: Record) -> None:
+        self._writers[record.stage].add_picture(name, path.read_bytes(), record.t)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the time of the last record of each stage."""
         return {"last": dict(self._last)}
@@ -159,6 +163,17 @@ class EventFile:
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=scalars)))
+
+    def add_picture(self, name: str, content: bytes, step: int) -> None:
+        """Write the content of a PNG or GIF file; TensorBoard plays a GIF."""
+        from PIL import Image
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        with Image.open(io.BytesIO(content)) as image:
+            wide, high = image.size
+        shown = Summary.Image(width=wide, height=high, colorspace=3, encoded_image_string=content)
+        self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=name, image=shown)])))
 
     def close(self) -> None:
         """Close the file."""

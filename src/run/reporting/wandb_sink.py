@@ -44,6 +44,14 @@ class WandbSink(Sink):
             values["maps"] = _table(maps)
         self._run.log(values, step=record.t)
 
+    def _picture(self, name: str, path: Path, record: Record) -> None:
+        import wandb
+
+        if self._run is not None and record.stage == self._stage:
+            moving = path.suffix == ".gif"
+            shown = wandb.Video(str(path), format="gif") if moving else wandb.Image(str(path))
+            self._run.log({name: shown}, step=record.t)
+
     def _close(self, exit_state: str) -> None:
         self._finish(EXIT_CODES.get(exit_state, 1))
 

@@ -1,21 +1,26 @@
-"""Plays episodes with the trained team of a run and records them, for `watch` and for reports."""
+"""Greedy episodes of a trained team: the tests of a run, and recordings for `watch` and for reports."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint
+from omagd.run.training.session import Session
 from omagd.run.training.tasks import episode_starts
 from omagd.run.watch.recorder import Recorder
 from omagd.run.watch.recording import Recording
 from omagd.runners.runner import Runner
 from omagd.runners.starts import TaskStarts
+from omagd.utils.metrics import Metrics
 
 
 def record_battles(config: Config, episodes: int = 1, source: str = "checkpoint_path") -> Recording:
@@ -32,7 +37,7 @@ def record_battles(config: Config, episodes: int = 1, source: str = "checkpoint_
     try:
         info = env.info
         mac = build_mac(config, info, device, load_pretrained(of_checkpoint(config, folder), info, device))
-        load_agent(mac, folder, source)
+        load_agent(mac, folder, "checkpoint_path")
         recorder = Recorder(mac, env, info, policy_name(config, folder), most=episodes)
         runner = Runner(env, config, info, episode_starts(config, info, "test", 0))
         for task in range(max(1, len(info.tasks))):
@@ -49,3 +54,55 @@ def policy_name(config: Config, step_folder: Path) -> str:
     """Return the name of a trained policy for titles: configuration, seed and step."""
     steps = f" after {int(step_folder.name):,} steps" if step_folder.name.isdecimal() else ""
     return f"{config.name}, seed {config.seed}{steps}"
+
+
+def greedy_episodes(
+    session: Session, mac: MAC, wanted: int, log_at: int | None = None, recorder: Recorder | None = None
+) -> dict[str, float]:
+    """Play at least `wanted` greedy episodes, equally many in each slot of all ranks; return `test_*` means.
+
+    Of a task set: so many on each map. `test/<map>/*` are means of one map; `test_*` are means over the maps that are
+    trained on, `test_held_out_*` over the others.
+    log_at: `t_env` with which episodes are written to `episodes/`; None to write none. recorder: of `mac`, plays in its
+    place and keeps the episodes of the first slot.
+    """
+    runner, info, metrics = session.runners["test"], session.info, Metrics()
+    for task in range(max(1, len(info.tasks))):
+        if isinstance(runner.stream, TaskStarts):
+            runner.stream.set_weights(np.arange(len(info.tasks)) == task)
+        rollout = runner.run(
+            recorder or mac,
+            explore=None,
+            episodes_per_slot=session.rounds(wanted),
+            full_obs=mac.wants_full_obs,
+            keep=False,
+        )
+        if recorder is not None:
+            recorder.take(rollout.log)
+        if log_at is not None:  # before the sum: after it rank 0 reads the lines of all ranks
+            session.episode_log.write(rollout.log, t_env=log_at)
+        metrics.add(means(rollout.stats, "test"), prefix="" if info.tasks else "test_")
+    values = metrics.reduce(session.dist)
+    return values if not info.tasks else {**values, **_means_over_maps(values, info)}
+
+
+def _means_over_maps(values: Mapping[str, float], info: EnvInfo) -> dict[str, float]:
+    """Return means of `test/<map>/<name>` over the maps that are trained on (`test_*`), and over the others."""
+    sets = {"test": info.tasks[: info.n_training], "test_held_out": info.tasks[info.n_training :]}
+    names = dict.fromkeys(name.split("/")[-1] for name in values)
+    return {
+        f"{prefix}_{name}": float(np.mean([values[f"test/{task}/{name}"] for task in tasks]))
+        for prefix, tasks in sets.items()
+        for name in names
+        if tasks and all(f"test/{task}/{name}" in values for task in tasks)
+    }
+
+
+def means(stats: dict[str, tuple[float, float]], purpose: str = "train") -> dict[str, tuple[float, float]]:
+    """Return rollout stats by PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ...
+
+    Those of one map of a set are called `<purpose>/<map>/return_mean`, ...; tests of a set have no others.
+    """
+    of_maps = {f"{purpose}/{name}_mean": pair for name, pair in stats.items() if "/" in name}
+    whole = {f"{name}_mean": pair for name, pair in stats.items() if "/" not in name}
+    return of_maps if of_maps and purpose == "test" else {**whole, **of_maps}

@@ -57,10 +57,17 @@ def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch,
     views = {"seen": obs[at], "reconstructed": made.obs[0, agent], "truth": full[at]}
     nodes = {key: obs_to_nodes(value, layout).cpu().numpy() for key, value in views.items()}
     marks = {"reconstructed": guessed}
-    drawn = {key: battle_nodes(value, layout, marks.get(key)) for key, value in nodes.items()}
-    label = f"{session.info.name} {session.info.map_name}"
-    info = {"label": label, "step": step, "agent": agent, "sight": layout.sight, "errors": _errors(nodes, guessed)}
-    return battle_moment(session.folder.plots / f"{name}.png", **drawn, info=info)
+    scene = session.env.frame(0).scene
+    drawn = {key: battle_nodes(value, layout, scene, agent, marks.get(key)) for key, value in nodes.items()}
+    names = "agent", *(team.removesuffix("s") for team in scene.team_names[1:])
+    teams = dict(zip(("ally", "enemy", "thing"), names, strict=False))
+    info = {
+        "label": f"{session.info.name} {session.info.map_name}".strip(), "step": step, "agent": scene.ids[agent],
+        "sight": layout.sight, "errors": _errors(nodes, guessed), "teams": teams,
+    }  # fmt: skip
+    path = battle_moment(session.folder.plots / f"{name}.png", **drawn, info=info)
+    session.logger.picture(name, path)
+    return path
 
 
 def _best_view(obs: Tensor, full: Tensor, layout: EntityLayout) -> tuple[int, int, int]:

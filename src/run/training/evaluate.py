@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,20 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.reporting.card import Card, read_card
+from omagd.run.training.battles import greedy_episodes, policy_name
 from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint, require_same_weights
 from omagd.run.training.session import Session
-from omagd.run.training.stages.rl import greedy_episodes
+from omagd.run.watch.page import save_recording
+from omagd.run.watch.recorder import Recorder
+from omagd.run.watch.recording import Recording
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.writing import STORAGE
 
 FIXED = {
     "evaluate": True, "load_step": 0, "seeds": (), "unique_token": "", "auto_resume": False, "pretrain_only": False,
-    "evaluation_only": False, "use_wandb": False, "use_tensorboard": False, "profile": False,
+    "evaluation_only": False, "use_wandb": False, "use_tensorboard": False, "log_video": False,
+    "profile": False,
 }  # fmt: skip
 """Values that an evaluation does not take from the evaluated run's `config.json`."""
 
@@ -31,14 +36,15 @@ HERE = {
 """Values for one process on any machine, instead of those of the training run."""
 
 
-def evaluation_config(run: str, texts: Mapping[str, str]) -> Config:
+def evaluation_config(run: str, texts: Mapping[str, str], command: str = "evaluate") -> Config:
     """Return the configuration that evaluates a run: the run's own with the keys in `texts` changed.
 
     Args:
-        run: the run's folder, its `models/` or one step's folder. texts: the text of each `key=value`.
+        run: the run's folder, its `models/` or one step's folder. texts: the text of each `key=value`. command: what
+            the user called, for errors.
     Errors: UserError for a folder that holds no run, a `config.json` that cannot be read, wrong keys and values.
     """
-    source = f"evaluate {run}"
+    source = f"{command} {run}"
     for key in ("evaluate", "checkpoint_path"):
         if key in texts:
             raise UserError(f"{key}={texts[key]}: already set by `{source}`. Leave it out")
@@ -68,13 +74,17 @@ def evaluate(session: Session) -> StageResult:
     load_agent(mac, folder, "checkpoint_path")
     require_same_weights(session.dist, mac.agent, "checkpoint_path")
     t_env = int(folder.name) if folder.name.isdecimal() else 0
-    values = greedy_episodes(session, mac, config.eval_report_episodes or config.test_nepisode, t_env)
+    records = config.save_replay and session.dist.is_main
+    recorder = Recorder(mac, session.env, info, policy_name(config, folder)) if records else None
+    wanted = config.eval_report_episodes or config.test_nepisode
+    values = greedy_episodes(session, mac, wanted, t_env, recorder=recorder)
     values.update(session.failure_counts())
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
+    if recorder is not None:
+        with STORAGE.attempt("replays"):
+            save_recording(Recording(episodes=recorder.episodes), session.folder.replays / "episodes")
     if config.save_replay:
-        try:
-            with STORAGE.attempt("replays"):
-                session.env.save_replay(str(session.folder.replays))
-        except NotImplementedError:  # a wrapper of an environment that has none
-            raise UserError(f"save_replay=True: env={config.env} writes no replays. Leave it out") from None
+        # An environment may have replays of its own, as StarCraft II has.
+        with suppress(NotImplementedError), STORAGE.attempt("replays"):
+            session.env.save_replay(str(session.folder.replays))
     return StageResult("stage3", {"t_env": t_env}, values, {"agent": str(folder)})

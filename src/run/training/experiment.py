@@ -123,7 +123,7 @@ def _close(
                 summary["stages"] = stages_so_far(session, summary["stages"])
         # The summary first: closing an environment or a sink may take long, or never end.
         if is_main:
-            steps.callback(finish_files, folder, summary)
+            steps.callback(finish_files, folder, summary, logger)
         steps.callback(close_bars)
 
 

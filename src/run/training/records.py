@@ -170,16 +170,18 @@ def require_weights(folder: RunFolder) -> None:
         raise RunFailed(f"{where} could not be written ({why}): the run ends without its weights. {fix}")
 
 
-def finish_files(folder: RunFolder, summary: dict[str, Any]) -> None:
-    """Draw the plots of a completed run and write `summary.json`."""
+def finish_files(folder: RunFolder, summary: dict[str, Any], logger: Logger) -> None:
+    """Draw the plots of a completed run, send them to the sinks of `logger`, and write `summary.json`."""
     from omagd.run.reporting.plots import curves, evaluation  # imports Matplotlib
     from omagd.run.reporting.report import write_summary
 
     if summary["exit_state"] == "completed" and folder.metrics_jsonl.is_file():
         if summary["kind"] == "evaluation":
-            evaluation(folder.episode_logs(), folder.plots / "evaluation.png")
+            drawn = evaluation(folder.episode_logs(), folder.plots / "evaluation.png")
         else:
-            curves(folder.metrics_jsonl, folder.plots / "curves.png")
+            drawn = curves(folder.metrics_jsonl, folder.plots / "curves.png")
+        if drawn is not None:
+            logger.picture(drawn.stem, drawn)
     summary["artifacts"] = folder.artifacts()
     write_summary(folder, summary)
 

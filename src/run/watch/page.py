@@ -6,7 +6,8 @@ import base64
 import html
 from pathlib import Path
 
-from omagd.run.watch.recording import Recording
+from omagd.run.watch.recording import SUFFIX, Recording
+from omagd.utils.writing import replace_file
 
 PAGE = Path(__file__).with_name("player.html")
 
@@ -17,3 +18,9 @@ def player_page(recording: Recording, agent: int = 0) -> str:
     title = html.escape(f"{recording.episodes[0].label}: {recording.episodes[0].policy}")
     page = PAGE.read_text(encoding="utf-8").replace("__TITLE__", title).replace("__AGENT__", str(agent))
     return page.replace("__DATA__", data)
+
+
+def save_recording(recording: Recording, path: Path) -> None:
+    """Write `<path>.json.gz`, which `watch` opens, and `<path>.html`. Errors: OSError."""
+    recording.write(path.with_name(path.name + SUFFIX))
+    replace_file(path.with_name(path.name + ".html"), player_page(recording).encode())

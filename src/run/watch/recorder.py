@@ -9,23 +9,13 @@ import numpy as np
 import torch
 
 from omagd.components.action_selectors import log_softmax
-from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.env_info import EnvInfo
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.run.reporting.battle_plot import NO_UNIT, units_of_nodes
 from omagd.run.watch.recording import Belief, Episode, Moment
-
-NO_UNIT = -1
-
-
-def units_of_nodes(layout: EntityLayout, n_agents: int) -> np.ndarray:
-    """Return the unit that each node of each agent's graph is, [n, N] int64; -1 for agents that a map does not have."""
-    agent, ally = np.arange(n_agents)[:, None], np.arange(layout.n_allies)[None]
-    others = ally + (ally >= agent)
-    others = np.where(others < n_agents, others, NO_UNIT)
-    enemies = np.broadcast_to(n_agents + np.arange(layout.n_enemies), (n_agents, layout.n_enemies))
-    return np.concatenate([agent, others, enemies], 1)
 
 
 class Recorder:
@@ -131,7 +121,7 @@ class Recorder:
         return [[value if may else None for value, may in zip(row, mask, strict=True)] for row, mask in rows]
 
     def _views(self, tick: Tick, decision: Decision) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None] | None:
-        """Return the nodes [n, N, D] that the agents see, with guesses the guessed nodes, and which [n, N] are guesses."""
+        """Return the nodes [n, N, D] that the agents see, those with guesses, and which ones [n, N] are guesses."""
         layout, shown = self._info.layout, tick.observation
         if layout is None:
             return None
@@ -140,7 +130,10 @@ class Recorder:
         stored = None if self._reconstructor is None else decision.extras.get(self._reconstructor.field)
         if stored is None:
             return nodes, None, None
-        data = {"obs": torch.from_numpy(np.array(obs[:1])), self._reconstructor.field: torch.from_numpy(np.array(stored[:1]))}
+        data = {
+            "obs": torch.from_numpy(np.array(obs[:1])),
+            self._reconstructor.field: torch.from_numpy(np.array(stored[:1])),
+        }
         made, guessed = self._reconstructor.restore(data)
         return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
 
@@ -155,7 +148,10 @@ class Recorder:
             return seen, []
         takes = guessed[:n] & ~unseen(made[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
         sight = np.array([one or layout.sight for one in frame.scene.sight or [0.0] * n])
-        place = np.array([frame.x[:n], frame.y[:n]]).T[:, None] + made[:n][..., list(layout.position)] * sight[:, None, None]
+        place = (
+            np.array([frame.x[:n], frame.y[:n]]).T[:, None]
+            + made[:n][..., list(layout.position)] * sight[:, None, None]
+        )
         place = np.round(place, 1)
         health = np.round(np.clip(made[:n, :, layout.health].astype(np.float64), 0, 1), 2)
         beliefs: list[list[Belief]] = [[] for _ in range(n)]

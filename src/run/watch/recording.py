@@ -21,7 +21,7 @@ SUFFIX = ".json.gz"
 LARGEST = 1 << 28
 """Largest content of a file, in bytes after decompression."""
 
-Finite = Field(allow_inf_nan=False)
+FIX = f"give a run's folder, or a *{SUFFIX} from its replays/"
 
 
 class _Part(BaseModel):
@@ -140,7 +140,7 @@ class Recording(_Part):
             with gzip.open(path) as file:
                 content = file.read(LARGEST + 1)
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            raise UserError(f"watch {path}: is damaged or no recording; give a run's folder or a {SUFFIX} of its replays/") from None
+            raise UserError(f"watch {path}: is damaged or no recording; {FIX}") from None
         except OSError as problem:
             raise UserError(f"watch {path}: cannot be read ({problem.strerror})") from None
         if len(content) > LARGEST:
@@ -151,4 +151,4 @@ class Recording(_Part):
                 raise UserError(f"watch {path}: is of a later version ({values['version']}); update omagd")
             return cls.model_validate(values)
         except (ValueError, RecursionError, ValidationError):
-            raise UserError(f"watch {path}: is no recording; give a run's folder or a {SUFFIX} of its replays/") from None
+            raise UserError(f"watch {path}: is no recording; {FIX}") from None

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from omagd.components.data import DataSource, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.groups import GroupData
 from omagd.components.schedules import epsilon_schedule
-from omagd.config.env_info import EnvInfo
-from omagd.controllers.types import MAC, Exploration, Policy
+from omagd.controllers.types import Exploration, Policy
 from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
+from omagd.run.training.battles import greedy_episodes, means
 from omagd.run.training.beliefs import evaluate_beliefs
 from omagd.run.training.build import build_learner, require_same_weights
 from omagd.run.training.groups import Groups
@@ -27,12 +25,15 @@ from omagd.run.training.opponents import Opponents
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.run.training.tasks import TrainingTasks, training_tasks
+from omagd.run.watch.drawing import write_gif
+from omagd.run.watch.recorder import Recorder
+from omagd.run.watch.recording import SUFFIX, Recording
 from omagd.runners.rollout import Rollout
-from omagd.runners.starts import TaskStarts
 from omagd.utils.clock import Every, Stopwatch
 from omagd.utils.dist_utils import Pending
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
+from omagd.utils.writing import STORAGE
 
 BEST_OF = ("test_battle_won_mean", "test_return_mean")
 
@@ -65,6 +66,7 @@ class RLStage(Stage):
         self.last_test: tuple[int, dict[str, float]] = (-1, {})
         self.best: dict[str, float] = {}
         self._tested_now = self._best_now = False  # in this iteration
+        self._video: Recording | None = None  # of a test, to be shown with its log
         self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready = False
@@ -264,7 +266,11 @@ class RLStage(Stage):
     def test(self) -> None:
         """Play this rank's share of the test episodes greedily."""
         self._drain()
-        values = greedy_episodes(self.session, self.mac, self.session.config.test_nepisode)
+        session = self.session
+        recorder = None
+        if session.config.log_video and session.dist.is_main:
+            recorder = Recorder(self.mac, session.env, session.info, f"{session.config.name}, {self.when}", most=1)
+        values = greedy_episodes(session, self.mac, session.config.test_nepisode, recorder=recorder)
         before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
         self.last_test = (self.clock.t_env, values)
         self._tested_now = True
@@ -272,6 +278,8 @@ class RLStage(Stage):
         for name in BEST_OF:
             if name in values:
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
+        wanted = recorder is not None and recorder.episodes and (self._best_now or self.done())
+        self._video = Recording(episodes=recorder.episodes) if recorder is not None and wanted else None
 
     def write_log(self) -> None:
         """Log the metrics that are due as one record. Errors: UserError where training has diverged."""
@@ -294,6 +302,8 @@ class RLStage(Stage):
         if self._tested_now:
             values.update(self.last_test[1])
         self.log(values)
+        if self._video is not None:
+            self._show(self._video)
         speed = values["steps_per_second"]
         if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed is not typical
             left = (self._end() - self.clock.t_env) / speed
@@ -302,6 +312,13 @@ class RLStage(Stage):
             )
         self.health.require_finite(values, self.when)
         self.health.require_progress(self.when)
+
+    def _show(self, video: Recording) -> None:
+        """Write the recorded battles of a test and send their video to the log sinks."""
+        self._video, path = None, self.session.folder.replays / f"test_{self.clock.t_env}"
+        with STORAGE.attempt("replays"):
+            video.write(path.with_name(path.name + SUFFIX))
+            self.session.logger.picture("test_battle", write_gif(video, path.with_name(path.name + ".gif"), agent=0))
 
     def save(self) -> None:
         """Write weights and learner state. Errors: UserError for values that are not finite."""
@@ -340,46 +357,3 @@ class RLStage(Stage):
         if self.done():
             self._parts_due = set(self._log_due)
         return bool(self._parts_due) or self._tested_now
-
-
-def greedy_episodes(session: Session, mac: MAC, wanted: int, log_at: int | None = None) -> dict[str, float]:
-    """Play at least `wanted` greedy episodes, equally many in each slot of all ranks; return `test_*` means.
-
-    Of a task set: so many on each map. `test/<map>/*` are means of one map; `test_*` are means over the maps that are
-    trained on, `test_held_out_*` over the others.
-    log_at: `t_env` with which episodes are written to `episodes/`; None to write none.
-    """
-    runner, info, metrics = session.runners["test"], session.info, Metrics()
-    for task in range(max(1, len(info.tasks))):
-        if isinstance(runner.stream, TaskStarts):
-            runner.stream.set_weights(np.arange(len(info.tasks)) == task)
-        rollout = runner.run(
-            mac, explore=None, episodes_per_slot=session.rounds(wanted), full_obs=mac.wants_full_obs, keep=False
-        )
-        if log_at is not None:  # before the sum: after it rank 0 reads the lines of all ranks
-            session.episode_log.write(rollout.log, t_env=log_at)
-        metrics.add(means(rollout.stats, "test"), prefix="" if info.tasks else "test_")
-    values = metrics.reduce(session.dist)
-    return values if not info.tasks else {**values, **_means_over_maps(values, info)}
-
-
-def _means_over_maps(values: Mapping[str, float], info: EnvInfo) -> dict[str, float]:
-    """Return means of `test/<map>/<name>` over the maps that are trained on (`test_*`), and over the others."""
-    sets = {"test": info.tasks[: info.n_training], "test_held_out": info.tasks[info.n_training :]}
-    names = dict.fromkeys(name.split("/")[-1] for name in values)
-    return {
-        f"{prefix}_{name}": float(np.mean([values[f"test/{task}/{name}"] for task in tasks]))
-        for prefix, tasks in sets.items()
-        for name in names
-        if tasks and all(f"test/{task}/{name}" in values for task in tasks)
-    }
-
-
-def means(stats: dict[str, tuple[float, float]], purpose: str = "train") -> dict[str, tuple[float, float]]:
-    """Return rollout stats by PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ...
-
-    Those of one map of a set are called `<purpose>/<map>/return_mean`, ...; tests of a set have no others.
-    """
-    of_maps = {f"{purpose}/{name}_mean": pair for name, pair in stats.items() if "/" in name}
-    whole = {f"{name}_mean": pair for name, pair in stats.items() if "/" not in name}
-    return of_maps if of_maps and purpose == "test" else {**whole, **of_maps}

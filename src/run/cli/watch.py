@@ -1,0 +1,113 @@
+"""`watch RUN [key=value …]` plays a trained team, `watch FILE` shows a recording: as an HTML page, a GIF or an MP4."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omagd.utils.errors import UserError
+from omagd.utils.writing import print_out
+
+if TYPE_CHECKING:
+    from omagd.run.watch.recording import Recording
+
+FORMATS = ("html", "gif", "mp4")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `watch`."""
+    add = parser.add_argument
+    run = "a run's folder, its models/, a step's folder, or a recording (*.json.gz)"
+    add("source", nargs="?", metavar="RUN", help=run)
+    keys = "keys to change, such as env_args.map_name=3m load_step=400000 seed=2"
+    add("words", nargs="*", metavar="key=value", help=keys)
+    add("--format", default="", help="html (default), gif or mp4 (needs the extra `watch`)")
+    where = "default: in replays/ of the run, or beside the recording"
+    add("-o", "--output", default="", metavar="FILE", help=where)
+    add("--agent", default="0", metavar="N", help="the agent whose view is shown, in html the first one; default: 0")
+    add("--episodes", default="1", metavar="N", help="episodes of each map; default: 1")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Play or read the episodes, write the file and print its path. Errors: UserError."""
+    if not options.source or "=" in options.source:
+        raise UserError("watch: name the run or a recording, as in: python -m omagd watch results/<run>")
+    kind = _format(options)
+    agent, episodes = _number("--agent", options.agent, 0), _number("--episodes", options.episodes, 1)
+    source = Path(options.source).expanduser()
+    if source.is_file():
+        if options.words:
+            fix = "give the run's folder to play other episodes"
+            raise UserError(f"{options.words[0]}: a recording is shown as it is; {fix}")
+        from omagd.run.watch.recording import SUFFIX, Recording
+
+        recording, beside = Recording.read(source), source.with_name(source.name.removesuffix(SUFFIX))
+    else:
+        recording, beside = _played(options.source, options.words, episodes)
+    most = max(episode.n_agents for episode in recording.episodes)
+    if agent >= most:
+        raise UserError(f"--agent={agent}: the agents are 0 to {most - 1}")
+    path = Path(options.output).expanduser() if options.output else beside.with_name(f"{beside.name}.{kind}")
+    try:
+        _write(recording, path, kind, agent)
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be written ({problem.strerror}). Give another file with --output") from None
+    for episode in recording.episodes:
+        print_out(f"{episode.label}: {episode.outcome} after {episode.length} steps, seed {episode.seed}\n")
+    print_out(f"{path}\n")
+    return 0
+
+
+def _format(options: argparse.Namespace) -> str:
+    """Return the format: as given, else as the output's ending says, else html. Errors: UserError."""
+    ending = Path(options.output).suffix.removeprefix(".").lower()
+    kind = str(options.format or (ending if ending in FORMATS else "html"))
+    if kind not in FORMATS:
+        raise UserError(f"--format={kind}: must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    if kind == "mp4" and find_spec("imageio_ffmpeg") is None:  # before anything is played
+        raise UserError('--format=mp4: needs an extra: pip install "omagd[watch]". Without it use --format=gif')
+    return kind
+
+
+def _number(flag: str, text: str, least: int) -> int:
+    if not text.isdecimal() or len(text) > 6 or int(text) < least:
+        raise UserError(f"{flag}={text}: must be a number from {least} on")
+    return int(text)
+
+
+def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]:
+    """Play episodes of a run; return them and the path, without ending, of the file to write."""
+    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+    from omagd.run.training.battles import record_battles
+    from omagd.run.training.evaluate import evaluation_config
+    from omagd.utils.run_folder import RunFolder
+
+    texts: dict[str, str] = {}
+    for word in words[1:] if words[:1] == ["with"] else words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"watch {run} {word}: expected key=value, without spaces around `=`")
+        texts[key] = text
+    source = f"watch {run}"
+    config = evaluation_config(run, texts, "watch")
+    step = find_step_folder(config.checkpoint_path, config.load_step, source=source)
+    recording = record_battles(config, episodes, source)
+    maps = list(dict.fromkeys(episode.map_name for episode in recording.episodes))
+    name = "_".join([config.env, *([maps[0]] if len(maps) == 1 and maps[0] else []), step.name])
+    return recording, RunFolder(run_folder_of(step)).replays / name
+
+
+def _write(recording: Recording, path: Path, kind: str, agent: int) -> None:
+    from omagd.utils.writing import replace_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "html":
+        from omagd.run.watch.page import player_page
+
+        replace_file(path, player_page(recording, agent).encode())
+        return
+    from omagd.run.watch.drawing import WRITERS
+
+    WRITERS[kind](recording, path, agent)
