@@ -83,16 +83,6 @@ class RLOOLearner(PPOLearner):
             )
         return torch.tensor(outcomes, dtype=like.dtype).to(like.device)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`, or that of a learner with a critic, whose parameters come after the agent's.
-
-        The learning rate is that of this run.
-        """
-        own = self.optimizer.state_dict()
-        count = sum(len(group["params"]) for group in own["param_groups"])
-        moments = {place: values for place, values in state["optimizer"]["state"].items() if place < count}
-        super().load_state_dict({**state, "optimizer": {**own, "state": moments}})
-
 
 def _groups(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Return the number of each episode's group, and how many others it has: [B] int64 each, on the CPU.

@@ -38,6 +38,8 @@ ELSEWHERE = frozenset(
 )
 """Keys that may change when resuming: where the run is executed, on how many ranks, and what it logs."""
 
+RATES = ("lr", "critic_lr", "graph_lr")
+"""Learning rates, which belong to the whole state of a run."""
 READ = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path", "checkpoint_path")
 """Keys with paths: the content at the path is part of the identity, the path itself is not."""
 
@@ -103,6 +105,10 @@ def _new_run(config: Config, token: str, identity: str) -> tuple[RunFolder, Lock
         source = whole_state(config, lambda found: _adopt(found, made))
         if source is not None:
             LOG.info(f"continuing from {source.path} in a new folder: {folder.path}")
+            theirs = read_entry(RunFolder(source.path.parents[1]).config_json)
+            if given := [key for key in RATES if theirs.get(key, ...) not in (..., getattr(config, key))]:
+                kept = ", ".join(f"{key}={theirs[key]}" for key in given)
+                LOG.warning(f"checkpoint_path: a whole state keeps {kept}; give the run's models/ to change it")
         write_json(folder.config_json, config.model_dump(mode="json"))
         write_json(folder.path / RUN_FILE, {"identity": identity})
     except (OSError, UserError) as problem:
