@@ -89,6 +89,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]], chunk: 
         ({"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"}, 2),
         ({"critic": "observation", "share_parameters": False, "gae_lambda": 0.5}, 3),
         ({"critic": "agent_state"}, 0),
+        ({"critic": "agent_state", "share_parameters": False}, 2),
     ],
 )
 def test_a_step_follows_the_gradient_of_an_independent_computation(args, chunk):
@@ -204,6 +205,17 @@ def test_critics_have_a_value_for_the_team_or_for_each_agent(name):
     assert value.shape == ((5, 3) if name in ("observation", "agent_state") else (5,))
     value.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in critic.parameters())
+
+
+@pytest.mark.parametrize("name", ["observation", "agent_state"])
+def test_agents_that_share_nothing_have_critics_of_their_own(name):
+    critic = CRITICS.get(name)(toy_config(**PPO, share_parameters=False), INFO, 8)
+    assert len(critic.each) == INFO.n_agents
+    batch = pack_episodes([random_episode(0, 4)])
+    inputs = AgentInputs(batch["obs"], torch.zeros_like(batch["actions"], dtype=torch.int64))
+    critic(inputs, batch["state"])[:, 1].sum().backward()
+    for i, own in enumerate(critic.each):
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in own.parameters()) == (i == 1)
 
 
 @pytest.mark.parametrize("preset", ["mappo", "ippo"])
