@@ -36,7 +36,6 @@ LEARNING: dict[str, dict[str, Any]] = {
 DEALINGS: dict[str, dict[str, Any]] = {
     "round_robin": {},
     "sharded": {"task_weights": {"2m": 2.0}},
-    "in turn": {"task_dealing": "sharded", "balance_tasks_across_gpus": False, "min_tasks_per_gpu": 2},
     "queue": {"task_weights": {"3m_vs_2m": 0.5}},
 }
 CASES = [(preset, dealing) for preset in LEARNING for dealing in DEALINGS]
