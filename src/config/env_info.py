@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,10 +25,12 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 def map_label(given: object) -> str:
-    """Return the name, in results, of what `env_args.map_name` gives: a map, a set, a file, or a list.
+    """Return the name, in results, of what `env_args.map_name` gives: a map, a set, a file, its content, or a list.
 
     A list becomes its names with + between them; a long one the first name and the number of the others.
     """
+    if isinstance(given, Mapping):
+        given = given.get("name") or given.get("training", "")
     if not isinstance(given, list | tuple):
         text = str(given)
         if text.endswith((".yaml", ".yml")):

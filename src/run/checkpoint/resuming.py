@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from omagd.config.env_info import map_label
 from omagd.config.loading import REMOVED
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
@@ -295,7 +296,7 @@ def _flat(config: dict[str, Any], keys: set[str]) -> dict[str, Any]:
 def _place(values: dict[str, Any]) -> tuple[Any, ...]:
     """Return name, environment, map and seed of a run, from its configuration."""
     given = values.get("env_args")
-    map_name = given.get("map_name") if isinstance(given, dict) else None
+    map_name = map_label(given.get("map_name")) if isinstance(given, dict) else None
     return values.get("name"), values.get("env"), map_name, values.get("seed")
 
 
