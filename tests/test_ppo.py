@@ -111,10 +111,10 @@ def test_values_are_clipped_and_normalised():
     """Normalised targets have mean 0 and deviation 1; a clipped value has no gradient beyond its bound."""
     episodes = [{**e, "reward": 100 + 10 * e["reward"]} for e in episodes_of(5, 2, 4, 1)]
     learner = ppo(normalise_values=True, death_masking=False)
-    rows = learner._judged(pack_episodes(episodes))
+    rows = learner.all_rows(pack_episodes(episodes))
     target = rows.target[rows.weight > 0]
     assert abs(target.mean()) < 1e-6 and target.std(correction=0).item() == pytest.approx(1)
-    again = learner._judged(pack_episodes(episodes))
+    again = learner.all_rows(pack_episodes(episodes))
     assert learner.value_norm.scale[0] > 100 and again.target[again.weight > 0].std() < 10
     resumed = ppo(normalise_values=True)
     resumed.load_state_dict(learner.state_dict())
