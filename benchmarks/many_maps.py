@@ -119,7 +119,7 @@ def missing(options: argparse.Namespace, results: Results, name: str) -> None:
 
 
 def tables(options: argparse.Namespace, results: Results, name: str) -> str:
-    """Return two Markdown tables of one set: training maps, held-out maps."""
+    """Return a Markdown table of a set's training maps, and one of its held-out maps if it has any."""
     tasks = task_set(name)
     assert tasks is not None
 
@@ -134,11 +134,13 @@ def tables(options: argparse.Namespace, results: Results, name: str) -> str:
         least = min(distance(where, one) for one in tasks.training)
         return max((one for one in tasks.training if distance(where, one) == least), key=lambda one: won(one, where))
 
-    best = max(POLICIES, key=lambda which: mean(script(which, where) for where in tasks.held_out))
     lines = [f"| {name}: training map | one policy | specialist | difference |", "|---|---|---|---|"]
     for where in tasks.training:
         one, alone = won(name, where), won(where, where)
         lines.append(f"| {where} | {one:.3f} | {alone:.3f} | {100 * (one - alone):+.1f} points |")
+    if not tasks.held_out:
+        return "\n".join(lines)
+    best = max(POLICIES, key=lambda which: mean(script(which, where) for where in tasks.held_out))
     lines += ["", f"| {name}: held-out map | one policy | nearest single map | script {best} |", "|---|---|---|---|"]
     for where in tasks.held_out:
         lines.append(f"| {where} | {won(name, where):.3f} | {won(nearest(where), where):.3f} ({nearest(where)}) | "
