@@ -168,8 +168,8 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     """Reject paths without suitable files; return the names of the stages to run."""
     import torch
 
-    from omagd.run.checkpoint.resuming import whole_state
     from omagd.run.checkpoint.weights import find_step_folder, load_learner
+    from omagd.run.checkpoint.whole_state import whole_state
     from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
     from omagd.run.training.experiment import stage_names
 
