@@ -1,6 +1,7 @@
-"""A hundred kills over the three stages: whether runs that were killed end with the bits of those that were left alone.
+"""Kills at random moments: whether runs that were killed end as those that were left alone.
 
     python benchmarks/chaos.py [--kills 100] [--seed 1] [--only rounds workers] [--rows benchmarks/results/chaos.jsonl]
+    python benchmarks/chaos.py --of dealing --rows benchmarks/results/chaos_dealing.jsonl
 
 Small runs of the whole method on skirmish with two or three ranks, as users type them, with `auto_resume=True`. Each
 is killed several times by SIGKILL, a random rank, a random environment worker, the launcher or all of it at once, at
@@ -8,7 +9,13 @@ random moments, some while a checkpoint is being written, and started again unti
 `metrics.jsonl` (without what measures the machine), the episodes of every rank and the results are compared with those
 of a run of the same configuration that was left alone, and what is left on the machine is looked for: processes (and
 with them ports), shared memory, temporary and half-written files. For each kill it reports how many iterations the
-newest checkpoint did not have, and how old it was. Exit code 1 where anything differs, is left, or more was repeated
+newest checkpoint did not have, and how old it was.
+
+`--of dealing`: one stage, of learners on groups and on sets of maps, in every way to deal the maps to ranks, also with
+SIGTERM. Where the ranks' speed decides who plays what, runs are not the same bit for bit. Then, and where the run goes
+on with another number of ranks, all counts must be exact: they are computed again from the episodes.
+
+Exit code 1 where anything differs, is left, or more was repeated
 than one interval and the time that writing a checkpoint takes.
 """
 
@@ -32,30 +39,81 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from chaos_harness import KINDS, MOMENTS, Kill, Trial, differences  # noqa: E402
+from chaos_harness import KINDS, MOMENTS, SMALL, TINY, Kill, Trial, differences  # noqa: E402
+from run_counts import NEVER, counts, miscounted  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One configuration. `interval`: seconds between checkpoints."""
+    """One configuration.
+
+    Attributes:
+        words: of the configuration. interval: seconds between checkpoints. preset: of the method, empty: all stages.
+        same: what must be that of a run that was left alone: `bits`, `counts` of episodes, or nothing but that all
+            counts are those of the episodes. ranks: numbers of ranks of one start after another. stride: iterations
+            between two kills, at most.
+    """
 
     words: tuple[str, ...]
     interval: float = 0.0
+    preset: str = ""
+    same: str = "bits"
+    ranks: tuple[int, ...] = ()
+    stride: int = 8
 
     @property
     def kinds(self) -> list[str]:
-        """Return what can be killed."""
+        """Return what can be killed; a rank restarts with as many others as before."""
+        if self.preset:
+            return ["launcher", "group", "stop"] if self.ranks else ["rank", "launcher", "group", "stop"]
         workers = "env_processes=True" in self.words
-        return [kind for kind in KINDS if workers or kind != "worker"]
+        return [kind for kind in KINDS if kind != "stop" and (workers or kind != "worker")]
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """Return the small sizes of its runs."""
+        return SMALL if self.preset else TINY
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return what comes before the configuration."""
+        return (f"--config={self.preset}", "--env-config=skirmish") if self.preset else ()
 
 
-VARIANTS = {
+METHOD = {
     "rounds": Variant(("world_size=2", "runner=parallel")),
     "stream": Variant(("world_size=2", "runner=stream")),
     "workers": Variant(("world_size=2", "runner=parallel", "env_processes=True"), interval=0.5),
     "stream of workers": Variant(("world_size=2", "runner=stream", "env_processes=True")),
     "three ranks": Variant(("world_size=3", "runner=parallel", "env_processes=True"), interval=1.0),
 }
+
+
+RLOO = (
+    "env_args.map_name=4m_vs_2m", "batch_size_run=4", "batch_size=8", "group_size=2", "learner_args.epochs=2",
+    "enable_dynamic_sampling=True", "max_sampling_attempts=2", "n_starts=12",
+)  # fmt: skip
+SET = ("env_args.map_name=2m,3m_vs_2m", "batch_size_run=4", "batch_size=8", "sync_every_n_steps=3")
+PPO = (*SET, "learner_args.epochs=2")
+QMIX = (*SET, "buffer_size=24", "updates_per_iteration=2", "epsilon_anneal_time=1000")
+SHARDED = (*PPO, "enable_task_sharding=True", "min_tasks_per_gpu=1")
+IN_TURN = (*SHARDED, "balance_tasks_across_gpus=False")
+SKIPS, MASTERS = ("rollout_skip_threshold=2",), (f"rollout_skip_threshold={NEVER}",)
+OTHERS = {"ranks": (2, 1, 3, 2), "same": ""}
+DEALING = {
+    "rloo": Variant((*RLOO, *SKIPS), preset="rloo", stride=3),
+    "sharded": Variant(IN_TURN, preset="hpn_mappo", stride=3),
+    "round robin": Variant(QMIX, preset="hpn_qmix", stride=3),
+    "queue": Variant((*PPO, "task_dealing=queue"), preset="hpn_mappo", same="counts", stride=3),
+    "sharded by seconds": Variant(SHARDED, preset="hpn_mappo", same="", stride=3),
+    "rloo, early stop": Variant((*RLOO, *MASTERS, "early_stop_percentage=0.5"), preset="rloo", same="", stride=3),
+    "rloo, other ranks": Variant((*RLOO, *MASTERS), preset="rloo", stride=3, **OTHERS),
+    "sharded, other ranks": Variant(IN_TURN, preset="hpn_mappo", stride=3, **OTHERS),
+    "queue, other ranks": Variant((*PPO, "task_dealing=queue"), preset="hpn_mappo", stride=3, **OTHERS),
+    "round robin, other ranks": Variant(QMIX, preset="hpn_qmix", stride=3, **OTHERS),
+}
+"""Runs of one stage, by how their maps are dealt. `other ranks`: each start has another number of them."""
+VARIANTS = {**METHOD, **DEALING}
 
 
 @dataclass
@@ -98,7 +156,8 @@ class MeasuredTrial(Trial):
             log = folder.parents[1] / "episodes" / "rank_0.jsonl"
             try:
                 size = torch.load(folder / "rank_0.th", weights_only=True)["episode_bytes"]
-                return log.read_bytes()[int(size) :].count(b"\n") // 2 if log.exists() else 0
+                lines = log.read_bytes()[int(size) :].splitlines(keepends=True) if log.exists() else []
+                return len({json.loads(line)["t_env"] for line in lines if line.endswith(b"\n")})
             except (OSError, KeyError, RuntimeError, EOFError, ValueError):
                 continue
         return -1
@@ -141,18 +200,32 @@ def plan_of(variant: Variant, kills: int, chance: random.Random) -> list[tuple[s
     return list(zip(kinds, moments, strict=True))
 
 
+def compared(variant: Variant, alone: Trial, killed: Path) -> list[str]:
+    """Return in what a killed run differs that must not, from one that was left alone or from its own episodes."""
+    found = miscounted(killed) if variant.preset else []
+    if variant.same == "bits":
+        return found + differences(alone.folder, killed)
+    if variant.same == "counts" and counts(alone.folder) != counts(killed):
+        found.append(f"{counts(alone.folder)} became {counts(killed)}")
+    return found
+
+
 def try_variant(name: str, kills: int, asked: argparse.Namespace, place: Path) -> Seen:
     """Make `kills` kills in runs of one variant."""
     variant, seen, begun = VARIANTS[name], Seen(), time.monotonic()
-    words = (*variant.words, f"t_max={asked.t_max}", f"checkpoint_interval={variant.interval}")
-    alone = Trial(place / "alone", words)
-    alone.undisturbed()
-    seen.left += alone.left()
-    say(f"{name}: left alone in {time.monotonic() - begun:.1f} s")
+    end = (f"max_episodes={asked.t_max // 10}", f"t_max={100 * asked.t_max}") if variant.preset else ()
+    interval = f"checkpoint_interval={variant.interval}"
+    words = ("world_size=2", *variant.words, f"t_max={asked.t_max}", interval, *end)
+    alone = Trial(place / "alone", words, options=variant.options, sizes=variant.sizes)
+    if variant.same:
+        alone.undisturbed()
+        seen.left += alone.left()
+        say(f"{name}: left alone in {time.monotonic() - begun:.1f} s")
     chance = random.Random(f"{asked.seed} {name}")
     plan = plan_of(variant, kills, chance)
     while len(seen.kills) < kills:
-        trial = MeasuredTrial(place / f"killed_{seen.runs}", words)
+        shape = variant.stride, variant.options, variant.ranks, variant.sizes
+        trial = MeasuredTrial(place / f"killed_{seen.runs}", words, *shape)
         ahead = plan[len(seen.kills) : len(seen.kills) + asked.per_run]
 
         def report(plain: Kill, trial: MeasuredTrial = trial) -> None:
@@ -166,12 +239,12 @@ def try_variant(name: str, kills: int, asked: argparse.Namespace, place: Path) -
 
         try:
             folder = trial.disturbed(chance, ahead, report)
-            wrong = differences(alone.folder, folder)
+            wrong = compared(variant, alone, folder)
         except (AssertionError, OSError, ValueError) as error:
             wrong = [f"{type(error).__name__}: {str(error)[-1500:]}"]
         seen.runs, seen.starts = seen.runs + 1, seen.starts + trial.starts
         left = trial.left()
-        verdict = f"{wrong or 'the same bits'}; left: {left or 'nothing'}"
+        verdict = f"{wrong or 'nothing differs'}; left: {left or 'nothing'}"
         say(f"{name}: run {seen.runs} after {trial.starts} starts: {verdict}")
         seen.wrong += wrong
         seen.left += left
@@ -188,6 +261,7 @@ def row(name: str, seen: Seen, asked: argparse.Namespace) -> dict[str, Any]:
     repeated = [kill.repeated for kill in kills if kill.repeated >= 0]
     return {
         "variant": name,
+        "compared": VARIANTS[name].same or "own counts",
         "checkpoint_interval": interval,
         "runs": seen.runs,
         "starts": seen.starts,
@@ -213,16 +287,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--t-max", type=int, default=2000, help="steps of stage 3")
     parser.add_argument("--slack", type=float, default=3.0, help="seconds that an iteration and a checkpoint may take")
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--of", default="method", choices=["method", "dealing"])
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS))
     parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
     parser.add_argument("--rows", type=Path, help="write a JSON object for each variant, and one for each kill, here")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is ended too
+    names = asked.only or list(METHOD if asked.of == "method" else DEALING)
     found: dict[str, Seen] = {}
     with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
-        for number, name in enumerate(asked.only):
-            share = asked.kills * (number + 1) // len(asked.only) - asked.kills * number // len(asked.only)
-            found[name] = try_variant(name, share, asked, (asked.keep or Path(folder)) / name.replace(" ", "_"))
+        for number, name in enumerate(names):
+            share = asked.kills * (number + 1) // len(names) - asked.kills * number // len(names)
+            own = (asked.keep or Path(folder)) / name.replace(",", "").replace(" ", "_")
+            found[name] = try_variant(name, share, asked, own)
     rows = [row(name, seen, asked) for name, seen in found.items()]
     total = sum(line["kills"] for line in rows)
     for line in rows:

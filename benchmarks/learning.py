@@ -4,8 +4,9 @@
     python benchmarks/learning.py --config smax_qmix --env smax --map 3m --t-max 2000000 --threshold 0.8
 
 Further words `key=value` go to every run. The win rate is that of the last test, greedy, on 256 episodes whose seeds no
-training episode has. "First" is the first of two tests in a row that reached the threshold. An asterisk marks a row
-whose card (what its result depends on) is not that of the first row.
+training episode has. "Area" is that under the win rate over environment steps (0 to 1). "First" is the first of two
+tests in a row that reached the threshold. An asterisk marks a row whose card (what its result depends on) is not that
+of the first row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 from statistics import median
 
-from runs import RunError, play, tests
+from runs import RunError, area, play, tests
 
 from omagd.run.reporting.card import differences, marks, read_card
 
@@ -39,9 +40,9 @@ def main() -> None:
     parser.add_argument("--results", default="results/benchmarks")
     arguments, extra = parser.parse_known_args()
     name = f"{arguments.env} {arguments.map}, {arguments.config}"
-    print(f"| {name} | last win rate | best | {arguments.threshold} first reached | steps | wall |")
-    print("|---|---|---|---|---|---|")
-    last, cards, labels = [], [], []
+    print(f"| {name} | last win rate | best | area | {arguments.threshold} first reached | steps | wall |")
+    print("|---|---|---|---|---|---|---|")
+    last, areas, cards, labels = [], [], [], []
     for seed in arguments.seeds:
         words = [f"env_args.map_name={arguments.map}", f"seed={seed}", f"t_max={arguments.t_max}", "test_nepisode=256"]
         words += [f"test_interval={arguments.test_interval}", f"log_interval={arguments.test_interval}", *extra]
@@ -49,7 +50,7 @@ def main() -> None:
         try:
             folder = play(token, arguments.results, arguments.config, arguments.env, words)
         except RunError as error:
-            print(f"| seed {seed} | failed | | | | |\n\n{error}", flush=True)
+            print(f"| seed {seed} | failed | | | | | |\n\n{error}", flush=True)
             continue
         played = tests(folder)
         t_env, seconds, won = played[-1]
@@ -57,10 +58,12 @@ def main() -> None:
         labels.append(f"seed {seed}")
         mark = "*" if differences(cards[-1], cards[0]) else ""
         last.append(won)
+        areas.append(area([row[0] for row in played], [row[2] for row in played], t_env))
         best, when = max(rate for _, _, rate in played), first(played, arguments.threshold)
-        print(f"| seed {seed}{mark} | {won:.3f} | {best:.3f} | {when} | {t_env:,.0f} | {seconds:.0f} s |", flush=True)
+        row = f"| seed {seed}{mark} | {won:.3f} | {best:.3f} | {areas[-1]:.3f} | {when} | {t_env:,.0f} |"
+        print(f"{row} {seconds:.0f} s |", flush=True)
     if last:
-        print(f"| median | {median(last):.3f} | | | | |")
+        print(f"| median | {median(last):.3f} | | {median(areas):.3f} | | | |")
         print(*marks(cards, labels)[1], sep="\n\n")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pymarl3_peer
-from runs import play, summary, tests
+from runs import area, play, summary, tests
 from scipy import stats
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -49,11 +49,10 @@ def theirs(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     return pymarl3_peer.train(arguments.peer, *wanted)
 
 
-def area(run: dict[str, Any]) -> float:
-    """Return the area under the win rate over environment steps, divided by the steps: 0 to 1."""
-    t_env, _, won = np.array(run["tests"], float).T
-    grid = np.linspace(0, run["t_max"], 201)
-    return float(np.trapezoid(np.interp(grid, t_env, won), grid) / run["t_max"])
+def area_of(run: dict[str, Any]) -> float:
+    """Return the area under a run's win rate over environment steps, 0 to 1."""
+    t_env, _, won = zip(*run["tests"], strict=True)
+    return area(list(t_env), list(won), run["t_max"])
 
 
 def welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
@@ -71,7 +70,7 @@ def table(runs: list[dict[str, Any]]) -> str:
         for side in SIDES:
             mine = [run for run in runs if (run["side"], run["map"], run["t_max"]) == (side, name, t_max)]
             mine.sort(key=lambda run: int(run["seed"]))
-            areas[side] = np.array([area(run) for run in mine])
+            areas[side] = np.array([area_of(run) for run in mine])
             verdict = ""
             if side == SIDES[-1] and min(map(len, areas.values())) >= 3:
                 middle, low, high = welch(*(areas[one] for one in SIDES))
@@ -147,7 +146,7 @@ def run_missing(arguments: argparse.Namespace, path: Path) -> None:
             line = dict(zip(("side", "map", "seed", "t_max"), key, strict=True)) | run
             with path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(f"{side}, {arguments.map}, seed {seed}: area {area(line):.3f}, {line['seconds']} s", flush=True)
+            print(f"{side}, {arguments.map}, seed {seed}: area {area_of(line):.3f}, {line['seconds']} s", flush=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 MAIN = Path(__file__).resolve().parents[1] / "src" / "main.py"
 
 
@@ -39,3 +41,9 @@ def tests(folder: Path) -> list[tuple[float, float, float]]:
     """Return (t_env, seconds since the stage began, win rate) of every test of a run."""
     name = "test_battle_won_mean"
     return [(row["t_env"], row["wall_seconds"], row[name]) for row in records(folder) if name in row]
+
+
+def area(t_env: list[float], won: list[float], t_max: float) -> float:
+    """Return the area under the win rate over environment steps up to `t_max`, divided by them: 0 to 1."""
+    grid = np.linspace(0, t_max, 201)
+    return float(np.trapezoid(np.interp(grid, t_env, won), grid) / t_max)

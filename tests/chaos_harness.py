@@ -30,9 +30,16 @@ TINY = (
     "mixing_embed_dim=8", "hypernet_embed=8", "tokenizer_config.dropout=0.1", "mask_predictor_config.dropout=0.1",
     "dist_timeout_minutes=1", "auto_resume=True",
 )  # fmt: skip
-KINDS = ("rank", "worker", "launcher", "group")
+# One stage of any learner, in seconds.
+SMALL = (
+    "run=ddp", "use_cuda=False", "rnn_hidden_dim=8", "test_nepisode=2", "test_interval=2500", "log_interval=200",
+    "runner_log_interval=200", "learner_log_interval=200", "save_model_interval=800", "dist_timeout_minutes=1",
+    "auto_resume=True",
+)  # fmt: skip
+KINDS = ("rank", "worker", "launcher", "group", "stop")
+"""Who gets SIGKILL: a rank, an environment's worker, the launcher, all at once; `stop`: SIGTERM for the launcher."""
 MOMENTS = ("start", "save", "any")
-PATIENCE = 90.0
+PATIENCE = 300.0
 
 
 @dataclass
@@ -75,14 +82,17 @@ class Trial:
     """One configuration, in a folder of its own: started, killed, started again.
 
     Args:
-        place: an empty folder. words: of the configuration, after TINY.
+        place: an empty folder. words: of the configuration, after `sizes`.
         stride: iterations between two kills, at most. options: of the command line, before the configuration.
+        ranks: numbers of ranks of one start after another, in turn; none: what `words` say. sizes: small ones.
     """
 
     place: Path
     words: tuple[str, ...]
     stride: int = 8
     options: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    sizes: tuple[str, ...] = TINY
     codes: list[int] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
@@ -95,10 +105,12 @@ class Trial:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the command, leader of a session of its own."""
         kept = {key: value for key, value in os.environ.items() if key not in TORCHRUN_VARIABLES}
+        words = [*self.sizes, *self.words]
+        words += [f"world_size={self.ranks[self.starts % len(self.ranks)]}"] if self.ranks else []
         own = {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.place / "torch")}
         with (self.place / f"output_{self.starts}").open("wb") as output:
             process = subprocess.Popen(
-                [PYTHON, MAIN, "-u", *self.options, "with", *TINY, *self.words], cwd=self.place,
+                [PYTHON, MAIN, "-u", *self.options, "with", *words], cwd=self.place,
                 env={**kept, "OMP_NUM_THREADS": "1", **own}, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
@@ -142,7 +154,9 @@ class Trial:
                 self.codes.append(code)
                 if code == 0:
                     return self.folder
-                assert code in {-signal.SIGKILL, 1}, f"exit code {code}\n{self.output()}"
+                # A process that is stopped before it handles signals ends as any other does.
+                stopped = {143, -signal.SIGTERM} if self.kills and self.kills[-1].kind == "stop" else set()
+                assert code in {-signal.SIGKILL, 1, *stopped}, f"exit code {code}\n{self.output()}"
                 ranks = sum(kill.kind == "rank" for kill in self.kills)
                 assert code != 1 or ranks > 3, f"it gave up\n{self.output()}"
                 if chance.random() < 0.5:  # the other half meets ranks that have not ended yet
@@ -176,10 +190,11 @@ class Trial:
         kill = Kill(kind, moment, stage, iteration, bool(self._partials()))
         self.measure(kill)
         try:
-            os.kill(-process.pid if kind == "group" else chance.choice(victims), signal.SIGKILL)
+            victim = -process.pid if kind == "group" else chance.choice(victims)
+            os.kill(victim, signal.SIGTERM if kind == "stop" else signal.SIGKILL)
         except ProcessLookupError:
             return None
-        if kind in {"group", "launcher"}:
+        if kind not in {"rank", "worker"}:
             process.wait(PATIENCE)
             left_behind(process.pid, 20)
             self.measure(kill, ended=True)

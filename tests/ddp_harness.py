@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,38 @@ import torch.multiprocessing as multiprocessing
 from omagd.utils.dist_utils import Dist, cleanup_distributed, open_rendezvous, setup_distributed
 
 RankFunction = Callable[[int, Dist, Any], Any]
+Phases = Sequence[tuple[int, Any]]
 
 
-def _work(rank: int, function: RankFunction, world_size: int, port: int, payload: Any, folder: str) -> None:
+def _work(rank: int, function: RankFunction, phases: Phases, port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    setup_distributed(rank, world_size, backend="gloo", port=port, timeout_minutes=1, hosted=True)
-    try:
-        result = function(rank, Dist(rank, world_size), payload)
-        torch.save(result, Path(folder) / f"{rank}.pt")
-    finally:
-        cleanup_distributed()
+    for number, (world_size, payload) in enumerate(phases):
+        if rank >= world_size:
+            continue
+        setup_distributed(rank, world_size, "gloo", port, timeout_minutes=3, hosted=True, attempt=number)
+        try:
+            result = function(rank, Dist(rank, world_size), payload)
+            torch.save(result, Path(folder) / f"{number}_{rank}.pt")
+        finally:
+            cleanup_distributed()
+
+
+def run_phases(function: RankFunction, phases: Phases) -> list[list[Any]]:
+    """Return what `function(rank, dist, payload)` returned for each (world size, payload), in rank order.
+
+    One phase follows another in the same processes, each with a process group of its own. `function` must stand at the
+    top level of a test module, payloads and results must be picklable. One call costs about four seconds: put many
+    checks into one. Errors: a rank's error, with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous, most = open_rendezvous(0), max(world_size for world_size, _ in phases)
+        multiprocessing.spawn(_work, args=(function, phases, rendezvous.port, folder), nprocs=most, join=True)
+        return [
+            [torch.load(Path(folder) / f"{number}_{rank}.pt", weights_only=False) for rank in range(world_size)]
+            for number, (world_size, _) in enumerate(phases)
+        ]
 
 
 def run_ranks(function: RankFunction, payload: Any = None, world_size: int = 2) -> list[Any]:
-    """Return what `function(rank, dist, payload)` returned on each rank, in rank order.
-
-    `function` must stand at the top level of a test module, `payload` and the results must be picklable. One call costs
-    about four seconds: put many checks into one. Errors: a rank's error, with its traceback.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = open_rendezvous(0)
-        args = (function, world_size, rendezvous.port, payload, folder)
-        multiprocessing.spawn(_work, args=args, nprocs=world_size, join=True)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+    """Return the results of the only phase: see `run_phases`."""
+    return run_phases(function, [(world_size, payload)])[0]

@@ -15,6 +15,8 @@ from walk_env import CRASH, END, N, Walk, WalkArgs, all_slots, gone, is_running,
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs import REGISTRY
+from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.factory import make_env, validate_env_args
 from omagd.envs.protocol import BatchedEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
@@ -166,6 +168,8 @@ def test_the_published_component_tuple_becomes_a_layout():
     smax = EntityLayout(0, 3, 13, 2, 13, 10, position=(1, 2), health=0)
     facts |= {"obs_component": smax.obs_component, "entity_position": (1, 2), "entity_health": 0}
     assert env_info_from_dict("smax", "3m", facts).layout == smax
+    healers = BatchedAsSingle(SkirmishEnv(SkirmishArgs(map_name="MMM"), 1))
+    assert env_info_from_dict("skirmish", "MMM", healers.get_env_info()).layout == healers.env.info.layout
 
 
 # --- what follows starts processes

@@ -35,6 +35,7 @@ SMALL: dict[str, str] = {
     "env_speed.py": "--slots 4 --ticks 5 --rounds 1",
     "growth.py": "--only ranks --calls 1",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
+    "many_maps.py": "--config hpn_qmix --sets 1m,2m --steps-per-map 30 --episodes 1 --results OUT --out OUT/rows.jsonl",
     "mutations.py": "--only 'snakes return facing backwards'",
     "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
     "pymarl3_learning.py": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
@@ -59,7 +60,7 @@ SMALL: dict[str, str] = {
 }
 # Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
-    "chaos.py": "tests/test_chaos.py is its short form",
+    "chaos.py": "tests/test_chaos.py and tests/test_dealt_resuming.py are its short forms",
     "endurance.py": "tests/test_resume.py has its short form",
     "pymarl3_gradients.py": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",
     "sc2_kills.py": "tests/test_sc2_env.py has its short form",

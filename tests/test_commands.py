@@ -138,12 +138,14 @@ def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str
     graph = runs["omagd_small" if name == "omagd_small" else "omagd"]
     tokenizer, predictor = (str(graph / "models" / f"pretrain_stage{stage}_best") for stage in (1, 2))
     where = {
-        "checkpoint_path": str(runs.get(name, graph) / "models"), "graph_pretrain_policy": str(runs["qmix"]),
+        "checkpoint_path": str(runs.get(name, graph)), "graph_pretrain_policy": str(runs["qmix"]),
         "pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor,
         "TOKENIZER_PATH": tokenizer, "MASK_PREDICTOR_PATH": predictor,
     }  # fmt: skip
     keys = [(word, word.partition("=")[0]) for word in command.arguments]
-    words = [f"{key}={where[key]}" if key in command.paths else word for word, key in keys]
+    # A run's folder stays one: it means something else than its models/.
+    ends = {key: "/models" for word, key in keys if key == "checkpoint_path" and word.endswith("/models")}
+    words = [f"{key}={where[key]}{ends.get(key, '')}" if key in command.paths else word for word, key in keys]
     words += ["with"] * (not script and "with" not in words)
     if command.paths and graph == runs["omagd"] and name not in {"qmix", "vdn"}:
         words.append("env_args.map_name=5m_vs_6m")

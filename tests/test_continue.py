@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +14,28 @@ import torch
 from command_budgets import BUDGETS
 from command_harness import records, summary_of
 from ddp_harness import run_ranks
+from ddpg_toys import INFO as DDPG_INFO
+from ddpg_toys import ddpg_config
 from interruption import stage_of
+from plugin_toys import own_names
+from q_toys import GRAPH as GRAPH_KEYS
+from q_toys import make_learner, toy_config
 from run_equality import differences, leaves
 
 import omagd
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
+from omagd.learners import REGISTRY as LEARNERS
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.checkpoint.store import folders as checkpoints
 from omagd.run.checkpoint.store import read_checkpoint
-from omagd.run.checkpoint.weights import checksum, find_step_folder
+from omagd.run.checkpoint.weights import checksum, find_step_folder, load_learner, save_learner
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.loop import fit
 from omagd.run.training.stages import rl
+from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RunFolder, write_json
@@ -104,6 +113,59 @@ def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
     assert clock["t_env"] >= t_env + 100
     assert clock["episodes"] > saved["clock"]["episodes"] and clock["updates"] > saved["clock"]["updates"]
     assert min(line["t_env"] for line in records(Path(summary["folder"]))) > t_env
+
+
+def learner_of(name: str, lr: float) -> Any:
+    more: dict[str, Any] = {"lr": lr, "critic_lr": 3 * lr}
+    if name.startswith("ddpg"):
+        return make_learner(ddpg_config(learner=name, **more), info=DDPG_INFO)
+    if name in {"ppo_learner", "rloo_learner"}:
+        more |= {"action_selector": "softmax", "mixer": "none"}
+    return make_learner(
+        toy_config(**(GRAPH_KEYS | {"mac": "n_graph_mac"} if "graph" in name else {}) | more | {"learner": name})
+    )
+
+
+def optimizers_of(learner: Any) -> dict[str, torch.optim.Optimizer]:
+    return {name: value for name, value in vars(learner).items() if isinstance(value, torch.optim.Optimizer)}
+
+
+def trained_learner(name: str, lr: float) -> Any:
+    """Return a learner whose optimizers have moments of random gradients."""
+    learner = learner_of(name, lr)
+    for optimizer in optimizers_of(learner).values():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return learner
+
+
+@pytest.mark.parametrize(
+    ("saved", "name"), [*((name, name) for name in own_names(LEARNERS)), ("ppo_learner", "rloo_learner")]
+)
+def test_a_new_run_from_weights_keeps_the_moments_and_uses_its_own_learning_rates(saved, name, tmp_path):
+    """And a resumed run, which loads the learner's state as it is, goes on with the saved ones."""
+    before = trained_learner(saved, 0.01)
+    save_learner(before, Counters(), tmp_path)
+    begun, resumed = learner_of(name, 0.25), learner_of(saved, 0.25)
+    load_learner(begun, tmp_path)
+    resumed.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert optimizers_of(begun)
+    for key, optimizer in optimizers_of(begun).items():
+        old = optimizers_of(before)[key].state_dict()
+        now, continued = optimizer.state_dict(), optimizers_of(resumed)[key].state_dict()
+        assert now["param_groups"][0]["lr"] == (0.75 if key == "critic_optimizer" else 0.25)
+        count = len(now["param_groups"][0]["params"])
+        assert count and dict(leaves(now["state"])) == dict(leaves({i: old["state"][i] for i in range(count)}))
+        assert dict(leaves(continued)) == dict(leaves(old))
+
+
+def test_moments_of_other_parameters_are_rejected(tmp_path):
+    before = learner_of("nq_learner", 0.01)
+    before.optimizer = torch.optim.Adam(list(before.mac.agent.parameters())[:2])
+    save_learner(before, Counters(), tmp_path)
+    with pytest.raises(UserError, match=r"opt\.th does not fit this learner \(its optimizer is of other parameters\)"):
+        load_learner(learner_of("nq_learner", 0.01), tmp_path)
 
 
 @pytest.mark.processes

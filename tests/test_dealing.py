@@ -302,23 +302,6 @@ def test_a_dealt_run_resumes_bit_for_bit(dealing, tmp_path):
     assert visits["3m"] == pytest.approx(sum(visits.values()) / 2, abs=2.1)
 
 
-@pytest.mark.processes
-def test_one_rank_continues_what_two_have_counted(tmp_path):
-    """The last exchange was an iteration before the checkpoint: both ranks have episodes that only they know."""
-    sizes = {"enable_task_sharding": True, "balance_tasks_across_gpus": False, "sync_every_n_steps": 2, "t_max": 400}
-    given = config_of(tmp_path, run="ddp", world_size=2, dist_backend="gloo", **sizes)
-    before = launch(given, "two")
-    assert before["stages"]["stage3"]["clock"]["epoch"] % 2, "otherwise nothing would be left to exchange"
-    owned = [set(facts["ranks"]) for facts in before["tasks"].values()]
-    assert set().union(*owned) == {0, 1}
-    after = launch(config_of(tmp_path, checkpoint_path=before["folder"], **{**sizes, "t_max": 600}), "one")
-    assert "it was written by 2 rank(s), now there are 1" in (Path(after["folder"]) / "logs" / "rank_0.log").read_text()
-    for summary in (before, after):
-        visits = [facts["visits"] for facts in summary["tasks"].values()]
-        assert sum(visits) == summary["stages"]["stage3"]["clock"]["episodes"]
-    assert [facts["ranks"] for facts in after["tasks"].values()] == [[0]] * 3
-
-
 @pytest.mark.parametrize(("updates", "message"), [
     ({"task_weights": {"9m": 1.0}}, "task_weights.9m=1.0: is not trained on here. Maps: 3m, 4m, 5m"),
     ({"task_weights": {"3m": 0.0, "4m": 0.0, "5m": 0.0}}, "no map has a positive weight"),

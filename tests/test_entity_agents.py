@@ -130,6 +130,98 @@ def test_more_targets_than_enemies_and_a_battle_without_allies(name):
     assert agent(inputs, PACKING).shape == (ROWS, 1, NORMAL + 2)
 
 
+def healing(n: int = N, m: int = M) -> EnvInfo:
+    """Return the facts of a map with n agents, of which some heal, and m enemies."""
+    info = wide(n, m)
+    layout = replace(info.layout, own_dim=3, healer=1)
+    return replace(info, layout=layout, obs_dim=layout.obs_dim, n_actions=NORMAL + max(n, m))
+
+
+class SeenByHealers(Seen):
+    """Agents 1 and 2 heal; the second ally is not seen in row 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.randn(ROWS, N, 3).double()
+        self.own[..., 1] = torch.tensor([0.0, 1.0, 1.0])
+        self.allies[4, :, 1] = 0
+        self.last[0, 1:] = torch.tensor([NORMAL, NORMAL + 1])  # agent 1 has healed agent 0, agent 2 agent 1
+
+
+def healed_by_hand(agent, updates: dict, seen: Seen, hidden: Tensor, row: int, i: int, j: int) -> Tensor:
+    """Return the value of agent i healing agent j, from that ally's features alone, as the papers write it."""
+    place = j if j < i else j - 1
+    x = seen.allies[row, i, place]
+    if updates.get("mark_guesses"):
+        x = torch.cat([x, seen.marks[1][row, i, place].double().view(1)])
+    else:  # with the last action
+        x = torch.cat([x, (seen.last[row, i] == NORMAL + j).double().view(1)])
+    h = hidden[row, i]
+    if updates["agent"] == "hpn_rnn":
+        g = F.relu(agent.patient.weight @ x + agent.patient.bias)
+        w, b = agent.heal.weight, agent.heal.bias
+        of_ally, constant = g @ w[:-1] + w[-1], g @ b[:-1] + b[-1]  # w(x) and what the bias adds
+        return of_ally @ h + constant + (agent.heal_base(g))[0]
+    key = agent.patient(F.relu(agent.embed_ally.weight @ x + agent.embed_ally.bias))
+    return key @ agent.heal(h) / len(key) ** 0.5 + agent.heal_base(key.relu())[0]
+
+
+@pytest.mark.parametrize("updates", VARIANTS, ids=str)
+@pytest.mark.parametrize("m", [2, 3, 5])
+def test_the_value_of_healing_an_agent_is_computed_from_that_ally(updates, m):
+    info, seen = healing(m=m), SeenByHealers()
+    seen.enemies, seen.marks[2] = torch.randn(ROWS, N, m, 5).double(), torch.zeros(ROWS, N, m, dtype=torch.bool)
+    agent, inputs = agent_of(updates, info), seen.inputs()
+    values, hidden = agent(inputs, PACKING), agent.hidden_states(inputs, PACKING)
+    assert values.shape == (ROWS, N, NORMAL + max(N, m))
+    for row in range(ROWS):
+        for i in (1, 2):
+            for j in range(N):
+                expected = healed_by_hand(agent, updates, seen, hidden, row, i, j) if j != i else torch.tensor(0.0)
+                torch.testing.assert_close(values[row, i, NORMAL + j], expected.double())
+    assert (values[:, 1:, NORMAL + N :] == 0).all(), "there is no fourth agent"
+
+
+@pytest.mark.parametrize("updates", VARIANTS, ids=str)
+def test_when_allies_change_places_the_values_of_healing_them_do_and_enemies_do_not_matter(updates):
+    agent, seen = agent_of(updates, healing()), SeenByHealers()
+    values = agent(seen.inputs(), PACKING)
+    assert (values[0, 1, NORMAL] - values[0, 1, NORMAL + 2]).abs() > 1e-3
+    others = torch.tensor([[0, 2, 1], [2, 1, 0], [1, 0, 2]])  # for each agent: the two others change places
+    seen.allies, seen.marks[1] = seen.allies.flip(-2), seen.marks[1].flip(-1)
+    targets = (seen.last - NORMAL).clamp(min=0)
+    healed = (seen.last >= NORMAL) & (torch.arange(N) > 0)
+    seen.last = torch.where(healed, NORMAL + others[torch.arange(N), targets], seen.last)
+    moved = agent(seen.inputs(), PACKING)
+    torch.testing.assert_close(moved[..., :NORMAL], values[..., :NORMAL])
+    torch.testing.assert_close(moved[:, 0], values[:, 0])
+    for i in (1, 2):
+        torch.testing.assert_close(moved[:, i, NORMAL:], values[:, i, NORMAL:][:, others[i]])
+    order = torch.tensor([2, 0, 1])
+    seen.enemies, seen.marks[2] = seen.enemies[:, :, order], seen.marks[2][..., order]
+    torch.testing.assert_close(agent(seen.inputs(), PACKING)[:, 1:], moved[:, 1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_healers_change_nothing_for_others_and_fit_every_map(name):
+    """Who attacks plays as where nobody heals; a map of more agents changes no value; neither do separate networks."""
+    updates, info = {"agent": name, "obs_last_action": False}, healing()
+    agent, seen = agent_of(updates, info), SeenByHealers()
+    values, inputs = agent(seen.inputs(), PACKING), seen.inputs()
+    plain = agent_of(updates, replace(info, layout=replace(info.layout, healer=-1)))
+    assert plain.state_dict().keys() < agent.state_dict().keys()
+    plain.load_state_dict({key: agent.state_dict()[key] for key in plain.state_dict()})
+    torch.testing.assert_close(plain(inputs, PACKING)[:, 0], values[:, 0])
+    together = SeparateAgents(AGENTS.get(name), toy_config(**updates, share_parameters=False), info).double()
+    for each in together.each:
+        each.load_state_dict(agent.state_dict())
+    torch.testing.assert_close(together(inputs, PACKING), values)
+    larger = agent_of(updates, healing(6, 5), like=agent)
+    found = larger(seen.with_absent(6, 5).inputs(), PACKING)
+    torch.testing.assert_close(found[:, 0, : NORMAL + M], values[:, 0])
+    torch.testing.assert_close(found[:, 1:N, : NORMAL + N], values[:, 1:])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_encoded_in_parts_of_any_size(name, monkeypatch):
     agent = agent_of({"agent": name})

@@ -14,7 +14,7 @@ from omagd.envs.battle.simulator import Simulator
 from omagd.envs.factory import make_env
 
 FROM_SMAC = [name for name in MAPS if generated_map(name) is not None]
-OTHERS = ("1m 4m_vs_3m 12m 64m 1s 1s5z 4s6z 5z_vs_3s 64z 30h 2M4m1d 2c_vs_9g 1c2s3z_vs_5m").split()
+OTHERS = ("1m 4m_vs_3m 12m 64m 1s 1s5z 4s6z 5z_vs_3s 64z 30h 2M4m1d 4m2d_vs_3m 2c_vs_9g 1c2s3z_vs_5m").split()
 NOT_ARMIES = "3m_ 0m 03m 3x m 3 3m_vs_ _vs_3m 3m_vs_3m_vs_3m 1000m MMM".split()
 
 

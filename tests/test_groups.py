@@ -21,6 +21,7 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.groups import GroupData
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
+from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.groups import check_groups
@@ -59,7 +60,7 @@ def test_an_advantage_is_the_score_minus_the_mean_of_the_others(args):
     config = toy_config(learner="rloo_learner", learner_args=args, action_selector="softmax", mixer="none", gamma=0.9)
     learner = make_learner(config, dtype=torch.float64)
     episodes = groups_of((1.0, 0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (1.0,))
-    rows = learner._judged(pack_episodes(episodes))
+    rows = learner.all_rows(pack_episodes(episodes))
     packing = pack_episodes(episodes).packing
     order = pack_episodes(episodes).sample_index
 
@@ -81,7 +82,7 @@ def test_an_advantage_is_the_score_minus_the_mean_of_the_others(args):
         mean = (wanted * weights).sum() / weights.sum()
         wanted = (wanted - mean) / np.sqrt((weights * (wanted - mean) ** 2).sum() / weights.sum())
     np.testing.assert_allclose(rows.advantage, wanted * weights, atol=1e-6)
-    assert np.abs(wanted * weights).max() > 0.3 and learner.critic is None
+    assert np.abs(wanted * weights).max() > 0.3 and set(learner.modules()) == {"agent"}
 
 
 def test_without_outcomes_they_are_not_compared():
@@ -307,6 +308,36 @@ def test_mastered_starts_are_skipped_and_forgotten():
         pool.note(0, seed, (1.0,))
     pool.learn(pool.take_news())
     assert pool.draw(0, 1) in starts, "all are mastered: one is played all the same"
+
+
+FROM_PPO = [
+    ("ippo", {}, "rloo", {"n_starts": 3}, "learner=ppo_learner, not rloo_learner"),
+    ("mappo", {}, "mappo", {"group_size": 2}, "group_size=1, not 2"),
+    ("mappo", {}, "mappo", {"n_starts": 3}, "n_starts=None, not 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "then", "now", "reason"), FROM_PPO)
+def test_the_folder_of_a_run_with_another_learner_or_other_starts_means_its_weights(
+    name, before, then, now, reason, tmp_path, capfd
+):
+    sizes = {**SMALL, "group_size": 1, "local_results_path": str(tmp_path), "t_max": 20}
+    run = Path(launch(resolve(name, "matrix_game", {**sizes, **before}), "first")["folder"])
+    sizes |= {"t_max": 40, "group_size": 2 if then == "rloo" else 1, **now}
+    config = resolve(then, "matrix_game", {**sizes, "checkpoint_path": str(run)})
+    assert preflight(config).stages == ("stage3",)
+    capfd.readouterr()
+    summary = launch(config, "second")
+    shown = "".join(capfd.readouterr())
+    assert shown.count("so this one starts from the weights") == 1 and f"a run with {reason}" in shown
+    assert summary["stages"]["stage3"]["clock"]["t_env"] >= 40
+    begun = find_step_folder(str(run))
+    assert f"continuing from {begun} at t_env {begun.name}" in (Path(summary["folder"]) / "logs/rank_0.log").read_text()
+    state = config.model_copy(update={"checkpoint_path": str(run / "checkpoints")})
+    for start in (preflight, lambda asked: launch(asked, "third")):
+        with pytest.raises(UserError, match=f"a state with {reason}. Give {run}/models"):
+            start(state)
+    assert not (tmp_path / "third").exists()
 
 
 SKIPPING = {**SAMPLING, "max_sampling_attempts": 2, "n_starts": 3, "rollout_skip_threshold": 2}

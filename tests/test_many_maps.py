@@ -14,11 +14,14 @@ from documented import questions
 from interruption import json_of
 
 import omagd
-from omagd.config.loading import resolve
+from omagd.config.loading import resolve, validate
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
+from omagd.run.checkpoint.resuming import identity_of, locked_folder
 from omagd.run.cli.main import main
+from omagd.run.cli.preflight import preflight
 from omagd.utils.errors import UserError
+from omagd.utils.run_folder import write_json
 
 TINY: dict[str, Any] = {
     "batch_size_run": 4, "batch_size": 4, "t_max": 200, "test_nepisode": 8, "test_interval": 10**6, "rnn_hidden_dim": 8,
@@ -100,6 +103,37 @@ def test_a_loaded_policy_plays_any_map_as_an_evaluation_does(trained, tmp_path):
         values = trained_on(tmp_path, of, **updates)["stages"]["stage3"]["values"]
         totals = omagd.play(policy, omagd.make("skirmish", map_name=of), episodes=2)["totals"]
         assert {name: totals[name.removeprefix("test_")] for name in values} == pytest.approx(values)
+
+
+def test_a_run_does_not_need_the_file_of_its_maps_again(trained, tmp_path, capsys):
+    """Moved or changed afterwards; a run that would be resumed with another content is another run, in one line."""
+    run, file = Path(trained["folder"]), Path(trained["folder"]).parent / "mine.yaml"
+    before, saved = file.read_text(), validate(json_of(run / "config.json"))
+    assert saved.env_args["map_name"] == {"name": "mine", "training": list(MAPS[:2]), "held_out": list(MAPS[2:])}
+    given = resolve("hpn_mappo", "skirmish", {**TINY, "env_args.map_name": str(file), "name": "first"})
+    given = given.model_copy(update={"local_results_path": str(tmp_path), "auto_resume": True})
+    begun = preflight(given).config
+    assert identity_of(begun) == identity_of(preflight(begun).config)
+    with locked_folder(begun, "begun"):
+        write_json(tmp_path / "begun" / "saved.json", {"iteration": 5})
+    write_json(tmp_path / "begun" / "run.json", {"identity": identity_of(begun)})  # killed
+    try:
+        file.write_text("training: [3m, 5m]\nheld_out: [2m]\n")
+        changed = preflight(given).config
+        assert identity_of(changed) != identity_of(begun)
+        capsys.readouterr()
+        with locked_folder(changed, "other") as lock:
+            assert Path(lock.path).name == "other"
+        (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "differs" in line]
+        assert "begun is unfinished and differs in env_args.map_name" in line
+        file.unlink()
+        assert main(["evaluate", str(run), "test_nepisode=8", f"local_results_path={tmp_path}"]) == 0
+    finally:
+        file.write_text(before)
+    (summary,) = [json_of(path) for path in tmp_path.glob("*/summary.json")]
+    assert {f"test/{of}/return_mean" for of in MAPS} <= summary["stages"]["stage3"]["values"].keys()
+    compared = json_of(run / "card.json")["compared"]
+    assert (compared["map"], compared["maps"], compared["held_out_maps"]) == ("mine", "3m 4m_vs_3m", "1m 5m")
 
 
 def test_documented_evaluations_on_other_maps_are_understood(trained, capsys):

@@ -89,6 +89,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]], chunk: 
         ({"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"}, 2),
         ({"critic": "observation", "share_parameters": False, "gae_lambda": 0.5}, 3),
         ({"critic": "agent_state"}, 0),
+        ({"critic": "agent_state", "share_parameters": False}, 2),
     ],
 )
 def test_a_step_follows_the_gradient_of_an_independent_computation(args, chunk):
@@ -110,10 +111,10 @@ def test_values_are_clipped_and_normalised():
     """Normalised targets have mean 0 and deviation 1; a clipped value has no gradient beyond its bound."""
     episodes = [{**e, "reward": 100 + 10 * e["reward"]} for e in episodes_of(5, 2, 4, 1)]
     learner = ppo(normalise_values=True, death_masking=False)
-    rows = learner._judged(pack_episodes(episodes))
+    rows = learner.all_rows(pack_episodes(episodes))
     target = rows.target[rows.weight > 0]
     assert abs(target.mean()) < 1e-6 and target.std(correction=0).item() == pytest.approx(1)
-    again = learner._judged(pack_episodes(episodes))
+    again = learner.all_rows(pack_episodes(episodes))
     assert learner.value_norm.scale[0] > 100 and again.target[again.weight > 0].std() < 10
     resumed = ppo(normalise_values=True)
     resumed.load_state_dict(learner.state_dict())
@@ -204,6 +205,17 @@ def test_critics_have_a_value_for_the_team_or_for_each_agent(name):
     assert value.shape == ((5, 3) if name in ("observation", "agent_state") else (5,))
     value.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in critic.parameters())
+
+
+@pytest.mark.parametrize("name", ["observation", "agent_state"])
+def test_agents_that_share_nothing_have_critics_of_their_own(name):
+    critic = CRITICS.get(name)(toy_config(**PPO, share_parameters=False), INFO, 8)
+    assert len(critic.each) == INFO.n_agents
+    batch = pack_episodes([random_episode(0, 4)])
+    inputs = AgentInputs(batch["obs"], torch.zeros_like(batch["actions"], dtype=torch.int64))
+    critic(inputs, batch["state"])[:, 1].sum().backward()
+    for i, own in enumerate(critic.each):
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in own.parameters()) == (i == 1)
 
 
 @pytest.mark.parametrize("preset", ["mappo", "ippo"])

@@ -248,15 +248,17 @@ def test_a_full_disk_is_logged_and_the_previous_checkpoint_remains(whole, tmp_pa
     assert differences(whole.path, folder.path) == [], "nothing of it shows in what is learned"
 
 
-def test_a_longer_run_continues_from_a_finished_one_with_its_whole_state(whole, tmp_path):
+def test_a_longer_run_continues_from_a_finished_one_with_its_whole_state(whole, tmp_path, capfd):
     """`checkpoint_path=<run folder>`: a new folder, the same past; the old run is left as it is."""
 
     def times() -> dict[Path, int]:
         return {p: p.stat().st_mtime_ns for p in whole.path.rglob("*") if p.is_file() and "lock" not in p.name}
 
     before = times()
-    longer = run(tmp_path, f"checkpoint_path={whole.path}", "t_max=700", "auto_resume=False")
+    longer = run(tmp_path, f"checkpoint_path={whole.path}", "t_max=700", "auto_resume=False", "lr=0.002")
     assert times() == before
+    (kept,) = [line for line in "".join(capfd.readouterr()).splitlines() if "a whole state keeps" in line]
+    assert f"keeps lr={json.loads(whole.config_json.read_text())['lr']}; give the run's models/" in kept
     clock, earlier = (summary_of(folder.path)["stages"]["stage3"]["clock"] for folder in (longer, whole))
     assert clock["t_env"] >= 700 > earlier["t_env"]
     assert clock["updates"] > earlier["updates"]

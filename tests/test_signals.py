@@ -7,6 +7,7 @@ import pty
 import signal
 import sys
 import time
+import weakref
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -49,16 +50,39 @@ def test_the_first_signal_stops_once_and_the_handlers_are_restored():
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)] == before
 
 
-def test_a_signal_in_a_finalizer_is_neither_lost_nor_a_traceback(capsys):
+def ignored(how: str) -> None:
+    """Send SIGINT, and again, where an exception is ignored."""
+
     class Finalized:
         def __del__(self) -> None:
-            send(signal.SIGINT)
+            finalized()
 
+    def finalized(*_: object) -> None:
+        try:
+            send(signal.SIGINT)
+        finally:
+            send(signal.SIGINT)  # from the terminal and from the parent process
+
+    if how == "dropped":
+        with suppress(BaseException):
+            finalized()
+        return
+    found = Finalized() if how == "__del__" else type("Other", (), {})()
+    watch = weakref.ref(found, finalized) if how == "weakref" else None
+    del found, watch
+
+
+@pytest.mark.parametrize("how", ["__del__", "weakref", "dropped"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_signal_where_exceptions_are_ignored_is_neither_lost_nor_a_traceback(how, times, capsys):
     with pytest.raises(Stopped, match="SIGINT"), stoppable():
-        finalized = Finalized()
-        del finalized
+        ignored(how)
+        for _ in range(times - 1):
+            with suppress(BaseException):
+                time.sleep(10)
         time.sleep(10)
     assert capsys.readouterr().err == ""
+    time.sleep(0.05)  # what has left the block is not repeated
 
 
 @pytest.mark.parametrize("seconds", [None, 0.1])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+from omagd.config.env_info import EnvInfo
 from omagd.envs import REGISTRY
 from omagd.envs.battle import scripted
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs
+from omagd.envs.battle.generated_maps import skirmish_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.envs.sc2.sc2_env import SC2Env
@@ -62,6 +65,47 @@ def test_the_layout_names_the_column_of_health():
     layout, shown = env.info.layout, env.observe(full=True).full_obs[0, 0]
     assert layout.health < layout.enemy_dim and shown[layout.move_dim + layout.health] == 1.0
     assert SkirmishEnv(SkirmishArgs(obs_all_health=False), 1).info.layout.health == -1
+
+
+@pytest.mark.parametrize(
+    ("map_name", "flags"),
+    [
+        ("MMM", {}), ("MMM2", {"obs_timestep_number": True}), ("4m2d_vs_3m", {"obs_own_health": True}),
+        ("1M2m1d", {"obs_all_health": False, "obs_last_action": True}),
+    ],
+)  # fmt: skip
+def test_the_layout_names_the_column_of_healers_whose_targets_are_the_other_agents_in_order(map_name, flags):
+    env, everywhere = started(SkirmishEnv(SkirmishArgs(map_name=map_name, **flags), 1))
+    layout, n, rng = env.info.layout, env.info.n_agents, np.random.default_rng(0)
+    names, column = skirmish_map(map_name).allies, layout.obs_dim - layout.own_dim + layout.healer
+    first = layout.move_dim + layout.n_enemies * layout.enemy_dim
+    healed = 0
+    for _ in range(30):
+        seen = env.observe(full=True)
+        alive = ~seen.avail_actions[0, :, 0]
+        assert (seen.obs[0, :, column] == alive * [name == "medivac" for name in names]).all()
+        blocks = seen.full_obs[0, :, first : first + (n - 1) * layout.ally_dim].reshape(n, n - 1, -1)
+        for i in np.flatnonzero(seen.obs[0, :, column]):
+            for j in np.flatnonzero(seen.avail_actions[0, i, 6:]):
+                assert blocks[i, j - (j > i), 1] * 9 <= 6, "the ally of that place is in reach"
+                healed += 1
+        result = env.step(env.scripted_actions("attack_nearest", rng), everywhere)
+        if result.terminated[0]:
+            break
+    assert healed > 0
+    attackers = SkirmishEnv(SkirmishArgs(map_name="2s3z"), 1).info
+    assert attackers.layout.healer == -1
+
+
+def test_files_of_runs_before_healers_were_known_are_read():
+    info = SkirmishEnv(SkirmishArgs(map_name="MMM"), 1).info
+    old = info.to_dict()
+    del old["layout"]["healer"]
+    read = EnvInfo.from_dict(old)
+    assert read == replace(info, layout=replace(info.layout, healer=-1)) and EnvInfo.from_dict(info.to_dict()) == info
+    assert read.shape_key() == info.shape_key() == "ad527b6965df589d", "tokenizers and predictors are still accepted"
+    with pytest.raises(ValueError, match="impossible"):
+        EnvInfo.from_dict(replace(info, layout=replace(info.layout, healer=info.layout.own_dim)).to_dict())
 
 
 def test_yaml_files_hold_every_key_with_its_default():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from importlib.util import find_spec
 from typing import Any
 
@@ -244,6 +245,9 @@ def test_sets_are_lists_or_files(tmp_path):
     for given in ("3m,5m", "[3m, 5m]", ["3m", "5m"], ("3m", "5m")):
         assert task_set(given) == TaskSet("3m+5m", ("3m", "5m"))
     assert task_set([f"{n}m" for n in range(1, 40)]).label == "1m+38_maps"
+    values = task_set(str(path)).as_values()
+    assert task_set(values) == task_set(str(path)) and json.loads(json.dumps(values)) == values
+    assert task_set({"training": ["3m", "5m"]}) == TaskSet("3m+5m", ("3m", "5m"))
     assert task_set("3m") is None and task_set(None) is None
     config = resolve("hpn_mappo", "skirmish", {"env_args.map_name": ["3m", "5m"]})
     assert preflight(config).info.tasks == ("3m", "5m")
@@ -257,6 +261,8 @@ def test_sets_are_lists_or_files(tmp_path):
         ([], ["map_name=[]", "empty"]),
         ("3m,5m,3m", ["map 3m is named twice"]),
         ([3, "5m"], ["must hold their names"]),
+        ({"training": []}, ["list of maps is empty"]),
+        ({"name": "mine"}, ["env_args.map_name", "training"]),
         ("3m,5n", ["map_name=5n is not known"]),
         ("3m,2s3z", ["2s3z and 3m cannot be in one set", "enemy_dim is 8 and 5"]),
         ("2s3z,1c3s5z", ["1c3s5z and 2s3z", "features"]),

@@ -66,8 +66,8 @@ def pack_chunks(batch_packing: Packing, chunks: Sequence[Chunk]) -> Chunks:
 class Minibatches:
     """Random minibatches of the chunks of all ranks' batches, drawn alike on all ranks.
 
-    They do not depend on how the episodes are divided over ranks: a chunk is known by the place of its episode in its
-    rank's sample, the rank, and its first step.
+    One process draws the same minibatches if it holds the episodes of all ranks in turns: the first of each rank, then
+    the second of each rank, and so on. Chunks are in the order of place in the rank's sample, rank, and first step.
 
     Args:
         batch: of this rank. length: of a chunk in steps; 0: whole episodes. Closing rows belong to no chunk, because no

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,10 +25,12 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 def map_label(given: object) -> str:
-    """Return the name, in results, of what `env_args.map_name` gives: a map, a set, a file, or a list.
+    """Return the name, in results, of what `env_args.map_name` gives: a map, a set, a file, its content, or a list.
 
     A list becomes its names with + between them; a long one the first name and the number of the others.
     """
+    if isinstance(given, Mapping):
+        given = given.get("name") or given.get("training", "")
     if not isinstance(given, list | tuple):
         text = str(given)
         if text.endswith((".yaml", ".yml")):
@@ -43,6 +46,9 @@ class EntityLayout:
 
     For pictures: `position` and `health` are the columns of (relative x, relative y) and health among another unit's
     features (-1: no health), and `sight` is the sight range in cells, by which positions are divided.
+
+    Where some agents heal, `healer` is the column of the agent's own features that is 1 for these: their targets are
+    agents and not enemies. -1: nobody heals, or it is not known who.
     """
 
     move_dim: Count
@@ -54,6 +60,7 @@ class EntityLayout:
     position: tuple[int, int] = (2, 3)
     health: int = 4
     sight: float = 9.0
+    healer: int = -1
 
     @property
     def obs_dim(self) -> int:
@@ -120,7 +127,7 @@ class EnvInfo:
         map_name: map or task.
         n_agents, n_actions, obs_dim, state_dim: sizes.
         episode_limit: longest episode in agent steps.
-        n_normal_actions: actions without a target; action n_normal_actions + i attacks enemy i.
+        n_normal_actions: actions without a target; action n_normal_actions + i attacks enemy i, or heals agent i.
         layout: entity layout of `obs`, or None.
         scripted_policies: names that the environment's `scripted_actions` takes.
         has_win: whether the environment reports `battle_won`.
@@ -151,6 +158,7 @@ class EnvInfo:
     def shape_key(self) -> str:
         """Return a short hash of the facts that pre-trained graph modules depend on: environment, map, sizes."""
         facts = {k: v for k, v in asdict(self).items() if k not in _NOT_SHAPES}
+        (facts["layout"] or {}).pop("healer", None)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, object]:
@@ -161,6 +169,6 @@ class EnvInfo:
     def from_dict(cls, values: object) -> EnvInfo:
         """Rebuild from `to_dict`. Errors: ValueError for a wrong type or an impossible size."""
         info: EnvInfo = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
-        if info.layout is not None and info.layout.obs_dim > LARGEST:
+        if (layout := info.layout) is not None and not (layout.obs_dim <= LARGEST and layout.healer < layout.own_dim):
             raise ValueError("an impossible size")
         return info

@@ -228,7 +228,7 @@ class Config(Frozen):
     evaluate: bool  # play checkpoint_path greedily instead of training; `evaluate RUN` sets it and reads config.json
     evaluation_only: bool  # evaluate given modules of stages 1 and 2 on held-out episodes instead of training
     eval_report_episodes: Whole  # episodes over all ranks of evaluate and evaluation_only; 0: as in training
-    checkpoint_path: str  # run folder, its models/ or one step's folder: the weights to evaluate or to start from
+    checkpoint_path: str  # to continue or to evaluate: a run's folder (whole state), its models/ or one step (weights)
     load_step: Whole  # of several saved steps the nearest to this one; 0: the last
     save_replay: bool  # with evaluate=True: record episodes in replays/, for the page there and for `watch` (watch.md)
 

@@ -1,7 +1,8 @@
-"""RLOO: the policy loss of PPO with the other episodes of a group as the baseline, and without a critic.
+"""RLOO: the clipped loss of PPO with the other episodes of a group as the baseline, and without a critic.
 
-Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; with PPO's clipping, Ahmadian et al.
-2024, arXiv:2402.14740. A group is K episodes from one start (`group_size`), played with independent actions.
+Source of the advantage: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024,
+arXiv:2402.14740, use it without clipping. A group is K episodes from one start (`group_size`), played with independent
+actions.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from omagd.components.td_lambda import td_lambda_targets
-from omagd.learners.ppo_learner import PolicyArgs, PPOLearner
+from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner
 from omagd.modules.agents.agent import AgentInputs
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
@@ -23,7 +24,6 @@ from omagd.utils.packing import PackedBatch
 class RLOOArgs(PolicyArgs):
     """`learner_args` of RLOO."""
 
-    normalise_values: ClassVar[bool] = False
     normalise_advantages: bool = False  # divide by the deviation, and subtract the mean, over the samples of all ranks
     score: Literal["outcome", "return"] = "outcome"  # what is compared: won or not, or the discounted return
     returns_to_go: bool = False  # score=return: compare at each step what was still to come
@@ -35,27 +35,23 @@ class RLOOArgs(PolicyArgs):
         return self
 
 
-class RLOOLearner(PPOLearner):
+class RLOOLearner(PolicyLearner[RLOOArgs]):
     """Trains a controller's agent on groups of episodes that were just collected."""
 
     args_model: ClassVar[type[Any]] = RLOOArgs
     needs_groups: ClassVar[bool] = True
 
-    def _new_critic(self) -> nn.Module | None:
-        return None
-
-    def _advantages(
-        self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return advantages [S, n], and zeros for the values and the targets of a critic.
+    def advantages(self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor) -> Advantages:
+        """Return advantages [S, n].
 
         With the score r of an episode in a group of K, its advantage at each step is, for all agents,
 
             A_k = r_k - (sum of r_j over j != k) / (K - 1)
 
         or, with `returns_to_go`, the same of the discounted rewards from that step on, which are 0 after the end of an
-        episode: a baseline of other episodes does not depend on the actions of this one, so the gradient has no bias.
-        An episode without others in its group has nothing to be compared with: its advantage is 0.
+        episode. A baseline of other episodes does not depend on the actions of this one, so before clipping and
+        normalisation the gradient has no bias. An episode without others in its group has nothing to be compared with:
+        its advantage is 0.
         """
         group, others = _groups(batch)
         episode, count = batch.packing.episode, batch.packing.n_episodes
@@ -65,8 +61,7 @@ class RLOOLearner(PPOLearner):
         else:  # the first rows of a packing are the first steps of all episodes
             score = self._to_go(batch, weight)[:count] if self.args.score == "return" else self._outcomes(batch, weight)
             advantage = minus_others(score, group, others)[episode.to(score.device)]
-        advantage = self._normalised(advantage.unsqueeze(-1).expand_as(weight), weight)
-        return advantage, torch.zeros_like(weight), torch.zeros_like(weight)
+        return Advantages(self.normalised(advantage.unsqueeze(-1).expand_as(weight), weight))
 
     def _to_go(self, batch: PackedBatch, like: Tensor) -> Tensor:
         """Return the discounted rewards from each step to the end of its episode, [S]; nothing follows a cut."""
@@ -82,16 +77,6 @@ class RLOOLearner(PPOLearner):
                 " learner_args.score=return"
             )
         return torch.tensor(outcomes, dtype=like.dtype).to(like.device)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`, or that of a learner with a critic, whose parameters come after the agent's.
-
-        The learning rate is that of this run.
-        """
-        own = self.optimizer.state_dict()
-        count = sum(len(group["params"]) for group in own["param_groups"])
-        moments = {place: values for place, values in state["optimizer"]["state"].items() if place < count}
-        super().load_state_dict({**state, "optimizer": {**own, "state": moments}})
 
 
 def _groups(batch: PackedBatch) -> tuple[Tensor, Tensor]:

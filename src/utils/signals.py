@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class _Received:
     Attributes:
         error: raised instead of `Stopped`, if set. cause: sender of the signal, if known.
         number, at: first signal and its time. held: within `uninterrupted`. seconds: given by `deferred`, 0 outside.
-        late: `seconds` have passed while signals were held.
+        late: `seconds` have passed while signals were held. raised: the `Stopped` that a handler has raised.
     """
 
     number: int | None = None
@@ -74,6 +75,7 @@ class _Received:
     held: bool = False
     seconds: float = 0.0
     late: bool = False
+    raised: weakref.ref[Stopped] | None = None
 
     @property
     def waits(self) -> bool:
@@ -96,7 +98,7 @@ class _Received:
                 return
         elif now - self.at < PATIENCE_SECONDS:
             return
-        raise Stopped(number, self.cause)
+        raise self.stop(number)
 
     def too_late(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGALRM: the time of `deferred` is over, or, with no stop pending, SIGALRM came from outside."""
@@ -105,7 +107,29 @@ class _Received:
         if self.held:
             self.late = True
         else:
-            raise Stopped(self.number, self.cause)
+            raise self.stop(self.number)
+
+    def stop(self, number: int) -> Stopped:
+        """Return the exception of a handler; where it is caught and dropped within `stoppable`, the signal is repeated.
+
+        Handlers run between any two lines, also in those whose exceptions Python or a library ignores: finalizers,
+        callbacks of weak references, `except BaseException`. An exception that is on its way is referred to by
+        something; one that is ignored is freed.
+        """
+        error = Stopped(number, self.cause)
+
+        def again() -> None:
+            if signal.getsignal(signal.SIGTERM) == self.handle:
+                self.number = None
+                os.kill(os.getpid(), number)
+
+        def freed(_: object) -> None:
+            timer = threading.Timer(0.01, again)  # once the finalizer is over; if not, it is freed again
+            timer.daemon = True
+            timer.start()
+
+        self.raised = weakref.ref(error, freed)
+        return error
 
 
 _received = _Received()
@@ -134,15 +158,10 @@ def ask_to_end(cause: str) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _send_again(lost: Any) -> None:
-    """Send a signal again if its `Stopped` was raised where Python ignores exceptions, as in a finalizer."""
+def _without_traceback(lost: Any) -> None:
+    """Show an exception that Python ignores, as in a finalizer, except `Stopped`: its signal is repeated."""
     if not isinstance(lost.exc_value, Stopped):
         sys.__unraisablehook__(lost)
-        return
-    _received.number = None
-    timer = threading.Timer(0.01, os.kill, (os.getpid(), lost.exc_value.number))  # once the finalizer is over
-    timer.daemon = True
-    timer.start()
 
 
 @contextmanager
@@ -159,10 +178,11 @@ def stoppable() -> Iterator[None]:
     handled = [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, _received.handle) for number in handled}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # the fork server of ranks blocks some
-    hook, sys.unraisablehook = sys.unraisablehook, _send_again
+    hook, sys.unraisablehook = sys.unraisablehook, _without_traceback
     try:
         yield
     finally:
+        _received.raised = None
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -38,17 +38,17 @@ def entity_layout(spec: MapSpec, args: BattleArgs) -> EntityLayout:
     variant, ally_shield, enemy_shield = args.variant, int(spec.a_race == "P"), int(spec.b_race == "P")
     health, bits = int(args.obs_all_health), spec.unit_type_bits
     own_health = int(args.obs_own_health or args.obs_all_health)
+    before_bits = own_health * (1 + ally_shield) + 2 * (variant.own_place + variant.direction)
+    heals = spec.map_type in HEALING and bits > 0
     return EntityLayout(
         move_dim=N_MOVES + N_PATHING * args.obs_pathing_grid + N_HEIGHT * args.obs_terrain_height,
         n_enemies=spec.n_enemies,
         enemy_dim=4 + bits + health * (1 + enemy_shield),
         n_allies=spec.n_agents - 1,
         ally_dim=4 + bits + health * (1 + ally_shield) + (variant.n_actions(spec) if args.obs_last_action else 0),
-        own_dim=bits
-        + own_health * (1 + ally_shield)
-        + 2 * (variant.own_place + variant.direction)
-        + (1 + variant.padded_time) * args.obs_timestep_number,
+        own_dim=before_bits + bits + (1 + variant.padded_time) * args.obs_timestep_number,
         health=4 if args.obs_all_health else -1,
+        healer=before_bits + spec.ally_types.index("medivac") if heals else -1,
     )
 
 

@@ -130,7 +130,8 @@ def _hurtable(scene: Scene) -> np.ndarray:
 
 def _targets(scene: Scene) -> np.ndarray:
     """Return [B, n, m]: enemies that are available to attack and worth it."""
-    return scene.avail[..., N_NORMAL_ACTIONS:] & _hurtable(scene)
+    hurtable = _hurtable(scene)  # there are more actions than enemies where healers have more allies
+    return scene.avail[..., N_NORMAL_ACTIONS : N_NORMAL_ACTIONS + hurtable.shape[-1]] & hurtable
 
 
 def _lowest(score: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

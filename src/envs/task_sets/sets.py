@@ -1,10 +1,12 @@
 """Task sets: several maps of one environment, some to train on, some held out for tests.
 
-`env_args.map_name` takes the name of a set, a list of maps, or a YAML file with the keys `training` and `held_out`.
+`env_args.map_name` takes the name of a set, a list of maps, or a YAML file with the keys `training` and `held_out`; a
+run replaces the file by its content (`as_values`), with the file's name under `name`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,10 @@ class TaskSet:
     def maps(self) -> tuple[str, ...]:
         """All maps; an episode's task is the index of its map here."""
         return self.training + self.held_out
+
+    def as_values(self) -> dict[str, Any]:
+        """Return plain values that `task_set` makes the same set of, whatever happens to the file that it is from."""
+        return {"name": self.label, "training": list(self.training), "held_out": list(self.held_out)}
 
 
 def _set(label: str, training: str, tests: str) -> TaskSet:
@@ -66,20 +72,34 @@ class SetFile(BaseModel):
     held_out: list[str] = []
 
 
+class SetValues(SetFile):
+    """The same in a configuration, with the set's name."""
+
+    name: str = ""
+
+
+def is_file(map_name: object) -> bool:
+    """Return whether `env_args.map_name` is the path of a set's file."""
+    return isinstance(map_name, str) and map_name.endswith((".yaml", ".yml"))
+
+
 def task_set(map_name: Any) -> TaskSet | None:
     """Return the set that `env_args.map_name` names, None for a single map.
 
-    map_name: name of a set; a list of maps, or their names with commas between them; path of a YAML file.
+    map_name: name of a set; a list of maps, or their names with commas between them; path of a YAML file, or what
+        `as_values` returns.
     Errors: UserError for an empty list, a map that is named twice, and a file that cannot be read as a set.
     """
     if isinstance(map_name, str):
         if map_name in NAMED:
             return NAMED[map_name]
-        if map_name.endswith((".yaml", ".yml")):
+        if is_file(map_name):
             return _checked(_read(Path(map_name)), map_name)
         if "," not in map_name and not map_name.startswith("["):
             return None
         map_name = [part.strip() for part in map_name.strip("[]()").split(",") if part.strip()]
+    if isinstance(map_name, Mapping):
+        return _checked(_of_values(map_name, map_label(map_name), SetValues, "env_args.map_name"), str(dict(map_name)))
     if not isinstance(map_name, list | tuple):
         return None
     names = tuple(map_name)
@@ -108,8 +128,12 @@ def _read(path: Path) -> TaskSet:
         raise UserError(f"{key}: is no YAML file. Give the keys training and held_out, each a list of maps") from None
     if not isinstance(content, dict):
         raise UserError(f"{key}: must hold the keys training and held_out, each a list of maps")
+    return _of_values(content, map_label(str(path)), SetFile, key)
+
+
+def _of_values(content: Mapping[str, Any], label: str, model: type[SetFile], key: str) -> TaskSet:
     try:
-        found = SetFile.model_validate(content)
+        found = model.model_validate(dict(content))
     except ValidationError as error:
         raise UserError(f"{key}: {validation_message(error)}. Give the keys training and held_out") from None
-    return TaskSet(map_label(str(path)), tuple(found.training), tuple(found.held_out))
+    return TaskSet(label, tuple(found.training), tuple(found.held_out))

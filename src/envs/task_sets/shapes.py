@@ -14,7 +14,7 @@ import numpy as np
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.utils.errors import UserError
 
-UNITS = ("move_dim", "enemy_dim", "ally_dim", "own_dim", "position", "health")
+UNITS = ("move_dim", "enemy_dim", "ally_dim", "own_dim", "position", "health", "healer")
 
 
 def common_info(infos: Sequence[EnvInfo], label: str, n_training: int) -> EnvInfo:

@@ -70,7 +70,13 @@ def n_marks(config: Config, info: EnvInfo) -> int:
 
 
 class Agent(nn.Module, ABC):
-    """Values of all actions from what agents see and remember; the constructor is `cls(config, info)`."""
+    """Values of all actions from what agents see and remember; the constructor is `cls(config, info)`.
+
+    Attributes:
+        number: of the first agent, not 0 where each agent has a network of its own.
+    """
+
+    number: int = 0
 
     @abstractmethod
     def init_hidden(self, n_slots: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Agents that read any number of units: their weights do not depend on the numbers of allies, enemies and actions.
 
 The order of the allies does not matter to any value (invariance); when enemies change places, the values of the attacks
-change places with them (equivariance). A unit of zeros is unseen, dead or absent, and changes nothing. So one policy
-plays all maps whose units have the same features, if agents do not read their numbers (`obs_agent_id=False`).
+change places with them (equivariance). Where the targets of some agents are allies (`EntityLayout.healer`), the same
+holds for allies and the values of healing them. A unit of zeros is unseen, dead or absent, and changes nothing. So one
+policy plays all maps whose units have the same features, if agents do not read their numbers (`obs_agent_id=False`).
 
 Letters: S rows, n agents, m enemies, k allies, H hidden units, D features of a unit, J hidden units of a hypernetwork.
 """
@@ -40,8 +41,8 @@ class EntityAgent(RecurrentAgent):
     """Base of agents that read units one by one.
 
     Own features are the moves, the agent's features, its number (`obs_agent_id`) and its last action
-    (`obs_last_action`), where all attacks are one action; the enemy that was attacked is marked. With `mark_guesses`
-    each unit has one more feature.
+    (`obs_last_action`), where all attacks are one action; the enemy that was attacked is marked, or the ally that was
+    healed. With `mark_guesses` each unit has one more feature.
     """
 
     any_number_of_units: ClassVar[bool] = True
@@ -54,6 +55,7 @@ class EntityAgent(RecurrentAgent):
             )
         self.layout, self.n_actions, self.n_normal = info.layout, info.n_actions, info.n_normal_actions
         self.last_action, self.marks = config.obs_last_action, config.mark_guesses
+        self.some_heal = info.layout.healer >= 0
         self.n_numbers = info.n_agents if config.obs_agent_id else 0
         bf16, hidden = config.precision == "bf16", config.rnn_hidden_dim
         self.rnn = PackedGRU(hidden, hidden, bf16)
@@ -65,7 +67,8 @@ class EntityAgent(RecurrentAgent):
         layout, marks = self.layout, int(self.marks)
         last = self.n_normal + 1 if self.last_action else 0
         own = layout.move_dim + layout.own_dim + marks + last + self.n_numbers
-        return Seen(own, layout.ally_dim + marks, layout.enemy_dim + marks + int(self.last_action))  # type: ignore[arg-type]
+        of_target, healed = int(self.last_action), int(self.last_action and self.some_heal)
+        return Seen(own, layout.ally_dim + marks + healed, layout.enemy_dim + marks + of_target)  # type: ignore[arg-type]
 
     def seen(self, inputs: AgentInputs) -> Seen:
         """Return the units that the agents' inputs describe."""
@@ -86,33 +89,70 @@ class EntityAgent(RecurrentAgent):
             actions = torch.arange(self.n_normal + 1, device=last.device)
             of_self.append((last.unsqueeze(-1) == actions).to(kind))
             targets = torch.arange(self.n_normal, self.n_normal + m, device=last.device)
-            of_enemies.append((inputs.last_action.unsqueeze(-1) == targets).to(kind).unsqueeze(-1))
+            chosen = inputs.last_action.unsqueeze(-1)
+            attacked = chosen == targets
+            if self.some_heal:
+                heals = self.healers(inputs)
+                healed = heals & (chosen - self.n_normal == self.numbers_of_allies(last.device))
+                of_allies.append(healed.to(kind).unsqueeze(-1))
+                attacked &= ~heals
+            of_enemies.append(attacked.to(kind).unsqueeze(-1))
         if self.n_numbers:
             of_self.append(torch.eye(self.n_numbers, dtype=own.dtype, device=own.device).expand(*shape, -1))
         return Seen(torch.cat(of_self, dim=-1), torch.cat(of_allies, dim=-1), torch.cat(of_enemies, dim=-1))
 
+    def healers(self, inputs: AgentInputs) -> Tensor:
+        """Return which agents heal, [S, n, 1] bool."""
+        column = self.layout.obs_dim - self.layout.own_dim + self.layout.healer
+        return inputs.features[..., column : column + 1] > 0.5
+
+    def numbers_of_allies(self, device: torch.device) -> Tensor:
+        """Return the numbers [n, k] of the agents that each agent sees as its allies: all but its own, in order."""
+        place = torch.arange(self.layout.n_allies, device=device)
+        own = torch.arange(self.number, self.number + self.n_agents, device=device).unsqueeze(-1)
+        return place + (place >= own)
+
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
-        """Return the GRU's input [S, n, H], and what `attacks` reads of each enemy [S, n, m, width]."""
+        """Return the GRU's input [S, n, H], and what `attacks` reads of each enemy [S, n, m, width].
+
+        Where some heal, then also what `heals` reads of each ally [S, n, k, width], and which agents heal [S, n, 1].
+        """
         rows, total = max(1, ROWS_AT_ONCE // self.n_agents), len(inputs.features)
         parts = [self.encode_units(self.seen(inputs.rows(slice(i, i + rows)))) for i in range(0, max(total, 1), rows)]
-        encoded, targets = zip(*parts, strict=True)
-        return torch.cat(encoded), torch.cat(targets)
+        encoded = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        return (*encoded, self.healers(inputs)) if self.some_heal else encoded
 
     @abstractmethod
-    def encode_units(self, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Return what `encode` does, of some rows."""
+    def encode_units(self, seen: Seen) -> tuple[Tensor, ...]:
+        """Return what `encode` does, of some rows; not which agents heal."""
 
     def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
-        """Return the values [S, n, A]: of the normal actions from the hidden state, of attacks from enemies, too."""
-        attacks = self.attacks(hidden, *others)
-        # Where healers choose among more allies than there are enemies, the last targets are units of zeros.
-        missing = self.n_actions - self.n_normal - attacks.shape[-1]
-        attacks = F.pad(attacks, (0, missing)) if missing > 0 else attacks[..., : self.n_actions - self.n_normal]
-        return torch.cat([self.normal(hidden), attacks], dim=-1)
+        """Return the values [S, n, A]: of the normal actions from the hidden state, of others from their targets, too.
+
+        Where some heal, action i after the normal ones means agent i for these; an agent does not heal itself.
+        """
+        enemies, *healing = others
+        of_targets = self._of_actions(self.attacks(hidden, enemies))
+        if healing:
+            allies, healers = healing
+            healed = self.heals(hidden, allies)
+            numbers = self.numbers_of_allies(hidden.device).expand(healed.shape)
+            of_agents = healed.new_zeros(*healed.shape[:-1], healed.shape[-1] + 1).scatter(-1, numbers, healed)
+            of_targets = torch.where(healers, self._of_actions(of_agents), of_targets)
+        return torch.cat([self.normal(hidden), of_targets], dim=-1)
+
+    def _of_actions(self, values: Tensor) -> Tensor:
+        """Return values [S, n, A - normal actions] from those of targets: there may be more or fewer of these."""
+        missing = self.n_actions - self.n_normal - values.shape[-1]
+        return F.pad(values, (0, missing)) if missing > 0 else values[..., : self.n_actions - self.n_normal]
 
     @abstractmethod
-    def attacks(self, hidden: Tensor, *others: Tensor) -> Tensor:
-        """Return the values of attacking each enemy, [S, n, m]; `others` are those of `encode`."""
+    def attacks(self, hidden: Tensor, enemies: Tensor) -> Tensor:
+        """Return the values of attacking each enemy, [S, n, m], from what `encode` returns of them."""
+
+    @abstractmethod
+    def heals(self, hidden: Tensor, allies: Tensor) -> Tensor:
+        """Return the values of healing each ally, [S, n, k], from what `encode` returns of them, where some heal."""
 
 
 class HyperEmbedding(nn.Module):
@@ -153,7 +193,7 @@ class HPNAgent(EntityAgent):
     """Hyper Policy Network (Hao et al. 2023, arXiv:2203.05285): a hypernetwork for each kind of unit.
 
     The GRU reads relu(W_own x_own + sum over allies W_a(x) x + sum over enemies W_e(x) x). The value of attacking enemy
-    i is w(x_i) h + v(x_i), where w and v are hypernetworks of the enemy's features.
+    i is w(x_i) h + v(x_i), where w and v are hypernetworks of the enemy's features; for healing an ally, of its own.
     """
 
     args_model: ClassVar[type[BaseModel]] = HPNArgs
@@ -168,20 +208,33 @@ class HPNAgent(EntityAgent):
         self.target = FastLinear(int(widths.enemies), hyper, bf16=bf16)
         self.attack = FastLinear(hidden, hyper + 1, bf16=bf16)
         self.base = nn.Linear(hyper, 1)
+        if self.some_heal:
+            self.patient = FastLinear(int(widths.allies), hyper, bf16=bf16)
+            self.heal = FastLinear(hidden, hyper + 1, bf16=bf16)
+            self.heal_base = nn.Linear(hyper, 1)
 
-    def encode_units(self, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Return the GRU's input [S, n, H], and g of each enemy [S, n, m, J]."""
+    def encode_units(self, seen: Seen) -> tuple[Tensor, ...]:
+        """Return the GRU's input [S, n, H], and g of each enemy [S, n, m, J] (and of each ally [S, n, k, J])."""
         embedded = self.own(seen.own) + self.of_allies(seen.allies) + self.of_enemies(seen.enemies)
-        return embedded.relu(), self.target(seen.enemies).relu()
+        patients = (self.patient(seen.allies).relu(),) if self.some_heal else ()
+        return embedded.relu(), self.target(seen.enemies).relu(), *patients
 
-    def attacks(self, hidden: Tensor, *others: Tensor) -> Tensor:
-        """Return w(x_i) h + v(x_i), [S, n, m].
+    def attacks(self, hidden: Tensor, enemies: Tensor) -> Tensor:
+        """Return w(x_i) h + v(x_i), [S, n, m]."""
+        return self._products(enemies, self.attack(hidden), self.base)
+
+    def heals(self, hidden: Tensor, allies: Tensor) -> Tensor:
+        """Return the same of allies, with hypernetworks of their own, [S, n, k]."""
+        return self._products(allies, self.heal(hidden), self.heal_base)
+
+    @staticmethod
+    def _products(targets: Tensor, read: Tensor, base: nn.Module) -> Tensor:
+        """Return w(x_i) h + v(x_i) from g(x_i), and W h with w_0 h behind it.
 
         w(x_i) = W^T g(x_i) + w_0, and g(x_i)^T (W h) + w_0 h costs less than w(x_i)^T h: W h is made once.
         """
-        (targets,) = others
-        weights, constant = self.attack(hidden).split([targets.shape[-1], 1], dim=-1)
-        values: Tensor = (targets @ weights.unsqueeze(-1)).squeeze(-1) + constant + self.base(targets).squeeze(-1)
+        weights, constant = read.split([targets.shape[-1], 1], dim=-1)
+        values: Tensor = (targets @ weights.unsqueeze(-1)).squeeze(-1) + constant + base(targets).squeeze(-1)
         return values
 
 
@@ -196,7 +249,8 @@ class AttentionAgent(EntityAgent):
     """The agent attends to the units that it sees (as the agents of REFIL, Iqbal et al. 2021, arXiv:2006.04222).
 
     Its query comes from its own features; keys and values from all units, its own included. The value of attacking
-    enemy i is the scaled product of that enemy's key for targets and the hidden state, plus a value of the enemy.
+    enemy i is the scaled product of that enemy's key for targets and the hidden state, plus a value of the enemy; for
+    healing an ally the same with weights of its own.
     """
 
     args_model: ClassVar[type[BaseModel]] = AttentionArgs
@@ -216,15 +270,21 @@ class AttentionAgent(EntityAgent):
         self.target = FastLinear(hidden, hidden, bf16=bf16)
         self.attack = FastLinear(hidden, hidden, bf16=bf16)
         self.base = nn.Linear(hidden, 1)
+        if self.some_heal:
+            self.patient = FastLinear(hidden, hidden, bf16=bf16)
+            self.heal = FastLinear(hidden, hidden, bf16=bf16)
+            self.heal_base = nn.Linear(hidden, 1)
 
-    def encode_units(self, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Return the GRU's input [S, n, H], and the enemies' keys for targets [S, n, m, H]."""
+    def encode_units(self, seen: Seen) -> tuple[Tensor, ...]:
+        """Return the GRU's input [S, n, H], and the enemies' keys for targets [S, n, m, H] (and the allies')."""
         own, enemies = self.embed_self(seen.own).relu(), self.embed_enemy(seen.enemies).relu()
-        units = torch.cat([own.unsqueeze(-2), self.embed_ally(seen.allies).relu(), enemies], dim=-2)
+        allies = self.embed_ally(seen.allies).relu()
+        units = torch.cat([own.unsqueeze(-2), allies, enemies], dim=-2)
         there = torch.cat([present(part) for part in (seen.allies, seen.enemies)], dim=-2).squeeze(-1)
         there = F.pad(there, (1, 0), value=True)  # an agent always attends to itself
         attended = self._attend(own.flatten(0, 1), units.flatten(0, 1), there.flatten(0, 1)).view_as(own)
-        return (own + self.out(attended)).relu(), self.target(enemies)
+        patients = (self.patient(allies),) if self.some_heal else ()
+        return (own + self.out(attended)).relu(), self.target(enemies), *patients
 
     def _attend(self, own: Tensor, units: Tensor, there: Tensor) -> Tensor:
         """Return [R, H] for agents' own embeddings [R, H], units [R, N, H] and masks [R, N] of units that exist."""
@@ -235,10 +295,16 @@ class AttentionAgent(EntityAgent):
         mask = there.view(rows, 1, 1, units.shape[1])
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(own.shape)
 
-    def attacks(self, hidden: Tensor, *others: Tensor) -> Tensor:
+    def attacks(self, hidden: Tensor, enemies: Tensor) -> Tensor:
         """Return the scaled product of each enemy's key and the hidden state, plus a value of the enemy, [S, n, m]."""
-        (targets,) = others
-        scale = targets.shape[-1] ** -0.5
-        product = (targets @ self.attack(hidden).unsqueeze(-1)).squeeze(-1)
-        values: Tensor = product * scale + self.base(targets.relu()).squeeze(-1)
+        return self._products(enemies, self.attack(hidden), self.base)
+
+    def heals(self, hidden: Tensor, allies: Tensor) -> Tensor:
+        """Return the same of allies, [S, n, k]."""
+        return self._products(allies, self.heal(hidden), self.heal_base)
+
+    @staticmethod
+    def _products(targets: Tensor, read: Tensor, base: nn.Module) -> Tensor:
+        product = (targets @ read.unsqueeze(-1)).squeeze(-1)
+        values: Tensor = product * targets.shape[-1] ** -0.5 + base(targets.relu()).squeeze(-1)
         return values

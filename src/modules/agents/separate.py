@@ -28,6 +28,8 @@ class SeparateAgents(Agent):
     def __init__(self, cls: type[Agent], config: Config, info: EnvInfo) -> None:
         super().__init__()
         self.each = nn.ModuleList(cls(*alone(config, info)) for _ in range(info.n_agents))
+        for i, agent in enumerate(self._agents()):
+            agent.number = i
 
     def init_hidden(self, n_slots: int) -> Tensor:
         """Return the hidden state at the start of episodes, [B, n, H] zeros."""

@@ -13,7 +13,7 @@ REGISTRY: Registry[Callable[..., nn.Module]] = Registry(
     "omagd.critics",
     lazy={
         "state": "omagd.modules.critics.flat:StateCritic",
-        "agent_state": "omagd.modules.critics.flat:AgentStateCritic",
+        "agent_state": "omagd.modules.critics.flat:agent_state_critic",
         "observation": "omagd.modules.critics.flat:observation_critic",
         "set": "omagd.modules.critics.set_critic:SetCritic",
     },

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -83,19 +85,34 @@ class AgentStateCritic(FlatCritic):
         return self.rest(first.relu())
 
 
-class SeparateObservationCritics(nn.Module):
-    """An `ObservationCritic` for each agent (`share_parameters=False`)."""
+Kind = Callable[[Config, EnvInfo, int], nn.Module]
 
-    def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
+
+class SeparateCritics(nn.Module):
+    """A critic of its own for each agent (`share_parameters=False`).
+
+    Args:
+        kind: makes each of them. config, info, width: as for one that all agents share.
+    """
+
+    def __init__(self, kind: Kind, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        self.each = nn.ModuleList(ObservationCritic(*alone(config, info), width) for _ in range(info.n_agents))
+        self.each = nn.ModuleList(kind(*alone(config, info), width) for _ in range(info.n_agents))
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
-        """Return [S, n] from the agents' inputs; the state [S, state_dim] is not used."""
+        """Return [S, n] from the agents' inputs and the state [S, state_dim]."""
         return torch.cat([critic(inputs.agent(i), state) for i, critic in enumerate(self.each)], dim=1)
 
 
 def observation_critic(config: Config, info: EnvInfo, width: int) -> nn.Module:
     """Return the critic of `learner_args.critic=observation`, shared by the agents or not (`share_parameters`)."""
-    kind = ObservationCritic if config.share_parameters else SeparateObservationCritics
-    return kind(config, info, width)
+    return _of_agents(ObservationCritic, config, info, width)
+
+
+def agent_state_critic(config: Config, info: EnvInfo, width: int) -> nn.Module:
+    """Return the critic of `learner_args.critic=agent_state`, shared by the agents or not (`share_parameters`)."""
+    return _of_agents(AgentStateCritic, config, info, width)
+
+
+def _of_agents(kind: Kind, config: Config, info: EnvInfo, width: int) -> nn.Module:
+    return kind(config, info, width) if config.share_parameters else SeparateCritics(kind, config, info, width)

@@ -12,13 +12,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from omagd.config.env_info import map_label
 from omagd.config.loading import REMOVED
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
-from omagd.run.checkpoint.set_aside import link
-from omagd.run.checkpoint.store import SAVED, Checkpoint, Damaged, digest, folders, read_checkpoint
+from omagd.run.checkpoint.store import SAVED, digest
+from omagd.run.checkpoint.whole_state import CONTINUED, continue_whole
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.owned_folder import Untrusted, closed_to_others, require_own
@@ -27,7 +28,6 @@ from omagd.utils.run_folder import RUN_FILE, RunFolder, fingerprint, keep_json, 
 from omagd.utils.storage import ABSENT, listed, patiently, read_entry
 from omagd.utils.writing import STORAGE
 
-T = TypeVar("T")
 LOG = logging.getLogger(PACKAGE)
 ELSEWHERE = frozenset(
     {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
@@ -47,13 +47,8 @@ OLD_RANKS_SECONDS = 60.0
 WAITING_SECONDS = 60.0
 """Pause between two messages while waiting for another process."""
 
-LOOKS = 5
-"""How often to retry when a running run has removed the checkpoint that was being read."""
-
 KEYS_SHOWN, KEY_LENGTH = 8, 100
 """How many differing keys a message names; of each with its values at most `KEY_LENGTH` characters."""
-
-CONTINUED = "continued_from.json"
 
 
 @dataclass(frozen=True)
@@ -100,9 +95,7 @@ def _new_run(config: Config, token: str, identity: str) -> tuple[RunFolder, Lock
     try:
         made = folder = RunFolder.create(config.local_results_path, token, generated=not config.unique_token)
         lock = take(folder.path)
-        source = whole_state(config, lambda found: _adopt(found, made))
-        if source is not None:
-            LOG.info(f"continuing from {source.path} in a new folder: {folder.path}")
+        continue_whole(config, made)
         write_json(folder.config_json, config.model_dump(mode="json"))
         write_json(folder.path / RUN_FILE, {"identity": identity})
     except (OSError, UserError) as problem:
@@ -165,46 +158,6 @@ def _content_hash(path: Path) -> str:
     episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
     found = sorted({**weights, **episodes}.items())
     return fingerprint(found) if found else path.name
-
-
-def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
-    """Return what `use` makes of the newest sound checkpoint that `checkpoint_path` means; None where it means weights.
-
-    A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights. The
-    run may still be running: if files disappear because newer checkpoints replaced them, the search is repeated.
-    Errors: UserError where there are checkpoints and none of them is sound.
-    """
-    if not config.checkpoint_path or config.evaluate or config.load_step:
-        return None
-    given = Path(config.checkpoint_path).expanduser().absolute()
-    problems: list[str] = []
-    for _ in range(LOOKS):
-        candidates, problems = _candidates(given), []
-        for path in candidates:
-            try:
-                found = read_checkpoint(path)
-                found.check()
-                found.common()
-                for rank in range(found.manifest["world_size"]):
-                    found.of_rank(rank)
-                return use(found)
-            except (Damaged, FileNotFoundError) as problem:
-                problems.append(f"{path.name}: {problem}")
-        if candidates == _candidates(given):
-            break
-    if problems:
-        raise UserError(
-            f"checkpoint_path={config.checkpoint_path}: no checkpoint there is sound ({problems[0]}); give models/ to"
-            " continue from saved weights"
-        )
-    return None
-
-
-def _candidates(given: Path) -> list[Path]:
-    """Return the folders of checkpoints that a path means, newest first."""
-    if (given / "manifest.json").exists():
-        return [given]
-    return folders(given / "checkpoints") or (folders(given) if given.name == "checkpoints" else [])
 
 
 def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> tuple[RunFolder, Lock] | None:
@@ -289,7 +242,7 @@ def _flat(config: dict[str, Any], keys: set[str]) -> dict[str, Any]:
 def _place(values: dict[str, Any]) -> tuple[Any, ...]:
     """Return name, environment, map and seed of a run, from its configuration."""
     given = values.get("env_args")
-    map_name = given.get("map_name") if isinstance(given, dict) else None
+    map_name = map_label(given.get("map_name")) if isinstance(given, dict) else None
     return values.get("name"), values.get("env"), map_name, values.get("seed")
 
 
@@ -359,26 +312,3 @@ def rank_at_work(folder: RunFolder) -> Iterator[None]:
             yield
     finally:
         mark.release()
-
-
-def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
-    """Copy a checkpoint, and what its run had logged until then, into another run's folder; return the checkpoint.
-
-    Errors: FileNotFoundError if the run is still running and has just removed the checkpoint.
-    """
-    old = RunFolder(source.path.parents[1])
-    if folder.checkpoints.exists():  # half of one that was removed meanwhile
-        shutil.rmtree(folder.checkpoints)
-    for name in [*source.manifest["files"], f"{source.path.name}/manifest.json"]:
-        link(source.path.parent / name, folder.checkpoints / name)
-    for path in (old.metrics_jsonl, old.card_json, *old.episode_logs()):
-        if path.exists():
-            target = folder.path / path.relative_to(old.path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, target)
-    for path in [old.pretrained(stage, best) for stage in ("stage1", "stage2") for best in (False, True)]:
-        if path.is_dir():
-            half = shutil.ignore_patterns(".*")
-            shutil.copytree(path, folder.models / path.name, ignore=half, dirs_exist_ok=True)
-    write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
-    return source

@@ -78,7 +78,10 @@ def save_learner(learner: Trainable, clock: Counters, folder: Path) -> None:
 
 
 def load_learner(learner: Trainable, folder: Path) -> dict[str, int]:
-    """Load everything of a step's folder into a learner; return the state of the clock. Errors: UserError."""
+    """Load everything of a step's folder into a learner; return the state of the clock. Errors: UserError.
+
+    A new run begins here, so the settings of its optimizers, such as the learning rate, are its own.
+    """
     for name, module in learner.modules().items():
         path = folder / f"{name}.th"
         load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
@@ -86,12 +89,32 @@ def load_learner(learner: Trainable, folder: Path) -> dict[str, int]:
     state = load_file(path, "checkpoint_path")
     require_finite(state, path, "checkpoint_path")
     try:
-        learner.load_state_dict(state["learner"])
+        learner.load_state_dict(with_own_settings(state["learner"], learner.state_dict()))
         return dict(state["clock"])
     except (KeyError, ValueError, RuntimeError) as problem:
         reason = str(problem).split("\n")[0][:100]
         fix = "use the --config that it was trained with"
         raise UserError(f"checkpoint_path={path} does not fit this learner ({reason}); {fix}") from problem
+
+
+def with_own_settings(saved: Any, own: Any) -> Any:
+    """Return a learner's saved state with the settings of `own` in every optimizer that it holds.
+
+    saved, own: nested dicts, lists and tuples; an optimizer is a dict as torch.optim writes it. Moments of further
+    parameters, such as those of a critic that this learner lacks, are left out. Errors: ValueError where the optimizers
+    are of other parameters.
+    """
+    if isinstance(saved, Mapping) and isinstance(own, Mapping):
+        if {"state", "param_groups"} <= saved.keys() & own.keys():
+            groups = zip(own["param_groups"], saved["param_groups"], strict=True)
+            if any(here["params"] != there["params"][: len(here["params"])] for here, there in groups):
+                raise ValueError("its optimizer is of other parameters")
+            kept = {place for group in own["param_groups"] for place in group["params"]}
+            return {**own, "state": {place: values for place, values in saved["state"].items() if place in kept}}
+        return {name: with_own_settings(value, own.get(name)) for name, value in saved.items()}
+    if isinstance(saved, list | tuple) and isinstance(own, list | tuple) and len(saved) == len(own):
+        return type(saved)(map(with_own_settings, saved, own))
+    return saved
 
 
 def _shape(tensor: torch.Tensor | None) -> str:

@@ -66,13 +66,14 @@ def preflight(config: Config) -> PreflightResult:
             raise UserError(error.message + _named_by_run(config, key)) from None
     _check_replays(config)
     plan = make_plan(config)  # imports torch; the checks above do not
-    from omagd.run.training.build import check_data, check_tasks, complete_args
+    from omagd.run.training.build import check_data, check_tasks, complete_args, with_maps
     from omagd.run.training.device import check_machine
     from omagd.run.training.groups import check_groups
     from omagd.run.training.opponents import check_opponents
     from omagd.run.training.tasks import check_dealing
 
-    config, info = complete_args(config), describe_env(config)
+    config = complete_args(with_maps(config))
+    info = describe_env(config)
     if config.max_episodes is not None:  # an upper bound in steps: all episodes of full length
         longest = config.max_episodes * info.episode_limit
         config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})
@@ -155,8 +156,8 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     """Reject paths without suitable files; return the names of the stages to run."""
     import torch
 
-    from omagd.run.checkpoint.resuming import whole_state
     from omagd.run.checkpoint.weights import find_step_folder, load_learner
+    from omagd.run.checkpoint.whole_state import whole_state
     from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
     from omagd.run.training.experiment import stage_names
 

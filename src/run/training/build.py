@@ -22,7 +22,7 @@ from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
-from omagd.envs.task_sets.sets import task_set
+from omagd.envs.task_sets.sets import is_file, task_set
 from omagd.envs.task_sets.shapes import unit_features
 from omagd.learners.protocol import Learner, learner_class
 from omagd.modules import agents, mixers
@@ -143,6 +143,14 @@ def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> C
         complete[section] = _as_json(section, check_args(config, section, model))
         check_args(config.model_copy(update=complete), section, model)  # as config.json will hold them
     return config.model_copy(update=complete)
+
+
+def with_maps(config: Config) -> Config:
+    """Return `config` with the content of the file that names a set of maps: the file may move or change later."""
+    given = config.env_args.get("map_name")
+    if not is_file(given) or (found := task_set(given)) is None:
+        return config
+    return config.model_copy(update={"env_args": {**config.env_args, "map_name": found.as_values()}})
 
 
 def check_args(config: Config, section: str, model: type[BaseModel]) -> BaseModel:

@@ -1,0 +1,313 @@
+"""Base of learners that improve a policy by PPO's clipped loss, wherever their advantages come from.
+
+Source: PPO, Schulman et al. 2017, arXiv:1707.06347. Nothing here knows its rank: sums over ranks are those of
+`SyncedOptimizer` and of `Dist`.
+
+A *sample* is one agent at one step at which it has a choice. Dead agents have only one action; with `death_masking`
+(of MAPPO) they are no samples, and every mean below is over samples of all ranks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from omagd.components import action_selectors
+from omagd.components.action_selectors import LOG_PROB
+from omagd.components.chunks import Chunks, Minibatches
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.types import MAC
+from omagd.learners.protocol import Data
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
+from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.kernels.linear import autocast_bf16
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.seeding import generator
+
+ADAM_EPSILON = 1e-5  # as in MAPPO's published code
+
+
+class PolicyArgs(BaseModel):
+    """`learner_args` of the loss of the policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    epochs: int = Field(default=5, ge=1)  # passes over each batch
+    minibatches: int = Field(default=1, ge=1)  # parts of the batch, over all ranks, each with one step
+    chunk_length: int = Field(default=0, ge=0)  # steps of the pieces that minibatches consist of; 0: whole episodes
+    clip: float = Field(default=0.2, gt=0.0)  # bound of the probability ratio's distance from 1
+    entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus
+    normalise_advantages: bool = True  # subtract the mean and divide by the deviation over the samples of all ranks
+    death_masking: bool = True  # learn nothing from agents that have only one action
+    anneal_lr: bool = False  # let the learning rate fall linearly, to 0 at t_max steps learned from
+
+
+Args = TypeVar("Args", bound=PolicyArgs)
+
+
+def log_softmax(logits: Tensor, available: Tensor) -> Tensor:
+    """Return the log-softmax over available actions; unavailable ones get the type's least value, not -inf."""
+    # -inf would make 0 * -inf = NaN in the entropy and its gradient.
+    return logits.masked_fill(~available, torch.finfo(logits.dtype).min).log_softmax(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRows:
+    """R rows of some chunks.
+
+    Attributes:
+        inputs: of the agents. packing: of the rows. start: [B, n, H], hidden states before the chunks; None: episodes.
+        actions: [R, n] int64. available: [R, n, A] bool. log_prob: [R, n], of the actions when they were taken.
+        state: [R, state_dim]. advantage: [R, n].
+        weight: [R, n], 1 for samples; 0 where an agent has no choice, or where the rows stand in for a missing part.
+        value, target: [R, n], what a critic predicted before the update, and what it should; None without a critic.
+    """
+
+    inputs: AgentInputs
+    packing: Packing
+    start: Tensor | None = None
+    actions: Tensor
+    available: Tensor
+    log_prob: Tensor
+    state: Tensor
+    advantage: Tensor
+    weight: Tensor
+    value: Tensor | None = None
+    target: Tensor | None = None
+
+    def rows(self, which: Tensor, packing: Packing, start: Tensor | None) -> PolicyRows:
+        """Return the rows at the places `which` [R'] as rows of another packing."""
+        which = which.to(self.state.device)
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {name: value[which] for name, value in values.items() if isinstance(value, Tensor)}
+        return PolicyRows(**{**values, "inputs": self.inputs.rows(which), "packing": packing, "start": start})
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What an update learns from: `advantage` [S, n], and a critic's `value` and `target` [S, n] where there is one."""
+
+    advantage: Tensor
+    value: Tensor | None = None
+    target: Tensor | None = None
+
+
+class PolicyLoss(LossModule, Generic[Args]):
+    """Clipped policy loss and entropy bonus, summed over samples.
+
+    With the probability ratio r = pi(a|o) / pi_old(a|o) and the advantage A:
+
+        policy = -min(r A, clip(r, 1 - c, 1 + c) A)                       (PPO, equation 7)
+        loss   = policy - w_e entropy
+
+    Args:
+        agent: trained; every parameter takes part in every forward. args: the weights.
+        bf16: whether matrix products on a GPU use bf16.
+    """
+
+    def __init__(self, agent: nn.Module, args: Args, bf16: bool = False) -> None:
+        super().__init__()
+        self.agent, self.args, self.bf16 = agent, args, bf16
+
+    def forward(self, rows: PolicyRows) -> tuple[Tensor, Stats]:
+        """Return the summed loss, and stats per sample."""
+        loss, terms = self.terms(rows)
+        total, count = (loss * rows.weight).sum(), rows.weight.sum()
+        stats = {name: ((term.detach() * rows.weight).sum(), count) for name, term in terms.items()}
+        return total, {"loss_ppo": (total.detach(), count), **stats}
+
+    def terms(self, rows: PolicyRows) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of each sample [R, n], and what is logged of it."""
+        args, kind = self.args, rows.advantage.dtype
+        with autocast_bf16(rows.state.device, self.bf16):
+            begun = () if rows.start is None else (rows.start,)
+            logits = self.agent(rows.inputs, rows.packing, *begun)
+        log_probs = log_softmax(logits.to(kind), rows.available)
+        chosen = log_probs.gather(-1, rows.actions.unsqueeze(-1)).squeeze(-1)
+        # Masked before exp, so that rows without a sample cannot overflow.
+        change = (chosen - rows.log_prob) * rows.weight
+        ratio = change.exp()
+        clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
+        policy = -torch.min(ratio * rows.advantage, clipped * rows.advantage)
+        entropy = -(log_probs.exp() * log_probs).sum(dim=-1)  # p log p is 0 for unavailable actions
+        return policy - args.entropy * entropy, {
+            "loss_policy": policy,
+            "entropy": entropy,
+            "clipped_share": (ratio != clipped).to(kind),
+            "kl": ratio - 1 - change,  # Schulman's estimate of KL(pi_old, pi), never negative
+        }
+
+
+class PolicyLearner(Generic[Args]):
+    """Trains a controller's agent on the episodes that were just collected.
+
+    Args:
+        mac: whose agent is trained. config, info: the run and its environment. dist: the ranks.
+    """
+
+    data: Data = "on_policy"
+    loss_name = "loss_ppo"
+    args_model: ClassVar[type[Any]]  # of `learner_args`; a subclass of PolicyArgs
+
+    def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
+        if not action_selectors.draws(config.action_selector):
+            raise UserError(
+                f"action_selector={config.action_selector}: learner={config.learner} needs actions that are drawn from"
+                " the agent's logits. Use action_selector=softmax"
+            )
+        self.mac, self.config, self.info, self.dist = mac, config, info, dist
+        self.lr = config.lr * lr_scale(config, dist.world_size)
+        self.args: Args = self.args_model.model_validate(config.learner_args)
+        loss = self.make_loss(config.precision == "bf16")
+        self.optimizer = torch.optim.Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON, fused=True)
+        self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self.updates = 0
+        self.steps = 0  # environment steps learned from, over all ranks
+
+    def make_loss(self, bf16: bool) -> PolicyLoss[Args]:
+        """Return the loss, which holds all that is trained."""
+        return PolicyLoss(self.mac.agent, self.args, bf16)
+
+    @abstractmethod
+    def advantages(self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor) -> Advantages:
+        """Return the advantages of a batch of S rows. state: [S, state_dim]. weight: [S, n], 1 for samples."""
+
+    @classmethod
+    def steps_per_batch(cls, config: Config) -> int:
+        """Return epochs times minibatches."""
+        args = cls.args_model.model_validate(config.learner_args)
+        return int(args.epochs * args.minibatches)
+
+    def warm_up(self) -> None:
+        """Run discarded passes on a made-up chunk of two rows."""
+        like = next(self.mac.agent.parameters())
+        n, a = self.info.n_agents, self.info.n_actions
+        each = like.new_zeros(2, n)
+        rows = PolicyRows(
+            inputs=AgentInputs.blank(2, self.info, like),
+            packing=Packing((2,)),
+            start=self.mac.agent.init_hidden(1) if self.args.chunk_length else None,
+            actions=torch.zeros(2, n, dtype=torch.int64, device=like.device),
+            available=torch.ones(2, n, a, dtype=torch.bool, device=like.device),
+            log_prob=each,
+            state=like.new_zeros(2, self.info.state_dim),
+            advantage=each,
+            weight=each,
+            value=each,
+            target=each,
+        )
+        self._step.warm_up(rows)
+
+    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
+        """Take `epochs` times `minibatches` steps; return their merged stats. `episodes` is not used."""
+        rows = self.all_rows(batch)
+        hidden = self._hidden_states(rows)
+        minibatches = Minibatches(batch, self.args.chunk_length, self.dist)
+        self._anneal(minibatches.steps)
+        merged: Stats = {}
+        parts: list[PolicyRows] = []
+        for _ in range(self.args.epochs):
+            draws = generator(self.config.seed, "minibatches", self.updates)
+            for chunks in minibatches.draw(self.args.minibatches, draws):
+                if not parts or self.args.minibatches > 1:  # a single minibatch has the same rows in every epoch
+                    parts = _parts(rows, hidden, chunks, self.config.accumulate)
+                count = torch.stack([part.weight.sum() for part in parts]).sum()
+                result = self._step(count, *((part,) for part in parts))
+                self.updates += 1
+                merged = merge(merged, {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped})
+        return merged
+
+    def _anneal(self, steps: int) -> None:
+        """Set the learning rate of a batch of so many environment steps over all ranks (`anneal_lr`)."""
+        if self.args.anneal_lr:
+            left = max(0.0, 1.0 - self.steps / self.config.t_max)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * left
+        self.steps += steps
+
+    @torch.no_grad()
+    def all_rows(self, batch: PackedBatch) -> PolicyRows:
+        """Return all rows of a batch with their advantages."""
+        inputs, available = self.mac.inputs(batch), batch["avail_actions"].bool()
+        state, kind = batch["state"].to(self.mac.dtype), self.mac.dtype
+        # Closing rows have no action. An agent with one action, such as a dead one, has no choice to learn from.
+        choices = available.sum(dim=-1) > 1 if self.args.death_masking else torch.ones_like(available[..., 0])
+        weight = (choices & batch.valid_mask.unsqueeze(-1)).to(kind)
+        found = self.advantages(batch, inputs, state, weight)
+        return PolicyRows(
+            inputs=inputs,
+            packing=batch.packing,
+            actions=batch["actions"].long(),
+            available=available,
+            log_prob=batch[LOG_PROB].to(kind),
+            state=state,
+            advantage=found.advantage,
+            weight=weight,
+            value=found.value,
+            target=found.target,
+        )
+
+    def sums(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Return the number of samples of all ranks, and the sums of their values and of the squares, in float64."""
+        values, weight = values.double(), weight.double()
+        return self.dist.sum(torch.stack([weight.sum(), (values * weight).sum(), (values.square() * weight).sum()]))
+
+    def normalised(self, advantage: Tensor, weight: Tensor) -> Tensor:
+        """Return advantages [S, n], with mean 0 and deviation 1 over the samples of all ranks if the run wants that."""
+        if not self.args.normalise_advantages:
+            return advantage * weight
+        count, total, squares = self.sums(advantage, weight).unbind()
+        mean = total / count.clamp(min=1)
+        deviation = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
+        return ((advantage - mean) / (deviation + 1e-8)).to(advantage.dtype) * weight
+
+    @torch.no_grad()
+    def _hidden_states(self, rows: PolicyRows) -> Tensor | None:
+        """Return the hidden state after each row, [S, n, H], for chunks that begin within an episode.
+
+        They stay as they were at the beginning of the update, when the policy that collected the episodes left them.
+        """
+        if not self.args.chunk_length:
+            return None
+        with autocast_bf16(rows.state.device, self.config.precision == "bf16"):
+            return self.mac.agent.hidden_states(rows.inputs, rows.packing)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the trained modules by the names of their weight files."""
+        return {"agent": self.mac.agent}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`; the caller loads the weights of `modules()`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
+        self.steps = state.get("steps", 0)  # checkpoints before `anneal_lr` have none
+
+
+def _parts(rows: PolicyRows, hidden: Tensor | None, chunks: Chunks | None, parts: int) -> list[PolicyRows]:
+    """Return this rank's rows of a minibatch, in at most `parts` parts; rows of weight 0 where it has none."""
+    if chunks is None:  # every rank must take part in every step
+        start = None if hidden is None else torch.zeros_like(hidden[:1])
+        first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), start)
+        return [replace(first, weight=torch.zeros_like(first.weight))]
+    return [_of_chunks(rows, hidden, part) for part in chunks.split(parts)]
+
+
+def _of_chunks(rows: PolicyRows, hidden: Tensor | None, chunks: Chunks) -> PolicyRows:
+    """Return the rows of some chunks; each starts from the hidden state before its first row, or from zeros."""
+    start = None
+    if hidden is not None:
+        before = chunks.before.to(hidden.device)
+        found = hidden[before.clamp(min=0)]
+        start = torch.where((before < 0).view(-1, 1, 1), torch.zeros_like(found), found)
+    return rows.rows(chunks.rows, chunks.packing, start)

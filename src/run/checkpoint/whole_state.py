@@ -1,0 +1,130 @@
+"""Another run's whole state, with which a new run begins (`checkpoint_path=<run folder>`)."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from omagd.config.schema import Config
+from omagd.run.checkpoint.set_aside import link
+from omagd.run.checkpoint.store import Checkpoint, Damaged, folders, read_checkpoint
+from omagd.utils.errors import UserError
+from omagd.utils.logging import PACKAGE
+from omagd.utils.run_folder import RunFolder, write_json
+from omagd.utils.storage import read_entry
+
+T = TypeVar("T")
+LOG = logging.getLogger(PACKAGE)
+RATES = ("lr", "critic_lr", "graph_lr")
+"""Learning rates, which belong to the whole state of a run."""
+
+LOOKS = 5
+"""How often to retry when a running run has removed the checkpoint that was being read."""
+
+CONTINUED = "continued_from.json"
+
+
+def continue_whole(config: Config, folder: RunFolder) -> None:
+    """Copy the whole state that `checkpoint_path` means, if any, into a new run's folder. Errors: UserError."""
+    source = whole_state(config, lambda found: _adopt(found, folder))
+    if source is None:
+        return
+    LOG.info(f"continuing from {source.path} in a new folder: {folder.path}")
+    theirs = read_entry(RunFolder(source.path.parents[1]).config_json)
+    if given := [key for key in RATES if theirs.get(key, ...) not in (..., getattr(config, key))]:
+        kept = ", ".join(f"{key}={theirs[key]}" for key in given)
+        LOG.warning(f"checkpoint_path: a whole state keeps {kept}; give the run's models/ to change it")
+
+
+def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
+    """Return what `use` makes of the newest sound checkpoint that `checkpoint_path` means; None where it means weights.
+
+    A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights; a
+    run's folder means weights, too, where this run cannot go on with the state (`_unlike`). The run may still be
+    running: if files disappear because newer checkpoints replaced them, the search is repeated.
+    Errors: UserError where there are checkpoints and none of them is sound, or where they were asked for and are not
+        this run's kind.
+    """
+    if not config.checkpoint_path or config.evaluate or config.load_step:
+        return None
+    given = Path(config.checkpoint_path).expanduser().absolute()
+    problems: list[str] = []
+    for _ in range(LOOKS):
+        candidates, problems = _candidates(given), []
+        for path in candidates:
+            try:
+                found = read_checkpoint(path)
+                found.check()
+                found.common()
+                for rank in range(found.manifest["world_size"]):
+                    found.of_rank(rank)
+                if not (reason := _unlike(config, found)):
+                    return use(found)
+                models = f"{path.parents[1]}/models"
+                if path.parents[1] != given:
+                    raise UserError(
+                        f"checkpoint_path={config.checkpoint_path}: a state with {reason}. Give {models} to start from"
+                        " its weights"
+                    )
+                LOG.info(f"checkpoint_path: a run with {reason}, so this one starts from the weights in {models}")
+                return None
+            except (Damaged, FileNotFoundError) as problem:
+                problems.append(f"{path.name}: {problem}")
+        if candidates == _candidates(given):
+            break
+    if problems:
+        raise UserError(
+            f"checkpoint_path={config.checkpoint_path}: no checkpoint there is sound ({problems[0]}); give models/ to"
+            " continue from saved weights"
+        )
+    return None
+
+
+def _unlike(config: Config, found: Checkpoint) -> str:
+    """Return why a run cannot go on with a state of stage 3: the key with both values; empty if it can.
+
+    Learners and the starts of episodes have states of their own.
+    """
+    theirs = {"group_size": 1, "n_starts": None, **read_entry(RunFolder(found.path.parents[1]).config_json)}
+    if found.manifest["stage"] != "stage3" or "learner" not in theirs:
+        return ""
+    learners = [str(name).removesuffix("_ddp") for name in (theirs["learner"], config.learner)]  # the same learners
+    differs = {
+        "learner": learners[0] != learners[1],
+        "group_size": theirs["group_size"] != config.group_size,
+        "n_starts": (theirs["n_starts"] is None) != (config.n_starts is None),
+    }
+    return next((f"{key}={theirs[key]}, not {getattr(config, key)}" for key, other in differs.items() if other), "")
+
+
+def _candidates(given: Path) -> list[Path]:
+    """Return the folders of checkpoints that a path means, newest first."""
+    if (given / "manifest.json").exists():
+        return [given]
+    return folders(given / "checkpoints") or (folders(given) if given.name == "checkpoints" else [])
+
+
+def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
+    """Copy a checkpoint, and what its run had logged until then, into another run's folder; return the checkpoint.
+
+    Errors: FileNotFoundError if the run is still running and has just removed the checkpoint.
+    """
+    old = RunFolder(source.path.parents[1])
+    if folder.checkpoints.exists():  # half of one that was removed meanwhile
+        shutil.rmtree(folder.checkpoints)
+    for name in [*source.manifest["files"], f"{source.path.name}/manifest.json"]:
+        link(source.path.parent / name, folder.checkpoints / name)
+    for path in (old.metrics_jsonl, old.card_json, *old.episode_logs()):
+        if path.exists():
+            target = folder.path / path.relative_to(old.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    for path in [old.pretrained(stage, best) for stage in ("stage1", "stage2") for best in (False, True)]:
+        if path.is_dir():
+            half = shutil.ignore_patterns(".*")
+            shutil.copytree(path, folder.models / path.name, ignore=half, dirs_exist_ok=True)
+    write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
+    return source

@@ -1,0 +1,112 @@
+"""What ranks have played of a set of maps, however it was dealt, updates as one process with all of it would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_harness import run_phases
+from interruption import stage_of
+from q_toys import equal, make_learner, state_of
+
+from omagd.config.loading import resolve
+from omagd.config.schema import Config
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.run.training.stages.rl import RLStage
+from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import PackedBatch, RecordedEpisode, pack_episodes
+
+pytestmark = pytest.mark.processes
+torch.set_num_threads(1)
+SMALL = {
+    "env_args.map_name": ["2m", "3m_vs_2m", "4m_vs_2m"], "use_cuda": False, "rnn_hidden_dim": 8, "batch_size_run": 4,
+    "batch_size": 4, "checkpoint_interval": 10**6, "grad_norm_clip": 1e9,
+}  # fmt: skip
+GROUPS = {
+    "agent": "hpn_rnn", "obs_agent_id": False, "group_size": 2, "learner_args.epochs": 2,
+    "enable_dynamic_sampling": True, "max_sampling_attempts": 3,
+}  # fmt: skip
+LEARNING: dict[str, dict[str, Any]] = {
+    "hpn_mappo": {"learner_args.epochs": 2},
+    "hpn_qmix": {"updates_per_iteration": 2},
+    "rloo": GROUPS,
+}
+DEALINGS: dict[str, dict[str, Any]] = {
+    "round_robin": {},
+    "sharded": {"task_weights": {"2m": 2.0}},
+    "queue": {"task_weights": {"3m_vs_2m": 0.5}},
+}
+CASES = [(preset, dealing) for preset in LEARNING for dealing in DEALINGS]
+
+
+def config_of(preset: str, dealing: str) -> Config:
+    updates = {"task_dealing": dealing, **DEALINGS[dealing]}
+    return resolve(preset, "skirmish", {**SMALL, **LEARNING[preset], **updates})
+
+
+def episodes_of(batch: PackedBatch) -> list[RecordedEpisode]:
+    """Return the episodes of a batch one by one."""
+    found = []
+    for number, meta in enumerate(batch.meta):
+        rows = (batch.packing.episode == number).nonzero().flatten()
+        found.append(RecordedEpisode({name: value[rows].clone() for name, value in batch.data.items()}, meta))
+    return found
+
+
+def played(stage: RLStage) -> list[PackedBatch]:
+    """Return the batches of this rank's first update."""
+    stage.collect()
+    while not stage.ready():
+        stage.advance()
+        stage.collect()
+    batches = stage.data.batches()
+    return [next(batches) for _ in range(stage.data.batches_per_iteration)]
+
+
+def of_ranks(rank: int, dist: Dist, place: str) -> dict[tuple[str, str], Any]:
+    """Return for each case this rank's batches, the learner's state after them, and what was dropped."""
+    out = {}
+    for preset, dealing in CASES:
+        config = config_of(preset, dealing)
+        stage = stage_of(config, Path(place) / f"{dist.world_size} {preset} {dealing}", dist)
+        batches, info = played(stage), stage.session.info
+        dropped = stage.groups.data._dropped if stage.groups is not None else 0
+        stage.session.close()
+        learner = make_learner(config, dist, torch.float64, info=info)
+        for batch in batches:
+            learner.update(batch, episodes=0)
+        out[preset, dealing] = [episodes_of(batch) for batch in batches], state_of(learner), dropped, info
+    return out
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """Return the results of two ranks and of three."""
+    place = str(tmp_path_factory.mktemp("walks"))
+    return run_phases(of_ranks, [(2, place), (3, place)])
+
+
+@pytest.mark.parametrize(("preset", "dealing"), CASES)
+def test_ranks_equal_one_process_with_all_that_they_played(preset, dealing, walks):
+    for ranks in walks:
+        found = [rank[preset, dealing] for rank in ranks]
+        states = [state for _, state, _, _ in found]
+        assert all(equal(states[0], other) for other in states[1:])
+        alone = make_learner(config_of(preset, dealing), None, torch.float64, info=found[0][3])
+        before = state_of(alone)
+        for parts in zip(*(batches for batches, *_ in found), strict=True):
+            alone.update(pack_episodes([episode for part in parts for episode in part]), episodes=0)
+        for name, value in state_of(alone).items():
+            torch.testing.assert_close(states[0][name], value, atol=1e-10, rtol=0, msg=name)
+        assert not equal(before, states[0]), "nothing was learned"
+    if preset == "rloo":
+        assert sum(rank[preset, dealing][2] for ranks in walks for rank in ranks), "no group was dropped"
+
+
+def test_every_learner_that_plays_sets_is_among_these():
+    """Learners of reconstructed graphs and of steps play one map; tests/test_ddp.py has every learner."""
+    known = {config_of(*case).learner for case in CASES}
+    others = {name for name in LEARNERS.names() if "graph" in name or "ddpg" in name}
+    assert {name.removesuffix("_ddp") for name in LEARNERS.names()} - {n.removesuffix("_ddp") for n in others} == known
