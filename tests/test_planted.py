@@ -247,7 +247,7 @@ def test_the_json_files_of_a_run_are_read_from_regular_small_files_only(tmp_path
 def assert_no_summary(run: Path, capsys) -> None:
     assert main(["compare", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: compare {run}: holds no summary.json that can be read")
+    assert line.startswith(f"error: compare {run}: neither its config.json nor its summary.json can be read")
 
 
 def test_a_wrong_summary_is_one_line(tmp_path, capsys):

@@ -15,6 +15,8 @@ import torch
 from pydantic import BaseModel
 
 from omagd.config.loading import resolve
+from omagd.run.analysis.comparison import table
+from omagd.run.analysis.runs import Run
 from omagd.run.api import run
 from omagd.run.cli.main import main
 from omagd.run.reporting.card import (
@@ -29,7 +31,7 @@ from omagd.run.reporting.card import (
     read_card,
     start_lines,
 )
-from omagd.run.reporting.report import next_command, render_summary, runs_table, seeds_table, write_summary
+from omagd.run.reporting.report import next_command, render_summary, seeds_table, write_summary
 from omagd.run.training.records import complete_card
 from omagd.utils.errors import UserError
 from omagd.utils.progress import duration
@@ -192,6 +194,11 @@ def summary_of(folder, seed=1, won=0.9, **changes):
     return {**facts, **changes}
 
 
+def runs_table(results):
+    """Return the table of `compare` of runs with these summaries."""
+    return table([Run(Path(each["folder"]), {}, each.get("card") or {}, each) for each in results])
+
+
 def test_tables_mark_rows_with_another_card_and_footnotes_name_the_difference():
     first, longer = card_of(), card_of(t_max=7)
     asterisks, notes = marks([first, longer, None, card_of(seed=5), longer], ["a", "b", "c", "d", "e"])
@@ -212,7 +219,8 @@ def test_an_evaluation_beside_a_training_is_marked_as_one():
     played = card_of(evaluate=True, checkpoint_path="run", test_nepisode=64, trained=training)
     results = [summary_of(RunFolder(card["kind"]), card=card, kind=card["kind"]) for card in (training, played)]
     head, _, first, second, _, note = runs_table(results).splitlines()
-    assert [line.split()[-2] for line in (head, first, second)] == ["kind", "training", "evaluation"]
+    at = head.index("kind")
+    assert [line[at:].split()[0] for line in (first, second)] == ["training", "evaluation"]
     assert note.endswith("run evaluation: evaluation, not training; test_episodes 64, not 32")
     assert "kind" not in runs_table(results[:1])
 
@@ -234,6 +242,7 @@ def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):
     capsys.readouterr()
     assert main(["compare", *map(str, folders)]) == 0
     head, _, *rows, _, note = capsys.readouterr().out.splitlines()
+    assert "reward_sparse" in head.split() and [row.split()[1] for row in rows] == ["default", "True"]
     assert head.split()[0] == "run" and [row.split()[0] for row in rows] == ["first", "sparse*"]
     assert [row.split()[-1] for row in rows] == [card["id"] for card in cards]
     assert note.endswith("run sparse: env_args.reward_sparse True, not the default")

@@ -22,6 +22,8 @@ from run_equality import differences, reproducible, reproducible_lines
 from omagd.config.schema import Config
 from omagd.learners import REGISTRY
 from omagd.learners.nq_learner import NQLearner
+from omagd.run.analysis.comparison import table
+from omagd.run.analysis.runs import load
 from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint import writer as snapshot_writer
 from omagd.run.checkpoint.checkpointer import Checkpointer
@@ -30,7 +32,6 @@ from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import resident_bytes
 from omagd.run.reporting import report
-from omagd.run.reporting.report import runs_table
 from omagd.run.training import experiment
 from omagd.utils.run_folder import RunFolder
 
@@ -152,7 +153,7 @@ def test_three_stages_are_interrupted_in_each_of_them(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             launch(given, "run")
     assert summary_of(folder.path)["stages"] == reached, "a start that reaches nothing forgets nothing"
-    assert "win rate" in runs_table([summary_of(folder.path)])
+    assert "win rate" in table(load([folder.path]))
     stages = launch(given, "another")["stages"]
     assert differences(whole.path, folder.path) == []
     assert list(stages) == STAGES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omagd.config.loading import HERE, read_yaml
 from omagd.run.analysis.runs import Run, load
-from omagd.run.reporting.card import COVERED, NO_EFFECT, ROUNDING
+from omagd.run.reporting.card import COVERED, METHOD, NO_EFFECT, ROUNDING
 from omagd.utils.errors import UserError, readable
 
 if TYPE_CHECKING:
@@ -109,14 +109,16 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     """
     known = {run.folder: settings(run) for run in runs}
     keys: dict[str, None] = {}
-    for place in dict.fromkeys(run.place for run in runs):
-        keys |= dict.fromkeys(_differing([known[run.folder] for run in runs if run.place == place and run.config]))
+    for place in dict.fromkeys((run.place, run.kind) for run in runs):
+        there = [known[run.folder] for run in runs if (run.place, run.kind) == place and run.config]
+        keys |= dict.fromkeys(_differing(there))
+    keys |= {key: None for key in differing(runs) if key in METHOD}
     parts: dict[str, list[Run]] = {}
     for run in runs:
         own = {key: known[run.folder].get(key) for key in keys}
         own |= {key: bool(own[key]) for key in WEIGHTS if key in own}
         unread = "" if run.config else str(run.folder)
-        parts.setdefault(frozen([run.arm, [] if run.arm else own, unread]), []).append(run)
+        parts.setdefault(frozen([run.arm, [] if run.arm else own, run.kind, unread]), []).append(run)
     split: list[list[Run]] = []
     for part in parts.values():
         paths: dict[str, list[Run]] = {}
@@ -142,7 +144,7 @@ def _labels(parts: Sequence[Sequence[Run]], values: Sequence[Mapping[str, Any]])
     for name in dict.fromkeys(names):
         same = [i for i, other in enumerate(names) if other == name]
         words: dict[int, list[str]] = {i: [] for i in same}
-        for key in _telling([values[i] for i in same]):
+        for key in telling([values[i] for i in same]):
             for i in same:
                 words[i].append(f"{key.rpartition('.')[2]}={shown(values[i], key)}")
         for i in same:
@@ -152,7 +154,7 @@ def _labels(parts: Sequence[Sequence[Run]], values: Sequence[Mapping[str, Any]])
     return [label if count[label] == 1 else f"{label} ({part[0].label})" for label, part in pairs]
 
 
-def _telling(values: Sequence[Mapping[str, Any]]) -> list[str]:
+def telling(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return as few keys as possible that tell these apart, found one by one."""
     keys, chosen = list(_differing(values)), list[str]()
 

@@ -1,12 +1,8 @@
-"""Output of `--list`, `--dry-run` and `compare`."""
+"""Output of `--list` and `--dry-run`."""
 
 from __future__ import annotations
 
-import argparse
 import textwrap
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,14 +11,9 @@ from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
 from omagd.run.cli.preflight import NAMED, PreflightResult, registry_of
 from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
-from omagd.run.reporting.card import make_card, read_card
-from omagd.run.reporting.report import runs_table
+from omagd.run.reporting.card import make_card
 from omagd.run.training.build import n_slots
 from omagd.run.training.evaluate import trained_card
-from omagd.utils.errors import UserError, readable
-from omagd.utils.run_folder import RunFolder
-from omagd.utils.storage import read_entry
-from omagd.utils.writing import print_out
 
 
 def listing() -> str:
@@ -68,43 +59,3 @@ def _paragraph(title: str, names: list[str]) -> str:
         " ".join(names), width=110, break_on_hyphens=False, initial_indent="  ", subsequent_indent="  "
     )
     return f"{title}:\n{body}"
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `compare`."""
-    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="folder of a run")
-
-
-def main(options: argparse.Namespace) -> int:
-    """Print the table of `compare`."""
-    print_out(comparison(options.folders))
-    return 0
-
-
-def comparison(folders: Sequence[str]) -> str:
-    """Return a table of the results of runs. Errors: UserError for a folder without a run."""
-    if not folders:
-        raise UserError("compare: name the folders of runs, as in: omagd compare results/<run> results/<other run>")
-    return runs_table([_summary(folder) for folder in folders]) + "\n"
-
-
-def _summary(folder: str) -> dict[str, Any]:
-    path = RunFolder(Path(folder).expanduser()).summary_json
-    known = {key: value for key, value in read_entry(path).items() if value is not None}
-    try:
-        summary: dict[str, Any] = _one_line({"card": read_card(path.parent), **known, "folder": str(path.parent)})
-        runs_table([summary])
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
-        known = {}
-    if not known:
-        raise UserError(f"compare {folder}: holds no summary.json that can be read. Give a run's folder")
-    return summary
-
-
-def _one_line(value: Any) -> Any:
-    """Return a value with all text in one line and without control characters."""
-    if isinstance(value, str):
-        return readable(value)
-    if isinstance(value, dict):
-        return {readable(str(name)): _one_line(item) for name, item in value.items()}
-    return [_one_line(item) for item in value] if isinstance(value, list) else value

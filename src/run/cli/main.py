@@ -284,9 +284,12 @@ COMMANDS = {
             run=_evaluate,
         ),
         Command(
-            "compare FOLDER ...",
-            "print the results of several runs in a table; marks runs that cannot be compared",
-            "omagd.run.cli.listing",
+            "plot RUN ...", "figures of several runs or a study: curves with bands, profiles", "omagd.run.analysis.plot"
+        ),
+        Command(
+            "compare RUN ...",
+            "print the results of several runs or a study in a table; marks runs that cannot be compared",
+            "omagd.run.analysis.comparison",
         ),
         Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.run.cli.study"),
         Command(

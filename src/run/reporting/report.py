@@ -96,10 +96,10 @@ def phases_table(summary: Summary) -> list[str]:
         shares = [_share(seconds, name) for name in names]
         cells = [f"{100 * share:.1f} %" if share >= LEAST_SHARE / 10 else "-" for share in shares]
         rows.append([f"  {stage}", duration(seconds["wall"]), *cells])
-    return _aligned(rows)
+    return aligned(rows)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines with their cells below each other."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -136,42 +136,24 @@ def seeds_table(results: Sequence[Summary]) -> str:
     first = results[0]
     title = f"{first['env']} {first.get('map_name', '')} · {first['name']} · {len(results)} seeds"
     (head, *rows), notes = _rows(results, [str(summary["seed"]) for summary in results], "seed")
-    columns = [[_value(summary, *column) for summary in results] for column in _columns(results)]
+    columns = [[stage_value(summary, *column) for summary in results] for column in value_columns(results)]
     spread = [[number for number in column if number is not None] for column in columns]
     for label, percentiles in (("median", [50]), ("quartiles", [25, 75]), ("min-max", [0, 100])):
-        cells = ["-".join(_number(float(n)) for n in np.percentile(c, percentiles)) if c else "-" for c in spread]
+        cells = ["-".join(number_text(float(n)) for n in np.percentile(c, percentiles)) if c else "-" for c in spread]
         rows.append([label, *cells, "", ""])
-    lines = _aligned([head, *rows])
+    lines = aligned([head, *rows])
     rule = "─" * max(map(len, lines))
     return "\n".join(["", title, rule, lines[0], rule, *lines[1:-3], rule, *lines[-3:], rule, *notes])
-
-
-def runs_table(results: Sequence[Summary]) -> str:
-    """Return a table of any runs: a row for each, marked if its card differs from the first row's.
-
-    With an evaluation among them there is a column `kind`.
-    """
-    labels = [Path(summary["folder"]).name for summary in results]
-    (head, *rows), notes = _rows(results, labels, "run")
-    kinds = [str(summary.get("kind", "training")) for summary in results]
-    more = ["kind"] if "evaluation" in kinds else []
-    head += [*more, "card"]
-    for row, summary, kind in zip(rows, results, kinds, strict=True):
-        card = _card(summary)
-        row += [*([kind] if more else []), card["id"] if card else "-"]
-    lines = _aligned([head, *rows])
-    rule = "─" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:], rule, *notes])
 
 
 def _rows(results: Sequence[Summary], labels: Sequence[str], title: str) -> tuple[list[list[str]], list[str]]:
     """Return the head and a row for each run, and the footnotes on rows that are not comparable."""
     asterisks, notes = marks([_card(summary) for summary in results], [f"{title} {label}" for label in labels])
-    columns = _columns(results)
-    heads = [SHOWN.get(key) or f"best {SHOWN[key.removeprefix('best_')]}" for _, key in columns]
+    columns = value_columns(results)
+    heads = [value_head(key) for _, key in columns]
     rows = [[title, *heads, "time", "state"]]
     for summary, label, mark in zip(results, labels, asterisks, strict=True):
-        numbers = [_number(_value(summary, *column)) for column in columns]
+        numbers = [number_text(stage_value(summary, *column)) for column in columns]
         seconds = summary.get("wall_seconds")
         time = duration(seconds) if seconds is not None else "-"
         rows.append([label + mark, *numbers, time, str(summary.get("exit_state", "unknown"))])
@@ -207,7 +189,9 @@ def _reached(stage: Mapping[str, Any]) -> str:
         if values.get(key) is None:
             continue
         best = values.get(f"best_{key}")
-        shown.append(f"{label} {_number(values[key])}" + (f" (best {_number(best)})" if best is not None else ""))
+        shown.append(
+            f"{label} {number_text(values[key])}" + (f" (best {number_text(best)})" if best is not None else "")
+        )
     return " | ".join(part for part in (ran, ", ".join(shown)) if part)
 
 
@@ -246,19 +230,26 @@ def _env_config(summary: Summary) -> str:
     return name
 
 
-def _columns(results: Sequence[Summary]) -> list[tuple[str, str]]:
+def value_columns(results: Sequence[Summary]) -> list[tuple[str, str]]:
     """Return (stage, value) for each column: the values of the last stage that any run reached."""
     stage = max((name for summary in results for name in summary.get("stages", {})), default="")
     columns = [(stage, key) for known in SHOWN for key in (known, f"best_{known}")]
-    return [column for column in columns if any(_value(summary, *column) is not None for summary in results)]
+    return [column for column in columns if any(stage_value(summary, *column) is not None for summary in results)]
 
 
-def _value(summary: Summary, stage: str, key: str) -> float | None:
+def value_head(key: str) -> str:
+    """Return the label of a value, in tables."""
+    return SHOWN.get(key) or f"best {SHOWN[key.removeprefix('best_')]}"
+
+
+def stage_value(summary: Summary, stage: str, key: str) -> float | None:
+    """Return a value of a stage, None if it is not there or not finite."""
     value = summary.get("stages", {}).get(stage, {}).get("values", {}).get(key)
     return None if value is None or not np.isfinite(value) else float(value)
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
+    """Return a number with three significant digits or decimals; `-` for None."""
     if value is None:
         return "-"
     if float(value).is_integer() and abs(value) > 1:

@@ -1,0 +1,300 @@
+"""What a plot of many runs shows: test results on a common axis, grouped, per map and over all maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from omagd.run.analysis.groups import Group, repeated
+from omagd.run.analysis.runs import Run
+from omagd.run.analysis.statistics import AGGREGATES, Interval, improvement, interval, profile
+from omagd.run.reporting.card import differences
+from omagd.utils.errors import UserError, nearest
+
+NAMES = {"win_rate": "test_battle_won_mean", "return": "test_return_mean"}
+LABELS = {"test_battle_won_mean": "win rate", "test_return_mean": "return", "test_ep_length_mean": "episode length"}
+STATISTIC = {"mean": "mean", "iqm": "IQM"}
+ALIGNED = 0.5
+"""Tests of two runs are one point if their times differ by at most this share of the interval between tests."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One group in a panel.
+
+    Attributes:
+        x, y: points [k]. band: ends of their intervals, each [k], if all maps have at least two seeds.
+        seeds: number of runs on each map, smallest and largest. rest: points (x, y) that only some seeds reached.
+        values: of single runs at each point, for few points.
+    """
+
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+    band: Interval | None
+    seeds: tuple[int, int]
+    rest: tuple[np.ndarray, np.ndarray] | None = None
+    values: tuple[np.ndarray, ...] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram. statistic: `mean` or `iqm` of its points. normalised: scores are shares of each map's range."""
+
+    title: str
+    lines: tuple[Line, ...]
+    statistic: str
+    normalised: bool = False
+
+
+def metric_name(name: str | None, runs: Sequence[Run]) -> str:
+    """Return the name of a metric in the tests of runs: of the win rate, or the return, if none is given.
+
+    Errors: UserError where no run has it.
+    """
+    known = dict.fromkeys(key for run in runs for test in run.tests for key in test if key.startswith("test"))
+    if not known:
+        raise UserError("plot: the runs have no test yet. Wait for the first, or give other runs")
+    given = [name] if name else list(NAMES)
+    for each in given:
+        for full in (each, NAMES.get(each, each), f"test_{each}", f"test_{each}_mean"):
+            if full in known:
+                return full
+    raise UserError(f"--metric {name}: no run has it.{nearest(str(name), known)} Known: {', '.join(known)}")
+
+
+def usable(runs: Sequence[Run], metric: str) -> tuple[list[Run], list[str]]:
+    """Return the runs to plot, and a line on each kind of runs that is left out."""
+    notes = []
+    kept = [run for run in runs if run.kind == "training"]
+    if len(kept) < len(runs):
+        notes.append(f"{_count(len(runs) - len(kept), 'evaluation')} left out: they have no curve")
+    tested = [run for run in kept if len(run.test_curve(metric)[0])]
+    if len(tested) < len(kept):
+        names = ", ".join(run.label for run in kept if run not in tested)
+        notes.append(f"{_count(len(kept) - len(tested), 'run')} without {metric} left out: {names}")
+    if not tested:
+        raise UserError(f"plot: no training among the runs has {metric}. Give other runs or another --metric")
+    return tested, notes
+
+
+def without_repeats(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
+    """Return the groups with each seed once on a map, the run with most steps, and a line on the others."""
+    found, notes = [], []
+    for group in groups:
+        best: dict[tuple[str, int | None, str], Run] = {}
+        again = {run.folder for run in repeated(group.runs)}
+        for run in group.runs:
+            key = (run.place, run.seed, str(run.folder) if run.seed is None else "")
+            if key not in best or _last_step(run) > _last_step(best[key]):
+                best[key] = run
+        kept = tuple(run for run in group.runs if run in best.values())
+        if out := [run.label for run in group.runs if run.folder in again and run not in kept]:
+            notes.append(f"{group.label}: the same map and seed again, left out: {', '.join(out)}")
+        found.append(replace(group, runs=kept))
+    return found, notes
+
+
+def _last_step(run: Run) -> float:
+    return run.tests[-1]["t_env"] if run.tests else 0.0
+
+
+def incomparable(groups: Sequence[Group]) -> tuple[set[str], list[str]]:
+    """Return the labels of groups whose card differs from the first group's on a map, and a line for each."""
+    marked, notes = set(), []
+    for place in places(groups):
+        there = [(group.label, run) for group in groups for run in group.at(place)]
+        for label, run in there[1:]:
+            text = differences(run.card or None, there[0][1].card or None)
+            if text and label not in marked:
+                marked.add(label)
+                notes.append(f"* {label} is not comparable with {there[0][0]} on {place}: {text}")
+    return marked, notes
+
+
+def places(groups: Sequence[Group]) -> list[str]:
+    """Return environment and map of all runs."""
+    return list(dict.fromkeys(run.place for group in groups for run in group.runs))
+
+
+def curve_panels(groups: Sequence[Group], metric: str, axis: str, statistic: str | None) -> list[Panel]:
+    """Return a panel for each map, and one over the maps that all groups have played.
+
+    Args:
+        axis: `steps` or `wall`. statistic: `mean` or `iqm`; None: the mean on a map and the IQM over maps.
+    """
+    panels = []
+    for place in places(groups):
+        lines = [_line(group, [group.at(place)], metric, axis, statistic or "mean", None) for group in groups]
+        panels.append(Panel(place, tuple(line for line in lines if line is not None), statistic or "mean"))
+    common = common_places(groups)
+    if len(common) > 1:
+        scale = ranges(groups, metric)
+        lines = [
+            _line(group, [group.at(place) for place in common], metric, axis, statistic or "iqm", scale)
+            for group in groups
+        ]
+        title = f"all {len(common)} maps"
+        panels.append(Panel(title, tuple(filter(None, lines)), statistic or "iqm", scale is not None))
+    return panels
+
+
+def common_places(groups: Sequence[Group]) -> list[str]:
+    """Return the maps on which every group has runs."""
+    return [place for place in places(groups) if all(group.at(place) for group in groups)]
+
+
+def ranges(groups: Sequence[Group], metric: str) -> dict[str, tuple[float, float]] | None:
+    """Return lowest and highest value of any test on each map; None if all are shares from 0 to 1."""
+    found = {}
+    for place in places(groups):
+        values = np.concatenate([run.test_curve(metric)[2] for group in groups for run in group.at(place)])
+        found[place] = (float(values.min()), float(values.max()))
+    return None if all(0 <= low <= high <= 1 for low, high in found.values()) else found
+
+
+def _scaled(run: Run, values: np.ndarray, scale: Mapping[str, tuple[float, float]] | None) -> np.ndarray:
+    if scale is None:
+        return values
+    low, high = scale[run.place]
+    return (values - low) / (high - low or 1.0)
+
+
+def _line(
+    group: Group, parts: Sequence[Sequence[Run]], metric: str, axis: str, statistic: str,
+    scale: Mapping[str, tuple[float, float]] | None,
+) -> Line | None:  # fmt: skip
+    """Return the curve of a group over one map or several, `parts`; None if it has no run there."""
+    runs = [run for part in parts for run in part]
+    if not runs:
+        return None
+    curves = []
+    for run in runs:
+        steps, seconds, values = run.test_curve(metric)
+        curves.append((steps if axis == "steps" else seconds, _scaled(run, values, scale)))
+    x, table = _on_one_axis(curves)
+    sizes = [len(part) for part in parts]
+    columns = np.split(table, np.cumsum(sizes)[:-1], axis=1)
+    whole = ~np.isnan(table).any(axis=1)
+    scores = [column[whole] for column in columns]
+    function = AGGREGATES[statistic]
+    some = ~whole & np.array([all(~np.isnan(row).all() for row in rows) for rows in zip(*columns, strict=True)])
+    rest = None
+    if len(parts) == 1 and some.any():
+        first = whole.nonzero()[0][-1:]  # the dotted part begins where the line ends
+        index = np.concatenate([first, some.nonzero()[0]])
+        rest = x[index], np.array([function([row[~np.isnan(row)]]) for row in table[index]])
+    band = interval(function, scores) if whole.any() else None
+    y = function(scores) if whole.any() else np.zeros(0)
+    return Line(group.label, x[whole], y, band, (min(sizes), max(sizes)), rest)
+
+
+def _on_one_axis(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return times [k] and the values of all runs there [k, runs], NaN where a run has none.
+
+    The k-th tests of all runs are one point if their times hardly differ; otherwise values are interpolated linearly
+    between the tests of each run.
+    """
+    longest = max(len(times) for times, _ in curves)
+    padded = np.full((2, longest, len(curves)), np.nan)
+    for i, (times, values) in enumerate(curves):
+        padded[:, : len(times), i] = times, values
+    times = padded[0]
+    spread = np.nanmax(times, axis=1) - np.nanmin(times, axis=1)
+    middle = np.nanmean(times, axis=1)
+    gaps = np.diff(middle)
+    if len(curves) == 1 or len(gaps) and (spread <= ALIGNED * np.median(gaps)).all() and (gaps > 0).all():
+        return middle, padded[1]
+    if longest == 1 and np.isfinite(middle).all():
+        return middle, padded[1]
+    begin = max(np.nanmin(each) for each, _ in curves)
+    x = np.linspace(begin, max(np.nanmax(each) for each, _ in curves), longest)
+    table = [np.interp(x, each, values, right=np.nan) for each, values in curves]
+    return x, np.array(table).T
+
+
+def final_scores(
+    group: Group, at: Sequence[str], metric: str, scale: Mapping[str, tuple[float, float]] | None = None
+) -> list[np.ndarray]:
+    """Return the last test of each run of a group, an array [seeds] for each map of `at`."""
+    return [
+        np.array([_scaled(run, run.test_curve(metric)[2][-1:], scale)[0] for run in group.at(place)]) for place in at
+    ]
+
+
+def _score_line(label: str, scores: list[np.ndarray], statistic: str) -> Line:
+    function = AGGREGATES[statistic]
+    found, sizes = interval(function, scores), [len(each) for each in scores]
+    band = None if found is None else (found[0].reshape(1), found[1].reshape(1))
+    return Line(label, function(scores).reshape(1), np.zeros(1), band, (min(sizes), max(sizes)), None, tuple(scores))
+
+
+def final_panels(groups: Sequence[Group], metric: str, statistic: str | None) -> list[Panel]:
+    """Return a panel for each map, and one over the common maps, of the last tests; a point's value is its `x`."""
+    panels = []
+    for place in places(groups):
+        here = [group for group in groups if group.at(place)]
+        lines = [_score_line(group.label, final_scores(group, [place], metric), statistic or "mean") for group in here]
+        panels.append(Panel(place, tuple(lines), statistic or "mean"))
+    if len(common := common_places(groups)) > 1:
+        scale, kind = ranges(groups, metric), statistic or "iqm"
+        lines = [_score_line(group.label, final_scores(group, common, metric, scale), kind) for group in groups]
+        lines = [replace(line, values=()) for line in lines]
+        panels.append(Panel(f"all {len(common)} maps", tuple(lines), kind, scale is not None))
+    return panels
+
+
+def profile_panel(groups: Sequence[Group], metric: str) -> Panel:
+    """Return the share of runs whose last test is above each threshold. Errors: UserError without a common map."""
+    common = _needed(groups)
+    scale = ranges(groups, metric)
+    scores = [final_scores(group, common, metric, scale) for group in groups]
+    thresholds = np.linspace(0.0, 1.0, 101)
+    lines = []
+    for group, each in zip(groups, scores, strict=True):
+        shares, band = profile(each, thresholds)
+        sizes = [len(values) for values in each]
+        lines.append(Line(group.label, thresholds, shares, band, (min(sizes), max(sizes))))
+    return Panel(_title(common), tuple(lines), "mean", scale is not None)
+
+
+def improvement_panel(groups: Sequence[Group], metric: str, baseline: str | None) -> Panel:
+    """Return the probability that a run of each group is better than one of the baseline, the first if not given.
+
+    Errors: UserError for less than two groups, no common map, or an unknown baseline.
+    """
+    if len(groups) < 2:
+        raise UserError("--kind improvement: compares groups, but all runs repeat one. Give runs that differ in a key")
+    labels = [group.label for group in groups]
+    if baseline is not None and baseline not in labels:
+        raise UserError(f"--baseline {baseline}: no group has this label.{nearest(baseline, labels)} Known: {labels}")
+    common = _needed(groups)
+    base = groups[labels.index(baseline) if baseline else 0]
+    theirs = final_scores(base, common, metric)
+    lines = []
+    for group in groups:
+        if group is not base:
+            mine = final_scores(group, common, metric)
+            share, found = improvement(mine, theirs)
+            sizes = [len(values) for values in (*mine, *theirs)]
+            band = None if found is None else (found[0].reshape(1), found[1].reshape(1))
+            ends = (min(sizes), max(sizes))
+            lines.append(Line(group.label, np.array([share]), np.zeros(1), band, ends))
+    return Panel(f"{_title(common)}: better than {base.label}", tuple(lines), "mean")
+
+
+def _needed(groups: Sequence[Group]) -> list[str]:
+    common = common_places(groups)
+    if not common:
+        raise UserError("plot: the groups share no map, so they cannot be compared. Give runs on the same maps")
+    return common
+
+
+def _title(common: Sequence[str]) -> str:
+    return common[0] if len(common) == 1 else f"all {len(common)} maps"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

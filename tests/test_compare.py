@@ -1,0 +1,119 @@
+"""`omagd compare`: repetitions in one row, differing keys, seeds, what cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from many_runs import make_run, make_study
+
+from omagd.run.analysis.comparison import table
+from omagd.run.analysis.runs import load
+from omagd.run.cli.main import main
+
+
+def rows_of(text):
+    """Return the head and the rows of a table as lists of cells, and the notes below it."""
+    head, _, *rest = text.splitlines()
+    rule = next(i for i, line in enumerate(rest) if line.startswith("─"))
+    starts = [match.start() for match in re.finditer(r"(?:^|(?<=  ))\S", head)]
+    cells = [[line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)] for line in rest[:rule]]
+    return [head[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)], cells, rest[rule + 1 :]
+
+
+def test_six_runs_with_three_learning_rates_are_three_rows_with_two_seeds_each(tmp_path, capsys):
+    make_study(tmp_path)
+    assert main(["compare", str(tmp_path)]) == 0
+    head, rows, notes = rows_of(capsys.readouterr().out)
+    assert head[:5] == ["run", "lr", "n", "seeds", "win rate"]
+    assert [row[:4] for row in rows] == [["qmix", rate, "2", "1, 2"] for rate in ("0.0003", "0.001", "0.005")]
+    assert rows[0][4] == "0.230 [0.220, 0.240]", "mean of 0.22 and 0.24; of two seeds the interval is their range"
+    assert notes == ["rows of several seeds: mean [95 % bootstrap interval over seeds], mean time"]
+
+
+def test_each_run_has_its_row_on_request_and_where_a_seed_is_repeated(tmp_path):
+    make_study(tmp_path, rates=(0.001,), seeds=(1, 2, 3))
+    _, (row,), _ = rows_of(table(load([tmp_path])))
+    assert row[:3] == ["qmix", "3", "1-3"]
+    _, rows, _ = rows_of(table(load([tmp_path]), each=True))
+    assert [row[0] for row in rows] == [f"lr0.001_3m_seed{seed}" for seed in (1, 2, 3)]
+    shutil.copytree(tmp_path / "lr0.001_3m_seed1", tmp_path / "monday")
+    _, rows, _ = rows_of(table(load([tmp_path])))
+    assert len(rows) == 4, "the same seed again is no repetition"
+
+
+def test_maps_are_apart_and_their_rows_are_compared_on_each_map(tmp_path):
+    for map_name in ("3m", "8m"):
+        for seed in (1, 2):
+            make_run(tmp_path / f"{map_name} {seed}", env_args__map_name=map_name, seed=seed)
+        make_run(tmp_path / f"{map_name} long", env_args__map_name=map_name, t_max=7, seed=1)
+    head, rows, notes = rows_of(table(load([tmp_path])))
+    assert head[1:3] == ["map", "t_max"]
+    assert [row[:2] for row in rows] == [
+        ["qmix", "skirmish 3m"], ["3m long*", "skirmish 3m"], ["qmix", "skirmish 8m"], ["8m long*", "skirmish 8m"],
+    ]  # fmt: skip
+    assert [note.partition(": run ")[2] for note in notes[:2]] == [
+        "3m long: t_max 7, not 2050000 (on skirmish 3m)", "8m long: t_max 7, not 2050000 (on skirmish 8m)",
+    ]  # fmt: skip
+
+
+def test_presets_are_told_apart_by_few_keys_and_the_others_are_named_below(tmp_path):
+    make_run(tmp_path / "first", config="qmix")
+    make_run(tmp_path / "second", config="vdn", gamma=0.5, lr=0.1)
+    head, rows, notes = rows_of(table(load([tmp_path])))
+    assert [row[0] for row in rows] == ["first", "second"] and head[2] == "n"
+    (note,) = notes
+    named = {head[1], *note.removeprefix("these keys differ too: ").split(", ")}
+    assert {"lr", "gamma", "mixer"} <= named
+
+
+def test_a_run_that_goes_on_and_an_evaluation_have_their_rows(tmp_path):
+    make_run(tmp_path / "running", (0.0, 0.5, 0.25), seed=1, finished=False)
+    played = make_run(tmp_path / "played", seed=1, evaluate=True, checkpoint_path="x")
+    summary = json.loads((played / "summary.json").read_text())
+    (played / "summary.json").write_text(json.dumps({**summary, "kind": "evaluation"}))
+    head, rows, _ = rows_of(table(load([tmp_path / "running", played])))
+    cells = [dict(zip(head, row, strict=True)) for row in rows]
+    assert [(each["run"], each["kind"], each["state"]) for each in cells] == [
+        ("running", "training", "unfinished"), ("played*", "evaluation", "completed"),
+    ]  # fmt: skip
+    assert (cells[0]["win rate"], cells[0]["best win rate"]) == ("0.250", "0.500")
+
+
+def test_a_damaged_run_among_many_is_one_line_and_the_table_is_quick(tmp_path):
+    """In a process of its own, without torch: sixty runs, one of them damaged."""
+    make_study(tmp_path / "runs", rates=(1e-4, 1e-3, 1e-2, 1e-1), maps=("3m", "8m", "2s3z"), seeds=(1, 2, 3, 4, 5))
+    for name in ("config.json", "summary.json"):
+        (tmp_path / "runs" / "lr0.001_8m_seed4" / name).write_text("[")
+    code = (
+        "import sys, time; from omagd.run.cli.main import main; main(sys.argv[1:]); "
+        "print(time.process_time(), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "compare", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("left out: ") and "lr0.001_8m_seed4" in line
+    *lines, last = done.stdout.splitlines()
+    _, rows, _ = rows_of("\n".join(lines))
+    assert len(rows) == 12 and [row[3] for row in rows].count("5") == 11
+    seconds, torch = last.split()
+    assert float(seconds) < 10 and torch == "False"
+
+
+def test_runs_without_a_configuration_have_rows_of_their_own(tmp_path):
+    make_study(tmp_path, rates=(0.001,))
+    for folder in tmp_path.iterdir():
+        (folder / "config.json").unlink()
+    _, rows, _ = rows_of(table(load([tmp_path])))
+    assert [row[0] for row in rows] == ["lr0.001_3m_seed1", "lr0.001_3m_seed2"]
+
+
+@pytest.mark.parametrize("words", [[], ["nowhere"], ["--all"]])
+def test_mistakes_are_one_line(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
