@@ -17,7 +17,6 @@ from omagd.config.loading import resolve, to_plain
 from omagd.run import run as run_module
 from omagd.run.cli import main as command_line
 from omagd.run.cli.main import config_from, main
-from omagd.run.cli.preflight import writes_replays
 from omagd.run.launch import launcher
 from omagd.run.reporting import sacred_record
 from omagd.run.reporting.sacred_record import run_recorded
@@ -147,11 +146,6 @@ def test_dry_run_prints_what_config_takes_again_and_writes_nothing(capsys, empty
     assert [fact for fact in facts if f"# {fact}" not in text] == []
     (empty_folder / "again.yaml").write_text(text)
     assert config_from(["--config=again.yaml"]) == config_from(argv)
-
-
-@pytest.mark.parametrize(("env", "writes"), [("sc2", True), ("sc2_v2", True), ("snakes_3v3", True), ("smax", False)])
-def test_replays_are_saved_where_the_environment_writes_them(env, writes):
-    assert writes_replays(env) == writes
 
 
 def test_list_names_everything(capsys):

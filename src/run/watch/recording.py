@@ -103,7 +103,7 @@ class Episode(_Part):
     @property
     def label(self) -> str:
         """Environment and map."""
-        return f"{self.env} {self.map_name}".strip()
+        return self.env if self.map_name == self.env else f"{self.env} {self.map_name}".strip()
 
     @property
     def outcome(self) -> str:
