@@ -148,11 +148,8 @@ class Recorder:
             return seen, []
         takes = guessed[:n] & ~unseen(made[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
         sight = np.array([one or layout.sight for one in frame.scene.sight or [0.0] * n])
-        place = (
-            np.array([frame.x[:n], frame.y[:n]]).T[:, None]
-            + made[:n][..., list(layout.position)] * sight[:, None, None]
-        )
-        place = np.round(place, 1)
+        way = made[:n][..., list(layout.position)].astype(np.float64) * sight[:, None, None]
+        place = np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1)
         health = np.round(np.clip(made[:n, :, layout.health].astype(np.float64), 0, 1), 2)
         beliefs: list[list[Belief]] = [[] for _ in range(n)]
         for i, node in np.argwhere(takes).tolist():
