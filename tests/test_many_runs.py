@@ -16,6 +16,7 @@ import omagd
 from omagd.run.analysis.groups import differing, groups
 from omagd.run.analysis.runs import load
 from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder
 
 
 def test_runs_are_found_in_folders_of_runs_and_in_studies(tmp_path):
@@ -153,3 +154,27 @@ def test_load_runs_needs_no_torch(tmp_path):
     make_run(tmp_path / "run")
     code = f"import sys, omagd; omagd.load_runs({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
+    """The lines that a study appends, of runs whose folders may be gone."""
+    from omagd.run.studies.executors import Job
+    from omagd.run.studies.results import append, line_of
+
+    make_study(tmp_path / "runs", maps=("3m", "8m"))
+    runs = load([tmp_path / "runs"])
+    for run in runs:
+        arm = f"rate {run.config['lr']}"
+        job = Job(run.folder.name, arm, run.env, run.map_name, run.seed, ())
+        append(tmp_path / "results.jsonl", line_of("mine", job, RunFolder(run.folder), run.card, "x"))
+    again = load([tmp_path / "results.jsonl"])
+    assert differing(again) == differing(runs) == {"lr": [0.0003, 0.001, 0.005]}
+    for one, other in zip(runs, again, strict=True):
+        curves = one.test_curve("test_battle_won_mean"), other.test_curve("test_battle_won_mean")
+        assert all(np.array_equal(*pair) for pair in zip(*curves, strict=True))
+        assert (one.place, one.seed, one.state, one.kind) == (other.place, other.seed, other.state, other.kind)
+    assert [group.label for group in groups(again)] == ["rate 0.0003", "rate 0.001", "rate 0.005"]
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"card": {"id": "x", "compared": {}, "told": 3}, "summary": {}, "tests": {"t_env": 3}}\n{}\n')
+    assert len(load([tmp_path / "results.jsonl"])) == 13
+    assert "1 of 14 lines hold no result" in caplog.text

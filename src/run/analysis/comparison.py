@@ -33,7 +33,7 @@ class Row:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `compare`."""
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run, a folder of runs, or a study")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run, a folder of runs, a study, or its results file")
     parser.add_argument("--each", action="store_true", help="one row for each run, also for repetitions")
 
 

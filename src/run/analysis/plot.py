@@ -27,7 +27,7 @@ UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "second
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plot`."""
     add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="folder of a run, a folder of runs, or a study")
+    add("runs", nargs="*", metavar="RUN", help="a run, a folder of runs, a study, or its results file")
     add("--kind", choices=KINDS, default="curves", help="curves (default); final: the last tests; profile: share of"
         " runs above each score; improvement: probability of being better than the baseline")  # fmt: skip
     add("--metric", help="win_rate (default; else return), or any test metric of metrics.jsonl")

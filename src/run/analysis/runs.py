@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from omagd.config.env_info import map_label
-from omagd.run.reporting.card import Card, is_card
+from omagd.config.schema import COMPONENT_ARGS
+from omagd.run.reporting.card import COVERED, METHOD, Card, is_card
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry, read_json
@@ -36,6 +37,7 @@ class Run:
     Attributes:
         config: every key, empty if it cannot be read. card, summary: empty if they cannot be read.
         finished: whether it has ended and will not be resumed. arm: its name in a study, else "".
+        given: its records, if they do not come from `metrics.jsonl`.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class Run:
     summary: dict[str, Any]
     finished: bool = False
     arm: str = ""
+    given: tuple[dict[str, Any], ...] | None = None
 
     @property
     def label(self) -> str:
@@ -98,7 +101,7 @@ class Run:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The objects of `metrics.jsonl`."""
-        return list(read_records(RunFolder(self.folder).metrics_jsonl))
+        return list(self.given) if self.given is not None else list(read_records(RunFolder(self.folder).metrics_jsonl))
 
     @cached_property
     def tests(self) -> list[dict[str, Any]]:
@@ -123,7 +126,8 @@ def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "
     """Return the runs in folders, in the order of the paths, those of one folder by name.
 
     Args:
-        paths: each a run, a folder of runs, or a study. command: for the message if there is none.
+        paths: each a run, a folder of runs, a study, or the results file of a study (`.jsonl`).
+        command: for the message if there is none.
         found_none: end of that message, what to give instead.
     Errors: UserError where no run can be read. A damaged run among others is one warning.
     """
@@ -131,6 +135,12 @@ def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "
     problems = []
     for path in map(Path, paths):
         place = path.expanduser().absolute()
+        if place.suffix == ".jsonl" and place.is_file():
+            lines = [_of_line(place, line) for line in read_records(place)]
+            runs |= {run.folder: run for run in lines if run is not None}
+            if None in lines or not lines:
+                problems.append(f"{path}: {lines.count(None)} of {len(lines)} lines hold no result of a study")
+            continue
         folders = dict(_run_folders(place))
         if not folders:
             problems.append(f"{path}: holds no run: no config.json and no summary.json that can be read")
@@ -185,6 +195,26 @@ def _read(folder: Path, arm: str) -> Run | None:
     card = read_entry(files.card_json) or summary.get("card")
     finished = read_entry(folder / RUN_FILE).get("finished") is True
     return Run(folder, config, card if is_card(card) and isinstance(card, dict) else {}, summary, finished, arm)
+
+
+def _of_line(file: Path, line: Mapping[str, Any]) -> Run | None:
+    """Return the run that a line of a study's results file describes, None if it is none."""
+    card, summary, tests = (line.get(key) for key in ("card", "summary", "tests"))
+    if not is_card(card) or not isinstance(summary, dict) or not isinstance(tests, dict) or not _is_summary(summary):
+        return None
+    facts = card["told"] if isinstance(card, dict) and isinstance(card.get("told"), dict) else {}
+    compared = card["compared"] if isinstance(card, dict) else {}
+    about = {key: line.get(key) for key in ("env", "seed")} | {"env_args": {"map_name": line.get("map")}}
+    over_all_ranks = {key: compared[name] for key, name in COVERED.items() if name in compared}
+    budget = {key: compared[key] for key in ("t_max", "max_episodes") if key in compared}
+    method = {key: facts[key] for key in (*METHOD, *COMPONENT_ARGS) if key in facts}
+    config = {**method, **facts.get("settings", {}), **over_all_ranks, **budget, **about}
+    columns = {name: values for name, values in tests.items() if isinstance(values, list)}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
+    records = tuple({"stage": "stage3", **row} for row in rows)
+    known = dict(card) if isinstance(card, dict) else {}
+    arm = readable(str(line.get("arm", "")))
+    return Run(file.parent / str(line.get("job")), config, known, summary, True, arm, records)
 
 
 def _is_summary(value: Mapping[str, Any]) -> bool:
