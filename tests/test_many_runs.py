@@ -69,6 +69,8 @@ def test_a_run_whose_files_are_half_readable_is_kept(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "stage3", "t_env": null, "test_battle_won_mean": 1}\n\x00\n[1]\n{"stage": "sta')
     (folder / "summary.json").write_text('{"stages": 3}')
+    (folder / "card.json").write_text('{"id": "x", "compared": {"effective_batch": []}, "told": 3}')
+    assert [group.label for group in groups(load([folder]))] == ["qmix"]
     (run,) = load([folder])
     assert len(run.test_curve("test_battle_won_mean")[0]) == 4 and run.state == "completed"
     (folder / "config.json").write_text("[]")

@@ -61,6 +61,7 @@ def test_tests_at_nearly_the_same_steps_are_one_point_and_others_are_interpolate
     assert line.x.tolist() == [110, 10_200, 20_050] and line.y == pytest.approx([0.0, 0.3, 0.5])
     make_run(tmp_path / "3", (0.0, 1.0), steps=(0, 20_000), seed=3)  # as if it had tested at other intervals
     (line,) = lines_of(tmp_path)["skirmish 3m"].values()
+    assert line.x[0] == 120 and 10_100 in line.x and line.x[-1] == 20_000, "from where all have begun, at every test"
     at = line.x[1]
     wanted = [np.interp(at, x, y) for x, y in (((100, 10_100, 20_100), (0, 0.2, 0.4)), ((120, 10_300, 20_000),
               (0, 0.4, 0.6)), ((0, 20_000), (0, 1)))]  # fmt: skip
@@ -72,7 +73,7 @@ def test_the_wall_clock_axis_has_seconds_and_readable_units(tmp_path):
     found = curves.curve_panels(groups(load([tmp_path])), WON, "wall", None)
     assert found[0].lines[0].x.tolist() == list(STEPS)
     (panel,), label = plot._in_units(found)
-    assert panel.lines[0].x[-1] == pytest.approx(30_100 / 3600) and label.endswith("(hours)")
+    assert panel.lines[0].x[-1] == pytest.approx(30_100 / 3600) and label == "wall-clock hours"
 
 
 def test_metrics_that_are_no_shares_are_scaled_on_each_map_before_they_are_averaged(tmp_path):

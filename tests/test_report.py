@@ -119,6 +119,7 @@ def test_the_method_is_the_same_on_any_number_of_ranks():
     one = card_of("omagd_small", batch_size=32, batch_size_run=16, graph_pretrain_batch_size=32)
     sizes = {"batch_size": 16, "batch_size_run": 8, "graph_pretrain_batch_size": 16}
     assert card_of("omagd_small", ranks=2, **sizes)["method"] == one["method"] != card_of("omagd_small", lr=1)["method"]
+    assert card_of("qmix", ranks=2, batch_size=16, batch_size_run=8)["method"] == card_of("qmix")["method"]
     names = [card_of("omagd_small", learner=name)["method"] for name in ("nq_graph_learner", "nq_graph_learner_ddp")]
     assert names[0] == names[1]
     scaled = [card_of(ranks=ranks, lr_scaling="sqrt")["method"] for ranks in (1, 2)]

@@ -16,6 +16,9 @@ from omagd.utils.errors import UserError, nearest
 NAMES = {"win_rate": "test_battle_won_mean", "return": "test_return_mean"}
 LABELS = {"test_battle_won_mean": "win rate", "test_return_mean": "return", "test_ep_length_mean": "episode length"}
 STATISTIC = {"mean": "mean", "iqm": "IQM"}
+MOST_POINTS = 400
+"""Of a line that is interpolated."""
+
 ALIGNED = 0.5
 """Tests of two runs are one point if their times differ by at most this share of the interval between tests."""
 
@@ -210,7 +213,8 @@ def _on_one_axis(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.nd
     if longest == 1 and np.isfinite(middle).all():
         return middle, padded[1]
     begin = max(np.nanmin(each) for each, _ in curves)
-    x = np.linspace(begin, max(np.nanmax(each) for each, _ in curves), longest)
+    x = np.unique(times[times >= begin])
+    x = x[np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).round().astype(int)]
     table = [np.interp(x, each, values, right=np.nan) for each, values in curves]
     return x, np.array(table).T
 

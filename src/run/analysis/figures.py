@@ -102,7 +102,7 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     names = {label: f"{label}*" if label in marked else label for label in styles}
     if of_groups:
         _name_groups(grid, panels, names)
-    lines = textwrap.wrap(caption, int(width * 72 / (0.5 * SMALL)))
+    lines = textwrap.wrap(caption, int(width * 72 / (0.56 * SMALL)))
     figure.supxlabel("\n".join(lines), fontsize=SMALL, color=FAINT, x=0.01, ha="left")
     direct = rows == 1 and axes.kind == "curves"  # profiles all end at the same place
     if not of_groups and len(labels) > 1 and not (direct and _label_lines(figure, grid[columns - 1], names, styles)):
@@ -171,8 +171,6 @@ def _dress(axis: Any, panel: Panel, axes: Axes) -> None:
     if axes.kind == "curves":
         axis.xaxis.set_major_locator(MaxNLocator(4))
         axis.xaxis.set_major_formatter(FuncFormatter(_plain_number) if axes.seconds else EngFormatter(sep=""))
-    if panel.normalised:
-        axis.set_title("share of each map's range", loc="right", fontsize=SMALL, color=FAINT)
 
 
 def _plain_number(value: float, _: int) -> str:
@@ -234,8 +232,10 @@ def _legend(figure: Any, names: dict[str, str], styles: dict[str, tuple[str, Any
     handles = [Line2D([], [], color=colour, ls=dash, lw=1.4) for colour, dash in styles.values()]
     longest = max(map(len, names.values()))
     fits = max(1, int(figure.get_size_inches()[0] * 72 / (0.55 * SMALL * longest + 34)))
+    columns = min(len(names), fits, 6)
+    figure.set_figheight(figure.get_figheight() + 1.35 * SMALL / 72 * -(-len(names) // columns))
     figure.legend(
-        handles, list(names.values()), loc="outside upper left", ncols=min(len(names), fits, 6),
+        handles, list(names.values()), loc="outside upper left", ncols=columns,
         frameon=False, handlelength=2.4, columnspacing=1.2, labelspacing=0.3, borderaxespad=0.2,
     )  # fmt: skip
 

@@ -39,13 +39,17 @@ def settings(run: Run) -> dict[str, Any]:
     for key, name in COVERED.items():
         if key in ("batch_size", "batch_size_run") and name in compared:
             values[key] = compared[name]
+    facts = run.card.get("told")
+    ranks = facts.get("ranks", 1) if isinstance(facts, dict) else 1
+    if isinstance(ranks, int) and isinstance(values["graph_pretrain_batch_size"], int):
+        values["graph_pretrain_batch_size"] *= ranks * bool(values["use_graph_reconstruction"])
     if compared:
         given = {key.removeprefix("env_args."): compared[key] for key in compared if key.startswith("env_args.")}
         values["env_args"] = given | {key: compared[key] for key in ("difficulty",) if key in compared}
     if isinstance(values["learner"], str):
         values["learner"] = values["learner"].removesuffix("_ddp")
     if values["lr_scaling"] != "none":
-        values["world_size"] = run.card.get("told", {}).get("ranks", values["world_size"])
+        values["world_size"] = ranks
     unused = (NO_EFFECT | ROUNDING | LABELLED) - ({"world_size"} if values["lr_scaling"] != "none" else set())
     flat = flattened({key: value for key, value in values.items() if key not in unused})
     flat.pop("env_args.map_name", None)

@@ -118,7 +118,7 @@ def _rendered(
     elif options.kind == "final":
         axes = Axes("final", f"{label} of the last test", "", labels, unit=unit)
     elif options.kind == "profile":
-        axes = Axes("profile", f"{label} τ", f"share of runs with {label} > τ", labels)
+        axes = Axes("profile", f"{label} τ", "share of runs above τ", labels)
     else:
         axes = Axes("improvement", "probability of improvement", "", labels)
     width = options.width or ("double" if len(panels) > 1 else "single")
@@ -127,7 +127,9 @@ def _rendered(
 
 def _in_units(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
     """Return panels with a time axis in readable units, and its label."""
-    longest = max((float(line.x[-1]) for panel in panels for line in panel.lines if len(line.x)), default=0.0)
+    drawn = [line for panel in panels for line in panel.lines]
+    ends = [each[-1:] for line in drawn for each in (line.x, *(line.rest or ())[:1])]
+    longest = max((float(end[0]) for end in ends if len(end)), default=0.0)
     _, size, name = next(unit for unit in UNITS if longest >= unit[0])
     scaled = []
     for panel in panels:
@@ -136,7 +138,7 @@ def _in_units(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
             for line in panel.lines
         ]
         scaled.append(replace(panel, lines=tuple(lines)))
-    return scaled, f"wall-clock time of stage 3 ({name})"
+    return scaled, f"wall-clock {name}"
 
 
 def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
@@ -166,6 +168,8 @@ def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
         parts.append(f"tests of {counts} greedy episodes")
     if any(len(scores) > 1 for line in lines for scores in line.values):
         parts.append("strokes: single seeds")
+    if any(panel.normalised for panel in panels):
+        parts.append("over maps: shares of each map's range")
     if any(line.rest is not None for line in lines):
         parts.append("dotted: not all seeds")
     return "; ".join(parts) + "."

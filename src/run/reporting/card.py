@@ -92,7 +92,7 @@ def _method(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return what may differ and changes a result, without the name of the configuration and the seed."""
     settings = {key: value for key, value in facts["settings"].items() if key not in ROUNDING}
     kept = {key: facts[key] for key in (*METHOD, *COMPONENT_ARGS) if key in facts and key != "name"}
-    settings["graph_pretrain_batch_size"] *= facts["ranks"]  # one rank's
+    settings["graph_pretrain_batch_size"] *= facts["ranks"] * facts["use_graph_reconstruction"]  # one rank's
     kept["learner"] = kept["learner"].removesuffix("_ddp")
     return {**kept, **settings, **({} if facts["lr_scaling"] == "none" else {"ranks": facts["ranks"]})}
 
