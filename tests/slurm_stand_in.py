@@ -19,6 +19,7 @@ from pathlib import Path
 
 COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
 STATE = "SLURM_STAND_IN"
+TASK = "SLURM_STAND_IN_TASK"
 LOOK_SECONDS = 0.1
 
 
@@ -91,7 +92,7 @@ def start(script: str, task: str) -> subprocess.Popen[bytes]:
     job, _, index = task.partition("_")
     variables = {
         "SLURM_JOB_ID": job, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1",
+        "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1", TASK: str(root() / task),
     }  # fmt: skip
     if index:
         variables |= {"SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": index}
@@ -123,8 +124,13 @@ def scancel(arguments: list[str]) -> None:
     if number == signal.SIGTERM:
         write(task, "CANCELLED")
     if state == "RUNNING":
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(int((root() / f"{task}.pid").read_text()), number)
+        mark, shell = f"{TASK}={root() / task}".encode(), (root() / f"{task}.pid").read_text()
+        for place in Path("/proc").glob(
+            "[0-9]*"
+        ):  # every process of the step, also what it has started; not the script
+            with contextlib.suppress(OSError):
+                if place.name != shell and mark in (place / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(place.name), number)
 
 
 def scontrol(arguments: list[str]) -> None:

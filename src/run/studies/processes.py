@@ -61,6 +61,7 @@ def _prepare(parent: int, cpus: frozenset[int]) -> Callable[[], None]:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:  # it has died in the meantime
                 os._exit(1)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM sends it to all processes of a task; the first one acts
         if cpus and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, cpus)
