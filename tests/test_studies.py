@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from reaper import having
 
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.cli.main import main
-from omagd.run.studies import EXECUTORS, engine, results
+from omagd.run.studies import EXECUTORS, engine, results, view
 from omagd.run.studies.executors import Ended, Job, Place
 from omagd.run.studies.local import LocalArgs, LocalExecutor
 from omagd.run.studies.processes import last_error, start_run
@@ -426,6 +427,34 @@ def test_the_time_left_follows_from_finished_runs_of_the_same_kind(tmp_path):
         record.state, record.seconds = (DONE, took) if took else (WAITING, 0.0)
     assert seconds_left(state, slots=2) == pytest.approx((15.0 + 100.0) / 2)
     assert ConsoleView(state, 2).headline() == "3 done, 0 running, 2 waiting, 0 failed; about 58 s left"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_table_that_is_drawn_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(view, "REDRAW_SECONDS", 0.0)
+    state, screen = StudyState(tmp_path), Terminal()
+    state.add([stub_job("a"), stub_job("b")])
+    console = ConsoleView(state, 2, screen)
+    record = state.records["a"]
+    record.state, record.starts, record.since = "running", 1, time.time() - 65
+    folder = state.run_folder("a").path
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"t_max": 200, "use_graph_reconstruction": false}')
+    (folder / "metrics.jsonl").write_text('{"stage": "stage3", "t_env": 50}\n{"stage": "sta')
+    console.change(record)
+    console.tick()
+    assert screen.getvalue() == "0 done, 1 running, 1 waiting, 0 failed\n  a  stage3 25%  1 min 05 s\n"
+    record.state, record.error = FAILED, "error: no\x1b[2J luck"
+    console.change(record)
+    console.tick()
+    lines = screen.getvalue().split("\x1b[2F\x1b[J")
+    assert lines[1][10:].startswith(" a: failed: error: no\\x1b[2J luck (0 done, 0 running, 1 waiting, 1 failed)\n")
+    assert lines[1].endswith("\n0 done, 0 running, 1 waiting, 1 failed\n")
 
 
 def test_executors_of_other_packages_are_found_by_their_entry_points(monkeypatch):

@@ -199,7 +199,7 @@ def test_a_preempted_slurm_task_saves_and_is_requeued(tmp_path):
 def test_the_study_of_the_page_runs_from_python(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
     block = re.findall(r"^```yaml\n(# .*?)^```", page, re.MULTILINE | re.DOTALL)[0]
-    values = yaml.safe_load(block)
+    values = {"name": "toy", **yaml.safe_load(block)}
     monkeypatch.chdir(tmp_path)
     assert len(load(values).jobs) == 18
     values["with"] |= SMALL

@@ -8,7 +8,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
+from omagd.run.checkpoint.run_lock import Busy, take
 from omagd.run.studies.executors import Ended, Executor, Job
 from omagd.run.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, Record, StudyState
 from omagd.utils.errors import UserError
@@ -205,4 +207,9 @@ def _remove_stub(folder: RunFolder) -> None:
     path = folder.path
     begun = (path / RUN_FILE, folder.metrics_jsonl, folder.summary_json, path / "checkpoints", path / "models")
     if path.is_dir() and not any(os.path.lexists(file) for file in begun):
-        shutil.rmtree(path)
+        with suppress(Busy):  # it begins at this moment, started by somebody else
+            lock = take(path)
+            try:
+                shutil.rmtree(path)
+            finally:
+                lock.release()

@@ -61,7 +61,7 @@ class RayExecutor:
 
     def __init__(self, place: Place) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # without GPUs a run sees none
         try:
             self._ray = import_module("ray")
         except ModuleNotFoundError as error:

@@ -104,7 +104,9 @@ def load(given: str | Path | Mapping[str, Any], *, results: str | None = None, e
     text, values, source, base = _read(given)
     file = _validated(StudyFile, values, source)
     name = file.name or (Path(given).stem if isinstance(given, (str, Path)) else "")
-    if not name or not name.isprintable() or name != Path(name).name or name.startswith(".") or len(name) > 100:
+    if not name:
+        raise UserError(f"{source}: name: is missing; it is the name of the study's folder")
+    if not name.isprintable() or name != Path(name).name or name.startswith(".") or len(name) > 100:
         raise UserError(f"{source}: name={shorten(name)}: is the name of a folder; give one without `/`")
     jobs = tuple(_jobs(file, source, base))
     chosen, settings = _executor(file, source, executor)
