@@ -61,7 +61,6 @@ SMALL: dict[str, str] = {
 # Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
     "chaos.py": "tests/test_chaos.py and tests/test_dealt_resuming.py are its short forms",
-    "chaos.py": "tests/test_chaos.py is its short form",
     "study_chaos.py": "tests/test_study_runs.py is its short form",
     "endurance.py": "tests/test_resume.py has its short form",
     "pymarl3_gradients.py": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",
