@@ -148,6 +148,8 @@ def test_marl_evals_format(tmp_path):
 
 MISTAKES = [
     (["plot"], "error: plot: name runs or a study"),
+    (["plot", "~nobody_here/x"], "error: plot ~nobody_here/x: holds no run"),
+    (["plot", "x" * 300 + ".jsonl"], "error: plot xxx"),
     (["plot", "nowhere"], "error: plot nowhere: holds no run"),
     (["plot", "runs", "--metric", "battle_wun"], "error: --metric battle_wun: no run has it. Did you mean"),
     (["plot", "runs", "--kind", "curve"], "error: argument --kind: invalid choice"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,11 +54,11 @@ def main(options: argparse.Namespace) -> int:
     notes += [*more, *unfinished, *incomparable, *_short(panels)]
     pictures = _rendered(options, panels, found, metric, marked)
     name = f"{options.kind}_{re.sub(r'[^A-Za-z0-9.-]+', '_', metric)}"
-    base = Path(options.out or name).expanduser()
+    base = Path(os.path.expanduser(options.out or name))
     base = base.with_suffix("") if base.suffix in (".png", ".svg") else base
     files = {base.with_name(f"{base.name}.{form}"): content for form, content in pictures.items()}
     if options.json:
-        files[Path(options.json).expanduser()] = (json.dumps(marl_eval(found), indent=1) + "\n").encode()
+        files[Path(os.path.expanduser(options.json))] = (json.dumps(marl_eval(found), indent=1) + "\n").encode()
     for path, content in files.items():
         _write(path, content)
     for note in notes:

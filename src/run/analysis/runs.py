@@ -134,8 +134,8 @@ def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "
     runs: dict[Path, Run] = {}
     problems = []
     for path in map(Path, paths):
-        place = path.expanduser().absolute()
-        if place.suffix == ".jsonl" and place.is_file():
+        place = Path(os.path.expanduser(path)).absolute()  # unlike Path.expanduser, no error for an unknown user
+        if place.suffix == ".jsonl" and os.path.isfile(place):
             lines = [_of_line(place, line) for line in read_records(place)]
             runs |= {run.folder: run for run in lines if run is not None}
             if None in lines or not lines:
