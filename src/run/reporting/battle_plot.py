@@ -111,7 +111,10 @@ def _apart(nodes: Nodes, view: _View) -> list[dict[str, Any]]:
     """Return the nodes with places `at_x`, `at_y` at which their marks do not hide each other."""
     present = [i for i, node in enumerate(nodes) if node["present"]]
     places = np.array([[node["x"], node["y"]] for node in nodes], np.float64).reshape(-1, 2)
-    places[present] = spread(places[present], 2.15 * view.radius, 1.7 * view.radius)
+    edge = view.limit - 1.1 * view.radius
+    apart = spread(places[present], 2.15 * view.radius, 1.7 * view.radius)
+    inside = (np.abs(places[present]) < view.limit).all(1, keepdims=True)
+    places[present] = np.where(inside, apart.clip(-edge, edge), apart)
     return [{**node, "at_x": x, "at_y": y} for node, (x, y) in zip(nodes, places.tolist(), strict=True)]
 
 
@@ -207,7 +210,7 @@ def _error_lines(axis: Any, reconstructed: Nodes, truth: Nodes, view: _View) -> 
         axis.plot(
             [guess["at_x"], real["x"]], [guess["at_y"], real["y"]], color=colour, lw=1.1, ls=":", alpha=0.9, zorder=3
         )
-        axis.plot(real["x"], real["y"], marker="x", color=TEXT, ms=6, mew=1.5, zorder=8)
+        axis.plot(real["x"], real["y"], marker="x", color=TEXT, ms=6, mew=1.5, zorder=3.8)
     for guess, real in zip(reconstructed, truth, strict=True):
         if guess["guessed"] and guess["present"] and not real["present"]:
             low = guess["at_y"] - 1.35 * view.radius
@@ -279,7 +282,7 @@ def _legend(figure: Any, info: Mapping[str, Any], kinds: set[str], health: bool)
         style: dict[str, Any] = {"mfc": BACKGROUND if guessed else COLOURS[kind], "mec": COLOURS[kind], "mew": 1.4}
         return Line2D([], [], ls="", marker=MARKS[kind], ms=9, **style)
 
-    names = {"ally": "agent", "enemy": "enemy", "thing": "thing", **(info.get("teams") or {})}
+    names = {"ally": "agents", "enemy": "enemies", "thing": "things", **(info.get("teams") or {})}
     others = [kind for kind in ("ally", "enemy", "thing") if kind in kinds]
     handles: dict[str, Any] = {f"{info['agent']}: the observer": mark("self")}
     handles |= {names[kind]: mark(kind) for kind in others}

@@ -59,8 +59,7 @@ def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch,
     marks = {"reconstructed": guessed}
     scene = session.env.frame(0).scene
     drawn = {key: battle_nodes(value, layout, scene, agent, marks.get(key)) for key, value in nodes.items()}
-    names = "agent", *(team.removesuffix("s") for team in scene.team_names[1:])
-    teams = dict(zip(("ally", "enemy", "thing"), names, strict=False))
+    teams = dict(zip(("ally", "enemy", "thing"), scene.team_names, strict=False))
     info = {
         "label": f"{session.info.name} {session.info.map_name}".strip(), "step": step, "agent": scene.ids[agent],
         "sight": layout.sight, "errors": _errors(nodes, guessed), "teams": teams,
