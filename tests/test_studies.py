@@ -354,6 +354,11 @@ def test_another_study_and_another_folder_are_rejected(tmp_path):
     with pytest.raises(UserError, match="exists and is not the folder of a study"), locked_study(tmp_path / "photos"):
         pass
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.png"]
+    (tmp_path / "run").mkdir()
+    for name in ("lock", "run.json", "logs"):
+        (tmp_path / "run" / name).touch()
+    with pytest.raises(UserError, match="exists and is not the folder of a study"), locked_study(tmp_path / "run"):
+        pass
     with locked_study(tmp_path / "s") as state:
         state.add([stub_job("a")])
     changed = Job("a", "done", "toy", "", 1, ("with", "what=fail", "lr=0.5"))

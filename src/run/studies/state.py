@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from omagd.run.checkpoint.run_lock import LOCK, Busy, ProcessIdentity, take
+from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, take
 from omagd.run.studies.executors import Job
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, RunFolder, write_json
@@ -162,7 +162,7 @@ def locked_study(folder: Path) -> Iterator[StudyState]:
     Errors: UserError where another process has it, where it is not a study's, or nothing can be written.
     """
     try:
-        if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in (STATE, LOCK)):
+        if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in (STATE, RUNS)):
             raise UserError(f"{folder}: exists and is not the folder of a study. Give another name: or results:")
         for place in (folder, folder / RUNS, folder / LOGS):
             place.mkdir(parents=True, exist_ok=True)
