@@ -36,7 +36,7 @@ class Record:
             result is in the results file). error: of the last failure, one line. seconds: of its starts, in all.
         starts: how often it was started. since: when it was last started, seconds since the epoch; 0 before.
         reference: by which the executor finds it again. extra: words that its first start added.
-        identity: hash of its configuration. card: at its start, as in card.json.
+        identity: hash of its configuration. card: `id` and `compared` of its card at the start.
     """
 
     job: Job

@@ -46,7 +46,8 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
         state.cpu_seconds["engine"] += begun[0]  # imports and the study file
         state.cpu_seconds["checks"] += begun[1]
         for name, found in examined.items():
-            state.records[name].identity, state.records[name].card = found["identity"], found["card"]
+            card = {part: found["card"][part] for part in ("id", "compared")}  # the whole card is in the run's folder
+            state.records[name].identity, state.records[name].card = found["identity"], card
         state.keep_copy(study.text)
         state.save(now=True)
         wanted = [state.records[job.name] for job in study.jobs]
