@@ -292,6 +292,7 @@ COMMANDS = {
             "omagd.run.analysis.comparison",
         ),
         Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.run.cli.study"),
+        Command("sweep FILE.yaml", "search the best keys with Optuna; `sweep status FOLDER`", "omagd.run.cli.sweep"),
         Command(
             "watch RUN [key=value ...]",
             "play a trained run, or a recording, as an HTML page, a GIF or an MP4 (--format=...)",

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from omagd.run.checkpoint.run_lock import Busy, take
 from omagd.run.studies.executors import Ended, Executor, Job
-from omagd.run.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, Record, StudyState
+from omagd.run.studies.state import DONE, ELSEWHERE, FAILED, PRUNED, RUNNING, WAITING, Record, StudyState
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 
@@ -48,7 +48,8 @@ def run(
         jobs: their records are added to the state where they are missing; finished ones are not started again.
         executor: its jobs in progress are ended if this call ends early, unless they outlive this process.
         on_end: called with each job that has ended in this call, done or failed.
-        more: called regularly; returns further jobs, or None when there will be none.
+        more: called regularly; returns further jobs, or None when there will be none. It may prune jobs
+            (`StudyState.prune`): those in progress are cancelled, waiting ones are not started.
     Errors: OSError where the state cannot be written.
     """
     engine = _Engine(executor, state, on_end or (lambda job, record: None), view or View())
@@ -79,6 +80,7 @@ class _Engine:
         self._waiting: deque[Record] = deque()
         self._started: dict[str, tuple[Record, int | None]] = {}  # with the index of its slot
         self._free = deque(range(len(executor.slots)))
+        self._cancelled: set[str] = set()
 
     @property
     def idle(self) -> bool:
@@ -95,7 +97,9 @@ class _Engine:
             record = self._state.records[job.name]
             if record.state == ELSEWHERE or (record.state == DONE and self._state.is_finished(job.name)):
                 continue
-            if self._state.is_finished(job.name):
+            if record.state == PRUNED and job.name not in self._executor.references:
+                continue
+            if record.state != PRUNED and self._state.is_finished(job.name):
                 self._close(record, DONE)
             elif job.name in self._executor.references:  # it outlived the process that started it
                 self._started[job.name] = record, self._free.popleft() if self._free else None
@@ -108,14 +112,20 @@ class _Engine:
         for ended in self._executor.poll():
             self._note(ended)
         while self._waiting and self._free:
-            self._start(self._waiting.popleft(), self._free.popleft())
+            record = self._waiting.popleft()
+            if record.state != PRUNED:
+                self._start(record, self._free.popleft())
         running = self._executor.running()
         for name, (record, _) in self._started.items():
             reference = self._executor.references.get(name, "")
             if reference != record.reference:
                 record.reference = reference
                 self._state.changed()
-            if name in running and record.state != RUNNING:
+            if record.state == PRUNED:
+                if name not in self._cancelled:
+                    self._cancelled.add(name)
+                    self._executor.cancel(name)
+            elif name in running and record.state != RUNNING:
                 record.since = time.time()
                 self._set(record, RUNNING)
         self._state.save()
@@ -128,10 +138,12 @@ class _Engine:
         finally:
             for ended in self._executor.poll():
                 record = self._started.pop(ended.name, (None, None))[0]
-                if record is not None:
+                if record is not None and record.state != PRUNED:
                     self._spend(record)
                     self._close(record, DONE if self._state.is_finished(ended.name) else WAITING)
             for name, (record, _) in self._started.items():
+                if record.state == PRUNED:
+                    continue
                 self._spend(record)
                 if self._state.is_finished(name):
                     self._close(record, DONE)
@@ -160,6 +172,10 @@ class _Engine:
         if slot is not None:
             self._free.append(slot)
         if record is None:
+            return
+        if record.state == PRUNED:
+            record.reference = ""
+            self._state.changed()
             return
         self._spend(record)
         if self._state.is_finished(ended.name):

@@ -49,7 +49,7 @@ def estimate(study: Study, seconds: float) -> str:
     groups: dict[tuple[str, str, str], list[Job]] = {}
     for job in study.jobs:
         groups.setdefault((job.arm, job.env, job.map), []).append(job)
-    examined = examine(study.jobs, study)
+    examined = examine(study.jobs, study.executor, study.source)
     records = [Record(job, card=examined[job.name]["card"]) for job in study.jobs]
     rows, total, longest, unknown = [["arm", "environment", "runs", "one run", "core-hours"]], 0.0, 0.0, 0
     cores = int(getattr(study.settings, "cores", 1))

@@ -30,9 +30,10 @@ OWN = {
 """Keys that the study sets itself."""
 
 DEFAULT_EXECUTOR = "local"
+PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
 
 
-class _Entry(BaseModel):
+class Entry(BaseModel):
     """What arms, environments and the study itself may give.
 
     Attributes:
@@ -45,7 +46,7 @@ class _Entry(BaseModel):
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
 
 
-class _Environment(BaseModel):
+class Environment(BaseModel):
     """One environment. map: short for `with: {env_args.map_name: …}`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -54,7 +55,7 @@ class _Environment(BaseModel):
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
 
 
-class StudyFile(_Entry):
+class StudyFile(Entry):
     """The keys of a study file.
 
     Attributes:
@@ -101,45 +102,58 @@ def load(given: str | Path | Mapping[str, Any], *, results: str | None = None, e
         results: instead of the file's `results`. executor: instead of the first one in the file.
     Errors: UserError in one line that names the file, the place in it, and the key.
     """
-    text, values, source, base = _read(given)
-    file = _validated(StudyFile, values, source)
-    name = file.name or (Path(given).stem if isinstance(given, (str, Path)) else "")
-    if not name:
-        raise UserError(f"{source}: name: is missing; it is the name of the study's folder")
-    if not name.isprintable() or name != Path(name).name or name.startswith(".") or len(name) > 100:
-        raise UserError(f"{source}: name={shorten(name)}: is the name of a folder; give one without `/`")
+    text, values, source, base = read_file(given)
+    file = validated(StudyFile, values, source)
+    where = folder_of(file.name, results or file.results, given, source)
     jobs = tuple(_jobs(file, source, base))
-    chosen, settings = _executor(file, source, executor)
-    where = Path(results or file.results).expanduser().absolute() / name
+    chosen, settings = executor_of(file.executor, source, executor)
     kept = base / Path(file.results_file).expanduser() if file.results_file else None
     return Study(where, jobs, chosen, settings, kept, text, source)
 
 
+def folder_of(name: str | None, results: str, given: str | Path | Mapping[str, Any], source: str) -> Path:
+    """Return the folder of a study: its name, else the name of its file, in the folder `results`. Errors: UserError."""
+    name = name or (Path(given).stem if isinstance(given, (str, Path)) else "")
+    if not name:
+        raise UserError(f"{source}: name: is missing; it is the name of the folder")
+    if not name.isprintable() or name != Path(name).name or name.startswith(".") or len(name) > 100:
+        raise UserError(f"{source}: name={shorten(name)}: is the name of a folder; give one without `/`")
+    return Path(results).expanduser().absolute() / name
+
+
 def config_of(job: Job) -> Config:
     """Return the checked configuration of a job. Errors: UserError."""
-    options = dict(word.removeprefix("--").split("=", 1) for word in job.words if word.startswith("--"))
-    texts = dict(word.split("=", 1) for word in job.words[job.words.index("with") + 1 :])
+    return config_of_words(job.words)
+
+
+def config_of_words(words: Sequence[str]) -> Config:
+    """Return the checked configuration of the words of a job. Errors: UserError."""
+    options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+    texts = dict(word.split("=", 1) for word in words[words.index("with") + 1 :])
     return validate(apply_texts(_base_values(options.get("config"), options.get("env-config")), texts))
 
 
-def _read(given: str | Path | Mapping[str, Any]) -> tuple[str, Any, str, Path]:
-    """Return the text of a study, its values, its name in messages, and the folder that its paths start from."""
+def read_file(
+    given: str | Path | Mapping[str, Any], kind: str = "study", needs: str = "arms:, environments: and seeds:"
+) -> tuple[str, Any, str, Path]:
+    """Return the text of a file, its values, its name in messages, and the folder that its paths start from."""
     if isinstance(given, Mapping):
-        return yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True), dict(given), "study", Path.cwd()
+        return yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True), dict(given), kind, Path.cwd()
     path = Path(given).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
         values = yaml.load(text, Loader=ConfigLoader)
     except OSError as problem:
-        raise UserError(f"{path}: cannot be read ({problem.strerror}): give a study file (docs/studies.md)") from None
+        raise UserError(f"{path}: cannot be read ({problem.strerror}): give a {kind} file ({PAGES[kind]})") from None
     except (ValueError, RecursionError, yaml.YAMLError) as problem:
         raise UserError(f"{path}: cannot be read as YAML: {problem}") from None
     if not isinstance(values, dict) or not values:
-        raise UserError(f"{path}: the study is empty: give arms:, environments: and seeds: (docs/studies.md)")
+        raise UserError(f"{path}: the {kind} is empty: give {needs} ({PAGES[kind]})")
     return text, values, path.name, path.absolute().parent
 
 
-def _validated(model: type[M], values: Any, where: str) -> M:
+def validated(model: type[M], values: Any, where: str) -> M:
+    """Return the entry of a file as its model. Errors: UserError that names the place."""
     known = [field.alias or name for name, field in model.model_fields.items()]
     if isinstance(values, dict):
         for key in values:
@@ -152,14 +166,14 @@ def _validated(model: type[M], values: Any, where: str) -> M:
         raise UserError(f"{where}: {validation_message(error)}") from None
 
 
-def _executor(file: StudyFile, source: str, asked: str | None) -> tuple[str, BaseModel]:
+def executor_of(given: dict[str, dict[str, Any] | None], source: str, asked: str | None) -> tuple[str, BaseModel]:
     """Return the executor to use and its settings; those of the others are checked, too."""
-    chosen = asked or next(iter(file.executor), DEFAULT_EXECUTOR)
+    chosen = asked or next(iter(given), DEFAULT_EXECUTOR)
     found: dict[str, BaseModel] = {}
-    for name in dict.fromkeys([*file.executor, chosen]):
+    for name in dict.fromkeys([*given, chosen]):
         try:
             model = EXECUTORS.get(name).args_model
-            values = file.executor.get(name) or {}
+            values = given.get(name) or {}
             found[name] = typed_args(f"executor.{name}", f"executor {name}", model, values, lambda key: "")
         except UserError as error:
             raise UserError(f"{source}: {error.message}") from None
@@ -168,13 +182,13 @@ def _executor(file: StudyFile, source: str, asked: str | None) -> tuple[str, Bas
 
 def _jobs(file: StudyFile, source: str, base: Path) -> Iterator[Job]:
     """Yield a job for each arm, environment and seed. Errors: UserError."""
-    arms, environments, seeds = _arms(file, source), _environments(file, source), _seeds(file, source)
+    arms, environments, seeds = _arms(file, source), _environments(file, source), seeds_of(file.seeds, source)
     same: dict[str, str] = {}
     names: dict[str, str] = {}
     for arm, entry in arms.items():
         for label, environment in environments.items():
             where = f"{source}: {arm}" + (f", environments {label}" if label else "")
-            words = _words(file, entry, environment, base, where)
+            words = words_of(file, entry, environment, base, where)
             for seed in seeds:
                 job = _job(arm, label, seed, (*words, f"seed={seed}"), where)
                 config = config_of(job).model_dump_json(exclude={"name"})
@@ -201,31 +215,31 @@ def _job(arm: str, label: str, seed: int, words: tuple[str, ...], where: str) ->
     return Job(name, arm.removeprefix("arms."), config.env, config.map_name, seed, words)
 
 
-def _arms(file: StudyFile, source: str) -> dict[str, _Entry]:
+def _arms(file: StudyFile, source: str) -> dict[str, Entry]:
     """Return the arms by `arms.NAME`; those of `runs` by their overrides."""
     if file.runs is not None and file.arms is not None:
         raise UserError(f"{source}: runs: and arms: are given; give one of them")
     if file.runs is not None:
-        entries = {_title(run) or "plain": _Entry.model_validate({"with": run}) for run in file.runs}
+        entries = {_title(run) or "plain": Entry.model_validate({"with": run}) for run in file.runs}
         if len(entries) < len(file.runs):
             raise UserError(f"{source}: runs: two entries are equal. Leave one out")
     elif file.arms is not None:
-        entries = {f"arms.{n}": _validated(_Entry, arm or {}, f"{source}: arms.{n}") for n, arm in file.arms.items()}
+        entries = {f"arms.{n}": validated(Entry, arm or {}, f"{source}: arms.{n}") for n, arm in file.arms.items()}
     else:
-        entries = {file.config or "default": _Entry()}
+        entries = {file.config or "default": Entry()}
     if not entries:
         raise UserError(f"{source}: the study is empty: give at least one entry of arms: or runs:")
     return entries
 
 
 def _title(run: Mapping[str, Any]) -> str:
-    return ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in _flat(run))
+    return ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in flat(run))
 
 
-def _environments(file: StudyFile, source: str) -> dict[str, _Environment]:
+def _environments(file: StudyFile, source: str) -> dict[str, Environment]:
     given = file.environments
     if given is None:
-        return {"": _Environment()}
+        return {"": Environment()}
     if isinstance(given, list):
         given = {_environment_name(entry, source): entry for entry in given}
         if len(given) < len(file.environments or ()):
@@ -233,35 +247,36 @@ def _environments(file: StudyFile, source: str) -> dict[str, _Environment]:
     if not given:
         raise UserError(f"{source}: the study is empty: environments: names none. Leave it out, or name one")
     maps = {name: {"map": entry} if isinstance(entry, str) else entry or {} for name, entry in given.items()}
-    return {name: _validated(_Environment, entry, f"{source}: environments.{name}") for name, entry in maps.items()}
+    return {name: validated(Environment, entry, f"{source}: environments.{name}") for name, entry in maps.items()}
 
 
 def _environment_name(entry: dict[str, Any] | str, source: str) -> str:
     if isinstance(entry, str):
         return entry
-    found = _validated(_Environment, entry, f"{source}: environments")
+    found = validated(Environment, entry, f"{source}: environments")
     return found.map or Path(found.env_config or "").stem
 
 
-def _seeds(file: StudyFile, source: str) -> Sequence[int]:
-    seeds = list(range(1, file.seeds + 1)) if isinstance(file.seeds, int) else file.seeds
+def seeds_of(given: int | list[int], source: str) -> Sequence[int]:
+    """Return the seeds of a list, or 1, 2, … up to a number. Errors: UserError."""
+    seeds = list(range(1, given + 1)) if isinstance(given, int) else given
     if not seeds:
-        raise UserError(f"{source}: the study is empty: seeds={shorten(file.seeds)}. Give a list, or a number of them")
+        raise UserError(f"{source}: the study is empty: seeds={shorten(given)}. Give a list, or a number of them")
     twice = [seed for number, seed in enumerate(seeds) if seed in seeds[:number]]
     if twice:
         raise UserError(f"{source}: seeds: {twice[0]} is named twice. Leave it out")
     return seeds
 
 
-def _words(file: StudyFile, arm: _Entry, environment: _Environment, base: Path, where: str) -> tuple[str, ...]:
+def words_of(file: Entry, arm: Entry, environment: Environment, base: Path, where: str) -> tuple[str, ...]:
     """Return the words of a run without its seed. An arm overrides its environment, which overrides the study."""
     config = arm.config or file.config
     env_config = environment.env_config or arm.env_config or file.env_config
     options = {"config": config, "env-config": env_config}
-    values = dict(_flat(file.with_))
+    values = dict(flat(file.with_))
     if environment.map is not None:
         values["env_args.map_name"] = environment.map
-    values |= dict(_flat(environment.with_)) | dict(_flat(arm.with_))
+    values |= dict(flat(environment.with_)) | dict(flat(arm.with_))
     for key in values:
         if key in OWN:
             raise UserError(f"{where}: {key}={shorten(values[key])}: {OWN[key]}")
@@ -275,11 +290,11 @@ def _file(name: str, base: Path) -> str:
     return str(beside) if name.endswith((".yaml", ".yml")) and beside.is_file() else name
 
 
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value); nested mappings are taken apart."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
+            yield from flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
 

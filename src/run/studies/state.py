@@ -24,7 +24,8 @@ FORMAT = 1
 SAVE_SECONDS = 1.0
 LONGEST_STATE = 1 << 28
 WAITING, RUNNING, DONE, FAILED, ELSEWHERE = "waiting", "running", "done", "failed", "elsewhere"
-ORDER = (DONE, ELSEWHERE, RUNNING, WAITING, FAILED)
+PRUNED = "pruned"
+ORDER = (DONE, ELSEWHERE, PRUNED, RUNNING, WAITING, FAILED)
 
 
 @dataclass
@@ -32,8 +33,9 @@ class Record:
     """One job.
 
     Attributes:
-        job: its name, arm, environment, seed and words. state: waiting, running, done, failed, or elsewhere (its
-            result is in the results file). error: of the last failure, one line. seconds: of its starts, in all.
+        job: its name, arm, environment, seed and words. state: waiting, running, done, failed, elsewhere (its
+            result is in the results file), or pruned (a sweep has ended it). error: of the last failure, one line.
+        seconds: of its starts, in all.
         starts: how often it was started. since: when it was last started, seconds since the epoch; 0 before.
         reference: by which the executor finds it again. extra: words that its first start added.
         identity: hash of its configuration. card: `id` and `compared` of its card at the start.
@@ -121,6 +123,14 @@ class StudyState:
             known.job = job
         self.changed()
         return new
+
+    def prune(self, name: str) -> None:
+        """Mark a job as one whose result is not wanted any more; the engine cancels it."""
+        record = self.records[name]
+        if record.state == RUNNING:
+            record.seconds += time.time() - record.since
+        record.state = PRUNED
+        self.changed()
 
     def changed(self) -> None:
         """Note that the file has to be written."""

@@ -38,7 +38,7 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
     before.add(study.jobs)  # the folder of another study is rejected before the jobs are examined
     if known and len(new) == len(study.jobs):
         raise UserError(f"{study.folder}: belongs to another study, without these runs. Give another name: or results:")
-    examined = examine(new, study)
+    examined = examine(new, study.executor, study.source)
     place = Place(study.folder, study.settings)
     with closed_to_others(), locked_study(study.folder) as state:
         begun = time.process_time(), _children()
@@ -82,7 +82,7 @@ def _note_time(state: StudyState, before: dict[str, float], begun: tuple[float, 
     state.changed()
 
 
-def examine(jobs: Sequence[Job], study: Study) -> dict[str, Examined]:
+def examine(jobs: Sequence[Job], executor: str, source: str) -> dict[str, Examined]:
     """Return identity and card of jobs, by name, from a process that checks them as a run would check itself.
 
     That process needs torch and seconds; this one stays small, and later starts of the study need neither.
@@ -90,17 +90,17 @@ def examine(jobs: Sequence[Job], study: Study) -> dict[str, Examined]:
     """
     if not jobs:
         return {}
-    asked = {"local": study.executor == "local", "jobs": [list(job.words) for job in jobs]}
+    asked = {"local": executor == "local", "jobs": [list(job.words) for job in jobs]}
     command = [sys.executable, "-m", "omagd", "study", "--examine"]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
     try:
         found: list[Examined] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-        raise UserError(f"{study.source}: its runs cannot be checked: {readable(lines[-1])}") from None
+        raise UserError(f"{source}: its runs cannot be checked: {readable(lines[-1])}") from None
     for job, entry in zip(jobs, found, strict=True):
         if "error" in entry:
-            raise UserError(f"{study.source}: {job.arm} ({job.name}): {entry['error']}")
+            raise UserError(f"{source}: {job.arm} ({job.name}): {entry['error']}")
     return {job.name: entry for job, entry in zip(jobs, found, strict=True)}
 
 

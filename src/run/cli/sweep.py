@@ -1,0 +1,88 @@
+"""`omagd sweep FILE.yaml`: search the space of a sweep file, export it for W&B, or show how far a sweep is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omagd.utils.errors import UserError, visible
+from omagd.utils.signals import Stopped, stoppable
+from omagd.utils.writing import print_out, replace_file
+
+if TYPE_CHECKING:
+    from omagd.run.studies.sweep_spec import Sweep
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `sweep`."""
+    parser.usage = "omagd sweep FILE.yaml [options]  |  omagd sweep status FOLDER"
+    parser.epilog = "docs/sweeps.md describes the file. The same command continues a sweep that was interrupted."
+    parser.add_argument("words", nargs="*", metavar="FILE.yaml", help="sweep file; or `status` and a sweep's folder")
+    parser.add_argument("--executor", help="where the runs go: local, slurm, ray (default: the first one in the file)")
+    parser.add_argument("--results", metavar="DIR", help="folder around the sweep's folder (default: results)")
+    parser.add_argument("--export-wandb", metavar="FILE", help="write the space as a W&B sweep file, and run nothing")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return 1 if no trial has a result."""
+    if options.words[:1] == ["status"]:
+        return _status(options.words[1:])
+    if len(options.words) != 1:
+        raise UserError("sweep: name one sweep file, as in: omagd sweep my_sweep.yaml, or: omagd sweep status FOLDER")
+    from omagd.run.studies.sweep_spec import load_sweep
+
+    sweep = load_sweep(options.words[0], results=options.results, executor=options.executor)
+    if options.export_wandb is not None:
+        return _export(sweep, Path(options.export_wandb).expanduser())
+    with stoppable():
+        return _run(sweep)
+
+
+def _run(sweep: Sweep) -> int:
+    from omagd.run.studies.sweep import run_sweep
+    from omagd.run.studies.sweep_report import markdown
+
+    try:
+        found = run_sweep(sweep, _warn)
+    except Stopped as stop:
+        stop.where = f": {sweep.folder}; the same command continues"
+        raise
+    print_out(f"{markdown(sweep, found)}\n{sweep.folder}\n")
+    return 0 if found["best"] is not None else 1
+
+
+def _export(sweep: Sweep, path: Path) -> int:
+    from omagd.run.studies.sweep_report import wandb_file
+
+    try:
+        replace_file(path, wandb_file(sweep).encode())
+    except OSError as problem:
+        raise UserError(f"--export-wandb={path}: cannot be written ({problem.strerror}). Give another file") from None
+    print_out(f"{path}\nStart it: wandb sweep {path}\n")
+    return 0
+
+
+def _status(words: Sequence[str]) -> int:
+    from omagd.run.studies.state import StudyState
+    from omagd.run.studies.view import ConsoleView
+
+    if len(words) != 1:
+        raise UserError("sweep status: name the folder of a sweep, as in: omagd sweep status results/my_sweep")
+    folder = Path(words[0]).expanduser()
+    try:
+        table = (folder / "trials.md").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise UserError(f"{folder}: holds no sweep, or none that has begun a trial (trials.md is missing)") from None
+    state = StudyState.read(folder)
+    leads = None if state.launcher is None else state.launcher.runs()
+    who = "nothing runs it now" if state.launcher is None or leads is False else f"run by {state.launcher.describe()}"
+    print_out(f"{table}\nruns: {ConsoleView(state, 1).headline()}; {who}\n")
+    return 0
+
+
+def _warn(line: str) -> None:
+    sys.stderr.write(visible(f"warning: {line}\n", kept="\n"))
+    sys.stderr.flush()

@@ -1,0 +1,363 @@
+"""Sweeps: the file, the search, pruning, what is kept over kills, and what is written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from sweep_stand_in import BEST_GAMMA, BEST_LR, PLUGIN, KnownExecutor
+
+from omagd.config.loading import resolve
+from omagd.run.cli.main import main
+from omagd.run.studies import EXECUTORS, engine, sweep, trials
+from omagd.run.studies.state import DONE, FAILED, PRUNED, StudyState
+from omagd.run.studies.sweep import run_sweep
+from omagd.run.studies.sweep_spec import load_sweep
+from omagd.utils.errors import UserError
+
+SPACE = {"lr": {"low": 1e-5, "high": 1e-1, "log": True}, "gamma": {"low": 0.5, "high": 0.99}}
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """The executor `known`, polls without pauses, no check that needs torch."""
+    monkeypatch.setitem(EXECUTORS._objects, "known", KnownExecutor)
+    monkeypatch.setattr(EXECUTORS, "names", lambda: ["known", "local", "ray", "slurm"])
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(sweep, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(sweep, "examine", lambda jobs, executor, source: {})
+
+
+def values_of(folder: Path, **more) -> dict:
+    return {
+        "name": "toy", "results": str(folder), "config": "qmix", "with": {"test_interval": 10_000}, "seeds": 2,
+        "space": SPACE, "trials": 12, "executor": {"known": {}}, **more,
+    }  # fmt: skip
+
+
+def swept(folder: Path, **more) -> dict:
+    return run_sweep(load_sweep(values_of(folder, **more)), lambda line: None, quiet=True)
+
+
+def started(folder: Path, what: str = "start") -> list[str]:
+    lines = (folder / "toy" / "started").read_text().splitlines()
+    return [line.split()[1] for line in lines if line.startswith(what)]
+
+
+def test_thirty_trials_find_the_known_optimum(tmp_path):
+    space = {**SPACE, "mixer": {"choices": ["vdn", "qmix"]}}
+    found = swept(tmp_path, space=space, trials=30, executor={"known": {"jobs": 1}})
+    assert len(found["trials"]) == 30
+    best = found["trials"][0]
+    assert best["trial"] == found["best"] and best["keys"]["mixer"] == "qmix"
+    assert abs(math.log10(best["keys"]["lr"] / BEST_LR)) < 0.5
+    assert abs(best["keys"]["gamma"] - BEST_GAMMA) < 0.15
+    assert best["value"] > 0.93
+    assert best["value"] == pytest.approx(statistics.mean(best["by_seed"].values()))
+    assert list(found["importances"])[0] == "lr" and sum(found["importances"].values()) == pytest.approx(1)
+    # As many random combinations find less.
+    drawn = swept(tmp_path / "random", space=space, trials=30, startup_trials=30, pruning=False)
+    assert best["value"] > drawn["trials"][0]["value"]
+    # It is the same search whenever it is repeated.
+    again = swept(tmp_path / "again", space=space, trials=30, executor={"known": {"jobs": 1}})
+    assert again["trials"][0]["keys"] == best["keys"]
+
+
+def test_trials_that_fall_behind_are_ended_early(tmp_path):
+    found = swept(tmp_path, trials=20, pruning={"after_trials": 4, "after_tests": 1}, executor={"known": {"jobs": 2}})
+    by_state = {state: [t for t in found["trials"] if t["state"] == state] for state in ("complete", "pruned")}
+    assert len(by_state["complete"]) + len(by_state["pruned"]) == 20
+    assert len(by_state["pruned"]) >= 5 and min(t["trial"] for t in by_state["pruned"]) >= 4
+    assert {t["pruned_after_test"] for t in by_state["pruned"]} <= {1, 2}
+    assert max(t["value"] for t in by_state["pruned"]) < max(t["value"] for t in by_state["complete"])
+    state = StudyState.read(tmp_path / "toy")
+    for trial in by_state["pruned"]:
+        assert {state.records[name].state for name in trial["runs"]} <= {PRUNED, DONE}
+        assert not all(state.is_finished(name) for name in trial["runs"])
+    assert started(tmp_path, "cancel")
+    whole = swept(tmp_path / "whole", trials=20, pruning=False)
+    assert {t["state"] for t in whole["trials"]} == {"complete"}
+
+
+def test_one_run_at_a_time_prunes_by_the_seeds_there_are(tmp_path):
+    """The first seed of a trial is compared with the first seeds of others, so the second one may never start."""
+    settings = {"executor": {"known": {"jobs": 1}}, "pruning": {"after_trials": 4, "after_tests": 1}}
+    found = swept(tmp_path, trials=16, **settings)
+    pruned = [trial["runs"] for trial in found["trials"] if trial["state"] == "pruned"]
+    begun = set(started(tmp_path))
+    assert pruned and any(runs[0] in begun and runs[1] not in begun for runs in pruned)
+
+
+def test_a_failed_trial_is_reported_and_the_sweep_goes_on(tmp_path):
+    said = []
+    given = values_of(tmp_path, trials=5, executor={"known": {"fails": ["trial0001-seed2"]}})
+    found = run_sweep(load_sweep(given), said.append, quiet=True)
+    states = {trial["trial"]: (trial["state"], trial["error"]) for trial in found["trials"]}
+    error = "trial0001-seed2: error: no luck"
+    assert states[1] == ("failed", error) and said == [f"trial 1 has failed: {error}"]
+    assert [states[n][0] for n in (0, 2, 3, 4)] == ["complete"] * 4
+    assert StudyState.read(tmp_path / "toy").records["trial0001-seed2"].state == FAILED
+    before = started(tmp_path)
+    assert swept(tmp_path, trials=5)["trials"] == found["trials"]  # not even what has failed is repeated
+    assert started(tmp_path) == before
+    assert len(swept(tmp_path, trials=7)["trials"]) == 7  # more trials may be asked for later
+
+
+def test_an_interrupted_sweep_ends_as_an_undisturbed_one(tmp_path, monkeypatch):
+    """Interrupted at every step: between a trial and its runs, between a run and its value, while runs are going on."""
+    calm = swept(tmp_path / "calm", trials=8, executor={"known": {"jobs": 1}}, pruning=False)
+    save, left = StudyState.save, [3]
+
+    def interrupt(self, now=False):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        save(self, now)
+
+    monkeypatch.setattr(StudyState, "save", interrupt)
+    rough = None
+    for attempt in range(200):
+        left[0] = 3 + attempt % 7
+        try:
+            rough = swept(tmp_path, trials=8, executor={"known": {"jobs": 1}}, pruning=False)
+            break
+        except KeyboardInterrupt:
+            continue
+    assert rough is not None and attempt > 5
+
+    def bare(found):
+        return [{k: v for k, v in trial.items() if k not in {"seconds"}} for trial in found["trials"]]
+
+    assert bare(rough) == bare(calm)
+    finished = [line for line in (tmp_path / "toy" / "started").read_text().splitlines() if line.startswith("start")]
+    assert len({line.split()[1] for line in finished}) == 16
+
+
+@pytest.mark.processes
+def test_a_sweep_that_is_killed_at_random_moments_loses_and_repeats_no_trial(tmp_path):
+    plugin = tmp_path / "plugin"
+    for name, text in PLUGIN.items():
+        (plugin / name).parent.mkdir(parents=True, exist_ok=True)
+        (plugin / name).write_text(text)
+    program = (
+        "import sys; from omagd.run.studies import engine, sweep; from omagd.run.cli.main import main\n"
+        "engine.POLL_SECONDS = 0.02; sweep.LOOK_SECONDS = 0; sweep.examine = lambda *_: {}\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    given = values_of(tmp_path, trials=10, executor={"known": {"jobs": 2, "tests": 4}})
+    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(given))
+    path = os.pathsep.join(filter(None, (str(plugin), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", program, "sweep", str(tmp_path / "toy.yaml")]
+    journal, moments = tmp_path / "toy" / trials.JOURNAL, random.Random(3)
+    kills = 0
+    while True:
+        process = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        size = journal.stat().st_size if journal.exists() else 0
+        until = time.monotonic() + 60
+        while kills < 4 and process.poll() is None and time.monotonic() < until:
+            if journal.exists() and journal.stat().st_size > size + 400:
+                time.sleep(moments.random() * 0.2)
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.005)
+        error = process.communicate(timeout=120)[1]
+        if process.returncode != -signal.SIGKILL:
+            break
+    assert process.returncode == 0, error
+    assert kills == 4
+    found = json.loads((tmp_path / "toy" / "trials.json").read_text())
+    assert sorted(trial["trial"] for trial in found["trials"]) == list(range(10))
+    assert {trial["state"] for trial in found["trials"]} <= {"complete", "pruned"}
+    for trial in found["trials"]:
+        if trial["state"] == "complete":
+            for name in trial["runs"]:
+                text = (tmp_path / "toy" / "runs" / name / "metrics.jsonl").read_text()
+                assert text.count("test_battle") == 4  # no test was played twice
+
+
+def test_a_lost_journal_is_made_from_the_runs(tmp_path):
+    found = swept(tmp_path, trials=6, pruning=False)
+    before = started(tmp_path)
+    (tmp_path / "toy" / trials.JOURNAL).rename(tmp_path / "away")
+    again = swept(tmp_path, trials=6, pruning=False)
+    assert started(tmp_path) == before
+    assert again["trials"] == found["trials"]
+
+
+def test_a_damaged_journal_is_one_line_and_a_torn_end_is_set_aside(tmp_path):
+    found = swept(tmp_path, trials=4)
+    journal = tmp_path / "toy" / trials.JOURNAL
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"op_code": 4, "wor')  # the machine stopped while it was written
+    assert swept(tmp_path, trials=4)["trials"] == found["trials"]
+    assert journal.with_name(f"{journal.name}.torn").read_bytes() == b'{"op_code": 4, "wor\n'
+    assert journal.read_bytes() == whole
+    lines = whole.splitlines(keepends=True)
+    for damage in (b"x" * 40 + b"\n", b"[]\n", b'{"op_code": 5}\n'):
+        journal.write_bytes(b"".join([*lines[:3], damage, *lines[3:]]))
+        with pytest.raises(UserError, match=r"sweep\.journal: is damaged .* Move it away and start the sweep again"):
+            swept(tmp_path, trials=4)
+
+
+def test_folders_of_others_are_rejected(tmp_path):
+    swept(tmp_path, trials=2)
+    with pytest.raises(UserError, match=r"belongs to another sweep \(space\.lr is .* there, .* here\)"):
+        swept(tmp_path, trials=2, space={**SPACE, "lr": {"low": 1e-4, "high": 1e-1, "log": True}})
+    (tmp_path / "toy" / trials.JOURNAL).unlink()
+    with pytest.raises(UserError, match="belongs to another sweep"):
+        swept(tmp_path, trials=2, space={"gamma": SPACE["gamma"], "epsilon_start": {"low": 0.5, "high": 1.0}})
+    state = json.loads((tmp_path / "toy" / "study.json").read_text())
+    state["jobs"][0]["job"]["arm"] = "qmix"
+    (tmp_path / "toy" / "study.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"is the folder of a study \(arm qmix\)"):
+        swept(tmp_path, trials=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"space": {}}, "space: is empty"),
+        ({"space": {"lrr": {"low": 0.1, "high": 0.2}}}, "space.lrr: with lrr=0.1: unknown key 'lrr'"),
+        ({"space": {"lr": {"low": 0.2, "high": 0.1}}}, "space.lr: low=0.2 must be less than high=0.1"),
+        ({"space": {"lr": {"low": 0, "high": 0.1, "log": True}}}, "space.lr: log: needs low=0 above 0"),
+        ({"space": {"lr": {"low": -1.0, "high": 0.1}}}, "space.lr: lr=-1.0: must be"),
+        ({"space": {"lr": {"low": 0.1}}}, "space.lr: give low: and high:, or choices:"),
+        ({"space": {"lr": {"lo": 0.1}}}, "space.lr: unknown key 'lo'. Did you mean 'low'?"),
+        ({"space": {"batch_size": {"low": 0.5, "high": 8}}}, "space.batch_size: takes whole numbers"),
+        ({"space": {"mixer": {"choices": ["qmix"]}}}, "space.mixer: choices=['qmix']: give at least two values"),
+        ({"space": {"mixer": {"choices": ["qmix", "vdn"]}}}, "the space has 2 combinations. Lower trials to 2"),
+        ({"space": {"seed": {"low": 1, "high": 9}}}, "space.seed: give seeds: at the top"),
+        ({"space": {"test_interval": {"low": 1, "high": 9}}}, "space.test_interval: has a value in with:"),
+        ({"space": {"t_max": {"low": 1000, "high": 9000}}}, "space.t_max: trials have different tests then"),
+        ({"pruning": {"percentile": 100}}, "pruning: percentile=100: must be less than 100"),
+        ({"direction": "up"}, "direction=up: must be one of"),
+        ({"trial": 3}, "unknown key 'trial'. Did you mean 'trials'?"),
+        ({"seeds": []}, "seeds=[]"),
+    ],
+)  # fmt: skip
+def test_what_a_sweep_file_gets_wrong_is_one_line(given, said, tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_sweep(values_of(tmp_path, **given))
+    assert said in caught.value.message
+    assert caught.value.message.startswith("sweep: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_optuna_a_sweep_is_one_line_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r'needs Optuna: pip install "omagd\[studies\]"'):
+        swept(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whole_numbers_and_steps_stay_in_their_range(tmp_path):
+    space = {
+        "lr": {"low": 0.001, "high": 0.009, "step": 0.002}, "batch_size": {"low": 4, "high": 64, "log": True},
+        "double_q": {"choices": [True, False]},
+    }  # fmt: skip
+    found = swept(tmp_path, space=space, trials=15, pruning=False)
+    rates = {round(trial["keys"]["lr"], 9) for trial in found["trials"]}
+    assert rates <= {0.001, 0.003, 0.005, 0.007, 0.009} and len(rates) > 1
+    sizes = [trial["keys"]["batch_size"] for trial in found["trials"]]
+    assert all(isinstance(size, int) and 4 <= size <= 64 for size in sizes)
+    assert {trial["keys"]["double_q"] for trial in found["trials"]} == {True, False}
+    combinations = [json.dumps(trial["keys"], sort_keys=True) for trial in found["trials"]]
+    assert len(set(combinations)) == 15
+
+
+def test_all_of_a_small_space_is_tried_once(tmp_path):
+    space = {"mixer": {"choices": ["qmix", "vdn"]}, "lr": {"low": 0.001, "high": 0.003, "step": 0.001}}
+    found = swept(tmp_path, space=space, trials=6, pruning=False)
+    assert len({json.dumps(trial["keys"], sort_keys=True) for trial in found["trials"]}) == 6
+
+
+def test_the_value_of_a_trial_is_what_the_file_asks_for(tmp_path):
+    def one(**more):
+        found = swept(tmp_path / str(len(list(tmp_path.iterdir()))), trials=1, seeds=[1, 2, 3], **more)
+        return found["trials"][0]
+
+    last, mean = one(), one(over_tests="mean")
+    assert mean["value"] == pytest.approx(last["value"] / 2)  # 0, 1/3, 2/3, 1
+    best = one(over_tests="best", direction="minimize")
+    assert best["value"] == 0.0
+    assert one(metric="test_return_mean")["error"].endswith("its metrics.jsonl holds no stage3/test_return_mean")
+
+
+def test_the_best_preset_is_one_that_config_accepts(tmp_path):
+    space = {**SPACE, "env_args.reward_win": {"low": 100.0, "high": 300.0}}
+    given = {"test_interval": 10_000, "grad_norm_clip": 3.5}
+    found = swept(tmp_path, space=space, trials=5, map="8m", **{"with": given})
+    best = found["trials"][0]["keys"]
+    file = tmp_path / "toy" / "best.yaml"
+    config = resolve(str(file), updates={"env_args.map_name": "3m"})
+    expected = {**given, "env_args.map_name": "3m", **best}
+    assert config.model_dump(exclude={"name"}) == resolve("qmix", updates=expected).model_dump(exclude={"name"})
+    assert resolve(str(file)).map_name != "8m"
+    assert file.read_text().startswith(f"# Trial {found['best']} of the sweep toy: test_battle_won_mean ")
+
+
+def test_tables_and_pictures(tmp_path, capsys):
+    given = values_of(tmp_path, trials=12, executor={"known": {"fails": ["trial0002"]}})
+    file = tmp_path / "toy.yaml"
+    file.write_text(yaml.safe_dump(given))
+    assert main(["sweep", str(file)]) == 0
+    printed = capsys.readouterr()
+    folder = tmp_path / "toy"
+    table = (folder / "trials.md").read_text()
+    assert table in printed.out and "failed: trial0002-seed1: error: no luck" in table
+    rows = list(csv.DictReader((folder / "trials.csv").open()))
+    data = json.loads((folder / "trials.json").read_text())
+    assert [int(row["trial"]) for row in rows] == [trial["trial"] for trial in data["trials"]]
+    assert [row["lr"] for row in rows] == [str(trial["keys"]["lr"]) for trial in data["trials"]]
+    assert (folder / "slices.png").read_bytes().startswith(b"\x89PNG")
+    assert yaml.safe_load((folder / "sweep.yaml").read_text()) == given
+    assert main(["sweep", "status", str(folder)]) == 0
+    status = capsys.readouterr().out
+    assert table in status and "nothing runs it now" in status
+    assert main(["sweep", "status", str(tmp_path)]) == 2
+    assert main(["sweep"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_second_process_is_rejected(tmp_path):
+    swept(tmp_path, trials=1)
+    with sweep.locked_study(tmp_path / "toy"), pytest.raises(UserError, match="runs this study already"):
+        swept(tmp_path, trials=1)
+
+
+def test_the_space_as_a_wandb_sweep_file(tmp_path, capsys):
+    space = {
+        **SPACE, "batch_size": {"low": 4, "high": 64}, "n_starts": {"low": 2, "high": 8, "step": 3},
+        "mixer": {"choices": ["qmix", "vdn"]},
+    }  # fmt: skip
+    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(values_of(tmp_path, space=space, direction="minimize")))
+    assert main(["sweep", str(tmp_path / "toy.yaml"), "--export-wandb", str(tmp_path / "wandb.yaml")]) == 0
+    found = yaml.safe_load((tmp_path / "wandb.yaml").read_text())
+    assert found["parameters"] == {
+        "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
+        "gamma": {"distribution": "uniform", "min": 0.5, "max": 0.99},
+        "batch_size": {"distribution": "int_uniform", "min": 4, "max": 64},
+        "n_starts": {"values": [2, 5, 8]},
+        "mixer": {"values": ["qmix", "vdn"]},
+        "seed": {"values": [1, 2]},
+    }
+    assert found["metric"] == {"name": "test_battle_won_mean", "goal": "minimize"}
+    assert found["run_cap"] == 24
+    words = found["command"]
+    assert words[:3] == ["python", "-m", "omagd"] and words[-1] == "${args_no_hyphens}"
+    assert "--config=qmix" in words and "test_interval=10000" in words and "use_wandb=True" in words
+    assert not (tmp_path / "toy").exists()
