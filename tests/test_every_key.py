@@ -74,6 +74,7 @@ RUNS: dict[str, Run] = {
         "vdn", "memory_game", TINY, NETWORKS, seeds=(2,), t_max=16, runner="episode", batch_size_run=1, mixer="qmix",
         use_layer_norm=True, use_orthogonal=True, target_update_updates=2, enable_checkpointing=False,
         save_model=False, action_selector="greedy", use_wandb=True, wandb_project="mine", wandb_entity="team",
+        wandb_naming="published",
         makes=("wandb/offline-run*/*.wandb",),
     ),
     "16 bits, compiled, in processes": Run(

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import struct
 import time
+from dataclasses import replace
 from datetime import datetime
 from enum import IntEnum
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from omagd.run.checkpoint.serialization import pack
 from omagd.run.reporting.log_sinks import REGISTRY, make_logger, render_block
 from omagd.run.reporting.sacred_record import MOST, BoundedObserver
 from omagd.run.reporting.sacred_sink import SacredRelay, SacredSink
-from omagd.run.reporting.wandb_sink import choose_mode, has_key, project_name
+from omagd.run.reporting.wandb_sink import choose_mode, has_key, names
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Record, RunFacts, Sink
 
@@ -284,38 +285,49 @@ def wandb_records(path):
     return found
 
 
-def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, monkeypatch, home):
-    """A resumed run keeps their ids, and the key of the environment is written nowhere."""
+@pytest.mark.parametrize("naming", ["environment", "published"])
+def test_stages_are_runs_of_their_own_with_project_group_and_step(tmp_path, monkeypatch, home, naming):
+    """A resumed run keeps their ids and names, and the key of the environment is written nowhere."""
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = {"lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}}
-    facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config, card={"id": "12ab"})
+    card = {"id": "12ab", "method": "34cd"}
+    facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config, card=card, wandb_naming=naming)
     logs = [("stage1", t, {"eval/graph_loss": loss}) for t, loss in ((20, 0.25), (40, 0.125))]
     of_maps = {"test/3m/return_mean": 1.5, "test/4m/return_mean": 2.0, "train/4m/visits": 7.0}
     last = {"won": 0.5, "loss_td": 0.01, **of_maps}
     saved = log_to(["wandb"], [*logs, ("stage3", 10240, last)], facts, "failed")[-1]
     facts.saved.update(saved)
-    assert log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], facts) == [saved]
+    later = replace(facts, wandb_naming="published" if naming == "environment" else "environment")
+    assert log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], later) == [saved]
     runs = {}
     for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"):
         # W&B's own process still writes after `finish` returns.
         assert wait_until(lambda path=path: any(record.HasField("exit") for record in wandb_records(path)))
         found = wandb_records(path)
         (run,) = [record.run for record in found if record.HasField("run")]
-        assert run.run_group == "token_7"
-        written = {item.key: item.value_json for item in run.config.update}
-        assert written["lr"] == "0.0005" and json.loads(written["card"]) == {"id": "12ab"}
+        written = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert (written["lr"], written["card"], written["method"]) == (0.0005, card, "omagd_34cd")
+        stage, ranks = written["stage"], f"ddp{written['world_size']}"
+        if naming == "published":
+            assert (run.run_group, list(run.tags)) == ("token_7", ["skirmish", "5m_vs_6m", stage])
+        else:
+            assert run.run_group == f"omagd_34cd_{stage}_ddp2" and written["token"] == "token_7"
+            assert set(run.tags) == {stage, ranks, "omagd", "omagd_34cd"}
         steps = [{item.nested_key[0]: item.value_json for item in record.history.item} for record in found]
         values = [
             {name: float(step[name]) for name in step if name[0] != "_" or name == "_step" if name != "maps"}
             for step in steps
         ]
         runs.setdefault((run.project, run.run_id), []).extend(filter(None, values))
-    assert len(runs) == 2
-    assert {project: sorted(rows, key=lambda row: row["_step"]) for (project, _), rows in runs.items()} == {
-        "5m_vs_6m_reconstruction_stage1_ddp2": [{"_step": t, **values} for _, t, values in logs],
-        "5m_vs_6m_exp_ddp2": [{"_step": 10240, **last}, {"_step": 20480, "loss_td": 0.25}],
-    }
+    published = ("5m_vs_6m_reconstruction_stage1_ddp2", "5m_vs_6m_exp_ddp2")
+    projects = published if naming == "published" else ("skirmish_5m_vs_6m",) * 2
+    expected = (
+        [{"_step": t, **values} for _, t, values in logs],
+        [{"_step": 10240, **last}, {"_step": 20480, "loss_td": 0.25}],
+    )
+    found = [(project, sorted(rows, key=lambda row: row["_step"])) for (project, _), rows in runs.items()]
+    assert sorted(found, key=lambda pair: pair[1][0]["_step"]) == list(zip(projects, expected, strict=True))
     (table,) = tmp_path.rglob("*/media/table/maps*.json")
     written = json.loads(table.read_text())
     assert written["columns"] == ["map", "test/return_mean", "train/visits"]
@@ -324,9 +336,14 @@ def test_stages_are_runs_of_one_group_with_their_own_project_and_step(tmp_path, 
     assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
 
 
-def test_mode_and_published_project_names(monkeypatch, home):
-    assert project_name(RunFacts(home, env="memory_game"), "stage2") == "memory_game_reconstruction_stage2_ddp1"
-    assert project_name(RunFacts(home, wandb_project="mine"), "stage1") == "mine"
+def test_mode_and_names(monkeypatch, home):
+    game = RunFacts(home, env="memory_game", name="n" * 200)
+    assert names(game, "stage2", "published")[0] == "memory_game_reconstruction_stage2_ddp1"
+    assert names(game, "stage2", "environment")[0] == "memory_game"
+    project, group, tags = names(replace(game, map_name="a/b #1"), "stage3", "environment")
+    assert project == "memory_game_a_b_1" and len(group) == 128 and {len(tag) for tag in tags} == {6, 4, 64}
+    for naming in ("published", "environment"):
+        assert names(RunFacts(home, wandb_project="my own"), "stage1", naming)[0] == "my own"
     assert choose_mode() == "offline"
     for host, known in (("example.org", False), ("api.wandb.ai", True)):
         (home / ".netrc").write_text(f"machine {host} login me password {FAKE_KEY}\n")
@@ -359,3 +376,12 @@ def test_an_unreachable_service_is_replaced_by_an_offline_run_or_switched_off(tm
         assert (calls, ended) == (expected, code)
     assert sum("W&B is off" in record.getMessage() for record in caplog.records) == 1
     assert len(metrics_in(tmp_path)) == 8
+
+
+def test_a_run_of_a_version_without_naming_stays_in_its_projects(tmp_path, monkeypatch, home):
+    called = []
+    run = SimpleNamespace(log=lambda _, step: None, finish=lambda exit_code: None)
+    monkeypatch.setattr(wandb, "init", lambda **given: called.append((given["id"], given["project"])) or run)
+    facts = RunFacts(tmp_path, map_name="3m", env="skirmish", saved={"W&B": {"ids": {"stage3": "ab"}}})
+    log_to(["wandb"], [("stage3", 7, {"a": 1.0})], facts)
+    assert called == [("ab", "3m_exp_ddp1")]

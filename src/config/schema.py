@@ -217,7 +217,8 @@ class Config(Frozen):
     local_results_path: str  # folder of all run folders
     unique_token: str  # name of the run's folder, rejected if taken; empty: made from name, map, seed and time
     use_wandb: bool  # log to W&B, offline without a key
-    wandb_project: str  # W&B project; empty: made from map, stage and number of ranks
+    wandb_project: str  # W&B project; empty: made as `wandb_naming` says
+    wandb_naming: Literal["environment", "published"]  # W&B projects: of each environment and map, or as published
     wandb_entity: str  # W&B team; empty: the key's own
     use_tensorboard: bool  # write event files to <run folder>/tb/
     log_video: bool  # record a battle of each best test and of the last: replays/, W&B, TensorBoard

@@ -28,7 +28,7 @@ class RunFacts:
         totals: where each clock ends, by its name ("t_env", "epoch"), and `episode` if that ends the run.
         card: the comparability card, see `omagd.run.reporting.card`.
         saved: state of the sinks by name, from the checkpoint that this run resumes.
-        wandb_project: empty for the published name. wandb_entity: empty for the user's own.
+        wandb_project: empty for a name made by `wandb_naming`. wandb_entity: empty for the user's own.
     """
 
     folder: Path
@@ -43,6 +43,7 @@ class RunFacts:
     saved: dict[str, Any] = field(default_factory=dict)
     wandb_project: str = ""
     wandb_entity: str = ""
+    wandb_naming: str = "environment"
 
     @property
     def label(self) -> str:

@@ -31,9 +31,16 @@ from omagd.utils.writing import STORAGE
 LOG = logging.getLogger(PACKAGE)
 ELSEWHERE = frozenset(
     {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
-    | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "use_tensorboard"}
-    | {"log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage", "log_video"}
-    | {"distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "max_restarts"}
+    | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "wandb_naming"}
+    | {"use_tensorboard", "log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage"}
+    | {
+        "log_video",
+        "distributed_debug",
+        "enable_checkpointing",
+        "checkpoint_interval",
+        "max_checkpoints_to_keep",
+        "max_restarts",
+    }
     | {"auto_resume", "auto_resume_wait", "resume", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
 )
 """Keys that may change when resuming: where the run is executed, on how many ranks, and what it logs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import netrc
 import os
+import re
 import secrets
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from omagd.utils.logging import Record, RunFacts, Sink
 from omagd.utils.metrics import of_maps
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}
+LONGEST_NAME, LONGEST_TAG = 128, 64
+"""Characters of a project or group and of a tag that W&B accepts."""
 
 
 class WandbSink(Sink):
@@ -29,11 +32,13 @@ class WandbSink(Sink):
 
     def _open(self, facts: RunFacts) -> None:
         self._ids: dict[str, str] = dict(self.saved.get("ids", {}))
+        # A resumed run stays where it is; versions without the key `wandb_naming` used the published names.
+        self._naming: str = self.saved.get("naming", "published") if self._ids else facts.wandb_naming
         import wandb  # noqa: F401  (fail at the start, not at the first log)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the W&B id of each stage's run; a resumed run keeps it."""
-        return {"ids": dict(self._ids)}
+        """Return the W&B id of each stage's run and their naming; a resumed run keeps both."""
+        return {"ids": dict(self._ids), "naming": self._naming}
 
     def _log(self, record: Record) -> None:
         if self._run is None or record.stage != self._stage:
@@ -75,16 +80,18 @@ class WandbSink(Sink):
         import wandb
 
         facts = self.facts
+        project, group, tags = names(facts, self._stage, self._naming)
+        about = {"stage": self._stage, "world_size": facts.world_size, "token": facts.token, "card": facts.card}
         return wandb.init(
             id=self._ids[self._stage],
             resume="allow",
-            project=project_name(facts, self._stage),
+            project=project,
             entity=facts.wandb_entity or None,
-            group=facts.token,
+            group=group,
             name=f"{facts.token}_{self._stage}",
             job_type=self._stage,
-            tags=[tag for tag in (facts.env, facts.map_name, self._stage) if tag],
-            config={**facts.config, "stage": self._stage, "world_size": facts.world_size, "card": facts.card},
+            tags=tags,
+            config={**facts.config, **about, "method": method_of(facts)},
             dir=str(facts.folder),
             mode=mode,
             reinit="finish_previous",
@@ -106,13 +113,27 @@ def _table(maps: Mapping[str, Mapping[str, float]]) -> Any:
     return wandb.Table(columns=["map", *names], data=rows)
 
 
-def project_name(facts: RunFacts, stage: str) -> str:
-    """Return the W&B project of a stage: `wandb_project`, or the published name."""
-    if facts.wandb_project:
-        return facts.wandb_project
-    what = facts.map_name or facts.env
-    kind = "exp" if stage == "stage3" else f"reconstruction_{stage}"
-    return f"{what}_{kind}_ddp{facts.world_size}"
+def names(facts: RunFacts, stage: str, naming: str) -> tuple[str, str, list[str]]:
+    """Return W&B's project, group and tags of a stage; `wandb_project` replaces the project.
+
+    `environment`: a project for each environment and map; a group has the repetitions of one method with other seeds.
+    `published`: a project for each map, stage and number of ranks; a group has the stages of a run.
+    """
+    ranks = f"ddp{facts.world_size}"
+    if naming == "published":
+        kind = "exp" if stage == "stage3" else f"reconstruction_{stage}"
+        project, group = f"{facts.map_name or facts.env}_{kind}_{ranks}", facts.token
+        tags = [facts.env, facts.map_name, stage]
+    else:
+        project, group = f"{facts.env} {facts.map_name}".strip(), f"{method_of(facts)}_{stage}_{ranks}"
+        tags = [stage, ranks, facts.name, method_of(facts)]
+    valid = facts.wandb_project or re.sub(r"[/\\#?%:\s]+", "_", project)[:LONGEST_NAME]
+    return valid, group[-LONGEST_NAME:], [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags) if tag]
+
+
+def method_of(facts: RunFacts) -> str:
+    """Return the name of the configuration, with the card's hash of the method if there is one."""
+    return "_".join(filter(None, (facts.name or "run", str(facts.card.get("method", "")))))
 
 
 def choose_mode() -> str:
