@@ -131,6 +131,14 @@ def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "
         found_none: end of that message, what to give instead.
     Errors: UserError where no run can be read. A damaged run among others is one warning.
     """
+    runs, problems = read_runs(paths, command, found_none)
+    for problem in problems:
+        LOG.warning("left out: %s", readable(problem))
+    return runs
+
+
+def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -> tuple[list[Run], list[str]]:
+    """Return the runs of `load`, and a line on each folder that cannot be read instead of a warning."""
     runs: dict[Path, Run] = {}
     problems = []
     for path in map(Path, paths):
@@ -154,9 +162,7 @@ def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "
         first = problems[0] if problems else "no folder was given"
         fix = found_none or "Give the folder of a run, a folder of runs, or a study"
         raise UserError(f"{command} {first}. {fix}")
-    for problem in problems:
-        LOG.warning("left out: %s", readable(problem))
-    return list(runs.values())
+    return list(runs.values()), problems
 
 
 def _run_folders(place: Path) -> Iterator[tuple[Path, str]]:

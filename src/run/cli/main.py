@@ -291,6 +291,7 @@ COMMANDS = {
             "print the results of several runs or a study in a table; marks runs that cannot be compared",
             "omagd.run.analysis.comparison",
         ),
+        Command("report RUN ...", "one HTML page about a run, several runs or a study", "omagd.run.analysis.report"),
         Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.run.cli.study"),
         Command("sweep FILE.yaml", "search the best keys with Optuna; `sweep status FOLDER`", "omagd.run.cli.sweep"),
         Command(

@@ -1,0 +1,286 @@
+"""What a report says about one run: results, curves, reconstruction, codes, times, ranks, battles, warnings."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omagd.config.loading import base_values, config_names
+from omagd.run.analysis.charts import Chart, is_number, run_chart
+from omagd.run.analysis.groups import LABELLED, flattened, frozen
+from omagd.run.analysis.runs import Run, read_records
+from omagd.run.reporting.card import NO_EFFECT, resumed
+from omagd.run.reporting.plots import PANELS, panels_of_maps
+from omagd.run.reporting.report import SHOWN, number_text
+from omagd.utils.errors import UserError, readable
+from omagd.utils.progress import duration
+from omagd.utils.run_folder import RunFolder
+
+STAGES = {"stage1": "Stage 1: tokenizer", "stage2": "Stage 2: predictor", "stage3": "Stage 3: policy"}
+COUNTS = {
+    "skipped_updates": "updates skipped: their gradient was not finite",
+    "updates_without_groups": "updates skipped: no rank had a group",
+    "lost_episodes": "episodes lost: their game or process died",
+    "restarts": "games started again",
+    "worker_restarts": "environment workers replaced",
+}
+"""Failures that `metrics.jsonl` counts since the start of the run."""
+
+ERRORS = {
+    "error": "reconstruction", "error_last_seen": "baseline: last seen", "error_slot_mean": "baseline: slot mean",
+    "error_last_seen_or_mean": "baseline: last seen, else mean", "error_zeros": "baseline: zeros",
+    "error_code": "limit: the correct token, decoded",
+}  # fmt: skip
+SHARES = {
+    "top1": "token right", "top3": "token among the 3 most probable", "top5": "token among the 5 most probable",
+    "recall_alive": "living units found alive", "recall_absent": "dead units found dead",
+}  # fmt: skip
+LOG_LINES = 12
+LARGEST_PICTURE, LARGEST_RECORDING = 1 << 20, 3 << 19
+"""Bytes of one picture or recording that is put into a page."""
+
+SLOWEST_SHARE = 0.005
+Table = list[list[str]]
+
+
+def values_of(run: Run, stage: str) -> dict[str, float]:
+    """Return the results of a stage: those of the summary, else the last logged ones with stage 3's best tests."""
+    entry = stages_of(run).get(stage, {})
+    if values := {key: value for key, value in entry.get("values", {}).items() if is_number(value)}:
+        return values
+    found: dict[str, float] = {}
+    for record in run.records:
+        if record.get("stage") == stage:
+            found |= {
+                key.removeprefix("eval/").replace("policy/", "policy_"): v for key, v in record.items() if is_number(v)
+            }
+    for name in ("test_battle_won_mean", "test_return_mean") if stage == "stage3" else ():
+        curve = run.test_curve(name)[2]
+        found |= {f"best_{name}": float(curve.max())} if len(curve) else {}
+    return found
+
+
+def stages_of(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the stages of the summary."""
+    return dict(run.summary.get("stages", {}))
+
+
+def charts_by_stage(run: Run) -> list[tuple[str, list[Chart]]]:
+    """Return the charts of each stage that has logged something."""
+    found: dict[str, list[Chart]] = {}
+    for panel in (*PANELS, *panels_of_maps(run.records)):
+        if (each := run_chart(panel, run.records)) is not None:
+            found.setdefault(panel.stage, []).append(each)
+    return [(STAGES[stage], found[stage]) for stage in sorted(found, reverse=True)]
+
+
+def results(run: Run) -> Table:
+    """Return rows of stage, value, last, best."""
+    rows = []
+    for stage in STAGES:
+        values = values_of(run, stage)
+        for key, label in SHOWN.items():
+            if key in values:
+                best = values.get(f"best_{key}")
+                rows.append([STAGES[stage], label, number_text(values[key]), "" if best is None else number_text(best)])
+    return rows
+
+
+def reconstruction(run: Run) -> list[dict[str, Any]]:
+    """Return tables of errors and of correct guesses, on held-out episodes and on those of the trained policy."""
+    tables = []
+    for stage, prefix, title in (
+        ("stage2", "", "Held-out episodes"), ("stage3", "policy_", "Episodes of the trained policy"),
+    ):  # fmt: skip
+        values = values_of(run, stage)
+        if f"{prefix}error" not in values:
+            continue
+        worst = max(values.get(prefix + key, 0.0) for key in ERRORS)
+        errors = [
+            (label, [_text(values, f"{prefix}{key}{kind}") for kind in ("", "_ally", "_enemy")],
+             100 * values[prefix + key] / (worst or 1.0))
+            for key, label in ERRORS.items() if prefix + key in values
+        ]  # fmt: skip
+        shares = [(label, _text(values, prefix + key)) for key, label in SHARES.items() if prefix + key in values]
+        tables.append(
+            {"title": title, "errors": errors, "shares": shares, "ratio": _text(values, f"{prefix}error_ratio")}
+        )
+    return tables
+
+
+def codebook(run: Run) -> Table:
+    """Return how many codes the tokenizer uses, and what it loses."""
+    values, tokenizer = values_of(run, "stage1"), run.config.get("tokenizer_config")
+    if "codes_in_use" not in values:
+        return []
+    total = tokenizer.get("n_codes") if isinstance(tokenizer, dict) else None
+    share = f" ({values['codes_in_use'] / total:.0%})" if is_number(total) and total else ""
+    rows = [["codes in use", f"{number_text(values['codes_in_use'])} of {total}{share}"]]
+    labels = {"perplexity": "effective number of codes (perplexity)", "mse": "squared error of a node's features",
+              "mse_self": "… of the agent itself", "mse_ally": "… of allies", "mse_enemy": "… of enemies",
+              "cosine": "cosine similarity of a node and its decoding"}  # fmt: skip
+    return rows + [[label, _text(values, key)] for key, label in labels.items() if key in values]
+
+
+def phases(run: Run) -> list[dict[str, Any]]:
+    """Return the time of each stage by phase, the largest first."""
+    found = []
+    for stage, entry in stages_of(run).items():
+        seconds = {name: s for name, s in (entry.get("phases") or {}).items() if is_number(s) and s >= 0}
+        wall = seconds.pop("wall", 0.0)
+        if wall > 0:
+            ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
+            parts = [(name, duration(s), 100 * s / wall) for name, s in ordered if s / wall >= SLOWEST_SHARE]
+            found.append({"title": STAGES.get(stage, stage), "wall": duration(wall), "parts": parts})
+    return found
+
+
+def ranks(run: Run) -> Table:
+    """Return a row for each rank: its training episodes, and what it logged of its own; the head first."""
+    logs = {int(path.stem.removeprefix("rank_")): path for path in RunFolder(run.folder).episode_logs()}
+    own: dict[str, dict[int, float]] = {}
+    for record in run.records:
+        for name, value in record.items():
+            if (match := re.fullmatch(r"(.+)_rank(\d+)", name)) and is_number(value):
+                own.setdefault(match[1], {})[int(match[2])] = value
+    numbers = sorted({*logs, *(rank for each in own.values() for rank in each)})
+    rows = []
+    for rank in numbers:
+        count, steps, recent = 0, 0, deque[dict[str, Any]](maxlen=100)
+        for episode in read_records(logs[rank]) if rank in logs else ():
+            count, steps = count + 1, steps + (episode["length"] if is_number(episode.get("length")) else 0)
+            recent.append(episode)
+        ends = [_mean_text(recent, name) for name in ("return", "battle_won")]
+        rows.append([str(rank), f"{count:,}", f"{steps:,}", *ends, *(_text(each, rank) for each in own.values())])
+    head = ["rank", "episodes", "steps", "return, last 100", "won, last 100", *own]
+    return [head, *rows] if rows else []
+
+
+def warnings_of(run: Run) -> list[str]:
+    """Return everything about a run that a reader of its results should know, one line each."""
+    lines = []
+    if run.state != "completed":
+        lines.append(f"the run is {run.state}")
+    if is_number(run.summary.get("restarts")) and run.summary["restarts"]:
+        lines.append(f"all ranks were started again {number_text(run.summary['restarts'])} times")
+    for entry in resumed(run.card):
+        lost = f", {entry['lost_episodes']} episodes lost" if entry.get("lost_episodes") else ""
+        kept = f"; what was written later is in {entry['set_aside']}" if entry.get("set_aside") else ""
+        where = f"{entry.get('from')} at {entry.get('t_env')} steps"
+        lines.append(f"resumed ({entry.get('kind')}) {entry.get('date', '')} from {where}{lost}{kept}")
+    for name, words in COUNTS.items():
+        counts = [record[name] for record in run.records if is_number(record.get(name))]
+        if counts and max(counts):
+            lines.append(f"{max(counts):g} {words}")
+    if any((run.folder / "set_aside").glob("*")) and not any("set_aside" in line for line in lines):
+        lines.append("set_aside/ has files of an earlier start that this run does not use")
+    if not run.config:
+        lines.append("config.json cannot be read")
+    if not run.records:
+        lines.append("metrics.jsonl has no record that can be read")
+    return [readable(line) for line in lines]
+
+
+def log_lines(run: Run) -> list[str]:
+    """Return the last warnings and errors in the text logs of the ranks, each kind once."""
+    found: dict[str, str] = {}
+    for path in sorted((run.folder / "logs").glob("rank_*.log")):
+        if not path.is_file():
+            continue
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if match := re.match(r"\S+ (\S+) (WARNING|ERROR|CRITICAL) \S+ (.*)", line):
+                    found.setdefault(match[3], readable(f"{path.stem.replace('_', ' ')}, {match[1][:8]}: {match[3]}"))
+    return [line[:400] for line in list(found.values())[-LOG_LINES:]]
+
+
+def preset_differences(run: Run) -> tuple[str, Table]:
+    """Return the preset of a run, and rows of key, value there, value here, without what changes no result."""
+    name = run.name if run.name in config_names("algs") else None
+    env = run.env if run.env in config_names("envs") else None
+    try:
+        preset = flattened(base_values(name, env))
+    except UserError:
+        return "", []
+    known = "env_args.map_name", "env_args.difficulty"
+    here = {key: value for key, value in flattened(run.config).items() if key.partition(".")[0] not in NO_EFFECT}
+    rows = [
+        [key, _value(preset[key]) if key in preset else "default", _value(value)]
+        for key, value in here.items()
+        if key not in LABELLED - {"seed"} and (key in preset or key in known)
+        and frozen(preset.get(key)) != frozen(value)
+    ]  # fmt: skip
+    return f"--config={name or 'default'}" + (f" --env-config={env}" if env else ""), rows
+
+
+def card_rows(run: Run) -> Table:
+    """Return the entries of the card: what must be equal, then what may differ."""
+    card = run.card
+    if not card:
+        return []
+    recorded = card.get("told", {}) if isinstance(card.get("told"), dict) else {}
+    rows = [["id", str(card["id"])], ["method", str(card.get("method", "-"))]]
+    rows += [[key, _value(value)] for key, value in card["compared"].items()]
+    kept = {**recorded, **(recorded.get("versions") or {}), **(card.get("reached") or {})}
+    return rows + [[key, _value(value)] for key, value in kept.items() if not isinstance(value, dict)]
+
+
+def configuration(run: Run) -> Table:
+    """Return all keys and values."""
+    return [[key, _value(value)] for key, value in sorted(flattened(run.config).items())]
+
+
+def pictures(run: Run) -> list[tuple[str, str]]:
+    """Return the pictures of battles and of an evaluation: caption and data URI."""
+    captions = {"beliefs": "One moment of a battle of the trained team: as one agent sees it, as it is reconstructed,"
+                " and as it was", "beliefs_stage2": "The same for a held-out episode, after stage 2",
+                "evaluation": "Return and length of the episodes of this evaluation"}  # fmt: skip
+    found = []
+    for name, caption in captions.items():
+        path = RunFolder(run.folder).plots / f"{name}.png"
+        if path.is_file() and path.stat().st_size <= LARGEST_PICTURE:
+            found.append((caption, "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()))
+    return found
+
+
+def player(run: Run) -> tuple[str, str]:
+    """Return the page that plays the newest recorded battle of a run, and a warning if it cannot be read."""
+    from omagd.run.watch.recording import SUFFIX
+
+    replays = RunFolder(run.folder).replays
+    found = [path for path in replays.glob(f"*{SUFFIX}") if path.is_file()]
+    fits = [path for path in found if path.stat().st_size <= LARGEST_RECORDING]
+    if not fits:
+        return "", f"{len(found)} recordings are too large for this page: see replays/" if found else ""
+    from omagd.run.watch.page import player_page
+    from omagd.run.watch.recording import Recording
+
+    newest = max(fits, key=lambda path: path.stat().st_mtime)
+    try:
+        return player_page(Recording.read(newest)), ""
+    except UserError as problem:
+        return "", problem.message
+
+
+def _text(values: Mapping[Any, float], key: Any) -> str:
+    return number_text(values.get(key))
+
+
+def _mean_text(episodes: Sequence[Mapping[str, Any]], name: str) -> str:
+    known = [float(episode[name]) for episode in episodes if is_number(episode.get(name))]
+    return number_text(sum(known) / len(known)) if known else "-"
+
+
+def _value(value: Any) -> str:
+    text = "-" if value is None or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+    return readable(text)
+
+
+def saved_files(run: Run) -> list[str]:
+    """Return what the folder of the run holds, at the top."""
+    names: list[Path] = sorted(run.folder.iterdir())
+    return [readable(path.name) + "/" * path.is_dir() for path in names if not path.name.startswith((".", "lock"))]
