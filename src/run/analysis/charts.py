@@ -77,7 +77,7 @@ def run_chart(panel: RunPanel, records: Iterable[Mapping[str, Any]]) -> Chart | 
     """Return the chart of a panel of one run's metrics, None if the run has no value of it."""
     mine = [record for record in records if record.get("stage") == panel.stage]
     clock = "epoch" if any("epoch" in record for record in mine) else "t_env"
-    series = []
+    series: list[Series] = []
     for name, label in panel.lines:
         rows = [(r[clock], r[name]) for r in mine if is_number(r.get(clock)) and is_number(r.get(name))]
         if rows:

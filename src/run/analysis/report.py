@@ -108,5 +108,9 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         ("ranks", run.summary.get("world_size")),
     ]
     seconds = run.summary.get("wall_seconds")
-    tiles = [(label, number_text(value)) for label, value in found if value is not None]
+    tiles = [
+        (label, f"{value:,}" if isinstance(value, int) else number_text(value))
+        for label, value in found
+        if value is not None
+    ]
     return [*tiles, *([("time", duration(seconds))] if seconds is not None else [])]

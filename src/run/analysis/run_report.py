@@ -70,7 +70,9 @@ def stages_of(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def charts_by_stage(run: Run) -> list[tuple[str, list[Chart]]]:
-    """Return the charts of each stage that has logged something."""
+    """Return the charts of each stage that has logged something; an evaluation has one value of each, no curves."""
+    if run.kind == "evaluation":
+        return []
     found: dict[str, list[Chart]] = {}
     for panel in (*PANELS, *panels_of_maps(run.records)):
         if (each := run_chart(panel, run.records)) is not None:
@@ -78,16 +80,18 @@ def charts_by_stage(run: Run) -> list[tuple[str, list[Chart]]]:
     return [(STAGES[stage], found[stage]) for stage in sorted(found, reverse=True)]
 
 
-def results(run: Run) -> Table:
-    """Return rows of stage, value, last, best."""
-    rows = []
-    for stage in STAGES:
+def results(run: Run) -> list[tuple[str, Table]]:
+    """Return a table for each stage, the last one first: rows of value, last, best."""
+    tables = []
+    for stage in reversed(STAGES):
         values = values_of(run, stage)
-        for key, label in SHOWN.items():
-            if key in values:
-                best = values.get(f"best_{key}")
-                rows.append([STAGES[stage], label, number_text(values[key]), "" if best is None else number_text(best)])
-    return rows
+        rows = [
+            [label, number_text(values[key]), number_text(values[f"best_{key}"]) if f"best_{key}" in values else ""]
+            for key, label in SHOWN.items()
+            if key in values
+        ]
+        tables += [(STAGES[stage], rows)] if rows else []
+    return tables
 
 
 def reconstruction(run: Run) -> list[dict[str, Any]]:
@@ -126,11 +130,17 @@ def codebook(run: Run) -> Table:
     return rows + [[label, _text(values, key)] for key, label in labels.items() if key in values]
 
 
+def seconds_of(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each phase of a stage in a summary, and their sum `wall`."""
+    found = entry.get("phases")
+    return {name: s for name, s in found.items() if is_number(s) and s >= 0} if isinstance(found, dict) else {}
+
+
 def phases(run: Run) -> list[dict[str, Any]]:
     """Return the time of each stage by phase, the largest first."""
     found = []
     for stage, entry in stages_of(run).items():
-        seconds = {name: s for name, s in (entry.get("phases") or {}).items() if is_number(s) and s >= 0}
+        seconds = seconds_of(entry)
         wall = seconds.pop("wall", 0.0)
         if wall > 0:
             ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
@@ -180,7 +190,7 @@ def warnings_of(run: Run) -> list[str]:
         lines.append("set_aside/ has files of an earlier start that this run does not use")
     if not run.config:
         lines.append("config.json cannot be read")
-    if not run.records:
+    if not any(is_number(record.get(clock)) for record in run.records for clock in ("t_env", "epoch")):
         lines.append("metrics.jsonl has no record that can be read")
     return [readable(line) for line in lines]
 

@@ -12,7 +12,16 @@ import numpy as np
 from omagd.run.analysis import curves
 from omagd.run.analysis.charts import Chart, curve_chart, style_of
 from omagd.run.analysis.groups import Group, groups, shown, telling
-from omagd.run.analysis.run_report import SLOWEST_SHARE, STAGES, pictures, player, stages_of, values_of, warnings_of
+from omagd.run.analysis.run_report import (
+    SLOWEST_SHARE,
+    STAGES,
+    pictures,
+    player,
+    seconds_of,
+    stages_of,
+    values_of,
+    warnings_of,
+)
 from omagd.run.analysis.runs import LONGEST_STUDY, STUDY_FILE, Run
 from omagd.run.analysis.statistics import interval, mean
 from omagd.run.reporting.report import SHOWN, number_text
@@ -119,12 +128,12 @@ def times(found: Sequence[Group]) -> list[dict[str, Any]]:
         total: Counter[str] = Counter()
         walls = []
         for run in group.runs:
-            parts = [entry.get("phases") or {} for entry in stages_of(run).values()]
-            wall = sum(part.get("wall") or 0.0 for part in parts)
+            parts = [seconds_of(entry) for entry in stages_of(run).values()]
+            wall = sum(part.pop("wall", 0.0) for part in parts)
             if wall > 0:
                 walls.append(wall)
                 for part in parts:
-                    total.update({name: seconds for name, seconds in part.items() if name != "wall" and seconds})
+                    total.update(part)
         if walls:
             shares = [
                 (name, duration(s / len(walls)), 100 * s / sum(walls))
@@ -173,7 +182,8 @@ def study_jobs(folder: Path) -> list[tuple[str, str, str]]:
 
 def battles(found: Sequence[Group]) -> dict[str, Any]:
     """Return pictures of battles of the arms and the player of one recording, as many as the page may hold."""
-    left, shown_pictures, page, problems = PICTURES_BYTES, [], "", []
+    left, page, problems = PICTURES_BYTES, "", list[str]()
+    shown_pictures: list[tuple[str, str]] = []
     for group in found:
         for run in group.runs:
             if not page:

@@ -1,0 +1,232 @@
+"""`omagd report`: what the page says, compared with other computations; bad input; the page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from browser import opened
+from many_runs import STEPS, make_run, make_study
+from scipy.stats import bootstrap
+
+from omagd.envs.frames import Scene
+from omagd.run.cli.main import main
+from omagd.run.watch.recording import Episode, Moment, Recording
+
+PIXEL = b"\x89PNG\r\n\x1a\n"
+EVIL = "<script>alert(1)</script>"
+
+
+class Words(HTMLParser):
+    """Collects the rows of tables, the lines of lists, and all tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.lines, self.tags, self._into = [], [], [], None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._into = self.rows[-1]
+        if tag == "li":
+            self.lines.append("")
+            self._into = self.lines
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th", "li"):
+            self._into = None
+
+    def handle_data(self, data):
+        if self._into is not None:
+            self._into[-1] = " ".join(f"{self._into[-1]} {data}".split())
+
+    def row(self, first, cells=None):
+        return next(row for row in self.rows if row and row[0] == first and cells in (None, len(row)))
+
+
+def report(folder, *more):
+    assert main(["report", str(folder), *more]) == 0
+    return Words((folder / "report.html").read_text())
+
+
+def add(folder, name, value):
+    """Change entries of a JSON file of a run."""
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **value}))
+
+
+def log(folder, *records):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def three_stages(folder, **updates):
+    """Write a run with results of all stages."""
+    make_run(folder, config="omagd_small", lr=0.002, **updates)
+    summary = json.loads((folder / "summary.json").read_text())
+    errors = {"error": 0.01, "error_ally": 0.0, "error_enemy": 0.02, "error_zeros": 0.4, "error_ratio": 0.125}
+    summary["stages"] = {
+        "stage1": {"values": {"codes_in_use": 64.0, "perplexity": 32.5, "mse": 0.001},
+                   "phases": {"wall": 10.0, "update": 7.5, "collect": 2.5}},
+        "stage2": {"values": {**errors, "top1": 0.75}, "phases": {"wall": 20.0, "update": 20.0}},
+        "stage3": {"values": {**summary["stages"]["stage3"]["values"], "policy_error": 0.03}},
+    }  # fmt: skip
+    add(folder, "summary.json", summary)
+    log(folder, *({"stage": "stage1", "epoch": t, "eval/mse": 1 / t, "eval/codes_in_use": t} for t in (20, 40)))
+    (folder / "episodes").mkdir()
+    for rank, length in ((0, 5), (1, 7)):
+        line = json.dumps({"length": length, "return": 2.0 + rank, "battle_won": rank})
+        (folder / "episodes" / f"rank_{rank}.jsonl").write_text(f"{line}\n{line}\n{{")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "beliefs.png").write_bytes(PIXEL)
+    return folder
+
+
+def record_battle(folder):
+    scene = Scene(("a0", "e0"), (0, 1), ("Marine", "Marine"), ("agents", "enemies"), bounds=(0.0, 0.0, 9.0, 9.0))
+    moments = [Moment(x=[2.0, 3.0 + t], y=[4.0, 4.0], alive=[True, True]) for t in range(3)]
+    episode = Episode(env="skirmish", map_name="3m", seed=1, policy=EVIL, values="Q-values", results={"return": 1.0},
+                      scene=scene, moments=moments)  # fmt: skip
+    Recording(episodes=[episode]).write(folder / "replays" / "one.json.gz")
+
+
+def test_a_run_has_results_reconstruction_codes_times_ranks_card_and_differences(tmp_path, capsys):
+    folder = three_stages(tmp_path / "run", seed=7)
+    page = report(folder)
+    assert capsys.readouterr().out.split() == [str(folder / "report.html")]
+    assert page.row("win rate")[1:] == ["0.750", "0.750"] and page.row("MSE")[1:] == ["0.001", ""]
+    assert page.row("reconstruction")[1:4] == ["0.01", "0", "0.02"]
+    assert page.row("baseline: zeros")[1] == "0.400" and page.row("token right")[1] == "0.750"
+    assert page.row("codes in use", 2)[1] == "64 of 256 (25%)"
+    assert "update 75.0 % 8 s" in page.lines and "collect 25.0 % 2 s" in page.lines
+    assert page.row("0")[1:5] == ["2", "10", "2", "0"] and page.row("1", 5)[1:] == ["2", "14", "3", "1.000"]
+    card = json.loads((folder / "card.json").read_text())
+    assert page.row("id")[1] == card["id"] and page.row("torch")[1] == card["told"]["versions"]["torch"]
+    changed = [row for row in page.rows if len(row) == 3 and row[0] in json.loads((folder / "config.json").read_text())]
+    assert changed == [["seed", "1", "7"], ["lr", "0.001", "0.002"]] or sorted(changed) == [
+        ["lr", "0.001", "0.002"], ["seed", "1", "7"],
+    ]  # fmt: skip
+    assert page.row("t_max", 2)[1] == "500000", "all keys are there too"
+    curve = [attrs["points"] for tag, attrs in page.tags if tag == "polyline"]
+    points = np.array([pair.split(",") for pair in curve[0].split()], float)
+    slope = np.diff(points[:, 1]) / np.diff(points[:, 0])
+    assert len(points) == len(STEPS) and np.allclose(slope, slope[0], atol=0.01) and slope[0] < 0, "a straight line up"
+
+
+def test_warnings_of_a_run(tmp_path):
+    folder = make_run(tmp_path / "run")
+    entry = {"kind": "lossy", "from": "checkpoints/3", "t_env": 40, "lost_episodes": 2, "set_aside": "set_aside/x"}
+    add(folder, "card.json", {"resumed": [entry]})
+    add(folder, "summary.json", {"exit_state": "failed", "restarts": 2})
+    log(folder, {"stage": "stage3", "t_env": 9, "skipped_updates": 3, "lost_episodes": 5, "worker_restarts": 0})
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank_1.log").write_text("2026-01-02 03:04:05,678 WARNING omagd the disk is full\nbroken\n")
+    text = "\n".join(report(folder).lines)
+    for line in (
+        "the run is failed", "started again 2 times", "resumed (lossy)", "checkpoints/3 at 40 steps", "2 episodes lost",
+        "set_aside/x", "3 updates skipped", "5 episodes lost", "the disk is full",
+    ):  # fmt: skip
+        assert line in text
+    assert "workers" not in text, "what has not happened is no warning"
+
+
+def test_a_study_has_arms_by_maps_with_intervals_and_all_runs(tmp_path):
+    make_study(tmp_path, maps=("3m", "8m"), seeds=(1, 2, 3))
+    make_run(tmp_path / "zbegun", (0.1,), finished=False, seed=9, lr=0.005)
+    page = report(tmp_path)
+    cell = page.row("lr=0.001", 3)[1]
+    scores = np.array([0.2 + 0.2 + 0.02 * seed for seed in (1, 2, 3)])
+    found = bootstrap((scores,), np.mean, method="percentile", n_resamples=20_000, random_state=1).confidence_interval
+    middle, low, high = (float(number) for number in re.findall(r"\d\.\d+", cell))
+    assert middle == pytest.approx(scores.mean(), abs=1e-3) and "n = 3" in cell
+    assert (low, high) == pytest.approx(tuple(found), abs=3e-3)
+    names = [row[0] for row in page.rows if len(row) == 11]
+    assert len(names) == 20 and page.row("zbegun")[4].startswith("unfinished")
+    assert page.row("lr", 4) == ["lr", "0.0003", "0.001", "0.005"]
+    assert [row[0] for row in page.rows if row[0] == "lr=0.005"], "arms are rows"
+
+
+def test_a_damaged_run_is_a_warning_and_jobs_that_failed_are_named(tmp_path, capsys):
+    make_study(tmp_path / "runs", rates=(0.001, 0.005))
+    for name in ("config.json", "summary.json"):
+        (tmp_path / "runs" / "lr0.001_3m_seed2" / name).write_text("{")
+    (tmp_path / "runs" / "lr0.005_3m_seed1" / "metrics.jsonl").write_text('{"stage": []}\n{"t_env": "x"}\n[')
+    add(tmp_path / "runs" / "lr0.005_3m_seed2", "summary.json", {"stages": {"stage3": {"phases": {"wall": "x"}}}})
+    jobs = [{"job": {"name": name, "arm": name[:7]}, "state": "done"} for name in ("lr0.001_3m_seed1",)]
+    jobs += [{"job": {"name": "bad", "arm": "x"}, "state": "failed", "error": f"no {EVIL}"}]
+    (tmp_path / "study.json").write_text(json.dumps({"jobs": jobs}))
+    page = report(tmp_path)
+    text = "\n".join(page.lines)
+    assert "left out: " in text and "lr0.001_3m_seed2: neither" in text and f"bad: failed: no {EVIL}" in text
+    assert "lr0.005_3m_seed1: metrics.jsonl has no record" in text
+    assert len([row for row in page.rows if len(row) == 11]) == 4
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [([], "name a run"), (["nowhere"], "nowhere: holds no run"), (["run", "--out", "run/config.json/x"], "--out")],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, words, says):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "run")
+    assert main(["report", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and says in error
+
+
+def test_everything_is_escaped(tmp_path):
+    folder = three_stages(tmp_path / EVIL.replace("/", "∕"), name=EVIL, pretrained_tokenizer_path=EVIL)
+    record_battle(folder)
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank_0.log").write_text(f"2026-01-02 03:04:05,678 ERROR omagd {EVIL}\n")
+    page = report(folder)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    (frame,) = [attrs for tag, attrs in page.tags if tag == "iframe"]
+    assert EVIL not in frame["srcdoc"] and "<canvas" in frame["srcdoc"]
+
+
+def test_the_page_of_a_study_with_large_pictures_is_at_most_5_mb(tmp_path):
+    for seed in range(6):
+        folder = three_stages(tmp_path / f"run{seed}", seed=seed, batch_size=8 + seed)
+        (folder / "plots" / "beliefs.png").write_bytes(PIXEL + bytes(900_000))
+    page = report(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 5_000_000
+    assert 2 <= [tag for tag, _ in page.tags].count("img") < 6
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("kind", ["run", "study"])
+def test_the_page_in_a_browser(tmp_path, kind, dark):
+    if kind == "run":
+        record_battle(three_stages(tmp_path / "run"))
+        folder, sections = tmp_path / "run", ["Results", "Curves", "Codebook", "Ranks", "Card", "Configuration"]
+    else:
+        make_study(tmp_path, maps=("3m", "8m", "5m_vs_6m", "2s3z"), seeds=(1, 2))
+        folder, sections = tmp_path, ["Results", "Curves", "Runs", "Arms"]
+    report(folder)
+    with opened(folder / "report.html", dark=dark, wide=390) as (page, complaints):
+        assert page.locator("h1").count() == 1
+        assert set(sections) <= set(page.locator("h2").all_text_contents())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        chart = page.locator("figure.chart svg").first.bounding_box()
+        assert chart["width"] > 250 and chart["height"] > 120
+        grounds = []
+        for _ in range(2):
+            grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            page.click("#theme")
+        brightness = [sum(map(int, re.findall(r"\d+", ground)[:3])) for ground in grounds]
+        assert (brightness[0] < brightness[1]) == dark, "as the system has it, then the other one"
+        if kind == "run":
+            page.locator("iframe").scroll_into_view_if_needed()
+            player = page.frame_locator("iframe")
+            player.locator("#next").click()
+            player.locator("#clock", has_text="1").wait_for(timeout=20_000)
+        assert [line for line in complaints if not line.startswith("data:")] == []
