@@ -169,6 +169,33 @@ def test_every_epoch_draws_other_minibatches(monkeypatch):
     assert len(seen) == 6 and len({str(part) for part in seen}) > 2
 
 
+@pytest.mark.parametrize(("name", "more"), [("mappo", {}), ("rloo", {"group_size": 8})])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("td_lambda", 0.5), ("double_q", False), ("target_update_interval", 3), ("target_update_updates", 3)],
+)
+def test_keys_of_targets_are_rejected(name, more, key, value):
+    config = resolve(name, "matrix_game", {"use_cuda": False, key: value, **more})
+    with pytest.raises(UserError, match=f"{key}={value}: has no meaning for learner={config.learner}.*Leave it out"):
+        preflight(config)
+
+
+def test_an_unknown_critic_is_named_once():
+    with pytest.raises(UserError) as caught:
+        preflight(resolve("mappo", "matrix_game", {"use_cuda": False, "learner_args.critic": "foo"}))
+    line = str(caught.value)
+    assert line.startswith("learner_args.critic=foo is not known; known: ") and line.count("critic=foo") == 1
+
+
+@pytest.mark.parametrize(("count", "draws"), [(1, 1), (2, 3)])
+def test_a_single_minibatch_is_drawn_and_packed_once(count, draws, monkeypatch):
+    learner, drawn = ppo(epochs=3, minibatches=count), []
+    draw_all = Minibatches.draw
+    monkeypatch.setattr(Minibatches, "draw", lambda *given: drawn.append(given) or draw_all(*given))
+    learner.update(pack_episodes(episodes_of(5, 2, 4, 1)), episodes=0)
+    assert (len(drawn), learner.updates) == (draws, 3 * count)
+
+
 def test_the_stored_log_probabilities_are_those_of_the_policy_that_played(tmp_path):
     """So the ratio of the first step is 1: no divergence, nothing clipped."""
     config = resolve("mappo", "skirmish", {"env_args.map_name": "3m", "use_cuda": False, "rnn_hidden_dim": 8})

@@ -72,7 +72,12 @@ def validation_message(error: ValidationError, prefix: str = "") -> str:
         return f"{key}: has no value. Give {key}=…"
     if first["type"] == "extra_forbidden":
         return f"{key}={shorten(first['input'])}: unknown key '{key}'"
-    line = f"{key}={shorten(first['input'])}: must be {_expected(details, first)}{_fix(first)}"
+    given = f"{key}={shorten(first['input'])}"
+    if first["type"] == "value_error":  # the sentence of a validator, which may name the key itself
+        sentence = first["msg"].removeprefix("Value error, ")
+        line = sentence if sentence.startswith(f"{key}=") else f"{given}: {sentence}"
+    else:
+        line = f"{given}: must be {_expected(details, first)}{_fix(first)}"
     others = {item["loc"][0] for item in details if item["loc"]} - {first["loc"][0]}
     return f"{line} (also wrong: {', '.join(sorted(map(str, others)))})" if others else line
 
@@ -89,7 +94,7 @@ def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
     same_key = [item["type"] for item in details if item["loc"][:1] == first["loc"][:1]]
     if first["type"] in EXPECTED:
         return EXPECTED[first["type"]] + (" or null" if "none_required" in same_key else "")
-    return re.sub("^(Input|String) should (be |have )?|^Value error, ", "", first["msg"])
+    return re.sub("^(Input|String) should (be |have )?", "", first["msg"])
 
 
 def _fix(first: ErrorDetails) -> str:

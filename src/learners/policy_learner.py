@@ -212,12 +212,12 @@ class PolicyLearner(Generic[Args]):
         minibatches = Minibatches(batch, self.args.chunk_length, self.dist)
         self._anneal(minibatches.steps)
         merged: Stats = {}
-        parts: list[PolicyRows] = []
+        same: list[list[PolicyRows]] = []  # of a single minibatch, which has the same rows in every epoch
         for _ in range(self.args.epochs):
             draws = generator(self.config.seed, "minibatches", self.updates)
-            for chunks in minibatches.draw(self.args.minibatches, draws):
-                if not parts or self.args.minibatches > 1:  # a single minibatch has the same rows in every epoch
-                    parts = _parts(rows, hidden, chunks, self.config.accumulate)
+            drawn = () if same else minibatches.draw(self.args.minibatches, draws)
+            for parts in same or (_parts(rows, hidden, chunks, self.config.accumulate) for chunks in drawn):
+                same = [parts] if self.args.minibatches == 1 else []
                 count = torch.stack([part.weight.sum() for part in parts]).sum()
                 result = self._step(count, *((part,) for part in parts))
                 self.updates += 1
