@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from q_toys import toy_config
 from runner_toys import Game, assert_continues
 
-from omagd.config.env_info import EnvInfo
+from omagd.config.env_info import EnvInfo, map_label
 from omagd.config.loading import resolve
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
@@ -242,7 +243,8 @@ def test_sets_are_lists_or_files(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("training: [3m, 2s3z]\nheld_out: [4m]\n")
     assert task_set(str(path)) == TaskSet("mine", ("3m", "2s3z"), ("4m",))
-    for given in ("3m,5m", "[3m, 5m]", ["3m", "5m"], ("3m", "5m")):
+    for given in ("3m,5m", "[3m, 5m]", "['3m','5m']", "('3m', '5m')", "3m,5m,", ["3m", "5m"], ("3m", "5m")):
+        assert map_label(given) == "3m+5m"
         assert task_set(given) == TaskSet("3m+5m", ("3m", "5m"))
     assert task_set([f"{n}m" for n in range(1, 40)]).label == "1m+38_maps"
     values = task_set(str(path)).as_values()
@@ -263,7 +265,19 @@ def test_sets_are_lists_or_files(tmp_path):
         ([3, "5m"], ["must hold their names"]),
         ({"training": []}, ["list of maps is empty"]),
         ({"name": "mine"}, ["env_args.map_name", "training"]),
-        ("3m,5n", ["map_name=5n is not known"]),
+        ("3m,5n", ["env_args.map_name=3m,5n: map_name=5n is not known"]),
+        (["3m", "5n"], ["env_args.map_name=['3m', '5n']: map_name=5n is not known"]),
+        ("marine-easy,3m", ["map_name=marine-easy,3m: marine-easy is a set of maps. Give its maps, or the set alone"]),
+        ("[marine-easy]", ["map_name=[marine-easy]: marine-easy is a set of maps"]),
+        ("bad.yaml,3m", ["bad.yaml is a file of maps"]),
+        ("[,]", ["map_name=[,]: is no list of maps", "[3m,5m]"]),
+        (",", ["map_name=,: is no list of maps"]),
+        ("[3m", ["map_name=[3m: is no list of maps"]),
+        ("[3m,[5m]]", ["map_name=[3m,[5m]]: a list of maps must hold their names", "['5m'] is none"]),
+        (["3m,5m"], ["'3m,5m' is none"]),
+        ("3z3s,3s3z", ["3z3s and 3s3z are the same map"]),
+        ("3m,5m,3m_vs_3m", ["3m and 3m_vs_3m are the same map"]),
+        ("1m2m,3m", ["1m2m and 3m are the same map"]),
         ("3m,2s3z", ["2s3z and 3m cannot be in one set", "enemy_dim is 8 and 5"]),
         ("2s3z,1c3s5z", ["1c3s5z and 2s3z", "features"]),
         ("3m3s", ["3m3s mixes races", "m marine"]),
@@ -272,8 +286,21 @@ def test_sets_are_lists_or_files(tmp_path):
         ("2d", ["2d cannot attack"]),
         ("3m_vs_2d", ["2d cannot attack"]),
         ("3g2h", ["no map type with hydralisk and zergling"]),
-        ("none.yaml", ["map_name=none.yaml", "cannot be read"]),
-        ("bad.yaml", ["bad.yaml", "is no YAML file"]),
+        ("none.yaml", ["map_name=none.yaml", "cannot be read (no such file)"]),
+        ("~nobody-of-this-name/x.yaml", ["map_name=~nobody-of-this-name/x.yaml", "no such file"]),
+        ("a\0b.yaml", ["no such file"]),
+        ("pipe.yaml", ["map_name=pipe.yaml", "not a regular file"]),
+        ("bad.yaml", ["map_name=bad.yaml", "cannot be read as YAML", "the keys training and held_out"]),
+        ("date.yaml", ["map_name=date.yaml", "cannot be read as YAML", "month must be in 1..12"]),
+        ("binary.yaml", ["map_name=binary.yaml", "cannot be read as YAML"]),
+        ("digits.yaml", ["map_name=digits.yaml", "cannot be read as YAML"]),
+        ("laughs.yaml", ["map_name=laughs.yaml", "aliases stand for too many values"]),
+        ("itself.yaml", ["map_name=itself.yaml", "aliases stand for too many values"]),
+        ("twice.yaml", ["map_name=twice.yaml", "duplicate key 'training'"]),
+        ("names.yaml", ["map_name=names.yaml", "marine-easy is a set"]),
+        ("inside.yaml", ["map_name=inside.yaml", "'3m,5m' is none"]),
+        ("nameless.yaml", ["map_name=nameless.yaml", "'' is none"]),
+        ("unknown.yaml", ["map_name=unknown.yaml: map_name=5n is not known"]),
         ("empty.yaml", ["empty.yaml", "list of maps is empty"]),
         ("extra.yaml", ["extra.yaml", "heldout"]),
         ("both.yaml", ["both.yaml", "3m is named twice"]),
@@ -286,7 +313,12 @@ def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path
     texts = {
         "bad": "{", "empty": "training: []", "extra": "training: [3m]\nheldout: [4m]", "list": "[3m, 5m]",
         "both": "training: [3m]\nheld_out: [3m]", "numbers": "training: [3, 5]",
+        "date": "training: [2020-99-99]", "binary": "training: [0b_]", "digits": f"training: [{'9' * 5000}]",
+        "itself": "training: &a [*a]", "twice": "training: [3m]\ntraining: [5m]", "names": "training: [marine-easy]",
+        "inside": 'training: ["3m,5m"]', "nameless": 'training: [3m, ""]', "unknown": "training: [3m]\nheld_out: [5n]",
+        "laughs": "0: &0 [x]\n" + "".join(f"{n + 1}: &{n + 1} [{f'*{n},' * 9}]\n" for n in range(10)) + "training: *10",
     }  # fmt: skip
+    os.mkfifo("pipe.yaml")
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     rejected({"env_args.map_name": map_name}, words)
@@ -300,7 +332,8 @@ def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path
         ({"share_parameters": False}, ["share_parameters=False", "share_parameters=True"]),
         ({"env_args.obs_last_action": True}, ["cannot be in one set", "ally_dim"]),
         ({"env_args.obs_instead_of_state": True}, ["a state without units"]),
-        ({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["env_args.map_name=5m"]),
+        ({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["map_name=5m"]),
+        ({"task_weights.3m": 1e308}, ["task_weights.3m=1e+308", "at most 1000000000"]),
     ],
 )
 def test_what_cannot_play_a_set_is_rejected_at_the_start(updates, words, monkeypatch):

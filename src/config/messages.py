@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from omagd.config.schema import as_whole
 from omagd.utils.errors import UserError, nearest
 
 EXPECTED = {
@@ -42,7 +44,8 @@ def typed_args(
         section: name of the section ("env_args"). owner: the component as it was chosen ("env=skirmish").
         model: the component's `args_model`. values: as given.
         fix_of: returns the fix for an unknown key, empty where it knows none.
-    Errors: UserError for an unknown key, a wrong type, or a value out of range.
+    Errors: UserError for an unknown key, a wrong type, or a value out of range. Nothing is converted implicitly, unless
+        a field says `strict=False`; of environments, whose arguments may be any objects, their model decides.
     """
     known = sorted(model.model_fields)
     for key, value in values.items():
@@ -51,9 +54,17 @@ def typed_args(
             fix = fix_of(key) or fix
             raise UserError(f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{fix}")
     try:
+        if section != "env_args":
+            # From JSON, since a list there is a tuple or a set as well.
+            text = json.dumps({key: as_whole(value) for key, value in values.items()})
+            model.model_validate_json(text, strict=True)
         return model.model_validate(values)
     except ValidationError as error:
+        if error.errors()[0]["type"] == "json_invalid":
+            raise UserError(f"{section}: a value cannot be saved as JSON (a lone surrogate)") from None
         raise UserError(validation_message(error, f"{section}.")) from None
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise UserError(f"{section}: a value cannot be saved as JSON ({' '.join(str(problem).split())})") from None
 
 
 def validation_message(error: ValidationError, prefix: str = "") -> str:
