@@ -39,8 +39,8 @@ class PolicyArgs(BaseModel):
     """`learner_args` of the loss of the policy."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    epochs: int = Field(default=5, ge=1)  # passes over each batch
-    minibatches: int = Field(default=1, ge=1)  # parts of the batch, over all ranks, each with one step
+    epochs: int = Field(default=5, ge=1, le=2**16)  # passes over each batch
+    minibatches: int = Field(default=1, ge=1, le=2**16)  # parts of the batch, over all ranks, each with one step
     chunk_length: int = Field(default=0, ge=0)  # steps of the pieces that minibatches consist of; 0: whole episodes
     clip: float = Field(default=0.2, gt=0.0)  # bound of the probability ratio's distance from 1
     entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus
