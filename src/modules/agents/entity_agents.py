@@ -186,7 +186,7 @@ class HPNArgs(BaseModel):
     """`agent_args` of `hpn_rnn`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    hyper_dim: Width = 64  # hidden width of the hypernetworks (J)
+    hyper_dim: Width = 32  # hidden width of the hypernetworks (J)
 
 
 class HPNAgent(EntityAgent):
