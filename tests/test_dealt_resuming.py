@@ -33,7 +33,7 @@ SMALL = {
 }  # fmt: skip
 GROUPS = {
     "env_args.map_name": ["3m_vs_2m", "4m_vs_2m"], "group_size": 2, "learner_args.epochs": 1, "n_starts": 3,
-    "enable_dynamic_sampling": True, "max_sampling_attempts": 1, "rollout_skip_threshold": NEVER, "max_episodes": 16,
+    "enable_dynamic_sampling": True, "max_sampling_attempts": 1, "rollout_skip_threshold": NEVER, "max_episodes": 24,
 }  # fmt: skip
 MAPS = {"env_args.map_name": ["1m", "2m_vs_1m"], "sync_every_n_steps": 2}
 REPLAY = {"buffer_size": 8, "updates_per_iteration": 1}

@@ -30,6 +30,7 @@ from omagd.utils.errors import UserError
 
 SLOTS = 5
 MARINES = {"map_name": "3m,5m_vs_6m,1m,9m", "state_last_action": True, "state_timestep_number": True}
+needs_smax = pytest.mark.skipif(find_spec("jaxmarl") is None, reason="the extra [smax] is not installed")
 CASES = {
     "marines": ("skirmish", MARINES, False),
     "stalkers and zealots": ("skirmish", {"map_name": "1s3z,2s3z,3s5z_vs_3s6z", "obs_timestep_number": True}, False),
@@ -39,10 +40,11 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.processes] * (k == "in processes")) for k in CASES])
+MARKS = {"in processes": [pytest.mark.processes], "smax": [needs_smax]}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
 def case(request) -> tuple[str, dict[str, Any], bool]:
-    if request.param == "smax" and find_spec("jaxmarl") is None:
-        pytest.skip("the extra [smax] is not installed")
     return CASES[request.param]
 
 
@@ -103,6 +105,10 @@ class Twins:
         seen, of_set = self.env.observe(full=True), self.env.info
         actions = np.zeros((SLOTS, of_set.n_agents), np.int64)
         each = [env.observe(full=True) if (self.task == task).any() else None for task, env in enumerate(self.plain)]
+        name, rng = of_set.scripted_policies[-1], np.random.default_rng(0)
+        scripted = self.env.scripted_actions(name, rng)
+        pairs = zip(each, self.plain, strict=True)
+        ruled = [None if own is None else env.scripted_actions(name, rng) for own, env in pairs]
         for slot, task in enumerate(self.task):
             info, own = self.plain[task].info, each[task]
             n, (obs, state) = info.n_agents, columns(info, of_set)
@@ -113,6 +119,8 @@ class Twins:
             expected = np.zeros(of_set.state_dim, np.float32)
             expected[state] = own.state[slot]
             np.testing.assert_array_equal(seen.state[slot].view(np.int32), expected.view(np.int32))
+            np.testing.assert_array_equal(scripted[slot, :n], ruled[task][slot])
+            assert not scripted[slot, n:].any()
             mask = np.zeros((of_set.n_agents, of_set.n_actions), bool)
             mask[n:, 0], mask[:n, : info.n_actions] = True, own.avail_actions[slot]
             np.testing.assert_array_equal(seen.avail_actions[slot], mask)
@@ -224,15 +232,23 @@ def test_environments_are_made_once():
     assert env.get_stats()["battles_game"] == 0
 
 
-# The lists of ODIS (LAMDA-RL/ODIS, src/config/tasks): number of maps, trained on, largest team of allies, of enemies.
-ODIS = {"marine-easy": (10, 3, 12, 12), "marine-hard": (12, 3, 13, 15), "stalker-zealot": (13, 3, 10, 10)}
+# The lists of ODIS (LAMDA-RL/ODIS, src/config/tasks): trained on, further maps, largest team of allies, of enemies.
+ODIS = {
+    "marine-easy": ("3m 5m 10m", "4m 6m 7m 8m 9m 11m 12m", 12, 12),
+    "marine-hard": (
+        "3m 5m_vs_6m 9m_vs_10m", "4m 5m 10m 12m 7m_vs_8m 8m_vs_9m 10m_vs_11m 10m_vs_12m 13m_vs_15m", 13, 15,
+    ),
+    "stalker-zealot": ("2s3z 2s4z 3s5z", "1s3z 1s4z 1s5z 2s5z 3s3z 3s4z 4s3z 4s4z 4s5z 4s6z", 10, 10),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_named_sets_play_on_skirmish(name):
     env = make_env("skirmish", {"map_name": name}, 1, processes=False)
     info, each = env.info, {m: make_env("skirmish", {"map_name": m}, 1, False).info for m in NAMED[name].maps}
-    assert (len(info.tasks), info.n_training, info.n_agents, info.layout.n_enemies) == ODIS[name]
+    training, held_out, *teams = ODIS[name]
+    assert (NAMED[name].training, NAMED[name].held_out) == (tuple(training.split()), tuple(held_out.split()))
+    assert [info.n_agents, info.layout.n_enemies] == teams and info.n_training == 3
     assert info.tasks == NAMED[name].maps and info.map_name == name and info.name == "skirmish"
     assert info.obs_dim == info.layout.obs_dim == max(of_map.obs_dim for of_map in each.values())
     assert info.n_actions == max(of_map.n_actions for of_map in each.values())
@@ -332,7 +348,7 @@ def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path
         ({"share_parameters": False}, ["share_parameters=False", "share_parameters=True"]),
         ({"env_args.obs_last_action": True}, ["cannot be in one set", "ally_dim"]),
         ({"env_args.obs_instead_of_state": True}, ["a state without units"]),
-        ({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["map_name=5m"]),
+        pytest.param({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["map_name=5m"], marks=needs_smax),
         ({"task_weights.3m": 1e308}, ["task_weights.3m=1e+308", "at most 1000000000"]),
     ],
 )

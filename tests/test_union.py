@@ -100,7 +100,7 @@ def test_ranks_equal_one_process_with_all_that_they_played(preset, dealing, walk
         torch.testing.assert_close(states[0][name], value, atol=1e-10, rtol=0, msg=name)
     assert not equal(before, states[0]), "nothing was learned"
     if preset == "rloo":
-        assert sum(rank[preset, dealing][2] for rank in walks), "no group was dropped"
+        assert sum(rank[preset, each][2] for rank in walks for each in DEALINGS), "no group was dropped"
 
 
 def test_every_learner_that_plays_sets_is_among_these():
