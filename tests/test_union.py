@@ -25,11 +25,11 @@ SMALL = {
     "batch_size_run": 4, "batch_size": 4, "checkpoint_interval": 10**6, "grad_norm_clip": 1e9,
 }  # fmt: skip
 GROUPS = {
-    "agent": "hpn_rnn", "obs_agent_id": False, "group_size": 2, "learner_args.epochs": 2,
+    "agent": "hpn_rnn", "obs_agent_id": False, "group_size": 2, "learner_args.epochs": 2, "learner_args.minibatches": 1,
     "enable_dynamic_sampling": True, "max_sampling_attempts": 1,
 }  # fmt: skip
 LEARNING: dict[str, dict[str, Any]] = {
-    "hpn_mappo": {"learner_args.epochs": 2},
+    "hpn_mappo": {"learner_args.epochs": 2, "learner_args.minibatches": 1},
     "hpn_qmix": {"updates_per_iteration": 2},
     "rloo": GROUPS,
 }
