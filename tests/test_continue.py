@@ -29,7 +29,7 @@ from omagd.learners import REGISTRY as LEARNERS
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.checkpoint.store import folders as checkpoints
 from omagd.run.checkpoint.store import read_checkpoint
-from omagd.run.checkpoint.weights import checksum, find_step_folder, load_learner, save_learner
+from omagd.run.checkpoint.weights import checksum, far_step, find_step_folder, load_learner, save_learner
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
@@ -55,6 +55,13 @@ def test_the_nearest_saved_step_is_taken(tmp_path):
         steps = [int(find_step_folder(str(given), wanted).name) for wanted in (0, 1, 170, 180, 999, 5000)]
         assert steps == [1000, 100, 100, 250, 1000, 1000]
     assert find_step_folder(str(tmp_path / "models" / "250"), 1000).name == "250"
+
+
+def test_a_step_far_from_the_one_asked_for_is_pointed_out(tmp_path):
+    for step, near in ((150409, False), (27400, True), (25000, True), (22000, False)):
+        line = far_step(tmp_path / str(step), 25000)
+        assert bool(line) != near and (near or (f"saved is {step}" in line and "save_model_interval" in line))
+    assert far_step(tmp_path / "150409", 0) == far_step(tmp_path / "best", 25000) == ""
 
 
 @pytest.mark.parametrize("name", ["nowhere", "junk", "x" * 300, "\0", "~nobody_here/x"])

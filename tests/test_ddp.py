@@ -36,7 +36,7 @@ Q = {
 }
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
 Q |= {
-    "PPO": {**PPO, "learner_args": {"epochs": 2, "critic": "set", "value_clip": 0.01}},
+    "PPO": {**PPO, "t_max": 400, "learner_args": {"epochs": 2, "critic": "set", "value_clip": 0.01, "anneal_lr": True}},
     # More minibatches than some ranks have chunks.
     "PPO chunks": {**PPO, "learner_args": {"epochs": 2, "minibatches": 3, "chunk_length": 3, "critic": "observation"}},
     "PPO in groups": {**PPO, "learner": "rloo_learner", "learner_args": {"epochs": 2, "minibatches": 2}},

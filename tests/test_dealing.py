@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ddp_harness import run_ranks
-from interruption import interrupted_run
+from interruption import interrupted_run, stage_of
 from q_toys import make_learner, random_episode, state_of, toy_config
 from run_equality import differences
 from runner_toys import FakeEnv, LossyEnv, Probe
@@ -20,6 +21,7 @@ from omagd.envs.factory import make_env
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.partition import apportioned, balanced, excess, in_turn, largest_differencing
+from omagd.run.training.task_records import Tally
 from omagd.run.training.tasks import TrainingTasks
 from omagd.runners.runner import ParallelRunner
 from omagd.runners.starts import DealtStarts
@@ -100,7 +102,7 @@ def test_no_rank_is_idle_or_busier_than_the_tolerance_and_few_maps_are_divided()
 
 
 @pytest.mark.parametrize(("n_ranks", "balance", "least", "slots", "batch"), [
-    (2, False, 1, 4, 40), (3, True, 1, 4, 4), (5, True, 1, 1, 1), (2, True, 2, 4, 4),
+    (2, False, 1, 4, 42), (3, True, 1, 4, 4), (5, True, 1, 1, 1), (2, True, 2, 4, 4),
 ])  # fmt: skip
 def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks, balance, least, slots, batch):
     ranks = ranks_of(
@@ -129,25 +131,62 @@ def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks,
 
 
 def test_measured_seconds_deal_anew_and_a_resume_goes_on_with_the_same_shares():
-    ranks = ranks_of(2, names=("a", "b", "c", "d"))
+    names = {"names": ("a", "b", "c", "d"), "task_weights": {"b": 4.0}}
+    ranks = ranks_of(2, **names)
     first = ranks[0].shares.copy()
     seconds, episodes = np.array([8.0, 1.0, 1.0, 7.0]), np.ones(4)
+    loads = seconds * np.array([1, 4, 1, 1])
     for tasks in ranks:
         tasks.tally.synchronise = lambda dist: (seconds, episodes)
     changed = [tasks.synchronise() for tasks in ranks]
-    assert all(changed) or excess(first, seconds) <= 0.05
+    assert all(changed) or excess(first, loads) <= 0.05
     for tasks in ranks:
-        assert excess(tasks.shares, seconds) <= 0.06
+        assert excess(tasks.shares, loads) <= 0.06
         assert not tasks.synchronise(), "the same seconds change nothing"
+        assert np.array_equal(tasks.costs, 1.5 * np.stack([seconds, episodes])), "older ones count half"
+        tasks.deal(tasks.data)
     state = ranks[0].state_dict()
-    again, fewer = ranks_of(2, names=("a", "b", "c", "d"))[1], ranks_of(1, names=("a", "b", "c", "d"))[0]
-    again.load_state_dict(state)
-    fewer.load_state_dict(state)
+    again, fewer, more = ranks_of(2, **names)[1], ranks_of(1, **names)[0], ranks_of(3, **names)[0]
+    for tasks in (again, fewer, more):
+        tasks.load_state_dict(state)
+    assert more.shares.shape == (3, 4) and excess(more.shares, loads) <= 0.06
     assert np.array_equal(again.shares, ranks[1].shares) and np.array_equal(again.costs, ranks[1].costs)
     assert fewer.shares.tolist() == [[1.0] * 4]
-    for tasks in (again, ranks[1]):
-        tasks.deal(tasks.data)
-    assert again.starts.list == ranks[1].starts.list
+    for _ in range(3):
+        for tasks in (again, ranks[1]):
+            tasks.deal(tasks.data)
+        assert again.starts.list == ranks[1].starts.list
+
+
+class LosesOnce(LossyEnv):
+    """The second slot loses its first episode, of whichever seed."""
+
+    once = True
+
+    def losing(self) -> np.ndarray:
+        lost = self.once & (np.arange(self.n_slots) == 1)
+        self.once = False
+        return lost
+
+
+def test_the_log_says_which_ranks_play_which_maps_when_that_changes(tmp_path, monkeypatch):
+    tasks = ranks_of(2, names=("a", "b", "c"))[0]
+    tasks.shares = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]])
+    assert tasks.deal_by_rank() == "0: a, c; 1: b, c"
+    stage = stage_of(config_of(tmp_path, task_dealing="sharded"), tmp_path / "run")
+    lines: list[str] = []
+    monkeypatch.setattr(stage.session.logger, "info", lines.append)
+    stage._log_deal()
+    stage._log_deal()
+    assert lines == [f"maps by rank: 0: {', '.join(MAPS)}"]
+    stage.maps.shares[:, 0] = 0.0
+    stage._log_deal()
+    assert lines[1:] == [f"maps by rank: 0: {', '.join(MAPS[1:])}"]
+    stage.maps = None
+    stage._log_deal()
+    stage.session.close()
+    tasks.config = tasks.config.model_copy(update={"task_dealing": "queue"})
+    assert tasks.deal_by_rank() == ""
 
 
 def dealt_round(env, tasks, group_size=1):
@@ -179,6 +218,9 @@ def test_groups_of_dealt_starts_share_their_seed_and_lost_episodes_keep_their_ta
         groups.setdefault(episode.meta.group, []).append((episode.meta.task, episode.meta.seed))
     assert len(groups) == 5 and all(len(each) == 2 and len(set(each)) == 1 for each in groups.values())
     assert sorted(each[0][0] for each in groups.values()) == [0, 0, 1, 1, 1]
+    rollout, _, _ = dealt_round(LosesOnce(2), [1], group_size=2)
+    assert rollout.lost == 1 and len({str(replace(e.meta, slot=0, outcome=0)) for e in rollout.episodes}) == 1
+    assert len(rollout.episodes) == 2 and rollout.episodes[0].meta.task == 1, "the partner's start is played again"
     rollout, asked, _ = dealt_round(LossyEnv(3), [0] * 4 + [1] * 8)
     assert rollout.lost > 0 and len(asked) == 12 + rollout.lost
     assert np.bincount([episode.meta.task for episode in rollout.episodes]).tolist() == [4, 8]
@@ -204,6 +246,20 @@ def test_seconds_go_to_the_task_that_took_them():
     assert [facts.get("seconds_per_episode") for facts in tasks.tally.facts().values()] == [
         pytest.approx((1 + 2.5 * 5 / 8) / 2), None, pytest.approx(0.5 + 2.5 * 3 / 8),
     ]  # fmt: skip
+
+
+def test_the_newest_outcomes_and_starts_are_kept():
+    tally = Tally(("a",))
+    for number in range(150):
+        tally.note("a", number, 1, float(number >= 100))
+    tally.synchronise(Dist())
+    record = tally.all["a"]
+    assert (record.visits, record.wins, tally.facts()["a"]["recent_win_rate"]) == (150, 50, 0.5)
+    assert list(record.starts) == list(range(50, 150)) and tally.starts("a") == {}, "none was visited twice"
+    for _ in range(20):
+        tally.note("a", 149, 1, 0.0)
+        tally.synchronise(Dist())
+    assert record.starts[149].last == [0] * 16 and (record.starts[149].visits, record.starts[149].wins) == (21, 1)
 
 
 def counted(rank, dist):

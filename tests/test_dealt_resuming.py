@@ -21,33 +21,33 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.reporting import plots
 from omagd.run.training.experiment import run_experiment
+from omagd.run.training.stages import rl
 from omagd.utils.dist_utils import Dist
 from omagd.utils.run_folder import RunFolder
 
 pytestmark = pytest.mark.processes
 SMALL = {
     "use_cuda": False, "rnn_hidden_dim": 8, "test_nepisode": 1, "test_interval": 10**6, "checkpoint_interval": 0,
-    "log_interval": 300, "runner_log_interval": 300, "learner_log_interval": 300, "batch_size_run": 4, "batch_size": 4,
-    "t_max": 10**6, "max_episodes": 36,
+    "log_interval": 100, "runner_log_interval": 100, "learner_log_interval": 100, "batch_size_run": 2, "batch_size": 2,
+    "t_max": 10**6, "max_episodes": 12,
 }  # fmt: skip
 GROUPS = {
-    "env_args.map_name": "4m_vs_2m", "group_size": 2, "learner_args.epochs": 1, "enable_dynamic_sampling": True,
-    "max_sampling_attempts": 1, "n_starts": 6, "max_episodes": 60,
+    "env_args.map_name": ["3m_vs_2m", "4m_vs_2m"], "group_size": 2, "learner_args.epochs": 1, "n_starts": 3,
+    "enable_dynamic_sampling": True, "max_sampling_attempts": 1, "rollout_skip_threshold": NEVER, "max_episodes": 24,
 }  # fmt: skip
-MAPS = {"env_args.map_name": ["2m", "3m_vs_2m"], "sync_every_n_steps": 3}
-PPO = {**MAPS, "learner_args.epochs": 1}
-IN_TURN = {**PPO, "task_dealing": "sharded", "balance_tasks_across_gpus": False}
+MAPS = {"env_args.map_name": ["1m", "2m_vs_1m"], "sync_every_n_steps": 2}
+REPLAY = {"buffer_size": 8, "updates_per_iteration": 1}
 # Preset, keys, and what an interrupted run must end with: the same bits, or the same counts.
 MODES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "groups": ("rloo", {**GROUPS, "rollout_skip_threshold": NEVER}, "bits"),
-    "sharded": ("hpn_mappo", IN_TURN, "bits"),
-    "queue": ("hpn_mappo", {**PPO, "task_dealing": "queue"}, "counts"),
-    "round robin": ("hpn_qmix", {**MAPS, "buffer_size": 8, "updates_per_iteration": 1}, "bits"),
-}
+    "round robin": ("hpn_rloo", {**MAPS, **GROUPS}, "bits"),
+    "sharded": (
+        "hpn_qmix", {**MAPS, **REPLAY, "task_dealing": "sharded", "balance_tasks_across_gpus": False}, "bits",
+    ),
+    "queue": ("hpn_mappo", {**MAPS, "learner_args.epochs": 1, "task_dealing": "queue"}, "counts"),
+}  # fmt: skip
 # Ranks, the folder, and the iteration that is lost; `others` goes on with `cut`.
 PHASES: list[tuple[int, tuple[str, int | None]]] = [
-    (2, ("cut", 2)), (3, ("others", 3)), (2, ("others", 4)), (1, ("others", None)), (2, ("cut", None)),
-    (2, ("whole", None)),
+    (2, ("cut", 2)), (3, ("others", 3)), (1, ("others", None)), (2, ("cut", None)), (2, ("whole", None)),
 ]  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def run_until(config: Config, dist: Dist, folder: Path, iteration: int | None) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "curves", lambda *_: None)
+        patch.setattr(rl, "greedy_episodes", lambda *_: {"test_return_mean": 0.0})  # as long as all training here
         patch.setattr(Checkpointer, "boundary", boundary)
         if iteration is None:
             run_experiment(config, dist, str(folder), None)
@@ -109,12 +110,12 @@ def test_an_interrupted_run_ends_the_same(mode, place):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_counts_are_exact_on_other_ranks(mode, place):
-    """Three, two and one rank go on with a run of two."""
+    """Three ranks and then one go on with a run of two."""
     run = place / mode / "others"
     assert miscounted(run) == []
     assert sorted(path.name for path in (run / "episodes").iterdir()) == [f"rank_{rank}.jsonl" for rank in range(3)]
     log = (run / "logs" / "rank_0.log").read_text()
-    for before, now in ((2, 3), (3, 2), (2, 1)):
+    for before, now in ((2, 3), (3, 1)):
         assert f"it was written by {before} rank(s), now there are {now}" in log
     common = torch.load(sorted((run / "checkpoints").glob("[0-9]*"))[-1] / "common.th", weights_only=True)
     assert sorted(common["run"]["earlier_ranks"]) == [1, 2]

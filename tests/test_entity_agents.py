@@ -121,6 +121,16 @@ def test_absent_units_change_nothing_and_weights_fit_every_map(updates):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_agents_that_see_the_same_differ_by_their_numbers_alone(name):
+    features, last = torch.randn(ROWS, 1, SMALL.obs_dim).double(), torch.zeros(ROWS, N, dtype=torch.int64)
+    for numbered in (True, False):
+        torch.manual_seed(0)
+        agent = AGENTS.get(name)(toy_config(agent=name, obs_agent_id=numbered), SMALL).double()
+        values = agent(AgentInputs(features.expand(-1, N, -1), last), PACKING)
+        assert (values[:, 0] - values[:, 1]).abs().max().item() > 1e-4 if numbered else (values == values[:, :1]).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_more_targets_than_enemies_and_a_battle_without_allies(name):
     healers = replace(SMALL, n_actions=NORMAL + M + 2)  # they choose among more allies than there are enemies
     values = agent_of({"agent": name}, healers)(Seen().inputs(), PACKING)
@@ -248,6 +258,8 @@ def test_agents_that_share_nothing_equal_the_same_networks_one_by_one(name):
     config, batch = toy_config(agent=name, share_parameters=False), Seen()
     torch.manual_seed(0)
     together = SeparateAgents(AGENTS.get(name), config, SMALL).double()
+    weights = list(together.parameters())  # each one once
+    assert len(weights) == N * len(list(together.each[0].parameters()))
     inputs = batch.inputs()
     values, hidden = together(inputs, PACKING), together.hidden_states(inputs, PACKING)
     for i, agent in enumerate(together.each):
@@ -321,3 +333,12 @@ def test_values_of_states_depend_on_all_that_is_in_them(kind):
     assert (value(state) - alive).abs()[0] > 1e-6
     with pytest.raises(UserError, match="needs a state of units; env=skirmish has none"):
         value_of(kind, replace(SMALL, state_layout=None))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_mixer_over_sets_never_falls_in_a_value_and_all_its_weights_matter(seed):
+    torch.manual_seed(seed)
+    mixer, state = MIXERS.get("set_qmix")(toy_config(mixer="set_qmix"), SMALL).double(), State()
+    mixer(state.qs.requires_grad_(), state.flat()).sum().backward()
+    assert (state.qs.grad[0] > 0).all() and (state.qs.grad >= 0).all()
+    assert all(p.grad.abs().sum() > 0 for p in mixer.parameters())

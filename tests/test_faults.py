@@ -238,6 +238,12 @@ def test_only_after_a_signal_from_outside_a_restart_may_help(failed, notes, kill
     assert not together or found.error.exit_code == failed[0]
 
 
+def test_the_end_of_the_fork_server_is_named_not_a_rank():
+    found = verdict({1: 255, 0: 255}, [], 2)
+    assert "forked from was killed" in str(found.error) and "auto_resume=True" in str(found.error) and not found.killed
+    assert "rank 1 ended with exit code 255" in str(verdict({1: 255}, [], 2).error)
+
+
 def test_notes_mark_errors_of_exchanges_and_replace_those_of_killed_attempts(tmp_path):
     """The error of an exchange may be the consequence of another rank's end."""
     (tmp_path / ".attempt_2").mkdir()

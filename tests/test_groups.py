@@ -26,7 +26,6 @@ from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.groups import check_groups
 from omagd.run.training.loop import fit
-from omagd.runners.start_pool import StartPool
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
@@ -89,6 +88,14 @@ def test_without_outcomes_they_are_not_compared():
     config = toy_config(learner="rloo_learner", action_selector="softmax", mixer="none")
     with pytest.raises(UserError, match=r"score=outcome.*battle_won.*score=return"):
         make_learner(config).update(pack_episodes(groups_of((1.0, math.nan))), episodes=0)
+    make_learner(config).update(pack_episodes(groups_of((1.0, 0.0), (math.nan,))), episodes=0)  # compared with none
+    config = config_of()
+    for updates in ({}, {"enable_dynamic_sampling": True}, {"n_starts": 5, "rollout_skip_threshold": 2}):
+        given = config.model_copy(update={"learner_args": {"score": "return"} if updates else {"score": "outcome"}})
+        given, info = given.model_copy(update=updates), describe_env(config)
+        check_groups(given, info)
+        with pytest.raises(UserError, match="battle_won"):
+            check_groups(given, replace(info, has_win=False))
 
 
 def test_outcomes_are_saved_with_episodes(tmp_path):
@@ -160,7 +167,19 @@ def test_groups_with_equal_outcomes_are_dropped_whole_and_others_collected():
     assert not kept.wants_more and kept.stats() == {} and len(kept.buffer) == 4
 
 
-def test_collecting_ends_at_a_share_of_the_groups():
+class OneOfTwo(Dist):
+    """The first of two ranks, with a store of its own."""
+
+    store = torch.distributed.HashStore()
+
+
+def test_collecting_ends_at_a_share_of_the_groups_of_all_ranks():
+    data = data_of(OneOfTwo(0, 2), batch_size=8, enable_dynamic_sampling=False, early_stop_percentage=0.5)
+    data.add(groups_of((1.0, 0.0), (0.0, 1.0)))
+    assert data.wants_more, "2 of 8"
+    OneOfTwo.store.add(data._counter(1), 1)
+    data.add(groups_of((1.0, 0.0)))
+    assert not data.wants_more and data.stats() == {}, "4 of 8"
     data = data_of(batch_size=8, enable_dynamic_sampling=False, early_stop_percentage=0.6)
     for share in (0.5, 1.0):
         assert data.wants_more
@@ -274,40 +293,20 @@ def test_dropped_groups_are_replaced_however_maps_are_dealt(dealing, tmp_path, m
 
 
 def test_ten_updates_without_groups_end_the_run(tmp_path):
-    groups = stage_of(config_of(tmp_path, **SAMPLING), tmp_path / "run").groups
+    config = config_of(tmp_path, **SAMPLING, n_starts=3, rollout_skip_threshold=2)
+    groups, other = (stage_of(config, tmp_path / name).groups for name in ("run", "other"))
+    groups.data.add(groups_of((1.0, 1.0), (1.0, 0.0)))
+    groups.exchange()
     for _ in range(9):
         assert not groups.found(0, "stage3")
     assert groups.found(2, "stage3") and groups.state_dict()["counts"] == [9, 0]
-    assert groups.record() == {"updates_without_groups": 9.0}
-    with pytest.raises(UserError, match=r"stage3, t_env 5: 10 updates in a row.*group_size=2.*checkpoint_path"):
+    other.load_state_dict(groups.state_dict())
+    assert groups.record() == other.record() == {"updates_without_groups": 9.0, "starts_mastered": 1.0}
+    with pytest.raises(
+        UserError, match=r"stage3, t_env 5: 10 updates in a row.*group_size=2.*checkpoint_path.*score=return"
+    ):
         for _ in range(10):
             groups.found(0, "stage3, t_env 5")
-
-
-def test_mastered_starts_are_skipped_and_forgotten():
-    pool, sources = StartPool(1, 3, threshold=2), iter(range(10**6))
-    starts = sorted({pool.draw(0, next(sources)) for _ in range(50)})
-    assert len(starts) == 3 and not {pool.draw(1, next(sources)) for _ in range(50)} & set(starts)
-    assert StartPool(1, 3).draw(0, 5) == StartPool(1, 3).draw(0, 5), "the same on all ranks"
-    for seed, outcomes in zip(starts, [(1.0, 1.0), (1.0, 0.0), (1.0, 1.0)], strict=True):
-        pool.note(0, seed, outcomes)
-    assert starts[0] in {pool.draw(0, next(sources)) for _ in range(50)}, "before it is exchanged"
-    pool.learn(pool.take_news())
-    assert len(pool) == 2
-    drawn = [pool.draw(0, next(sources)) for _ in range(4)]
-    skipped = [start for start, _ in pool.take_news()]
-    assert drawn.count(starts[1]) >= 3 and set(skipped) <= {(0, starts[0]), (0, starts[2])} and len(skipped) >= 2
-    pool.learn([((0, starts[0]), "skipped")])
-    saved = StartPool(1, 3, threshold=2)
-    saved.load_state_dict(pool.state_dict())
-    for each in (pool, saved):
-        assert len(each) == 2
-        each.learn([((0, starts[0]), "skipped"), ((0, starts[2]), "open"), ((0, starts[1]), "skipped")])
-        assert len(each) == 0
-    for seed in starts:
-        pool.note(0, seed, (1.0,))
-    pool.learn(pool.take_news())
-    assert pool.draw(0, 1) in starts, "all are mastered: one is played all the same"
 
 
 FROM_PPO = [
@@ -357,6 +356,14 @@ def test_it_resumes_bit_for_bit(sampling, tmp_path):
     ("updates", "words"),
     [
         ({"group_size": 1}, ["group_size=1", "learner=rloo_learner", "group_size=8"]),
+        *(
+            ({"group_size": 1, "learner": "ppo_learner", "learner_args": {}, key: value}, [f"{key}={value}", "=8"])
+            for key, value in (
+                ("enable_dynamic_sampling", True),
+                ("early_stop_percentage", 0.5),
+                ("rollout_skip_threshold", 2),
+            )
+        ),
         ({"group_size": 3}, ["group_size=3", "batch_size_run=4"]),
         ({"runner": "stream"}, ["group_size=2", "runner=parallel", "runner=stream"]),
         (

@@ -115,12 +115,14 @@ KEYS = (
     ("stage3", "replay", ["buffer_size=5000"]),
     ("stage3", "collect", ["batch_size_run=8"]),
     ("all stages", "start", ["batch_size_run=8"]),
+    ("preflight", "networks", ["Lower one of agent_args.hyper_dim=60000, rnn_hidden_dim=64"]),
 )
 
 
 @pytest.mark.parametrize(("stage", "phase", "words"), KEYS)
 def test_running_out_names_the_key_to_reduce(stage, phase, words):
-    made = config("omagd", batch_size=128, accumulate=2, batch_size_run=8, graph_frames_at_once=2048)
+    made = config("omagd", batch_size=128, accumulate=2, batch_size_run=8, graph_frames_at_once=2048, rnn_hidden_dim=64)
+    made = made.model_copy(update={"agent_args": {"hyper_dim": 60000}})
     with pytest.raises(UserError) as error, oom_hint(made, stage, phase):
         raise MemoryError("Unable to allocate 3.00 GiB for an array")
     assert all(word in error.value.message for word in [*words, stage, "3.0 GB", "holds"])

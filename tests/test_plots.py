@@ -11,6 +11,7 @@ from matplotlib import image
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs.frames import Scene
+from omagd.run.reporting import plots
 from omagd.run.reporting.battle_plot import _notes, _view, battle_moment, battle_nodes, spread
 from omagd.run.reporting.plots import (
     PANELS,
@@ -63,6 +64,29 @@ def test_curves_show_the_values_of_metrics_jsonl(tmp_path):
     assert first.shape == second.shape and np.abs(first - second).sum() > 100
     write_lines(metrics, [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])
     assert curves(metrics, tmp_path / "none.png") is None and not (tmp_path / "none.png").exists()
+
+
+def test_ppo_and_held_out_maps_are_drawn(tmp_path):
+    names = ("loss_policy", "loss_value", "entropy", "kl", "clipped_share")
+    values = {**dict.fromkeys(names, 0.1), "test_battle_won_mean": 1.0, "test_held_out_battle_won_mean": 0.5}
+    values |= dict.fromkeys((f"test/{name}/battle_won_mean" for name in ("3m", "5m", "4m")), 1.0)
+    records = [{"stage": "stage3", "t_env": t, **values} for t in (0, 100)]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    (tmp_path / "env_info.json").write_text(json.dumps({"tasks": ["3m", "5m", "4m"], "n_training": 2}))
+    with pytest.MonkeyPatch.context() as patch:
+        figures = []
+        patch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+        curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    drawn = {axis.get_title(loc="left"): axis.get_lines() for axis in figures[0].axes if axis.get_lines()}
+    assert list(drawn) == [
+        "Win rate", "Policy and value loss", "Entropy of the policy", "KL divergence from the old policy",
+        "Clipped probability ratios", "Win rate by map",
+    ]  # fmt: skip
+    styles = {title: {line.get_label(): line.get_linestyle() for line in lines} for title, lines in drawn.items()}
+    assert styles["Win rate"] == {"greedy test": "-", "held-out maps": "--"}
+    assert styles["Win rate by map"] == {"3m": "-", "5m": "-", "4m": "--"}
+    widths = [line.get_linewidth() for line in drawn["Win rate by map"]]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3, "none is covered"
 
 
 def test_the_title_names_environment_configuration_seed_and_ranks(tmp_path):

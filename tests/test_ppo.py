@@ -45,8 +45,10 @@ def episodes_of(*lengths: int) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]], chunk: int) -> torch.Tensor:
-    """Return the mean loss, episode by episode and step by step, as the papers write it."""
+def expected_loss(
+    learner: Any, episodes: list[dict[str, torch.Tensor]], chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean loss, episode by episode and step by step, as the papers write it, and the estimate of KL."""
     args, gamma, config = learner.args, learner.config.gamma, learner.config
     rows = []
     for episode in episodes:
@@ -72,13 +74,14 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]], chunk: 
     counted = [row[1:] for row in rows if row[0]]
     raw = torch.stack([advantage for advantage, *_ in counted])
     normal = (raw - raw.mean()) / (raw.std(correction=0) + 1e-8) if args.normalise_advantages else raw
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, kl = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for a, (advantage, ratio, entropy, value) in zip(normal, counted, strict=True):
         policy_loss = -min(ratio * a, ratio.clamp(1 - args.clip, 1 + args.clip) * a)
         error = 0.5 * (value - (advantage + value).detach()) ** 2
         loss = loss + policy_loss - args.entropy * entropy + args.value_weight * error
+        kl = kl + ratio - 1 - ratio.log()
     assert config.gamma < 1
-    return loss / len(counted)
+    return loss / len(counted), kl / len(counted)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,8 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]], chunk: 
 def test_a_step_follows_the_gradient_of_an_independent_computation(args, chunk):
     """Also from chunks that begin with the stored memory: at the first step it is that of the whole episodes."""
     learner, episodes = ppo(chunk_length=chunk, **args), episodes_of(5, 2, 4, 1)
-    expected_loss(learner, episodes, chunk).backward()
+    loss, kl = expected_loss(learner, episodes, chunk)
+    loss.backward()
     weights = [p for group in learner.optimizer.param_groups for p in group["params"]]
     wanted = [p.grad.clone() for p in weights]
     learner.optimizer.zero_grad()
@@ -105,6 +109,47 @@ def test_a_step_follows_the_gradient_of_an_independent_computation(args, chunk):
     choices = sum(int((e["avail_actions"][:-1].sum(-1) > 1).sum()) for e in episodes)
     samples = choices if learner.args.death_masking else 3 * (5 + 2 + 4 + 1)
     assert float(stats["loss_ppo"][1]) == samples
+    assert float(stats["kl"][0] / samples) == pytest.approx(kl.item(), rel=1e-4) and kl > 1e-3
+
+
+@pytest.mark.parametrize(("critic", "name"), [("state", "reward"), ("observation", "agent_reward")])
+def test_advantages_are_gae_of_values_in_units_of_returns(critic, name):
+    """Of rewards of agents, where there are any; values stay as the critic predicts them."""
+    episodes = [{**e, "reward": 100 + 10 * e["reward"]} for e in episodes_of(5, 2, 4, 1)]
+    if name == "agent_reward":
+        episodes = [{**e, name: torch.rand(len(e["reward"]), 3) - 50} for e in episodes]
+    learner = ppo(critic=critic, normalise_values=True, normalise_advantages=False, death_masking=False)
+    batch, gamma, weight = pack_episodes(episodes), learner.config.gamma, learner.args.gae_lambda
+    learner.all_rows(batch)
+    mean, deviation = learner.value_norm.scale
+    rows = learner.all_rows(batch)
+    raw = learner.critic(rows.inputs, rows.state).detach().view(len(rows.state), -1).expand(-1, 3)
+    torch.testing.assert_close(rows.value, raw)
+    for place in range(len(episodes)):
+        own = (batch.packing.episode == place).nonzero().flatten()
+        value, reward = raw[own] * deviation + mean, batch[name][own].double().view(len(own), -1)
+        total = torch.zeros(3, dtype=torch.float64)
+        for t in reversed(range(len(own) - 1)):  # Schulman et al. 2016, equation 16
+            more = gamma * (1 - batch["terminated"][own[t]].double())
+            total = reward[t] + more * value[t + 1] - value[t] + weight * more * total
+            torch.testing.assert_close(rows.advantage[own[t]], total)
+
+
+def test_defaults_and_presets_are_those_of_the_papers():
+    args = ppo().args_model()
+    assert (args.gae_lambda, args.clip, args.value_clip, args.normalise_advantages) == (0.95, 0.2, 0.2, True)
+    keys = {
+        "mappo": ("ppo_learner", "n_rnn", "none", {"critic": "state"}),
+        "ippo": ("ppo_learner", "n_rnn", "none", {"critic": "observation"}),
+        "hpn_mappo": ("ppo_learner", "hpn_rnn", "none", {"critic": "set"}),
+        "rloo": ("rloo_learner", "n_rnn", "none", {"score": "outcome"}),
+        "hpn_rloo": ("rloo_learner", "hpn_rnn", "none", {"score": "outcome"}),
+        "hpn_qmix": ("nq_learner", "hpn_rnn", "set_qmix", {}),
+    }
+    for name, (*wanted, given) in keys.items():
+        config = resolve(name, "skirmish", {})
+        assert [config.learner, config.agent, config.mixer] == wanted
+        assert given.items() <= config.learner_args.items(), name
 
 
 def test_values_are_clipped_and_normalised():
@@ -118,7 +163,7 @@ def test_values_are_clipped_and_normalised():
     assert learner.value_norm.scale[0] > 100 and again.target[again.weight > 0].std() < 10
     resumed = ppo(normalise_values=True)
     resumed.load_state_dict(learner.state_dict())
-    assert resumed.value_norm.scale == learner.value_norm.scale
+    assert resumed.value_norm.scale == learner.value_norm.scale and set(learner.modules()) == {"agent", "critic"}
     value, old, target = (torch.tensor([[x]], requires_grad=True) for x in (2.0, 1.0, 5.0))
     for clip, error, slope in ((None, 4.5, -3.0), (0.2, 0.5 * 3.8**2, 0.0), (9.0, 4.5, -3.0)):
         loss = ppo(value_clip=clip)._step.loss_module
@@ -141,8 +186,27 @@ def test_chunks_hold_all_steps_of_all_episodes_once_in_order():
         assert all(max(part.packing.lengths) <= (length or 10) for part in drawn)
         parts = [part for whole in drawn for part in whole.split(2)]
         assert sorted(int(t) for part in parts for t in batch["t"][part.rows]) == rows
+        for part in parts:
+            first = batch["t"][part.rows[: part.packing.n_episodes]].tolist()
+            before = [int(batch["t"][row]) if row >= 0 else None for row in part.before]
+            assert before == [t - 1 if t % 100 else None for t in first]
     orders = [next(Minibatches(batch, 2, Dist()).draw(2, np.random.default_rng(seed))).rows.tolist() for seed in (0, 1)]
     assert orders[0] != orders[1]
+
+
+def test_ranks_draw_the_minibatches_of_one_process_with_the_episodes_of_all(monkeypatch):
+    """Each rank its own part of them; steps are those of all ranks."""
+    episodes = [{"t": torch.arange(k + 1) + 100 * i} for i, k in enumerate((5, 2, 7, 1, 3))]
+    whole = Minibatches(pack_episodes(episodes), 2, Dist())
+    batches = [pack_episodes(episodes[rank::2]) for rank in range(2)]
+    steps = [{i: k - 1 for i, k in zip(b.sample_index, b.packing.lengths, strict=True)} for b in batches]
+    monkeypatch.setattr(Dist, "gather", lambda self, value: steps)
+    ranks = [Minibatches(batch, 2, Dist(rank, 2)) for rank, batch in enumerate(batches)]
+    assert [each.steps for each in (whole, *ranks)] == [18] * 3
+    drawn = [list(each.draw(3, np.random.default_rng(0))) for each in (whole, *ranks)]
+    for wanted, *parts in zip(*drawn, strict=True):
+        found = [batch["t"][part.rows] for batch, part in zip(batches, parts, strict=True) if part is not None]
+        assert sorted(torch.cat(found).tolist()) == sorted(pack_episodes(episodes)["t"][wanted.rows].tolist())
 
 
 def test_the_learning_rate_falls_to_0_at_t_max_also_after_a_restore():
@@ -151,6 +215,7 @@ def test_the_learning_rate_falls_to_0_at_t_max_also_after_a_restore():
     for _ in range(4):
         learner.update(pack_episodes(episodes), episodes=0)
         rates.append(learner.optimizer.param_groups[0]["lr"] / learner.config.lr)
+        assert learner.updates == len(rates)
         state, learner = learner.state_dict(), ppo(anneal_lr=True, t_max=t_max)
         learner.load_state_dict(state)
     assert rates == pytest.approx([1, 18 / 30, 6 / 30, 0])
@@ -165,8 +230,38 @@ def test_every_epoch_draws_other_minibatches(monkeypatch):
     step = type(learner._step).__call__
     noting = lambda *given: seen.append(given[2][0].advantage.tolist()) or step(*given)  # noqa: E731
     monkeypatch.setattr(type(learner._step), "__call__", noting)
-    learner.update(pack_episodes(episodes_of(5, 2, 4, 1, 3, 6)), episodes=0)
+    batch = pack_episodes(episodes_of(5, 2, 4, 1, 3, 6))
+    stats = learner.update(batch, episodes=0)
     assert len(seen) == 6 and len({str(part) for part in seen}) > 2
+    assert learner.updates == learner.steps_per_batch(learner.config) == 6
+    assert stats["entropy"][1] == 3 * learner.all_rows(batch).weight.sum(), "each sample once in each epoch"
+
+
+@pytest.mark.parametrize(("name", "more"), [("mappo", {}), ("rloo", {"group_size": 8})])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("td_lambda", 0.5), ("double_q", False), ("target_update_interval", 3), ("target_update_updates", 3)],
+)
+def test_keys_of_targets_are_rejected(name, more, key, value):
+    config = resolve(name, "matrix_game", {"use_cuda": False, key: value, **more})
+    with pytest.raises(UserError, match=f"{key}={value}: has no meaning for learner={config.learner}.*Leave it out"):
+        preflight(config)
+
+
+def test_an_unknown_critic_is_named_once():
+    with pytest.raises(UserError) as caught:
+        preflight(resolve("mappo", "matrix_game", {"use_cuda": False, "learner_args.critic": "foo"}))
+    line = str(caught.value)
+    assert line.startswith("learner_args.critic=foo is not known; known: ") and line.count("critic=foo") == 1
+
+
+@pytest.mark.parametrize(("count", "draws"), [(1, 1), (2, 3)])
+def test_a_single_minibatch_is_drawn_and_packed_once(count, draws, monkeypatch):
+    learner, drawn = ppo(epochs=3, minibatches=count), []
+    draw_all = Minibatches.draw
+    monkeypatch.setattr(Minibatches, "draw", lambda *given: drawn.append(given) or draw_all(*given))
+    learner.update(pack_episodes(episodes_of(5, 2, 4, 1)), episodes=0)
+    assert (len(drawn), learner.updates) == (draws, 3 * count)
 
 
 def test_the_stored_log_probabilities_are_those_of_the_policy_that_played(tmp_path):
@@ -190,6 +285,8 @@ def test_actions_are_drawn_from_the_softmax_of_available_logits():
     counts = np.bincount(selector.select(*many, 0.0, rng).ravel(), minlength=4) / 100_000
     assert counts == pytest.approx(chances, abs=0.006) and counts[2] == 0
     assert selector.select(logits, available, 0.0, None).item() == 3
+    pairs = selector.select(np.zeros((1000, 2, 4)), np.ones((1000, 2, 4), bool), 0.0, rng)
+    assert 0.7 < (pairs[:, 0] != pairs[:, 1]).mean() < 0.8, "agents draw apart"
     assert np.isfinite(log_softmax(logits, np.zeros_like(available))).all(), "a row after the end"
     assert draw(np.array([[0.0, 0.0]]), np.array([0.3])).item() == 0
 
@@ -205,6 +302,7 @@ def test_critics_have_a_value_for_the_team_or_for_each_agent(name):
     assert value.shape == ((5, 3) if name in ("observation", "agent_state") else (5,))
     value.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in critic.parameters())
+    assert not hasattr(critic, "each"), "agents share it"
 
 
 @pytest.mark.parametrize("name", ["observation", "agent_state"])
@@ -234,6 +332,9 @@ def test_presets_learn_to_win(preset, tmp_path):
         ({"action_selector": "epsilon_greedy"}, ["action_selector=epsilon_greedy", "action_selector=softmax"]),
         ({"learner_args": {"critic": "sate"}}, ["learner_args.critic=sate", "state"]),
         ({"learner_args": {"epochs": 0}}, ["learner_args.epochs=0"]),
+        ({"learner_args": {"epochs": True}}, ["learner_args.epochs=True", "a whole number"]),
+        ({"learner_args": {"value_clip": True}}, ["learner_args.value_clip=True", "must be a number"]),
+        ({"learner_args": {"minibatches": 10**12}}, ["learner_args.minibatches=1000000000000", "at most 65536"]),
         ({"runner": "ticks"}, ["runner=ticks"]),
         ({"learner": "nq_learner", "learner_args": {}}, ["action_selector=softmax", "epsilon_greedy"]),
     ],

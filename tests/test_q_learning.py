@@ -227,9 +227,11 @@ def test_learners_of_all_stages_scale_their_learning_rates_when_asked(monkeypatc
     stages = [graph_learner(stage, dist=dist, lr_scaling="linear", graph_lr=0.01) for stage in ("stage1", "stage2")]
     qmix = make_learner(toy_config(lr_scaling="linear", lr=0.02), dist=dist)
     ddpg = make_ddpg(dist, lr_scaling="linear", lr=0.03, critic_lr=0.05)
-    optimizers = [*(learner.optimizer for learner in (*stages, qmix, ddpg)), ddpg.critic_optimizer]
+    kind = {"action_selector": "softmax", "mixer": "none", "lr_scaling": "linear", "lr": 0.06}
+    on_policy = [make_learner(toy_config(**kind, learner=name), dist=dist) for name in ("ppo_learner", "rloo_learner")]
+    optimizers = [*(learner.optimizer for learner in (*stages, qmix, ddpg, *on_policy)), ddpg.critic_optimizer]
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    assert rates == pytest.approx([0.04, 0.04, 0.08, 0.12, 0.2])
+    assert rates == pytest.approx([0.04, 0.04, 0.08, 0.12, 0.24, 0.24, 0.2])
 
 
 def test_ranks_begin_with_equal_weights_and_different_random_numbers(monkeypatch):

@@ -326,6 +326,19 @@ def test_summary_and_closing_text(tmp_path):
     assert [duration(s) for s in (3.4, 59.6, 545, 11220)] == ["3 s", "1 min 00 s", "9 min 05 s", "3 h 07 min"]
 
 
+def test_the_closing_text_names_the_held_out_maps(tmp_path):
+    values = summary_of(RunFolder.create(tmp_path, "run"), card=card_of())
+    assert "held out" not in render_summary(values)
+    stage = values["stages"]["stage3"]["values"]
+    stage.update(
+        {"test_held_out_battle_won_mean": 0.5, "test/4m/battle_won_mean": 0.75, "test/6m/battle_won_mean": 0.25}
+    )
+    values["card"]["compared"]["held_out_maps"] = "4m 6m"
+    assert "  held out win rate 0.500 | 4m 0.750, 6m 0.250\n" in render_summary(values)
+    values["card"] = None
+    assert "  held out win rate 0.500\n" in render_summary(values)
+
+
 def test_next_command_follows_the_stages(tmp_path):
     folder = RunFolder.create(tmp_path / "with space", "run")
     values = summary_of(folder)

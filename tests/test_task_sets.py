@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from q_toys import toy_config
 from runner_toys import Game, assert_continues
 
-from omagd.config.env_info import EnvInfo
+from omagd.config.env_info import EnvInfo, map_label
 from omagd.config.loading import resolve
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
@@ -29,6 +30,7 @@ from omagd.utils.errors import UserError
 
 SLOTS = 5
 MARINES = {"map_name": "3m,5m_vs_6m,1m,9m", "state_last_action": True, "state_timestep_number": True}
+needs_smax = pytest.mark.skipif(find_spec("jaxmarl") is None, reason="the extra [smax] is not installed")
 CASES = {
     "marines": ("skirmish", MARINES, False),
     "stalkers and zealots": ("skirmish", {"map_name": "1s3z,2s3z,3s5z_vs_3s6z", "obs_timestep_number": True}, False),
@@ -38,10 +40,11 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.processes] * (k == "in processes")) for k in CASES])
+MARKS = {"in processes": [pytest.mark.processes], "smax": [needs_smax]}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
 def case(request) -> tuple[str, dict[str, Any], bool]:
-    if request.param == "smax" and find_spec("jaxmarl") is None:
-        pytest.skip("the extra [smax] is not installed")
     return CASES[request.param]
 
 
@@ -102,6 +105,10 @@ class Twins:
         seen, of_set = self.env.observe(full=True), self.env.info
         actions = np.zeros((SLOTS, of_set.n_agents), np.int64)
         each = [env.observe(full=True) if (self.task == task).any() else None for task, env in enumerate(self.plain)]
+        name, rng = of_set.scripted_policies[-1], np.random.default_rng(0)
+        scripted = self.env.scripted_actions(name, rng)
+        pairs = zip(each, self.plain, strict=True)
+        ruled = [None if own is None else env.scripted_actions(name, rng) for own, env in pairs]
         for slot, task in enumerate(self.task):
             info, own = self.plain[task].info, each[task]
             n, (obs, state) = info.n_agents, columns(info, of_set)
@@ -112,6 +119,8 @@ class Twins:
             expected = np.zeros(of_set.state_dim, np.float32)
             expected[state] = own.state[slot]
             np.testing.assert_array_equal(seen.state[slot].view(np.int32), expected.view(np.int32))
+            np.testing.assert_array_equal(scripted[slot, :n], ruled[task][slot])
+            assert not scripted[slot, n:].any()
             mask = np.zeros((of_set.n_agents, of_set.n_actions), bool)
             mask[n:, 0], mask[:n, : info.n_actions] = True, own.avail_actions[slot]
             np.testing.assert_array_equal(seen.avail_actions[slot], mask)
@@ -223,15 +232,23 @@ def test_environments_are_made_once():
     assert env.get_stats()["battles_game"] == 0
 
 
-# The lists of ODIS (LAMDA-RL/ODIS, src/config/tasks): number of maps, trained on, largest team of allies, of enemies.
-ODIS = {"marine-easy": (10, 3, 12, 12), "marine-hard": (12, 3, 13, 15), "stalker-zealot": (13, 3, 10, 10)}
+# The lists of ODIS (LAMDA-RL/ODIS, src/config/tasks): trained on, further maps, largest team of allies, of enemies.
+ODIS = {
+    "marine-easy": ("3m 5m 10m", "4m 6m 7m 8m 9m 11m 12m", 12, 12),
+    "marine-hard": (
+        "3m 5m_vs_6m 9m_vs_10m", "4m 5m 10m 12m 7m_vs_8m 8m_vs_9m 10m_vs_11m 10m_vs_12m 13m_vs_15m", 13, 15,
+    ),
+    "stalker-zealot": ("2s3z 2s4z 3s5z", "1s3z 1s4z 1s5z 2s5z 3s3z 3s4z 4s3z 4s4z 4s5z 4s6z", 10, 10),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_named_sets_play_on_skirmish(name):
     env = make_env("skirmish", {"map_name": name}, 1, processes=False)
     info, each = env.info, {m: make_env("skirmish", {"map_name": m}, 1, False).info for m in NAMED[name].maps}
-    assert (len(info.tasks), info.n_training, info.n_agents, info.layout.n_enemies) == ODIS[name]
+    training, held_out, *teams = ODIS[name]
+    assert (NAMED[name].training, NAMED[name].held_out) == (tuple(training.split()), tuple(held_out.split()))
+    assert [info.n_agents, info.layout.n_enemies] == teams and info.n_training == 3
     assert info.tasks == NAMED[name].maps and info.map_name == name and info.name == "skirmish"
     assert info.obs_dim == info.layout.obs_dim == max(of_map.obs_dim for of_map in each.values())
     assert info.n_actions == max(of_map.n_actions for of_map in each.values())
@@ -242,7 +259,8 @@ def test_sets_are_lists_or_files(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("training: [3m, 2s3z]\nheld_out: [4m]\n")
     assert task_set(str(path)) == TaskSet("mine", ("3m", "2s3z"), ("4m",))
-    for given in ("3m,5m", "[3m, 5m]", ["3m", "5m"], ("3m", "5m")):
+    for given in ("3m,5m", "[3m, 5m]", "['3m','5m']", "('3m', '5m')", "3m,5m,", ["3m", "5m"], ("3m", "5m")):
+        assert map_label(given) == "3m+5m"
         assert task_set(given) == TaskSet("3m+5m", ("3m", "5m"))
     assert task_set([f"{n}m" for n in range(1, 40)]).label == "1m+38_maps"
     values = task_set(str(path)).as_values()
@@ -263,7 +281,19 @@ def test_sets_are_lists_or_files(tmp_path):
         ([3, "5m"], ["must hold their names"]),
         ({"training": []}, ["list of maps is empty"]),
         ({"name": "mine"}, ["env_args.map_name", "training"]),
-        ("3m,5n", ["map_name=5n is not known"]),
+        ("3m,5n", ["env_args.map_name=3m,5n: map_name=5n is not known"]),
+        (["3m", "5n"], ["env_args.map_name=['3m', '5n']: map_name=5n is not known"]),
+        ("marine-easy,3m", ["map_name=marine-easy,3m: marine-easy is a set of maps. Give its maps, or the set alone"]),
+        ("[marine-easy]", ["map_name=[marine-easy]: marine-easy is a set of maps"]),
+        ("bad.yaml,3m", ["bad.yaml is a file of maps"]),
+        ("[,]", ["map_name=[,]: is no list of maps", "[3m,5m]"]),
+        (",", ["map_name=,: is no list of maps"]),
+        ("[3m", ["map_name=[3m: is no list of maps"]),
+        ("[3m,[5m]]", ["map_name=[3m,[5m]]: a list of maps must hold their names", "['5m'] is none"]),
+        (["3m,5m"], ["'3m,5m' is none"]),
+        ("3z3s,3s3z", ["3z3s and 3s3z are the same map"]),
+        ("3m,5m,3m_vs_3m", ["3m and 3m_vs_3m are the same map"]),
+        ("1m2m,3m", ["1m2m and 3m are the same map"]),
         ("3m,2s3z", ["2s3z and 3m cannot be in one set", "enemy_dim is 8 and 5"]),
         ("2s3z,1c3s5z", ["1c3s5z and 2s3z", "features"]),
         ("3m3s", ["3m3s mixes races", "m marine"]),
@@ -272,8 +302,21 @@ def test_sets_are_lists_or_files(tmp_path):
         ("2d", ["2d cannot attack"]),
         ("3m_vs_2d", ["2d cannot attack"]),
         ("3g2h", ["no map type with hydralisk and zergling"]),
-        ("none.yaml", ["map_name=none.yaml", "cannot be read"]),
-        ("bad.yaml", ["bad.yaml", "is no YAML file"]),
+        ("none.yaml", ["map_name=none.yaml", "cannot be read (no such file)"]),
+        ("~nobody-of-this-name/x.yaml", ["map_name=~nobody-of-this-name/x.yaml", "no such file"]),
+        ("a\0b.yaml", ["no such file"]),
+        ("pipe.yaml", ["map_name=pipe.yaml", "not a regular file"]),
+        ("bad.yaml", ["map_name=bad.yaml", "cannot be read as YAML", "the keys training and held_out"]),
+        ("date.yaml", ["map_name=date.yaml", "cannot be read as YAML", "month must be in 1..12"]),
+        ("binary.yaml", ["map_name=binary.yaml", "cannot be read as YAML"]),
+        ("digits.yaml", ["map_name=digits.yaml", "cannot be read as YAML"]),
+        ("laughs.yaml", ["map_name=laughs.yaml", "aliases stand for too many values"]),
+        ("itself.yaml", ["map_name=itself.yaml", "aliases stand for too many values"]),
+        ("twice.yaml", ["map_name=twice.yaml", "duplicate key 'training'"]),
+        ("names.yaml", ["map_name=names.yaml", "marine-easy is a set"]),
+        ("inside.yaml", ["map_name=inside.yaml", "'3m,5m' is none"]),
+        ("nameless.yaml", ["map_name=nameless.yaml", "'' is none"]),
+        ("unknown.yaml", ["map_name=unknown.yaml: map_name=5n is not known"]),
         ("empty.yaml", ["empty.yaml", "list of maps is empty"]),
         ("extra.yaml", ["extra.yaml", "heldout"]),
         ("both.yaml", ["both.yaml", "3m is named twice"]),
@@ -286,7 +329,12 @@ def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path
     texts = {
         "bad": "{", "empty": "training: []", "extra": "training: [3m]\nheldout: [4m]", "list": "[3m, 5m]",
         "both": "training: [3m]\nheld_out: [3m]", "numbers": "training: [3, 5]",
+        "date": "training: [2020-99-99]", "binary": "training: [0b_]", "digits": f"training: [{'9' * 5000}]",
+        "itself": "training: &a [*a]", "twice": "training: [3m]\ntraining: [5m]", "names": "training: [marine-easy]",
+        "inside": 'training: ["3m,5m"]', "nameless": 'training: [3m, ""]', "unknown": "training: [3m]\nheld_out: [5n]",
+        "laughs": "0: &0 [x]\n" + "".join(f"{n + 1}: &{n + 1} [{f'*{n},' * 9}]\n" for n in range(10)) + "training: *10",
     }  # fmt: skip
+    os.mkfifo("pipe.yaml")
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     rejected({"env_args.map_name": map_name}, words)
@@ -300,7 +348,8 @@ def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path
         ({"share_parameters": False}, ["share_parameters=False", "share_parameters=True"]),
         ({"env_args.obs_last_action": True}, ["cannot be in one set", "ally_dim"]),
         ({"env_args.obs_instead_of_state": True}, ["a state without units"]),
-        ({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["env_args.map_name=5m"]),
+        pytest.param({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["map_name=5m"], marks=needs_smax),
+        ({"task_weights.3m": 1e308}, ["task_weights.3m=1e+308", "at most 1000000000"]),
     ],
 )
 def test_what_cannot_play_a_set_is_rejected_at_the_start(updates, words, monkeypatch):

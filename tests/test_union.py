@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_harness import run_phases
+from ddp_harness import run_ranks
 from interruption import stage_of
 from q_toys import equal, make_learner, state_of
 
@@ -21,21 +21,21 @@ from omagd.utils.packing import PackedBatch, RecordedEpisode, pack_episodes
 pytestmark = pytest.mark.processes
 torch.set_num_threads(1)
 SMALL = {
-    "env_args.map_name": ["2m", "3m_vs_2m", "4m_vs_2m"], "use_cuda": False, "rnn_hidden_dim": 8, "batch_size_run": 4,
-    "batch_size": 4, "checkpoint_interval": 10**6, "grad_norm_clip": 1e9,
+    "env_args.map_name": ["2m_vs_1m", "3m_vs_2m", "4m_vs_2m"], "use_cuda": False, "rnn_hidden_dim": 8,
+    "batch_size_run": 4, "batch_size": 4, "checkpoint_interval": 10**6, "grad_norm_clip": 1e9,
 }  # fmt: skip
 GROUPS = {
-    "agent": "hpn_rnn", "obs_agent_id": False, "group_size": 2, "learner_args.epochs": 2,
-    "enable_dynamic_sampling": True, "max_sampling_attempts": 3,
+    "agent": "hpn_rnn", "obs_agent_id": False, "group_size": 2, "learner_args.epochs": 2, "learner_args.minibatches": 1,
+    "enable_dynamic_sampling": True, "max_sampling_attempts": 1,
 }  # fmt: skip
 LEARNING: dict[str, dict[str, Any]] = {
-    "hpn_mappo": {"learner_args.epochs": 2},
+    "hpn_mappo": {"learner_args.epochs": 2, "learner_args.minibatches": 1},
     "hpn_qmix": {"updates_per_iteration": 2},
     "rloo": GROUPS,
 }
 DEALINGS: dict[str, dict[str, Any]] = {
     "round_robin": {},
-    "sharded": {"task_weights": {"2m": 2.0}},
+    "sharded": {"task_weights": {"2m_vs_1m": 2.0}},
     "queue": {"task_weights": {"3m_vs_2m": 0.5}},
 }
 CASES = [(preset, dealing) for preset in LEARNING for dealing in DEALINGS]
@@ -70,7 +70,7 @@ def of_ranks(rank: int, dist: Dist, place: str) -> dict[tuple[str, str], Any]:
     out = {}
     for preset, dealing in CASES:
         config = config_of(preset, dealing)
-        stage = stage_of(config, Path(place) / f"{dist.world_size} {preset} {dealing}", dist)
+        stage = stage_of(config, Path(place) / f"{preset} {dealing}", dist)
         batches, info = played(stage), stage.session.info
         dropped = stage.groups.data._dropped if stage.groups is not None else 0
         stage.session.close()
@@ -82,27 +82,25 @@ def of_ranks(rank: int, dist: Dist, place: str) -> dict[tuple[str, str], Any]:
 
 
 @pytest.fixture(scope="module")
-def walks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """Return the results of two ranks and of three."""
-    place = str(tmp_path_factory.mktemp("walks"))
-    return run_phases(of_ranks, [(2, place), (3, place)])
+def walks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return the results of two ranks."""
+    return run_ranks(of_ranks, str(tmp_path_factory.mktemp("walks")), world_size=2)
 
 
 @pytest.mark.parametrize(("preset", "dealing"), CASES)
 def test_ranks_equal_one_process_with_all_that_they_played(preset, dealing, walks):
-    for ranks in walks:
-        found = [rank[preset, dealing] for rank in ranks]
-        states = [state for _, state, _, _ in found]
-        assert all(equal(states[0], other) for other in states[1:])
-        alone = make_learner(config_of(preset, dealing), None, torch.float64, info=found[0][3])
-        before = state_of(alone)
-        for parts in zip(*(batches for batches, *_ in found), strict=True):
-            alone.update(pack_episodes([episode for part in parts for episode in part]), episodes=0)
-        for name, value in state_of(alone).items():
-            torch.testing.assert_close(states[0][name], value, atol=1e-10, rtol=0, msg=name)
-        assert not equal(before, states[0]), "nothing was learned"
+    found = [rank[preset, dealing] for rank in walks]
+    states = [state for _, state, _, _ in found]
+    assert all(equal(states[0], other) for other in states[1:])
+    alone = make_learner(config_of(preset, dealing), None, torch.float64, info=found[0][3])
+    before = state_of(alone)
+    for parts in zip(*(batches for batches, *_ in found), strict=True):
+        alone.update(pack_episodes([episode for part in parts for episode in part]), episodes=0)
+    for name, value in state_of(alone).items():
+        torch.testing.assert_close(states[0][name], value, atol=1e-10, rtol=0, msg=name)
+    assert not equal(before, states[0]), "nothing was learned"
     if preset == "rloo":
-        assert sum(rank[preset, dealing][2] for ranks in walks for rank in ranks), "no group was dropped"
+        assert sum(rank[preset, each][2] for rank in walks for each in DEALINGS), "no group was dropped"
 
 
 def test_every_learner_that_plays_sets_is_among_these():

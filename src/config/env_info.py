@@ -35,7 +35,7 @@ def map_label(given: object) -> str:
         text = str(given)
         if text.endswith((".yaml", ".yml")):
             return Path(text).stem
-        given = [part.strip() for part in text.strip("[]()").split(",")]
+        given = [name for part in text.strip("[]()").split(",") if (name := part.strip(" '\""))]
     label = "+".join(map(str, given))
     return label if len(label) <= LONGEST_LABEL else f"{given[0]}+{len(given) - 1}_maps"
 

@@ -61,6 +61,26 @@ class ConfigLoader(SAFE_LOADER):  # type: ignore[misc]
         return dict(super().construct_mapping(node, deep))
 
 
+MOST_NODES = 10**6
+"""Most values of a YAML file after its aliases are written out: some hundred bytes can stand for a billion values."""
+
+
+def _check_nodes(value: Any, counted: dict[int, int]) -> int:
+    """Return the number of values in `value`. Errors: YAMLError if there are too many, or if it contains itself.
+
+    counted: numbers by id of what was counted before; 0 for what holds this value.
+    """
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in counted:
+        counted[id(value)] = 0
+        inner = value.values() if isinstance(value, dict) else value
+        counted[id(value)] = 1 + sum(_check_nodes(item, counted) for item in inner)
+    if not 0 < counted[id(value)] <= MOST_NODES:
+        raise yaml.YAMLError("its aliases stand for too many values")
+    return counted[id(value)]
+
+
 # PyYAML follows YAML 1.1, where 1e-3 is text; YAML 1.2 reads it as a number.
 ConfigLoader.add_implicit_resolver(FLOAT, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 WORDS = {"true": True, "false": False, "null": None, "none": None}
@@ -214,10 +234,17 @@ def find_yaml(kind: str, name: str) -> Path:
     return files[name]
 
 
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text. Errors: ValueError, RecursionError, YAMLError."""
+    value = yaml.load(text, Loader=ConfigLoader)
+    _check_nodes(value, {})
+    return deepcopy(value)  # not too deep to be copied
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Errors: UserError if it cannot be read or is no mapping."""
     try:
-        values = deepcopy(yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader))  # not too deep to be copied
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if values is None:

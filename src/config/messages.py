@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from omagd.config.schema import as_whole
 from omagd.utils.errors import UserError, nearest
 
 EXPECTED = {
@@ -42,7 +44,8 @@ def typed_args(
         section: name of the section ("env_args"). owner: the component as it was chosen ("env=skirmish").
         model: the component's `args_model`. values: as given.
         fix_of: returns the fix for an unknown key, empty where it knows none.
-    Errors: UserError for an unknown key, a wrong type, or a value out of range.
+    Errors: UserError for an unknown key, a wrong type, or a value out of range. Nothing is converted implicitly, unless
+        a field says `strict=False`; of environments, whose arguments may be any objects, their model decides.
     """
     known = sorted(model.model_fields)
     for key, value in values.items():
@@ -51,9 +54,17 @@ def typed_args(
             fix = fix_of(key) or fix
             raise UserError(f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{fix}")
     try:
+        if section != "env_args":
+            # From JSON, since a list there is a tuple or a set as well.
+            text = json.dumps({key: as_whole(value) for key, value in values.items()})
+            model.model_validate_json(text, strict=True)
         return model.model_validate(values)
     except ValidationError as error:
+        if error.errors()[0]["type"] == "json_invalid":
+            raise UserError(f"{section}: a value cannot be saved as JSON (a lone surrogate)") from None
         raise UserError(validation_message(error, f"{section}.")) from None
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise UserError(f"{section}: a value cannot be saved as JSON ({' '.join(str(problem).split())})") from None
 
 
 def validation_message(error: ValidationError, prefix: str = "") -> str:
@@ -72,7 +83,12 @@ def validation_message(error: ValidationError, prefix: str = "") -> str:
         return f"{key}: has no value. Give {key}=…"
     if first["type"] == "extra_forbidden":
         return f"{key}={shorten(first['input'])}: unknown key '{key}'"
-    line = f"{key}={shorten(first['input'])}: must be {_expected(details, first)}{_fix(first)}"
+    given = f"{key}={shorten(first['input'])}"
+    if first["type"] == "value_error":  # the sentence of a validator, which may name the key itself
+        sentence = first["msg"].removeprefix("Value error, ")
+        line = sentence if sentence.startswith(f"{key}=") else f"{given}: {sentence}"
+    else:
+        line = f"{given}: must be {_expected(details, first)}{_fix(first)}"
     others = {item["loc"][0] for item in details if item["loc"]} - {first["loc"][0]}
     return f"{line} (also wrong: {', '.join(sorted(map(str, others)))})" if others else line
 
@@ -89,7 +105,7 @@ def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
     same_key = [item["type"] for item in details if item["loc"][:1] == first["loc"][:1]]
     if first["type"] in EXPECTED:
         return EXPECTED[first["type"]] + (" or null" if "none_required" in same_key else "")
-    return re.sub("^(Input|String) should (be |have )?|^Value error, ", "", first["msg"])
+    return re.sub("^(Input|String) should (be |have )?", "", first["msg"])
 
 
 def _fix(first: ErrorDetails) -> str:

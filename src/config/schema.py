@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from omagd.config.env_info import map_label
 
 
-def _as_whole(value: object) -> object:
+def as_whole(value: object) -> object:
     """Return an integral float, such as 1e6 or 2.0, as an int; anything else unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -22,17 +22,18 @@ def _as_tuple(value: object) -> object:
     """Return a list or a single integer as a tuple, for `seeds`."""
     if isinstance(value, list):
         return tuple(value)
-    value = _as_whole(value)
+    value = as_whole(value)
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Int = Annotated[int, BeforeValidator(_as_whole)]
+Int = Annotated[int, BeforeValidator(as_whole)]
 Count = Annotated[Int, Field(ge=1, le=10**12)]
 Episodes = Annotated[Int, Field(ge=1, le=10**9)]
 Whole = Annotated[Int, Field(ge=0, le=2**63 - 1)]
 Width = Annotated[Int, Field(ge=1, le=2**16)]
 Layers = Annotated[Int, Field(ge=1, le=1000)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+Weight = Annotated[float, Field(ge=0.0, le=1e9)]  # sums of weights stay finite
 Positive = Annotated[float, Field(gt=0.0)]
 Stage = Literal["stage1", "stage2", "stage3", "all"]
 Seeds = Annotated[tuple[Whole, ...], BeforeValidator(_as_tuple)]
@@ -134,7 +135,7 @@ class Config(Frozen):
     buffer_size: Count  # episodes in the replay buffer (runner=ticks: steps); the newest ones
     t_max: Count  # environment steps over all ranks after which stage 3 ends
     max_episodes: Episodes | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
-    task_weights: dict[str, Annotated[float, Field(ge=0.0)]]  # map: its weight among the episodes; others weigh 1
+    task_weights: dict[str, Weight]  # map: its weight among the episodes; others weigh 1
     task_dealing: Literal["round_robin", "sharded", "queue"] | None  # each rank plays all maps | its own | what is next
     enable_task_sharding: bool  # another way to say task_dealing=sharded
     balance_tasks_across_gpus: bool  # sharded: maps by measured seconds, so that no rank waits; False: in their order

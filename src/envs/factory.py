@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from omagd.config.messages import typed_args
 from omagd.envs import REGISTRY
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
-from omagd.envs.task_sets.sets import task_set
+from omagd.envs.task_sets.sets import naming_the_set, task_set
 from omagd.utils.errors import UserError
 
 
@@ -19,9 +19,18 @@ def validate_env_args(name: str, env_args: dict[str, Any]) -> BaseModel:
     Errors: UserError for an unknown environment or key, a wrong type, or a value out of range.
     """
     model: type[BaseModel] = REGISTRY.get(name).args_model  # type: ignore[attr-defined]
-    tasks = task_set(env_args.get("map_name"))
-    each = [env_args] if tasks is None else [{**env_args, "map_name": map_name} for map_name in tasks.maps]
-    return [typed_args("env_args", f"env={name}", model, values, lambda key: "") for values in each][0]
+    tasks = task_set(given := env_args.get("map_name"))
+
+    def typed(values: dict[str, Any]) -> BaseModel:
+        return typed_args("env_args", f"env={name}", model, values, lambda key: "")
+
+    if tasks is None:
+        return typed(env_args)
+    checked = []
+    for map_name in tasks.maps:
+        with naming_the_set(given, map_name):
+            checked.append(typed({**env_args, "map_name": map_name}))
+    return checked[0]
 
 
 def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool) -> BatchedEnv:
@@ -34,13 +43,14 @@ def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool)
     Errors: UserError for an unknown name, wrong arguments, missing software, or `processes` with a batched environment
         that cannot be divided.
     """
-    tasks = task_set(env_args.get("map_name"))
+    tasks = task_set(given := env_args.get("map_name"))
     if tasks is not None:
         # Imported here, since most runs have one map.
         from omagd.envs.task_sets.task_set_env import TaskSetEnv
 
         def make(map_name: str, slots: int) -> BatchedEnv:
-            return make_env(name, {**env_args, "map_name": map_name}, slots, processes)
+            with naming_the_set(given, map_name):
+                return make_env(name, {**env_args, "map_name": map_name}, slots, processes)
 
         return TaskSetEnv(make, tasks, n_slots)
     args = validate_env_args(name, env_args)

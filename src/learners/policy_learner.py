@@ -39,8 +39,8 @@ class PolicyArgs(BaseModel):
     """`learner_args` of the loss of the policy."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    epochs: int = Field(default=5, ge=1)  # passes over each batch
-    minibatches: int = Field(default=1, ge=1)  # parts of the batch, over all ranks, each with one step
+    epochs: int = Field(default=5, ge=1, le=2**16)  # passes over each batch
+    minibatches: int = Field(default=1, ge=1, le=2**16)  # parts of the batch, over all ranks, each with one step
     chunk_length: int = Field(default=0, ge=0)  # steps of the pieces that minibatches consist of; 0: whole episodes
     clip: float = Field(default=0.2, gt=0.0)  # bound of the probability ratio's distance from 1
     entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus
@@ -212,12 +212,12 @@ class PolicyLearner(Generic[Args]):
         minibatches = Minibatches(batch, self.args.chunk_length, self.dist)
         self._anneal(minibatches.steps)
         merged: Stats = {}
-        parts: list[PolicyRows] = []
+        same: list[list[PolicyRows]] = []  # of a single minibatch, which has the same rows in every epoch
         for _ in range(self.args.epochs):
             draws = generator(self.config.seed, "minibatches", self.updates)
-            for chunks in minibatches.draw(self.args.minibatches, draws):
-                if not parts or self.args.minibatches > 1:  # a single minibatch has the same rows in every epoch
-                    parts = _parts(rows, hidden, chunks, self.config.accumulate)
+            drawn = () if same else minibatches.draw(self.args.minibatches, draws)
+            for parts in same or (_parts(rows, hidden, chunks, self.config.accumulate) for chunks in drawn):
+                same = [parts] if self.args.minibatches == 1 else []
                 count = torch.stack([part.weight.sum() for part in parts]).sum()
                 result = self._step(count, *((part,) for part in parts))
                 self.updates += 1

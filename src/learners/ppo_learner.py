@@ -31,7 +31,7 @@ class PPOArgs(PolicyArgs):
 
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)  # 0: one-step advantages, 1: whole returns
     critic: str = "state"  # of the team: state | set (of units); of each agent: observation | agent_state
-    critic_hidden: int = Field(default=128, ge=1)  # width of the critic
+    critic_hidden: int = Field(default=128, ge=1, le=2**16)  # width of the critic
     value_weight: float = Field(default=0.5, gt=0.0)  # weight of the critic's loss
     value_clip: float | None = Field(default=0.2, gt=0.0)  # bound of a value's distance from the one before the update
     normalise_values: bool = True  # the critic predicts returns with running mean 0 and deviation 1

@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from omagd import controllers, runners
 from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
-from omagd.config.schema import Config
+from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.learners.protocol import learner_class
 from omagd.runners.recorder import row_fields
 from omagd.utils.errors import UserError
@@ -87,7 +88,7 @@ def _fix(config: Config, stage: str, phase: str) -> str:
     learns = phase in {"update", "prepare"}
     data = given(data_key(config) if stage == "stage3" else "graph_pretrain_episodes")
     if phase == "networks":
-        return f"Lower one of {', '.join(map(given, NETWORK_KEYS))}"
+        return f"Lower one of {', '.join(_widths(config))}"
     if phase == "start":
         return f"Lower {given('batch_size_run')}"
     if phase == "replay":
@@ -100,6 +101,16 @@ def _fix(config: Config, stage: str, phase: str) -> str:
         other = "graph_pretrain_batch_size" if learns else "graph_pretrain_eval_episodes"
         return f"Give graph_frames_at_once={half}, or lower {given(other)}"
     return f"Lower {given('batch_size_run')} or {data}"
+
+
+def _widths(config: Config) -> list[str]:
+    """Return the keys that set widths of networks, with their values, the largest first."""
+    found = {key: getattr(config, key) for key in NETWORK_KEYS}
+    for section in COMPONENT_ARGS:
+        for key, value in getattr(config, section).items():
+            if re.search("dim|hidden|embed|width", key) and isinstance(value, int):
+                found[f"{section}.{key}"] = value
+    return [f"{key}={value}" for key, value in sorted(found.items(), key=itemgetter(1), reverse=True)]
 
 
 def data_key(config: Config) -> str:

@@ -150,7 +150,7 @@ class TaskStarts(EpisodeSeeds):
         seeds = self.draw(drawn)
         for begun in np.flatnonzero(drawn).tolist():
             seed = int(seeds[begun])
-            new.seed[begun : begun + size] = self.pool.draw(int(new.task[begun]), seed) if self.pool else seed
+            new.seed[begun : begun + size] = seed if self.pool is None else self.pool.draw(int(new.task[begun]), seed)
         self._last = new
         return new
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from omagd.envs.battle.maps import MAPS, TYPE_ORDER, MapSpec
+from omagd.envs.battle.maps import ARMY, MAPS, TYPE_ORDER, MapSpec
 from omagd.envs.task_sets.sets import NAMED
 from omagd.utils.errors import UserError, unknown_name
 
@@ -17,7 +17,6 @@ UNIT_OF = {
     "g": "zergling",
 }  # fmt: skip
 RACES = {"T": "mMd", "P": "csz", "Z": "hg"}
-ARMY = re.compile(r"(?:[1-9]\d{0,2}[mMdcszhg])+")
 MOST_UNITS = 64  # of a team; the largest team of SMAC's maps
 
 # (largest team, steps): as long as SMAC's maps of that size (3m 60, 5m_vs_6m 70, 8m 120, 10m_vs_11m 150, 27m_vs_30m

@@ -26,6 +26,8 @@ TYPE_ORDER: dict[str, tuple[str, ...]] = {
     "bane": ("baneling", "zergling"), "terran_gen": ("marine", "marauder", "medivac"),
     "protoss_gen": ("stalker", "zealot", "colossus"), "zerg_gen": ("zergling", "hydralisk", "baneling"),
 }  # fmt: skip
+ARMY = re.compile(r"(?:[1-9]\d{0,2}[mMdcszhg])+")
+"""An army in the name of a map: numbers, each with the letter of a unit."""
 HEALING = ("MMM", "terran_gen")  # map types whose medivacs heal
 
 

@@ -6,7 +6,11 @@ run replaces the file by its content (`as_values`), with the file's name under `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +19,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from omagd.config.env_info import map_label
-from omagd.config.messages import validation_message
+from omagd.config.loading import parse_yaml, read_yaml
+from omagd.config.messages import shorten, validation_message
+from omagd.envs.battle.maps import ARMY
 from omagd.utils.errors import UserError
+
+FORM = "Give a YAML file with the keys training and held_out, each a list of maps"
+PLAIN = re.compile(r"[^\s,'\"\[\](){}]([^,'\"\[\](){}]*[^\s,'\"\[\](){}])?")
+"""What the name of one map can be: no list, no quotes, no space around it."""
 
 
 @dataclass(frozen=True)
@@ -88,52 +98,103 @@ def task_set(map_name: Any) -> TaskSet | None:
 
     map_name: name of a set; a list of maps, or their names with commas between them; path of a YAML file, or what
         `as_values` returns.
-    Errors: UserError for an empty list, a map that is named twice, and a file that cannot be read as a set.
+    Errors: UserError for an empty list, an entry that is not the name of one map, a map that is named twice, and a file
+        that cannot be read as a set.
     """
+    key = f"env_args.map_name={_shown(map_name)}"
     if isinstance(map_name, str):
         if map_name in NAMED:
             return NAMED[map_name]
         if is_file(map_name):
-            return _checked(_read(Path(map_name)), map_name)
+            return _checked(_of_values(_read(map_name), map_label(map_name), SetFile, key), key)
         if "," not in map_name and not map_name.startswith("["):
             return None
-        map_name = [part.strip() for part in map_name.strip("[]()").split(",") if part.strip()]
+        map_name = _listed(map_name, key)
     if isinstance(map_name, Mapping):
-        return _checked(_of_values(map_name, map_label(map_name), SetValues, "env_args.map_name"), str(dict(map_name)))
+        return _checked(_of_values(map_name, map_label(map_name), SetValues, key), key)
     if not isinstance(map_name, list | tuple):
         return None
-    names = tuple(map_name)
-    if not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"env_args.map_name={map_name}: a list of maps must hold their names, such as [3m,5m]")
-    return _checked(TaskSet(map_label(names), names), str(map_name))
+    return _checked(TaskSet(map_label(map_name), tuple(map_name)), key)
 
 
-def _checked(found: TaskSet, given: str) -> TaskSet:
+@contextmanager
+def naming_the_set(given: Any, map_name: str) -> Iterator[None]:
+    """Within the block, errors about the map `map_name` also name the set, which was `given` as its value."""
+    try:
+        yield
+    except UserError as error:
+        section, name = "env_args.", f"map_name={map_name}"
+        if not error.message.startswith(section + name):
+            raise
+        message = error.message.removeprefix(section)
+        raise UserError(f"{section}map_name={_shown(given)}: {message}") from None
+
+
+def _shown(given: Any) -> str:
+    return shorten(given.get("name") or dict(given) if isinstance(given, Mapping) else given)
+
+
+def _listed(text: str, key: str) -> list[Any]:
+    """Return a list that was given as text: `3m,5m`, `[3m, 5m]`, `('3m', '5m')`."""
+    text = text.strip()
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    try:
+        names = parse_yaml(text if text.startswith("[") else f"[{text}]")
+    except (ValueError, RecursionError, yaml.YAMLError):
+        names = None
+    if not isinstance(names, list):
+        raise UserError(f"{key}: is no list of maps. Give their names, such as [3m,5m]")
+    return names
+
+
+def _checked(found: TaskSet, key: str) -> TaskSet:
+    """Return `found` if it consists of different single maps. Errors: UserError."""
     if not found.training:
-        raise UserError(f"env_args.map_name={given}: the list of maps is empty. Give at least one, such as [3m,5m]")
-    twice = next((name for i, name in enumerate(found.maps) if name in found.maps[:i]), None)
-    if twice is not None:
-        raise UserError(f"env_args.map_name={given}: the map {twice} is named twice")
+        raise UserError(f"{key}: the list of maps is empty. Give at least one, such as [3m,5m]")
+    by_units: dict[object, str] = {}
+    for name in found.maps:
+        if not isinstance(name, str) or not PLAIN.fullmatch(name):
+            what = shorten(repr(name))
+            raise UserError(f"{key}: a list of maps must hold their names, such as [3m,5m], and {what} is none")
+        if name in NAMED or is_file(name):
+            what = "set" if name in NAMED else "file"
+            raise UserError(f"{key}: {name} is a {what} of maps. Give its maps, or the {what} alone")
+        other = by_units.setdefault(_units(name), name)
+        if other == name and found.maps.count(name) > 1:
+            raise UserError(f"{key}: the map {name} is named twice")
+        if other != name:
+            raise UserError(f"{key}: {other} and {name} are the same map. Give one of the two")
     return found
 
 
-def _read(path: Path) -> TaskSet:
-    key = f"env_args.map_name={path}"
+def _units(name: str) -> object:
+    """Return the units that the name of a map describes, such as 3s5z_vs_3s6z, in one order; else the name itself."""
+    ours, _, theirs = name.partition("_vs_")
+    armies = (ours, theirs or ours)
+    if not all(map(ARMY.fullmatch, armies)):
+        return name
+    counts = [Counter[str]() for _ in armies]
+    for count, army in zip(counts, armies, strict=True):
+        for number, letter in re.findall(r"(\d+)(\D)", army):
+            count[letter] += int(number)
+    return tuple(frozenset(count.items()) for count in counts)
+
+
+def _read(given: str) -> dict[str, Any]:
+    path = os.path.expanduser(given)  # unlike Path.expanduser, no error for an unknown user
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no file can have
+        reason = "not a regular file" if os.path.exists(path) else "no such file"
+        raise UserError(f"env_args.map_name={given}: cannot be read ({reason}). {FORM}")
     try:
-        content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "not UTF-8"
-        raise UserError(f"{key}: cannot be read ({reason})") from None
-    except (yaml.YAMLError, RecursionError):
-        raise UserError(f"{key}: is no YAML file. Give the keys training and held_out, each a list of maps") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{key}: must hold the keys training and held_out, each a list of maps")
-    return _of_values(content, map_label(str(path)), SetFile, key)
+        return read_yaml(Path(path))
+    except UserError as error:
+        raise UserError(f"env_args.map_name={error.message}. {FORM}") from None
 
 
 def _of_values(content: Mapping[str, Any], label: str, model: type[SetFile], key: str) -> TaskSet:
     try:
         found = model.model_validate(dict(content))
     except ValidationError as error:
-        raise UserError(f"{key}: {validation_message(error)}. Give the keys training and held_out") from None
+        raise UserError(f"{key}: {validation_message(error)}. {FORM}") from None
     return TaskSet(label, tuple(found.training), tuple(found.held_out))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
-from omagd.config.schema import Config
+from omagd.config.schema import Config, Width
 from omagd.modules.agents.agent import AgentInputs, RecurrentAgent
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.recurrent import PackedGRU
@@ -186,7 +186,7 @@ class HPNArgs(BaseModel):
     """`agent_args` of `hpn_rnn`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    hyper_dim: int = Field(default=64, ge=1)  # hidden width of the hypernetworks (J)
+    hyper_dim: Width = 32  # hidden width of the hypernetworks (J)
 
 
 class HPNAgent(EntityAgent):

@@ -72,8 +72,9 @@ def preflight(config: Config) -> PreflightResult:
     from omagd.run.training.opponents import check_opponents
     from omagd.run.training.tasks import check_dealing
 
-    config = complete_args(with_maps(config))
-    info = describe_env(config)
+    config = complete_args(config)
+    info = describe_env(config)  # before the file of a set is replaced by its content, so that errors name the file
+    config = with_maps(config)
     if config.max_episodes is not None:  # an upper bound in steps: all episodes of full length
         longest = config.max_episodes * info.episode_limit
         config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})

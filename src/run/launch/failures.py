@@ -26,6 +26,12 @@ RESERVES, RESERVE_BYTES = 3, 1 << 15
 
 ENDED = "all ranks have been ended"
 OUT_OF_MEMORY = " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"
+WITHOUT_FORK_SERVER = 255
+"""Exit code that multiprocessing reports for each rank once the process that the ranks are forked from is gone."""
+FORK_SERVER_GONE = (
+    "the process that the ranks are forked from was killed, which ends the run and its ranks; continue with the same"
+    " command and auto_resume=True"
+)
 CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
 """Exit codes that the failure of another rank can cause."""
 
@@ -142,6 +148,8 @@ def verdict(failed: Mapping[int, int], found: list[dict[str, Any]], world_size: 
         return Verdict(Stopped(min(codes) - 128))  # one received a signal and all stopped together
     if found and "line" in found[0]:
         return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}\n{found[0]['stack']}".rstrip()))
+    if len(failed) == world_size > 1 and codes == {WITHOUT_FORK_SERVER} and not found:
+        return Verdict(RankFailed(FORK_SERVER_GONE))
     for rank, code in _silent_causes(failed, found).items():
         if code == 128 + signal.SIGINT:
             return Verdict(Stopped(signal.SIGINT))

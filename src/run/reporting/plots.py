@@ -24,6 +24,8 @@ class Panel:
     """One small diagram with the metrics `lines` of `stage`, each `(name, legend)`.
 
     unit: of the y axis. top: its upper end, if fixed. log: logarithmic if all values are positive.
+    dashed: legends of lines of maps that are not trained on. by_map: lines may cover each other: the first ones are
+        thicker.
     """
 
     stage: str
@@ -32,6 +34,8 @@ class Panel:
     lines: tuple[tuple[str, str], ...]
     top: float | None = None
     log: bool = False
+    dashed: frozenset[str] = frozenset({"held-out maps"})
+    by_map: bool = False
 
 
 def _trained(name: str) -> tuple[tuple[str, str], ...]:
@@ -39,7 +43,7 @@ def _trained(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def _played(name: str) -> tuple[tuple[str, str], ...]:
-    return (f"test_{name}", "greedy test"), (name, "training")
+    return (f"test_{name}", "greedy test"), (f"test_held_out_{name}", "held-out maps"), (name, "training")
 
 
 CODES = (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
@@ -61,6 +65,10 @@ PANELS = (
     Panel("stage3", "Win rate", "share of battles won", _played("battle_won_mean"), top=1.0),
     Panel("stage3", "Return", "reward per episode", _played("return_mean")),
     Panel("stage3", "TD loss", "loss, reward²", (("loss_td", "loss"),), log=True),
+    Panel("stage3", "Policy and value loss", "mean per sample", (("loss_policy", "policy"), ("loss_value", "value"))),
+    Panel("stage3", "Entropy of the policy", "nats", (("entropy", "entropy"),)),
+    Panel("stage3", "KL divergence from the old policy", "nats", (("kl", "KL"),), log=True),
+    Panel("stage3", "Clipped probability ratios", "share of samples", (("clipped_share", "clipped"),)),
     Panel("stage3", "Exploration", "probability", (("epsilon", "epsilon"),), top=1.0),
     Panel("stage3", "Q values", "discounted reward", (("q_taken_mean", "taken"), ("target_mean", "target"))),
     Panel("stage3", "Episode length", "environment steps", _played("ep_length_mean")),
@@ -70,8 +78,11 @@ PANELS = (
 MAPS_AT_ONCE = len(PALETTE)
 
 
-def panels_of_maps(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Return panels of the win rate, or of the return, in tests of each map, as many as there are colours in each."""
+def panels_of_maps(records: Sequence[Mapping[str, Any]], held_out: Sequence[str] = ()) -> list[Panel]:
+    """Return panels of the win rate, or of the return, in tests of each map, as many as there are colours in each.
+
+    held_out: maps that are not trained on.
+    """
     for name, title, unit, top in (
         ("test/battle_won_mean", "Win rate by map", "share of battles won", 1.0),
         ("test/return_mean", "Return by map", "reward per episode", None),
@@ -83,7 +94,11 @@ def panels_of_maps(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
             more = [f" ({i + 1} of {len(parts)})" if len(parts) > 1 else "" for i in range(len(parts))]
             purpose, short = name.split("/")
             lines = [tuple((f"{purpose}/{task}/{short}", task) for task in part) for part in parts]
-            return [Panel("stage3", title + end, unit, part, top) for end, part in zip(more, lines, strict=True)]
+            style = {"dashed": frozenset(held_out), "by_map": True}
+            return [
+                Panel("stage3", title + end, unit, part, top, **style)  # type: ignore[arg-type]
+                for end, part in zip(more, lines, strict=True)
+            ]
     return []
 
 
@@ -108,7 +123,10 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     from matplotlib.figure import Figure
 
     records = list(read_metrics(jsonl_path))
-    found = [(panel, lines) for panel in (*PANELS, *panels_of_maps(records)) if (lines := _lines(panel, records))]
+    facts = read_entry(Path(jsonl_path).with_name("env_info.json"))
+    tasks = facts.get("tasks") or []
+    panels = (*PANELS, *panels_of_maps(records, tasks[facts.get("n_training", 0) :]))
+    found = [(panel, lines) for panel in panels if (lines := _lines(panel, records))]
     if not found:
         return None
     columns = min(3, len(found))
@@ -224,11 +242,12 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     colours = iter(PALETTE)
-    for legend, _, times, values in lines:
+    for place, (legend, _, times, values) in enumerate(lines):
         marker = "o" if len(times) <= 25 else ""
         quiet = legend == "training" and len(lines) > 1
         colour = TRAINING if quiet else next(colours)
-        axis.plot(times, values, color=colour, lw=1.3 if quiet else 2.0, marker=marker,
+        width = 1.5 + 0.8 * (len(lines) - 1 - place) if panel.by_map else 1.3 if quiet else 2.0
+        axis.plot(times, values, "--" if legend in panel.dashed else "-", color=colour, lw=width, marker=marker,
                   ms=3.5, label=legend, zorder=2 if quiet else 3)  # fmt: skip
     values = [value for line in lines for value in line[3]]
     if panel.log and min(values) > 0 and max(values) / min(values) > 20:

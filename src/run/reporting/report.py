@@ -72,6 +72,7 @@ def render_summary(summary: Summary) -> str:
     """Return the closing text: results, files, and the next command."""
     lines = ["", "─" * 78, _headline(summary)]
     lines += [f"  {name}   {_reached(stage)}" for name, stage in summary.get("stages", {}).items()]
+    lines += [f"  held out {held_out}"] if (held_out := _held_out(summary)) else []
     lines += phases_table(summary)
     folder = Path(summary["folder"])
     lines.append(f"Files   {folder}")
@@ -193,6 +194,19 @@ def _reached(stage: Mapping[str, Any]) -> str:
             f"{label} {number_text(values[key])}" + (f" (best {number_text(best)})" if best is not None else "")
         )
     return " | ".join(part for part in (ran, ", ".join(shown)) if part)
+
+
+def _held_out(summary: Summary) -> str:
+    """Return one line on the maps of a set that were not trained on: means, then the maps; empty without them."""
+    card = _card(summary)
+    maps = str(card["compared"].get("held_out_maps") or "").split() if card else []
+    values = summary.get("stages", {}).get("stage3", {}).get("values", {})
+    key = next((key for key in ("battle_won_mean", "return_mean") if f"test_held_out_{key}" in values), None)
+    if key is None:
+        return ""
+    each = [f"{name} {number_text(values[found])}" for name in maps if (found := f"test/{name}/{key}") in values]
+    mean = f"{SHOWN[f'test_{key}']} {number_text(values[f'test_held_out_{key}'])}"
+    return " | ".join(part for part in (mean, ", ".join(each)) if part)
 
 
 def _files(summary: Summary) -> Iterable[tuple[str, str]]:

@@ -24,6 +24,7 @@ from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
 from omagd.envs.task_sets.sets import is_file, task_set
 from omagd.envs.task_sets.shapes import unit_features
+from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import Learner, learner_class
 from omagd.modules import agents, mixers
 from omagd.modules.agents.agent import Agent
@@ -58,6 +59,12 @@ from omagd.utils.storage import read_entry, read_json
 PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
 REPLAY_KEYS = "buffer_size updates_per_iteration epsilon_start epsilon_finish epsilon_anneal_time epsilon_speed".split()
 """Keys of replay and of epsilon-greedy exploration: on-policy learners reject values other than the defaults."""
+
+TARGET_KEYS = {
+    "td_lambda": "has a key of its own, learner_args.gae_lambda, where it has a critic",
+    **dict.fromkeys(("double_q", "target_update_interval", "target_update_updates"), "has no target networks"),
+}
+"""Keys of Q-learning's targets, and what PPO and RLOO have instead: they reject values other than the defaults."""
 
 
 class NoArgs(BaseModel):
@@ -218,12 +225,12 @@ def check_data(config: Config) -> None:
                 f"batch_size={config.batch_size}: {given} plays so many episodes before its first update, more than"
                 f" {key}={limit} allows. Lower batch_size"
             )
-    for key, (value, default) in changed(config, REPLAY_KEYS).items():
+    why = dict.fromkeys(REPLAY_KEYS, "learns on-policy: each batch_size episodes are used once")
+    if issubclass(learner, PolicyLearner):  # others may have targets
+        why |= TARGET_KEYS
+    for key, (value, default) in changed(config, why).items():
         fix = _set_by(config, "learner", {key: value}, key) or f" Leave it out ({key}={default})"
-        raise UserError(
-            f"{key}={value}: has no meaning for {given}, which learns on-policy: each batch_size episodes are used"
-            f" once.{fix}"
-        )
+        raise UserError(f"{key}={value}: has no meaning for {given}, which {why[key]}.{fix}")
 
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:

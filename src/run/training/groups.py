@@ -101,7 +101,7 @@ class Groups:
     def found(self, ranks: int, when: str) -> bool:
         """Return whether any rank has a group. ranks: that have one. when: stage and time.
 
-        Errors: UserError after `MOST_SKIPPED` times without any: the policy always wins or always loses.
+        Errors: UserError after `MOST_SKIPPED` times without any: the policy always wins or never does.
         """
         total, row = self._counts
         self._counts = [total, 0] if ranks else [total + 1, row + 1]
@@ -111,7 +111,8 @@ class Groups:
         raise UserError(
             f"{when}: {MOST_SKIPPED} updates in a row had no group with won and lost battles"
             f" (group_size={config.group_size}, max_sampling_attempts={config.max_sampling_attempts}). Start from a"
-            " policy that wins some of them (checkpoint_path=…), or use enable_dynamic_sampling=False"
+            " policy that wins some of them and loses others (checkpoint_path=…), or compare returns"
+            " (learner_args.score=return, enable_dynamic_sampling=False)"
         )
 
     def again(self) -> None:

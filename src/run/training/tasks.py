@@ -262,6 +262,13 @@ class TrainingTasks:
         self.rebalanced += 1
         return not np.array_equal(before, self.shares)
 
+    def deal_by_rank(self) -> str:
+        """Return which maps each rank plays, empty where each rank plays all."""
+        if self.config.dealing != "sharded":
+            return ""
+        played = [[name for name, share in zip(self.names, own, strict=True) if share > 0] for own in self.shares]
+        return "; ".join(f"{rank}: {', '.join(names)}" for rank, names in enumerate(played))
+
     def record(self) -> dict[str, float]:
         """Return the values for logs, of all ranks up to the last exchange."""
         facts = self.tally.facts()

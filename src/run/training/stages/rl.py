@@ -16,7 +16,7 @@ from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
-from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
+from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
 from omagd.run.training.battles import greedy_episodes, means
 from omagd.run.training.beliefs import evaluate_beliefs
 from omagd.run.training.build import build_learner, require_same_weights
@@ -70,6 +70,7 @@ class RLStage(Stage):
         self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready = False
+        self._deal = ""
         self._bar: Progress | None = None
         self._stopwatch = Stopwatch()
         self._since = (time.monotonic(), 0)
@@ -115,6 +116,8 @@ class RLStage(Stage):
             self.clock.load_state_dict(load_learner(self.learner, folder))
             for module in self.learner.modules().values():
                 require_same_weights(self.session.dist, module, f"checkpoint_path={folder}")
+            if warning := far_step(folder, self.session.config.load_step):
+                self.session.logger.warning(warning)
             self.session.logger.info(f"continuing from {folder} at t_env {self.clock.t_env}")
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
@@ -125,6 +128,7 @@ class RLStage(Stage):
         super().restored()
         session, now = self.session, self.clock.t_env
         self._since = (time.monotonic(), now)
+        self._log_deal()
         self._bar = Progress(self._end(), "step", self.title, enabled=session.dist.is_main, initial=now)
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
@@ -246,6 +250,14 @@ class RLStage(Stage):
         with self.phase("tasks"):
             if maps.synchronise():
                 self._ready = False
+        self._log_deal()
+
+    def _log_deal(self) -> None:
+        """Log which ranks play which maps, if that has changed."""
+        deal = self._deal if self.maps is None else self.maps.deal_by_rank()
+        if deal != self._deal:
+            self._deal = deal
+            self.session.logger.info(f"maps by rank: {deal}")
 
     def _count(self) -> None:
         assert self._counts is not None
