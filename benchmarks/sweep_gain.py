@@ -1,7 +1,7 @@
 """Search a preset by `omagd sweep`, then train it and the old one on fresh seeds: the gain with its 95 % interval.
 
     python benchmarks/sweep_gain.py                                     # 30 trials on 3m, five fresh seeds
-    python benchmarks/sweep_gain.py --trials 4 --t-max 2000 --seeds 2   # whether it works
+    python benchmarks/sweep_gain.py --trials 3 --t-max 1000 --seeds 2   # whether it works
 
 The same command continues what was interrupted.
 """
@@ -63,10 +63,10 @@ def main() -> int:
     if code:
         return code
     runs = load([given.out / "sweep_gain_fresh"])
-    curves = {arm: np.array([run.test_curve(METRIC)[2] for run in runs if run.arm == arm]) for arm in ("new", "old")}
+    new, old = ([run.test_curve(METRIC)[2] for run in runs if run.arm == arm] for arm in ("new", "old"))
     print(f"{given.map}, {given.t_max} steps, {given.seeds} fresh seeds, {METRIC}: new - old")
-    _report("last test", curves["new"][:, -1], curves["old"][:, -1])
-    _report("mean of tests", curves["new"].mean(axis=1), curves["old"].mean(axis=1))
+    _report("last test", *(np.array([curve[-1] for curve in arm]) for arm in (new, old)))
+    _report("mean of tests", *(np.array([curve.mean() for curve in arm]) for arm in (new, old)))
     return 0
 
 

@@ -61,6 +61,7 @@ SMALL: dict[str, str] = {
 # Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
     "chaos.py": "tests/test_chaos.py and tests/test_dealt_resuming.py are its short forms",
+    "sweep_gain.py": "trains for hours; tests/test_sweeps.py has the search, tests/test_statistics.py the interval",
     "study_chaos.py": "tests/test_study_runs.py is its short form",
     "endurance.py": "tests/test_resume.py has its short form",
     "pymarl3_gradients.py": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",

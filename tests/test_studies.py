@@ -22,7 +22,7 @@ from omagd.run.studies.executors import Ended, Job, Place
 from omagd.run.studies.local import LocalArgs, LocalExecutor
 from omagd.run.studies.processes import last_error, start_run
 from omagd.run.studies.spec import config_of, load
-from omagd.run.studies.state import DONE, FAILED, WAITING, StudyState, locked_study
+from omagd.run.studies.state import DONE, FAILED, PRUNED, RUNNING, WAITING, StudyState, locked_study
 from omagd.run.studies.study import not_comparable
 from omagd.run.studies.view import ConsoleView, seconds_left, study_table
 from omagd.utils.errors import UserError
@@ -240,6 +240,25 @@ def test_an_interrupted_engine_lets_its_runs_save(study):
         engine.run([stub_job("a", "hangs"), stub_job("b")], local(study, jobs=1), study, more=interrupt)
     assert (study.run_folder("a").path / "saved").exists()
     assert StudyState.read(study.folder).counts() == {WAITING: 2}
+
+
+def test_a_pruned_job_is_cancelled_and_its_place_is_taken(study):
+    """Its run saves and ends; a pruned job that waits is not started; neither is started again later."""
+    jobs = [stub_job("a", "hangs"), stub_job("b"), stub_job("c")]
+
+    def prune():
+        log = study.folder / "logs" / "a.log"
+        if study.records["a"].state == RUNNING and log.exists() and "ready" in log.read_text():
+            study.prune("a")
+            study.prune("b")
+        return None if study.records["c"].state == DONE else []
+
+    engine.run(jobs, local(study, jobs=1), study, more=prune)
+    engine.run(jobs, local(study, jobs=1), study)
+    assert StudyState.read(study.folder).counts() == {DONE: 1, PRUNED: 2}
+    assert (study.run_folder("a").path / "saved").exists() and len(starts(study, "a")) == 1
+    assert not study.run_folder("b").path.exists()
+    assert study.records["a"].seconds > 0
 
 
 def test_a_finished_run_counts_whatever_the_state_says(study):

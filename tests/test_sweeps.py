@@ -22,6 +22,7 @@ from omagd.config.loading import resolve
 from omagd.run.cli.main import main
 from omagd.run.studies import EXECUTORS, engine, sweep, trials
 from omagd.run.studies.state import DONE, FAILED, PRUNED, StudyState
+from omagd.run.studies.study import examine
 from omagd.run.studies.sweep import run_sweep
 from omagd.run.studies.sweep_spec import load_sweep
 from omagd.utils.errors import UserError
@@ -187,6 +188,35 @@ def test_a_sweep_that_is_killed_at_random_moments_loses_and_repeats_no_trial(tmp
             for name in trial["runs"]:
                 text = (tmp_path / "toy" / "runs" / name / "metrics.jsonl").read_text()
                 assert text.count("test_battle") == 4  # no test was played twice
+
+
+@pytest.mark.processes
+def test_a_sweep_of_real_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(sweep, "examine", examine)
+    given = {
+        "name": "toy", "results": str(tmp_path), "config": "qmix", "env_config": "matrix_game", "seeds": 1, "trials": 2,
+        "with": {"t_max": 300, "test_interval": 100, "test_nepisode": 8, "torch_threads": 1, "save_model": False},
+        "metric": "test_return_mean", "over_tests": "mean", "executor": {"local": {"jobs": 1}},
+        "space": {"env_args.payoff": {"choices": ["climbing", "monotonic"]}},
+    }  # fmt: skip
+    wrong = {**given, "space": {"env_args.payoff": {"choices": ["climbing", "climbin"]}}}
+    with pytest.raises(UserError, match=r"^sweep: space.env_args.payoff \(climbin\): env_args.payoff=climbin: "):
+        run_sweep(load_sweep(wrong), lambda line: None, quiet=True)
+    assert list(tmp_path.iterdir()) == []
+    found = run_sweep(load_sweep(given), lambda line: None, quiet=True)
+    assert [trial["state"] for trial in found["trials"]] == ["complete"] * 2
+    for trial in found["trials"]:
+        folder = tmp_path / "toy" / "runs" / trial["runs"][0]
+        assert (
+            json.loads((folder / "config.json").read_text())["env_args"]["payoff"] == trial["keys"]["env_args.payoff"]
+        )
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        tests = [line["test_return_mean"] for line in lines if "test_return_mean" in line]
+        assert len(tests) >= 3 and trial["value"] == pytest.approx(statistics.mean(tests))
+    assert found["trials"][0]["value"] >= found["trials"][1]["value"]
+    assert main([f"--config={tmp_path / 'toy' / 'best.yaml'}", "--env-config=matrix_game", "--dry-run"]) == 0
+    assert found["trials"][0]["keys"]["env_args.payoff"] in capsys.readouterr().out
 
 
 def test_a_lost_journal_is_made_from_the_runs(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,12 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
     if strange:
         raise UserError(f"{sweep.folder}: is the folder of a study (arm {strange[0]}). Give another name: or results:")
     if not (sweep.folder / JOURNAL).exists():
-        alone = [{parameter.key: choice} for parameter in sweep.space for choice in parameter.choices]
-        checked = [sweep.jobs(0, values)[0] for values in ({}, *alone)]
-        examine(checked, sweep.executor, sweep.source)
+        alone = [
+            replace(sweep.jobs(0, {parameter.key: choice})[0], arm=f"space.{parameter.key}", name=str(choice))
+            for parameter in sweep.space
+            for choice in parameter.choices
+        ]
+        examine([*sweep.jobs(0, {})[:1], *alone], sweep.executor, sweep.source)
     place = Place(sweep.folder, sweep.settings)
     with closed_to_others(), locked_study(sweep.folder) as state:
         trials = Trials(sweep, sweep.folder)
