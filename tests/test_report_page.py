@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -200,6 +202,13 @@ def test_the_page_of_a_study_with_large_pictures_is_at_most_5_mb(tmp_path):
     page = report(tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
     assert 2 <= [tag for tag, _ in page.tags].count("img") < 6
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    make_run(tmp_path / "run")
+    words = ["report", str(tmp_path / "run")]
+    code = f"import sys; from omagd.run.cli.main import main; main({words}); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omagd.utils.metrics import of_maps
 from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE
 
@@ -83,6 +82,10 @@ def panels_of_maps(records: Sequence[Mapping[str, Any]], held_out: Sequence[str]
 
     held_out: maps that are not trained on.
     """
+    if not any(key.startswith("test/") for record in records for key in record):
+        return []
+    from omagd.utils.metrics import of_maps  # imports torch, which reports of other runs do not need
+
     for name, title, unit, top in (
         ("test/battle_won_mean", "Win rate by map", "share of battles won", 1.0),
         ("test/return_mean", "Return by map", "reward per episode", None),
