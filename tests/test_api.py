@@ -50,7 +50,7 @@ def one_thread():
 def page(tmp_path_factory) -> dict:
     """Run the Python blocks of docs/python_api.md in their order, with small budgets; return what they define."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     folder = tmp_path_factory.mktemp("page")
     small = {**SMALL, "local_results_path": str(folder)}
 
