@@ -46,6 +46,10 @@ class EntityAgent(RecurrentAgent):
     """
 
     any_number_of_units: ClassVar[bool] = True
+    attack: nn.Module  # from the hidden state to what `of_targets` reads, for enemies
+    base: nn.Module
+    heal: nn.Module  # the same for allies, where some heal
+    heal_base: nn.Module
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
@@ -113,9 +117,9 @@ class EntityAgent(RecurrentAgent):
         return place + (place >= own)
 
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
-        """Return the GRU's input [S, n, H], and what `attacks` reads of each enemy [S, n, m, width].
+        """Return the GRU's input [S, n, H], and what `of_targets` reads of each enemy [S, n, m, width].
 
-        Where some heal, then also what `heals` reads of each ally [S, n, k, width], and which agents heal [S, n, 1].
+        Where some heal, then also what it reads of each ally [S, n, k, width], and which agents heal [S, n, 1].
         """
         rows, total = max(1, ROWS_AT_ONCE // self.n_agents), len(inputs.features)
         parts = [self.encode_units(self.seen(inputs.rows(slice(i, i + rows)))) for i in range(0, max(total, 1), rows)]
@@ -132,10 +136,10 @@ class EntityAgent(RecurrentAgent):
         Where some heal, action i after the normal ones means agent i for these; an agent does not heal itself.
         """
         enemies, *healing = others
-        of_targets = self._of_actions(self.attacks(hidden, enemies))
+        of_targets = self._of_actions(self.of_targets(enemies, self.attack(hidden), self.base))
         if healing:
             allies, healers = healing
-            healed = self.heals(hidden, allies)
+            healed = self.of_targets(allies, self.heal(hidden), self.heal_base)
             numbers = self.numbers_of_allies(hidden.device).expand(healed.shape)
             of_agents = healed.new_zeros(*healed.shape[:-1], healed.shape[-1] + 1).scatter(-1, numbers, healed)
             of_targets = torch.where(healers, self._of_actions(of_agents), of_targets)
@@ -146,13 +150,14 @@ class EntityAgent(RecurrentAgent):
         missing = self.n_actions - self.n_normal - values.shape[-1]
         return F.pad(values, (0, missing)) if missing > 0 else values[..., : self.n_actions - self.n_normal]
 
+    @staticmethod
     @abstractmethod
-    def attacks(self, hidden: Tensor, enemies: Tensor) -> Tensor:
-        """Return the values of attacking each enemy, [S, n, m], from what `encode` returns of them."""
+    def of_targets(targets: Tensor, read: Tensor, base: nn.Module) -> Tensor:
+        """Return the values of targets [S, n, t].
 
-    @abstractmethod
-    def heals(self, hidden: Tensor, allies: Tensor) -> Tensor:
-        """Return the values of healing each ally, [S, n, k], from what `encode` returns of them, where some heal."""
+        targets: [S, n, t, width], what `encode` returns of them. read: [S, n, ...], what the agent's hidden state asks
+        of them. base: of a target's value that does not depend on the hidden state.
+        """
 
 
 class HyperEmbedding(nn.Module):
@@ -219,17 +224,9 @@ class HPNAgent(EntityAgent):
         patients = (self.patient(seen.allies).relu(),) if self.some_heal else ()
         return embedded.relu(), self.target(seen.enemies).relu(), *patients
 
-    def attacks(self, hidden: Tensor, enemies: Tensor) -> Tensor:
-        """Return w(x_i) h + v(x_i), [S, n, m]."""
-        return self._products(enemies, self.attack(hidden), self.base)
-
-    def heals(self, hidden: Tensor, allies: Tensor) -> Tensor:
-        """Return the same of allies, with hypernetworks of their own, [S, n, k]."""
-        return self._products(allies, self.heal(hidden), self.heal_base)
-
     @staticmethod
-    def _products(targets: Tensor, read: Tensor, base: nn.Module) -> Tensor:
-        """Return w(x_i) h + v(x_i) from g(x_i), and W h with w_0 h behind it.
+    def of_targets(targets: Tensor, read: Tensor, base: nn.Module) -> Tensor:
+        """Return w(x_i) h + v(x_i), [S, n, t], from g(x_i), and W h with w_0 h behind it.
 
         w(x_i) = W^T g(x_i) + w_0, and g(x_i)^T (W h) + w_0 h costs less than w(x_i)^T h: W h is made once.
         """
@@ -295,16 +292,9 @@ class AttentionAgent(EntityAgent):
         mask = there.view(rows, 1, 1, units.shape[1])
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(own.shape)
 
-    def attacks(self, hidden: Tensor, enemies: Tensor) -> Tensor:
-        """Return the scaled product of each enemy's key and the hidden state, plus a value of the enemy, [S, n, m]."""
-        return self._products(enemies, self.attack(hidden), self.base)
-
-    def heals(self, hidden: Tensor, allies: Tensor) -> Tensor:
-        """Return the same of allies, [S, n, k]."""
-        return self._products(allies, self.heal(hidden), self.heal_base)
-
     @staticmethod
-    def _products(targets: Tensor, read: Tensor, base: nn.Module) -> Tensor:
+    def of_targets(targets: Tensor, read: Tensor, base: nn.Module) -> Tensor:
+        """Return the scaled product of each target's key and what the agent asks, plus a value of the target."""
         product = (targets @ read.unsqueeze(-1)).squeeze(-1)
         values: Tensor = product * targets.shape[-1] ** -0.5 + base(targets.relu()).squeeze(-1)
         return values
