@@ -32,6 +32,7 @@ from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.training.build import build_mac, load_pretrained, of_checkpoint
+from omagd.run.training.evaluate import evaluation_config
 from omagd.utils.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python_api.md"
@@ -111,6 +112,15 @@ def test_evaluate_reads_the_runs_configuration_and_labels_what_it_writes(page, t
     values = summary["stages"]["stage3"]["values"]
     for name, key in (("return", "return"), ("ep_length", "length"), ("battle_won", "battle_won")):
         assert values[f"test_{name}_mean"] == pytest.approx(np.mean([line[key] for line in lines]))
+
+
+def test_evaluations_of_a_studys_runs_are_not_among_its_runs(trained, tmp_path):
+    study = tmp_path / "toy"
+    run = shutil.copytree(trained, study / "runs" / "a-3m-seed1")
+    assert evaluation_config(str(run), {}).local_results_path == str(run.parent)
+    (study / "study.json").write_text("{}")
+    assert evaluation_config(str(run), {}).local_results_path == str(study / "evaluations")
+    assert evaluation_config(str(run), {"local_results_path": "x"}).local_results_path == "x"
 
 
 def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys(trained, tmp_path, capsys):

@@ -15,6 +15,9 @@ from typing import Any
 
 from omagd.utils.writing import STORAGE, replace_file
 
+STUDY_FILE, STUDY_RUNS = "study.json", "runs"
+"""In a study's folder: its state, and the folder of its runs."""
+
 RUN_FILE = "run.json"
 """In a run's folder: what the run is, and whether it is finished."""
 
@@ -61,6 +64,13 @@ class RunFolder:
         self.checkpoints, self.models = self.path / "checkpoints", self.path / "models"
         self.plots, self.logs = self.path / "plots", self.path / "logs"
         self.profile, self.replays = self.path / "profile", self.path / "replays"
+
+    @property
+    def evaluations(self) -> Path:
+        """Where evaluations of the run go: beside it, but not among the runs of a study, which are compared."""
+        around = self.path.parent
+        in_study = around.name == STUDY_RUNS and (around.parent / STUDY_FILE).is_file()
+        return around.parent / "evaluations" if in_study else around
 
     @classmethod
     def create(cls, local_results_path: str | Path, unique_token: str, *, generated: bool = True) -> RunFolder:

@@ -15,11 +15,11 @@ from typing import Any
 from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, take
 from omagd.run.studies.executors import Job
 from omagd.utils.errors import UserError, readable
-from omagd.utils.run_folder import RUN_FILE, RunFolder, write_json
+from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, write_json
 from omagd.utils.storage import read_entry, read_json
 from omagd.utils.writing import replace_file
 
-STATE, COPY, RUNS, LOGS = "study.json", "study.yaml", "runs", "logs"
+STATE, COPY, RUNS, LOGS = STUDY_FILE, "study.yaml", STUDY_RUNS, "logs"
 FORMAT = 1
 SAVE_SECONDS = 1.0
 LONGEST_STATE = 1 << 28

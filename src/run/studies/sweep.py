@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omagd.run.analysis.runs import read_records
 from omagd.run.analysis.statistics import AGGREGATES
 from omagd.run.studies import EXECUTORS, engine, sweep_report
 from omagd.run.studies.executors import Job, Place
@@ -20,7 +21,7 @@ from omagd.run.studies.study import examine
 from omagd.run.studies.sweep_spec import Sweep, trial_name
 from omagd.run.studies.trials import JOURNAL, Trials, number_of, optuna
 from omagd.run.studies.view import ConsoleView
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, nearest
 from omagd.utils.owned_folder import closed_to_others
 from omagd.utils.writing import replace_file
 
@@ -91,6 +92,7 @@ class _Search:
         self._curves: dict[str, _CurveReader] = {}
         self._looked = 0.0
         self._exhausted = False
+        self._metric_seen = any(trial.values or trial.intermediate_values for trial in trials.all())
         fill = min(MOST_AT_A_TIME, math.ceil(slots / len(sweep.seeds)))
         self._at_a_time = sweep.file.at_a_time or max(1, fill)
 
@@ -150,6 +152,10 @@ class _Search:
         """Look after an open trial; return whether it has ended."""
         trial, jobs = self._open[number]
         records = [self._state.records.get(job.name) for job in jobs]
+        if not self._metric_seen:
+            for record in records:
+                if record is not None and record.state == DONE:
+                    self._require_metric(record.job)
         failed = next((record for record in records if record is not None and record.state == FAILED), None)
         if failed is not None:
             self._fail(number, f"{failed.job.name}: {failed.error}")
@@ -163,6 +169,20 @@ class _Search:
         else:
             return False
         return True
+
+    def _require_metric(self, job: Job) -> None:
+        """Look for the metric in a finished run. Errors: UserError where the run logged other values only."""
+        self._metric_seen = bool(self._curve(job))
+        file, path = self._sweep.file, self._state.run_folder(job.name).metrics_jsonl
+        lines = [] if self._metric_seen else [line for line in read_records(path) if line.get("stage") == file.stage]
+        names = sorted({name for line in lines for name in line} - {"stage", "t_env", "epoch", "wall_seconds"})
+        if not names or file.metric in names:
+            return
+        known = [name for name in names if name.startswith("test")] or names
+        raise UserError(
+            f"{self._sweep.source}: metric={file.metric}: {job.name} has finished without it in {file.stage}."
+            f"{nearest(file.metric, names)} Known: {', '.join(known)}. Change metric:, and the same command continues"
+        )
 
     def _complete(self, number: int) -> None:
         trial, jobs = self._open[number]

@@ -72,7 +72,7 @@ class Trials:
             self.all()
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError, IndexError) as problem:
             raise _damaged(path, type(problem).__name__) from None
-        if known is None:
+        if known is None or self._differs_by_an_unused_metric(known):
             self.study.set_user_attr(DEFINITION, sweep.definition)
         elif known != json.loads(json.dumps(sweep.definition)):
             raise UserError(f"{folder}: belongs to another sweep ({_differences(known, sweep)}). Give another name:")
@@ -157,6 +157,12 @@ class Trials:
             warnings.simplefilter("ignore")
             found = importance.get_param_importances(values, evaluator=importance.PedAnovaImportanceEvaluator())
         return {key: float(share) for key, share in found.items() if math.isfinite(share)}
+
+    def _differs_by_an_unused_metric(self, known: Mapping[str, Any]) -> bool:
+        """Return whether only the metric was changed, before it gave any trial a value: it was misspelt."""
+        here = json.loads(json.dumps(self._sweep.definition))
+        used = any(trial.values or trial.intermediate_values for trial in self.all())
+        return not used and known != here and {**known, "metric": here["metric"]} == here
 
     def _propose(self, trials: Sequence[FrozenTrial], attempt: int) -> dict[str, Value]:
         file, samplers = self._sweep.file, self._optuna.samplers

@@ -50,7 +50,7 @@ def evaluation_config(run: str, texts: Mapping[str, str], command: str = "evalua
             raise UserError(f"{key}={texts[key]}: already set by `{source}`. Leave it out")
     step = find_step_folder(run, source=source)
     folder = RunFolder(run_folder_of(step))
-    paths = {"checkpoint_path": str(Path(run).expanduser().absolute()), "local_results_path": str(folder.path.parent)}
+    paths = {"checkpoint_path": str(Path(run).expanduser().absolute()), "local_results_path": str(folder.evaluations)}
     values: dict[str, Any] = {**read_saved(folder.config_json, source), **FIXED, **HERE, **paths}
     if "test_nepisode" in texts:  # else the run's `eval_report_episodes` would override it
         values["eval_report_episodes"] = 0
