@@ -127,13 +127,52 @@ def test_a_key_that_differs_between_maps_only_makes_no_group(tmp_path):
     assert labels == ["qmix, gamma=0.99", "qmix, gamma=0.9", "vdn"], "as few keys as tell them apart"
 
 
+def as_study(folder, arm):
+    """Write the `study.json` of runs; arm: of a run's name."""
+    jobs = [{"job": {"name": name, "arm": arm(name)}} for name in sorted(os.listdir(folder / "runs"))]
+    (folder / "study.json").write_text(json.dumps({"jobs": jobs}))
+
+
 def test_arms_of_a_study_are_groups(tmp_path):
     make_study(tmp_path / "runs")
     names = sorted(os.listdir(tmp_path / "runs"))
-    jobs = [{"job": {"name": name, "arm": "low" if "0.0003" in name else "high"}} for name in names]
-    (tmp_path / "study.json").write_text(json.dumps({"jobs": jobs}))
+    as_study(tmp_path, lambda name: "low" if "0.0003" in name else "high")
     assert {group.label: len(group.runs) for group in groups(load([tmp_path]))} == {"low": 2, "high": 4}
     assert load([tmp_path / "runs" / names[0]])[0].arm == "low"
+
+
+def test_arms_with_one_name_in_two_studies_are_one_group_only_where_their_settings_agree(tmp_path):
+    for name, rate, seeds in (("mine", 0.001, (1, 2)), ("s3", 0.005, (3,)), ("more", 0.001, (4,))):
+        make_study(tmp_path / name / "runs", rates=(rate,), maps=("3m", "8m"), seeds=seeds)
+        as_study(tmp_path / name, lambda _: "qmix")
+
+    def found(*names):
+        return [(group.label, len(group.runs)) for group in groups(load([tmp_path / name for name in names]))]
+
+    assert found("mine", "s3") == [("lr=0.001", 4), ("lr=0.005", 2)]
+    assert found("mine", "more") == [("qmix", 6)], "more seeds of one method"
+    assert {run.study for run in load([tmp_path / "mine"])} == {"mine"}
+    make_run(tmp_path / "mine" / "runs" / "zchanged", lr=0.005, seed=9)
+    as_study(tmp_path / "mine", lambda _: "qmix")
+    assert found("mine") == [("qmix", 5)], "within a study an arm is one group"
+    assert found("mine", "more") == [("qmix (mine)", 5), ("qmix (more)", 2)]
+
+
+def test_a_results_file_of_two_studies_keeps_the_lines_of_both(tmp_path, caplog):
+    from omagd.run.studies.executors import Job
+    from omagd.run.studies.results import append, line_of
+
+    path = tmp_path / "results.jsonl"
+    for study, rate, identity in (("a", 0.001, "1"), ("b", 0.005, "2"), ("a", 0.003, "3"), ("b", 0.005, "2")):
+        folder = tmp_path / f"{study}{rate}"
+        folder.exists() or make_run(folder, lr=rate, seed=1)
+        (run,) = load([folder])
+        job = Job("qmix_3m_seed1", "qmix", run.env, run.map_name, 1, ())
+        append(path, line_of(study, job, RunFolder(folder), run.card, identity))
+    runs = load([path, path])
+    assert [(run.study, run.config["lr"]) for run in runs] == [("a", 0.001), ("b", 0.005), ("a", 0.003)]
+    assert len({run.folder for run in runs}) == 3
+    assert caplog.messages == [f"left out: {path}: 1 of 4 lines repeat a result: the last one counts"]
 
 
 def test_load_runs_returns_a_row_for_each_test(tmp_path, monkeypatch):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from omagd.run.analysis.groups import groups, repeated, shown, telling
+from omagd.run.analysis.groups import groups, repeated, shown, telling, with_studies
 from omagd.run.analysis.runs import Run, load
 from omagd.run.reporting.card import marks
 from omagd.run.reporting.report import aligned, number_text, stage_value, value_columns, value_head
@@ -85,9 +85,10 @@ def table(runs: Sequence[Run], each: bool = False) -> str:
 
 def _rows(runs: Sequence[Run], each: bool) -> list[Row]:
     """Return the rows, those of one map together; runs that repeat a seed have rows of their own."""
-    rows = []
+    rows: list[Row] = []
     found = groups(runs)
     for place in dict.fromkeys(run.place for run in runs):
+        first = len(rows)
         for group in found:
             there = group.at(place)
             if each or repeated(there):
@@ -95,6 +96,8 @@ def _rows(runs: Sequence[Run], each: bool) -> list[Row]:
             elif there:
                 name = there[0].label if len(there) == 1 else there[0].arm or there[0].name
                 rows.append(Row(name, group.values, tuple(there)))
+        labels = with_studies([row.label for row in rows[first:]], [row.runs[0] for row in rows[first:]])
+        rows[first:] = [replace(row, label=label) for row, label in zip(rows[first:], labels, strict=True)]
     return rows
 
 

@@ -109,7 +109,8 @@ class Group:
 def groups(runs: Sequence[Run]) -> list[Group]:
     """Return runs grouped by their arm in a study, else by the keys in which runs on one map differ.
 
-    Given weights may be another file for each seed; only where a seed occurs twice do their paths separate groups.
+    Arms with one name in several studies are one group where their settings agree. Given weights may be
+    another file for each seed; only where a seed occurs twice do their paths separate groups.
     """
     known = {run.folder: settings(run) for run in runs}
     keys: dict[str, None] = {}
@@ -117,14 +118,16 @@ def groups(runs: Sequence[Run]) -> list[Group]:
         there = [known[run.folder] for run in runs if (run.place, run.kind) == place and run.config]
         keys |= dict.fromkeys(_differing(there))
     keys |= {key: None for key in differing(runs) if key in METHOD}
+    own: dict[Path, str] = {}
     parts: dict[str, list[Run]] = {}
     for run in runs:
-        own = {key: known[run.folder].get(key) for key in keys}
-        own |= {key: bool(own[key]) for key in WEIGHTS if key in own}
+        values_of = {key: known[run.folder].get(key) for key in keys}
+        own[run.folder] = frozen(values_of | {key: bool(values_of[key]) for key in WEIGHTS if key in values_of})
         unread = "" if run.config else str(run.folder)
-        parts.setdefault(frozen([run.arm, [] if run.arm else own, run.kind, unread]), []).append(run)
+        within = [run.study, str(run.folder.parent)] if run.arm else own[run.folder]
+        parts.setdefault(frozen([run.arm, within, run.kind, unread]), []).append(run)
     split: list[list[Run]] = []
-    for part in parts.values():
+    for part in _joined(list(parts.values()), own):
         paths: dict[str, list[Run]] = {}
         for run in part:
             path = [known[run.folder].get(key) for key in WEIGHTS] if repeated(part) and not run.arm else []
@@ -133,6 +136,29 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     values = [{key: known[part[0].folder][key] for key in keys if key in known[part[0].folder]} for part in split]
     labels = _labels(split, values)
     return [Group(*each) for each in zip(labels, values, map(tuple, split), strict=True)]
+
+
+def _joined(parts: Sequence[list[Run]], own: Mapping[Path, str]) -> list[list[Run]]:
+    """Return groups, those of arms with one name in several studies joined where `own`, their settings, agree.
+
+    The maps that both have count, all maps if they share none.
+    """
+
+    def agree(one: Sequence[Run], other: Sequence[Run]) -> bool:
+        both = {run.place for run in one} & {run.place for run in other}
+        mine, theirs = ({own[run.folder] for run in part if run.place in both or not both} for part in (one, other))
+        return mine == theirs
+
+    found: list[list[Run]] = []
+    for part in parts:
+        about = (part[0].arm, part[0].kind, bool(part[0].config))
+        for other in found if about[0] and about[2] else []:
+            if about == (other[0].arm, other[0].kind, bool(other[0].config)) and agree(other, part):
+                other += part
+                break
+        else:
+            found.append(list(part))
+    return found
 
 
 def repeated(runs: Sequence[Run]) -> list[Run]:
@@ -154,8 +180,18 @@ def _labels(parts: Sequence[Sequence[Run]], values: Sequence[Mapping[str, Any]])
         for i in same:
             only = len(same) == len(names) and words[i]
             labels[i] = ", ".join(words[i] if only else [name, *words[i]])
+    labels = with_studies(labels, [part[0] for part in parts])
     count, pairs = Counter(labels), zip(labels, parts, strict=True)
     return [label if count[label] == 1 else f"{label} ({part[0].label})" for label, part in pairs]
+
+
+def with_studies(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """Return the labels, those that runs of several studies have in common with the study."""
+    studies: dict[str, set[str]] = {}
+    for label, run in zip(labels, runs, strict=True):
+        studies.setdefault(label, set()).add(run.study)
+    pairs = zip(labels, runs, strict=True)
+    return [f"{label} ({run.study})" if run.study and len(studies[label]) > 1 else label for label, run in pairs]
 
 
 def telling(values: Sequence[Mapping[str, Any]]) -> list[str]:

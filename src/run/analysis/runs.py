@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Run:
     Attributes:
         config: every key, empty if it cannot be read. card, summary: empty if they cannot be read.
         finished: whether it has ended and will not be resumed. arm: its name in a study, else "".
-        given: its records, if they do not come from `metrics.jsonl`.
+        given: its records, if they do not come from `metrics.jsonl`. study: the name of its study, else "".
     """
 
     folder: Path
@@ -47,6 +48,7 @@ class Run:
     finished: bool = False
     arm: str = ""
     given: tuple[dict[str, Any], ...] | None = None
+    study: str = ""
 
     @property
     def label(self) -> str:
@@ -139,21 +141,18 @@ def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "
 
 def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -> tuple[list[Run], list[str]]:
     """Return the runs of `load`, and a line on each folder that cannot be read instead of a warning."""
-    runs: dict[Path, Run] = {}
-    problems = []
-    for path in map(Path, paths):
+    runs: dict[object, Run] = {}
+    problems: list[str] = []
+    for path in dict.fromkeys(map(Path, paths)):
         place = Path(os.path.expanduser(path)).absolute()  # unlike Path.expanduser, no error for an unknown user
         if place.suffix == ".jsonl" and os.path.isfile(place):
-            lines = [_of_line(place, line) for line in read_records(place)]
-            runs |= {run.folder: run for run in lines if run is not None}
-            if None in lines or not lines:
-                problems.append(f"{path}: {lines.count(None)} of {len(lines)} lines hold no result of a study")
+            problems += _add_lines(runs, path, place)
             continue
-        folders = dict(_run_folders(place))
+        folders = {folder: study for at in studies_at(place) for folder, study in _run_folders(at)}
         if not folders:
             problems.append(f"{path}: holds no run: no config.json and no summary.json that can be read")
-        for folder, arm in folders.items():
-            run = _read(folder, arm)
+        for folder, study in folders.items():
+            run = _read(folder, study)
             if run is None:
                 problems.append(f"{folder}: neither its config.json nor its summary.json can be read")
             else:
@@ -165,17 +164,62 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
     return list(runs.values()), problems
 
 
-def _run_folders(place: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the folders of runs at a path, and the arm of each."""
+def _add_lines(runs: dict[object, Run], path: Path, place: Path) -> list[str]:
+    """Add the runs in the lines of a results file, which studies may share; return a line on each problem.
+
+    Of lines on the same run, as two merged files have them, the last counts.
+    """
+    lines = bad = again = 0
+    folders = {run.folder for run in runs.values()}
+    for line in read_records(place):
+        lines += 1
+        run = _of_line(place, line)
+        if run is None:
+            bad += 1
+            continue
+        key = tuple(str(line.get(name)) for name in ("study", "job", "start_card", "identity"))
+        if key in runs:
+            again += 1
+            run = replace(run, folder=runs[key].folder)
+        elif run.folder in folders:  # the same job with another configuration
+            run = replace(run, folder=_unused(run.folder, str(line.get("identity"))[:8], folders))
+        folders.add(run.folder)
+        runs[key] = run
+    problems = [f"{path}: {bad} of {lines} lines hold no result of a study"] if bad or not lines else []
+    return problems + ([f"{path}: {again} of {lines} lines repeat a result: the last one counts"] if again else [])
+
+
+def _unused(folder: Path, mark: str, used: Container[Path]) -> Path:
+    """Return a name that no run has yet, with a mark or with a number."""
+    marks = (mark, *(f"{mark}, {number}" for number in range(2, 10**6)))
+    return next(new for each in marks if (new := folder.with_name(f"{folder.name} ({each})")) not in used)
+
+
+def studies_at(place: Path) -> list[Path]:
+    """Return the studies in a folder that holds no run itself, else the folder."""
+    if next(_run_folders(place), None) is None and not os.path.lexists(place / STUDY_FILE):
+        with contextlib.suppress(OSError):
+            inside = [place / name for name in sorted(os.listdir(place), key=natural)]
+            if found := [each for each in inside if os.path.isfile(each / STUDY_FILE)]:
+                return found
+    return [place]
+
+
+def _run_folders(place: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Yield the folders of runs at a path, those of a study in its order, and the study and the arm of each."""
     if _is_run(place):
-        yield place, _arms(place.parent.parent).get(place.name, "")
+        study = place.parent.parent
+        arm = _arms(study).get(place.name)
+        yield place, ("", "") if arm is None else (readable(study.name), arm)
         return
     for parent, arms in ((place, {}), (place / STUDY_RUNS, _arms(place))):
+        order = {name: number for number, name in enumerate(arms)}
         try:
-            names = sorted(os.listdir(parent), key=natural)
+            names = sorted(os.listdir(parent), key=lambda name: (order.get(name, len(order)), natural(name)))
         except OSError:
             continue
-        yield from ((parent / name, arms.get(name, "")) for name in names if _is_run(parent / name))
+        for name in filter(lambda name: _is_run(parent / name), names):
+            yield parent / name, (readable(place.name), arms[name]) if name in arms else ("", "")
 
 
 def _is_run(folder: Path) -> bool:
@@ -183,7 +227,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _arms(study: Path) -> dict[str, str]:
-    """Return the arm of each run of a study, by the run's name."""
+    """Return the arm of each run of a study, by the run's name, in the order of the study."""
     try:
         entries = read_json(study / STUDY_FILE, LONGEST_STUDY)["jobs"]
         return {entry["job"]["name"]: readable(str(entry["job"]["arm"])) for entry in entries}
@@ -191,8 +235,8 @@ def _arms(study: Path) -> dict[str, str]:
         return {}
 
 
-def _read(folder: Path, arm: str) -> Run | None:
-    """Return the run in a folder, None if neither its configuration nor its summary can be read."""
+def _read(folder: Path, of: tuple[str, str]) -> Run | None:
+    """Return the run in a folder, None if neither its configuration nor its summary can be read. of: study, arm."""
     files = RunFolder(folder)
     config, summary = read_entry(files.config_json), read_entry(files.summary_json)
     summary = summary if _is_summary(summary) else {}
@@ -200,7 +244,9 @@ def _read(folder: Path, arm: str) -> Run | None:
         return None
     card = read_entry(files.card_json) or summary.get("card")
     finished = read_entry(folder / RUN_FILE).get("finished") is True
-    return Run(folder, config, card if is_card(card) and isinstance(card, dict) else {}, summary, finished, arm)
+    study, arm = of
+    known = card if is_card(card) and isinstance(card, dict) else {}
+    return Run(folder, config, known, summary, finished, arm, study=study)
 
 
 def _of_line(file: Path, line: Mapping[str, Any]) -> Run | None:
@@ -219,8 +265,9 @@ def _of_line(file: Path, line: Mapping[str, Any]) -> Run | None:
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
     records = tuple({"stage": "stage3", **row} for row in rows)
     known = dict(card) if isinstance(card, dict) else {}
-    arm = readable(str(line.get("arm", "")))
-    return Run(file.parent / str(line.get("job")), config, known, summary, True, arm, records)
+    study, arm = (readable(str(line.get(key, ""))) for key in ("study", "arm"))
+    folder = file.parent / Path(study).name / Path(str(line.get("job"))).name
+    return Run(folder, config, known, summary, True, arm, records, study)
 
 
 def _is_summary(value: Mapping[str, Any]) -> bool:
