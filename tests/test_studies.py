@@ -23,7 +23,7 @@ from omagd.run.studies.local import LocalArgs, LocalExecutor
 from omagd.run.studies.processes import last_error, start_run
 from omagd.run.studies.spec import config_of, load
 from omagd.run.studies.state import DONE, FAILED, PRUNED, RUNNING, WAITING, StudyState, locked_study
-from omagd.run.studies.study import not_comparable
+from omagd.run.studies.study import not_comparable, run_study
 from omagd.run.studies.view import ConsoleView, seconds_left, study_table
 from omagd.utils.errors import UserError
 
@@ -117,6 +117,25 @@ def test_files_that_hold_no_study(tmp_path, capsys):
     assert main(["study"]) == 2
     assert main(["study", "status", str(tmp_path)]) == 2
     assert "holds no study" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_sweep_file_is_no_study_file_and_the_reverse(tmp_path, capsys):
+    for other, kind, text in (("sweep", "study", "space: {lr: {low: 0.1, high: 0.2}}"), ("study", "sweep", "arms: {}")):
+        file = tmp_path / f"{other}.yaml"
+        file.write_text(text)
+        assert main([kind, str(file), f"--results={tmp_path}"]) == 2
+        expected = f"{file}: is a {other} file. Start it with: omagd {other} {file}"
+        assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_executor_that_cannot_work_here_leaves_no_folder(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no srun
+    monkeypatch.setattr("omagd.run.studies.study.examine", lambda jobs, executor, source: {})
+    study = load({"name": "toy", "config": "qmix"}, results=str(tmp_path / "results"), executor="slurm")
+    with pytest.raises(UserError, match="executor=slurm: "):
+        run_study(study, lambda line: None, quiet=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_configuration_beside_the_study_file_is_found(tmp_path, monkeypatch):

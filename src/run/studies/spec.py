@@ -31,6 +31,8 @@ OWN = {
 
 DEFAULT_EXECUTOR = "local"
 PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
+OWN_KEYS = {"study": {"arms", "runs", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
+"""Keys by which one kind of file is told from the other."""
 
 
 class Entry(BaseModel):
@@ -149,6 +151,9 @@ def read_file(
         raise UserError(f"{path}: cannot be read as YAML: {problem}") from None
     if not isinstance(values, dict) or not values:
         raise UserError(f"{path}: the {kind} is empty: give {needs} ({PAGES[kind]})")
+    (other,) = OWN_KEYS.keys() - {kind}
+    if OWN_KEYS[other] & values.keys() and not OWN_KEYS[kind] & values.keys():
+        raise UserError(f"{path}: is a {other} file. Start it with: omagd {other} {path}")
     return text, values, path.name, path.absolute().parent
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omagd.run.studies import EXECUTORS, engine, results
-from omagd.run.studies.executors import Job, Place
+from omagd.run.studies.executors import Executor, Job, Place
 from omagd.run.studies.spec import Study
 from omagd.run.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, locked_study
 from omagd.run.studies.view import ConsoleView
@@ -40,6 +40,8 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
         raise UserError(f"{study.folder}: belongs to another study, without these runs. Give another name: or results:")
     examined = examine(new, study.executor, study.source)
     place = Place(study.folder, study.settings)
+    names = {job.name for job in study.jobs}
+    executor = make_executor(study.executor, place, (known[name] for name in known if name in names))
     with closed_to_others(), locked_study(study.folder) as state:
         begun = time.process_time(), _children()
         state.add(study.jobs)
@@ -53,9 +55,8 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
         wanted = [state.records[job.name] for job in study.jobs]
         for line in not_comparable(wanted) if new else ():
             warn(line)
+        require_same_references(place, wanted)
         kept = _Results(study, state, warn)
-        place.references.update({r.job.name: r.reference for r in wanted if r.reference})
-        executor = EXECUTORS.get(study.executor)(place)
         spent = dict(state.cpu_seconds)
 
         def ended(job: Job, record: Record) -> None:
@@ -69,6 +70,28 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
         finally:
             _note_time(state, spent, begun)
         return state
+
+
+def make_executor(name: str, place: Place, known: Iterable[Record]) -> Executor:
+    """Return the executor, before the study's folder is made: one that cannot work here leaves no folder.
+
+    Args:
+        known: records of the study's jobs; the executor follows those that an earlier start has handed over.
+    Errors: UserError.
+    """
+    place.references.update(_references(known))
+    with closed_to_others():
+        return EXECUTORS.get(name)(place)
+
+
+def require_same_references(place: Place, records: Iterable[Record]) -> None:
+    """Check under the study's lock that the executor follows what is to be followed. Errors: UserError."""
+    if _references(records) != place.references:
+        raise UserError(f"{place.folder}: another process has run this study in the meantime. Start it again")
+
+
+def _references(records: Iterable[Record]) -> dict[str, str]:
+    return {record.job.name: record.reference for record in records if record.reference}
 
 
 def _children() -> float:

@@ -14,10 +14,10 @@ import numpy as np
 
 from omagd.run.analysis.runs import read_records
 from omagd.run.analysis.statistics import AGGREGATES
-from omagd.run.studies import EXECUTORS, engine, sweep_report
+from omagd.run.studies import engine, sweep_report
 from omagd.run.studies.executors import Job, Place
 from omagd.run.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, locked_study
-from omagd.run.studies.study import examine
+from omagd.run.studies.study import examine, make_executor, require_same_references
 from omagd.run.studies.sweep_spec import Sweep, trial_name
 from omagd.run.studies.trials import JOURNAL, Trials, number_of, optuna
 from omagd.run.studies.view import ConsoleView
@@ -63,12 +63,12 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
         ]
         examine([*sweep.jobs(0, {})[:1], *alone], sweep.executor, sweep.source)
     place = Place(sweep.folder, sweep.settings)
+    executor = make_executor(sweep.executor, place, known.values())
     with closed_to_others(), locked_study(sweep.folder) as state:
+        require_same_references(place, state.records.values())
         trials = Trials(sweep, sweep.folder)
         _restore(trials, state, sweep)
         _keep_copy(sweep)
-        place.references.update({r.job.name: r.reference for r in state.records.values() if r.reference})
-        executor = EXECUTORS.get(sweep.executor)(place)
         search = _Search(sweep, state, trials, len(executor.slots), warn)
         view = None if quiet else SweepView(state, len(executor.slots), search)
         try:
