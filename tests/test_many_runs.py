@@ -158,6 +158,17 @@ def test_arms_with_one_name_in_two_studies_are_one_group_only_where_their_settin
     assert found("mine", "more") == [("qmix (mine)", 5), ("qmix (more)", 2)]
 
 
+def test_runs_of_a_study_have_its_order_and_a_folder_of_studies_holds_their_runs(tmp_path):
+    for study in ("s10", "s2"):
+        make_study(tmp_path / study / "runs", rates=(0.001,), maps=("3m", "8m", "2s3z"), seeds=(1,))
+        names = [f"lr0.001_{name}_seed1" for name in ("8m", "2s3z", "3m")]
+        jobs = [{"job": {"name": name, "arm": "qmix"}} for name in names]
+        (tmp_path / study / "study.json").write_text(json.dumps({"jobs": jobs}))
+    runs = load([tmp_path])
+    maps = ["8m", "2s3z", "3m"]
+    assert [(run.study, run.map_name) for run in runs] == [(study, name) for study in ("s2", "s10") for name in maps]
+
+
 def test_a_results_file_of_two_studies_keeps_the_lines_of_both(tmp_path, caplog):
     from omagd.run.studies.executors import Job
     from omagd.run.studies.results import append, line_of
@@ -186,6 +197,8 @@ def test_load_runs_returns_a_row_for_each_test(tmp_path, monkeypatch):
     final = table.groupby(["config.lr", "seed"]).test_battle_won_mean.last()
     assert final[(0.005, 2)] == pytest.approx(0.44) and np.isnan(final[(0.001, 5)])
     assert not table.set_index("run").loc["begun"].finished
+    one, other = tmp_path / "lr0.001_3m_seed1", tmp_path / "lr0.005_3m_seed2"
+    assert list(dict.fromkeys(omagd.load_runs([one, str(other)]).run)) == [one.name, other.name]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UserError, match=r'needs pandas: pip install "omagd\[studies\]"'):
         omagd.load_runs(tmp_path)

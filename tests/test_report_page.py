@@ -172,6 +172,40 @@ def test_a_damaged_run_is_a_warning_and_jobs_that_failed_are_named(tmp_path, cap
     assert capsys.readouterr().err.count("\n") <= 1
 
 
+def test_a_folder_of_studies_names_the_failed_jobs_of_each(tmp_path):
+    for name in ("one", "two"):
+        make_study(tmp_path / name / "runs", rates=(0.001,), seeds=(1,))
+        jobs = [{"job": {"name": f"{name}_bad", "arm": "x"}, "state": "failed", "error": "no"}]
+        (tmp_path / name / "study.json").write_text(json.dumps({"jobs": jobs}))
+    text = "\n".join(report(tmp_path).lines)
+    assert "one_bad: failed: no" in text and "two_bad: failed: no" in text
+
+
+def test_the_page_of_a_results_file_is_beside_it(tmp_path, capsys):
+    from omagd.run.analysis.runs import load
+    from omagd.run.studies.executors import Job
+    from omagd.run.studies.results import append, line_of
+    from omagd.utils.run_folder import RunFolder
+
+    (run,) = load([make_run(tmp_path / "run", seed=1)])
+    job = Job("first", "qmix", run.env, run.map_name, 1, ())
+    append(tmp_path / "all.jsonl", line_of("mine", job, RunFolder(run.folder), run.card, "x"))
+    assert main(["report", str(tmp_path / "all.jsonl")]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "all_report.html")]
+    assert (tmp_path / "all_report.html").is_file()
+
+
+def test_an_evaluation_has_one_value_of_each_and_a_single_test_is_a_large_dot(tmp_path):
+    played = make_run(tmp_path / "played", seed=1, evaluate=True, checkpoint_path="x")
+    add(played, "summary.json", {"kind": "evaluation"})
+    page = report(played)
+    assert page.row("win rate")[1:] == ["0.750"] and page.row("", 2) == ["", "value"]
+    for seed in (1, 2):
+        make_run(tmp_path / "short" / f"{seed}", (0.5,), seed=seed)
+    dots = {float(attrs["r"]) for tag, attrs in report(tmp_path / "short").tags if tag == "circle"}
+    assert min(dots) >= 4
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [([], "name a run"), (["nowhere"], "nowhere: holds no run"), (["run", "--out", "run/config.json/x"], "--out")],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -215,21 +215,21 @@ def shown(values: Mapping[str, Any], key: str) -> str:
     return readable(os.path.basename(text.rstrip("/")) if key in WEIGHTS and text else text)[:40]
 
 
-def load_runs(folder: str | Path) -> DataFrame:
-    """Return the tests of all runs in a folder as a table: a row for each run and test.
+def load_runs(folder: str | Path | Iterable[str | Path]) -> DataFrame:
+    """Return the tests of all runs in folders as a table: a row for each run and test.
 
     Args:
-        folder: a run, a folder of runs, or a study.
+        folder: a run, a folder of runs, a study, or the results file of a study; or several of these.
     Columns: run, arm (in a study, else the name of the configuration), env, map, seed, kind, finished, t_env (steps),
-    wall_seconds (since stage 3 began), every metric of that record, and `config.<key>` for each key in which the runs
-    differ. A run that has no test yet has one row without them.
+    wall_seconds (since stage 3 began), study (else ""), every metric of that record, and `config.<key>` for each key in
+    which the runs differ. A run that has no test yet has one row without them.
     Errors: UserError where no run can be read, or pandas is missing. A damaged run among others is one warning.
     """
     try:
         from pandas import DataFrame
     except ImportError:
         raise UserError('load_runs: needs pandas: pip install "omagd[studies]"') from None
-    runs = load([folder], "load_runs")
+    runs = load([folder] if isinstance(folder, str | Path) else folder, "load_runs")
     keys = differing(runs)
     rows = []
     for run in runs:
@@ -239,6 +239,6 @@ def load_runs(folder: str | Path) -> DataFrame:
         config = {f"config.{key}": own.get(key) for key in keys}
         for record in run.tests or [{}]:
             metrics = {key: value for key, value in record.items() if key not in ("stage", "t_env", "wall_seconds")}
-            times = {key: record.get(key) for key in ("t_env", "wall_seconds")}
+            times = {key: record.get(key) for key in ("t_env", "wall_seconds")} | {"study": run.study}
             rows.append({**about, **times, **metrics, **config})
     return DataFrame(rows)

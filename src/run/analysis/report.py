@@ -24,8 +24,12 @@ TEMPLATE = "report.html"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run, a folder of runs, or a study")
-    parser.add_argument("--out", metavar="FILE", help=f"path of the page (default: {NAME} in the folder)")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run, a folder of runs, a study, or its results file")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help=f"path of the page (default: {NAME} in the folder, <file>_{NAME} beside a results file)",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -35,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
     folders = [Path(each).expanduser() for each in options.runs]
     runs, problems = read_runs(folders, "report")
     content = page(runs, problems, folders)
-    out = Path(options.out).expanduser() if options.out else (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    out = Path(options.out).expanduser() if options.out else _default(folders)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(out, content.encode())
@@ -45,6 +49,14 @@ def main(options: argparse.Namespace) -> int:
         LOG.warning("left out: %s", readable(line))
     print_out(f"{out}\n")
     return 0
+
+
+def _default(folders: Sequence[Path]) -> Path:
+    """Return the path of a page: in the folder, beside a results file; of several the current folder."""
+    if len(folders) > 1:
+        return Path(NAME)
+    place = folders[0]
+    return place.with_name(f"{place.stem}_{NAME}") if place.is_file() else place / NAME
 
 
 def page(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[Path]) -> str:

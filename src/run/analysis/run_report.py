@@ -80,9 +80,13 @@ def charts_by_stage(run: Run) -> list[tuple[str, list[Chart]]]:
     return [(STAGES[stage], found[stage]) for stage in sorted(found, reverse=True)]
 
 
-def results(run: Run) -> list[tuple[str, Table]]:
-    """Return a table for each stage, the last one first: rows of value, last, best."""
+def results(run: Run) -> list[tuple[str, list[str], Table]]:
+    """Return a table for each stage, the last one first: its head, and rows of a value, the last and the best one.
+
+    An evaluation has one value of each.
+    """
     tables = []
+    head = ["", "value"] if run.kind == "evaluation" else ["", "last", "best"]
     for stage in reversed(STAGES):
         values = values_of(run, stage)
         rows = [
@@ -90,7 +94,7 @@ def results(run: Run) -> list[tuple[str, Table]]:
             for key, label in SHOWN.items()
             if key in values
         ]
-        tables += [(STAGES[stage], rows)] if rows else []
+        tables += [(STAGES[stage], head, [row[: len(head)] for row in rows])] if rows else []
     return tables
 
 
@@ -291,6 +295,6 @@ def _value(value: Any) -> str:
 
 
 def saved_files(run: Run) -> list[str]:
-    """Return what the folder of the run holds, at the top."""
-    names: list[Path] = sorted(run.folder.iterdir())
+    """Return what the folder of the run holds, at the top; nothing of a run that a results file describes."""
+    names: list[Path] = sorted(run.folder.iterdir()) if run.folder.is_dir() else []
     return [readable(path.name) + "/" * path.is_dir() for path in names if not path.name.startswith((".", "lock"))]

@@ -22,7 +22,7 @@ from omagd.run.analysis.run_report import (
     values_of,
     warnings_of,
 )
-from omagd.run.analysis.runs import LONGEST_STUDY, STUDY_FILE, Run
+from omagd.run.analysis.runs import LONGEST_STUDY, STUDY_FILE, Run, studies_at
 from omagd.run.analysis.statistics import interval, mean
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import readable
@@ -202,7 +202,7 @@ def battles(found: Sequence[Group]) -> dict[str, Any]:
 def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
     """Return what the template shows of many runs."""
     found = groups(runs)
-    jobs = [job for folder in folders for job in study_jobs(folder)]
+    jobs = [job for folder in folders for study in studies_at(folder) for job in study_jobs(study)]
     failed = [f"{name}: {state}" + (f": {error}" if error else "") for name, state, error in jobs if state == "failed"]
     waiting = Counter(state for _, state, _ in jobs if state != "failed")
     marked, incomparable = curves.incomparable(found)
