@@ -386,6 +386,23 @@ def test_one_process_leads_a_study(tmp_path):
         assert list(state.records) == ["a"]
 
 
+def test_runs_that_ended_with_a_killed_leader_are_shown_as_waiting(tmp_path, capsys):
+    with locked_study(tmp_path / "s") as state:
+        local, handed = state.add([stub_job("a"), stub_job("b")])
+        local.state = handed.state = RUNNING
+        local.since = handed.since = time.time()
+        handed.reference = "17_0"
+        state.save(now=True)
+        assert main(["study", "status", str(tmp_path / "s")]) == 0
+        assert "2 running, 0 waiting, 0 failed; run by process" in capsys.readouterr().out
+        values = json.loads((tmp_path / "s" / "study.json").read_text())
+        values["launcher"]["started"] += 1  # as after a kill: another process has this pid
+        (tmp_path / "s" / "study.json").write_text(json.dumps(values))
+        assert main(["study", "status", str(tmp_path / "s")]) == 0
+    shown = capsys.readouterr().out
+    assert "1 running, 1 waiting, 0 failed; nothing runs it now; 1 waiting after an interruption" in shown
+
+
 def test_another_study_and_another_folder_are_rejected(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").touch()

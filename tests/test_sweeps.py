@@ -16,15 +16,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from sweep_stand_in import BEST_GAMMA, BEST_LR, PLUGIN, KnownExecutor
 
 from omagd.config.loading import resolve
 from omagd.run.cli.main import main
-from omagd.run.studies import EXECUTORS, engine, sweep, trials
+from omagd.run.studies import EXECUTORS, engine, sweep, sweep_report, trials
 from omagd.run.studies.state import DONE, FAILED, PRUNED, StudyState
 from omagd.run.studies.study import examine
 from omagd.run.studies.sweep import run_sweep
-from omagd.run.studies.sweep_spec import load_sweep
+from omagd.run.studies.sweep_spec import Parameter, load_sweep
 from omagd.utils.errors import UserError
 
 SPACE = {"lr": {"low": 1e-5, "high": 1e-1, "log": True}, "gamma": {"low": 0.5, "high": 0.99}}
@@ -374,6 +375,36 @@ def test_tables_and_pictures(tmp_path, capsys):
     assert main(["sweep", "status", str(tmp_path)]) == 2
     assert main(["sweep"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_importances_of_few_trials_say_so(tmp_path):
+    assert "| key | importance (5 trials) |" in table_of(tmp_path, 5)
+    assert "| key | importance |" in table_of(tmp_path / "more", 10)
+
+
+def table_of(folder: Path, trials: int) -> str:
+    swept(folder, trials=trials, pruning=False)
+    return (folder / "toy" / "trials.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ends", "ticks"),
+    [
+        ((7e-6, 0.15), [1e-5, 1e-3, 0.1]), ((5e-4, 0.02), [1e-3, 0.01]), ((4e-4, 6e-3), [5e-4, 1e-3, 2e-3, 5e-3]),
+        ((0.0009, 0.0051), [0.001, 0.002, 0.005]), ((0.0015, 0.0045), [0.002, 0.003, 0.004]),
+        ((0.0011, 0.0019), [0.00145]),
+    ],
+)  # fmt: skip
+def test_the_ticks_of_a_logarithmic_axis_are_few_and_plain(ends, ticks):
+    found = sweep_report.log_ticks(*ends)
+    assert found == ticks
+    panel = Figure().subplots()
+    rows = [{"state": "complete", "trial": i, "value": 0.5, "keys": {"lr": end}} for i, end in enumerate(ends)]
+    sweep_report._slice(panel, Parameter("lr", "float", *ends, log=True), rows, None)
+    panel.figure.draw_without_rendering()
+    shown = [label.get_text() for label in panel.get_xticklabels()]
+    assert 1 <= len(shown) <= 4 and not any("$" in text for text in shown)
+    assert not any(label.get_text() for label in panel.get_xticklabels(minor=True))
 
 
 def test_a_second_process_is_rejected(tmp_path):

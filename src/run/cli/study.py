@@ -72,8 +72,7 @@ def _status(words: Sequence[str]) -> int:
     if len(words) != 1:
         raise UserError("study status: name the folder of a study, as in: omagd study status results/my_study")
     state = StudyState.read(Path(words[0]).expanduser())
-    leads = None if state.launcher is None else state.launcher.runs()
-    who = "nothing runs it now" if state.launcher is None or leads is False else f"run by {state.launcher.describe()}"
+    who = state.leader()  # before the table: it says which runs still go on
     print_out(f"{study_table(state)}\n{ConsoleView(state, 1).headline()}; {who}\n")
     return 0
 

@@ -77,8 +77,7 @@ def _status(words: Sequence[str]) -> int:
     except (OSError, ValueError):
         raise UserError(f"{folder}: holds no sweep, or none that has begun a trial (trials.md is missing)") from None
     state = StudyState.read(folder)
-    leads = None if state.launcher is None else state.launcher.runs()
-    who = "nothing runs it now" if state.launcher is None or leads is False else f"run by {state.launcher.describe()}"
+    who = state.leader()  # before the table: it says which runs still go on
     print_out(f"{table}\nruns: {ConsoleView(state, 1).headline()}; {who}\n")
     return 0
 

@@ -132,6 +132,18 @@ class StudyState:
         record.state = PRUNED
         self.changed()
 
+    def leader(self) -> str:
+        """Return who leads the study, in words; after a killed leader, jobs that ended with it count as waiting.
+
+        Jobs that an executor has handed over, as to SLURM, go on without a leader and stay as they are.
+        """
+        if self.launcher is not None and self.launcher.runs() is not False:
+            return f"run by {self.launcher.describe()}"
+        left = [record for record in self.records.values() if record.state == RUNNING and not record.reference]
+        for record in left:
+            record.state = WAITING
+        return "nothing runs it now" + (f"; {len(left)} waiting after an interruption" if left else "")
+
     def changed(self) -> None:
         """Note that the file has to be written."""
         self._changed = True

@@ -16,11 +16,12 @@ from omagd.run.reporting.plots import FAINT, GRID, INK, PALETTE
 from omagd.run.studies.spec import config_of_words
 from omagd.run.studies.state import StudyState
 from omagd.run.studies.sweep_spec import Parameter, Sweep, trial_name
-from omagd.run.studies.trials import ERROR, SEEDS, STRIDE, Trials
+from omagd.run.studies.trials import ENOUGH, ERROR, SEEDS, STRIDE, Trials
 from omagd.utils.run_folder import write_json
 from omagd.utils.writing import replace_file
 
 COLUMNS = 3
+MOST_TICKS = 4
 MAP = "env_args.map_name"
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 
@@ -83,11 +84,17 @@ def markdown(sweep: Sweep, found: Mapping[str, Any]) -> str:
     ]
     if found["best"] is not None:
         lines += [f"Best: trial {found['best']}. Train with it: `--config={sweep.folder / 'best.yaml'}`.", ""]
-    lines += ["| key | importance |", "| --- | --- |"] if found["importances"] else []
+    lines += [f"| key | importance{_few_trials(found)} |", "| --- | --- |"] if found["importances"] else []
     lines += [f"| {key} | {share:.2f} |" for key, share in found["importances"].items()]
     lines += [""] if found["importances"] else []
     lines += [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
     return "\n".join(lines) + "\n"
+
+
+def _few_trials(found: Mapping[str, Any]) -> str:
+    """Return from how many trials the importances are, where those are few."""
+    count = sum(row["value"] is not None and row["state"] in {"complete", "pruned"} for row in found["trials"])
+    return f" ({count} trials)" if count < ENOUGH else ""
 
 
 def _csv(sweep: Sweep, found: Mapping[str, Any]) -> str:
@@ -166,8 +173,9 @@ def write_pictures(sweep: Sweep, found: Mapping[str, Any]) -> Path | None:
             panel.set_visible(False)
             continue
         _slice(panel, order[number], rows, found["best"])
-        share = f" ({shares[order[number].key]:.0%} of the importance)" if order[number].key in shares else ""
-        panel.set_title(f"{order[number].key}{share}", fontsize=9, color=INK, loc="left")
+        share = shares.get(order[number].key)
+        part = "" if share is None else f": importance {share:.0%}{_few_trials(found)}"
+        panel.set_title(f"{order[number].key}{part}", fontsize=9, color=INK, loc="left")
         if number % columns == 0:
             panel.set_ylabel(found["metric"], fontsize=8, color=INK)
     handles, labels = panels.flat[0].get_legend_handles_labels()
@@ -181,6 +189,8 @@ def write_pictures(sweep: Sweep, found: Mapping[str, Any]) -> Path | None:
 
 def _slice(panel: Any, parameter: Parameter, rows: Sequence[Mapping[str, Any]], best: int | None) -> None:
     """Draw one panel: complete trials, pruned ones at the value where they ended, and the best one."""
+    from matplotlib.ticker import NullFormatter
+
     names = [str(value) for value in parameter.choices]
     groups = {
         "complete": ([r for r in rows if r["state"] == "complete" and r["trial"] != best], "o", PALETTE[0], 26),
@@ -196,9 +206,24 @@ def _slice(panel: Any, parameter: Parameter, rows: Sequence[Mapping[str, Any]], 
         panel.set_xlim(-0.5, len(names) - 0.5)
     elif parameter.log:
         panel.set_xscale("log")
+        ticks = log_ticks(*panel.get_xlim())
+        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.xaxis.set_minor_formatter(NullFormatter())
     panel.grid(color=GRID, linewidth=0.8, zorder=0)
     panel.tick_params(labelsize=8, colors=INK)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return at most `MOST_TICKS` ticks of a logarithmic axis within its ends: else 1, 2, 5 of each, …"""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for digits in ((1,), (1, 2, 5), range(1, 10)):
+        found = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        found = [tick for tick in found if low <= tick <= high]
+        if len(found) >= 2:
+            break
+    return found[:: math.ceil(len(found) / MOST_TICKS)] if found else [float(f"{math.sqrt(low * high):.3g}")]
 
 
 def wandb_file(sweep: Sweep) -> str:

@@ -29,8 +29,8 @@ ATTEMPTS = 20
 """How often the sampler may propose what was tried already before combinations are drawn at random."""
 
 RANDOM_ATTEMPTS = 2000
-LEAST = 4
-"""Trials that importances need."""
+LEAST, ENOUGH = 4, 10
+"""Trials that importances need; fewer than the second number are named beside them."""
 
 STRIDE = 1_000_000
 """A trial's step: the number of its seeds times this, plus the number of the test. Equal numbers are compared."""
