@@ -199,6 +199,69 @@ def test_a_file_is_read_as_it_was_written_and_a_wrong_one_is_one_line(battles, t
     assert not list(tmp_path.glob("*.html"))
 
 
+def small_recording() -> dict:
+    """A recording with everything that a scene can have: two agents, a medic, an opponent, a thing and a wall."""
+    moment = {
+        "x": [1.0, 2.0, 8.0, 5.0], "y": [1.0, 2.0, 8.0, 5.0], "alive": [True, True, True, False],
+        "health": [1.0, 2.0, 0.0, 0.0], "shield": [3.0, 0.0, 0.0, 0.0], "targets": [-1, 0, 1, -1],
+        "bodies": [[1.0, 1.0, 1.0, 2.0], [], [], []], "marked": [1], "score": [1.0, 2.0], "actions": [2, 0],
+        "values": [[0.5, None, 1.0], [0.0, 0.0, 0.0]], "seen": ["7", "f"], "beliefs": [[[2, 7.0, 7.0, 0.5]], []],
+    }  # fmt: skip
+    scene = {
+        "ids": ["a0", "a1", "e0", "b0"], "teams": [0, 0, 1, 2], "kinds": ["marine", "medic", "marine", "bean"],
+        "team_names": ["agents", "enemies", "beans"], "actions": ["stop", "north"], "health_max": [2, 2, 2, 0],
+        "shield_max": [4, 0, 0, 0], "heals": [False, True, False, False], "sight": [3, 0], "reach": [2, 0],
+        "bounds": [0, 0, 10, 10], "walls": [[3, 3, 4, 5]], "score": "score",
+    }  # fmt: skip
+    first = {"env": "e", "map_name": "m", "seed": 1, "policy": "p", "values": "Q-values", "results": {}}
+    return {"episodes": [{**first, "scene": scene, "moments": [moment, json.loads(json.dumps(moment))]}]}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("marked", [999]), ("marked", [-1]), ("marked", [3]), ("seen", ["zz", "0"]), ("seen", ["0x1", "0"]),
+        ("seen", []), ("x", [1.7e308, 1.0, 1.0, 1.0]), ("y", [-1.7e308, 1.0, 1.0, 1.0]), ("x", [10**400, 1, 1, 1]),
+        ("bodies", [[1.0], [], [], []]), ("bodies", [[1.0, 1e308], [], [], []]), ("health", []), ("shield", []),
+        ("score", []), ("score", [1.0]), ("actions", [-9, 0]), ("beliefs", [[[4, 1.0, 1.0, None]], []]),
+        ("beliefs", [[[2, 1e300, 1.0, None]], []]),
+        ("scene.ids", ["a0", "a0", "e0", "b0"]), ("scene.ids", ["a0", "a1", "e0", "b" * 20_000]),
+        ("scene.teams", [0, 0, 9, 2]), ("scene.teams", [0, 1, 0, 2]), ("scene.teams", [0, 0, -1, 2]),
+        ("scene.teams", [1, 1, 1, 2]), ("scene.team_names", ["agents", "enemies"]), ("scene.team_names", []),
+        ("scene.health_max", [2]), ("scene.health_max", [-2, 2, 2, 0]), ("scene.shield_max", [4, 0]),
+        ("scene.heals", [True]), ("scene.sight", [-3, 0]), ("scene.sight", [3]), ("scene.reach", [1e308, 0]),
+        ("scene.bounds", [10, 10, 0, 0]), ("scene.bounds", [0, 0, 0, 10]), ("scene.bounds", [0, 0, 1e308, 10]),
+        ("scene.bounds", [20, 20, 30, 30]), ("scene.bounds", None), ("scene.walls", [[4, 3, 3, 5]]),
+        ("scene.walls", [[3, 5, 4, 3]]), ("scene.score", ""),
+    ],
+)  # fmt: skip
+def test_a_recording_that_cannot_be_drawn_is_rejected(tmp_path, part, value):
+    values = small_recording()
+    place = values["episodes"][0]["scene" if part.startswith("scene.") else "moments"]
+    (place if isinstance(place, dict) else place[1])[part.removeprefix("scene.")] = value
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(values).encode()))
+    with pytest.raises(UserError, match="is no recording"):
+        Recording.read(path)
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        {}, {"torus": True}, {"bounds": [0, 0, 10_000, 1.0], "torus": True}, {"walls": [[3, 3, 3, 3]]}, {"sight": []},
+        {"bounds": [0, 0, 1, 10_000]}, {"bounds": [-10_000, -10_000, 10_000, 10_000]}, {"sight": [10_000, 10_000]},
+    ],
+)  # fmt: skip
+def test_what_a_recording_may_hold_at_most_is_drawn(scene):
+    values = small_recording()
+    values["episodes"][0]["scene"].update(scene)
+    values["episodes"][0]["moments"][1].update(
+        x=[1.0, -1e4, 8.0, 1e4], beliefs=[[[2, 1e4, -1e4, 9.0]], [[3, 0, 0, None]]]
+    )
+    (episode,) = Recording.model_validate(values).episodes
+    assert all(len(list(drawing.pictures(episode, agent))) == 2 for agent in (0, 1))
+
+
 def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp_path, capsys):
     path = battles.write(tmp_path / "a.json.gz")
     assert main(["watch", str(path)]) == 0

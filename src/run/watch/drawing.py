@@ -26,7 +26,7 @@ TEAMS, HEAL, SHIELD = ("#4cc9c0", "#ff8a5c", "#ffd166"), "#7bd88f", "#8fb4ff"
 TWICE = 2
 WIDTH, HEADER, FOOTER, GAP = 860 * TWICE, 58 * TWICE, 66 * TWICE, 10 * TWICE
 MS, LAST_MS = 160, 2000
-COLOURS = 64
+COLOURS, MOST_DASHES = 64, 2000
 
 
 def extent(episode: Episode) -> tuple[float, float, float, float]:
@@ -95,7 +95,7 @@ class _Panel:
 
     def dashed(self, centre: Point, radius: float, colour: str, step: int, width: int = TWICE) -> None:
         """Draw a dashed circle; `step`: length of a dash in pixels of the result."""
-        parts = max(8, int(math.pi * radius / (step * TWICE)))
+        parts = min(max(8, int(math.pi * radius / (step * TWICE))), MOST_DASHES)
         turn = 2 * math.pi * (np.arange(parts)[:, None] + np.array([0.0, 0.28, 0.55])) / parts
         dashes = np.stack([centre[0] + radius * np.cos(turn), centre[1] + radius * np.sin(turn)], -1)
         for dash in dashes.reshape(parts, -1).tolist():
@@ -138,7 +138,7 @@ class _Panel:
         """Draw an arrow between the marks of two units."""
         dx, dy = end[0] - start[0], end[1] - start[1]
         away = math.hypot(dx, dy)
-        if away < 2 * self.radius:
+        if away <= 2 * self.radius:
             return
         u, v, r, head = dx / away, dy / away, self.radius * 1.15, 7 * TWICE
         tip = end[0] - u * r, end[1] - v * r
@@ -306,6 +306,7 @@ def _nearest(gap: float, size: float) -> float:
 
 
 def _round(centre: Point, r: float) -> tuple[float, float, float, float]:
+    r = max(r, 0.0)  # inner parts of the marks of a large map
     return centre[0] - r, centre[1] - r, centre[0] + r, centre[1] + r
 
 

@@ -15,7 +15,7 @@ from omagd.envs.frames import Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.run.reporting.battle_plot import NO_UNIT, units_of_nodes
-from omagd.run.watch.recording import Belief, Episode, Moment
+from omagd.run.watch.recording import FARTHEST, Belief, Episode, Moment
 
 
 class Recorder:
@@ -149,7 +149,7 @@ class Recorder:
         takes = guessed[:n] & ~unseen(made[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
         sight = np.array([one or layout.sight for one in frame.scene.sight or [0.0] * n])
         way = made[:n][..., list(layout.position)].astype(np.float64) * sight[:, None, None]
-        place = np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1)
+        place = np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1).clip(-FARTHEST, FARTHEST)
         health = np.round(np.clip(made[:n, :, layout.health].astype(np.float64), 0, 1), 2)
         beliefs: list[list[Belief]] = [[] for _ in range(n)]
         for i, node in np.argwhere(takes).tolist():

@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from omagd.envs.frames import Scene
+from omagd.envs.frames import AGENTS, OPPONENTS, THINGS, Scene
 from omagd.utils.errors import UserError
 from omagd.utils.writing import replace_file
 
 SUFFIX = ".json.gz"
 LARGEST = 1 << 28
 """Largest content of a file, in bytes after decompression."""
+
+TEAMS, SEEN = (AGENTS, OPPONENTS, THINGS), re.compile("[0-9a-f]*")
+
+FARTHEST, MOST_UNITS, LONGEST_TEXT = 10_000.0, 4096, 10_000
+"""Largest distance from the origin in cells, units of a scene, and characters of a name: limits of what is drawn."""
 
 FIX = f"give a run's folder, or a *{SUFFIX} from its replays/"
 
@@ -57,6 +65,68 @@ class Moment(_Part):
     beliefs: list[list[Belief]] = []
 
 
+def _near(*values: float) -> bool:
+    """Return whether all values are distances that can be drawn (NaN is none)."""
+    return all(-FARTHEST <= value <= FARTHEST for value in values)
+
+
+def _box(x0: float, y0: float, x1: float, y1: float, least: float) -> bool:
+    """Return whether this is a rectangle whose sides have at least this length."""
+    return _near(x0, y0, x1, y1) and x1 - x0 >= least and y1 - y0 >= least
+
+
+def _faults_of_scene(scene: Scene) -> Iterator[str]:
+    units, n = len(scene.ids), scene.teams.count(AGENTS)
+    if not 0 < n <= units <= MOST_UNITS or not len(scene.teams) == len(scene.kinds) == units:
+        yield "the scene's units differ in number"
+    if len(set(scene.ids)) != units:
+        yield "two units have one name"
+    names = len(scene.team_names)
+    if any(scene.teams[:n]) or not {*scene.teams} <= {*TEAMS[:names]} or (scene.score and names < 2):
+        yield "a unit has no team, or agents are not first"
+    if any(len(part) not in (0, units) for part in (scene.health_max, scene.shield_max, scene.heals)):
+        yield "health or healers are of other units"
+    if not all(0 <= most < math.inf for most in (*scene.health_max, *scene.shield_max)):
+        yield "a largest health is no number from 0 on"
+    if any(
+        len(part) not in (0, n) or not _near(*part) or min(part, default=0) < 0 for part in (scene.sight, scene.reach)
+    ):
+        yield "a sight or reach is no distance of an agent"
+    if not _box(*scene.bounds, least=1) if scene.bounds else scene.torus:
+        yield "the map has no size"
+    if not all(_box(*wall, least=0) for wall in scene.walls):
+        yield "a wall is no rectangle"
+
+
+def _faults_of_moment(scene: Scene, moment: Moment) -> Iterator[str]:
+    units, n = len(scene.ids), scene.teams.count(AGENTS)
+    whole = (moment.health, moment.shield, moment.targets, moment.bodies)
+    if {len(moment.x), len(moment.y), len(moment.alive), *(len(part) for part in whole if part)} != {units}:
+        yield "a moment has other units than the scene"
+    if any(part and len(part) != n for part in (moment.actions, moment.values, moment.seen, moment.beliefs)):
+        yield "a moment has other agents than the scene"
+    if (any(scene.health_max) and not moment.health) or (any(scene.shield_max) and not moment.shield):
+        yield "a moment has no health"
+    if not _near(*moment.x, *moment.y) or any(len(body) % 2 or not _near(*body) for body in moment.bodies):
+        yield "a unit is at no place"
+    if any(moment.bodies) and scene.bounds is None:
+        yield "a body needs a map"
+    if not all(0 <= unit < units and moment.alive[unit] for unit in moment.marked):
+        yield "a unit is marked that is not there"
+    if len(moment.score) != (2 if scene.score else 0):
+        yield "the score is not that of two teams"
+    if any(action < 0 for action in moment.actions) or not all(map(SEEN.fullmatch, moment.seen)):
+        yield "an action is negative, or what is seen is no hexadecimal number"
+    if not all(0 <= unit < units and _near(x, y) for each in moment.beliefs for unit, x, y, _ in each):
+        yield "a belief is about no unit or place"
+
+
+def _shows_a_unit(bounds: tuple[float, float, float, float], moment: Moment) -> bool:
+    x0, y0, x1, y1 = bounds
+    places = zip(moment.x, moment.y, moment.alive, strict=True)
+    return any(alive and x0 <= x <= x1 and y0 <= y <= y1 for x, y, alive in places)
+
+
 class Episode(_Part):
     """One episode.
 
@@ -77,17 +147,19 @@ class Episode(_Part):
 
     @model_validator(mode="after")
     def _fits(self) -> Episode:
-        """Reject lists of other lengths, which the player could not draw."""
-        scene, units, n = self.scene, len(self.scene.ids), self.n_agents
-        if not units or not n or not len(scene.teams) == len(scene.kinds) == units:
-            raise ValueError("the scene's units differ in number")
+        """Reject what cannot be drawn: the player and the pictures rely on what holds here."""
+        words = (self.env, self.map_name, self.policy, *self.scene.ids, *self.scene.team_names, *self.scene.actions)
+        if max(map(len, words)) > LONGEST_TEXT:
+            raise ValueError("a text is too long")
+        wrong = [*_faults_of_scene(self.scene)]
         for moment in self.moments:
-            whole = (moment.health, moment.shield, moment.targets, moment.bodies)
-            each = (moment.actions, moment.values, moment.seen, moment.beliefs)
-            if {len(moment.x), len(moment.y), len(moment.alive), *(len(part) for part in whole if part)} != {units}:
-                raise ValueError("a moment has other units than the scene")
-            if any(part and len(part) != n for part in each):
-                raise ValueError("a moment has other agents than the scene")
+            wrong = wrong or [*_faults_of_moment(self.scene, moment)]
+        if wrong:
+            raise ValueError(wrong[0])
+        if len({bool(moment.seen) for moment in self.moments}) > 1:
+            raise ValueError("only some moments say what is seen")
+        if self.scene.bounds is not None and not any(_shows_a_unit(self.scene.bounds, each) for each in self.moments):
+            raise ValueError("no living unit is on the map")
         return self
 
     @property
