@@ -15,6 +15,7 @@ from many_runs import STEPS, make_run, make_study
 import omagd
 from omagd.run.analysis.groups import differing, groups
 from omagd.run.analysis.runs import load
+from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 
@@ -230,5 +231,31 @@ def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
     assert [group.label for group in groups(again)] == ["rate 0.0003", "rate 0.001", "rate 0.005"]
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"card": {"id": "x", "compared": {}, "told": 3}, "summary": {}, "tests": {"t_env": 3}}\n{}\n')
-    assert len(load([tmp_path / "results.jsonl"])) == 13
-    assert "1 of 14 lines hold no result" in caplog.text
+        line = {"card": {"id": "x", "compared": {}, "told": {"settings": 5}}, "summary": {}}
+        file.write(json.dumps({**line, "job": "huge", "tests": {"t_env": [1, HUGE], "test_a": [HUGE, 1]}}) + "\n")
+    again = load([tmp_path / "results.jsonl"])
+    assert len(again) == 14 and again[-1].test_curve("test_a")[0].size == 0
+    assert "1 of 15 lines hold no result" in caplog.text
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize("where", ["t_env", "wall_seconds", "test_battle_won_mean", "summary", "values"])
+def test_a_whole_number_that_no_float_holds_is_left_out(where, tmp_path, capsys):
+    make_study(tmp_path / "runs", seeds=(1, 2))
+    folder = RunFolder(tmp_path / "runs" / "lr0.001_3m_seed1")
+    if where in {"summary", "values"}:
+        summary = json.loads(folder.summary_json.read_text())
+        summary |= (
+            {"wall_seconds": HUGE} if where == "summary" else {"stages": {"stage3": {"values": {"win_rate": HUGE}}}}
+        )
+        folder.summary_json.write_text(json.dumps(summary))
+    else:
+        row = json.loads(folder.metrics_jsonl.read_text().splitlines()[-1])
+        with folder.metrics_jsonl.open("a") as file:
+            file.write(json.dumps({**row, where: HUGE}) + "\n")
+    assert main(["compare", str(tmp_path / "runs")]) == 0
+    assert main(["report", str(tmp_path / "runs"), f"--out={tmp_path / 'report.html'}"]) == 0
+    assert main(["report", str(folder.path), f"--out={tmp_path / 'run.html'}"]) == 0
+    assert main(["plot", str(tmp_path / "runs"), f"--out={tmp_path / 'curves.png'}"]) == 0

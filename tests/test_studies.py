@@ -18,14 +18,16 @@ from reaper import having
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.cli.main import main
 from omagd.run.studies import EXECUTORS, engine, results, view
+from omagd.run.studies import study as whole_study
 from omagd.run.studies.executors import Ended, Job, Place
 from omagd.run.studies.local import LocalArgs, LocalExecutor
 from omagd.run.studies.processes import last_error, start_run
 from omagd.run.studies.spec import config_of, load
-from omagd.run.studies.state import DONE, FAILED, PRUNED, RUNNING, WAITING, StudyState, locked_study
+from omagd.run.studies.state import DONE, FAILED, PRUNED, RUNNING, WAITING, Record, StudyState, locked_study
 from omagd.run.studies.study import not_comparable, run_study
 from omagd.run.studies.view import ConsoleView, seconds_left, study_table
 from omagd.utils.errors import UserError
+from omagd.utils.run_folder import RunFolder
 
 SMALL = {"t_max": 100, "lr": 0.001}
 
@@ -97,6 +99,15 @@ def test_values_of_every_kind_reach_the_configuration():
         ({"executor": {"local": {"job": 2}}}, "executor.local.job is not an argument of executor local"),
         ({"executor": {"slurm": {"time": 0}}}, "executor.slurm.time=0: must be more than 0"),
         ({"seeds": "two"}, "seeds=two: must be"),
+        ({"seeds": 10**12}, "seeds=1000000000000: are more than 10000"),
+        ({"seeds": [*range(9999), 5, 6]}, "are more than 10000"),
+        ({"results": "~nosuchuser/x"}, "results=~nosuchuser/x: this machine does not know that user"),
+        ({"results_file": "~nosuchuser/x"}, "results_file=~nosuchuser/x: this machine does not know that user"),
+        ({"results": "a\0b"}, "results=a\\x00b: holds a NUL character"),
+        ({"results_file": "a\0b"}, "results_file=a\\x00b: holds a NUL character"),
+        ({"with": {"name": "a\0b"}}, "name=a\\x00b: holds a NUL character"),
+        ({"with": {"name": "a" * 200_000}}, "is too long for a command line"),
+        ({"with": {"env_args": {f"a{i}": 1 for i in range(1001)}}}, "with: has 1001 keys, more than 1000"),
     ],
 )  # fmt: skip
 def test_what_a_study_file_gets_wrong_is_one_line_with_its_place(values, said):
@@ -110,7 +121,17 @@ def test_files_that_hold_no_study(tmp_path, capsys):
     empty, broken = tmp_path / "empty.yaml", tmp_path / "broken.yaml"
     empty.write_text("# nothing\n")
     broken.write_text("arms: {a: [}\n")
-    for file, said in ((empty, "the study is empty"), (broken, "cannot be read as YAML"), (tmp_path / "no", "No such")):
+    strange = {
+        "itself": "with: &x {env_args: *x}\n",
+        "aliases": "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdef", "bcdefg", strict=True)),
+        "digits": f"seeds: 0x{'f' * 6000}\n",
+    }
+    for name, text in strange.items():
+        (tmp_path / name).write_text(text)
+    said_of = {empty: "the study is empty", broken: "cannot be read as YAML", tmp_path / "no": "No such"}
+    said_of |= {tmp_path / name: "cannot be read as YAML" for name in strange}
+    for file, said in said_of.items():
         assert main(["study", str(file)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
@@ -145,6 +166,64 @@ def test_a_configuration_beside_the_study_file_is_found(tmp_path, monkeypatch):
     study = load(tmp_path / "toy.yaml", results=str(tmp_path / "out"))
     assert config_of(study.jobs[0]).lr == 0.25
     assert study.folder == tmp_path / "out" / "toy"
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("results_file", "/dev/full"), ("results_file", "pipe"), ("results_file", "file/results.jsonl"),
+        ("results_file", "/proc/none/results.jsonl"), ("results", "file"), ("results", "/proc/none"),
+    ],
+)  # fmt: skip
+def test_places_where_nothing_can_be_written_are_named_before_the_checks(key, place, tmp_path, monkeypatch, capsys):
+    """The checks of the runs take long; nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(whole_study, "examine", lambda *_: pytest.fail("checked its runs"))
+    os.mkfifo("pipe")
+    Path("file").touch()
+    Path("toy.yaml").write_text(yaml.safe_dump({"config": "qmix", key: place}))
+    assert main(["study", "toy.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert place.partition("/results.")[0] in line and key in line
+    assert sorted(os.listdir()) == ["file", "pipe", "toy.yaml"]
+
+
+STRANGE = [
+    {"starts": None}, {"card": 5}, {"card": {"id": "x", "compared": 5}}, {"seconds": "long"}, {"extra": 5},
+    {"since": float("inf")}, {"job": 5}, {"job": {"arm": 5}}, {"job": {"name": None}}, {"job": {"words": [5]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", STRANGE)
+def test_a_state_with_a_field_of_another_type_is_damaged(change, study, capsys):
+    study.add([stub_job("a")])
+    study.save(now=True)
+    file = study.folder / "study.json"
+    values = json.loads(file.read_text())
+    entry = values["jobs"][0]
+    job = change.get("job", {})
+    entry |= {**change, "job": {**entry["job"], **job} if isinstance(job, dict) else job}
+    file.write_text(json.dumps(values))
+    assert main(["study", "status", str(study.folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "study.json: is damaged" in line and "Remove it" in line
+
+
+def test_damaged_lines_and_values_of_a_run_do_not_keep_its_result(tmp_path):
+    folder = RunFolder(tmp_path)
+    huge = "1" + "0" * 400
+    folder.metrics_jsonl.write_text(
+        '["test_x", {"test_a": 1}]\n{"t_env": 5, "test_x": 0.5}\n' + '{"test_x":' + "[" * 10**5 + "\n"
+    )
+    folder.summary_json.write_text(f'{{"stages": [5], "win_rate": {huge}, "return": 0.5}}')
+    folder.card_json.write_text('{"told": 5}')
+    line = results.line_of("s", stub_job("a"), folder, {"id": "c"}, "i")
+    assert line["tests"] == {"t_env": [5], "wall_seconds": [None], "test_x": [0.5]}
+    state = StudyState(tmp_path)
+    state.records["a"] = Record(stub_job("a"), DONE)
+    state.run_folder("a").path.mkdir(parents=True)
+    state.run_folder("a").summary_json.write_text(folder.summary_json.read_text())
+    assert study_table(state).splitlines()[-1].split() == ["done", "toy", "1", "-", "0.500"]
 
 
 # --- the engine, with commands that do what a run does for it: they write run.json and summary.json

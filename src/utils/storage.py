@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from omagd.utils.errors import UserError
@@ -106,6 +109,27 @@ def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
             raise
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def try_folder(folder: Path) -> None:
+    """Raise OSError if a folder cannot be made, or nothing can be written in it; leave nothing behind."""
+    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    finally:
+        for place in missing:
+            with suppress(OSError):
+                place.rmdir()
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value from a JSON file is a finite number; a whole number that no float can hold is none."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _is_own(path: Path) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from omagd.run.analysis.curves import Panel as CurvePanel
 from omagd.run.reporting.plots import CLOCK_LABELS
 from omagd.run.reporting.plots import Panel as RunPanel
+from omagd.utils.storage import is_number
 
 WIDTH, HEIGHT = 400, 236
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 10, 40
@@ -178,8 +179,3 @@ def tick_text(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{unit}"
     return f"{0.0 if abs(value) < 1e-12 else value:.3g}"
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value from a JSON file is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.loading import base_values, config_names
-from omagd.run.analysis.charts import Chart, is_number, run_chart
+from omagd.run.analysis.charts import Chart, run_chart
 from omagd.run.analysis.groups import LABELLED, flattened, frozen
 from omagd.run.analysis.runs import Run, read_records
 from omagd.run.reporting.card import NO_EFFECT, resumed
@@ -19,6 +19,7 @@ from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import is_number
 
 STAGES = {"stage1": "Stage 1: tokenizer", "stage2": "Stage 2: predictor", "stage3": "Stage 3: policy"}
 COUNTS = {

@@ -21,7 +21,7 @@ from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, Card, is_card
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, RunFolder
-from omagd.utils.storage import read_entry, read_json
+from omagd.utils.storage import is_number, read_entry, read_json
 
 LOG = logging.getLogger("omagd")
 STUDY_FILE = "study.json"
@@ -108,14 +108,16 @@ class Run:
     @cached_property
     def tests(self) -> list[dict[str, Any]]:
         """The records of stage 3 that hold a test, in the order of their steps."""
-        found = [record for record in self.records if record.get("stage") == "stage3" and _is_number(record, "t_env")]
+        found = [record for record in self.records if record.get("stage") == "stage3"]
+        found = [record for record in found if is_number(record.get("t_env"))]
         tests = [record for record in found if any(name.startswith(("test_", "test/")) for name in record)]
         return sorted(tests, key=lambda record: record["t_env"])
 
     def test_curve(self, name: str) -> Curve:
         """Return the values of a metric over stage 3; tests without it are left out."""
-        found = [record for record in self.tests if _is_number(record, name)]
-        rows = [(r["t_env"], r["wall_seconds"] if _is_number(r, "wall_seconds") else math.nan, r[name]) for r in found]
+        found = [record for record in self.tests if is_number(record.get(name))]
+        seconds_of = [r["wall_seconds"] if is_number(r.get("wall_seconds")) else math.nan for r in found]
+        rows = [(r["t_env"], seconds, r[name]) for r, seconds in zip(found, seconds_of, strict=True)]
         steps, seconds, values = np.array(rows, float).reshape(-1, 3).T
         return steps, seconds, values
 
@@ -259,8 +261,9 @@ def _of_line(file: Path, line: Mapping[str, Any]) -> Run | None:
     about = {key: line.get(key) for key in ("env", "seed")} | {"env_args": {"map_name": line.get("map")}}
     over_all_ranks = {key: compared[name] for key, name in COVERED.items() if name in compared}
     budget = {key: compared[key] for key in ("t_max", "max_episodes") if key in compared}
+    settings = facts["settings"] if isinstance(facts.get("settings"), dict) else {}
     method = {key: facts[key] for key in (*METHOD, *COMPONENT_ARGS) if key in facts}
-    config = {**method, **facts.get("settings", {}), **over_all_ranks, **budget, **about}
+    config = {**method, **settings, **over_all_ranks, **budget, **about}
     columns = {name: values for name, values in tests.items() if isinstance(values, list)}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
     records = tuple({"stage": "stage3", **row} for row in rows)
@@ -276,9 +279,9 @@ def _is_summary(value: Mapping[str, Any]) -> bool:
     known = isinstance(stages, dict) and all(isinstance(stage, dict) for stage in stages.values())
     values = [stage.get("values", {}) for stage in stages.values()] if known else []
     numbers = [number for each in values if isinstance(each, dict) for number in each.values()]
-    is_time = seconds is None or isinstance(seconds, (int, float)) and math.isfinite(seconds)
+    is_time = seconds is None or is_number(seconds)
     typed = all(isinstance(each, dict) for each in values) and all(
-        number is None or isinstance(number, (int, float)) for number in numbers
+        number is None or isinstance(number, float) or is_number(number) for number in numbers
     )
     return known and typed and is_time
 
@@ -298,11 +301,6 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict):
                 yield record
-
-
-def _is_number(record: Mapping[str, Any], name: str) -> bool:
-    value = record.get(name)
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def natural(text: str) -> list[tuple[float, str]]:

@@ -13,7 +13,7 @@ from omagd.config.loading import config_names, find_yaml, read_yaml
 from omagd.run.reporting.card import Card, is_card, marks, resumed
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.storage import read_entry
+from omagd.utils.storage import is_number, read_entry
 
 HEADLINES = {
     "win_rate": "test_battle_won_mean",
@@ -259,7 +259,7 @@ def value_head(key: str) -> str:
 def stage_value(summary: Summary, stage: str, key: str) -> float | None:
     """Return a value of a stage, None if it is not there or not finite."""
     value = summary.get("stages", {}).get(stage, {}).get("values", {}).get(key)
-    return None if value is None or not np.isfinite(value) else float(value)
+    return float(value) if is_number(value) else None
 
 
 def number_text(value: float | None) -> str:

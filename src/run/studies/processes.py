@@ -46,14 +46,15 @@ def start_run(
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            preexec_fn=_prepare(os.getpid(), frozenset(cpus)),
+            preexec_fn=bound(frozenset(cpus)),
         )
     finally:
         os.close(handle)
 
 
-def _prepare(parent: int, cpus: frozenset[int]) -> Callable[[], None]:
-    """Return what the new process does before the command begins."""
+def bound(cpus: frozenset[int] = frozenset()) -> Callable[[], None]:
+    """Return what a new process does before its command begins, so that it gets SIGTERM when this process dies."""
+    parent = os.getpid()
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def prepare() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from omagd.run.studies.executors import Job
+from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, plain
-from omagd.utils.storage import opened, read_entry
+from omagd.utils.storage import opened, read_entry, try_folder
 from omagd.utils.writing import open_lines
 
 Key = tuple[str, str]
@@ -20,6 +21,17 @@ Key = tuple[str, str]
 def key_of(card: dict[str, Any], identity: str) -> Key:
     """Return what marks a run in the file: its card at the start, and the hash of its configuration with its seed."""
     return str(card.get("id")), identity
+
+
+def check_file(path: Path) -> None:
+    """Raise UserError if a results file can be neither read nor made there."""
+    try:
+        if not path.exists():
+            try_folder(path.parent)
+        elif not path.is_file() or not os.access(path, os.R_OK | os.W_OK):
+            raise UserError(f"results_file={path}: is no file that can be read and written. Give another name")
+    except OSError as problem:
+        raise UserError(f"results_file={path}: cannot be written ({problem.strerror}). Give another name") from None
 
 
 def known_keys(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
@@ -42,17 +54,20 @@ def line_of(study: str, job: Job, folder: RunFolder, card: dict[str, Any], ident
     """Return the line of a finished run."""
     summary = read_entry(folder.summary_json)
     final = read_entry(folder.card_json) or card
+    told = final.get("told")
+    versions = told.get("versions", {}) if isinstance(told, dict) else {}
     skipped = {"card", "folder", "artifacts", "stages", "phases"}
+    given = summary.get("stages")
     stages = {
         name: {part: stage[part] for part in ("clock", "values") if part in stage}
-        for name, stage in (summary.get("stages") or {}).items()
+        for name, stage in (given.items() if isinstance(given, dict) else ())
         if isinstance(stage, dict)
     }
     return {
         "study": study, "job": job.name, "arm": job.arm, "env": job.env, "map": job.map, "seed": job.seed,
         "words": list(job.words), "start_card": card.get("id"), "identity": identity, "finished": time.time(),
         "summary": {**{name: value for name, value in summary.items() if name not in skipped}, "stages": stages},
-        "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": final.get("told", {}).get("versions", {}),
+        "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": versions,
     }  # fmt: skip
 
 
@@ -64,9 +79,11 @@ def tests_of(metrics: Path) -> dict[str, list[float | None]]:
             for line in file:
                 if b'"test_' in line:
                     try:
-                        rows.append(json.loads(line))
-                    except ValueError:
+                        row = json.loads(line)
+                    except (ValueError, RecursionError):
                         continue
+                    if isinstance(row, dict):
+                        rows.append(row)
     except OSError:
         return {}
     names = dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omagd.config.checks import LONGEST_NAME
-from omagd.config.loading import ConfigLoader, apply_texts, base_values, validate
+from omagd.config.loading import apply_texts, base_values, parse_yaml, validate
 from omagd.config.messages import shorten, typed_args, validation_message
 from omagd.config.schema import Config
 from omagd.run.studies import EXECUTORS
 from omagd.run.studies.executors import Job
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, nearest, readable
 
 M = TypeVar("M", bound=BaseModel)
 OWN = {
@@ -30,6 +31,13 @@ OWN = {
 """Keys that the study sets itself."""
 
 DEFAULT_EXECUTOR = "local"
+MOST_SEEDS = 10_000
+MOST_KEYS = 1000
+"""Of `with:`, nested ones counted one by one."""
+
+LONGEST_WORD = 100_000
+"""In bytes; Linux takes no argument of 128 KiB."""
+
 PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
 OWN_KEYS = {"study": {"arms", "runs", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
 """Keys by which one kind of file is told from the other."""
@@ -109,7 +117,7 @@ def load(given: str | Path | Mapping[str, Any], *, results: str | None = None, e
     where = folder_of(file.name, results or file.results, given, source)
     jobs = tuple(_jobs(file, source, base))
     chosen, settings = executor_of(file.executor, source, executor)
-    kept = base / Path(file.results_file).expanduser() if file.results_file else None
+    kept = base / expanded(file.results_file, f"{source}: results_file") if file.results_file else None
     return Study(where, jobs, chosen, settings, kept, text, source)
 
 
@@ -120,7 +128,17 @@ def folder_of(name: str | None, results: str, given: str | Path | Mapping[str, A
         raise UserError(f"{source}: name: is missing; it is the name of the folder")
     if not name.isprintable() or name != Path(name).name or name.startswith(".") or len(name) > 100:
         raise UserError(f"{source}: name={shorten(name)}: is the name of a folder; give one without `/`")
-    return Path(results).expanduser().absolute() / name
+    return expanded(results, f"{source}: results").absolute() / name
+
+
+def expanded(path: str | Path, what: str) -> Path:
+    """Return a path with `~` written out. Errors: UserError that begins with `what` for a path that cannot be."""
+    if "\0" in str(path):
+        raise UserError(f"{what}={shorten(readable(str(path)))}: holds a NUL character. Give another path")
+    found = os.path.expanduser(path)
+    if str(found).startswith("~"):
+        raise UserError(f"{what}={shorten(found)}: this machine does not know that user. Give another path")
+    return Path(found)
 
 
 def config_of(job: Job) -> Config:
@@ -141,14 +159,15 @@ def read_file(
     """Return the text of a file, its values, its name in messages, and the folder that its paths start from."""
     if isinstance(given, Mapping):
         return yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True), dict(given), kind, Path.cwd()
-    path = Path(given).expanduser()
+    path = expanded(given, kind)
     try:
         text = path.read_text(encoding="utf-8")
-        values = yaml.load(text, Loader=ConfigLoader)
+        values = parse_yaml(text)
+        str(values)  # ValueError for a whole number of thousands of digits, which no message could show
     except OSError as problem:
         raise UserError(f"{path}: cannot be read ({problem.strerror}): give a {kind} file ({PAGES[kind]})") from None
     except (ValueError, RecursionError, yaml.YAMLError) as problem:
-        raise UserError(f"{path}: cannot be read as YAML: {problem}") from None
+        raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(values, dict) or not values:
         raise UserError(f"{path}: the {kind} is empty: give {needs} ({PAGES[kind]})")
     (other,) = OWN_KEYS.keys() - {kind}
@@ -264,12 +283,14 @@ def _environment_name(entry: dict[str, Any] | str, source: str) -> str:
 
 def seeds_of(given: int | list[int], source: str) -> Sequence[int]:
     """Return the seeds of a list, or 1, 2, … up to a number. Errors: UserError."""
+    if (given if isinstance(given, int) else len(given)) > MOST_SEEDS:
+        raise UserError(f"{source}: seeds={shorten(given)}: are more than {MOST_SEEDS}. Give fewer")
     seeds = list(range(1, given + 1)) if isinstance(given, int) else given
     if not seeds:
         raise UserError(f"{source}: the study is empty: seeds={shorten(given)}. Give a list, or a number of them")
-    twice = [seed for number, seed in enumerate(seeds) if seed in seeds[:number]]
-    if twice:
-        raise UserError(f"{source}: seeds: {twice[0]} is named twice. Leave it out")
+    if len(set(seeds)) < len(seeds):
+        twice = next(seed for number, seed in enumerate(seeds) if seed in seeds[:number])
+        raise UserError(f"{source}: seeds: {shorten(twice)} is named twice. Leave it out")
     return seeds
 
 
@@ -285,14 +306,21 @@ def words_of(file: Entry, arm: Entry, environment: Environment, base: Path, wher
     for key in values:
         if key in OWN:
             raise UserError(f"{where}: {key}={shorten(values[key])}: {OWN[key]}")
+    if len(values) > MOST_KEYS:
+        raise UserError(f"{where}: with: has {len(values)} keys, more than {MOST_KEYS}. Leave some out")
+    words = [f"{key}={value}" for key, value in values.items()]
+    for word in words:
+        if "\0" in word or len(word.encode(errors="replace")) > LONGEST_WORD:
+            reason = "holds a NUL character" if "\0" in word else "is too long for a command line"
+            raise UserError(f"{where}: {shorten(readable(word))}: {reason}. Give another value")
     chosen = [f"--{flag}={_file(name, base)}" for flag, name in options.items() if name is not None]
-    return (*chosen, "with", *(f"{key}={value}" for key, value in values.items()))
+    return (*chosen, "with", *words)
 
 
 def _file(name: str, base: Path) -> str:
     """Return an absolute path for a YAML file beside the study file, else the name as it is."""
-    beside = base / Path(name).expanduser()
-    return str(beside) if name.endswith((".yaml", ".yml")) and beside.is_file() else name
+    beside = base / os.path.expanduser(name)
+    return str(beside) if name.endswith((".yaml", ".yml")) and os.path.isfile(beside) else name
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

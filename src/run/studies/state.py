@@ -6,17 +6,19 @@ Whether a run is finished is decided by the run's own folder, so nothing is lost
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
 
 from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, take
 from omagd.run.studies.executors import Job
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, write_json
-from omagd.utils.storage import read_entry, read_json
+from omagd.utils.storage import read_entry, read_json, try_folder
 from omagd.utils.writing import replace_file
 
 STATE, COPY, RUNS, LOGS = STUDY_FILE, "study.yaml", STUDY_RUNS, "logs"
@@ -41,6 +43,8 @@ class Record:
         identity: hash of its configuration. card: `id` and `compared` of its card at the start.
     """
 
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)  # of `read`
+
     job: Job
     state: str = WAITING
     error: str = ""
@@ -53,13 +57,12 @@ class Record:
     card: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Record:
-        """Return the record of a JSON object. Errors: TypeError, KeyError, ValueError where it is none."""
-        known = {item.name for item in fields(cls)} - {"job"}
-        job = dict(values["job"])
-        kept = {name: value for name, value in values.items() if name in known}
-        kept["extra"] = tuple(kept.get("extra", ()))
-        return cls(Job(**{**job, "words": tuple(job["words"])}), **kept)
+    def read(cls, values: Any) -> Record:
+        """Return the record of a JSON object. Errors: ValueError where a field is missing or has another type."""
+        record = TypeAdapter(cls).validate_python(values)
+        if record.card and not isinstance(record.card.get("compared"), dict):
+            raise ValueError("card")
+        return record
 
 
 class StudyState:
@@ -88,10 +91,10 @@ class StudyState:
                 raise UserError(f"{folder / STATE}: has format {values['format']}; this version reads {FORMAT}")
             state.records = {entry["job"]["name"]: Record.read(entry) for entry in values["jobs"]}
             state.launcher = ProcessIdentity.read(values["launcher"])
-            state.cpu_seconds = {name: float(seconds) for name, seconds in values["cpu_seconds"].items()}
+            state.cpu_seconds |= {name: float(seconds) for name, seconds in values["cpu_seconds"].items()}
         except OSError as problem:
             raise UserError(f"{folder}: holds no study ({problem.strerror}: {STATE})") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as problem:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as problem:
             raise UserError(
                 f"{folder / STATE}: is damaged ({type(problem).__name__}). Remove it, and start the study again:"
                 " finished runs stay finished"
@@ -177,15 +180,24 @@ def _other_keys(there: Job, here: Job) -> str:
     return readable("; ".join(f"{key} is {theirs.get(key, none)} there, {mine.get(key, none)} here" for key in keys))
 
 
+def check_folder(folder: Path) -> None:
+    """Raise UserError where a study cannot be: the folder is something else, or nothing can be written there."""
+    try:
+        if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in (STATE, RUNS)):
+            raise UserError(f"{folder}: exists and is not the folder of a study. Give another name: or results:")
+        try_folder(folder)
+    except OSError as problem:
+        raise UserError(f"{folder}: cannot be written ({problem.strerror}). Give another results:") from None
+
+
 @contextmanager
 def locked_study(folder: Path) -> Iterator[StudyState]:
     """Return the state of a study's folder, which is made if there is none, locked until the context ends.
 
     Errors: UserError where another process has it, where it is not a study's, or nothing can be written.
     """
+    check_folder(folder)
     try:
-        if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in (STATE, RUNS)):
-            raise UserError(f"{folder}: exists and is not the folder of a study. Give another name: or results:")
         for place in (folder, folder / RUNS, folder / LOGS):
             place.mkdir(parents=True, exist_ok=True)
         lock = take(folder)

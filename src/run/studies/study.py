@@ -12,8 +12,9 @@ from typing import Any
 
 from omagd.run.studies import EXECUTORS, engine, results
 from omagd.run.studies.executors import Executor, Job, Place
+from omagd.run.studies.processes import bound
 from omagd.run.studies.spec import Study
-from omagd.run.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, locked_study
+from omagd.run.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
 from omagd.run.studies.view import ConsoleView
 from omagd.utils.errors import UserError, readable
 from omagd.utils.owned_folder import closed_to_others
@@ -31,6 +32,9 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
         warn: called with each warning, one line. quiet: do not show how it goes on.
     Errors: UserError where the study or its folder is not as it must be; OSError where its state cannot be written.
     """
+    check_folder(study.folder)
+    if study.results_file is not None:
+        results.check_file(study.results_file)
     known = StudyState.read(study.folder).records if (study.folder / STATE).exists() else {}
     new = [job for job in study.jobs if job.name not in known or known[job.name].job.words != job.words]
     before = StudyState(study.folder)
@@ -115,7 +119,9 @@ def examine(jobs: Sequence[Job], executor: str, source: str) -> dict[str, Examin
         return {}
     asked = {"local": executor == "local", "jobs": [list(job.words) for job in jobs]}
     command = [sys.executable, "-m", "omagd", "study", "--examine"]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, check=False, preexec_fn=bound()
+    )
     try:
         found: list[Examined] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):

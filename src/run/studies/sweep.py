@@ -16,13 +16,14 @@ from omagd.run.analysis.runs import read_records
 from omagd.run.analysis.statistics import AGGREGATES
 from omagd.run.studies import engine, sweep_report
 from omagd.run.studies.executors import Job, Place
-from omagd.run.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, locked_study
+from omagd.run.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, check_folder, locked_study
 from omagd.run.studies.study import examine, make_executor, require_same_references
 from omagd.run.studies.sweep_spec import Sweep, trial_name
 from omagd.run.studies.trials import JOURNAL, Trials, number_of, optuna
 from omagd.run.studies.view import ConsoleView
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.owned_folder import closed_to_others
+from omagd.utils.storage import is_number
 from omagd.utils.writing import replace_file
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
     strange = [record.job.arm for record in known.values() if number_of(record.job.arm) is None]
     if strange:
         raise UserError(f"{sweep.folder}: is the folder of a study (arm {strange[0]}). Give another name: or results:")
+    check_folder(sweep.folder)
     if not (sweep.folder / JOURNAL).exists():
         alone = [
             replace(sweep.jobs(0, {parameter.key: choice})[0], arm=f"space.{parameter.key}", name=str(choice))
@@ -271,7 +273,7 @@ class _CurveReader:
             record = json.loads(line)
             value = record[self._metric]
             clock = record["t_env"] // self._interval if "t_env" in record else record["epoch"]
-            if record["stage"] == self._stage and math.isfinite(value):
+            if record["stage"] == self._stage and is_number(value):
                 self._values[int(clock)] = float(value)
         except (ValueError, KeyError, TypeError, RecursionError):
             return

@@ -27,9 +27,11 @@ from omagd.run.studies.spec import (
     words_of,
 )
 from omagd.utils.errors import UserError
+from omagd.utils.storage import is_number
 
 Value = float | int | bool | str | None
 Spread = Literal["mean", "iqm"]
+MOST_STEPS = 10**9
 NEEDS = "space:, trials: and seeds:"
 
 
@@ -245,12 +247,14 @@ def _range(key: str, entry: SpaceEntry, config: Config, where: str) -> Parameter
     low, high, step = entry.low, entry.high, entry.step
     if low is None or high is None:
         raise UserError(f"{where}: give low: and high:, or choices:")
-    if not (math.isfinite(low) and math.isfinite(high)) or low >= high:
-        raise UserError(f"{where}: low={low} must be less than high={high}")
+    if not (is_number(low) and is_number(high)) or low >= high:
+        raise UserError(f"{where}: low={shorten(low)} must be less than high={shorten(high)}")
     if entry.log and (low <= 0 or step is not None):
         raise UserError(f"{where}: log: needs low={low} above 0, and no step:")
     if step is not None and not 0 < step <= high - low:
         raise UserError(f"{where}: step={step}: must be more than 0, and at most high - low")
+    if step is not None and (high - low) / step > MOST_STEPS:
+        raise UserError(f"{where}: step={step}: makes more than {MOST_STEPS:,} values. Give a larger one, or none")
     whole = all(isinstance(number, int) for number in (low, high, step) if number is not None)
     now = _now(config, key)
     if isinstance(now, int) and not isinstance(now, bool) and not whole:

@@ -15,7 +15,7 @@ from omagd.run.studies.engine import View
 from omagd.run.studies.state import DONE, FAILED, RUNNING, WAITING, Record, StudyState
 from omagd.utils.errors import visible
 from omagd.utils.progress import duration
-from omagd.utils.storage import read_entry
+from omagd.utils.storage import is_number, read_entry
 
 REDRAW_SECONDS = 1.0
 RUNS_SHOWN = 12
@@ -93,7 +93,7 @@ def reached(state: StudyState, record: Record) -> tuple[float | None, str]:
             part = last["t_env"] / config["t_max"]
         else:
             part = last["epoch"] / config["graph_pretrain_epochs"]
-    except (KeyError, TypeError, ZeroDivisionError):
+    except (KeyError, TypeError, ArithmeticError):
         return None, name
     whole = None if config.get("use_graph_reconstruction") else min(1.0, part)
     return whole, f"{name} {min(1.0, part):.0%}"
@@ -159,7 +159,7 @@ def study_table(state: StudyState) -> str:
 
 
 def _spread(summaries: Sequence[dict[str, Any]], name: str) -> str:
-    values = [float(s[name]) for s in summaries if isinstance(s.get(name), int | float)]
+    values = [float(s[name]) for s in summaries if is_number(s.get(name))]
     if not values:
         return "-"
     return f"{_mean(values):.3f}" + (f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else "")
