@@ -259,7 +259,7 @@ def test_what_a_recording_may_hold_at_most_is_drawn(scene):
         x=[1.0, -1e4, 8.0, 1e4], beliefs=[[[2, 1e4, -1e4, 9.0]], [[3, 0, 0, None]]]
     )
     (episode,) = Recording.model_validate(values).episodes
-    assert all(len(list(drawing.pictures(episode, agent))) == 2 for agent in (0, 1))
+    assert all(len(list(drawing.pictures(episode, agent))) == 2 for agent in (0, 1, 5))  # 5: the last one
 
 
 def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp_path, capsys):
@@ -286,6 +286,15 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
         assert main(words) == 2
         out, err = capsys.readouterr()
         assert out == "" and len(err.splitlines()) == 1 and part in err, words
+
+
+def test_episodes_that_were_played_are_kept_beside_their_page(battles, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("omagd.run.cli.watch._played", lambda *_: (battles, tmp_path / "replays" / "3m_400"))
+    assert main(["watch", str(tmp_path), "-o", str(tmp_path / "b.html")]) == 0 and not (tmp_path / "replays").exists()
+    assert main(["watch", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "replays" / "3m_400.html")
+    kept = Recording.read(tmp_path / "replays" / "3m_400.json.gz")
+    assert kept.packed() == battles.packed()
 
 
 def test_a_video_needs_the_extra_and_has_all_moments(battles, tmp_path, capsys, monkeypatch):

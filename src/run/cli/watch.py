@@ -37,21 +37,23 @@ def main(options: argparse.Namespace) -> int:
     kind = _format(options)
     agent, episodes = _number("--agent", options.agent, 0), _number("--episodes", options.episodes, 1)
     source = Path(options.source).expanduser()
-    if source.is_file():
+    from omagd.run.watch.recording import SUFFIX, Recording
+
+    if played := not source.is_file():
+        recording, beside = _played(options.source, options.words, episodes)
+    else:
         if options.words:
             fix = "give the run's folder to play other episodes"
             raise UserError(f"{options.words[0]}: a recording is shown as it is; {fix}")
-        from omagd.run.watch.recording import SUFFIX, Recording
-
         recording, beside = Recording.read(source), source.with_name(source.name.removesuffix(SUFFIX))
-    else:
-        recording, beside = _played(options.source, options.words, episodes)
     most = max(episode.n_agents for episode in recording.episodes)
     if agent >= most:
         raise UserError(f"--agent={agent}: the agents are 0 to {most - 1}")
     path = Path(options.output).expanduser() if options.output else beside.with_name(f"{beside.name}.{kind}")
     try:
         _write(recording, path, kind, agent)
+        if played and not options.output:  # beside the page, for `report` and other formats
+            recording.write(beside.with_name(beside.name + SUFFIX))
     except OSError as problem:
         raise UserError(f"{path}: cannot be written ({problem.strerror}). Give another file with --output") from None
     for episode in recording.episodes:

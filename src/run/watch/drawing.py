@@ -173,6 +173,7 @@ def pictures(episode: Episode, agent: int) -> Iterator[Any]:
     """Yield a Pillow image for each moment of an episode, as `agent` sees it."""
     from PIL import Image, ImageDraw
 
+    agent = min(agent, episode.n_agents - 1)  # as the player: episodes on other maps may have fewer
     box, two = extent(episode), bool(episode.moments[0].seen)
     wide = (WIDTH - 3 * GAP) // 2 if two else WIDTH - 2 * GAP
     high = int(min(wide * (box[3] - box[1]) / (box[2] - box[0]), (420 if two else 480) * TWICE))
