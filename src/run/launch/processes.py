@@ -192,7 +192,18 @@ def end_with_launcher() -> None:
 
 
 def _wait_for_end(parent: int) -> None:
-    """Return once the process `parent`, of which this one is a child, is gone."""
+    """Return once the process `parent`, of which this one is a child, is gone.
+
+    By a file descriptor of the process where the system has them, so that all ranks notice at the same time: one that
+    is later would see only the broken connection to the others, and report a failure.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, an old kernel, or already gone
+        descriptor = os.pidfd_open(parent)
+        try:
+            if os.getppid() == parent:
+                multiprocessing.connection.wait([descriptor])
+        finally:
+            os.close(descriptor)
     while os.getppid() == parent:
         time.sleep(0.5)
 
