@@ -242,7 +242,7 @@ HUGE = 10**400
 
 
 @pytest.mark.parametrize("where", ["t_env", "wall_seconds", "test_battle_won_mean", "summary", "values"])
-def test_a_whole_number_that_no_float_holds_is_left_out(where, tmp_path, capsys):
+def test_a_whole_number_that_no_float_holds_is_left_out(where, tmp_path, caplog):
     make_study(tmp_path / "runs", seeds=(1, 2))
     folder = RunFolder(tmp_path / "runs" / "lr0.001_3m_seed1")
     if where in {"summary", "values"}:
@@ -256,6 +256,8 @@ def test_a_whole_number_that_no_float_holds_is_left_out(where, tmp_path, capsys)
         with folder.metrics_jsonl.open("a") as file:
             file.write(json.dumps({**row, where: HUGE}) + "\n")
     assert main(["compare", str(tmp_path / "runs")]) == 0
+    said = caplog.text
+    assert ("left out" in said and "summary.json" in said) == (where in {"summary", "values"})
     assert main(["report", str(tmp_path / "runs"), f"--out={tmp_path / 'report.html'}"]) == 0
     assert main(["report", str(folder.path), f"--out={tmp_path / 'run.html'}"]) == 0
     assert main(["plot", str(tmp_path / "runs"), f"--out={tmp_path / 'curves.png'}"]) == 0

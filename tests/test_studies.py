@@ -422,6 +422,34 @@ def test_a_job_that_outlived_the_study_is_followed_not_started_again(study):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_the_process_that_checks_runs_ends_with_the_one_that_leads_the_study(tmp_path):
+    """Its interpreter is replaced by a command that notes its number and waits."""
+    wait = tmp_path / "wait"
+    number = tmp_path / "number"
+    wait.write_text(f"#!/bin/sh\necho $$ > {number}.new; mv {number}.new {number}; exec sleep 60\n")
+    wait.chmod(0o755)
+    program = (
+        "import sys; from omagd.run.studies.executors import Job; from omagd.run.studies.study import examine\n"
+        "sys.executable = sys.argv[1]; examine([Job('a', 'a', 'toy', '', 1, ('with',))], 'local', 'study')"
+    )
+    leader = subprocess.Popen([sys.executable, "-c", program, str(wait)])
+    until = time.monotonic() + 30
+    while not (tmp_path / "number").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    child = int((tmp_path / "number").read_text())
+    assert start_ticks(child) is not None
+    leader.kill()
+    leader.wait()
+    until = time.monotonic() + 5
+    while start_ticks(child) is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    left = start_ticks(child)
+    if left is not None:
+        os.kill(child, signal.SIGKILL)
+    assert left is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_a_run_gets_sigterm_when_the_process_that_leads_the_study_is_killed(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from omagd.run.studies.processes import start_run\n"

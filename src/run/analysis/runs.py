@@ -159,6 +159,8 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
                 problems.append(f"{folder}: neither its config.json nor its summary.json can be read")
             else:
                 runs.setdefault(folder, run)
+                if not run.summary and os.path.isfile(RunFolder(folder).summary_json):
+                    problems.append(f"{RunFolder(folder).summary_json}: cannot be read, or holds values of other types")
     if not runs:
         first = problems[0] if problems else "no folder was given"
         fix = found_none or "Give the folder of a run, a folder of runs, or a study"

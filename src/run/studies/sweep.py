@@ -275,7 +275,7 @@ class _CurveReader:
             clock = record["t_env"] // self._interval if "t_env" in record else record["epoch"]
             if record["stage"] == self._stage and is_number(value):
                 self._values[int(clock)] = float(value)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
             return
 
 
