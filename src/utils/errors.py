@@ -6,6 +6,8 @@ import difflib
 import sys
 import traceback
 from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 USER_ERROR_EXIT_CODE = 2
 LONGEST_LINE = 1000
@@ -83,3 +85,13 @@ def unknown_name(key: str, name: str, known: Iterable[str]) -> UserError:
     """Return the error for `key=name`, with the nearest of the `known` names and all of them."""
     known = list(known)
     return UserError(f"{key}={name} is not known.{nearest(name, known)} Known: {', '.join(known)}")
+
+
+def import_extra(module: str, needed: str, extra: str) -> Any:
+    """Import a package of an extra. needed: what needs it. Errors: UserError where it is not installed."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UserError(f'{needed}: pip install "omagd[{extra}]"') from None

@@ -333,6 +333,12 @@ def print_out(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def print_warning(line: str) -> None:
+    """Write a warning to standard error."""
+    sys.stderr.write(visible(f"warning: {line}\n", kept="\n"))
+    sys.stderr.flush()
+
+
 def drop_lost_output() -> None:
     """Discard output to a closed terminal or to a pipe without a reader.
 

@@ -20,12 +20,10 @@ from omagd.config.env_info import map_label
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, Card, is_card
 from omagd.utils.errors import UserError, readable
-from omagd.utils.run_folder import RUN_FILE, RunFolder
+from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder
 from omagd.utils.storage import is_number, read_entry, read_json
 
 LOG = logging.getLogger("omagd")
-STUDY_FILE = "study.json"
-STUDY_RUNS = "runs"
 LONGEST_STUDY = 1 << 28
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Environment steps, seconds since the stage began, values; one entry for each test."""

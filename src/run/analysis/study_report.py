@@ -22,11 +22,12 @@ from omagd.run.analysis.run_report import (
     values_of,
     warnings_of,
 )
-from omagd.run.analysis.runs import LONGEST_STUDY, STUDY_FILE, Run, studies_at
+from omagd.run.analysis.runs import LONGEST_STUDY, Run, studies_at
 from omagd.run.analysis.statistics import interval, mean
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import readable
 from omagd.utils.progress import duration
+from omagd.utils.run_folder import STUDY_FILE
 from omagd.utils.storage import read_json
 
 PICTURES_BYTES = 5 << 19

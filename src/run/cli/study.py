@@ -4,26 +4,48 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omagd.utils.errors import UserError, visible
+from omagd.utils.errors import UserError
 from omagd.utils.signals import Stopped, stoppable
-from omagd.utils.writing import print_out
+from omagd.utils.writing import print_out, print_warning
 
 if TYPE_CHECKING:
     from omagd.run.studies.spec import Study
 
 
+def add_common(parser: argparse.ArgumentParser, kind: str, page: str) -> None:
+    """Add what `study` and `sweep` (`kind`) share. page: that describes the file."""
+    parser.usage = f"omagd {kind} FILE.yaml [options]  |  omagd {kind} status FOLDER"
+    parser.epilog = f"{page} describes the file. The same command continues a {kind} that was interrupted."
+    parser.add_argument("words", nargs="*", metavar="FILE.yaml", help=f"{kind} file; or `status` and a {kind}'s folder")
+    parser.add_argument("--executor", help="where the runs go: local, slurm, ray (default: the first one in the file)")
+    parser.add_argument("--results", metavar="DIR", help=f"folder around the {kind}'s folder (default: results)")
+
+
+def only_word(words: Sequence[str], kind: str) -> str:
+    """Return the file of `study` or `sweep` (`kind`). Errors: UserError where it is missing or there are more words."""
+    if len(words) != 1:
+        raise UserError(
+            f"{kind}: name one {kind} file, as in: omagd {kind} my_{kind}.yaml, or: omagd {kind} status FOLDER"
+        )
+    return words[0]
+
+
+def status_folder(words: Sequence[str], kind: str) -> Path:
+    """Return the folder of `study status` or `sweep status`. Errors: UserError as in `only_word`."""
+    if len(words) != 1:
+        raise UserError(f"{kind} status: name the folder of a {kind}, as in: omagd {kind} status results/my_{kind}")
+    return Path(os.path.expanduser(words[0]))
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `study`."""
-    parser.usage = "omagd study FILE.yaml [options]  |  omagd study status FOLDER"
-    parser.epilog = "docs/studies.md describes the file. The same command continues a study that was interrupted."
-    parser.add_argument("words", nargs="*", metavar="FILE.yaml", help="study file; or `status` and a study's folder")
-    parser.add_argument("--executor", help="where the runs go: local, slurm, ray (default: the first one in the file)")
-    parser.add_argument("--results", metavar="DIR", help="folder around the study's folder (default: results)")
+    add_common(parser, "study", "docs/studies.md")
     parser.add_argument("--dry-run", action="store_true", help="list the runs; estimate core-hours by short probes")
     parser.add_argument("--probe-seconds", type=float, default=20.0, metavar="S", help="length of each probe")
     parser.add_argument("--examine", action="store_true", help=argparse.SUPPRESS)
@@ -37,11 +59,10 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if options.words[:1] == ["status"]:
         return _status(options.words[1:])
-    if len(options.words) != 1:
-        raise UserError("study: name one study file, as in: omagd study my_study.yaml, or: omagd study status FOLDER")
+    file = only_word(options.words, "study")
     from omagd.run.studies.spec import load
 
-    study = load(options.words[0], results=options.results, executor=options.executor)
+    study = load(file, results=options.results, executor=options.executor)
     with stoppable():
         if options.dry_run:
             from omagd.run.studies.estimate import estimate
@@ -56,7 +77,7 @@ def _run(study: Study) -> int:
     from omagd.run.studies.view import study_table
 
     try:
-        state = run_study(study, _warn)
+        state = run_study(study, print_warning)
     except Stopped as stop:
         stop.where = f": {study.folder}; the same command continues"
         raise
@@ -69,17 +90,10 @@ def _status(words: Sequence[str]) -> int:
     from omagd.run.studies.state import StudyState
     from omagd.run.studies.view import ConsoleView, study_table
 
-    if len(words) != 1:
-        raise UserError("study status: name the folder of a study, as in: omagd study status results/my_study")
-    state = StudyState.read(Path(words[0]).expanduser())
+    state = StudyState.read(status_folder(words, "study"))
     who = state.leader()  # before the table: it says which runs still go on
     print_out(f"{study_table(state)}\n{ConsoleView(state, 1).headline()}; {who}\n")
     return 0
-
-
-def _warn(line: str) -> None:
-    sys.stderr.write(visible(f"warning: {line}\n", kept="\n"))
-    sys.stderr.flush()
 
 
 def _examine(jobs: Sequence[Sequence[str]], local: bool) -> list[dict[str, Any]]:

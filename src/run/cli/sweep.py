@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omagd.utils.errors import UserError, visible
+from omagd.run.cli.study import add_common, only_word, status_folder
+from omagd.utils.errors import UserError
 from omagd.utils.signals import Stopped, stoppable
-from omagd.utils.writing import print_out, replace_file
+from omagd.utils.writing import print_out, print_warning, replace_file
 
 if TYPE_CHECKING:
     from omagd.run.studies.sweep_spec import Sweep
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sweep`."""
-    parser.usage = "omagd sweep FILE.yaml [options]  |  omagd sweep status FOLDER"
-    parser.epilog = "docs/sweeps.md describes the file. The same command continues a sweep that was interrupted."
-    parser.add_argument("words", nargs="*", metavar="FILE.yaml", help="sweep file; or `status` and a sweep's folder")
-    parser.add_argument("--executor", help="where the runs go: local, slurm, ray (default: the first one in the file)")
-    parser.add_argument("--results", metavar="DIR", help="folder around the sweep's folder (default: results)")
+    add_common(parser, "sweep", "docs/sweeps.md")
     parser.add_argument("--export-wandb", metavar="FILE", help="write the space as a W&B sweep file, and run nothing")
 
 
@@ -30,11 +26,10 @@ def main(options: argparse.Namespace) -> int:
     """Run the command; return 1 if no trial has a result."""
     if options.words[:1] == ["status"]:
         return _status(options.words[1:])
-    if len(options.words) != 1:
-        raise UserError("sweep: name one sweep file, as in: omagd sweep my_sweep.yaml, or: omagd sweep status FOLDER")
+    file = only_word(options.words, "sweep")
     from omagd.run.studies.sweep_spec import load_sweep
 
-    sweep = load_sweep(options.words[0], results=options.results, executor=options.executor)
+    sweep = load_sweep(file, results=options.results, executor=options.executor)
     if options.export_wandb is not None:
         return _export(sweep, Path(options.export_wandb).expanduser())
     with stoppable():
@@ -46,7 +41,7 @@ def _run(sweep: Sweep) -> int:
     from omagd.run.studies.sweep_report import markdown
 
     try:
-        found = run_sweep(sweep, _warn)
+        found = run_sweep(sweep, print_warning)
     except Stopped as stop:
         stop.where = f": {sweep.folder}; the same command continues"
         raise
@@ -69,9 +64,7 @@ def _status(words: Sequence[str]) -> int:
     from omagd.run.studies.state import StudyState
     from omagd.run.studies.view import ConsoleView
 
-    if len(words) != 1:
-        raise UserError("sweep status: name the folder of a sweep, as in: omagd sweep status results/my_sweep")
-    folder = Path(words[0]).expanduser()
+    folder = status_folder(words, "sweep")
     try:
         table = (folder / "trials.md").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -80,8 +73,3 @@ def _status(words: Sequence[str]) -> int:
     who = state.leader()  # before the table: it says which runs still go on
     print_out(f"{table}\nruns: {ConsoleView(state, 1).headline()}; {who}\n")
     return 0
-
-
-def _warn(line: str) -> None:
-    sys.stderr.write(visible(f"warning: {line}\n", kept="\n"))
-    sys.stderr.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.schema import Config
+from omagd.run.analysis.runs import read_records
 from omagd.run.studies.executors import Job
 from omagd.run.studies.processes import finish, last_error, start_run
 from omagd.run.studies.spec import Study, config_of
@@ -99,7 +99,7 @@ def probe(job: Job, seconds: float, cores: int) -> tuple[float | None, str]:
         finally:
             code = process.poll()
             finish(process)
-        rows = list(_rows(folder.metrics_jsonl))
+        rows = _rows(folder.metrics_jsonl)
         if code not in {None, 0}:
             return None, last_error(log, code)
     stages = _stages(rows)
@@ -108,16 +108,11 @@ def probe(job: Job, seconds: float, cores: int) -> tuple[float | None, str]:
     return sum(_whole(name, stage, config) for name, stage in stages.items()), ""
 
 
-def _rows(metrics: Path) -> Iterable[dict[str, Any]]:
+def _rows(metrics: Path) -> list[dict[str, Any]]:
     try:
-        text = metrics.read_bytes()
+        return list(read_records(metrics))
     except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:  # a line that is being written
-            continue
+        return []
 
 
 def _stages(rows: Iterable[dict[str, Any]]) -> dict[str, _Stage]:

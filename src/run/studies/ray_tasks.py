@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from omagd.run.studies.executors import Ended, Job, Place
 from omagd.run.studies.processes import STOP_SECONDS, finish, last_error, start_run
-from omagd.utils.errors import UserError, readable
+from omagd.utils.errors import UserError, import_extra, readable
 from omagd.utils.signals import SIGNALS
 
 MOST = 10_000
@@ -62,12 +61,7 @@ class RayExecutor:
     def __init__(self, place: Place) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # without GPUs a run sees none
-        try:
-            self._ray = import_module("ray")
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            raise UserError('executor=ray: needs Ray: pip install "omagd[ray]"') from None
+        self._ray = import_extra("ray", "executor=ray: needs Ray", "ray")
         args = self._args = place.settings
         self._place = place
         self.references: dict[str, str] = {}

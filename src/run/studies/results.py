@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from omagd.run.analysis.runs import read_records
 from omagd.run.studies.executors import Job
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, plain
@@ -73,17 +74,8 @@ def line_of(study: str, job: Job, folder: RunFolder, card: dict[str, Any], ident
 
 def tests_of(metrics: Path) -> dict[str, list[float | None]]:
     """Return the curve of the tests in a run's metrics: a list for `t_env`, `wall_seconds` and each `test_…` value."""
-    rows: list[dict[str, Any]] = []
     try:
-        with metrics.open("rb") as file:
-            for line in file:
-                if b'"test_' in line:
-                    try:
-                        row = json.loads(line)
-                    except (ValueError, RecursionError):
-                        continue
-                    if isinstance(row, dict):
-                        rows.append(row)
+        rows = [row for row in read_records(metrics) if any(name.startswith("test_") for name in row)]
     except OSError:
         return {}
     names = dict.fromkeys(

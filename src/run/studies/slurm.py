@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.studies.executors import Ended, Job, Place
 from omagd.run.studies.processes import kill_group, last_error, start_run
-from omagd.utils.errors import UserError, readable
+from omagd.utils.errors import UserError, import_extra, readable
 
 MOST = 10_000
 SAVE_SECONDS = 60.0
@@ -93,12 +93,7 @@ class SlurmExecutor:
     words: tuple[str, ...] = ()
 
     def __init__(self, place: Place) -> None:
-        try:
-            submitit = import_module("submitit")
-        except ModuleNotFoundError as error:
-            if error.name != "submitit":
-                raise
-            raise UserError('executor=slurm: needs submitit: pip install "omagd[slurm]"') from None
+        submitit = import_extra("submitit", "executor=slurm: needs submitit", "slurm")
         logging.getLogger("submitit").setLevel(logging.ERROR)
         self._place, self._args, self._folder = place, place.settings, place.folder / "slurm"
         self.slots: Sequence[tuple[int, ...]] = [()] * MOST

@@ -7,14 +7,13 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from omagd.run.studies.sweep_spec import Parameter, Sweep, Value, trial_name
-from omagd.utils.errors import UserError, readable
+from omagd.utils.errors import UserError, import_extra, readable
 from omagd.utils.storage import sync
 
 if TYPE_CHECKING:
@@ -38,12 +37,7 @@ STRIDE = 1_000_000
 
 def optuna() -> Any:
     """Return Optuna, which writes no messages of its own. Errors: UserError where it is not installed."""
-    try:
-        module = import_module("optuna")
-    except ModuleNotFoundError as error:
-        if error.name != "optuna":
-            raise
-        raise UserError('sweep: needs Optuna: pip install "omagd[studies]"') from None
+    module = import_extra("optuna", "sweep: needs Optuna", "studies")
     module.logging.set_verbosity(module.logging.ERROR)
     warnings.filterwarnings("ignore", category=module.exceptions.ExperimentalWarning)
     return module
