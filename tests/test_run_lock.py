@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import pickle
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -270,6 +272,107 @@ def test_with_a_unique_token_that_folder_is_continued_or_the_start_rejected_in_o
         pass
     assert "a new run begins" not in "".join(capfd.readouterr())
     assert {path.name for path in tmp_path.iterdir()} == {"run", "mine"}
+
+
+def started_in_child(mine: Config, audit=None, barrier: int | None = None) -> int:
+    """Start `mine` in a forked process, which notes what it has in its lock and waits for the barrier; return its id.
+
+    audit: hook that may kill it.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 9
+    try:
+        if audit is not None:
+            sys.addaudithook(audit)
+        with locked_folder(mine, "mine"):
+            os._exit(0 if barrier is None else len(os.read(barrier, 1)))  # 0: it had the folder until the end
+    except UserError as error:
+        code = 2 if "is in use by" in error.message else 3
+    finally:
+        os._exit(code)
+
+
+def test_a_folder_whose_start_was_killed_before_it_noted_what_it_is_is_used_by_the_next(tmp_path):
+    """A real kill at each moment at which the start makes or renames something, until it survives."""
+    mine, folder = config(tmp_path / "results", "unique_token=mine"), tmp_path / "results" / "mine"
+    left = []
+    for moment in range(100):
+        count = [moment]
+
+        def kill(event, arguments, count=count):
+            creates = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
+            if creates or event in {"os.mkdir", "os.rename"}:
+                count[0] -= 1
+                if count[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        status = os.waitpid(started_in_child(mine, kill), 0)[1]
+        if os.waitstatus_to_exitcode(status) == 0:
+            break
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        left.append(sorted(path.name.partition(".tmp")[0][:12] for path in folder.glob("*")))
+        with unfinished(mine, "mine") as lock:
+            assert lock.path == str(folder)
+            assert all(path.is_dir() for path in (folder / "models", folder / "plots", folder / "logs"))
+        shutil.rmtree(tmp_path / "results")
+    assert len(left) >= 8 and ["lock", "logs", "models", "plots"] in left
+    assert any("config.json" in names for names in left)
+
+
+@pytest.mark.parametrize("there", ["notes.txt", "models/agent.th", "checkpoints/", "metrics.jsonl", "run.json"])
+def test_a_folder_that_holds_something_is_neither_used_nor_changed(there, tmp_path):
+    mine = config(tmp_path, "unique_token=mine")
+    path = tmp_path / "mine" / there
+    (path if there.endswith("/") else path.parent).mkdir(parents=True)
+    if not there.endswith("/"):
+        path.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="unique_token=mine: .* exists already"), locked_folder(mine, "mine"):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+    shutil.rmtree(tmp_path / "mine")
+    (tmp_path / "mine").mkdir()
+    plain = mine.model_copy(update={"auto_resume": False})
+    with pytest.raises(UserError, match="unique_token=mine: .* exists already"), locked_folder(plain, "mine"):
+        pass
+
+
+def test_of_many_that_find_an_empty_folder_one_gets_it(tmp_path):
+    mine = config(tmp_path, "unique_token=mine")
+    for number in range(4):
+        if number % 2:
+            (tmp_path / "mine").mkdir()  # else they make it at the same time
+        wait, end = os.pipe()
+        others = [started_in_child(mine, barrier=wait) for _ in range(6)]
+        codes = []
+        while len(codes) < 5:
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]))
+        assert set(codes) <= {2, 3} and len(others) == 6, codes
+        os.write(end, b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]) == 1
+        assert json.loads((tmp_path / "mine" / "run.json").read_text())["identity"] == identity_of(mine)
+        shutil.rmtree(tmp_path / "mine")
+
+
+def test_a_folder_that_another_start_used_a_moment_ago_keeps_what_that_one_noted(tmp_path, monkeypatch):
+    """Between the look into the empty folder and its lock another start begins and ends there."""
+    mine = config(tmp_path, "unique_token=mine")
+    other = mine.model_copy(update={"lr": 0.5})
+
+    def slow(folder: Path) -> run_lock.Lock:
+        monkeypatch.setattr(resuming, "take", take)
+        with unfinished(other, "mine"):
+            pass
+        return take(folder)
+
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(resuming, "take", slow)
+    with pytest.raises(UserError, match="unique_token=mine: .* exists already"), locked_folder(mine, "mine"):
+        pass
+    assert json.loads((tmp_path / "mine" / "run.json").read_text()) == {"identity": identity_of(other)}
+    take(tmp_path / "mine").release()
 
 
 def test_keys_that_may_change_when_resuming(tmp_path):

@@ -17,7 +17,7 @@ from reaper import having
 
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.cli.main import main
-from omagd.run.studies import EXECUTORS, engine, results, view
+from omagd.run.studies import EXECUTORS, engine, results, spec, view
 from omagd.run.studies import study as whole_study
 from omagd.run.studies.executors import Ended, Job, Place
 from omagd.run.studies.local import LocalArgs, LocalExecutor
@@ -74,6 +74,21 @@ def test_values_of_every_kind_reach_the_configuration():
     assert config.map_name == "8m"
 
 
+def test_too_many_runs_are_rejected_before_any_of_them_is_looked_at(monkeypatch):
+    monkeypatch.setattr(spec, "words_of", lambda *_: pytest.fail("looked at a run"))
+    arms = {f"arm{number}": {"wrong": 1} for number in range(101)}
+    for given, said in (
+        ({"arms": arms, "environments": ["3m", "8m"], "seeds": 50}, "arms: 101 x environments: 2 x seeds: 50 = 10100"),
+        ({"runs": [{}] * 10_001}, "runs: 10001 x environments: 1 x seeds: 1 = 10001"),
+    ):
+        with pytest.raises(UserError) as caught:
+            jobs_of(given)
+        assert caught.value.message.startswith(f"study: {said} runs, more than 10000. Lower one")
+    del arms["arm100"]
+    with pytest.raises(UserError, match="unknown key 'wrong'"):
+        jobs_of({"arms": arms, "environments": ["3m", "8m"], "seeds": 50})
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -98,7 +113,10 @@ def test_values_of_every_kind_reach_the_configuration():
         ({"executor": {"locla": {}}}, "executor=locla is not known. Did you mean 'local'?"),
         ({"executor": {"local": {"job": 2}}}, "executor.local.job is not an argument of executor local"),
         ({"executor": {"slurm": {"time": 0}}}, "executor.slurm.time=0: must be more than 0"),
-        ({"seeds": "two"}, "seeds=two: must be"),
+        ({"seeds": "two"}, "seeds=two: must be a list of whole numbers, or how many. Write seeds: [1, 2, 3]"),
+        ({"seeds": "4,5"}, "seeds=4,5: must be a list of whole numbers, or how many. Write seeds: [4, 5]"),
+        ({"seeds": "7"}, "Write seeds: [7]"),
+        ({"seeds": "9" * 10**6}, "Write seeds: [1, 2, 3]"),
         ({"seeds": 10**12}, "seeds=1000000000000: are more than 10000"),
         ({"seeds": [*range(9999), 5, 6]}, "are more than 10000"),
         ({"results": "~nosuchuser/x"}, "results=~nosuchuser/x: this machine does not know that user"),
@@ -367,15 +385,6 @@ def test_a_finished_run_counts_whatever_the_state_says(study):
     engine.run([stub_job("a"), stub_job("b")], local(study, jobs=1), study)
     assert study.counts() == {DONE: 2}
     assert len(starts(study, "a")) == 1
-
-
-def test_a_start_that_was_killed_before_it_noted_anything_is_repeated(study):
-    folder = study.run_folder("a").path
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{")
-    engine.run([stub_job("a")], local(study, jobs=1), study)
-    assert study.counts() == {DONE: 1}
-    assert not (folder / "config.json").exists()
 
 
 class Outliving:

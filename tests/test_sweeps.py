@@ -271,6 +271,8 @@ def test_folders_of_others_are_rejected(tmp_path):
         ({"space": {"lr": {"low": 0.1, "high": 0.2, "step": 1e-300}}}, "space.lr: step=1e-300: makes more than 1,000"),
         ({"space": {"lr": {"low": 0.1, "high": 0.2, "step": 5e-324}}}, "space.lr: step=5e-324: makes more than 1,000"),
         ({"seeds": 10**12}, "seeds=1000000000000: are more than 10000"),
+        ({"trials": 5001}, "trials: 5001 x seeds: 2 = 10002 runs, more than 10000. Lower one"),
+        ({"seeds": "1,2"}, "seeds=1,2: must be a list of whole numbers, or how many. Write seeds: [1, 2]"),
         ({"results": "~nosuchuser/x"}, "results=~nosuchuser/x: this machine does not know that user"),
         ({"space": {"lr": {"lo": 0.1}}}, "space.lr: unknown key 'lo'. Did you mean 'low'?"),
         ({"space": {"batch_size": {"low": 0.5, "high": 8}}}, "space.batch_size: takes whole numbers"),

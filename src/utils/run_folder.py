@@ -66,6 +66,11 @@ class RunFolder:
         self.profile, self.replays = self.path / "profile", self.path / "replays"
 
     @property
+    def made_first(self) -> tuple[Path, ...]:
+        """Folders that `create` makes."""
+        return self.models, self.plots, self.logs
+
+    @property
     def evaluations(self) -> Path:
         """Where evaluations of the run go: beside it, but not among the runs of a study, which are compared."""
         around = self.path.parent
@@ -73,11 +78,14 @@ class RunFolder:
         return around.parent / "evaluations" if in_study else around
 
     @classmethod
-    def create(cls, local_results_path: str | Path, unique_token: str, *, generated: bool = True) -> RunFolder:
+    def create(
+        cls, local_results_path: str | Path, unique_token: str, *, generated: bool = True, left: bool = False
+    ) -> RunFolder:
         """Make a new folder under `local_results_path`; runs never share one.
 
         Args:
             generated: whether the name was made by `make_token`: then a taken one gets `_2`, `_3`, ...
+            left: use the folder of that name that an earlier start has left behind.
         Errors: OSError where nothing can be written, FileExistsError among them for a taken name that a user gave.
         """
         root = Path(local_results_path).expanduser().absolute()
@@ -88,11 +96,13 @@ class RunFolder:
                 path.mkdir(mode=0o755)  # with any umask: who else could write here could plant links
                 break
             except FileExistsError:
+                if left:
+                    break
                 if not generated:
                     raise
         folder = cls(path)
-        for sub in (folder.models, folder.plots, folder.logs):
-            sub.mkdir(mode=0o755)
+        for sub in folder.made_first:
+            sub.mkdir(mode=0o755, exist_ok=True)
         return folder
 
     def files(self) -> tuple[Path, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,9 @@ OLD_RANKS_SECONDS = 60.0
 WAITING_SECONDS = 60.0
 """Pause between two messages while waiting for another process."""
 
+STARTING = re.compile(rf"{LOCK}(\.\d+|\.ranks)?|config\.json|\.(config|run)\.json\..+\.tmp")
+"""Files that a start makes before it notes what the run is."""
+
 KEYS_SHOWN, KEY_LENGTH = 8, 100
 """How many differing keys a message names; of each with its values at most `KEY_LENGTH` characters."""
 
@@ -78,12 +82,13 @@ def locked_folder(config: Config, token: str, waits: Callable[[], object] = lamb
     setup_logging(None)
     identity = identity_of(config)
     resumes = config.auto_resume and not config.evaluate
-    claimed = _unfinished(config, identity, waits) if resumes else None
-    if claimed is None:
-        folder, lock = _new_run(config, token, identity)
-    else:
-        folder, lock = claimed
-        LOG.info(f"auto_resume=True: continuing the unfinished run {folder.path}")
+    claimed = None
+    while claimed is None:
+        if resumes and (claimed := _unfinished(config, identity, waits)):
+            LOG.info(f"auto_resume=True: continuing the unfinished run {claimed[0].path}")
+        else:
+            claimed = _new_run(config, token, identity, waits)
+    folder, lock = claimed
     STORAGE.begin(folder.path)
     try:
         with closed_to_others():
@@ -95,25 +100,56 @@ def locked_folder(config: Config, token: str, waits: Callable[[], object] = lamb
         lock.release()
 
 
-def _new_run(config: Config, token: str, identity: str) -> tuple[RunFolder, Lock]:
-    """Make the folder of a new run and lock it; one that cannot be completed is removed. Errors: UserError."""
-    require_free_token(config)
-    folder: RunFolder | None = None
+def _new_run(config: Config, token: str, identity: str, waits: Callable[[], object]) -> tuple[RunFolder, Lock] | None:
+    """Make the folder of a new run and lock it; one that cannot be completed is removed.
+
+    With `auto_resume` an empty folder of that name is used: a start was killed before it had noted what the run is.
+    Return None where another start was quicker and has noted something there. Errors: UserError.
+    """
+    own = Path(config.local_results_path).expanduser().absolute() / config.unique_token
+    adopts = config.auto_resume and not config.evaluate and bool(config.unique_token)
+    left = adopts and _holds_nothing(own) and is_trusted(own, "is empty, and is not used")
+    if not left:
+        require_free_token(config)
+    made: RunFolder | None = None
+    lock: Lock | None = None
     try:
-        made = folder = RunFolder.create(config.local_results_path, token, generated=not config.unique_token)
-        lock = take(folder.path)
+        made = RunFolder.create(config.local_results_path, token, generated=not config.unique_token, left=left)
+        lock = take(made.path)
+        if not _holds_nothing(made.path):
+            lock.release()
+            return None
         continue_whole(config, made)
-        write_json(folder.config_json, config.model_dump(mode="json"))
-        write_json(folder.path / RUN_FILE, {"identity": identity})
+        write_json(made.config_json, config.model_dump(mode="json"))
+        write_json(made.path / RUN_FILE, {"identity": identity})
+    except Busy:
+        _locked(made or RunFolder(own), config.auto_resume_wait, waits).release()
+        return None
     except (OSError, UserError) as problem:
-        if folder is not None:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        else:
+        if made is None and adopts and isinstance(problem, FileExistsError) and own.is_dir():
+            return None
+        if made is None:
             require_free_token(config)  # another process may have taken it a moment ago
+        elif lock is not None or not any(made.path.glob(f"{LOCK}*")):  # nobody else has begun to use it
+            shutil.rmtree(made.path, ignore_errors=True)
         if isinstance(problem, UserError):
             raise
         raise _not_writable(Path(config.local_results_path), problem) from problem
-    return folder, lock
+    return made, lock
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Return whether a folder holds only what a start makes before it notes what the run is. Errors: Unreadable."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    folder = RunFolder(path)
+    for entry in listed(path):
+        if entry.is_dir(follow_symlinks=False):
+            if Path(entry.path) not in folder.made_first or listed(Path(entry.path)):
+                return False
+        elif not STARTING.fullmatch(entry.name):
+            return False
+    return True
 
 
 def _not_writable(path: Path, problem: OSError) -> UserError:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
-from omagd.run.checkpoint.run_lock import Busy, take
 from omagd.run.studies.executors import Ended, Executor, Job
 from omagd.run.studies.state import DONE, ELSEWHERE, FAILED, PRUNED, RUNNING, WAITING, Record, StudyState
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RUN_FILE, RunFolder
 
 POLL_SECONDS = 0.25
 BUSY_MINUTES = 2
@@ -158,7 +153,6 @@ class _Engine:
         record.error, record.starts = "", record.starts + 1
         command = command_of(record, self._state)
         try:
-            _remove_stub(self._state.run_folder(record.job.name))
             self._executor.start(record.job, command, tuple(self._executor.slots[slot]))
         except (OSError, UserError) as problem:
             self._free.append(slot)
@@ -216,16 +210,3 @@ def command_of(record: Record, state: StudyState) -> list[str]:
         f"auto_resume_wait={BUSY_MINUTES}",
     ]
     return [sys.executable, "-m", "omagd", "--unobserved", *options, *keys, *record.extra, *own]
-
-
-def _remove_stub(folder: RunFolder) -> None:
-    """Remove a run's folder whose start was killed before it had noted what the run is: nothing was trained."""
-    path = folder.path
-    begun = (path / RUN_FILE, folder.metrics_jsonl, folder.summary_json, path / "checkpoints", path / "models")
-    if path.is_dir() and not any(os.path.lexists(file) for file in begun):
-        with suppress(Busy):  # it begins at this moment, started by somebody else
-            lock = take(path)
-            try:
-                shutil.rmtree(path)
-            finally:
-                lock.release()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from omagd.config.checks import LONGEST_NAME
 from omagd.config.loading import apply_texts, base_values, parse_yaml, validate
@@ -31,7 +32,9 @@ OWN = {
 """Keys that the study sets itself."""
 
 DEFAULT_EXECUTOR = "local"
-MOST_SEEDS = 10_000
+MOST_RUNS = 10_000
+"""Of one file; the executors take no more, and the state file would be too large to be replaced every second."""
+
 MOST_KEYS = 1000
 """Of `with:`, nested ones counted one by one."""
 
@@ -41,6 +44,20 @@ LONGEST_WORD = 100_000
 PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
 OWN_KEYS = {"study": {"arms", "runs", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
 """Keys by which one kind of file is told from the other."""
+
+
+def _no_text(seeds: Any) -> Any:
+    """Reject seeds in quotes, which YAML reads as text. Errors: ValueError with the list to write."""
+    if isinstance(seeds, str):
+        parts = seeds.replace(",", " ").split()
+        whole = all(part.isdecimal() for part in parts) and len(seeds) <= LONGEST_SEEDS
+        fix = ", ".join(parts) if parts and whole else "1, 2, 3"
+        raise ValueError(f"must be a list of whole numbers, or how many. Write seeds: [{fix}]")
+    return seeds
+
+
+LONGEST_SEEDS = 100
+Seeds = Annotated[int | list[int], BeforeValidator(_no_text)]
 
 
 class Entry(BaseModel):
@@ -81,7 +98,7 @@ class StudyFile(Entry):
     arms: dict[str, dict[str, Any] | None] | None = None
     runs: list[dict[str, Any]] | None = None
     environments: dict[str, dict[str, Any] | str | None] | list[dict[str, Any] | str] | None = None
-    seeds: int | list[int] = 1
+    seeds: Seeds = 1
     executor: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
     results_file: str | None = None
 
@@ -206,7 +223,10 @@ def executor_of(given: dict[str, dict[str, Any] | None], source: str, asked: str
 
 def _jobs(file: StudyFile, source: str, base: Path) -> Iterator[Job]:
     """Yield a job for each arm, environment and seed. Errors: UserError."""
-    arms, environments, seeds = _arms(file, source), _environments(file, source), seeds_of(file.seeds, source)
+    seeds = seeds_of(file.seeds, source)
+    factors = {"arms" if file.runs is None else "runs": file.arms or file.runs, "environments": file.environments}
+    require_few_runs(source, {**{key: len(given or "1") for key, given in factors.items()}, "seeds": len(seeds)})
+    arms, environments = _arms(file, source), _environments(file, source)
     same: dict[str, str] = {}
     names: dict[str, str] = {}
     for arm, entry in arms.items():
@@ -283,8 +303,8 @@ def _environment_name(entry: dict[str, Any] | str, source: str) -> str:
 
 def seeds_of(given: int | list[int], source: str) -> Sequence[int]:
     """Return the seeds of a list, or 1, 2, … up to a number. Errors: UserError."""
-    if (given if isinstance(given, int) else len(given)) > MOST_SEEDS:
-        raise UserError(f"{source}: seeds={shorten(given)}: are more than {MOST_SEEDS}. Give fewer")
+    if (given if isinstance(given, int) else len(given)) > MOST_RUNS:
+        raise UserError(f"{source}: seeds={shorten(given)}: are more than {MOST_RUNS}. Give fewer")
     seeds = list(range(1, given + 1)) if isinstance(given, int) else given
     if not seeds:
         raise UserError(f"{source}: the study is empty: seeds={shorten(given)}. Give a list, or a number of them")
@@ -292,6 +312,14 @@ def seeds_of(given: int | list[int], source: str) -> Sequence[int]:
         twice = next(seed for number, seed in enumerate(seeds) if seed in seeds[:number])
         raise UserError(f"{source}: seeds: {shorten(twice)} is named twice. Leave it out")
     return seeds
+
+
+def require_few_runs(source: str, factors: Mapping[str, int]) -> None:
+    """Reject a file with too many runs. factors: what is multiplied, by its key. Errors: UserError."""
+    runs = math.prod(factors.values())
+    if runs > MOST_RUNS:
+        product = " x ".join(f"{key}: {number}" for key, number in factors.items())
+        raise UserError(f"{source}: {product} = {runs} runs, more than {MOST_RUNS}. Lower one, or use several files")
 
 
 def words_of(file: Entry, arm: Entry, environment: Environment, base: Path, where: str) -> tuple[str, ...]:

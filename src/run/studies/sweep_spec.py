@@ -18,10 +18,12 @@ from omagd.run.studies.spec import (
     OWN,
     Entry,
     Environment,
+    Seeds,
     config_of_words,
     executor_of,
     folder_of,
     read_file,
+    require_few_runs,
     seeds_of,
     validated,
     words_of,
@@ -83,7 +85,7 @@ class SweepFile(Entry):
     map: str | None = None
     space: dict[str, dict[str, Any]] = Field(default_factory=dict)
     trials: PositiveInt = 30
-    seeds: int | list[int] = 3
+    seeds: Seeds = 3
     metric: str = "test_battle_won_mean"
     stage: Literal["stage1", "stage2", "stage3"] = "stage3"
     direction: Literal["maximize", "minimize"] = "maximize"
@@ -183,6 +185,8 @@ def load_sweep(
     text, values, source, base = read_file(given, "sweep", NEEDS)
     file = validated(SweepFile, values, source)
     folder = folder_of(file.name, results or file.results, given, source)
+    seeds = seeds_of(file.seeds, source)
+    require_few_runs(source, {"trials": file.trials, "seeds": len(seeds)})
     words = words_of(file, Entry(), Environment(map=file.map), base, source)
     config = _config(words, source)
     if not file.space:
@@ -198,7 +202,6 @@ def load_sweep(
     if fixed:
         raise UserError(f"{source}: space.{min(fixed)}: trials have different tests then. Give pruning: false")
     chosen, settings = executor_of(file.executor, source, executor)
-    seeds = seeds_of(file.seeds, source)
     return Sweep(folder, file, space, seeds, words, config, pruning, chosen, settings, text, source)
 
 
