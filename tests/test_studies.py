@@ -28,6 +28,7 @@ from omagd.run.studies.study import not_comparable, run_study
 from omagd.run.studies.view import ConsoleView, seconds_left, study_table
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.signals import Stopped
 
 SMALL = {"t_max": 100, "lr": 0.001}
 
@@ -603,6 +604,29 @@ def test_the_time_left_follows_from_finished_runs_of_the_same_kind(tmp_path):
         record.state, record.seconds = (DONE, took) if took else (WAITING, 0.0)
     assert seconds_left(state, slots=2) == pytest.approx((15.0 + 100.0) / 2)
     assert ConsoleView(state, 2).headline() == "3 done, 0 running, 2 waiting, 0 failed; about 58 s left"
+
+
+def test_an_interrupted_study_says_what_is_left_and_how_to_continue(tmp_path, monkeypatch, capsys):
+    def stopped(study, warn):
+        with locked_study(study.folder) as state:
+            state.add(study.jobs)
+            marks = [{"state": DONE}, {"since": 5.0}, {"since": 5.0}, {"starts": 1}, {"error": "no", "since": 5.0}, {}]
+            marks += [{"state": FAILED}, {"reference": "17_0", "state": RUNNING, "since": 5.0}]
+            for record, values in zip(state.records.values(), marks, strict=True):
+                vars(record).update(values)
+            raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(whole_study, "run_study", stopped)
+    monkeypatch.chdir(tmp_path)
+    Path("my toy.yaml").write_text("config: qmix\nseeds: 8\n")
+    assert main(["study", "my toy.yaml", "--executor", "slurm"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "interrupted by SIGINT: 1 done, 2 stopped, 3 waiting, 1 failed, 1 go on in their queue in"
+        f" {tmp_path / 'results' / 'my toy'}. Continue with: omagd study 'my toy.yaml' --executor=slurm"
+    )
+    monkeypatch.setattr(whole_study, "run_study", lambda *_: (_ for _ in ()).throw(Stopped(signal.SIGTERM)))
+    assert main(["study", "my toy.yaml", "--results=other"]) == 143
+    assert "SIGTERM: nothing was started in " in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,9 +40,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def start(file: Path, mark: str, *words: str, **variables: str) -> subprocess.Popen[str]:
+def start(file: Path, mark: str, *words: str, kind: str = "study", **variables: str) -> subprocess.Popen[str]:
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "omagd", "study", str(file), "--results", str(file.parent / "results"), *words]
+    command = [sys.executable, "-m", "omagd", kind, str(file), "--results", str(file.parent / "results"), *words]
     return subprocess.Popen(
         command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         start_new_session=True,
@@ -113,7 +114,10 @@ def test_a_study_goes_on_after_every_kill_and_ends_with_the_bits_of_runs_left_al
     process.send_signal(signal.SIGINT)
     _, text = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
-    assert text.splitlines()[-1] == f"interrupted by SIGINT: {folder}; the same command continues"
+    assert text.splitlines()[-1] == (
+        f"interrupted by SIGINT: 1 done, 1 stopped, 0 waiting in {folder}."
+        f" Continue with: omagd study {file} --results={tmp_path / 'results'}"
+    )
     assert having(MARK, mark) == []
 
     process = start(file, mark)
@@ -155,6 +159,7 @@ def test_slurm_tasks_outlive_the_process_that_submitted_them_and_are_followed_by
     process.send_signal(signal.SIGTERM)
     _, text = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, text
+    assert re.search(r"SIGTERM: 0 done, 0 stopped, 0 waiting, 2 go on in their queue in .* Continue with: omagd", text)
     assert StudyState.read(folder).records["qmix-3m-seed2"].reference == "17_1"
     process = start(file, mark, **variables)
     out, text = process.communicate(timeout=PATIENCE)
@@ -226,3 +231,59 @@ def test_the_estimate_leaves_nothing(tmp_path):
     assert "unknown" not in row
     assert re.search(r"^3 runs, about \d+\.\d+ core-hours$", ended.out, re.MULTILINE)
     assert [path.name for path in tmp_path.iterdir()] == ["toy.yaml"]
+
+
+# --- sweeps
+
+SWEEP = {
+    "config": "qmix", "env_config": "matrix_game", "metric": "test_return_mean", "seeds": 1, "trials": 2,
+    "with": {"t_max": 300, "test_interval": 100, "test_nepisode": 8, "torch_threads": 1, "save_model": False},
+    "space": {"env_args.payoff": {"choices": ["climbing", "monotonic"]}},
+    "executor": {"slurm": {"time": 5, "at_a_time": 1, "poll_seconds": 2}, "ray": {"local_cpus": 1}},
+}  # fmt: skip
+
+
+def trials_of(folder: Path) -> list[dict]:
+    return json.loads((folder / "trials.json").read_text())["trials"]
+
+
+def test_a_sweep_on_slurm_is_continued_by_the_next_start(tmp_path):
+    """The second of two tasks waits when the process that submitted them is ended."""
+    pytest.importorskip("submitit")
+    file, mark, folder = tmp_path / "my toy.yaml", uuid.uuid4().hex, tmp_path / "results" / "my toy"
+    file.write_text(yaml.safe_dump(SWEEP))
+    variables = slurm_stand_in.install(tmp_path / "slurm")
+    process = start(file, mark, "--executor=slurm", kind="sweep", **variables)
+    wait_for(lambda: trains(folder / "runs" / "trial0000-seed1") or process.poll() is not None, "no checkpoint")
+    process.send_signal(signal.SIGTERM)
+    _, text = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143, text
+    line = text.splitlines()[-1]
+    assert line.startswith("interrupted by SIGTERM: 2 of 2 trials begun; runs: 0 done, 0 stopped, 0 waiting, 2 go on")
+    results = f"--results={tmp_path / 'results'}"
+    assert shlex.split(line.partition("Continue with: ")[2]) == [
+        "omagd",
+        "sweep",
+        str(file),
+        "--executor=slurm",
+        results,
+    ]
+    process = start(file, mark, "--executor=slurm", kind="sweep", **variables)
+    _, text = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, text
+    assert list(slurm_stand_in.states(tmp_path / "slurm")) == ["17_0", "17_1"], "submitted again"
+    assert [trial["state"] for trial in trials_of(folder)] == ["complete"] * 2
+    wait_for(lambda: not having(MARK, mark), "a task is left")
+
+
+def test_a_sweep_on_a_local_ray(tmp_path):
+    pytest.importorskip("ray")
+    file, mark, folder = tmp_path / "toy.yaml", uuid.uuid4().hex, tmp_path / "results" / "toy"
+    file.write_text(yaml.safe_dump(SWEEP))
+    process = start(file, mark, "--executor=ray", kind="sweep")
+    _, text = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, text
+    assert [trial["state"] for trial in trials_of(folder)] == ["complete"] * 2
+    payoffs = {json.loads((run / "config.json").read_text())["env_args"]["payoff"] for run in folder.glob("runs/*")}
+    assert payoffs == {"climbing", "monotonic"}
+    wait_for(lambda: not having(MARK, mark), "a process of Ray is left")

@@ -21,7 +21,8 @@ from sweep_stand_in import BEST_GAMMA, BEST_LR, PLUGIN, KnownExecutor
 
 from omagd.config.loading import resolve
 from omagd.run.cli.main import main
-from omagd.run.studies import EXECUTORS, engine, sweep, sweep_report, trials
+from omagd.run.studies import EXECUTORS, engine, estimate, sweep, sweep_report, trials
+from omagd.run.studies.spec import config_of
 from omagd.run.studies.state import DONE, FAILED, PRUNED, StudyState
 from omagd.run.studies.study import examine
 from omagd.run.studies.sweep import run_sweep
@@ -412,6 +413,49 @@ def test_the_ticks_of_a_logarithmic_axis_are_few_and_plain(ends, ticks):
     shown = [label.get_text() for label in panel.get_xticklabels()]
     assert 1 <= len(shown) <= 4 and not any("$" in text for text in shown)
     assert not any(label.get_text() for label in panel.get_xticklabels(minor=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "whole", "least"),
+    [  # 12 trials of 2 seeds: 12 runs take 10 h each, 12 take 30 h; of 100 tests
+        ({"trials": 12}, {"stage3": 1.0}, 480.0, 5 / 12 * 480 + 7 / 12 * 480 * 0.02),
+        ({"trials": 12, "pruning": {"after_trials": 3, "after_tests": 10}}, {"stage3": 1.0}, 480.0, 120 + 360 * 0.1),
+        ({"trials": 12}, {"stage1": 0.25, "stage2": 0.25, "stage3": 0.5}, 480.0, 200 + 280 * (0.5 + 0.5 * 0.02)),
+        ({"trials": 12, "stage": "stage1"}, {"stage1": 0.5, "stage3": 0.5}, 480.0, 200 + 280 * 0.5 * 2 / 50),
+        ({"trials": 12, "pruning": False}, {"stage3": 1.0}, 480.0, None),
+        ({"trials": 5}, {"stage3": 1.0}, 200.0, None),
+    ],
+)  # fmt: skip
+def test_the_estimate_of_a_sweep_has_a_range_by_pruning_and_leaves_nothing(
+    given, stages, whole, least, tmp_path, monkeypatch, capsys
+):
+    probed = []
+
+    def probe(job, seconds, cores):
+        probed.append(config_of(job))
+        hours = 10.0 if len(probed) == 1 else 30.0
+        return {stage: 3600 * hours * part for stage, part in stages.items()}, ""
+
+    monkeypatch.setattr(estimate, "probe", probe)
+    space = {**SPACE, "batch_size": {"low": 4, "high": 64}, "mixer": {"choices": ["vdn", "qmix"]}}
+    with_ = {"test_interval": 10_000, "t_max": 1_000_000, "graph_pretrain_epochs": 50}
+    file = tmp_path / "toy.yaml"
+    file.write_text(yaml.safe_dump(values_of(tmp_path / "results", space=space, **{"with": with_, **given})))
+    assert main(["sweep", str(file), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    found = [(config.lr, config.gamma, config.batch_size, config.mixer) for config in probed]
+    assert found == [(1e-5, 0.5, 4, "vdn"), (0.1, 0.99, 64, "qmix")]
+    count = f"{given['trials']} trials x 2 seeds = {2 * given['trials']} runs"
+    assert f"\n{count}, about {whole:.2f} core-hours without pruning\n" in out
+    if least is None:
+        assert "\npruning ends no trial: it is off, or there are too few of them\n" in out
+    else:
+        assert f"\nwith pruning between {least:.2f} core-hours (all trials after the first " in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["toy.yaml"]
+    for wrong in ("nan", "0", "inf", "two"):
+        assert main(["sweep", str(file), "--dry-run", f"--probe-seconds={wrong}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f"--probe-seconds={wrong}: must be a number above 0, in seconds")
 
 
 def test_a_second_process_is_rejected(tmp_path):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, readable
 from omagd.utils.signals import Stopped, stoppable
 from omagd.utils.writing import print_out, print_warning
 
@@ -25,6 +28,15 @@ def add_common(parser: argparse.ArgumentParser, kind: str, page: str) -> None:
     parser.add_argument("words", nargs="*", metavar="FILE.yaml", help=f"{kind} file; or `status` and a {kind}'s folder")
     parser.add_argument("--executor", help="where the runs go: local, slurm, ray (default: the first one in the file)")
     parser.add_argument("--results", metavar="DIR", help=f"folder around the {kind}'s folder (default: results)")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs; estimate core-hours by short probes")
+    parser.add_argument("--probe-seconds", type=_seconds, default=20.0, metavar="S", help="length of each probe")
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise UserError(f"--probe-seconds={text}: must be a number above 0, in seconds")
 
 
 def only_word(words: Sequence[str], kind: str) -> str:
@@ -46,8 +58,6 @@ def status_folder(words: Sequence[str], kind: str) -> Path:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `study`."""
     add_common(parser, "study", "docs/studies.md")
-    parser.add_argument("--dry-run", action="store_true", help="list the runs; estimate core-hours by short probes")
-    parser.add_argument("--probe-seconds", type=float, default=20.0, metavar="S", help="length of each probe")
     parser.add_argument("--examine", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -69,18 +79,29 @@ def main(options: argparse.Namespace) -> int:
 
             print_out(estimate(study, options.probe_seconds))
             return 0
-        return _run(study)
+        with continued(study.folder, "study", options):
+            return _run(study)
+
+
+@contextmanager
+def continued(folder: Path, kind: str, options: argparse.Namespace, trials: int | None = None) -> Iterator[None]:
+    """Add to a `Stopped` how far a `kind` of runs is, and the command that continues it. trials: of a sweep."""
+    try:
+        yield
+    except Stopped as stop:
+        from omagd.run.studies.view import left_over
+
+        given = [f"--{name}={value}" for name in ("executor", "results") if (value := getattr(options, name))]
+        command = shlex.join(["omagd", kind, *options.words, *given])
+        stop.where = readable(f": {left_over(folder, trials)} in {folder}. Continue with: {command}")
+        raise
 
 
 def _run(study: Study) -> int:
     from omagd.run.studies.study import outcome, run_study
     from omagd.run.studies.view import study_table
 
-    try:
-        state = run_study(study, print_warning)
-    except Stopped as stop:
-        stop.where = f": {study.folder}; the same command continues"
-        raise
+    state = run_study(study, print_warning)
     complete, _ = outcome(state, study)
     print_out(f"{study_table(state)}\n{study.folder}\n")
     return 0 if complete else 1

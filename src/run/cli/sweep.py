@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omagd.run.cli.study import add_common, only_word, status_folder
+from omagd.run.cli.study import add_common, continued, only_word, status_folder
 from omagd.utils.errors import UserError
-from omagd.utils.signals import Stopped, stoppable
+from omagd.utils.signals import stoppable
 from omagd.utils.writing import print_out, print_warning, replace_file
 
 if TYPE_CHECKING:
@@ -33,18 +33,20 @@ def main(options: argparse.Namespace) -> int:
     if options.export_wandb is not None:
         return _export(sweep, Path(options.export_wandb).expanduser())
     with stoppable():
-        return _run(sweep)
+        if options.dry_run:
+            from omagd.run.studies.estimate import estimate_sweep
+
+            print_out(estimate_sweep(sweep, options.probe_seconds))
+            return 0
+        with continued(sweep.folder, "sweep", options, sweep.file.trials):
+            return _run(sweep)
 
 
 def _run(sweep: Sweep) -> int:
     from omagd.run.studies.sweep import run_sweep
     from omagd.run.studies.sweep_report import markdown
 
-    try:
-        found = run_sweep(sweep, print_warning)
-    except Stopped as stop:
-        stop.where = f": {sweep.folder}; the same command continues"
-        raise
+    found = run_sweep(sweep, print_warning)
     print_out(f"{markdown(sweep, found)}\n{sweep.folder}\n")
     return 0 if found["best"] is not None else 1
 

@@ -1,14 +1,16 @@
-"""`study --dry-run`: what a study would run, and how long, from a short probe of each arm in each environment."""
+"""`--dry-run` of studies and sweeps: what they would run, and how long, from short probes."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from omagd.config.schema import Config
 from omagd.run.analysis.runs import read_records
@@ -17,6 +19,8 @@ from omagd.run.studies.processes import finish, last_error, start_run
 from omagd.run.studies.spec import Study, config_of
 from omagd.run.studies.state import Record
 from omagd.run.studies.study import examine, not_comparable
+from omagd.run.studies.sweep import check_space
+from omagd.run.studies.sweep_spec import Sweep
 from omagd.utils.errors import visible
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder
@@ -27,6 +31,8 @@ LONGEST_PROBES = 10
 PROBE_EPOCHS = 2
 HOUR = 3600.0
 LOOK_SECONDS = 0.2
+Stages = dict[str, float]
+"""Seconds by the name of the stage."""
 
 
 @dataclass
@@ -40,6 +46,15 @@ class _Stage:
     tests: int = 0
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Runs that take equally long. title: cells of the table. job: the one that is probed. runs: how many."""
+
+    title: tuple[str, str]
+    job: Job
+    runs: int
+
+
 def estimate(study: Study, seconds: float) -> str:
     """Return a table of the runs of a study and of the time that they would take; nothing is left on the disk.
 
@@ -51,32 +66,103 @@ def estimate(study: Study, seconds: float) -> str:
         groups.setdefault((job.arm, job.env, job.map), []).append(job)
     examined = examine(study.jobs, study.executor, study.source)
     records = [Record(job, card=examined[job.name]["card"]) for job in study.jobs]
-    rows, total, longest, unknown = [["arm", "environment", "runs", "one run", "core-hours"]], 0.0, 0.0, 0
-    cores = int(getattr(study.settings, "cores", 1))
-    for (arm, env, name), jobs in groups.items():
-        _say(f"probe {len(rows)} of {len(groups)}: {arm} {name}")
-        took, problem = probe(jobs[0], seconds, cores)
-        if took is None:
-            unknown += 1
-            rows.append([arm, f"{env} {name}".strip(), str(len(jobs)), f"unknown: {problem}", "-"])
-            continue
-        hours = took * len(jobs) * cores / HOUR
-        total, longest = total + hours, max(longest, took)
-        rows.append([arm, f"{env} {name}".strip(), str(len(jobs)), duration(took), f"{hours:.2f}"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "─" * max(map(len, lines)))
-    lines.append(
-        f"{len(study.jobs)} runs, about {total:.2f} core-hours" + (", without those unknown" if unknown else "")
-    )
-    settings = ", ".join(f"{name}={value}" for name, value in study.settings.model_dump(exclude_none=True).items())
-    lines.append(f"executor {study.executor}: {settings}")
+    given = [_Group((arm, f"{env} {name}".strip()), jobs[0], len(jobs)) for (arm, env, name), jobs in groups.items()]
+    lines, took = _probed(given, "arm", seconds, study.settings)
+    hours = sum(_hours(group, stages, study.settings) for group, stages in zip(given, took, strict=True))
+    lines.append(f"{len(study.jobs)} runs, about {hours:.2f} core-hours{_but(took)}")
+    lines.append(_settings(study.executor, study.settings))
     lines += [f"warning: {line}" for line in not_comparable(records)]
     return "\n".join(lines) + "\n"
 
 
-def probe(job: Job, seconds: float, cores: int) -> tuple[float | None, str]:
-    """Return the seconds that a run would take, None where a probe cannot tell, and why."""
+def estimate_sweep(sweep: Sweep, seconds: float) -> str:
+    """Return a table like `estimate`: half of the runs have the lowest value of each key, half of them the highest one.
+
+    Without pruning all runs are whole. At best it ends all trials that it may end, as soon as it may.
+    """
+    check_space(sweep)
+    runs, seeds = sweep.file.trials * len(sweep.seeds), len(sweep.seeds)
+    place = f"{sweep.config.env} {sweep.config.map_name}".strip()
+    given = []
+    for number, (title, part) in enumerate((("lowest", runs - runs // 2), ("highest", runs // 2))):
+        values = {
+            p.key: p.choices[-number] if p.choices else p.number(p.high if number else p.low) for p in sweep.space
+        }
+        if part:
+            given.append(_Group((f"{title} values", place), sweep.jobs(number, values)[0], part))
+    lines, took = _probed(given, "space", seconds, sweep.settings)
+    whole = sum(_hours(group, stages, sweep.settings) for group, stages in zip(given, took, strict=True))
+    count = f"{sweep.file.trials} trials x {seeds} seeds = {runs} runs"
+    lines.append(f"{count}, about {whole:.2f} core-hours without pruning{_but(took)}")
+    lines.append(_with_pruning(given, took, sweep, whole))
+    lines.append(_settings(sweep.executor, sweep.settings))
+    return "\n".join(lines) + "\n"
+
+
+def _with_pruning(groups: Sequence[_Group], took: Sequence[Stages | None], sweep: Sweep, whole: float) -> str:
+    """Return a line with the least core-hours, where pruning ends all trials as soon as it may."""
+    rule = sweep.pruning
+    if rule is None or sweep.file.trials <= rule.after_trials:
+        return "pruning ends no trial: it is off, or there are too few of them"
+    ended = [None if stages is None else _pruned(stages, sweep) for stages in took]
+    least = sum(_hours(group, stages, sweep.settings) for group, stages in zip(groups, ended, strict=True))
+    kept = rule.after_trials / sweep.file.trials
+    return (
+        f"with pruning between {kept * whole + (1 - kept) * least:.2f} core-hours (all trials after the first"
+        f" {rule.after_trials} end at test {rule.after_tests}) and {whole:.2f} (none does)"
+    )
+
+
+def _pruned(stages: Stages, sweep: Sweep) -> Stages:
+    """Return the seconds of the stages of a run that is ended as soon as pruning may end it."""
+    assert sweep.pruning is not None
+    config, before = sweep.config, {name: took for name, took in stages.items() if name < sweep.file.stage}
+    whole = float(config.graph_pretrain_epochs)
+    if sweep.file.stage == "stage3":
+        whole = config.t_max / max(1, config.test_interval)
+    part = min(1.0, sweep.pruning.after_tests / max(1.0, whole))
+    return {**before, sweep.file.stage: part * stages.get(sweep.file.stage, 0.0)}
+
+
+def _probed(
+    groups: Sequence[_Group], head: str, seconds: float, settings: Any
+) -> tuple[list[str], list[Stages | None]]:
+    """Probe each group; return the lines of the table, and the seconds of a run by stage, None where unknown."""
+    rows, found = [[head, "environment", "runs", "one run", "core-hours"]], []
+    for number, group in enumerate(groups, 1):
+        _say(f"probe {number} of {len(groups)}: {' '.join(group.title)}")
+        stages, problem = probe(group.job, seconds, _cores(settings))
+        found.append(stages)
+        cells = [f"unknown: {problem}", "-"]
+        if stages is not None:
+            cells = [duration(sum(stages.values())), f"{_hours(group, stages, settings):.2f}"]
+        rows.append([*group.title, str(group.runs), *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "─" * max(map(len, lines)))
+    return lines, found
+
+
+def _cores(settings: Any) -> int:
+    return int(getattr(settings, "cores", 1))
+
+
+def _hours(group: _Group, stages: Stages | None, settings: Any) -> float:
+    """Return the core-hours of a group, 0 where they are unknown."""
+    return 0.0 if stages is None else sum(stages.values()) * group.runs * _cores(settings) / HOUR
+
+
+def _but(took: Sequence[Stages | None]) -> str:
+    return ", without those unknown" if None in took else ""
+
+
+def _settings(executor: str, settings: BaseModel) -> str:
+    given = settings.model_dump(exclude_none=True).items()
+    return f"executor {executor}: {', '.join(f'{name}={value}' for name, value in given)}"
+
+
+def probe(job: Job, seconds: float, cores: int) -> tuple[Stages | None, str]:
+    """Return the seconds that a run would take by stage, None where a probe cannot tell, and why."""
     config = config_of(job)
     keys = {
         "runner_log_interval": 1, "learner_log_interval": 1, "log_interval": 1, "use_wandb": False,
@@ -105,7 +191,7 @@ def probe(job: Job, seconds: float, cores: int) -> tuple[float | None, str]:
     stages = _stages(rows)
     if not stages:
         return None, f"no result within {LONGEST_PROBES * seconds:.0f} s; give a longer --probe-seconds"
-    return sum(_whole(name, stage, config) for name, stage in stages.items()), ""
+    return {name: _whole(name, stage, config) for name, stage in stages.items()}, ""
 
 
 def _rows(metrics: Path) -> list[dict[str, Any]]:

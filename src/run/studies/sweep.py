@@ -58,12 +58,7 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
         raise UserError(f"{sweep.folder}: is the folder of a study (arm {strange[0]}). Give another name: or results:")
     check_folder(sweep.folder)
     if not (sweep.folder / JOURNAL).exists():
-        alone = [
-            replace(sweep.jobs(0, {parameter.key: choice})[0], arm=f"space.{parameter.key}", name=str(choice))
-            for parameter in sweep.space
-            for choice in parameter.choices
-        ]
-        examine([*sweep.jobs(0, {})[:1], *alone], sweep.executor, sweep.source)
+        check_space(sweep)
     place = Place(sweep.folder, sweep.settings)
     executor = make_executor(sweep.executor, place, known.values())
     with closed_to_others(), locked_study(sweep.folder) as state:
@@ -81,6 +76,16 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
             sweep_report.write_tables(sweep, found)
         sweep_report.write_pictures(sweep, found)
         return found
+
+
+def check_space(sweep: Sweep) -> None:
+    """Check a run without the space, and one with each choice alone, as runs check themselves. Errors: UserError."""
+    alone = [
+        replace(sweep.jobs(0, {parameter.key: choice})[0], arm=f"space.{parameter.key}", name=str(choice))
+        for parameter in sweep.space
+        for choice in parameter.choices
+    ]
+    examine([*sweep.jobs(0, {})[:1], *alone], sweep.executor, sweep.source)
 
 
 class _Search:

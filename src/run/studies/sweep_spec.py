@@ -118,6 +118,10 @@ class Parameter:
         step = self.step or (1 if self.kind == "int" else None)
         return math.inf if step is None else math.floor((self.high - self.low) / step + 1e-9) + 1
 
+    def number(self, value: float) -> Value:
+        """Return an end of the range with the type of the key."""
+        return int(value) if self.kind == "int" else float(value)
+
     def value_of(self, text: str) -> Value:
         """Return the value whose text in `key=text` this is. Errors: ValueError."""
         if self.kind == "choice":

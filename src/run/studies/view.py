@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from omagd.run.studies.engine import View
-from omagd.run.studies.state import DONE, FAILED, RUNNING, WAITING, Record, StudyState
+from omagd.run.studies.state import DONE, FAILED, RUNNING, STATE, WAITING, Record, StudyState
 from omagd.utils.errors import visible
 from omagd.utils.progress import duration
 from omagd.utils.storage import is_number, read_entry
@@ -156,6 +156,26 @@ def study_table(state: StudyState) -> str:
     failed = [record for record in state.records.values() if record.state == FAILED]
     lines += [f"failed: {r.job.name}: {r.error} ({state.folder / 'logs' / r.job.name}.log)" for r in failed]
     return "\n".join(lines)
+
+
+def left_over(folder: Path, trials: int | None = None) -> str:
+    """Return how many runs of an interrupted study are done, were stopped, wait, or go on without it.
+
+    trials: how many a sweep has in all.
+    """
+    if not (folder / STATE).exists():
+        return "nothing was started"
+    state = StudyState.read(folder)
+    left = [record for record in state.records.values() if record.state in {RUNNING, WAITING}]
+    queued = [record for record in left if record.reference]
+    stopped = [record for record in left if record.since and not record.error and not record.reference]
+    counts = {"done": state.counts().get(DONE, 0), "stopped": len(stopped)}
+    counts["waiting"] = len(left) - len(queued) - len(stopped)
+    others = {name: number for name, number in state.counts().items() if name not in {DONE, RUNNING, WAITING}}
+    parts = [f"{number} {name}" for name, number in {**counts, **others}.items()]
+    parts += [f"{len(queued)} go on in their queue"] * bool(queued)
+    begun = len({record.job.arm for record in state.records.values()})
+    return (f"{begun} of {trials} trials begun; runs: " if trials else "") + ", ".join(parts)
 
 
 def _spread(summaries: Sequence[dict[str, Any]], name: str) -> str:
