@@ -14,6 +14,7 @@ from many_runs import make_run, make_study
 from omagd.run.analysis.comparison import table
 from omagd.run.analysis.runs import load
 from omagd.run.cli.main import main
+from omagd.utils.progress import duration
 
 
 def rows_of(text):
@@ -78,6 +79,41 @@ def test_presets_are_told_apart_by_few_keys_and_the_others_are_named_below(tmp_p
     (note,) = notes
     named = {head[1], *note.removeprefix("these keys differ too: ").split(", ")}
     assert {"lr", "gamma", "mixer"} <= named
+
+
+def test_a_row_of_several_runs_says_what_differs_among_them(tmp_path):
+    for seed, won, finished in ((1, (0.0, 0.4), True), (2, (0.0, 0.6), True), (7, (), False)):
+        make_run(tmp_path / str(seed), won, seed=seed, finished=finished)
+    for name in ("card.json", "summary.json"):
+        content = json.loads((tmp_path / "2" / name).read_text())
+        if name == "summary.json":
+            content["wall_seconds"] = 120.0
+        else:
+            content |= {"id": "other", "compared": {**content["compared"], "game": "4.6.2"}}
+        (tmp_path / "2" / name).write_text(json.dumps(content))
+    first = json.loads((tmp_path / "1" / "card.json").read_text())["id"]
+    head, (row,), notes = rows_of(table(load([tmp_path])))
+    cells = dict(zip(head, row, strict=True))
+    assert (cells["run"], cells["n"], cells["seeds"]) == ("qmix*", "3", "1, 2, 7")
+    assert cells["win rate"] == "0.500 [0.400, 0.600]", "of the seeds that have one"
+    assert cells["time"] == duration(90.0) and cells["state"] == "2 completed, 1 unfinished"
+    assert cells["card"] == f"{first} …" and "game" in notes[0]
+
+
+def test_keys_of_one_name_are_written_out_and_no_differing_key_is_left_unsaid(tmp_path):
+    for name, one, other in (("a", 0.0, 0.0), ("b", 0.5, 0.0), ("c", 0.0, 0.5)):
+        keys = {"tokenizer_config__dropout": one, "mask_predictor_config__dropout": other}
+        make_run(tmp_path / "same" / name, config="omagd_small", **keys)
+    head, rows, _ = rows_of(table(load([tmp_path / "same"])))
+    assert set(head[1:3]) == {"tokenizer_config.dropout", "mask_predictor_config.dropout"} and len(rows) == 3
+    changed = {"lr": 0.1, "gamma": 0.5, "grad_norm_clip": 1.0, "target_update_interval": 7, "rnn_hidden_dim": 8}
+    changed |= {"epsilon_start": 0.9, "epsilon_finish": 0.3, "epsilon_anneal_time": 9, "buffer_size": 70}
+    make_run(tmp_path / "many" / "a")
+    make_run(tmp_path / "many" / "b", **changed)
+    head, _, notes = rows_of(table(load([tmp_path / "many"])))
+    (note,) = [note for note in notes if note.startswith("these keys differ too: ")]
+    named = note.removeprefix("these keys differ too: ").removesuffix(" and 2 more").split(", ")
+    assert len(named) == 6 and {head[1], *named} < changed.keys() and note.endswith(" and 2 more")
 
 
 def test_a_run_that_goes_on_and_an_evaluation_have_their_rows(tmp_path):

@@ -14,7 +14,7 @@ from many_runs import STEPS, make_run, make_study
 
 import omagd
 from omagd.run.analysis.groups import differing, groups
-from omagd.run.analysis.runs import load
+from omagd.run.analysis.runs import load, natural
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -205,6 +205,86 @@ def test_load_runs_returns_a_row_for_each_test(tmp_path, monkeypatch):
         omagd.load_runs(tmp_path)
 
 
+def test_rows_of_load_runs_name_arm_map_and_study(tmp_path):
+    make_study(tmp_path / "mine" / "runs", rates=(0.001,), maps=("3m", "8m"), seeds=(1,))
+    as_study(tmp_path / "mine", lambda _: "slow")
+    rows = omagd.load_runs(tmp_path / "mine")[["arm", "env", "map", "study"]].drop_duplicates()
+    assert rows.to_numpy().tolist() == [["slow", "skirmish", name, "mine"] for name in ("3m", "8m")]
+
+
+def test_an_evaluation_is_no_repetition_of_a_training(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / f"trained{seed}", seed=seed)
+    begun = make_run(tmp_path / "played", seed=3, evaluate=True, checkpoint_path="x", finished=False)
+    found = groups(load([tmp_path]))
+    assert sorted((len(group.runs), *{run.kind for run in group.runs}) for group in found) == [
+        (1, "evaluation"), (2, "training"),
+    ]  # fmt: skip
+    assert len({group.label for group in found}) == 2 and all(group.label.startswith("qmix") for group in found)
+    (begun / "card.json").unlink()
+    assert load([begun])[0].kind == "evaluation", "known from its configuration alone"
+
+
+def test_ranks_that_share_the_work_of_one_are_a_repetition_unless_they_scale_the_rate(tmp_path):
+    def write(name, ranks, **updates):
+        keys = {"config": "omagd_small", "seed": ranks, **updates}
+        folder = make_run(tmp_path / name, finished=False, **keys)
+        card = json.loads((folder / "card.json").read_text())
+        card["told"]["ranks"] = ranks
+        card["compared"] |= {"effective_batch": 32, "environments": 8}
+        (folder / "card.json").write_text(json.dumps(card))
+
+    write("one", 1, batch_size=32, batch_size_run=8, graph_pretrain_batch_size=64)
+    halves = {"batch_size": 16, "batch_size_run": 4, "graph_pretrain_batch_size": 32}
+    write("two", 2, **halves, learner="nq_graph_learner_ddp")
+    assert [len(group.runs) for group in groups(load([tmp_path]))] == [2]
+    write("plain/one", 1, use_graph_reconstruction=False, config="qmix")
+    write("plain/two", 2, use_graph_reconstruction=False, config="qmix")
+    assert [len(group.runs) for group in groups(load([tmp_path / "plain"]))] == [2], "stage 2 is not played"
+    for ranks in (1, 2):
+        write(f"scaled/{ranks}", ranks, config="qmix", lr_scaling="linear")
+    assert differing(load([tmp_path / "scaled"]))["world_size"] == [1, 2]
+    assert len(groups(load([tmp_path / "scaled"]))) == 2
+
+
+def test_runs_without_a_card_are_one_method_on_all_maps_and_defaults_are_named(tmp_path):
+    for map_name in ("3m", "8m"):
+        folder = make_run(tmp_path / "bare" / map_name, finished=False, env_args__map_name=map_name)
+        (folder / "card.json").unlink()
+    assert [len(group.runs) for group in groups(load([tmp_path / "bare"]))] == [2]
+    make_run(tmp_path / "both" / "a")
+    make_run(tmp_path / "both" / "b", env_args__reward_sparse=True)
+    labels = [group.label for group in groups(load([tmp_path / "both"]))]
+    assert labels == ["reward_sparse=default", "reward_sparse=True"]
+
+
+def test_studies_of_one_name_and_arms_on_other_maps_are_joined_only_where_the_method_is_one(tmp_path):
+    for place, rate in (("a", 0.001), ("b", 0.005)):
+        make_study(tmp_path / place / "s" / "runs", rates=(rate,))
+        as_study(tmp_path / place / "s", lambda _: "mine")
+    assert len(groups(load([tmp_path / "a" / "s", tmp_path / "b" / "s"]))) == 2, "two studies with one name"
+    for name, config, map_name in (("x", "qmix", "3m"), ("y", "vdn", "8m")):
+        make_run(tmp_path / name / "runs" / "r", config=config, env_args__map_name=map_name)
+        as_study(tmp_path / name, lambda _: "same")
+    assert len(groups(load([tmp_path / "x", tmp_path / "y"]))) == 2, "no map in common, and another mixer"
+
+
+def test_tests_are_those_of_stage_3_in_the_order_of_their_steps(tmp_path):
+    folder = make_run(tmp_path / "run", (0.1, 0.2), finished=False)
+    more = [("stage3", 99, 0.3), ("stage2", 50, 0.9), ("stage3", 5000, 0.4)]
+    with (folder / "metrics.jsonl").open("a") as file:
+        for stage, t_env, value in more:
+            file.write(json.dumps({"stage": stage, "t_env": t_env, "test/3m/battle_won_mean": value}) + "\n")
+    (run,) = load([folder])
+    assert [record["t_env"] for record in run.tests] == [99, STEPS[0], 5000, STEPS[1]]
+    assert run.test_curve("test/3m/battle_won_mean")[2].tolist() == [0.3, 0.4]
+    assert run.state == "unfinished" and not run.finished
+    (folder / "run.json").write_text('{"finished": true}')
+    assert load([folder])[0].state == "completed"
+    names = ["lr=0.001", "lr=3e-5", "lr=0.0003", "3m", "10m"]
+    assert sorted(names, key=natural) == ["3m", "10m", "lr=3e-5", "lr=0.0003", "lr=0.001"]
+
+
 def test_load_runs_needs_no_torch(tmp_path):
     make_run(tmp_path / "run")
     code = f"import sys, omagd; omagd.load_runs({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
@@ -236,6 +316,30 @@ def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
     again = load([tmp_path / "results.jsonl"])
     assert len(again) == 14 and again[-1].test_curve("test_a")[0].size == 0
     assert "1 of 15 lines hold no result" in caplog.text
+
+
+def test_lines_of_results_keep_budgets_and_the_last_of_two_counts(tmp_path):
+    from omagd.run.studies.executors import Job
+    from omagd.run.studies.results import append, line_of
+
+    make_run(tmp_path / "runs" / "a", seed=1)
+    make_run(tmp_path / "runs" / "b", seed=1, t_max=1000, test_nepisode=64, updates_per_iteration=3)
+    runs, path = load([tmp_path / "runs"]), tmp_path / "results.jsonl"
+    for run in runs:
+        job = Job(run.folder.name, run.folder.name, run.env, run.map_name, 1, ())
+        append(path, line_of("mine", job, RunFolder(run.folder), run.card, "x"))
+    again = load([path])
+    assert differing(again) == differing(runs) and {"t_max", "test_nepisode"} < differing(runs).keys()
+    assert [run.test_episodes for run in again] == [32, 64]
+    line = json.loads(path.read_text().splitlines()[-1])
+    line["summary"]["wall_seconds"] = 7.0
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert [run.summary["wall_seconds"] for run in load([path])] == [60.0, 7.0]
+    card = json.loads((tmp_path / "runs" / "a" / "card.json").read_text())
+    card["compared"]["test_episodes"] = 40  # 32 are no whole number of rounds
+    (tmp_path / "runs" / "a" / "card.json").write_text(json.dumps(card))
+    assert load([tmp_path / "runs" / "a"])[0].test_episodes == 40
 
 
 HUGE = 10**400

@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from many_runs import STEPS, make_run, make_study
 from matplotlib import image
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs.frames import Scene
+from omagd.run.analysis import curves as study_curves
+from omagd.run.analysis import figures
+from omagd.run.analysis.groups import groups
+from omagd.run.analysis.runs import load
 from omagd.run.reporting import plots
 from omagd.run.reporting.battle_plot import _notes, _view, battle_moment, battle_nodes, spread
 from omagd.run.reporting.plots import (
@@ -190,3 +195,81 @@ def test_each_map_of_a_set_has_a_line(tmp_path):
     assert panel.title == "Return by map" and panel.lines == (("test/a/return_mean", "a"),)
     write_lines(tmp_path / "metrics.jsonl", records)
     assert pixels(curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")).std() > 0
+
+
+WON = "test_battle_won_mean"
+
+
+def figure_of(panels, kind, labels, marked=(), unit=True):
+    axes = figures.Axes(kind, "x", "y", tuple(labels), unit=unit)
+    made = figures._figure(panels, axes, "caption", 7.16, set(marked))
+    made.draw_without_rendering()
+    return made
+
+
+def test_rows_of_points_have_the_names_values_and_intervals_of_their_groups(tmp_path):
+    make_study(tmp_path, rates=(0.001, 0.005, 0.01), seeds=(1, 2, 3))
+    found = groups(load([tmp_path]))
+    panels = study_curves.final_panels(found, WON, None)
+    made = figure_of(panels, "final", [group.label for group in found], marked=["lr=0.005"])
+    axis = made.axes[0]
+    names = {text.get_text(): y for text, y in zip(axis.get_yticklabels(), axis.get_yticks(), strict=True)}
+    assert list(names) == ["lr=0.001", "lr=0.005*", "lr=0.01"]
+    for line in panels[0].lines:
+        y = names[line.label if line.label in names else f"{line.label}*"]
+        here = [each for each in axis.get_lines() if set(each.get_ydata()) == {y}]
+        drawn = [each.get_xdata() for each in here]
+        assert any(np.allclose(x, line.x) for x in drawn if len(x) == 1), "the point"
+        assert any(np.allclose(x, [line.band[0][0], line.band[1][0]]) for x in drawn if len(x) == 2), "the interval"
+    made = figure_of(
+        [study_curves.improvement_panel(found, WON, None)], "improvement", [group.label for group in found]
+    )
+    assert [0.5, 0.5] in [list(line.get_xdata()) for line in made.axes[0].get_lines()], "where neither is better"
+
+
+def test_lines_have_one_colour_in_all_figures_their_bands_and_labels_of_their_colour(tmp_path):
+    from matplotlib.colors import to_hex
+
+    rates = (0.001, 0.005, 0.01)
+    make_study(tmp_path, rates=rates, maps=("3m", "8m"), seeds=(1, 2, 3))
+    found = groups(load([tmp_path]))
+    labels = [group.label for group in found]
+    panels = study_curves.curve_panels(found, WON, "steps", None)
+    axis = figure_of(panels[:1], "curves", labels).axes[0]
+    colours = {line.get_gid(): to_hex(line.get_color()) for line in axis.get_lines()}
+    assert colours == dict(zip(labels, figures.COLOURS, strict=False))
+    assert {text.get_text(): to_hex(text.get_color()) for text in axis.texts} == colours, "labels beside the lines"
+    places = {text.get_text(): text.get_position()[1] for text in axis.texts}
+    assert sorted(places, key=places.__getitem__) == labels, "in the order of their ends"
+    for line, band in zip(panels[0].lines, axis.collections, strict=True):
+        outline = band.get_paths()[0].vertices
+        assert (outline[:, 1].min(), outline[:, 1].max()) == pytest.approx((line.band[0].min(), line.band[1].max()))
+    alone = figure_of([replace(panels[0], lines=panels[0].lines[1:])], "curves", labels).axes[0]
+    assert {line.get_gid(): to_hex(line.get_color()) for line in alone.get_lines()} == {
+        label: colours[label] for label in labels[1:]
+    }
+    rows = [replace(panels[0], title=str(i)) for i in range(6)]
+    (legend,) = figure_of(rows, "curves", labels, marked=[labels[2]]).legends
+    keys = zip(legend.get_texts(), legend.get_lines(), strict=True)
+    assert {text.get_text().rstrip("*"): to_hex(line.get_color()) for text, line in keys} == colours
+    assert legend.get_texts()[2].get_text() == f"{labels[2]}*"
+    many = [replace(panels[0].lines[0], label=str(i)) for i in range(8)]
+    axis = figure_of([replace(panels[0], lines=tuple(many))], "curves", [str(i) for i in range(8)]).axes[0]
+    looks = {(to_hex(line.get_color()), line.get_linestyle()) for line in axis.get_lines()}
+    assert len(looks) == 8, "more groups than colours have other dashes"
+
+
+def test_a_figure_says_how_many_seeds_its_lines_have(tmp_path):
+    make_study(tmp_path, rates=(0.001,), seeds=(1, 2, 3, 4, 5))
+    make_run(tmp_path / "one", lr=0.005, seed=1)
+    panels = study_curves.curve_panels(groups(load([tmp_path])), WON, "steps", None)
+    assert figures.population(panels[0].lines) == "1 to 5 seeds"
+    assert [figures.population([line]) for line in panels[0].lines] == ["5 seeds", "1 seed"]
+
+
+def test_the_part_that_not_all_seeds_reached_is_drawn_where_it_is(tmp_path):
+    make_run(tmp_path / "whole", (0.0, 0.2, 0.4, 0.6), seed=1)
+    make_run(tmp_path / "killed", (0.0, 0.4), seed=2)
+    (panel,) = study_curves.curve_panels(groups(load([tmp_path])), WON, "steps", None)
+    axis = figure_of([panel], "curves", ["qmix"]).axes[0]
+    assert [tuple(line.get_xdata()) for line in axis.get_lines()] == [STEPS[:2], STEPS[1:]]

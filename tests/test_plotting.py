@@ -16,6 +16,7 @@ from matplotlib import image
 from omagd.run.analysis import curves, figures, plot
 from omagd.run.analysis.groups import groups
 from omagd.run.analysis.runs import load
+from omagd.run.analysis.statistics import interval, iqm
 from omagd.run.cli.main import main
 
 WON = "test_battle_won_mean"
@@ -112,6 +113,150 @@ def test_every_kind_writes_a_picture_of_print_size_and_says_what_a_point_is(tmp_
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     (caption,) = captions
     assert "2 seeds" in caption and "tests of 32 greedy episodes" in caption and "95 %" in caption
+
+
+def of_label(panel):
+    return {line.label: line for line in panel.lines}
+
+
+def losing(root, maps=("3m", "8m"), seeds=(1, 2, 3)):
+    """Write runs of two methods whose returns are negative and of another size on each map; return their groups."""
+    for i, rate in enumerate((0.001, 0.005)):
+        for size, map_name in enumerate(maps, 1):
+            for seed in seeds:
+                won = tuple(-size * (10 - i - t - seed / 10) / 20 for t in range(3))
+                make_run(root / f"{rate}_{map_name}_{seed}", won, lr=rate, seed=seed, env_args__map_name=map_name)
+    return groups(load([root]))
+
+
+def test_last_tests_are_scaled_by_the_range_of_each_map_before_they_are_put_together(tmp_path):
+    found = losing(tmp_path)
+    metric = "test_return_mean"
+    curves_of = {p: [r.test_curve(metric)[2] for g in found for r in g.at(p)] for p in curves.places(found)}
+    low_high = {p: (np.min(all_of), np.max(all_of)) for p, all_of in curves_of.items()}
+
+    def scaled(group, place):
+        low, high = low_high[place]
+        return np.array([(run.tests[-1][metric] - low) / (high - low) for run in group.at(place)])
+
+    panels = curves.final_panels(found, metric, None)
+    assert [(panel.statistic, panel.normalised) for panel in panels] == [("mean", False)] * 2 + [("iqm", True)]
+    shares = of_label(curves.profile_panel(found, metric))
+    for group in found:
+        plain = [run.tests[-1][metric] for run in group.at("skirmish 3m")]
+        assert of_label(panels[0])[group.label].x == pytest.approx([np.mean(plain)])
+        both = [scaled(group, place) for place in low_high]
+        line = of_label(panels[2])[group.label]
+        assert line.x == pytest.approx([float(iqm(both))])
+        assert [float(end[0]) for end in line.band] == pytest.approx([float(end) for end in interval(iqm, both)])
+        profile = shares[group.label]
+        assert profile.y == pytest.approx([np.mean(np.concatenate(both) > tau) for tau in profile.x])
+    (curve,) = [p for p in curves.curve_panels(found, metric, "steps", None) if p.normalised]
+    both = [scaled(found[0], place) for place in low_high]
+    line = of_label(curve)[found[0].label]
+    assert line.y[-1] == pytest.approx(iqm(both))
+    assert (line.band[0][-1], line.band[1][-1]) == pytest.approx([float(end) for end in interval(iqm, both)])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_metric_that_never_changes_on_a_map_can_be_averaged_over_maps(tmp_path):
+    for map_name, won in (("3m", (2.0, 2.0)), ("8m", (0.0, 4.0))):
+        make_run(tmp_path / map_name, won, env_args__map_name=map_name)
+    (panel,) = [p for p in curves.curve_panels(groups(load([tmp_path])), WON, "steps", "mean") if p.normalised]
+    assert panel.lines[0].y.tolist() == [0.0, 0.5]
+
+
+def test_maps_that_some_group_has_not_played_are_not_put_together(tmp_path):
+    make_study(tmp_path, rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
+    make_study(tmp_path / "more", rates=(0.005,), maps=("2s3z",), seeds=(1, 2))
+    found = groups(load([tmp_path, tmp_path / "more"]))
+    for panels in (curves.curve_panels(found, WON, "steps", None), curves.final_panels(found, WON, None)):
+        assert [panel.title for panel in panels][-1] == "all 2 maps"
+        assert {panel.title: len(panel.lines) for panel in panels}["skirmish 2s3z"] == 1
+        assert [line.seeds for line in panels[-1].lines] == [(2, 2), (2, 2)]
+    assert curves.profile_panel(found, WON).title == "all 2 maps"
+
+
+def test_the_probability_of_improvement_is_that_of_the_group_over_the_baseline(tmp_path):
+    make_study(tmp_path, rates=(0.0003, 0.001), seeds=(1, 2, 3))
+    make_run(tmp_path / "zfourth", (0.0, 0.43), lr=0.001, seed=4)
+    found = groups(load([tmp_path]))
+    (line,) = curves.improvement_panel(found, WON, None).lines
+    assert line.label == "lr=0.001" and line.x.tolist() == [1.0], "every run is better than each of the first group"
+    assert line.seeds == (3, 4) and [float(end[0]) for end in line.band] == [1.0, 1.0]
+    panel = curves.improvement_panel(found, WON, "lr=0.001")
+    assert [(line.label, line.x.tolist()) for line in panel.lines] == [("lr=0.0003", [0.0])]
+    assert panel.title.endswith("better than lr=0.001")
+
+
+def test_runs_that_cannot_be_drawn_are_named_and_runs_of_unknown_seed_all_count(tmp_path):
+    for name in ("a", "b"):
+        config = json.loads((make_run(tmp_path / name) / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, "seed": None}))
+    make_run(tmp_path / "begun", won=(), finished=False, seed=5)
+    make_run(tmp_path / "played", seed=3, evaluate=True, checkpoint_path="x", finished=False)
+    kept, notes = curves.usable(load([tmp_path]), WON)
+    assert [run.label for run in kept] == ["a", "b"]
+    assert notes == ["1 evaluation left out: they have no curve", f"1 run without {WON} left out: begun"]
+    (group,), notes = curves.without_repeats(groups(kept))
+    assert len(group.runs) == 2 and notes == []
+    assert curves.metric_name(None, kept) == WON and curves.metric_name("return", kept) == "test_return_mean"
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Return a list of what is rendered: (panels, axes, caption, width, marked)."""
+    found = []
+    monkeypatch.setattr(figures, "render", lambda *args: found.append(args) or {})
+    return found
+
+
+def test_the_options_of_plot_reach_the_figure(tmp_path, drawn, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    make_study(tmp_path / "runs", rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
+    for words in ([], ["--stat", "iqm"], ["--x", "wall"], ["--kind", "final", "--stat", "iqm"]):
+        assert main(["plot", "runs", *words]) == 0
+    plain, iqms, wall, final = drawn
+    assert [[panel.statistic for panel in each[0]] for each in (plain, iqms, final)] == [
+        ["mean", "mean", "iqm"], ["iqm"] * 3, ["iqm"] * 3,
+    ]  # fmt: skip
+    assert (plain[1].x, wall[1].x) == ("environment steps", "wall-clock minutes")
+    assert (plain[0][0].lines[0].x[-1], wall[0][0].lines[0].x[-1]) == pytest.approx((STEPS[-1], STEPS[-1] / 6000))
+    assert plain[1].unit and final[1].unit and plain[1].groups == ("lr=0.001", "lr=0.005")
+    assert plain[2].startswith("Mean on a map, IQM over maps, 2 seeds per map; band: 95 %")
+    assert "no interval" not in plain[2] and "range" not in plain[2] and "dotted" not in plain[2]
+    assert main(["plot", "runs", "--kind", "improvement", "--baseline", "lr=0.005"]) == 0
+    assert [line.label for line in drawn[-1][0][0].lines] == ["lr=0.001"]
+    assert main(["plot", "runs", "--metric", "return"]) == 0
+    assert not drawn[-1][1].unit and "over maps: shares of each map's range" in drawn[-1][2]
+
+
+def test_a_caption_names_single_seeds_and_a_figure_what_cannot_be_compared(tmp_path, drawn, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "a", lr=0.001, seed=1)
+    make_run(tmp_path / "runs" / "b", (0.1, 0.2), lr=0.002, seed=1, finished=False, env_args__reward_sparse=True)
+    make_run(tmp_path / "runs" / "c", (0.1,), lr=0.001, seed=1)
+    assert main(["plot", "runs"]) == 0
+    _, _, caption, width, marked = drawn[0]
+    assert "1 seed; no interval: a single seed" in caption and width == "single"
+    (label,) = marked
+    text = "\n".join(caplog.messages)
+    assert f"* {label} is not comparable" in text and "the same map and seed again, left out: c" in text
+    caplog.clear()
+    assert main(["plot", "runs", "--kind", "final"]) == 0
+    assert "not finished, left out: b" in caplog.messages and len(drawn[-1][0][0].lines) == 1
+    assert main(["plot", "runs/b", "--kind", "final"]) == 0
+    assert caplog.messages[-1] == "no run has ended: the last tests so far are used"
+
+
+def test_lines_of_different_length_keep_their_times_in_other_units(tmp_path, drawn, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "whole", (0.0, 0.2, 0.4, 0.6), seed=1, seconds_per_step=1.0)
+    make_run(tmp_path / "runs" / "killed", (0.0, 0.4), seed=2, seconds_per_step=1.0)
+    assert main(["plot", "runs", "--x", "wall"]) == 0
+    (line,) = drawn[0][0][0].lines
+    assert line.rest[0] == pytest.approx(np.array(STEPS[1:]) / 3600) and line.rest[1] == pytest.approx([0.3, 0.4, 0.6])
+    assert "dotted: not all seeds" in drawn[0][2] and drawn[0][1].x == "wall-clock hours"
 
 
 def test_pictures_are_the_same_in_each_call(tmp_path):
