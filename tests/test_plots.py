@@ -12,8 +12,8 @@ from matplotlib import image
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs.frames import Scene
+from omagd.run.analysis import charts, figures
 from omagd.run.analysis import curves as study_curves
-from omagd.run.analysis import figures
 from omagd.run.analysis.groups import groups
 from omagd.run.analysis.runs import load
 from omagd.run.reporting import plots
@@ -273,3 +273,61 @@ def test_the_part_that_not_all_seeds_reached_is_drawn_where_it_is(tmp_path):
     (panel,) = study_curves.curve_panels(groups(load([tmp_path])), WON, "steps", None)
     axis = figure_of([panel], "curves", ["qmix"]).axes[0]
     assert [tuple(line.get_xdata()) for line in axis.get_lines()] == [STEPS[:2], STEPS[1:]]
+
+
+def read_off(chart, points):
+    """Return the values (x, y) of points of a chart, as a reader finds them with the help of its ticks."""
+    sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
+    places = np.array([pair.split(",") for pair in points.split()], float).T
+    for axis, ticks in enumerate((chart.x_ticks, chart.y_ticks)):
+        numbers = [float(text.rstrip("kMG")) * sizes.get(text[-1], 1) for _, text in ticks]
+        slope, start = np.polyfit([place for place, _ in ticks], numbers, 1)
+        places[axis] = start + slope * places[axis]
+    return places
+
+
+def test_a_chart_shows_lines_bands_and_ticks_where_their_values_are():
+    x, y = np.linspace(0, 3e6, 1000), np.linspace(2.0, 5.0, 1000) ** 2
+    band, rest = (y - x / 1e6, y + 1), (np.array([3e6, 4e6]), np.array([25.0, 9.0]))
+    made = charts.chart("win", "steps", "y", [charts.Series("a", x, y, "c0 d0", band, rest)])
+    (line,) = made.lines
+    found = read_off(made, line.path)
+    assert found[0][[0, -1]] == pytest.approx([0, 3e6], abs=2e4) and len(found[0]) <= charts.MOST_POINTS + 1
+    assert found[1] == pytest.approx(np.interp(found[0], x, y), abs=0.2)
+    outline, half = read_off(made, line.band), len(found[0])
+    assert outline[0] == pytest.approx(np.concatenate([found[0], found[0][::-1]]), abs=1e4)
+    assert outline[1][:half] == pytest.approx(np.interp(found[0], x, band[0]), abs=0.2)
+    assert outline[1][half:] == pytest.approx(np.interp(found[0], x, band[1])[::-1], abs=0.2)
+    assert read_off(made, line.rest) == pytest.approx(np.array(rest), rel=0.02)
+    assert made.last == [("a", "25")] and "3M" in [text for _, text in made.x_ticks]
+    assert made.described == "win: y over steps; last values: a 25"
+    only_some = study_curves.Line("b", x[:0], y[:0], None, (1, 2), rest)
+    panel = study_curves.Panel("m", (only_some,), "mean")
+    drawn = charts.curve_chart(panel, "win rate", {"b": "c0 d0"}, None)
+    assert drawn is not None and drawn.lines[0].rest, "what only some seeds reached is there too"
+
+
+def test_losses_have_a_logarithmic_axis_of_epochs_and_all_panels_reach_the_last_one():
+    (panel,) = [panel for panel in PANELS if panel.stage == "stage1" and panel.log][:1]
+    losses = [{"stage": "stage1", "epoch": 10 * n, panel.lines[0][0]: 10.0**-n} for n in range(1, 5)]
+    made = charts.run_chart(panel, [*losses, {"stage": "stage1", "epoch": 160}, {"stage": "stage3", "t_env": 9}])
+    assert made is not None and "epoch" in made.x_label
+    x, y = np.array([pair.split(",") for pair in made.lines[0].path.split()], float).T
+    assert np.diff(y) == pytest.approx([np.diff(y)[0]] * 3, abs=0.2), "equal factors are equal steps"
+    places = {float(text): place for place, text in made.y_ticks}
+    assert places[0.01] == pytest.approx(y[1], abs=0.1) and places[0.001] == pytest.approx(y[2], abs=0.1)
+    whole = charts.WIDTH - charts.LEFT - charts.RIGHT
+    assert (x[-1] - charts.LEFT) / whole == pytest.approx(40 / 160, abs=0.02)
+
+
+def test_as_many_groups_as_there_are_styles_look_different():
+    number = charts.COLOURS * charts.DASHES
+    assert len({charts.style_of(i) for i in range(number)}) == number
+    assert [charts.tick_text(v) for v in (0, 0.25, 999, 20_000, 1.5e6, 2e9)] == [
+        "0",
+        "0.25",
+        "999",
+        "20k",
+        "1.5M",
+        "2G",
+    ]

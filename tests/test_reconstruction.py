@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Tick
+from omagd.envs.frames import Frame, Scene
 from omagd.envs.protocol import Observation
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers import frozen
@@ -29,6 +32,7 @@ from omagd.modules.graph_reconstructers.graphs import (
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, describe
+from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
@@ -313,3 +317,63 @@ def _tick(obs: np.ndarray, step: int, active: np.ndarray) -> Tick:
     avail = np.ones((len(obs), INFO.n_agents, INFO.n_actions), bool) & active[:, None, None]
     seen = Observation(obs=obs, state=np.zeros((len(obs), INFO.state_dim), np.float32), avail_actions=avail)
     return Tick(seen, np.full(len(obs), step), active)
+
+
+def moment_of(monkeypatch, tmp_path, parts, batch, info=INFO):
+    """Return what the picture of a batch shows, in an environment whose first slot is on a map of one against one."""
+    shown = []
+    monkeypatch.setattr(beliefs, "battle_moment", lambda path, **views: shown.append(views) or path)
+    frame = Frame(Scene(("a0", "e0"), (0, 1), ("marine",) * 2, ("agents", "enemies")), [0.0] * 2, [0.0] * 2, [True] * 2)
+    session = SimpleNamespace(
+        config=parts[2], info=info, env=SimpleNamespace(frame=lambda slot: frame),
+        folder=SimpleNamespace(plots=tmp_path), logger=SimpleNamespace(picture=lambda name, path: None),
+    )  # fmt: skip
+    modules = SimpleNamespace(tokenizer=parts[0], predictor=parts[1])
+    assert beliefs.picture(session, modules, batch, "moment") == tmp_path / "moment.png"
+    return shown[0]
+
+
+def test_a_picture_of_a_set_of_maps_names_all_units_whatever_map_a_slot_is_on(tmp_path, monkeypatch) -> None:
+    batch = pack_episodes(toy_episodes(5, seed=30))
+    shown = moment_of(monkeypatch, tmp_path, trained(), batch, replace(INFO, tasks=("1m", "tiny"), n_training=2))
+    agent = shown["info"]["agent"]
+    others = [f"a{i}" for i in range(INFO.n_agents) if f"a{i}" != agent]
+    for view in ("seen", "reconstructed", "truth"):
+        assert [unit["id"] for unit in shown[view]] == [agent, *others, "e0", "e1", "e2"]
+    assert shown["info"]["teams"] == {"ally": "agents", "enemy": "enemies"}
+
+
+def test_the_picture_of_beliefs_is_the_moment_with_most_to_guess(tmp_path, monkeypatch) -> None:
+    """Units that are hidden now and were seen before count most; its numbers are those of the guessed units."""
+    parts, episodes = trained(), toy_episodes(5, seed=31)
+    batch = pack_episodes(episodes)
+    views = {}
+    for number, episode in enumerate(episodes):
+        seen, there = (~unseen(obs_to_nodes(episode[name], LAYOUT))[..., 1:] for name in ("obs", "full_obs"))
+        for step, agent in np.ndindex(seen.shape[:2]):
+            hidden = there[step, agent] & ~seen[step, agent]
+            known = hidden & seen[: step + 1, agent].any(0)
+            visible = int((seen & there)[step, agent].sum())
+            score = int(10 * known.sum() + 3 * min(visible, 3) + hidden.sum()) if hidden.any() else 0
+            views[number, step, agent] = score
+    best = max(views.values())
+    shown = moment_of(monkeypatch, tmp_path, parts, batch, replace(INFO, tasks=("tiny",), n_training=1))
+    step, agent = shown["info"]["step"], int(shown["info"]["agent"][1:])
+    layout, matching = LAYOUT, []
+    for number, episode in enumerate(episodes):
+        if views.get((number, step, agent)) == best:
+            full, obs = (obs_to_nodes(episode[name][step, agent], layout).numpy() for name in ("full_obs", "obs"))
+            x = [0.0, *(full[1:, layout.position[0]] * layout.sight).tolist()]
+            if [unit["x"] for unit in shown["truth"]] == pytest.approx(x):
+                matching.append((number, full, obs))
+    ((number, full, obs),) = matching
+    assert [unit["present"] for unit in shown["seen"]] == obs.any(-1).tolist()
+    acted, guessed, _ = play(Reconstructor(*parts), [episodes[number]] * 2)[0]
+    made, marks = obs_to_nodes(acted[step, agent], layout).numpy(), guessed[step, agent].numpy()
+    assert [unit["guessed"] for unit in shown["reconstructed"]] == marks.tolist() and marks.any()
+    assert not any(unit["guessed"] for view in ("seen", "truth") for unit in shown[view])
+    errors = {
+        "MSE of zeros": np.mean(full[marks] ** 2),
+        "MSE of the reconstruction": np.mean((made - full)[marks] ** 2),
+    }
+    assert shown["info"]["errors"] == pytest.approx(errors, abs=2e-3) and len(set(errors.values())) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -204,6 +205,141 @@ def test_an_evaluation_has_one_value_of_each_and_a_single_test_is_a_large_dot(tm
         make_run(tmp_path / "short" / f"{seed}", (0.5,), seed=seed)
     dots = {float(attrs["r"]) for tag, attrs in report(tmp_path / "short").tags if tag == "circle"}
     assert min(dots) >= 4
+
+
+def shares(text, tag="i"):
+    """Return the widths of the bars of a page in percent."""
+    return [float(width) for width in re.findall(rf'<{tag} style="width:([\d.]+)%', text)]
+
+
+def test_headlines_and_results_of_a_run_that_goes_on_are_its_last_and_its_best_test(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", (0.0, 0.8, 0.5), finished=False)
+    last = {"stage": "stage3", "t_env": STEPS[2], "policy/error": 0.03, "policy/error_zeros": 0.12, "loss_rank1": 0.5}
+    log(folder, {**last, "skipped_updates": 2}, {**last, "skipped_updates": 5}, {**last, "skipped_updates": 4})
+    page = report(folder)
+    text = (folder / "report.html").read_text()
+    for label, value in (("win rate, last test", "0.500"), ("best win rate", "0.800"), ("return, last test", "10"),
+                         ("environment steps", "20,100")):  # fmt: skip
+        assert f"<b>{value}</b><span>{label}</span>" in text
+    assert page.row("win rate")[1:] == ["0.500", "0.800"] and page.row("return", 3)[1:] == ["10", "16"]
+    assert page.row("reconstruction")[1] == "0.03" and shares(text) == [25.0, 100.0]
+    assert "5 updates skipped: their gradient was not finite" in page.lines, "counts are of the whole run"
+    assert page.row("1")[-1] == "0.500", "what a rank logged of its own"
+
+
+def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
+    folder = three_stages(tmp_path / "run")
+    (folder / "replays").mkdir()
+    (folder / "replays" / "old.json.gz").write_bytes(b"damaged")
+    add(folder, "card.json", {"told": {"versions": 3}})
+    (folder / "set_aside" / "x").mkdir(parents=True)
+    (folder / "plots" / "beliefs.png").write_bytes(PIXEL + bytes(1 << 20))
+    text = "\n".join(report(folder).lines)
+    for line in ("old.json.gz: is damaged", "card: cannot be shown (TypeError)", "set_aside/ has files"):
+        assert line in text
+    assert "<img" not in (folder / "report.html").read_text(), "a picture that is too large"
+    monkeypatch.setattr("omagd.run.analysis.run_report.LARGEST_RECORDING", 3)
+    assert "1 recordings are too large for this page" in "\n".join(report(folder).lines)
+    (folder / "config.json").unlink()
+    assert "config.json cannot be read" in report(folder).lines
+    make_run(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    caplog.clear()
+    assert main(["report", "other", "empty"]) == 0
+    lines = Words((tmp_path / "report.html").read_text()).lines
+    assert any(line.startswith("left out: empty: holds no run") for line in lines), "in the current folder"
+    assert caplog.messages[0].startswith("left out: empty: holds no run")
+
+
+def test_the_newest_recording_is_played(tmp_path):
+    from omagd.run.analysis.run_report import player
+    from omagd.run.analysis.runs import load
+    from omagd.run.watch.page import player_page
+
+    folder = make_run(tmp_path / "run")
+    record_battle(folder)
+    values = Recording.read(folder / "replays" / "one.json.gz").model_dump()
+    values["episodes"][0]["map_name"] = "newer"
+    newer = Recording.model_validate(values)
+    os.utime(newer.write(folder / "replays" / "a_newer.json.gz"), (2e9, 2e9))
+    assert player(load([folder])[0]) == (player_page(newer), "")
+
+
+def test_ranks_have_means_of_their_last_hundred_episodes_and_logs_their_last_lines(tmp_path):
+    folder = make_run(tmp_path / "run", env_args__map_name="8m", use_wandb=True)
+    (folder / "episodes").mkdir()
+    lines = [json.dumps({"length": 2, "return": 1000 * (i < 20) + i % 2, "battle_won": i % 4 == 0}) for i in range(120)]
+    (folder / "episodes" / "rank_0.jsonl").write_text("\n".join(lines))
+    (folder / "logs").mkdir()
+    said = [f"2026-01-02 03:04:05,678 {'ERROR' if i % 2 else 'WARNING'} omagd fault {i}" for i in range(20)]
+    (folder / "logs" / "rank_0.log").write_text("\n".join([*said, said[-1]]))
+    page = report(folder)
+    assert page.row("0")[:4] == ["0", "120", "240", "0.500"]
+    assert [line for line in page.lines if "fault" in line] == [f"rank 0, 03:04:05: fault {i}" for i in range(8, 20)]
+    assert page.row("env_args.map_name", 3)[2] == "8m" and page.row("map")[1] == "8m", "of the card"
+    assert [row for row in page.rows if row[:1] == ["use_wandb"] and len(row) == 3] == [], "it changes no result"
+
+
+def test_a_study_counts_each_seed_once_and_evaluations_not_at_all(tmp_path):
+    """And what it shows of an arm is that of its runs: the best one bold, means of stages and of times."""
+    for lr, won in ((0.001, 0.4), (0.005, 0.6)):
+        for seed in (1, 2):
+            folder = make_run(tmp_path / f"{lr}_{seed}", (0.0, 0.9, won + seed / 10), lr=lr, seed=seed, gamma=1 - lr)
+            stages = json.loads((folder / "summary.json").read_text())["stages"]
+            stages["stage3"]["phases"] = {"wall": 100.0 * seed, "update": 75.0 * seed, "collect": 25.0 * seed}
+            stages["stage3"]["values"]["test_return_mean"] = 20 * (won + seed / 10)
+            stages["stage1"] = {"values": {"mse": 0.1 * seed}}
+            add(folder, "summary.json", {"stages": stages})
+    make_run(tmp_path / "again", (0.0, 0.1), lr=0.001, seed=1, gamma=0.999)
+    played = make_run(tmp_path / "played", (1.0,), lr=0.001, seed=3, gamma=0.999, evaluate=True, checkpoint_path="x")
+    add(played, "summary.json", {"kind": "evaluation"})
+    page = report(tmp_path)
+    (low, first), (high, _) = [(row[1], row[0]) for row in page.rows if len(row) == 2 and "n = 2" in row[1]][:2]
+    assert low.startswith("0.550") and high.startswith("0.750"), "means of the last tests of two seeds each"
+    text = (tmp_path / "report.html").read_text()
+    assert "<b>0.750</b>" in text and "<b>0.550</b>" not in text
+    assert "the same map and seed again, left out: again" in text
+    assert page.row(first, 3)[1:] == ["skirmish 3m", "0.150"], "the mean of stage 1"
+    assert page.lines.count("update 75.0 % 1 min 52 s") == 2
+    assert page.row("gamma")[1:3] == ["0.999", "0.995"] and page.row("lr")[1:3] == ["0.001", "0.005"]
+    row = page.row("0.005_2")
+    assert row[5:9] == ["0.800", "0.900", "16", "20,100"]
+    assert "<b>3</b><span>seeds</span>" in text and "<b>6</b><span>runs</span>" in text
+
+
+def test_a_study_says_which_jobs_wait_and_which_arms_cannot_be_compared(tmp_path):
+    make_run(tmp_path / "runs" / "a", (0.2, 0.3), lr=0.001, seed=1)
+    for seed in range(1, 36):
+        make_run(tmp_path / "runs" / f"b{seed}", (0.0,), lr=0.002, seed=seed, finished=False, test_nepisode=64)
+    (tmp_path / "runs" / "a" / "replays").mkdir()
+    (tmp_path / "runs" / "a" / "replays" / "one.json.gz").write_bytes(b"damaged")
+    states = ["done", "elsewhere", "waiting", "waiting"]
+    jobs = [{"job": {"name": str(i), "arm": "x"}, "state": state} for i, state in enumerate(states)]
+    (tmp_path / "study.json").write_text(json.dumps({"jobs": jobs}))
+    page = report(tmp_path)
+    assert "2 jobs of the study are waiting" in page.lines and not any("elsewhere" in line for line in page.lines)
+    assert any(re.match(r"\* .* is not comparable with .*test_episodes", line) for line in page.lines)
+    assert any(line.startswith("a: ") and "one.json.gz: is damaged" in line for line in page.lines)
+    unfinished = {line for line in page.lines if line.endswith(": the run is unfinished")}
+    assert unfinished == {f"b{seed}: the run is unfinished" for seed in range(1, 36)}, "also those that are folded in"
+    assert sum(row[4] == "unfinished ⚠" for row in page.rows if len(row) == 11) == 35
+    starred = [row[0] for row in page.rows if row and row[0].endswith("*")]
+    assert starred and all("0.002" in name for name in starred)
+
+
+def test_bars_and_bands_of_a_study_lie_at_their_values(tmp_path):
+    make_study(tmp_path, rates=(0.001, 0.005), seeds=(1, 2))
+    page = report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    bars = [tuple(map(float, pair)) for pair in re.findall(r'<i style="left:([\d.]+)%;width:([\d.]+)%', text)]
+    assert bars == [(22.0, 2.0), (42.0, 2.0)], "from the lower to the upper end of the interval"
+    bands = [np.array([pair.split(",") for pair in attrs["points"].split()], float) for tag, attrs in page.tags
+             if tag == "polygon"]  # fmt: skip
+    assert len(bands) == 4 and all(len(band) == 2 * len(STEPS) and np.ptp(band[[3, 4], 1]) > 1 for band in bands)
+    keys = re.findall(r'class="line (c\d d\d)"[^>]*/></svg>([^<]+)', text)
+    lines = re.findall(r'<polyline class="line (c\d d\d)"[^>]*><title>([^<]+)', text)
+    assert len(set(lines)) == 2 and set(keys) == set(lines)
 
 
 @pytest.mark.parametrize(

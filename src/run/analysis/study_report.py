@@ -207,7 +207,7 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     failed = [f"{name}: {state}" + (f": {error}" if error else "") for name, state, error in jobs if state == "failed"]
     waiting = Counter(state for _, state, _ in jobs if state != "failed")
     marked, incomparable = curves.incomparable(found)
-    _, repeats = curves.without_repeats(found)
+    counted, repeats = curves.without_repeats(found)
     rows = run_rows(found)
     seen = battles(found)
     warnings = [*(f"left out: {readable(problem)}" for problem in problems), *incomparable, *repeats, *seen["problems"]]
@@ -218,10 +218,10 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     seeds = len({run.seed for run in runs})
     sizes = {"run": len(runs), "arm": len(found), "environment": len(curves.places(found)), "seed": seeds}
     return {
-        "kind": "study", "runs": rows, "arms": len(found), "places": curves.places(found), "results": results(found),
+        "kind": "study", "runs": rows, "arms": len(found), "places": curves.places(found), "results": results(counted),
         "charts": sections, "legend": legend, "keys": differing_keys(found),
-        "labels": [group.label for group in found], "stage_values": stage_values(found),
-        "times": times(found), "failed": failed, "warnings": warnings, "battles": seen, "marked": marked,
+        "labels": [group.label for group in found], "stage_values": stage_values(counted),
+        "times": times(counted), "failed": failed, "warnings": warnings, "battles": seen, "marked": marked,
         "tiles": [*(_count(noun, number) for noun, number in sizes.items()),
                   *((state, str(number)) for state, number in states.most_common())],
     }  # fmt: skip

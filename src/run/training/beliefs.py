@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from omagd.config.env_info import EntityLayout
+from omagd.envs.frames import AGENTS, OPPONENTS, Scene, unit_names
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
@@ -57,7 +59,7 @@ def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch,
     views = {"seen": obs[at], "reconstructed": made.obs[0, agent], "truth": full[at]}
     nodes = {key: obs_to_nodes(value, layout).cpu().numpy() for key, value in views.items()}
     marks = {"reconstructed": guessed}
-    scene = session.env.frame(0).scene
+    scene = _scene(session)
     drawn = {key: battle_nodes(value, layout, scene, agent, marks.get(key)) for key, value in nodes.items()}
     teams = dict(zip(("ally", "enemy", "thing"), scene.team_names, strict=False))
     info = {
@@ -67,6 +69,16 @@ def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch,
     path = battle_moment(session.folder.plots / f"{name}.png", **drawn, info=info)
     session.logger.picture(name, path)
     return path
+
+
+def _scene(session: Session) -> Scene:
+    """Return the names and teams of the units; of a set of maps those of its largest, as slots change their maps."""
+    scene, info = session.env.frame(0).scene, session.info
+    if not info.tasks or info.layout is None:
+        return scene
+    n, opponents = info.n_agents, info.layout.n_enemies
+    teams = (AGENTS,) * n + (OPPONENTS,) * opponents
+    return replace(scene, ids=unit_names(n, opponents), teams=teams, health_max=())
 
 
 def _best_view(obs: Tensor, full: Tensor, layout: EntityLayout) -> tuple[int, int, int]:
