@@ -116,7 +116,10 @@ def test_too_many_runs_are_rejected_before_any_of_them_is_looked_at(monkeypatch)
         ({"executor": {"slurm": {"time": 0}}}, "executor.slurm.time=0: must be more than 0"),
         ({"seeds": "two"}, "seeds=two: must be a list of whole numbers, or how many. Write seeds: [1, 2, 3]"),
         ({"seeds": "4,5"}, "seeds=4,5: must be a list of whole numbers, or how many. Write seeds: [4, 5]"),
-        ({"seeds": "7"}, "Write seeds: [7]"),
+        ({"seeds": "7"}, "seeds=7: must be a list of whole numbers, or how many. Write seeds: [7]"),
+        ({"seeds": [1, "2"]}, "seeds=[1, '2']: must be a list of whole numbers, or how many. Write seeds: [1, 2]"),
+        ({"seeds": True}, "seeds=True: must be a list of whole numbers"), ({"seeds": 1.5}, "Write seeds: [1, 2, 3]"),
+        ({"arms": {"": None}}, "arms: a name is empty"),
         ({"seeds": "9" * 10**6}, "Write seeds: [1, 2, 3]"),
         ({"seeds": 10**12}, "seeds=1000000000000: are more than 10000"),
         ({"seeds": [*range(9999), 5, 6]}, "are more than 10000"),
@@ -667,6 +670,11 @@ def test_a_missing_extra_is_one_line(name, module, extra, tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, module, None)
     executor = EXECUTORS.get(name)
     with pytest.raises(UserError, match=rf'executor={name}: needs \w+: pip install "omagd\[{extra}\]"'):
+        executor(Place(tmp_path, executor.args_model()))
+    (tmp_path / f"{module}.py").write_text("import no_such_library")
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=rf"{name}: needs \w+, which is installed but .*no_such_library.*: pip install"):
         executor(Place(tmp_path, executor.args_model()))
 
 

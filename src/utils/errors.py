@@ -88,10 +88,10 @@ def unknown_name(key: str, name: str, known: Iterable[str]) -> UserError:
 
 
 def import_extra(module: str, needed: str, extra: str) -> Any:
-    """Import a package of an extra. needed: what needs it. Errors: UserError where it is not installed."""
+    """Import a package of an extra. needed: what needs it. Errors: UserError where it is not installed, or broken."""
     try:
         return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise UserError(f'{needed}: pip install "omagd[{extra}]"') from None
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        broken = "" if missing else f", which is installed but cannot be imported ({readable(str(error))})"
+        raise UserError(f'{needed}{broken}: pip install "omagd[{extra}]"') from None

@@ -46,18 +46,17 @@ OWN_KEYS = {"study": {"arms", "runs", "environments", "results_file"}, "sweep": 
 """Keys by which one kind of file is told from the other."""
 
 
-def _no_text(seeds: Any) -> Any:
-    """Reject seeds in quotes, which YAML reads as text. Errors: ValueError with the list to write."""
-    if isinstance(seeds, str):
-        parts = seeds.replace(",", " ").split()
-        whole = all(part.isdecimal() for part in parts) and len(seeds) <= LONGEST_SEEDS
-        fix = ", ".join(parts) if parts and whole else "1, 2, 3"
-        raise ValueError(f"must be a list of whole numbers, or how many. Write seeds: [{fix}]")
-    return seeds
+def _whole_numbers(seeds: Any) -> Any:
+    """Check the type of seeds; in quotes they are text to YAML. Errors: ValueError with the list to write."""
+    found = seeds if isinstance(seeds, list) else [seeds]
+    if found and all(type(seed) is int for seed in found) or seeds == []:
+        return seeds
+    parts = ",".join(map(shorten, found)).replace(",", " ").split()
+    fix = ", ".join(parts) if parts and all(part.isdecimal() for part in parts) else "1, 2, 3"
+    raise ValueError(f"must be a list of whole numbers, or how many. Write seeds: [{fix}]")
 
 
-LONGEST_SEEDS = 100
-Seeds = Annotated[int | list[int], BeforeValidator(_no_text)]
+Seeds = Annotated[int | list[int], BeforeValidator(_whole_numbers)]
 
 
 class Entry(BaseModel):
@@ -271,6 +270,8 @@ def _arms(file: StudyFile, source: str) -> dict[str, Entry]:
         entries = {f"arms.{n}": validated(Entry, arm or {}, f"{source}: arms.{n}") for n, arm in file.arms.items()}
     else:
         entries = {file.config or "default": Entry()}
+    if "arms." in entries:
+        raise UserError(f"{source}: arms: a name is empty. Give one, it is part of the names of folders")
     if not entries:
         raise UserError(f"{source}: the study is empty: give at least one entry of arms: or runs:")
     return entries
