@@ -148,7 +148,7 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
         if place.suffix == ".jsonl" and os.path.isfile(place):
             problems += _add_lines(runs, path, place)
             continue
-        folders = {folder: study for at in studies_at(place) for folder, study in _run_folders(at)}
+        folders = folders_of_runs(place)
         if not folders:
             problems.append(f"{path}: holds no run: no config.json and no summary.json that can be read")
         for folder, study in folders.items():
@@ -205,6 +205,14 @@ def studies_at(place: Path) -> list[Path]:
             if found := [each for each in inside if os.path.isfile(each / STUDY_FILE)]:
                 return found
     return [place]
+
+
+def folders_of_runs(place: Path) -> dict[Path, tuple[str, str]]:
+    """Return the folders of all runs at a path: a run, a folder of runs, a study or a folder of studies.
+
+    The values are the study and the arm of each, "" where there is none.
+    """
+    return {folder: study for at in studies_at(place) for folder, study in _run_folders(at)}
 
 
 def _run_folders(place: Path) -> Iterator[tuple[Path, tuple[str, str]]]:

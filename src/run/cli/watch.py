@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +14,13 @@ from omagd.utils.writing import print_out
 if TYPE_CHECKING:
     from omagd.run.watch.recording import Recording
 
-FORMATS = ("html", "gif", "mp4")
+FORMATS, NAMED = ("html", "gif", "mp4"), 8
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `watch`."""
     add = parser.add_argument
-    run = "a run's folder, its models/, a step's folder, or a recording (*.json.gz)"
+    run = "a run's folder, its models/, a step's folder, a study of one run, or a recording (*.json.gz)"
     add("source", nargs="?", metavar="RUN", help=run)
     keys = "keys to change, such as env_args.map_name=3m load_step=400000 seed=2"
     add("words", nargs="*", metavar="key=value", help=keys)
@@ -36,10 +37,10 @@ def main(options: argparse.Namespace) -> int:
         raise UserError("watch: name the run or a recording, as in: python -m omagd watch results/<run>")
     kind = _format(options)
     agent, episodes = _number("--agent", options.agent, 0), _number("--episodes", options.episodes, 1)
-    source = Path(options.source).expanduser()
+    source = Path(os.path.expanduser(options.source))  # unlike Path.expanduser, no error for an unknown user
     from omagd.run.watch.recording import SUFFIX, Recording
 
-    if played := not source.is_file():
+    if played := not os.path.isfile(source):
         recording, beside = _played(options.source, options.words, episodes)
     else:
         if options.words:
@@ -92,13 +93,41 @@ def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]
         if not equals or not key:
             raise UserError(f"watch {run} {word}: expected key=value, without spaces around `=`")
         texts[key] = text
+    run = _only_run(run)
     source = f"watch {run}"
     config = evaluation_config(run, texts, "watch")
     step = find_step_folder(config.checkpoint_path, config.load_step, source=source)
     recording = record_battles(config, episodes, source)
+    if step.name.isdecimal():
+        asked = config.load_step not in (0, int(step.name))
+        near = f" (of those saved, the nearest to load_step={config.load_step})" if asked else ""
+        print_out(f"weights of step {step.name}{near}\n")
     maps = list(dict.fromkeys(episode.map_name for episode in recording.episodes))
     name = "_".join([config.env, *([maps[0]] if len(maps) == 1 and maps[0] else []), step.name])
     return recording, RunFolder(run_folder_of(step)).replays / name
+
+
+def _only_run(given: str) -> str:
+    """Return the run to play: as given, or the only one with weights in a study or a folder of runs.
+
+    Errors: UserError that names the runs to choose from.
+    """
+    from omagd.run.analysis.runs import folders_of_runs
+    from omagd.run.checkpoint.weights import AGENT_FILE
+    from omagd.utils.run_folder import RunFolder
+
+    place = Path(os.path.expanduser(given))
+    runs = {} if (place / AGENT_FILE).is_file() or (place / "models").is_dir() else folders_of_runs(place.absolute())
+    if not runs or place.absolute() in runs:
+        return given
+    trained = [folder for folder in runs if RunFolder(folder).saved_steps()]
+    if len(trained) == 1:
+        return str(trained[0])
+    if not trained:
+        raise UserError(f"watch {given}: holds {len(runs)} runs, and none has saved weights yet")
+    names = ", ".join(str(folder.relative_to(place.absolute())) for folder in trained[:NAMED])
+    more = f" and {len(trained) - NAMED} more" if len(trained) > NAMED else ""
+    raise UserError(f"watch {given}: holds {len(trained)} runs with weights. Name one of them: {names}{more}")
 
 
 def _write(recording: Recording, path: Path, kind: str, agent: int) -> None:

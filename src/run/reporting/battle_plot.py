@@ -62,11 +62,14 @@ def battle_nodes(
         x, y = (0.0 if kind == 0 else float(node[column]) * layout.sight for column in layout.position)
         column = own_health if kind == 0 else layout.health
         has_health = column >= 0 and (not known or not scene.health_max or scene.health_max[unit] > 0)
+        health = float(node[column]) if has_health else None
+        finite = all(map(math.isfinite, (x, y, health or 0.0)))  # the guesses of a diverged model are not
         found.append({
             "id": scene.ids[unit] if known else f"e{unit - n}",
             "type": "thing" if known and scene.teams[unit] == THINGS else TYPES[kind],
-            "x": x, "y": y, "health": float(node[column]) if has_health else None,
-            "present": bool(np.any(node)), "guessed": guessed is not None and bool(guessed[i]),
+            "x": x if finite else 0.0, "y": y if finite else 0.0, "health": health if finite else None,
+            "present": finite and bool(np.any(node)), "guessed": guessed is not None and bool(guessed[i]),
+            "finite": finite,
         })  # fmt: skip
     return found
 
@@ -78,8 +81,9 @@ def battle_moment(
 
     Args:
         out_png: the picture. seen, reconstructed, truth: the same units in the same order, each
-            `{id, type: self | ally | enemy | thing, x, y, health, present, guessed}`: x and y in cells relative to the
-            agent, health 0 to 1 or None, present False for absent units, guessed True for reconstructed ones.
+            `{id, type: self | ally | enemy | thing, x, y, health, present, guessed, finite}`: x and y in cells relative
+            to the agent, health 0 to 1 or None, present False for absent units, guessed True for reconstructed ones,
+            finite False (default: True) for guesses that are not numbers, which are counted and not drawn.
         info: `label` (environment and map), `step`, `agent` (the observer's id), `sight` in cells; optionally `errors`,
             numbers by name, and `teams`, names by type.
 
@@ -171,6 +175,8 @@ def _notes(seen: Nodes, reconstructed: Nodes, truth: Nodes) -> tuple[str, str, s
     false_alive = len(guesses) - len(off)
     ghosts = f", {false_alive} of them dead" if false_alive else ""
     guess_note = f"{len(guesses)} unseen believed alive{right}{ghosts}" if guesses else "nothing to fill in"
+    if broken := sum(not n.get("finite", True) for n in reconstructed):
+        guess_note = f"{broken} guesses are not a number" + (f"; {guess_note}" if guesses else "")
     dead = len(truth) - 1 - len(alive)
     return f"{len(in_sight)} of {len(alive)} living units in sight", guess_note, f"{len(alive)} alive, {dead} dead"
 

@@ -15,7 +15,7 @@ from omagd.envs.frames import Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.run.reporting.battle_plot import NO_UNIT, units_of_nodes
-from omagd.run.watch.recording import FARTHEST, Belief, Episode, Moment
+from omagd.run.watch.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
 
 
 class Recorder:
@@ -82,7 +82,8 @@ class Recorder:
             found = next((each for each in waiting if len(each[1]) == entry["length"] + 1), None)
             if found is None or kept == self._most:
                 break
-            results = {name: float(entry[name]) for name in entry.keys() - {"slot", "seed", "length", "task"}}
+            values = {name: float(entry[name]) for name in entry.keys() - {"slot", "seed", "length", "task"}}
+            results = {name: value for name, value in values.items() if np.isfinite(value)}
             episode = Episode.model_construct(
                 env=self._info.name, map_name=str(entry.get("task", self._info.map_name)), seed=int(entry["seed"]),
                 policy=self._name, values="probabilities" if self._logits else "Q-values",
@@ -110,15 +111,16 @@ class Recorder:
             )
         )
 
-    def _values(self, decision: Decision, available: np.ndarray, n: int) -> list[list[float | None]]:
+    def _values(self, decision: Decision, available: np.ndarray, n: int) -> list[list[Number | None]]:
         """Return the policy's values of the available actions, [n][A]."""
         if decision.values is None:
             return []
         values = np.asarray(decision.values[0, :n], np.float64)
         if self._logits:
-            values = np.exp(log_softmax(values, available))
+            with np.errstate(invalid="ignore"):  # of a diverged policy
+                values = np.exp(log_softmax(values, available))
         rows = zip(np.round(values, 4).tolist(), available.tolist(), strict=True)
-        return [[value if may else None for value, may in zip(row, mask, strict=True)] for row, mask in rows]
+        return [[number_of(value) if may else None for value, may in zip(row, mask, strict=True)] for row, mask in rows]
 
     def _views(self, tick: Tick, decision: Decision) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None] | None:
         """Return the nodes [n, N, D] that the agents see, those with guesses, and which ones [n, N] are guesses."""
@@ -149,13 +151,18 @@ class Recorder:
         takes = guessed[:n] & ~unseen(made[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
         sight = np.array([one or layout.sight for one in frame.scene.sight or [0.0] * n])
         way = made[:n][..., list(layout.position)].astype(np.float64) * sight[:, None, None]
-        place = np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1).clip(-FARTHEST, FARTHEST)
-        health = np.round(np.clip(made[:n, :, layout.health].astype(np.float64), 0, 1), 2)
+        place = _within(np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1), -FARTHEST, FARTHEST)
+        health = np.round(_within(made[:n, :, layout.health].astype(np.float64), 0, 1), 2)
         beliefs: list[list[Belief]] = [[] for _ in range(n)]
         for i, node in np.argwhere(takes).tolist():
             unit = int(units[i, node])
             known = layout.health >= 0 and any(frame.scene.health_max) and frame.scene.health_max[unit] > 0
-            x, y = place[i, node].tolist()
-            share = health[i, node].item() if known else None
+            x, y = map(number_of, place[i, node].tolist())
+            share = number_of(health[i, node].item()) if known else None
             beliefs[i].append((unit, x, y, share))
         return seen, beliefs
+
+
+def _within(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Return values between two bounds; NaN and infinities stay what they are."""
+    return np.where(np.isfinite(values), values.clip(low, high), values)

@@ -36,7 +36,10 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-Belief = tuple[int, float, float, float | None]
+Number = float | Literal["NaN", "Infinity", "-Infinity"]
+"""What a model computed; a diverged one computes values that JSON has no numbers for."""
+
+Belief = tuple[int, Number, Number, Number | None]
 """What an agent takes an unseen unit to be: number of the unit, position in cells, share of health (None: unknown)."""
 
 
@@ -60,9 +63,19 @@ class Moment(_Part):
     marked: list[int] = []
     score: list[float] = []
     actions: list[int] = []
-    values: list[list[float | None]] = []
+    values: list[list[Number | None]] = []
     seen: list[str] = []
     beliefs: list[list[Belief]] = []
+
+
+def number_of(value: float) -> Number:
+    """Return a value as a recording holds it."""
+    return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def is_drawable(belief: Belief) -> bool:
+    """Return whether all of a belief are numbers."""
+    return not any(isinstance(part, str) for part in belief)
 
 
 def _near(*values: float) -> bool:
@@ -117,7 +130,10 @@ def _faults_of_moment(scene: Scene, moment: Moment) -> Iterator[str]:
         yield "the score is not that of two teams"
     if any(action < 0 for action in moment.actions) or not all(map(SEEN.fullmatch, moment.seen)):
         yield "an action is negative, or what is seen is no hexadecimal number"
-    if not all(0 <= unit < units and _near(x, y) for each in moment.beliefs for unit, x, y, _ in each):
+    places = [
+        (unit, [v for v in (x, y) if not isinstance(v, str)]) for each in moment.beliefs for unit, x, y, _ in each
+    ]
+    if not all(0 <= unit < units and _near(*place) for unit, place in places):
         yield "a belief is about no unit or place"
 
 
@@ -218,7 +234,7 @@ class Recording(_Part):
         if len(content) > LARGEST:
             raise UserError(f"watch {path}: holds more than {LARGEST >> 20} MB; record fewer episodes")
         try:
-            values: Any = json.loads(content)
+            values: Any = json.loads(content, parse_constant=str)  # NaN and infinities, as `Number` has them
             if isinstance(values, dict) and values.get("version", 1) != 1:
                 raise UserError(f"watch {path}: is of a later version ({values['version']}); update omagd")
             return cls.model_validate(values)
