@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -29,9 +32,13 @@ def make_run(
     steps: tuple[int, ...] = STEPS,
     seconds_per_step: float = 0.01,
     finished: bool = True,
+    more: Mapping[str, Sequence[float]] = MappingProxyType({}),
     **updates,
 ) -> Path:
-    """Write a run with the win rates `won` in its tests at `steps`. updates: keys, `__` for a dot."""
+    """Write a run with the win rates `won` in its tests at `steps`.
+
+    more: further values of the tests, by name. updates: keys, `__` for a dot.
+    """
     keys = tuple(sorted((key.replace("__", "."), value) for key, value in updates.items()))
     values, card = map(json.loads, _facts(config, env, keys))
     folder.mkdir(parents=True)
@@ -40,8 +47,8 @@ def make_run(
     write_json(folder / "run.json", {"identity": "x", **({"finished": True} if finished else {})})
     lines = [
         {"stage": "stage3", "t_env": t, "wall_seconds": seconds_per_step * t, "test_battle_won_mean": rate,
-         "test_return_mean": 20 * rate, "loss_td": 0.1}
-        for t, rate in zip(steps, won, strict=False)
+         "test_return_mean": 20 * rate, "loss_td": 0.1, **{name: values[i] for name, values in more.items()}}
+        for i, (t, rate) in enumerate(zip(steps, won, strict=False))
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
@@ -66,3 +73,24 @@ def make_study(root: Path, rates=(0.0003, 0.001, 0.005), maps=("3m",), seeds=(1,
                 name = f"lr{rate}_{map_name}_seed{seed}"
                 make_run(root / name, won, lr=rate, seed=seed, env_args__map_name=map_name, **more)
     return root
+
+
+SET = {"3m": 0.1, "5m": 0.3, "10m": 0.5, "4m": 0.7}
+"""Win rates in the last test of `make_run_on_a_set`, by map of marine-easy: the last map is held out."""
+
+
+def make_run_on_a_set(folder: Path, **updates) -> Path:
+    """Write a run on the set marine-easy whose win rates on four maps grow to those of `SET`, plus seed / 100."""
+    ends = {name: end + updates["seed"] / 100 for name, end in SET.items()}
+    more = {f"test/{name}/battle_won_mean": [end * k / 3 for k in range(4)] for name, end in ends.items()}
+    more["test_held_out_battle_won_mean"] = more["test/4m/battle_won_mean"]
+    whole = sum(list(ends.values())[:3]) / 3
+    won = tuple(whole * k / 3 for k in range(4))
+    return make_run(folder, won, config="hpn_qmix", env_args__map_name="marine-easy", more=more, **updates)
+
+
+def without(package: str, patch) -> None:
+    """Make a package one that is not installed. patch: pytest's `monkeypatch`."""
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        patch.delitem(sys.modules, name)
+    patch.setitem(sys.modules, package, None)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from many_runs import without
 from matplotlib.figure import Figure
 from sweep_stand_in import BEST_GAMMA, BEST_LR, PLUGIN, KnownExecutor
 
@@ -301,6 +302,14 @@ def test_without_optuna_a_sweep_is_one_line_and_writes_nothing(tmp_path, monkeyp
     with pytest.raises(UserError, match=r'needs Optuna: pip install "omagd\[studies\]"'):
         swept(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_a_sweep_is_one_line_before_it_runs_anything(tmp_path, monkeypatch, capsys):
+    without("matplotlib", monkeypatch)
+    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(values_of(tmp_path)))
+    assert main(["sweep", str(tmp_path / "toy.yaml")]) == 2
+    said = "error: sweep: needs matplotlib, which is not installed: pip install matplotlib\n"
+    assert capsys.readouterr().err == said and not (tmp_path / "toy").exists()
 
 
 def test_whole_numbers_and_steps_stay_in_their_range(tmp_path):

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from omagd.run import REGISTRY
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, nearest, visible
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, libraries_of, nearest, visible
 from omagd.utils.signals import Stopped
 from omagd.utils.writing import drop_lost_output, print_out
 
@@ -179,7 +179,8 @@ def _own(command: Command, argv: list[str]) -> int:
         options = parser.parse_intermixed_args(argv[1:])
     except SystemExit:  # --help; an error is a UserError
         return 0
-    return int(module.main(options))
+    with libraries_of(argv[0]):
+        return int(module.main(options))
 
 
 def _evaluate(options: argparse.Namespace, rest: list[str]) -> int:

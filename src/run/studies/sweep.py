@@ -21,7 +21,7 @@ from omagd.run.studies.study import examine, make_executor, require_same_referen
 from omagd.run.studies.sweep_spec import Sweep, trial_name
 from omagd.run.studies.trials import JOURNAL, Trials, number_of, optuna
 from omagd.run.studies.view import ConsoleView
-from omagd.utils.errors import UserError, nearest
+from omagd.utils.errors import UserError, import_library, nearest
 from omagd.utils.owned_folder import closed_to_others
 from omagd.utils.storage import is_number
 from omagd.utils.writing import replace_file
@@ -45,6 +45,7 @@ def run_sweep(sweep: Sweep, warn: Callable[[str], None], *, quiet: bool = False)
     Errors: UserError where the sweep or its folder is not as it must be, or nothing can be written there.
     """
     optuna()
+    import_library("matplotlib.figure", "sweep")  # now, since it draws at the end of what may take days
     try:
         return _run(sweep, warn, quiet)
     except OSError as problem:
