@@ -13,6 +13,7 @@ from many_runs import make_run, make_study
 
 from omagd.run.analysis.comparison import table
 from omagd.run.analysis.runs import load
+from omagd.run.analysis.statistics import FEW
 from omagd.run.cli.main import main
 from omagd.utils.progress import duration
 
@@ -33,7 +34,7 @@ def test_six_runs_with_three_learning_rates_are_three_rows_with_two_seeds_each(t
     assert head[:5] == ["run", "lr", "n", "seeds", "win rate"]
     assert [row[:4] for row in rows] == [["qmix", rate, "2", "1, 2"] for rate in ("0.0003", "0.001", "0.005")]
     assert rows[0][4] == "0.230 [0.220, 0.240]", "mean of 0.22 and 0.24; of two seeds the interval is their range"
-    assert notes == ["rows of several seeds: mean [95 % bootstrap interval over seeds], mean time"]
+    assert notes == ["rows of several seeds: mean [95 % bootstrap interval over seeds], mean time", FEW]
 
 
 def test_each_run_has_its_row_on_request_and_where_a_seed_is_repeated(tmp_path):

@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from many_runs import STEPS, make_run, make_study
+from many_runs import STEPS, make_run, make_run_on_a_set, make_study, without
 from matplotlib import image
 
 from omagd.run.analysis import curves, figures, plot
 from omagd.run.analysis.groups import groups
 from omagd.run.analysis.runs import load
-from omagd.run.analysis.statistics import interval, iqm
+from omagd.run.analysis.statistics import FEW, gap_share, interval, iqm
 from omagd.run.cli.main import main
 
 WON = "test_battle_won_mean"
@@ -49,8 +49,8 @@ def test_bands_end_where_a_seed_has_no_data(tmp_path, caplog, monkeypatch):
     assert line.rest[0].tolist() == list(STEPS[1:]) and line.rest[1] == pytest.approx([0.3, 0.4, 0.6])
     monkeypatch.chdir(tmp_path)
     assert main(["plot", "."]) == 0
-    (note,) = caplog.messages
-    assert note.startswith("runs of different length (qmix): bands only where all seeds have data")
+    assert caplog.messages[0].startswith("runs of different length (qmix): bands only where all seeds have data")
+    assert caplog.messages[1:] == [FEW], "the band is over two seeds"
     assert main(["plot", ".", "--kind", "final"]) == 0
     assert caplog.messages[-1] == "not finished, left out: killed"
 
@@ -99,7 +99,7 @@ def test_groups_with_another_card_are_marked(tmp_path):
     assert len(marked) == 1 and notes[0].endswith("env_args.reward_sparse True, not the default")
 
 
-@pytest.mark.parametrize("kind", plot.KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in plot.KINDS if kind != "gap"])
 def test_every_kind_writes_a_picture_of_print_size_and_says_what_a_point_is(tmp_path, kind, capsys, monkeypatch):
     make_study(tmp_path / "runs", rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
     captions = []
@@ -291,6 +291,92 @@ def test_marl_evals_format(tmp_path):
     assert steps["absolute_metrics"] == {"elapsed_time": [pytest.approx(301.0)], **values}
 
 
+def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
+    for rate in (0.001, 0.005):
+        for seed in (1, 2):
+            make_run_on_a_set(tmp_path / f"{rate}{seed}", lr=rate, seed=seed)
+    found = groups(load([tmp_path]))
+    titles = ["skirmish marine-easy", "held-out maps", "3m", "5m", "10m", "4m (held out)"]
+    ends = [0.3, 0.7, 0.1, 0.3, 0.5, 0.7]
+    drawn = curves.curve_panels(found, WON, "steps", None)
+    for panels in (drawn, curves.final_panels(found, WON, None)):
+        assert [panel.title for panel in panels] == titles, "maps of the set without a test have no panel"
+        assert [panel.held_out for panel in panels] == [False, True, False, False, False, True]
+        lines = [line for panel in panels for line in panel.lines]
+        assert len(lines) == 12 and all(line.seeds == (2, 2) and line.band is not None for line in lines)
+        values = [float((panel.lines[0].y if panels is drawn else panel.lines[0].x)[-1]) for panel in panels]
+        assert values == pytest.approx([end + 0.015 for end in ends])
+    axes = figures.Axes("curves", "", "", tuple(group.label for group in found), unit=True)
+    grid = figures._figure(drawn, axes, "", 7.16, set()).axes
+    styles = [{line.get_linestyle() for line in axis.get_lines()} for axis in grid]
+    assert styles == [{"-"}, {"--"}, {"-"}, {"-"}, {"-"}, {"--"}], "lines of held-out maps are dashed"
+    assert "dashed: maps that are not trained on" in plot.caption("curves", drawn, found)
+    alone = curves.curve_panels(found, "test/5m/battle_won_mean", "steps", None)
+    assert [panel.title for panel in alone] == titles[:1], "a metric of one map has no parts"
+
+
+def test_with_another_map_beside_a_set_each_panel_names_its_set(tmp_path):
+    make_run_on_a_set(tmp_path / "set", seed=1)
+    make_run(tmp_path / "one", config="hpn_qmix", seed=1)
+    found = [panel.title for panel in curves.curve_panels(groups(load([tmp_path])), WON, "steps", None)]
+    assert "skirmish marine-easy: 4m (held out)" in found and found.count("skirmish 3m") == 1 and "all 2 maps" in found
+
+
+def test_the_share_of_a_gap_is_printed_drawn_and_written(tmp_path, capsys, caplog):
+    make_study(tmp_path / "runs", maps=("3m", "8m"), seeds=(1, 2, 3))
+    out, told = tmp_path / "gap", tmp_path / "gap.json"
+    words = ["--gap=lr=0.0003,lr=0.005", "--out", str(out), "--json", str(told)]
+    assert main(["plot", str(tmp_path / "runs"), *words]) == 0
+    png, svg, written, head, line = capsys.readouterr().out.splitlines()
+    assert [png, svg, written] == [f"{out}.png", f"{out}.svg", str(told)]
+    assert head == "share of the gap, all 2 maps: from lr=0.0003 (0) to lr=0.005 (1)"
+    scores = [[np.array([0.2 + 0.2 * i + 0.05 * j + 0.02 * seed for seed in (1, 2, 3)]) for j in (0, 1)]
+              for i in (1, 0, 2)]  # fmt: skip
+    share, ends = gap_share(*scores)
+    data = json.loads(told.read_text())["shares"]["lr=0.001"]
+    assert data["share"] == pytest.approx(share) == pytest.approx(0.5) and data["seeds"] == [3, 3]
+    assert data["interval"] == pytest.approx([float(end) for end in ends]) and data["interval"][0] < 0.5
+    assert line == f"  lr=0.001: 0.500 [{data['interval'][0]:.3f}, {data['interval'][1]:.3f}], 3 seeds"
+    assert image.imread(png).shape[1] / 300 == pytest.approx(3.5, abs=0.01)
+    assert caplog.messages == [FEW]
+
+
+@pytest.mark.parametrize("seeds, lines", [(2, [FEW]), (4, [FEW]), (5, []), (1, [])])
+def test_a_band_over_few_seeds_is_one_line(tmp_path, seeds, lines, caplog):
+    make_study(tmp_path / "runs", rates=(0.001, 0.005), seeds=tuple(range(seeds)))
+    assert main(["plot", str(tmp_path / "runs"), "--kind", "final", "--out", str(tmp_path / "x")]) == 0
+    assert caplog.messages == lines
+
+
+@pytest.mark.parametrize("command, package", [
+    ("plot", "matplotlib"), ("plot", "scipy"), ("report", "matplotlib"), ("report", "scipy"), ("report", "jinja2"),
+    ("compare", "scipy"),
+])  # fmt: skip
+def test_a_missing_library_is_one_line(tmp_path, monkeypatch, capsys, command, package):
+    make_study(tmp_path / "runs", rates=(0.001,))
+    without(package, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "runs"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(f"error: {command}: needs ")
+    assert error.endswith(f", which is not installed: pip install {package}\n")
+    assert [path.name for path in tmp_path.rglob("*") if path.suffix in (".png", ".svg", ".html")] == []
+
+
+def test_a_broken_library_is_one_line(tmp_path, monkeypatch, capsys):
+    make_study(tmp_path / "runs", rates=(0.001,))
+    without("scipy", monkeypatch)
+    monkeypatch.delitem(sys.modules, "scipy")
+    (tmp_path / "scipy").mkdir()
+    (tmp_path / "scipy" / "__init__.py").write_text("raise ImportError('libblas.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["compare", str(tmp_path / "runs")]) == 2
+    assert capsys.readouterr().err == (
+        "error: compare: needs SciPy, which cannot be imported (libblas.so: cannot open shared object file): "
+        "pip install --force-reinstall scipy\n"
+    )
+
+
 MISTAKES = [
     (["plot"], "error: plot: name runs or a study"),
     (["plot", "~nobody_here/x"], "error: plot ~nobody_here/x: holds no run"),
@@ -300,6 +386,18 @@ MISTAKES = [
     (["plot", "runs", "--kind", "curve"], "error: argument --kind: invalid choice"),
     (["plot", "one", "--kind", "improvement"], "error: --kind improvement: compares groups"),
     (["plot", "runs", "--kind", "improvement", "--baseline", "lr=1"], "error: --baseline lr=1: no group has this"),
+    (
+        ["plot", "three", "--gap", "lr=0.001,lr=0.05"],
+        "error: --gap=lr=0.001,lr=0.05: lr=0.05 is no label. Did you mean",
+    ),
+    (["plot", "three", "--gap", "lr=0.001"], "error: --gap=lr=0.001: LOW,HIGH is no label. Known: lr=0.0003"),
+    (["plot", "runs", "--gap", "lr=0.001,lr=0.005"], "error: --gap=lr=0.001,lr=0.005: needs a lower group, an upper"),
+    (["plot", "runs", "--kind", "gap"], "error: --kind gap: the shares of a gap have a figure of their own"),
+    (["plot", "three", "--kind", "final", "--gap", "a,b"], "error: --kind final: the shares of a gap have a figure"),
+    (
+        ["plot", "same", "--gap", "lr=0.001,lr=0.005"],
+        "error: --gap: lr=0.001 and lr=0.005 are equal in",
+    ),
     (["plot", "apart", "--kind", "profile"], "error: plot: the groups share no map"),
     (["plot", "begun"], "error: plot: the runs have no test yet"),
     (["plot", "runs", "--out", "/proc/x/y"], "error: plot: /proc/x/y.png cannot be written"),
@@ -311,6 +409,9 @@ def some_runs(tmp_path_factory):
     place = tmp_path_factory.mktemp("some")
     make_study(place / "runs", rates=(0.001, 0.005))
     make_study(place / "one", rates=(0.001,))
+    make_study(place / "three")
+    for rate in (0.001, 0.002, 0.005):
+        make_run(place / "same" / f"{rate}", lr=rate)
     make_run(place / "apart" / "a", config="qmix")
     make_run(place / "apart" / "b", config="vdn", env_args__map_name="8m")
     make_run(place / "begun", won=(), finished=False)
@@ -329,7 +430,7 @@ def test_a_mistake_is_one_line(some_runs, words, line, monkeypatch, capsys):
 
 def test_a_damaged_run_among_many_is_one_line_and_the_others_are_drawn(tmp_path):
     """In a process of its own: that line is on standard error, and torch is not imported."""
-    make_study(tmp_path / "runs", rates=(0.001,), seeds=(1, 2, 3))
+    make_study(tmp_path / "runs", rates=(0.001,), seeds=(1, 2, 3, 4, 5, 6))
     for name in ("config.json", "summary.json"):
         (tmp_path / "runs" / "lr0.001_3m_seed2" / name).write_text("{")
     code = "import sys; from omagd.run.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"

@@ -12,10 +12,11 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from browser import opened
-from many_runs import STEPS, make_run, make_study
+from many_runs import STEPS, make_run, make_run_on_a_set, make_study
 from scipy.stats import bootstrap
 
 from omagd.envs.frames import Scene
+from omagd.run.analysis.statistics import FEW
 from omagd.run.cli.main import main
 from omagd.run.watch.recording import Episode, Moment, Recording
 
@@ -138,6 +139,92 @@ def test_warnings_of_a_run(tmp_path):
     ):  # fmt: skip
         assert line in text
     assert "workers" not in text, "what has not happened is no warning"
+
+
+def test_times_and_ranks_of_a_resumed_run_are_those_of_all_starts(tmp_path):
+    """Two starts of stage 1 and three of stage 3; the summary has the phases of the last start of each stage."""
+    folder = make_run(tmp_path / "run")
+    assert "All starts" not in (report(folder) and (folder / "report.html").read_text())
+    stages = {
+        "stage1": {"clock": {"epoch": 40, "updates": 80}, "phases": {"wall": 10.0, "prepare": 1.0, "update": 9.0}},
+        "stage2": {"clock": {"epoch": 20, "updates": 20}, "phases": {"wall": 8.0, "prepare": 1.0, "update": 7.0}},
+        "stage3": {"clock": {"t_env": 90}, "phases": {"wall": 100.0, "prepare": 10.0, "collect": 60.0, "finish": 30.0}},
+    }
+    add(folder, "summary.json", {"stages": stages})
+    add(folder, "card.json", {"resumed": [{"kind": "exact", "from": "checkpoints/1", "t_env": 0}] * 3})
+
+    def share(prepare, update=0.0, collect=0.0):
+        return {"time/prepare": prepare, "time/update": update, "time/collect": collect}
+
+    (folder / "metrics.jsonl").write_text("")
+    log(
+        folder,
+        {"stage": "stage1", "epoch": 20, "updates_per_second": 2.0, **share(0.25, 0.75)},  # 40 updates: 20 s
+        {"stage": "stage1", "epoch": 40, "updates_per_second": 8.0, **share(0.5, 0.5)},  # after the resume
+        {"stage": "stage2", "epoch": 20, "updates_per_second": 5.0, **share(0.25, 0.75)},
+        {"stage": "stage3", "t_env": 10, "wall_seconds": 10.0, **share(0.5, 0.0, 0.5), "memory/rss_mb_rank0": 5.0,
+         "memory/rss_mb_rank1": 7.0, "memory/gpu_peak_mb_rank1": 3.0, "memory/gpu_peak_mb_rank0": 9.0},
+        {"stage": "stage3", "t_env": 20, "wall_seconds": 50.0, **share(0.0, 0.25, 0.75)},
+        {"stage": "stage3", "t_env": 20, "test_battle_won_mean": 0.5},
+        {"stage": "stage3", "t_env": 50, "wall_seconds": 90.0, **share(0.5, 0.5)},  # the second start
+        {"stage": "stage3", "t_env": 80, "wall_seconds": 170.0, **share(0.1, 0.0, 0.9), "memory/rss_mb_rank0": 6.0,
+         "memory/gpu_peak_mb_rank0": 4.0},  # the last one
+    )  # fmt: skip
+    page = report(folder)
+    whole = 100 + 90
+    for line in (
+        f"collect {100 * (60 + 5 + 30) / whole:.1f} % 1 min 35 s", f"finish {100 * 30 / whole:.1f} % 30 s",
+        f"prepare {100 * (10 + 5 + 20) / whole:.1f} % 35 s", f"update {100 * (10 + 20) / whole:.1f} % 30 s",
+        "update 80.0 % 24 s", "prepare 20.0 % 6 s", "update 87.5 % 7 s",
+    ):  # fmt: skip
+        assert line in page.lines, "stage 3 above, then stage 1: 20 s and 10 s; stage 2 was not interrupted"
+    text = (folder / "report.html").read_text()
+    assert "All starts together; those before the last one count up to their last record" in text
+    assert page.row("0", 7)[5:] == ["6", "9"] and page.row("1", 7)[5:] == ["-", "3"], "the last start has one rank"
+    assert "Episodes, steps and peaks are those of all starts" in text
+    make_run(tmp_path / "both" / "other", seed=2)
+    folder.rename(tmp_path / "both" / "run")
+    page = report(tmp_path / "both")
+    assert f"collect {100 * 95 / (190 + 30 + 8):.1f} % 1 min 35 s" in page.lines, "stages together, one run with times"
+
+
+def test_without_records_of_earlier_starts_the_page_says_what_the_times_cover(tmp_path):
+    folder = three_stages(tmp_path / "run")
+    add(folder, "card.json", {"resumed": [{"kind": "exact", "from": "checkpoints/1", "t_env": 0}]})
+    page = report(folder)
+    assert "update 75.0 % 8 s" in page.lines
+    assert "An interrupted stage counts since its last start alone" in (folder / "report.html").read_text()
+
+
+def test_a_run_without_an_end_has_the_times_that_it_logged(tmp_path):
+    folder = make_run(tmp_path / "run", finished=False)
+    log(folder, {"stage": "stage3", "t_env": 50_000, "wall_seconds": 40.0, "time/prepare": 0.25, "time/collect": 0.75})
+    assert "collect 75.0 % 30 s" in report(folder).lines
+
+
+def test_held_out_maps_are_dashed_and_labelled(tmp_path):
+    folder = make_run_on_a_set(tmp_path / "runs" / "one", seed=1)
+    page = report(folder)
+    (chart,) = (words for _, attrs in page.tags if "by map" in (words := attrs.get("aria-label", "")))
+    assert "4m (held out) 0.71" in chart and "3m 0.11" in chart
+    text = (folder / "report.html").read_text()
+    lines = re.findall(r'class="line ([^"]*)" points="[^"]*"><title>([^<]*)</title>', text)
+    drawn = {label: style for style, label in lines}
+    assert drawn["4m (held out)"].endswith("d1") and drawn["held-out maps"].endswith("d1")
+    assert drawn["3m"].endswith("d0") and drawn["greedy test"].endswith("d0")
+    make_run_on_a_set(tmp_path / "runs" / "two", seed=2)
+    report(tmp_path / "runs")
+    text = (tmp_path / "runs" / "report.html").read_text()
+    figures = re.findall(r'<figcaption>([^<]*)<.*?class="line (c\d d\d)" points', text, re.DOTALL)
+    found = {title.strip(): style for title, style in figures}
+    assert found["4m (held out)"] == "c0 d1" == found["held-out maps"] and found["3m"] == "c0 d0"
+
+
+def test_intervals_over_few_seeds_have_a_note(tmp_path):
+    for seeds in ((1, 2), (1, 2, 3, 4, 5)):
+        make_study(tmp_path / f"{len(seeds)}", rates=(0.001,), seeds=seeds)
+        report(tmp_path / f"{len(seeds)}")
+        assert (FEW in (tmp_path / f"{len(seeds)}" / "report.html").read_text()) == (len(seeds) < 5)
 
 
 def test_a_study_has_arms_by_maps_with_intervals_and_all_runs(tmp_path):
@@ -403,9 +490,21 @@ def test_the_page_in_a_browser(tmp_path, kind, dark):
             page.click("#theme")
         brightness = [sum(map(int, re.findall(r"\d+", ground)[:3])) for ground in grounds]
         assert (brightness[0] < brightness[1]) == dark, "as the system has it, then the other one"
+        boxes = page.locator(".scroll").evaluate_all(
+            """boxes => boxes.map(
+                box => [box.scrollWidth > box.clientWidth + 1, getComputedStyle(box, "::before").content])"""
+        )
+        hints = {cut: {hint for each, hint in boxes if each == cut} for cut in (False, True)}
+        assert hints == {False: {"none"}, True: {'"more columns →"'}}, "a cut table says so"
+        page.locator(".scroll.wide").first.evaluate("box => { box.scrollLeft = 9999; }")
+        page.locator(".scroll.wide.end").first.wait_for(timeout=20_000)
         if kind == "run":
             page.locator("iframe").scroll_into_view_if_needed()
             player = page.frame_locator("iframe")
             player.locator("#next").click()
             player.locator("#clock", has_text="1").wait_for(timeout=20_000)
+            assert not player.locator("#theme").is_visible(), "the page has that button"
+            for now in (dark, not dark, dark):
+                player.locator(f"html[data-theme={'dark' if now else 'light'}]").wait_for(timeout=20_000)
+                page.click("#theme")
         assert [line for line in complaints if not line.startswith("data:")] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,6 +110,16 @@ def test_the_share_of_a_gap_is_resampled_jointly():
     assert np.isnan(gap_share(same, same, same)[0]), "no gap, no share"
     exact, sure = gap_share([np.array([0.25, 0.25])], [np.array([0.0, 0.0])], [np.array([1.0, 1.0])])
     assert exact == 0.25 and sure is not None and tuple(map(float, sure)) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize("seeds, maps, coverage", [(2, 1, 0.50), (5, 1, 0.84), (5, 3, 0.89), (20, 1, 0.94)])
+def test_intervals_hold_the_true_mean_as_often_as_the_documentation_says(seeds, maps, coverage):
+    """The table of docs/plots.md: the percentile bootstrap is too narrow with few seeds."""
+    draws = np.random.default_rng(5).normal(size=(maps, 1000, seeds))
+    low, high = interval(mean, list(draws))
+    assert np.mean((low <= 0) & (high >= 0)) == pytest.approx(coverage, abs=0.035)
+    percent = f"{100 * coverage:.0f} %"
+    assert percent in (Path(__file__).parents[1] / "docs" / "plots.md").read_text(encoding="utf-8")
 
 
 def test_memory_is_bounded_and_parts_give_the_same(monkeypatch):

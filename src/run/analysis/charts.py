@@ -74,6 +74,11 @@ def style_of(number: int) -> str:
     return f"c{number % COLOURS} d{number // COLOURS % DASHES}"
 
 
+def dashed(style: str) -> str:
+    """Return the classes of a line of held-out maps: dashed, unless dashes already tell many lines apart."""
+    return style.replace("d0", "d1")
+
+
 def run_chart(panel: RunPanel, records: Iterable[Mapping[str, Any]]) -> Chart | None:
     """Return the chart of a panel of one run's metrics, None if the run has no value of it."""
     mine = [record for record in records if record.get("stage") == panel.stage]
@@ -84,7 +89,10 @@ def run_chart(panel: RunPanel, records: Iterable[Mapping[str, Any]]) -> Chart | 
         if rows:
             x, y = np.array(rows, float).T
             quiet = label == "training" and len(panel.lines) > 1
-            series.append(Series(label, x, y, "quiet" if quiet else style_of(len(series))))
+            style = "quiet" if quiet else style_of(len(series))
+            if label in panel.dashed:
+                label, style = label if "held-out" in label else f"{label} (held out)", dashed(style)
+            series.append(Series(label, x, y, style))
     if not series:
         return None
     times = [float(record[clock]) for record in mine if is_number(record.get(clock))]
@@ -93,6 +101,8 @@ def run_chart(panel: RunPanel, records: Iterable[Mapping[str, Any]]) -> Chart | 
 
 def curve_chart(panel: CurvePanel, y_label: str, styles: Mapping[str, str], top: float | None) -> Chart | None:
     """Return the chart of test results of groups of runs, None if there is no point. styles: by the group's label."""
+    if panel.held_out and len(styles) <= COLOURS:
+        styles = {label: dashed(style) for label, style in styles.items()}
     series = [Series(line.label, line.x, line.y, styles[line.label], line.band, line.rest) for line in panel.lines]
     series = [each for each in series if len(each.x) or each.rest is not None]
     note = "share of each map's range" if panel.normalised else ""

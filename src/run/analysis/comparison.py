@@ -12,6 +12,7 @@ import numpy as np
 
 from omagd.run.analysis.groups import groups, repeated, shown, telling, with_studies
 from omagd.run.analysis.runs import Run, load
+from omagd.run.analysis.statistics import FEW, FEW_SEEDS, interval, mean
 from omagd.run.reporting.card import marks
 from omagd.run.reporting.report import aligned, number_text, stage_value, value_columns, value_head
 from omagd.utils.errors import UserError
@@ -78,6 +79,7 @@ def table(runs: Sequence[Run], each: bool = False) -> str:
     rule = "─" * max(map(len, lines))
     if any(len(row.runs) > 1 for row in rows):
         notes.append("rows of several seeds: mean [95 % bootstrap interval over seeds], mean time")
+        notes += [FEW] if any(1 < len(row.runs) < FEW_SEEDS for row in rows) else []
     if others := _others(rows, keys[:KEYS_SHOWN]):
         notes.append(f"these keys differ too: {others}")
     return "\n".join([lines[0], rule, *lines[1:], rule, *notes])
@@ -117,8 +119,6 @@ def _cell(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return number_text(known[0] if known else None)
-    from omagd.run.analysis.statistics import interval, mean
-
     found = interval(mean, [np.array(known)])
     ends = "" if found is None else f" [{number_text(float(found[0]))}, {number_text(float(found[1]))}]"
     return number_text(float(np.mean(known))) + ends

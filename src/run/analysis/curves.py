@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from omagd.run.analysis.groups import Group, repeated
 from omagd.run.analysis.runs import Run
-from omagd.run.analysis.statistics import AGGREGATES, Interval, improvement, interval, profile
+from omagd.run.analysis.statistics import AGGREGATES, Interval, gap_share, improvement, interval, profile
 from omagd.run.reporting.card import differences
 from omagd.utils.errors import UserError, nearest
 
@@ -44,12 +45,32 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram. statistic: `mean` or `iqm` of its points. normalised: scores are shares of each map's range."""
+    """One diagram.
+
+    Attributes:
+        statistic: `mean` or `iqm` of its points. normalised: scores are shares of each map's range. held_out: of maps
+            in a set that are not trained on.
+    """
 
     title: str
     lines: tuple[Line, ...]
     statistic: str
     normalised: bool = False
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """The tests that a panel shows: of a place, or of some maps of the set that is played there."""
+
+    title: str
+    place: str
+    metric: str
+    held_out: bool = False
+
+    def runs(self, group: Group) -> list[Run]:
+        """Return the runs of a group that have these tests."""
+        return [run for run in group.at(self.place) if len(run.test_curve(self.metric)[0])]
 
 
 def metric_name(name: str | None, runs: Sequence[Run]) -> str:
@@ -122,16 +143,35 @@ def places(groups: Sequence[Group]) -> list[str]:
     return list(dict.fromkeys(run.place for group in groups for run in group.runs))
 
 
+def views(groups: Sequence[Group], metric: str) -> list[View]:
+    """Return what to show of each place; after a set of maps its held-out maps together, then each map of the set."""
+    found, at = [], places(groups)
+    short = metric.removeprefix("test_")
+    for place in at:
+        found.append(View(place, place, metric))
+        maps: dict[str, bool] = {}
+        for run in (run for group in groups for run in group.at(place)):
+            maps |= run.maps
+        parts = [View("held-out maps", place, f"test_held_out_{short}", True)]
+        for name, out in maps.items():
+            parts.append(View(f"{name} (held out)" if out else name, place, f"test/{name}/{short}", out))
+        for part in parts if maps else []:
+            if any(part.runs(group) for group in groups):
+                found.append(replace(part, title=f"{place}: {part.title}") if len(at) > 1 else part)
+    return found
+
+
 def curve_panels(groups: Sequence[Group], metric: str, axis: str, statistic: str | None) -> list[Panel]:
-    """Return a panel for each map, and one over the maps that all groups have played.
+    """Return a panel for each of the `views`, and one over the places where all groups have played.
 
     Args:
         axis: `steps` or `wall`. statistic: `mean` or `iqm`; None: the mean on a map and the IQM over maps.
     """
     panels = []
-    for place in places(groups):
-        lines = [_line(group, [group.at(place)], metric, axis, statistic or "mean", None) for group in groups]
-        panels.append(Panel(place, tuple(line for line in lines if line is not None), statistic or "mean"))
+    for view in views(groups, metric):
+        lines = [_line(group, [view.runs(group)], view.metric, axis, statistic or "mean", None) for group in groups]
+        drawn = tuple(line for line in lines if line is not None)
+        panels.append(Panel(view.title, drawn, statistic or "mean", held_out=view.held_out))
     common = common_places(groups)
     if len(common) > 1:
         scale = ranges(groups, metric)
@@ -223,9 +263,11 @@ def final_scores(
     group: Group, at: Sequence[str], metric: str, scale: Mapping[str, tuple[float, float]] | None = None
 ) -> list[np.ndarray]:
     """Return the last test of each run of a group, an array [seeds] for each map of `at`."""
-    return [
-        np.array([_scaled(run, run.test_curve(metric)[2][-1:], scale)[0] for run in group.at(place)]) for place in at
-    ]
+    return [_last_tests(group.at(place), metric, scale) for place in at]
+
+
+def _last_tests(runs: Sequence[Run], metric: str, scale: Mapping[str, tuple[float, float]] | None) -> np.ndarray:
+    return np.array([_scaled(run, run.test_curve(metric)[2][-1:], scale)[0] for run in runs])
 
 
 def _score_line(label: str, scores: list[np.ndarray], statistic: str) -> Line:
@@ -236,12 +278,12 @@ def _score_line(label: str, scores: list[np.ndarray], statistic: str) -> Line:
 
 
 def final_panels(groups: Sequence[Group], metric: str, statistic: str | None) -> list[Panel]:
-    """Return a panel for each map, and one over the common maps, of the last tests; a point's value is its `x`."""
+    """Return the panels of `curve_panels`, of the last tests; a point's value is its `x`."""
     panels = []
-    for place in places(groups):
-        here = [group for group in groups if group.at(place)]
-        lines = [_score_line(group.label, final_scores(group, [place], metric), statistic or "mean") for group in here]
-        panels.append(Panel(place, tuple(lines), statistic or "mean"))
+    for view in views(groups, metric):
+        found = {group.label: _last_tests(view.runs(group), view.metric, None) for group in groups}
+        lines = [_score_line(label, [each], statistic or "mean") for label, each in found.items() if len(each)]
+        panels.append(Panel(view.title, tuple(lines), statistic or "mean", held_out=view.held_out))
     if len(common := common_places(groups)) > 1:
         scale, kind = ranges(groups, metric), statistic or "iqm"
         lines = [_score_line(group.label, final_scores(group, common, metric, scale), kind) for group in groups]
@@ -287,6 +329,46 @@ def improvement_panel(groups: Sequence[Group], metric: str, baseline: str | None
             ends = (min(sizes), max(sizes))
             lines.append(Line(group.label, np.array([share]), np.zeros(1), band, ends))
     return Panel(f"{_title(common)}: better than {base.label}", tuple(lines), "mean")
+
+
+def _gap_ends(text: str, groups: Sequence[Group]) -> tuple[Group, Group]:
+    """Return the groups between which `--gap=LOW,HIGH` measures. Errors: UserError unless it names two of three."""
+    by_label = {group.label: group for group in groups}
+    words = text.split(",")
+    pairs = [(",".join(words[:i]).strip(), ",".join(words[i:]).strip()) for i in range(1, len(words))]
+    low, high = next((pair for pair in pairs if by_label.keys() >= set(pair)), pairs[0] if pairs else (text, ""))
+    for label in (low, high):
+        if label not in by_label:
+            known = f"Known: {', '.join(by_label)}"
+            raise UserError(f"--gap={text}: {label or 'LOW,HIGH'} is no label.{nearest(label, by_label)} {known}")
+    if low == high or len(groups) < 3:
+        raise UserError(f"--gap={text}: needs a lower group, an upper one and at least a third one between them")
+    return by_label[low], by_label[high]
+
+
+def gap_panel(groups: Sequence[Group], metric: str, statistic: str | None, names: str) -> Panel:
+    """Return the share of the gap between two groups that each other group closes, in the last tests.
+
+    Args:
+        names: `LOW,HIGH`, the labels of the two.
+    Errors: UserError for an unknown label, where the groups share no map, or where both ends are equal.
+    """
+    ends = _gap_ends(names, groups)
+    common, scale = _needed(groups), ranges(groups, metric)
+    lower, upper = (final_scores(end, common, metric, scale) for end in ends)
+    lines = []
+    for group in groups:
+        if group not in ends:
+            scores = final_scores(group, common, metric, scale)
+            share, found = gap_share(scores, lower, upper, AGGREGATES[statistic or "mean"])
+            if math.isnan(share):
+                raise UserError(f"--gap: {ends[0].label} and {ends[1].label} are equal in {metric}: there is no gap")
+            sizes = [len(values) for values in (*scores, *lower, *upper)]
+            known = found is not None and np.isfinite(found).all()  # not where some resamples have no gap
+            band = (found[0].reshape(1), found[1].reshape(1)) if found is not None and known else None
+            lines.append(Line(group.label, np.array([share]), np.zeros(1), band, (min(sizes), max(sizes))))
+    title = f"{_title(common)}: from {ends[0].label} (0) to {ends[1].label} (1)"
+    return Panel(title, tuple(lines), statistic or "mean", scale is not None)
 
 
 def _needed(groups: Sequence[Group]) -> list[str]:

@@ -40,8 +40,8 @@ class Axes:
     """What the axes of all panels show.
 
     Attributes:
-        kind: curves, final, profile or improvement. x, y: labels. seconds: the x axis is time. unit: values are shares
-            from 0 to 1. groups: labels of all groups: a group has one colour in all figures.
+        kind: curves, final, profile, improvement or gap. x, y: labels. seconds: the x axis is time. unit: values
+            are shares from 0 to 1. groups: labels of all groups: a group has one colour in all figures.
     """
 
     kind: str
@@ -84,7 +84,7 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     most = 1 if width < 5 else 3 if len(panels) in (5, 6) else 4
     columns = min(most, len(panels))
     rows = -(-len(panels) // columns)
-    of_groups = axes.kind in ("final", "improvement")
+    of_groups = axes.kind in ("final", "improvement", "gap")
     high = 0.5 + 0.17 * max(len(panel.lines) for panel in panels) if of_groups else _height(width / columns)
     figure = Figure(figsize=(width, rows * high + 0.35), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharey=of_groups or axes.unit).ravel()
@@ -122,6 +122,8 @@ def _styles() -> Iterator[tuple[str, Any]]:
 def _draw_lines(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axes: Axes) -> None:
     for line in panel.lines:
         colour, dash = styles[line.label]
+        if panel.held_out and len(styles) <= len(COLOURS):  # with more groups dashes tell these apart
+            dash = DASHES[1]
         marker = "o" if len(line.x) <= FEW_POINTS and axes.kind == "curves" else ""
         (drawn,) = axis.plot(line.x, line.y, color=colour, ls=dash, lw=1.2, marker=marker, ms=2.2, gid=line.label)
         if line.band is not None:
@@ -145,8 +147,8 @@ def _draw_points(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], ax
         if line.band is not None:
             axis.plot([line.band[0][0], line.band[1][0]], [y, y], color=colour, lw=2.0, alpha=0.45)
         axis.plot(line.x, [y], MARKERS[y // len(COLOURS) % len(MARKERS)], color=colour, ms=4)
-    if axes.kind == "improvement":
-        axis.axvline(0.5, color=FAINT, lw=0.7, ls=(0, (2, 2)), zorder=1)
+    for value in {"improvement": (0.5,), "gap": (0.0, 1.0)}.get(axes.kind, ()):
+        axis.axvline(value, color=FAINT, lw=0.7, ls=(0, (2, 2)), zorder=1)
     if axes.kind == "improvement" or axes.unit or panel.normalised:
         axis.set_xlim(-0.03, 1.03)
 

@@ -14,13 +14,16 @@ from typing import Any
 
 from omagd.run.analysis import curves
 from omagd.run.analysis.curves import LABELS, STATISTIC, Panel
+from omagd.run.analysis.figures import population
 from omagd.run.analysis.groups import Group, groups
 from omagd.run.analysis.runs import Run, load
+from omagd.run.analysis.statistics import FEW, FEW_SEEDS, LEVEL
+from omagd.run.reporting.report import number_text
 from omagd.utils.errors import UserError
 from omagd.utils.writing import print_out, replace_file
 
 LOG = logging.getLogger("omagd")
-KINDS = ("curves", "final", "profile", "improvement")
+KINDS = ("curves", "final", "profile", "improvement", "gap")
 UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """From how many seconds on, seconds per unit, name."""
 
@@ -29,41 +32,48 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plot`."""
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="a run, a folder of runs, a study, or its results file")
-    add("--kind", choices=KINDS, default="curves", help="curves (default); final: the last tests; profile: share of"
-        " runs above each score; improvement: probability of being better than the baseline")  # fmt: skip
+    add("--kind", choices=KINDS, help="curves (default); final: the last tests; profile: share of runs above each"
+        " score; improvement: probability of being better than the baseline; gap: chosen by --gap")  # fmt: skip
     add("--metric", help="win_rate (default; else return), or any test metric of metrics.jsonl")
     add("--x", choices=("steps", "wall"), default="steps", help="environment steps (default) or wall-clock time")
     add("--stat", choices=tuple(STATISTIC), help="mean or interquartile mean; default: mean on a map, iqm over maps")
     add("--baseline", help="improvement: label of the group to compare with (default: the first)")
+    add("--gap", metavar="LOW,HIGH", help="labels of two groups: print and draw the share of the gap between them that"
+        " each other group closes")  # fmt: skip
     add("--width", choices=("single", "double"), help="columns of a page; default: double for several panels")
     add("--out", metavar="PATH", help="path of the pictures without ending (default: <kind>_<metric>)")
-    add("--json", metavar="FILE", help="also write the results in marl-eval's format")
+    add("--json", metavar="FILE", help="also write the results in marl-eval's format; with --gap the shares")
 
 
 def main(options: argparse.Namespace) -> int:
     """Draw one figure and print the paths of its files."""
     if not options.runs:
         raise UserError("plot: name runs or a study, as in: omagd plot results/<study>")
+    kind = options.kind = options.kind or ("gap" if options.gap else "curves")
+    if (kind == "gap") != bool(options.gap):
+        raise UserError(f"--kind {kind}: the shares of a gap have a figure of their own. Give --gap=LOW,HIGH alone")
     runs = load(options.runs, "plot")
     metric = curves.metric_name(options.metric, runs)
     kept, notes = curves.usable(runs, metric)
     found, more = curves.without_repeats(groups(kept))
-    found, unfinished = _ended(found) if options.kind != "curves" else (found, [])
+    found, unfinished = _ended(found) if kind != "curves" else (found, [])
     marked, incomparable = curves.incomparable(found)
     panels = _panels(options, found, metric)
-    notes += [*more, *unfinished, *incomparable, *_short(panels)]
+    notes += [*more, *unfinished, *incomparable, *_short(panels), *_few(panels)]
     pictures = _rendered(options, panels, found, metric, marked)
-    name = f"{options.kind}_{re.sub(r'[^A-Za-z0-9.-]+', '_', metric)}"
+    name = f"{kind}_{re.sub(r'[^A-Za-z0-9.-]+', '_', metric)}"
     base = Path(os.path.expanduser(options.out or name))
     base = base.with_suffix("") if base.suffix in (".png", ".svg") else base
     files = {base.with_name(f"{base.name}.{form}"): content for form, content in pictures.items()}
     if options.json:
-        files[Path(os.path.expanduser(options.json))] = (json.dumps(marl_eval(found), indent=1) + "\n").encode()
+        data = gap_shares(panels[0], options.gap, metric) if kind == "gap" else marl_eval(found)
+        files[Path(os.path.expanduser(options.json))] = (json.dumps(data, indent=1) + "\n").encode()
     for path, content in files.items():
         _write(path, content)
     for note in notes:
         LOG.warning("%s", note)
     print_out("".join(f"{path}\n" for path in files))
+    print_out(gap_text(panels[0]) if kind == "gap" else "")
     return 0
 
 
@@ -93,7 +103,37 @@ def _panels(options: argparse.Namespace, found: Sequence[Group], metric: str) ->
         return curves.final_panels(found, metric, options.stat)
     if options.kind == "profile":
         return [curves.profile_panel(found, metric)]
+    if options.kind == "gap":
+        return [curves.gap_panel(found, metric, options.stat, options.gap)]
     return [curves.improvement_panel(found, metric, options.baseline)]
+
+
+def gap_shares(gap: Panel, ends: str, metric: str) -> dict[str, Any]:
+    """Return the shares of a gap as `--json` writes them."""
+    shares = {
+        line.label: {
+            "share": float(line.x[0]), "interval": None if line.band is None else [float(e[0]) for e in line.band],
+            "seeds": list(line.seeds),
+        }
+        for line in gap.lines
+    }  # fmt: skip
+    return {"gap": ends, "metric": metric, "statistic": gap.statistic, "level": LEVEL, "shares": shares}
+
+
+def gap_text(gap: Panel) -> str:
+    """Return the shares of a gap, one line for each group."""
+    lines = [f"share of the gap, {gap.title}"]
+    for line in gap.lines:
+        share, *ends = (number_text(float(each[0])) for each in (line.x, *(line.band or ())))
+        interval = f" [{', '.join(ends)}]" if ends else ""
+        lines.append(f"  {line.label}: {share}{interval}, {population([line])}")
+    return "\n".join(lines) + "\n"
+
+
+def _few(panels: Sequence[Panel]) -> list[str]:
+    """Return a line if a band rests on few seeds."""
+    bands = [line for panel in panels for line in panel.lines if line.band is not None]
+    return [FEW] if any(line.seeds[0] < FEW_SEEDS for line in bands) else []
 
 
 def _short(panels: Sequence[Panel]) -> list[str]:
@@ -118,6 +158,8 @@ def _rendered(
         axes = Axes("curves", x, label, labels, options.x == "wall", unit)
     elif options.kind == "final":
         axes = Axes("final", f"{label} of the last test", "", labels, unit=unit)
+    elif options.kind == "gap":
+        axes = Axes("gap", f"share of the gap in {label}", "", labels)
     elif options.kind == "profile":
         axes = Axes("profile", f"{label} τ", "share of runs above τ", labels)
     else:
@@ -144,8 +186,6 @@ def _in_units(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
 
 def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
     """Return what a point of the figure is: the statistic, the number of seeds, the episodes of a test."""
-    from omagd.run.analysis.figures import population
-
     lines = [line for panel in panels for line in panel.lines]
     kinds = list(dict.fromkeys(panel.statistic for panel in panels))
     what = (
@@ -156,9 +196,11 @@ def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
         "final": f"{what} of the last tests",
         "profile": "Share of runs whose last test is above τ",
         "improvement": "P(better) of the last tests, a tie counts half",
+        "gap": f"Share of the gap, {what} of the last tests, all three resampled together",
     }[kind]
     seeds = population(lines)
-    parts = [f"{what[0].upper()}{what[1:]}, {seeds}{' per map' if len(panels) > 1 else ''}"]
+    several = len(panels) > 1 and len(curves.places(found)) > 1
+    parts = [f"{what[0].upper()}{what[1:]}, {seeds}{' per map' if several else ''}"]
     if any(line.band is not None for line in lines):
         parts.append("band: 95 % stratified bootstrap interval over seeds")
     elif any(line.seeds[0] < 2 for line in lines):
@@ -173,6 +215,10 @@ def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
         parts.append("over maps: shares of each map's range")
     if any(line.rest is not None for line in lines):
         parts.append("dotted: not all seeds")
+    if kind in ("curves", "final") and any(run.maps for group in found for run in group.runs):
+        parts.append("a set of maps: mean over its training maps")
+    if kind == "curves" and any(panel.held_out for panel in panels):
+        parts.append("dashed: maps that are not trained on")
     return "; ".join(parts) + "."
 
 

@@ -101,6 +101,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "results": part("results", run_report.results, []), "preset": preset, "differences": differences,
         "reconstruction": part("reconstruction", run_report.reconstruction, []),
         "codebook": part("codebook", run_report.codebook, []), "times": part("times", run_report.phases, []),
+        "time_note": run_report.time_note([run]), "rank_note": run_report.rank_note(run),
         "ranks": part("ranks", run_report.ranks, []), "card": part("card", run_report.card_rows, []),
         "battles": {"pictures": part("pictures", run_report.pictures, []), "player": player},
         "configuration": run_report.configuration(run), "files": run_report.saved_files(run),

@@ -75,7 +75,8 @@ def charts_by_stage(run: Run) -> list[tuple[str, list[Chart]]]:
     if run.kind == "evaluation":
         return []
     found: dict[str, list[Chart]] = {}
-    for panel in (*PANELS, *panels_of_maps(run.records)):
+    held_out = [name for name, out in run.maps.items() if out]
+    for panel in (*PANELS, *panels_of_maps(run.records, held_out)):
         if (each := run_chart(panel, run.records)) is not None:
             found.setdefault(panel.stage, []).append(each)
     return [(STAGES[stage], found[stage]) for stage in sorted(found, reverse=True)]
@@ -141,11 +142,73 @@ def seconds_of(entry: Mapping[str, Any]) -> dict[str, float]:
     return {name: s for name, s in found.items() if is_number(s) and s >= 0} if isinstance(found, dict) else {}
 
 
+def logged_starts(run: Run, stage: str) -> list[dict[str, float]]:
+    """Return the seconds of each phase up to the last record of a stage, and `wall`, for each start that has a record.
+
+    A record has the shares of the time since the record before; the first one of a start has some time in `prepare`.
+    """
+    clock = stages_of(run).get(stage, {}).get("clock")
+    epochs, updates = (clock.get(key) if isinstance(clock, dict) else None for key in ("epoch", "updates"))
+    per_epoch = updates / epochs if is_number(updates) and is_number(epochs) and epochs else 0.0
+    starts: list[dict[str, float]] = []
+    before: dict[str, Any] = {}
+    for record in run.records:
+        shares = {name: value for name, value in record.items() if name.startswith("time/") and is_number(value)}
+        if record.get("stage") == stage and shares:
+            if shares.get("time/prepare") or not starts:
+                starts.append({})
+            passed, before = _passed(before, record, per_epoch), record
+            seconds = {name.removeprefix("time/"): share * passed for name, share in shares.items()}
+            starts[-1] = _sums([starts[-1], {"wall": passed, **seconds}])
+    return starts
+
+
+def _passed(before: Mapping[str, Any], record: Mapping[str, Any], per_epoch: float) -> float:
+    """Return the seconds between two records: by the clock of stage 3, else from the updates and their speed."""
+    key = "wall_seconds" if "wall_seconds" in record else "epoch"
+
+    def number(of: Mapping[str, Any], name: str) -> float:
+        return float(of[name]) if is_number(of.get(name)) else 0.0
+
+    now, last, speed = number(record, key), number(before, key), number(record, "updates_per_second")
+    passed = now - last if now >= last else now  # a stage that begins again with weights has a new clock
+    return passed if key == "wall_seconds" else passed * per_epoch / speed if speed else 0.0
+
+
+def phase_seconds(run: Run) -> dict[str, dict[str, float]]:
+    """Return the seconds of each phase of each stage over all starts of the run, and their sum `wall`.
+
+    The summary has those since the last start; the records add the starts before, up to their last record. Of a stage
+    that has not ended there are only records.
+    """
+    found = {}
+    for stage in dict.fromkeys([*STAGES, *stages_of(run)]):
+        last, starts = seconds_of(stages_of(run).get(stage, {})), logged_starts(run, stage)
+        total = _sums([last, *starts[: -1 if last else None]])
+        if total.get("wall"):
+            found[stage] = total
+    return found
+
+
+def _sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+
+def time_note(runs: Sequence[Run]) -> str:
+    """Return which part of resumed runs the times cover; empty if no run was resumed."""
+    again = [run for run in runs if run.summary.get("restarts") or resumed(run.card)]
+    if not again:
+        return ""
+    if any(len(logged_starts(run, stage)) > 1 for run in again for stage in STAGES):
+        return "All starts together; those before the last one count up to their last record in metrics.jsonl."
+    return "An interrupted stage counts since its last start alone: metrics.jsonl has no times of earlier ones."
+
+
 def phases(run: Run) -> list[dict[str, Any]]:
     """Return the time of each stage by phase, the largest first."""
     found = []
-    for stage, entry in stages_of(run).items():
-        seconds = seconds_of(entry)
+    for stage, seconds in phase_seconds(run).items():
         wall = seconds.pop("wall", 0.0)
         if wall > 0:
             ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
@@ -157,11 +220,7 @@ def phases(run: Run) -> list[dict[str, Any]]:
 def ranks(run: Run) -> Table:
     """Return a row for each rank: its training episodes, and what it logged of its own; the head first."""
     logs = {int(path.stem.removeprefix("rank_")): path for path in RunFolder(run.folder).episode_logs()}
-    own: dict[str, dict[int, float]] = {}
-    for record in run.records:
-        for name, value in record.items():
-            if (match := re.fullmatch(r"(.+)_rank(\d+)", name)) and is_number(value):
-                own.setdefault(match[1], {})[int(match[2])] = value
+    own = _own_values(run)
     numbers = sorted({*logs, *(rank for each in own.values() for rank in each)})
     rows = []
     for rank in numbers:
@@ -173,6 +232,30 @@ def ranks(run: Run) -> Table:
         rows.append([str(rank), f"{count:,}", f"{steps:,}", *ends, *(_text(each, rank) for each in own.values())])
     head = ["rank", "episodes", "steps", "return, last 100", "won, last 100", *own]
     return [head, *rows] if rows else []
+
+
+def _own_values(run: Run) -> dict[str, dict[int, float]]:
+    """Return what each rank logged of its own, by name and rank: the highest peak, else the last value.
+
+    A resumed run may have fewer ranks: a rank that the last record lacks has no value there.
+    """
+    own: dict[str, dict[int, float]] = {}
+    for record in run.records:
+        found: dict[str, dict[int, float]] = {}
+        for name, value in record.items():
+            if (match := re.fullmatch(r"(.+)_rank(\d+)", name)) and is_number(value):
+                found.setdefault(match[1], {})[int(match[2])] = value
+        for name, values in found.items():
+            peaks = own.get(name, {}) if "peak" in name else {}
+            own[name] = peaks | {rank: max(value, peaks.get(rank, value)) for rank, value in values.items()}
+    return own
+
+
+def rank_note(run: Run) -> str:
+    """Return which part of a resumed run the table of ranks covers; empty if it was not resumed."""
+    if not (run.summary.get("restarts") or resumed(run.card)):
+        return ""
+    return "Episodes, steps and peaks are those of all starts; other values are the last ones logged."
 
 
 def warnings_of(run: Run) -> list[str]:

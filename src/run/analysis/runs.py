@@ -76,6 +76,13 @@ class Run:
         return f"{self.env} {self.map_name}".strip()
 
     @property
+    def maps(self) -> dict[str, bool]:
+        """The maps of a set of maps, each with whether it is held out; empty where the run plays one map."""
+        compared = self.card.get("compared", {})
+        trained, held_out = (str(compared.get(key) or "").split() for key in ("maps", "held_out_maps"))
+        return dict.fromkeys(trained, False) | dict.fromkeys(held_out, True)
+
+    @property
     def seed(self) -> int | None:
         """The seed, None if it is not known."""
         seed = (self.config or self.summary).get("seed")

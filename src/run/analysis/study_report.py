@@ -15,15 +15,15 @@ from omagd.run.analysis.groups import Group, groups, shown, telling
 from omagd.run.analysis.run_report import (
     SLOWEST_SHARE,
     STAGES,
+    phase_seconds,
     pictures,
     player,
-    seconds_of,
-    stages_of,
+    time_note,
     values_of,
     warnings_of,
 )
 from omagd.run.analysis.runs import LONGEST_STUDY, Run, studies_at
-from omagd.run.analysis.statistics import interval, mean
+from omagd.run.analysis.statistics import FEW, FEW_SEEDS, interval, mean
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import readable
 from omagd.utils.progress import duration
@@ -129,7 +129,7 @@ def times(found: Sequence[Group]) -> list[dict[str, Any]]:
         total: Counter[str] = Counter()
         walls = []
         for run in group.runs:
-            parts = [seconds_of(entry) for entry in stages_of(run).values()]
+            parts = list(phase_seconds(run).values())
             wall = sum(part.pop("wall", 0.0) for part in parts)
             if wall > 0:
                 walls.append(wall)
@@ -216,12 +216,17 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     sections, legend = charts(found)
     states = Counter(run.state for run in runs)
     seeds = len({run.seed for run in runs})
+    tables = results(counted)
+    cells = [cell for table in tables for _, row in table["rows"] for cell in row]
+    few = any(cell and cell["interval"] and cell["n"] < FEW_SEEDS for cell in cells)
     sizes = {"run": len(runs), "arm": len(found), "environment": len(curves.places(found)), "seed": seeds}
     return {
-        "kind": "study", "runs": rows, "arms": len(found), "places": curves.places(found), "results": results(counted),
+        "kind": "study", "runs": rows, "arms": len(found), "places": curves.places(found), "results": tables,
+        "few": FEW if few else "",
         "charts": sections, "legend": legend, "keys": differing_keys(found),
         "labels": [group.label for group in found], "stage_values": stage_values(counted),
-        "times": times(counted), "failed": failed, "warnings": warnings, "battles": seen, "marked": marked,
+        "times": times(counted), "time_note": time_note(runs),
+        "failed": failed, "warnings": warnings, "battles": seen, "marked": marked,
         "tiles": [*(_count(noun, number) for noun, number in sizes.items()),
                   *((state, str(number)) for state, number in states.most_common())],
     }  # fmt: skip
