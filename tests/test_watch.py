@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import re
+import time
 from importlib.util import find_spec
 
 import numpy as np
@@ -259,13 +260,16 @@ def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path, dar
         assert complaints == []
 
 
-def test_a_page_is_one_file_of_a_reasonable_size(tmp_path):
+def test_the_largest_map_is_shown_in_one_small_page_and_drawn_in_seconds(tmp_path):
     recording, _, _ = play(map_name="27m_vs_30m", slots=1)
     (episode,) = recording.episodes
     assert episode.moments[0].beliefs and len(episode.moments[0].values) == 27
     save_recording(recording, tmp_path / "big")
     page = (tmp_path / "big.html").read_text(encoding="utf-8")
     assert len(page) * 100 / episode.length < 2_000_000, "100 steps of the largest map"
+    begun = time.process_time()
+    drawing.write_gif(recording, tmp_path / "big.gif", 0)
+    assert (time.process_time() - begun) * 100 / episode.length < 10, "seconds for 100 steps"
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)", page) and "<b>policy" not in page.split("<script")[0]
 
 
