@@ -15,9 +15,10 @@ import pytest
 import yaml
 from reaper import having
 
+from omagd.config.loading import resolve
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.cli.main import main
-from omagd.run.studies import EXECUTORS, engine, results, spec, view
+from omagd.run.studies import EXECUTORS, engine, estimate, results, spec, view
 from omagd.run.studies import study as whole_study
 from omagd.run.studies.executors import Ended, Job, Place
 from omagd.run.studies.local import LocalArgs, LocalExecutor
@@ -607,6 +608,24 @@ def test_the_time_left_follows_from_finished_runs_of_the_same_kind(tmp_path):
         record.state, record.seconds = (DONE, took) if took else (WAITING, 0.0)
     assert seconds_left(state, slots=2) == pytest.approx((15.0 + 100.0) / 2)
     assert ConsoleView(state, 2).headline() == "3 done, 0 running, 2 waiting, 0 failed; about 58 s left"
+
+
+def test_the_time_of_a_run_follows_from_the_shares_and_seconds_of_a_probe():
+    config = resolve("qmix", updates={"t_max": 1000, "test_interval": 100, "graph_pretrain_epochs": 50})
+    rows = [
+        {"stage": "stage3", "t_env": 10, "wall_seconds": 4.0, "time/prepare": 0.5, "time/collect": 0.25,
+         "time/test": 0.25, "test_return_mean": 1.0},
+        {"stage": "stage3", "t_env": 20, "wall_seconds": 6.0, "time/update": 0.5, "time/other": 0.5},
+        {"stage": "stage3", "t_env": 40, "wall_seconds": 11.0, "time/update": 0.4, "time/test": 0.6,
+         "test_return_mean": 1.0},
+    ]  # fmt: skip
+    phases = {"wall": 10.0, "prepare": 1.0, "collect": 4.0, "replay": 0.5, "finish": 0.5, "update": 3.0, "test": 1.0}
+    ended = {"stage1": {"phases": phases, "clock": {"epoch": 2}}, "stage3": {"clock": {"epoch": 1}}}
+    found = estimate._stages(rows, ended, config)
+    assert found["stage1"] == pytest.approx(6.0 + 50 * 4.0 / 2)
+    # 2 s of preparation; (1 + 2 + 2) s for 40 steps; (1 + 3) s for two tests, and ten tests in all
+    assert found["stage3"] == pytest.approx(2.0 + 1000 * 5.0 / 40 + 10 * 4.0 / 2)
+    assert list(found) == ["stage1", "stage3"] and estimate._stages([], None, config) == {}
 
 
 def test_an_interrupted_study_says_what_is_left_and_how_to_continue(tmp_path, monkeypatch, capsys):

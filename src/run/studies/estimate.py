@@ -24,6 +24,7 @@ from omagd.run.studies.sweep_spec import Sweep
 from omagd.utils.errors import visible
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import read_entry
 
 LONGEST_PROBES = 10
 """A probe that has not begun stage 3 is ended after so many times its length."""
@@ -31,19 +32,11 @@ LONGEST_PROBES = 10
 PROBE_EPOCHS = 2
 HOUR = 3600.0
 LOOK_SECONDS = 0.2
+ONCE = ("prepare", "collect", "replay", "finish")
+"""Phases of stages 1 and 2 that do not depend on the number of epochs."""
+
 Stages = dict[str, float]
 """Seconds by the name of the stage."""
-
-
-@dataclass
-class _Stage:
-    """What a probe's metrics say about a stage, in seconds. units: steps or epochs. tests: how many."""
-
-    units: float = 0.0
-    fixed: float = 0.0
-    testing: float = 0.0
-    other: float = 0.0
-    tests: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,13 +178,13 @@ def probe(job: Job, seconds: float, cores: int) -> tuple[Stages | None, str]:
         finally:
             code = process.poll()
             finish(process)
-        rows = _rows(folder.metrics_jsonl)
+        rows, ended = _rows(folder.metrics_jsonl), read_entry(folder.summary_json).get("stages")
         if code not in {None, 0}:
             return None, last_error(log, code)
-    stages = _stages(rows)
+    stages = _stages(rows, ended, config)
     if not stages:
         return None, f"no result within {LONGEST_PROBES * seconds:.0f} s; give a longer --probe-seconds"
-    return {name: _whole(name, stage, config) for name, stage in stages.items()}, ""
+    return stages, ""
 
 
 def _rows(metrics: Path) -> list[dict[str, Any]]:
@@ -201,30 +194,31 @@ def _rows(metrics: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _stages(rows: Iterable[dict[str, Any]]) -> dict[str, _Stage]:
-    found: dict[str, _Stage] = {}
+def _stages(rows: Iterable[dict[str, Any]], ended: Any, config: Config) -> Stages:
+    """Return the seconds of each whole stage, from the records of a probe and the stages that it has ended.
+
+    Records hold shares of the time since the one before (docs/output.md), the summary the seconds of ended stages.
+    """
+    found: Stages = {}
+    for name, about in ended.items() if isinstance(ended, dict) else ():
+        if name in {"stage1", "stage2"} and "phases" in about:
+            once = sum(about["phases"].get(part, 0.0) for part in ONCE)
+            per_epoch = (about["phases"]["wall"] - once) / max(1, about["clock"]["epoch"])
+            found[name] = once + per_epoch * config.graph_pretrain_epochs
+    steps = once = testing = other = before = 0.0
+    tests = 0
     for row in rows:
-        stage = found.setdefault(str(row.get("stage")), _Stage())
-        stage.units = max(stage.units, float(row.get("t_env", row.get("epoch", 0)) or 0))
-        stage.tests += "test_return_mean" in row
-        for name, seconds in row.items():
-            if name.startswith("time/") and isinstance(seconds, int | float):
-                part = name.removeprefix("time/")
-                if part == "test":
-                    stage.testing += seconds
-                elif part == "collect" and "t_env" not in row:  # the episodes of stages 1 and 2 are collected once
-                    stage.fixed += seconds
-                else:
-                    stage.other += seconds
-    return {name: stage for name, stage in found.items() if stage.units > 0}
-
-
-def _whole(name: str, stage: _Stage, config: Config) -> float:
-    """Return the seconds of a whole stage."""
-    if name != "stage3":
-        return stage.fixed + stage.other / stage.units * config.graph_pretrain_epochs
-    tests = stage.testing / max(1, stage.tests) * (config.t_max / max(1, config.test_interval))
-    return stage.other / stage.units * config.t_max + tests
+        if row.get("stage") != "stage3" or "wall_seconds" not in row:
+            continue
+        passed, before = row["wall_seconds"] - before, row["wall_seconds"]
+        parts = {name: passed * share for name, share in row.items() if name.startswith("time/")}
+        once, testing = once + parts.pop("time/prepare", 0.0), testing + parts.pop("time/test", 0.0)
+        steps, other = max(steps, float(row["t_env"])), other + sum(parts.values())
+        tests += "test_return_mean" in row
+    if steps:
+        tested = testing / max(1, tests) * (config.t_max / max(1, config.test_interval))
+        found["stage3"] = once + other / steps * config.t_max + tested
+    return found
 
 
 def _say(text: str) -> None:
