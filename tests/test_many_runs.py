@@ -221,6 +221,8 @@ def test_an_evaluation_is_no_repetition_of_a_training(tmp_path):
         (1, "evaluation"), (2, "training"),
     ]  # fmt: skip
     assert len({group.label for group in found}) == 2 and all(group.label.startswith("qmix") for group in found)
+    make_run(tmp_path / "other", seed=4, evaluate=True, checkpoint_path="x", lr=0.1)
+    assert len(groups(load([tmp_path]))) == 3, "an evaluation with another setting"
     (begun / "card.json").unlink()
     assert load([begun])[0].kind == "evaluation", "known from its configuration alone"
 
@@ -234,7 +236,8 @@ def test_ranks_that_share_the_work_of_one_are_a_repetition_unless_they_scale_the
         card["compared"] |= {"effective_batch": 32, "environments": 8}
         (folder / "card.json").write_text(json.dumps(card))
 
-    write("one", 1, batch_size=32, batch_size_run=8, graph_pretrain_batch_size=64)
+    whole = {"batch_size": 32, "batch_size_run": 8, "graph_pretrain_batch_size": 64}
+    write("one", 1, **whole, learner="nq_graph_learner")
     halves = {"batch_size": 16, "batch_size_run": 4, "graph_pretrain_batch_size": 32}
     write("two", 2, **halves, learner="nq_graph_learner_ddp")
     assert [len(group.runs) for group in groups(load([tmp_path]))] == [2]
@@ -252,6 +255,7 @@ def test_runs_without_a_card_are_one_method_on_all_maps_and_defaults_are_named(t
         folder = make_run(tmp_path / "bare" / map_name, finished=False, env_args__map_name=map_name)
         (folder / "card.json").unlink()
     assert [len(group.runs) for group in groups(load([tmp_path / "bare"]))] == [2]
+    assert differing(load([tmp_path / "bare"])) == {}, "the map is no setting"
     make_run(tmp_path / "both" / "a")
     make_run(tmp_path / "both" / "b", env_args__reward_sparse=True)
     labels = [group.label for group in groups(load([tmp_path / "both"]))]

@@ -259,6 +259,16 @@ def test_lines_have_one_colour_in_all_figures_their_bands_and_labels_of_their_co
     assert len(looks) == 8, "more groups than colours have other dashes"
 
 
+def test_a_group_without_a_point_that_all_seeds_have_is_named_once():
+    times, no_points = np.array([1.0, 2.0]), np.zeros(0)
+    whole = study_curves.Line("whole", times, times / 4, None, (1, 1))
+    torn = study_curves.Line("torn", no_points, no_points, None, (2, 2), rest=(times, times / 3))
+    panel = study_curves.Panel("m", (whole, torn), "mean")
+    made = figure_of([panel], "curves", ["whole", "torn"])
+    assert [text.get_text() for text in made.legends[0].get_texts()] == ["whole", "torn"]
+    assert not made.axes[0].texts, "the labels are in the legend and not beside the lines too"
+
+
 def test_a_figure_says_how_many_seeds_its_lines_have(tmp_path):
     make_study(tmp_path, rates=(0.001,), seeds=(1, 2, 3, 4, 5))
     make_run(tmp_path / "one", lr=0.005, seed=1)

@@ -122,6 +122,17 @@ def test_intervals_hold_the_true_mean_as_often_as_the_documentation_says(seeds, 
     assert percent in (Path(__file__).parents[1] / "docs" / "plots.md").read_text(encoding="utf-8")
 
 
+def test_the_share_of_a_gap_is_that_of_the_statistic_that_is_asked_for():
+    """With an outlier in each part, which the interquartile mean leaves out; and without a gap there is no share."""
+    lower, middle, upper = ([np.array([at, at, at, at, at, at, at, 50.0])] for at in (0.0, 0.25, 1.0))
+    share, ends = gap_share(middle, lower, upper, iqm)
+    assert share == 0.25 and ends is not None
+    upper[0][-1] = 90.0
+    assert gap_share(middle, lower, upper, iqm)[0] == 0.25 != gap_share(middle, lower, upper)[0]
+    share, _ = gap_share(upper, lower, lower)
+    assert np.isnan(share), "a method that is better than two equal ones closes no gap"
+
+
 def test_memory_is_bounded_and_parts_give_the_same(monkeypatch):
     curves = list(np.random.default_rng(1).random((2, 9, 4)))
     whole = interval(mean, curves)

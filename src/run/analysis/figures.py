@@ -181,7 +181,7 @@ def _plain_number(value: float, _: int) -> str:
 
 def _label_lines(figure: Any, axis: Any, names: dict[str, str], styles: dict[str, tuple[str, Any]]) -> bool:
     """Write the labels beside the ends of the lines of the last panel; return whether they fit there."""
-    drawn = {each.get_gid(): each for each in axis.get_lines() if each.get_gid() in names}
+    drawn = {line.get_gid(): line for line in axis.get_lines() if line.get_gid() in names and len(line.get_xdata())}
     height = figure.get_size_inches()[1] * 72 * 0.62
     longest = max(map(len, names.values())) * 0.55 * SMALL / 72
     if len(names) > len(COLOURS) or len(drawn) < len(names):
@@ -190,16 +190,14 @@ def _label_lines(figure: Any, axis: Any, names: dict[str, str], styles: dict[str
         return False
     texts = []
     for label, line in drawn.items():
-        x, y = (np.asarray(each, float)[-1:] for each in line.get_data())
-        if len(x) == 0:
-            return False
+        x, y = (np.asarray(each, float)[-1] for each in line.get_data())
         colour = styles[label][0]
         text = axis.annotate(
-            names[label], (x[0], y[0]), (1.05, 0.5), textcoords="axes fraction", va="center", fontsize=SMALL,
+            names[label], (x, y), (1.05, 0.5), textcoords="axes fraction", va="center", fontsize=SMALL,
             color=colour, arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 2,
                         "relpos": (0.0, 0.5)},
         )  # fmt: skip
-        texts.append((y[0], text))
+        texts.append((y, text))
     figure.draw_without_rendering()
     size = axis.get_window_extent()
     least = 1.25 * SMALL * figure.dpi / 72 / size.height
