@@ -156,6 +156,7 @@ def test_runs_without_a_configuration_have_rows_of_their_own(tmp_path):
         (folder / "config.json").unlink()
     _, rows, _ = rows_of(table(load([tmp_path])))
     assert [row[0] for row in rows] == ["lr0.001_3m_seed1", "lr0.001_3m_seed2"]
+    assert [run.seed for run in load([tmp_path])] == [1, 2], "as their summaries say"
 
 
 @pytest.mark.parametrize("words", [[], ["nowhere"], ["--all"]])

@@ -20,6 +20,8 @@ from omagd.envs.factory import make_env
 from omagd.run.checkpoint.resuming import identity_of, locked_folder
 from omagd.run.cli.main import main
 from omagd.run.cli.preflight import preflight
+from omagd.run.training.battles import record_battles
+from omagd.run.training.evaluate import evaluation_config
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import write_json
 
@@ -94,6 +96,24 @@ def test_an_evaluation_counts_the_episodes_of_each_map(trained, tmp_path, capsys
             assert f"test return by map: {'1m' if n_training else ''}" in capsys.readouterr().out
         else:
             assert values["test_return_mean"] == pytest.approx(np.mean([line["return"] for line in lines]))
+
+
+def test_the_first_test_episodes_of_every_map_are_recorded(trained, tmp_path):
+    """They are those of an evaluation: the same seeds, and the same team plays them."""
+    words = ["evaluate", trained["folder"], "-u", "test_nepisode=8", f"local_results_path={tmp_path}"]
+    assert main(words) == 0
+    (folder,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in (folder / "episodes" / "rank_0.jsonl").open()]
+    found = record_battles(evaluation_config(trained["folder"], {}, "watch"), episodes=2).episodes
+    assert [episode.map_name for episode in found] == [of for of in MAPS for _ in range(2)]
+    for of in MAPS:
+        first = [line for line in lines if line["task"] == of and line["slot"] == 0][:2]
+        mine = [episode for episode in found if episode.map_name == of]
+        assert [(each.seed, each.length, each.results["return"]) for each in mine] == [
+            (line["seed"], line["length"], pytest.approx(line["return"])) for line in first
+        ]
+    steps = next(Path(trained["folder"]).glob("models/*"))
+    assert found[0].policy == f"first, seed 1 after {int(steps.name):,} steps"
 
 
 def test_a_loaded_policy_plays_any_map_as_an_evaluation_does(trained, tmp_path):

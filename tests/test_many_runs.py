@@ -312,6 +312,7 @@ def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
         curves = one.test_curve("test_battle_won_mean"), other.test_curve("test_battle_won_mean")
         assert all(np.array_equal(*pair) for pair in zip(*curves, strict=True))
         assert (one.place, one.seed, one.state, one.kind) == (other.place, other.seed, other.state, other.kind)
+        assert one.finished and other.finished, "a plot of last tests takes it"
     assert [group.label for group in groups(again)] == ["rate 0.0003", "rate 0.001", "rate 0.005"]
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"card": {"id": "x", "compared": {}, "told": 3}, "summary": {}, "tests": {"t_env": 3}}\n{}\n')

@@ -377,6 +377,14 @@ def test_a_broken_library_is_one_line(tmp_path, monkeypatch, capsys):
     )
 
 
+def test_marl_evals_format_has_the_metrics_that_every_test_has(tmp_path):
+    make_study(tmp_path, rates=(0.001,), seeds=(1, 2))
+    with (tmp_path / "lr0.001_3m_seed2" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"stage": "stage3", "t_env": 40_000, WON: 0.5, "test_only_here_mean": 1.0}) + "\n")
+    seeds = plot.marl_eval(groups(load([tmp_path])))["skirmish"]["3m"]["qmix"]
+    assert {*seeds["seed_1"]["step_0"]} == {*seeds["seed_2"]["step_4"]} == {"step_count", "elapsed_time", "battle_won"}
+
+
 MISTAKES = [
     (["plot"], "error: plot: name runs or a study"),
     (["plot", "~nobody_here/x"], "error: plot ~nobody_here/x: holds no run"),
