@@ -165,7 +165,7 @@ def test_a_file_is_read_as_it_was_written_and_a_wrong_one_is_one_line(battles, t
         ("scene.health_max", [2]), ("scene.health_max", [-2, 2, 2, 0]), ("scene.shield_max", [4, 0]),
         ("scene.heals", [True]), ("scene.sight", [-3, 0]), ("scene.sight", [3]), ("scene.reach", [1e308, 0]),
         ("scene.bounds", [10, 10, 0, 0]), ("scene.bounds", [0, 0, 0, 10]), ("scene.bounds", [0, 0, 1e308, 10]),
-        ("scene.bounds", [20, 20, 30, 30]), ("scene.bounds", None), ("scene.walls", [[4, 3, 3, 5]]),
+        ("values", [[0.5, None, 1.0]]), ("scene.bounds", [20, 20, 30, 30]), ("scene.bounds", None), ("scene.walls", [[4, 3, 3, 5]]),
         ("scene.walls", [[3, 5, 4, 3]]), ("scene.score", ""),
     ],
 )  # fmt: skip
