@@ -109,7 +109,8 @@ def test_a_run_has_results_reconstruction_codes_times_ranks_card_and_differences
     assert page.row("reconstruction")[1:4] == ["0.01", "0", "0.02"]
     assert page.row("baseline: zeros")[1] == "0.400" and page.row("token right")[1] == "0.750"
     assert page.row("codes in use", 2)[1] == "64 of 256 (25%)"
-    assert "update 75.0 % 8 s" in page.lines and "collect 25.0 % 2 s" in page.lines
+    phases = [line for line in page.lines if line in ("update 75.0 % 8 s", "collect 25.0 % 2 s")]
+    assert phases == ["update 75.0 % 8 s", "collect 25.0 % 2 s"], "the longest first"
     assert page.row("0")[1:5] == ["2", "10", "2", "0"] and page.row("1", 5)[1:] == ["2", "14", "3", "1.000"]
     card = json.loads((folder / "card.json").read_text())
     assert page.row("id")[1] == card["id"] and page.row("torch")[1] == card["told"]["versions"]["torch"]
@@ -288,6 +289,7 @@ def test_an_evaluation_has_one_value_of_each_and_a_single_test_is_a_large_dot(tm
     add(played, "summary.json", {"kind": "evaluation"})
     page = report(played)
     assert page.row("win rate")[1:] == ["0.750"] and page.row("", 2) == ["", "value"]
+    assert "seed 1 · completed · evaluation" in (played / "report.html").read_text()
     for seed in (1, 2):
         make_run(tmp_path / "short" / f"{seed}", (0.5,), seed=seed)
     dots = {float(attrs["r"]) for tag, attrs in report(tmp_path / "short").tags if tag == "circle"}
