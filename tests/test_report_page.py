@@ -388,6 +388,7 @@ def test_a_study_counts_each_seed_once_and_evaluations_not_at_all(tmp_path):
     assert low.startswith("0.550") and high.startswith("0.750"), "means of the last tests of two seeds each"
     text = (tmp_path / "report.html").read_text()
     assert "<b>0.750</b>" in text and "<b>0.550</b>" not in text
+    assert f"last values: {first} 0.55, " in text, "so has its curve"
     assert "the same map and seed again, left out: again" in text
     assert page.row(first, 3)[1:] == ["skirmish 3m", "0.150"], "the mean of stage 1"
     assert page.lines.count("update 75.0 % 1 min 52 s") == 2

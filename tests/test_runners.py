@@ -181,6 +181,19 @@ def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
     assert {"test_return_mean", "test_ep_length_mean", "test_battle_won_mean"} <= values.keys()
 
 
+def test_a_recorder_plays_in_the_place_of_the_policy_and_takes_what_was_played():
+    runner, policy, recorder = runner_of(FakeEnv(4), "test"), Probe(wants_full_obs=True), Probe(wants_full_obs=True)
+    taken, written = [], []
+    recorder.take = taken.append
+    session = SimpleNamespace(
+        runners={"test": runner}, info=runner.info, rounds=lambda wanted: wanted // 4, dist=Dist(),
+        episode_log=SimpleNamespace(write=lambda log, t_env: written.append((log, t_env))),
+    )  # fmt: skip
+    greedy_episodes(session, policy, 8, log_at=77, recorder=recorder)
+    assert not policy.explored and set(recorder.explored) == {None} and all(recorder.full)
+    assert len(taken[0]) == 8 and written == [(taken[0], 77)]
+
+
 @pytest.mark.parametrize("generation", [0, 5])
 def test_play_continues_from_a_snapshot_with_new_or_renewed_episodes(generation):
     """Tests in the same environment change nothing."""
