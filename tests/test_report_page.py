@@ -418,6 +418,15 @@ def test_a_study_says_which_jobs_wait_and_which_arms_cannot_be_compared(tmp_path
     assert starred and all("0.002" in name for name in starred)
 
 
+def test_the_best_arm_of_each_map_is_bold_and_a_win_rate_has_the_axis_of_a_share(tmp_path):
+    make_study(tmp_path, rates=(0.001, 0.005), maps=("8m", "2m_vs_1m"), seeds=(1, 2))
+    report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<td><b>") == 4, "win rate and return: one on each map, also on the one with lower results"
+    (axes,) = [part for part in text.split("<h3>") if part.startswith("Win rate</h3>")]
+    assert axes.count('class="end" x="41" y="14.0">1</text>') == 3, "1 is the upper end on both maps and over them"
+
+
 def test_bars_and_bands_of_a_study_lie_at_their_values(tmp_path):
     make_study(tmp_path, rates=(0.001, 0.005), seeds=(1, 2))
     page = report(tmp_path)

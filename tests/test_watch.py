@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,10 +124,17 @@ def test_games_in_other_processes_show_their_units(sc2_game):
     assert len({tuple(moment.x) for moment in episode.moments}) > 3
 
 
-def test_a_file_is_read_as_it_was_written_and_a_wrong_one_is_one_line(battles, tmp_path, capsys):
+def test_a_file_is_read_as_it_was_written_and_a_wrong_one_is_one_line(battles, tmp_path, capsys, monkeypatch):
     path = battles.write(tmp_path / "deep" / "a.json.gz")
     assert Recording.read(path).packed() == path.read_bytes() == battles.packed()
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time", lambda: 5e8)
+        assert battles.packed() == path.read_bytes(), "whenever it is written"
     values = json.loads(gzip.decompress(path.read_bytes()))
+    with monkeypatch.context() as patch:
+        patch.setattr("omagd.run.watch.recording.LARGEST", len(gzip.decompress(path.read_bytes())) - 1)
+        with pytest.raises(UserError, match="holds more than"):
+            Recording.read(path)
     short = json.loads(json.dumps(values))
     short["episodes"][0]["moments"][1]["x"].pop()
     fewer = json.loads(json.dumps(values))
@@ -165,8 +173,8 @@ def test_a_file_is_read_as_it_was_written_and_a_wrong_one_is_one_line(battles, t
         ("scene.health_max", [2]), ("scene.health_max", [-2, 2, 2, 0]), ("scene.shield_max", [4, 0]),
         ("scene.heals", [True]), ("scene.sight", [-3, 0]), ("scene.sight", [3]), ("scene.reach", [1e308, 0]),
         ("scene.bounds", [10, 10, 0, 0]), ("scene.bounds", [0, 0, 0, 10]), ("scene.bounds", [0, 0, 1e308, 10]),
-        ("values", [[0.5, None, 1.0]]), ("scene.bounds", [20, 20, 30, 30]), ("scene.bounds", None), ("scene.walls", [[4, 3, 3, 5]]),
-        ("scene.walls", [[3, 5, 4, 3]]), ("scene.score", ""),
+        ("values", [[0.5, None, 1.0]]), ("scene.bounds", [20, 20, 30, 30]), ("scene.bounds", None),
+        ("scene.walls", [[4, 3, 3, 5]]), ("scene.walls", [[3, 5, 4, 3]]), ("scene.score", ""),
     ],
 )  # fmt: skip
 def test_a_recording_that_cannot_be_drawn_is_rejected(tmp_path, part, value):
@@ -177,6 +185,30 @@ def test_a_recording_that_cannot_be_drawn_is_rejected(tmp_path, part, value):
     path.write_bytes(gzip.compress(json.dumps(values).encode()))
     with pytest.raises(UserError, match="is no recording"):
         Recording.read(path)
+
+
+def test_a_torus_needs_a_size():
+    values = small_recording()
+    values["episodes"][0]["scene"] |= {"bounds": None, "torus": True}
+    for moment in values["episodes"][0]["moments"]:
+        moment["bodies"] = []
+    with pytest.raises(ValueError, match="the map has no size"):
+        Recording.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("results", "outcome"),
+    [({"return": 2.5}, "return 2.50"), ({"battle_won": 1.0}, "won"), ({"battle_won": 0.0}, "lost"),
+     ({"battle_won": 0.0, "battle_draw": 1.0}, "drawn"), ({"battle_won": 0.0, "draw": 1.0}, "drawn")],
+)  # fmt: skip
+def test_an_episode_is_called_by_its_environment_map_and_result(results, outcome):
+    values = small_recording()["episodes"][0] | {"results": results}
+    labels = []
+    for map_name in ("m", "", "e"):
+        (episode,) = Recording.model_validate({"episodes": [{**values, "map_name": map_name}]}).episodes
+        labels.append(episode.label)
+        assert episode.outcome == outcome
+    assert labels == ["e m", "e", "e"]
 
 
 def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp_path, capsys):
@@ -212,6 +244,34 @@ def test_episodes_that_were_played_are_kept_beside_their_page(battles, tmp_path,
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "replays" / "3m_400.html")
     kept = Recording.read(tmp_path / "replays" / "3m_400.json.gz")
     assert kept.packed() == battles.packed()
+
+
+def test_what_is_asked_for_reaches_the_game_and_the_file(battles, tmp_path, capsys, monkeypatch):
+    """The agent, the number of episodes and the keys; in a folder named like the run's step and map."""
+    asked, step = [], tmp_path / "run" / "models" / "400"
+    config = SimpleNamespace(checkpoint_path="x", load_step=0, env="skirmish")
+    for place, made in (
+        ("training.evaluate.evaluation_config", lambda run, texts, command: asked.append(texts) or config),
+        ("training.battles.record_battles", lambda config, episodes, source: asked.append(episodes) or battles),
+        ("checkpoint.weights.find_step_folder", lambda *_, **__: step),
+        ("checkpoint.weights.run_folder_of", lambda step: step.parent.parent),
+    ):
+        monkeypatch.setattr(f"omagd.run.{place}", made)
+    monkeypatch.setitem(drawing.WRITERS, "gif", lambda recording, path, agent: asked.append((path.name, agent)))
+    assert main(["watch", str(tmp_path), "with", "seed=3", "--episodes=4", "--agent=2"]) == 0
+    assert asked == [{"seed": "3"}, 4]
+    page = tmp_path / "run" / "replays" / "skirmish_5m_vs_6m_400.html"
+    assert capsys.readouterr().out.splitlines()[-1] == str(page) and "?? 2)" in page.read_text()
+    assert main(["watch", str(page.with_suffix(".json.gz")), "--agent=3", "--format=gif"]) == 0
+    assert asked[-1] == ("skirmish_5m_vs_6m_400.gif", 3)
+    mixed = Recording(episodes=[battles.episodes[0], *Recording.model_validate(small_recording()).episodes]).write(
+        tmp_path / "mixed.json.gz"
+    )
+    assert main(["watch", str(mixed), "--agent=4"]) == 0, "an agent of the larger map"
+    save_recording(battles, tmp_path / "kept")
+    assert "?? 0)" in (tmp_path / "kept.html").read_text()
+    title = (tmp_path / "kept.html").read_text().partition("<title>")[2].partition("</title>")[0]
+    assert "&lt;b&gt;policy" in title and "<b>" not in title
 
 
 def test_a_video_needs_the_extra_and_has_all_moments(battles, tmp_path, capsys, monkeypatch):

@@ -40,9 +40,9 @@ class Oracle:
         return Decision(random_actions(available, self.rng), {} if full is None else {"recon": full.copy()}, values)
 
     def restore(self, data):
-        obs, full = (obs_to_nodes(data[name], self.info.layout) for name in ("obs", "recon"))
+        obs = obs_to_nodes(data["obs"], self.info.layout)
         living = (data["obs"] != 0).any(-1, keepdim=True)
-        return data["recon"], unseen(obs) & ~unseen(full) & living
+        return data["recon"], unseen(obs) & living  # also of what it believes to be dead
 
 
 def play(name="skirmish", episodes=1, slots=2, processes=False, policy=Oracle, **env_args):
