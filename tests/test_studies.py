@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -9,27 +10,33 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from reaper import having
 
+import omagd
 from omagd.config.loading import resolve
 from omagd.run.checkpoint.run_lock import start_ticks
-from omagd.run.cli.main import main
+from omagd.run.cli.main import config_from, main
 from omagd.run.studies import EXECUTORS, engine, estimate, results, spec, view
+from omagd.run.studies import local as local_runs
+from omagd.run.studies import state as study_state
 from omagd.run.studies import study as whole_study
 from omagd.run.studies.executors import Ended, Job, Place
 from omagd.run.studies.local import LocalArgs, LocalExecutor
-from omagd.run.studies.processes import last_error, start_run
+from omagd.run.studies.processes import finish, last_error, start_run
 from omagd.run.studies.spec import config_of, load
-from omagd.run.studies.state import DONE, FAILED, PRUNED, RUNNING, WAITING, Record, StudyState, locked_study
+from omagd.run.studies.state import DONE, ELSEWHERE, FAILED, PRUNED, RUNNING, WAITING, Record, StudyState, locked_study
 from omagd.run.studies.study import not_comparable, run_study
 from omagd.run.studies.view import ConsoleView, seconds_left, study_table
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.signals import Stopped
+from omagd.utils.storage import opened
 
 SMALL = {"t_max": 100, "lr": 0.001}
 
@@ -66,6 +73,13 @@ def test_a_list_of_overrides_and_nested_keys():
         "lr=0.01-3m-seed1", "lr=0.01-3m-seed2", "lr=0.02,map_name=8m-8m-seed1", "lr=0.02,map_name=8m-8m-seed2",
     ]  # fmt: skip
     assert [config_of(job).map_name for job in jobs] == ["3m", "3m", "8m", "8m"]
+
+
+def test_an_environment_of_the_list_replaces_that_of_an_arm_and_of_the_study():
+    arms = {"a": None, "b": {"env_config": "matrix_game", "with": {"lr": 0.5}}}
+    environments = {"x": None, "y": {"env_config": "memory_game"}}
+    jobs = jobs_of({"env_config": "skirmish", "arms": arms, "environments": environments})
+    assert [job.env for job in jobs] == ["skirmish", "memory_game", "matrix_game", "memory_game"]
 
 
 def test_values_of_every_kind_reach_the_configuration():
@@ -131,6 +145,11 @@ def test_too_many_runs_are_rejected_before_any_of_them_is_looked_at(monkeypatch)
         ({"with": {"name": "a\0b"}}, "name=a\\x00b: holds a NUL character"),
         ({"with": {"name": "a" * 200_000}}, "is too long for a command line"),
         ({"with": {"env_args": {f"a{i}": 1 for i in range(1001)}}}, "with: has 1001 keys, more than 1000"),
+        ({"name": ".toy"}, "name=.toy: is the name of a folder"),
+        ({"arms": {"a": None, "A": {"config": "vdn"}}}, "arms.A: its folder A-3m-seed1 is that of arms.a"),
+        ({"arms": {"a": None, "b": {"with": {"name": "b"}}}}, "arms.b: is the same run as arms.a"),
+        ({"executor": {"local": {}, "slurm": {"time": 0}}}, "executor.slurm.time=0: must be more than 0"),
+        ({"with": {"auto_resume": False}}, "auto_resume=False: leave it out, every run resumes"),
     ],
 )  # fmt: skip
 def test_what_a_study_file_gets_wrong_is_one_line_with_its_place(values, said):
@@ -435,6 +454,191 @@ def test_a_job_that_outlived_the_study_is_followed_not_started_again(study):
     assert study.records["a"].reference == ""
 
 
+class Scripted:
+    """An executor without processes: a job ends after as many polls as `ends` has; `fails` has the errors of starts."""
+
+    def __init__(self, state: StudyState, slots=1, ends=None, fails=None, words=(), references=None, luck=True):
+        self.luck = luck
+        self.state, self.slots, self.words = state, [(core,) for core in range(slots)], words
+        self.ends, self.fails, self.references = ends or {}, fails or {}, references or {}
+        self.begun = dict.fromkeys(self.references, 0)
+        self.commands, self.cores, self.cancelled, self.polls = {}, {}, [], 0
+
+    def start(self, job, command, cpus):
+        if job.name in self.fails:
+            raise self.fails[job.name]
+        self.commands[job.name], self.cores[job.name], self.begun[job.name] = command, cpus, self.polls
+
+    def poll(self):
+        self.polls += 1
+        assert self.polls < 100, "the study never ends"
+        over = [name for name, at in self.begun.items() if self.polls >= at + self.ends.get(name, 1)]
+        return [self.over(name) for name in over]
+
+    def over(self, name: str) -> Ended:
+        del self.begun[name]
+        self.references.pop(name, None)
+        if self.luck:
+            finish_run(self.state, name)
+        return Ended(name, 0) if self.luck else Ended(name, 1, "error: no luck")
+
+    def running(self):
+        return set(self.begun)
+
+    def cancel(self, name):
+        self.cancelled.append(name)
+
+    def stop(self):
+        pass
+
+
+def finish_run(state: StudyState, name: str) -> None:
+    """Write what a finished run has in its folder."""
+    folder = state.run_folder(name)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.summary_json.write_text("{}")
+    (folder.path / "run.json").write_text('{"finished": true}')
+
+
+@pytest.fixture
+def unhurried(tmp_path, monkeypatch):
+    """The state of an empty study; the engine does not sleep, and the state is saved after every change."""
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(study_state, "SAVE_SECONDS", 0.0)
+    with locked_study(tmp_path / "study") as state:
+        yield state
+
+
+def test_a_run_continues_its_own_folder_with_the_words_of_its_first_start(unhurried):
+    """Read as the command line is read; a later start may be on a machine where the executor would add other words."""
+    (job,) = jobs_of({"config": "qmix", "with": {"lr": 0.5}})
+    first = Scripted(unhurried, words=("torch_threads=3", "lr=0.1"), luck=False)
+    engine.run([job], first, unhurried)
+    assert unhurried.records[job.name].error == "error: no luck"
+    second = Scripted(unhurried, words=("torch_threads=1",))
+    engine.run([job], second, unhurried)
+    assert unhurried.records[job.name].error == ""
+    for executor in (first, second):
+        config = config_from(executor.commands[job.name][3:])
+        assert (config.lr, config.seed, config.torch_threads) == (0.5, 1, 3)
+        assert Path(config.local_results_path) / config.unique_token == unhurried.run_folder(job.name).path
+        assert config.auto_resume and config.auto_resume_wait > 0
+
+
+def test_a_run_that_cannot_be_started_is_noted_and_its_place_is_free(unhurried):
+    reasons = {"a": OSError(28, "No space left on device"), "b": UserError("no such node")}
+    executor = Scripted(unhurried, fails=reasons)
+    engine.run([stub_job(name) for name in "abc"], executor, unhurried)
+    errors = [unhurried.records[name].error for name in "abc"]
+    assert errors == ["cannot be started: [Errno 28] No space left on device", "cannot be started: no such node", ""]
+    assert unhurried.counts() == {DONE: 1, FAILED: 2}
+
+
+def test_runs_get_the_cores_of_those_that_ended(unhurried):
+    executor = Scripted(unhurried, slots=2, ends={"a": 3, "b": 1, "c": 5, "d": 1})
+    engine.run([stub_job(name) for name in "abcd"], executor, unhurried)
+    assert executor.cores == {"a": (0,), "b": (1,), "c": (1,), "d": (0,)}
+
+
+def test_a_run_that_goes_on_elsewhere_takes_a_place(unhurried):
+    unhurried.add([stub_job("a"), stub_job("b")])
+    executor = Scripted(unhurried, slots=1, ends={"a": 4}, references={"a": "17_0"})
+    alone = []
+
+    def look():
+        alone.append("a" in executor.begun and "b" in executor.commands)
+
+    engine.run([stub_job("b"), stub_job("a")][::-1], executor, unhurried, more=look)
+    assert "b" in executor.commands and not any(alone)
+
+
+def test_the_reference_of_a_submitted_run_is_saved_at_once(unhurried, monkeypatch):
+    """A kill after sbatch must not lose the job, or it would be submitted again."""
+    monkeypatch.setattr(study_state, "SAVE_SECONDS", 1e6)
+    unhurried.add([stub_job("a")])
+    unhurried.save(now=True)
+    executor, saved = Scripted(unhurried, ends={"a": 9}), []
+
+    def look():
+        saved.append(StudyState.read(unhurried.folder).records["a"].reference)
+        if executor.polls == 3:  # as in SLURM, the number comes with a poll after the start
+            executor.references["a"] = "17_0"
+        return [] if executor.polls < 6 else None
+
+    engine.run([stub_job("a")], executor, unhurried, more=look)
+    assert saved == [""] * 3 + ["17_0"] * 3
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_starts(unhurried, monkeypatch):
+    clock = [1000.0]
+
+    def sleep(_):
+        clock[0] += 10.0
+
+    monkeypatch.setattr(engine, "time", SimpleNamespace(time=lambda: clock[0], sleep=sleep))
+    for polls in (3, 2):
+        engine.run([stub_job("a")], Scripted(unhurried, ends={"a": polls}, luck=False), unhurried)
+    assert unhurried.records["a"].seconds == 10.0 * (3 + 2)
+
+
+def test_what_an_interruption_leaves_is_noted_as_it_is(unhurried):
+    """Of three runs one finishes while it is stopped, one has to continue, one goes on without this process."""
+    executor = Scripted(unhurried, slots=3, ends=dict.fromkeys("abc", 50))
+    ended = []
+
+    def interrupt():
+        executor.references["c"] = "17_0"
+        if executor.polls == 3:
+            executor.stop = lambda: executor.ends.update(a=0)
+            raise KeyboardInterrupt
+        return []
+
+    with pytest.raises(KeyboardInterrupt):
+        jobs = [stub_job(name) for name in "abc"]
+        engine.run(jobs, executor, unhurried, on_end=lambda job, record: ended.append(job.name), more=interrupt)
+    read = StudyState.read(unhurried.folder).records
+    assert [(read[name].state, read[name].reference) for name in "abc"] == [
+        (DONE, ""),
+        (WAITING, ""),
+        (RUNNING, "17_0"),
+    ]
+    assert ended == ["a"]
+
+
+def test_runs_are_repeated_only_where_their_result_is_missing(unhurried):
+    jobs = [stub_job(name) for name in ("done", "removed", "elsewhere", "failed")]
+    unhurried.add(jobs)
+    for name, record in unhurried.records.items():
+        record.state = {"removed": DONE, "elsewhere": ELSEWHERE}.get(name, name)
+    finish_run(unhurried, "done")
+    executor = Scripted(unhurried, ends={"removed": 3})
+    shown = []
+
+    def look():
+        shown.append(unhurried.records["failed"].state)
+
+    engine.run(jobs, executor, unhurried, more=look)
+    assert list(executor.commands) == ["removed", "failed"]
+    assert shown[0] == WAITING, "while it waits it is not shown as failed"
+    assert unhurried.counts() == {DONE: 3, ELSEWHERE: 1}
+
+
+def test_a_pruned_run_is_cancelled_once_and_one_that_waits_is_never_started(unhurried):
+    executor = Scripted(unhurried, ends={"a": 9})
+
+    def prune():
+        if executor.polls == 3:
+            executor.references["a"] = "17_0"
+            unhurried.prune("a")
+            unhurried.prune("b")
+        return None if executor.polls > 4 else []
+
+    engine.run([stub_job(name) for name in "abc"], executor, unhurried, more=prune)
+    assert executor.cancelled == ["a"]
+    assert unhurried.records["a"].reference == "", "there is nothing left to follow"
+    assert list(executor.commands) == ["a", "c"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_the_process_that_checks_runs_ends_with_the_one_that_leads_the_study(tmp_path):
     """Its interpreter is replaced by a command that notes its number and waits."""
@@ -495,6 +699,92 @@ def test_logs_keep_what_earlier_starts_wrote_and_errors_are_found_in_them(tmp_pa
     assert last_error(tmp_path / "none", None) == "ended"
 
 
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("error: old\nresumed\nerror: new\nbye", "error: new"),  # of the last start
+        ('Traceback\n  File "a"\nValueError: no luck\nbye', "ValueError: no luck"),
+        ("first\nlast\n\n", "last"),
+        ("x" * 20_000 + "\nerror: late\n" + "y\n" * 99, "error: late"),
+        ("", "exit code 1"),
+    ],
+)
+def test_the_last_error_of_a_log_is_what_is_said_of_a_run(log, said, tmp_path):
+    (tmp_path / "log").write_text(log)
+    assert last_error(tmp_path / "log", 1) == said
+
+
+def test_a_run_is_apart_from_the_terminal_and_leaves_no_open_file(tmp_path):
+    """It reads nothing, Ctrl-C does not reach it, and a signal for the process that leads it does not end it."""
+    code = (
+        "import os, signal; print(os.readlink('/proc/self/fd/0'), os.getsid(0) == os.getpid(),"
+        " signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN)"
+    )
+    (ends, other), kept = os.pipe(), os.dup(0)
+    os.dup2(ends, 0)
+    try:
+        before = sorted(os.listdir("/proc/self/fd"))
+        assert start_run([sys.executable, "-S", "-c", code], tmp_path / "log").wait() == 0
+        assert sorted(os.listdir("/proc/self/fd")) == before
+    finally:
+        os.dup2(kept, 0)
+        for handle in (ends, other, kept):
+            os.close(handle)
+    assert (tmp_path / "log").read_text().split() == ["/dev/null", "True", "True"]
+
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(20)"
+)
+
+
+def ready(log: Path) -> bool:
+    until = time.monotonic() + 30
+    while not (log.exists() and "ready" in log.read_text()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return True
+
+
+def test_a_run_that_does_not_end_when_asked_is_killed(study, monkeypatch):
+    monkeypatch.setattr(local_runs, "STOP_SECONDS", 0.1)
+    command = [sys.executable, "-S", "-c", STUBBORN]
+    executor = local(study, jobs=1)
+    executor.start(stub_job("a"), command, ())
+    (process,) = executor._processes.values()
+    assert ready(study.folder / "logs" / "a.log")
+    executor.stop()
+    assert start_ticks(process.pid) is None
+    alone = start_run(command, study.folder / "logs" / "b.log")
+    assert ready(study.folder / "logs" / "b.log") and finish(alone, 0.1) == -signal.SIGKILL
+
+
+def test_what_a_run_leaves_behind_ends_with_it(study):
+    executor = local(study, jobs=1)
+    executor.start(stub_job("a"), ["/bin/sh", "-c", "sleep 20 & echo $!"], ())
+    until = time.monotonic() + 10
+    while not (ended := executor.poll()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [end.exit_code for end in ended] == [0]
+    left = int((study.folder / "logs" / "a.log").read_text())
+    while start_ticks(left) is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert start_ticks(left) is None
+
+
+def test_cores_and_threads_follow_from_each_other(study):
+    cores = sorted(os.sched_getaffinity(0))
+    assert [len(slot) for slot in local(study).slots] == [1] * len(cores)
+    assert len(local(study, jobs=len(cores)).slots) == len(cores)
+    if len(cores) < 2:
+        pytest.skip("one core")
+    executor = local(study, cores_per_run=2)
+    assert executor.slots == [tuple(cores[i : i + 2]) for i in range(0, len(cores) - 1, 2)]
+    assert LocalArgs(cores_per_run=2).cores == 2 and executor.words == ()
+    engine.run([stub_job("a")], executor, study)
+    ((affinity, threads, _),) = starts(study, "a")
+    assert (len(affinity), threads) == (2, "2")
+
+
 # --- the folder of a study
 
 
@@ -516,6 +806,13 @@ def test_runs_that_ended_with_a_killed_leader_are_shown_as_waiting(tmp_path, cap
         state.save(now=True)
         assert main(["study", "status", str(tmp_path / "s")]) == 0
         assert "2 running, 0 waiting, 0 failed; run by process" in capsys.readouterr().out
+        values = json.loads((tmp_path / "s" / "study.json").read_text())
+        values["launcher"]["boot"] = "of another machine"  # on which it cannot be seen what runs
+        (tmp_path / "s" / "study.json").write_text(json.dumps(values))
+        assert main(["study", "status", str(tmp_path / "s")]) == 0
+        assert "2 running, 0 waiting, 0 failed; run by process" in capsys.readouterr().out
+        state.changed()
+        state.save(now=True)
         values = json.loads((tmp_path / "s" / "study.json").read_text())
         values["launcher"]["started"] += 1  # as after a kill: another process has this pid
         (tmp_path / "s" / "study.json").write_text(json.dumps(values))
@@ -549,11 +846,27 @@ def test_a_damaged_state_is_named_and_kept(tmp_path):
     with locked_study(tmp_path / "s") as state:
         state.add([stub_job("a")])
     file = tmp_path / "s" / "study.json"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(UserError, match="has format 2; this version reads 1"):
+        StudyState.read(tmp_path / "s")
     for content in (b"{", b"[]", b'{"format": 1, "jobs": [3]}'):
         file.write_bytes(content)
         with pytest.raises(UserError, match="study.json: is damaged"):
             StudyState.read(tmp_path / "s")
         assert file.read_bytes() == content
+
+
+def test_a_run_is_finished_once_it_says_so_and_its_summary_is_there(tmp_path):
+    state = StudyState(tmp_path)
+    folder = state.run_folder("a")
+    folder.path.mkdir(parents=True)
+    folder.summary_json.write_text("{}")  # of a start that was interrupted
+    (folder.path / "run.json").write_text('{"identity": "x"}')
+    assert not state.is_finished("a")
+    finish_run(state, "a")
+    assert state.is_finished("a")
+    folder.summary_json.unlink()
+    assert not state.is_finished("a")
 
 
 # --- the results file
@@ -586,6 +899,232 @@ def test_the_curve_of_a_run_holds_its_tests(tmp_path):
     assert results.tests_of(metrics) == {
         "t_env": [1, 3], "wall_seconds": [0.5, None], "test_a": [1.0, None], "test_b": [None, None],
     }  # fmt: skip
+
+
+# --- whole studies of scripted runs
+
+
+class Toy:
+    """Starts studies whose runs are scripted, in folders below `root`; `starts` has the jobs of each call."""
+
+    def __init__(self, root: Path, monkeypatch) -> None:
+        self.root, self.said, self.starts, self.fails, self.references = root, [], [], {}, {}
+        self.steps, self.examined = {}, []
+        monkeypatch.setattr(engine, "POLL_SECONDS", 0.0)
+        monkeypatch.setattr(whole_study, "examine", self.examine)
+        executor = type("Toy", (), {"args_model": LocalArgs, "__new__": lambda cls, place: self.executor(place)})
+        monkeypatch.setitem(EXECUTORS._objects, "toy", executor)
+        unwanted = type("Local", (), {"args_model": LocalArgs, "__new__": lambda cls, place: pytest.fail("local runs")})
+        monkeypatch.setitem(EXECUTORS._objects, "local", unwanted)
+        monkeypatch.setattr(EXECUTORS, "names", lambda: ["local", "slurm", "toy"])
+
+    def executor(self, place: Place) -> Scripted:
+        self.place = place
+        return Scripted(StudyState(place.folder), fails=self.fails, references=dict(self.references))
+
+    def examine(self, jobs, executor, source):
+        self.examined += [job.name for job in jobs]
+        compared = {"env": "skirmish", "t_max": 100}
+        return {
+            job.name: {
+                "identity": " ".join(job.words),
+                "card": {"id": "c", "compared": {**compared, "t_max": self.steps.get(job.arm, 100)}},
+            }
+            for job in jobs
+        }
+
+    def file(self, **values) -> Path:
+        path = self.root / "files" / "toy.yaml"
+        path.parent.mkdir(exist_ok=True)
+        given = {"config": "qmix", "seeds": 2, "executor": {"toy": {}}, **values}
+        path.write_text(yaml.safe_dump(given, sort_keys=False))
+        return path
+
+    def run(self, results_in="here", **values) -> StudyState:
+        study = load(self.file(**values), results=str(self.root / results_in))
+        state = run_study(study, self.said.append, quiet=True)
+        self.complete = whole_study.outcome(state, study)[0]
+        return state
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    return Toy(tmp_path, monkeypatch)
+
+
+def test_results_are_appended_once_and_spare_runs_on_other_machines(toy):
+    given = {"results_file": "kept/results.jsonl", "seeds": 3}
+    toy.fails["qmix-3m-seed3"] = UserError("no luck")
+    assert toy.run(**given).counts() == {DONE: 2, FAILED: 1} and not toy.complete
+    kept = toy.root / "files" / "kept" / "results.jsonl"  # beside the study file, wherever the command runs
+    one, two = (json.loads(line) for line in kept.read_text().splitlines())
+    assert [one["job"], two["job"]] == ["qmix-3m-seed1", "qmix-3m-seed2"]
+    toy.fails.clear()
+    assert toy.run("there", **given).counts() == {DONE: 1, ELSEWHERE: 2} and toy.complete
+    assert toy.run("there", **given).counts() == {DONE: 1, ELSEWHERE: 2}
+    assert not (toy.root / "there" / "toy" / "runs" / "qmix-3m-seed1").exists()
+    whole = kept.read_text().splitlines()
+    assert len(whole) == 3
+    assert toy.run(**given).counts() == {DONE: 2, ELSEWHERE: 1} and kept.read_text().splitlines() == whole
+    # A line that is removed asks for its run again; one that nobody can read does not count.
+    kept.write_text("\n".join([*whole[1:], "<<<<<<< HEAD"]) + "\n")
+    assert toy.run("there", **given).counts() == {DONE: 2, ELSEWHERE: 1}
+    assert [json.loads(line)["job"] for line in kept.read_text().splitlines() if "HEAD" not in line] == [
+        "qmix-3m-seed2", "qmix-3m-seed3", "qmix-3m-seed1",
+    ]  # fmt: skip
+    assert toy.said == [f"results_file={kept}: 1 lines cannot be read and do not count; the file is kept as it is"]
+
+
+def test_a_result_that_could_not_be_appended_is_appended_by_the_next_start(toy, monkeypatch):
+    def full(path, entry):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(results, "append", full)
+        assert toy.run(results_file="results.jsonl").counts() == {DONE: 2}
+    assert [line.partition(": the next")[0].split(": ", 1)[1].partition("; the")[0] for line in toy.said] == [
+        f"cannot be written (No space left on device): qmix-3m-seed{seed} is missing there" for seed in (1, 2)
+    ]
+    toy.fails = dict.fromkeys(["qmix-3m-seed1", "qmix-3m-seed2"], UserError("started again"))
+    assert toy.run(results_file="results.jsonl").counts() == {DONE: 2}
+    assert len((toy.root / "files" / "results.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_line_of_a_run_has_its_card_at_the_end_and_is_found_by_that_at_the_start(tmp_path):
+    """Only the end of a run knows the build of the game; a study knows the card at the start."""
+    state = StudyState(tmp_path)
+    finish_run(state, "a")
+    folder = state.run_folder("a")
+    stage = {"clock": {"t_env": 5}, "values": {"win_rate": 0.5}, "files": {"agent": str(tmp_path)}}
+    folder.summary_json.write_text(json.dumps({"stages": {"stage3": stage}, "seconds": 1e999}))
+    folder.card_json.write_text('{"id": "after", "compared": {}, "told": {"versions": {"torch": "2"}}}')
+    line = results.line_of("s", stub_job("a"), folder, {"id": "before"}, "i")
+    assert (line["card"]["id"], line["versions"]) == ("after", {"torch": "2"})
+    assert line["summary"]["stages"] == {"stage3": {"clock": {"t_env": 5}, "values": {"win_rate": 0.5}}}
+    results.append(tmp_path / "results.jsonl", line)
+    known, _ = results.known_keys(tmp_path / "results.jsonl")
+    assert list(known) == [results.key_of({"id": "before"}, "i")]
+    assert "Infinity" not in (tmp_path / "results.jsonl").read_text()
+
+
+def test_lines_of_many_processes_do_not_mix_and_are_on_the_disk(tmp_path, monkeypatch):
+    path, synced, held = tmp_path / "results.jsonl", [], []
+    fsync = os.fsync
+
+    def look(handle):
+        fsync(handle)
+        synced.append(path.read_bytes().count(b"\n"))
+        with suppress(BlockingIOError), opened(tmp_path, os.O_DIRECTORY) as folder:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.append(False)
+
+    monkeypatch.setattr(os, "fsync", look)
+    for number in range(2):
+        results.append(path, result(str(number), str(number)))
+    assert synced == [1, 2] and not held
+
+
+def test_arms_that_cannot_be_compared_are_named_at_the_first_start_and_checked_once(toy):
+    toy.steps = {"long": 200}
+    given = {"arms": {"short": None, "long": {"with": {"lr": 0.5}}}, "seeds": 1}
+    toy.run(**given)
+    assert toy.said == ["skirmish 3m: these arms cannot be compared with short: long: t_max 200, not 100"]
+    toy.run(**given)
+    assert len(toy.said) == 1 and toy.examined == ["short-3m-seed1", "long-3m-seed1"]
+    toy.run(**{**given, "arms": {**given["arms"], "longer": {"with": {"lr": 0.25}}}})
+    assert len(toy.said) == 2 and toy.examined[2:] == ["longer-3m-seed1"]
+
+
+def test_a_study_may_grow_but_not_take_the_folder_of_another(toy):
+    toy.run()
+    copy = toy.root / "here" / "toy" / "study.yaml"
+    assert toy.run(seeds=3).counts() == {DONE: 3}
+    assert copy.read_bytes() == toy.file(seeds=3).read_bytes()
+    with pytest.raises(UserError, match="belongs to another study, without these runs"):
+        toy.run(environments=["8m"])
+    assert StudyState.read(toy.root / "here" / "toy").counts() == {DONE: 3}
+
+
+def test_jobs_that_were_handed_over_are_followed_unless_somebody_else_has_moved_on(toy, monkeypatch):
+    toy.run()
+    file = toy.root / "here" / "toy" / "study.json"
+    values = json.loads(file.read_text())
+    values["jobs"][0] |= {"state": RUNNING, "reference": "17_0"}
+    (toy.root / "here" / "toy" / "runs" / "qmix-3m-seed1" / "summary.json").unlink()
+    file.write_text(json.dumps(values))
+    toy.references = {"qmix-3m-seed1": "17_0"}
+    assert toy.run().counts() == {DONE: 2} and toy.place.references == toy.references
+    taken = locked_study
+
+    def late(folder):  # between the look at the state and the lock, another process has submitted a job
+        file.write_text(json.dumps(values))
+        return taken(folder)
+
+    monkeypatch.setattr(whole_study, "locked_study", late)
+    with pytest.raises(UserError, match="another process has run this study in the meantime. Start it again"):
+        toy.run()
+
+
+def test_the_words_of_the_command_and_of_python_reach_the_study(toy, capsys, recwarn):
+    """`--results`, `--executor`, exit codes, warnings."""
+    file = toy.file(executor={"local": {}, "toy": {}}, arms={"a": None, "b": {"with": {"lr": 0.5}}}, seeds=1)
+    toy.steps = {"b": 200}
+    folder, words = toy.root / "command" / "toy", ["--executor=toy", f"--results={toy.root / 'command'}"]
+    toy.fails["b-3m-seed1"] = UserError("no luck")
+    assert main(["study", str(file), *words]) == 1
+    assert StudyState.read(folder).counts() == {DONE: 1, FAILED: 1}
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == str(folder) and "cannot be compared with a: b: t_max 200" in printed.err
+    found = omagd.study(file, results=str(toy.root / "python"), executor="toy")
+    assert [run["state"] for run in found["runs"]] == [DONE, FAILED] and not found["complete"]
+    assert found["runs"][1]["error"] == "cannot be started: no luck"
+    assert found["folder"] == str(toy.root / "python" / "toy") == str(Path(found["runs"][0]["folder"]).parents[1])
+    assert ["cannot be compared" in str(warning.message) for warning in recwarn] == [True]
+    toy.fails.clear()
+    assert main(["study", str(file), *words]) == 0
+    assert omagd.study(file, results=str(toy.root / "python"), executor="toy")["complete"]
+
+
+def test_sigterm_stops_a_study_in_python(toy, monkeypatch):
+    """As from a batch system: the engine ends its runs, which save."""
+    went_on = []
+
+    def interrupt(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        went_on.append(True)
+
+    monkeypatch.setattr(engine, "run", interrupt)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(Stopped):
+            omagd.study(toy.file(), results=str(toy.root / "here"), executor="toy")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not went_on
+
+
+def test_seeds_of_a_run_share_its_check_and_other_runs_have_their_own(monkeypatch, capsys):
+    """What `--examine` answers: identity and card of each, or the error that the run would end with."""
+    base = ["--config=qmix", "with"]
+    jobs = [
+        [*base, "seed=1"], [*base, "seed=2"], [*base, "torch_threads=2", "seed=1"], [*base, "lr=0.5", "seed=1"],
+        [*base, "env_args.map_name=nowhere", "seed=1"], [*base, "dist_backend=nccl", "seed=1"],
+    ]  # fmt: skip
+
+    def asked(local: bool) -> list[dict]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"jobs": jobs, "local": local})))
+        assert main(["study", "--examine"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    one, other_seed, threads, rate, wrong, card = asked(local=True)
+    assert one["identity"] == threads["identity"], "machines with other numbers of cores share a results file"
+    assert len({each["identity"] for each in (one, other_seed, rate)}) == 3
+    assert one["card"]["id"] == rate["card"]["id"] and one["card"]["method"] != rate["card"]["method"]
+    assert "nowhere" in wrong["error"]
+    assert "error" in card, "this machine has no such device"
+    assert "card" in asked(local=False)[-1], "those that run it may have one"
 
 
 # --- what is shown
@@ -651,6 +1190,48 @@ def test_an_interrupted_study_says_what_is_left_and_how_to_continue(tmp_path, mo
     assert "SIGTERM: nothing was started in " in capsys.readouterr().err
 
 
+def test_what_runs_have_spent_already_is_not_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "time", SimpleNamespace(time=lambda: 1000.0))
+    state = StudyState(tmp_path)
+    for number, (how, seconds, since) in enumerate(((DONE, 100.0, 0.0), (RUNNING, 10.0, 970.0), (WAITING, 30.0, 0.0))):
+        (record,) = state.add([Job(str(number), "a", "toy", "", number, ("with",))])
+        record.state, record.seconds, record.since = how, seconds, since
+    assert seconds_left(state, slots=1) == pytest.approx(100 - (10 + 30) + 100 - 30)
+    assert seconds_left(state, slots=9) == pytest.approx((60 + 70) / 2), "no more places than runs that are left"
+
+
+def test_the_table_has_the_results_of_finished_runs_in_their_columns(tmp_path):
+    state = StudyState(tmp_path)
+    for seed, (how, win_rate) in enumerate(((DONE, 0.25), (DONE, 0.75), (WAITING, 0.0)), 1):
+        (record,) = state.add([Job(f"a{seed}", "a", "toy", "3m", seed, ("with",))])
+        record.state = how
+        finish_run(state, record.job.name)
+        state.run_folder(record.job.name).summary_json.write_text(json.dumps({"win_rate": win_rate, "return": 20.0}))
+    head, _, row = study_table(state).splitlines()
+    assert head.split() == ["arm", "environment", "done", "waiting", "win", "rate", "return"]
+    assert row.split("  ")[-2:] == ["0.500 (0.250 to 0.750)", "20.000 (20.000 to 20.000)"]
+    assert row.split()[:5] == ["a", "toy", "3m", "2", "1"]
+
+
+def test_how_far_a_run_is_follows_from_its_stage(tmp_path):
+    """Of a run of several stages the whole is unknown, since their steps take different times."""
+    state = StudyState(tmp_path)
+    (record,) = state.add([stub_job("a")])
+    folder = state.run_folder("a")
+    folder.path.mkdir(parents=True)
+    seen = []
+    for staged in (True, False):
+        config = {"t_max": 200, "graph_pretrain_epochs": 10, "use_graph_reconstruction": staged}
+        folder.config_json.write_text(json.dumps(config))
+        for line in ({"stage": "stage1", "epoch": 4}, {"stage": "stage3", "t_env": 250}, {"stage": "stage3"}):
+            folder.metrics_jsonl.write_text(json.dumps(line) + "\n")
+            seen.append(view.reached(state, record))
+    assert seen[:3] == [(None, "stage1 40%"), (None, "stage3 100%"), (None, "stage3")]
+    assert seen[4] == (1.0, "stage3 100%")
+    folder.metrics_jsonl.unlink()
+    assert view.reached(state, record) == (None, "starts")
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -677,6 +1258,34 @@ def test_a_terminal_shows_a_table_that_is_drawn_again(tmp_path, monkeypatch):
     lines = screen.getvalue().split("\x1b[2F\x1b[J")
     assert lines[1][10:].startswith(" a: failed: error: no\\x1b[2J luck (0 done, 0 running, 1 waiting, 1 failed)\n")
     assert lines[1].endswith("\n0 done, 0 running, 1 waiting, 1 failed\n")
+
+
+def test_many_runs_are_counted_and_a_terminal_that_cannot_move_has_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "REDRAW_SECONDS", 0.0)
+    state = StudyState(tmp_path)
+    for number in range(view.RUNS_SHOWN + 3):
+        (record,) = state.add([stub_job(f"job{number}")])
+        record.state, record.since, record.starts = RUNNING, time.time(), 1
+    for terminal, last in (("xterm", "  … and 3 more\n"), ("dumb", "")):
+        monkeypatch.setenv("TERM", terminal)
+        screen = Terminal()
+        console = ConsoleView(state, 2, screen)
+        console.tick()
+        assert screen.getvalue().endswith(last) and bool(screen.getvalue()) == bool(last)
+    console.change(record)
+    assert screen.getvalue()[10:].startswith(f" {record.job.name}: running (0 done, 15 running")
+
+
+def test_lines_are_cut_at_the_width_of_the_terminal(tmp_path, monkeypatch):
+    """A line that breaks would be cleared in part only."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(os, "get_terminal_size", lambda handle: os.terminal_size((20, 5)))
+    state = StudyState(tmp_path)
+    state.add([stub_job("a")])
+    screen = Terminal()
+    screen.fileno = lambda: 1
+    ConsoleView(state, 2, screen).tick()
+    assert screen.getvalue() == "0 done, 0 running, "[:19] + "\n"
 
 
 def test_executors_of_other_packages_are_found_by_their_entry_points(monkeypatch):

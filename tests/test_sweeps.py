@@ -14,7 +14,9 @@ import sys
 import time
 from pathlib import Path
 
+import optuna
 import pytest
+import sweep_stand_in
 import yaml
 from many_runs import without
 from matplotlib.figure import Figure
@@ -83,13 +85,16 @@ def test_trials_that_fall_behind_are_ended_early(tmp_path):
     by_state = {state: [t for t in found["trials"] if t["state"] == state] for state in ("complete", "pruned")}
     assert len(by_state["complete"]) + len(by_state["pruned"]) == 20
     assert len(by_state["pruned"]) >= 5 and min(t["trial"] for t in by_state["pruned"]) >= 4
-    assert {t["pruned_after_test"] for t in by_state["pruned"]} <= {1, 2}
+    assert {1} <= {t["pruned_after_test"] for t in by_state["pruned"]} <= {1, 2}
     assert max(t["value"] for t in by_state["pruned"]) < max(t["value"] for t in by_state["complete"])
     state = StudyState.read(tmp_path / "toy")
     for trial in by_state["pruned"]:
         assert {state.records[name].state for name in trial["runs"]} <= {PRUNED, DONE}
         assert not all(state.is_finished(name) for name in trial["runs"])
     assert started(tmp_path, "cancel")
+    for trial in found["trials"]:
+        seconds = [state.records[name].seconds for name in trial["runs"]]
+        assert 0 < sum(seconds) == pytest.approx(trial["seconds"])
     whole = swept(tmp_path / "whole", trials=20, pruning=False)
     assert {t["state"] for t in whole["trials"]} == {"complete"}
 
@@ -287,6 +292,13 @@ def test_folders_of_others_are_rejected(tmp_path):
         ({"direction": "up"}, "direction=up: must be one of"),
         ({"trial": 3}, "unknown key 'trial'. Did you mean 'trials'?"),
         ({"seeds": []}, "seeds=[]"),
+        ({"with": {}, "space": {"test_interval": {"low": 1, "high": 99}}}, "space.test_interval: trials have"),
+        ({"space": {"gamma": {"low": 0.5, "high": 2.0}}}, "space.gamma: gamma=2.0: must be"),
+        ({"space": {"precision": {"choices": ["float32", "f"]}}}, "space.precision: precision=f: must be one of"),
+        ({"space": {"mixer": {"choices": ["qmix", "vdn"], "low": 1}}}, "choices: take no low:, high:, log: or step:"),
+        ({"space": {"env_args": {"choices": [{"map_name": "3m"}, {"map_name": "8m"}]}}}, "give values, not mappings"),
+        ({"space": {"lr": {"low": 0.1, "high": 0.2, "log": True, "step": 0.1}}}, "above 0, and no step:"),
+        ({"space": {"lr": {"low": 0.1, "high": 0.2, "step": 0.3}}}, "step=0.3: must be more than 0, and at most"),
     ],
 )  # fmt: skip
 def test_what_a_sweep_file_gets_wrong_is_one_line(given, said, tmp_path):
@@ -328,9 +340,16 @@ def test_whole_numbers_and_steps_stay_in_their_range(tmp_path):
 
 
 def test_all_of_a_small_space_is_tried_once(tmp_path):
-    space = {"mixer": {"choices": ["qmix", "vdn"]}, "lr": {"low": 0.001, "high": 0.003, "step": 0.001}}
+    space = {"mixer": {"choices": ["qmix", "vdn"]}, "lr": {"low": 0.1, "high": 0.3, "step": 0.1}}
     found = swept(tmp_path, space=space, trials=6, pruning=False)
     assert len({json.dumps(trial["keys"], sort_keys=True) for trial in found["trials"]}) == 6
+    with pytest.raises(UserError, match="the space has 6 combinations. Lower trials to 6"):
+        swept(tmp_path, space=space, trials=7)
+
+
+def test_whole_ends_of_a_key_with_a_point_are_numbers_with_a_point(tmp_path):
+    found = swept(tmp_path, space={**SPACE, "gamma": {"low": 0, "high": 1}}, trials=3, pruning=False)
+    assert all(0 < trial["keys"]["gamma"] < 1 for trial in found["trials"])
 
 
 def test_a_misspelt_metric_stops_the_sweep_after_its_first_run_and_can_be_corrected(tmp_path):
@@ -347,7 +366,7 @@ def test_a_misspelt_metric_stops_the_sweep_after_its_first_run_and_can_be_correc
         swept(tmp_path, trials=2, metric="test_return_mean")
 
 
-def test_the_value_of_a_trial_is_what_the_file_asks_for(tmp_path):
+def test_the_value_of_a_trial_is_what_the_file_asks_for(tmp_path, monkeypatch):
     def one(**more):
         found = swept(tmp_path / str(len(list(tmp_path.iterdir()))), trials=1, seeds=[1, 2, 3], **more)
         return found["trials"][0]
@@ -356,6 +375,222 @@ def test_the_value_of_a_trial_is_what_the_file_asks_for(tmp_path):
     assert mean["value"] == pytest.approx(last["value"] / 2)  # 0, 1/3, 2/3, 1
     best = one(over_tests="best", direction="minimize")
     assert best["value"] == 0.0
+    monkeypatch.setattr(sweep_stand_in, "OFFSET", {1: 0.0, 2: 0.1, 3: 0.2, 4: 5.0})
+    (middle,) = swept(tmp_path / "iqm", trials=1, seeds=4, over_seeds="iqm")["trials"]
+    _, *inner, _ = sorted(middle["by_seed"].values())
+    assert middle["value"] == pytest.approx(statistics.mean(inner))
+
+
+def test_a_sweep_that_minimizes_looks_for_less_and_puts_it_first(tmp_path):
+    found = swept(tmp_path, trials=24, direction="minimize", pruning=False, startup_trials=8)
+    values = {trial["trial"]: trial["value"] for trial in found["trials"]}
+    assert list(values.values()) == sorted(values.values())
+    assert values[found["best"]] == min(values.values()) < max(values.values())
+    first, last = ([values[number] for number in range(*ends)] for ends in ((0, 8), (16, 24)))
+    assert statistics.mean(last) < statistics.mean(first)
+    assert "less is better" in (tmp_path / "toy" / "trials.md").read_text()
+    assert f"# Trial {found['best']} of" in (tmp_path / "toy" / "best.yaml").read_text()
+
+
+def test_a_lower_percentile_ends_more_trials(tmp_path):
+    def pruned(percentile: float) -> int:
+        pruning = {"after_trials": 4, "after_tests": 1, "percentile": percentile}
+        found = swept(tmp_path / str(percentile), trials=16, pruning=pruning, executor={"known": {"jobs": 1}})
+        return sum(trial["state"] == "pruned" for trial in found["trials"])
+
+    assert pruned(10.0) > pruned(50.0) > pruned(90.0)
+
+
+def test_each_test_of_a_trial_is_noted_once(tmp_path, monkeypatch):
+    """The journal does not grow while runs train."""
+    storage = optuna.storages.JournalStorage
+    note, noted = storage.set_trial_intermediate_value, []
+    monkeypatch.setattr(storage, "set_trial_intermediate_value", lambda *args: noted.append(args[1:3]) or note(*args))
+    swept(tmp_path, trials=3)
+    assert noted and len(set(noted)) == len(noted)
+
+
+@pytest.mark.parametrize(
+    ("given", "most"), [({"seeds": 2}, 3), ({"seeds": 1}, 8), ({"seeds": 1, "at_a_time": 2}, 2), ({"seeds": 3}, 2)]
+)
+def test_as_many_trials_at_a_time_as_there_is_room_for(given, most, tmp_path, monkeypatch):
+    """Six places for two seeds each, or what the file asks for; never more than eight, which would know nothing."""
+    more, open_at_a_time = sweep._Search.more, []
+    monkeypatch.setattr(sweep._Search, "more", lambda self: (more(self), open_at_a_time.append(len(self._open)))[0])
+    slots = 12 if most == 8 else 6
+    swept(tmp_path, trials=12, pruning=False, executor={"known": {"jobs": slots}}, **given)
+    assert max(open_at_a_time) == most
+
+
+def test_the_other_runs_of_a_failed_trial_are_ended(tmp_path):
+    swept(tmp_path, trials=2, executor={"known": {"jobs": 2, "fails": ["trial0000-seed1"]}})
+    assert started(tmp_path, "cancel") == ["trial0000-seed2"]
+    assert StudyState.read(tmp_path / "toy").records["trial0000-seed2"].state == PRUNED
+
+
+def test_a_run_without_the_metric_fails_its_trial(tmp_path, monkeypatch):
+    read = sweep._CurveReader.read
+    monkeypatch.setattr(
+        sweep._CurveReader, "read", lambda self: {} if "trial0002-seed1" in str(self._path) else read(self)
+    )
+    found = swept(tmp_path, trials=4, pruning=False, executor={"known": {"jobs": 1}})
+    (failed,) = [trial for trial in found["trials"] if trial["state"] == "failed"]
+    assert failed["error"] == "trial0002-seed1: its metrics.jsonl holds no stage3/test_battle_won_mean"
+
+
+def test_a_curve_is_read_as_its_file_grows_and_shrinks(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader = sweep._CurveReader(path, load_sweep(values_of(tmp_path)))
+    assert reader.read() == {}
+
+    def line(t: int, value: object, stage: str = "stage3") -> str:
+        return json.dumps({"stage": stage, "t_env": t, "test_battle_won_mean": value}) + "\n"
+
+    whole = line(3, 0.1) + line(10_003, 0.2) + line(20_009, 0.3)
+    for end in range(len(whole) + 1):  # whatever part of it is written
+        path.write_text(whole[:end])
+        found = dict(reader.read())
+    assert found == {0: 0.1, 1: 0.2, 2: 0.3}
+    path.write_text(whole + line(30_000, 0.9, "stage1") + line(30_001, None) + line(30_002, True) + "[" + line(3, 1))
+    assert reader.read() == found
+    path.write_text(line(3, 0.5))  # the run continues from a checkpoint before its second test
+    assert reader.read() == {0: 0.5}
+    path.write_text(line(3, 0.5) + line(10_001, 0.6))
+    assert reader.read() == {0: 0.5, 1: 0.6}
+
+
+class Following(KnownExecutor):
+    """Runs of an earlier start go on; they are in progress from the beginning."""
+
+    def __init__(self, place):
+        super().__init__(place)
+        self.references = dict(place.references)
+        self.jobs = {name: [place.folder / "runs" / name, 0, 0.0] for name in self.references}
+
+    def cancel(self, name):
+        self.references.pop(name, None)
+        super().cancel(name)
+
+
+def test_runs_of_trials_that_have_ended_are_ended_and_not_repeated_after_a_kill(tmp_path, monkeypatch):
+    """The trial was ended in the journal, and the process killed before it had noted that of the runs."""
+    given = {"trials": 12, "pruning": {"after_trials": 4, "after_tests": 1}, "executor": {"known": {"jobs": 2}}}
+    found = swept(tmp_path, **given)
+    before = StudyState.read(tmp_path / "toy")
+    pruned = [name for name, record in before.records.items() if record.state == PRUNED and record.starts]
+    complete = next(trial["runs"] for trial in found["trials"] if trial["state"] == "complete")
+    file = tmp_path / "toy" / "study.json"
+    values = json.loads(file.read_text())
+    for entry in values["jobs"]:
+        if entry["job"]["name"] in {*pruned, *complete}:
+            entry["state"] = "running"
+        if entry["job"]["name"] == pruned[0]:
+            entry["reference"] = "17_0"
+    file.write_text(json.dumps(values))
+    monkeypatch.setitem(EXECUTORS._objects, "known", Following)
+    begun, ended = started(tmp_path), started(tmp_path, "cancel")
+    assert swept(tmp_path, **given)["trials"] == found["trials"]
+    assert started(tmp_path) == begun and started(tmp_path, "cancel") == [*ended, pruned[0]]
+    after = StudyState.read(tmp_path / "toy").records
+    assert {name: record.state for name, record in after.items()} == {
+        name: record.state for name, record in before.records.items()
+    }
+    assert after[pruned[0]].reference == ""
+    locked = sweep.locked_study
+
+    def late(folder):
+        file.write_text(json.dumps(values))
+        return locked(folder)
+
+    monkeypatch.setattr(sweep, "locked_study", late)
+    with pytest.raises(UserError, match="another process has run this study in the meantime"):
+        swept(tmp_path, **given)
+
+
+def test_a_lock_that_a_killed_sweep_has_left_costs_no_time(tmp_path):
+    swept(tmp_path, trials=2)
+    for name in ("lock", "lock.1"):
+        (tmp_path / "toy" / f"{trials.JOURNAL}.{name}").symlink_to(trials.JOURNAL)
+    began = time.monotonic()
+    assert len(swept(tmp_path, trials=3)["trials"]) == 3
+    assert time.monotonic() - began < 10
+    assert list((tmp_path / "toy").glob("*.lock*")) == []
+
+
+def test_a_torn_end_is_on_the_disk_before_it_is_cut_off(tmp_path, monkeypatch):
+    journal = tmp_path / trials.JOURNAL
+    journal.write_bytes(b'{}\n{"op')
+    done = []
+    fsync, truncate = os.fsync, os.truncate
+    monkeypatch.setattr(os, "fsync", lambda handle: done.append("sync") or fsync(handle))
+    monkeypatch.setattr(os, "truncate", lambda *args: done.append("cut") or truncate(*args))
+    trials._mend(journal)
+    assert done[:2] == ["sync", "cut"] and journal.read_bytes() == b"{}\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"seeds": 3}, r"seeds is \[1, 2\] there, \[1, 2, 3\] here"), ({"over_tests": "best"}, "over_tests is last"),
+        ({"with": {"test_interval": 5_000}}, "base is "), ({"over_seeds": "iqm"}, "over_seeds is mean"),
+    ],
+)  # fmt: skip
+def test_trials_whose_values_mean_something_else_are_not_mixed(changed, said, tmp_path):
+    swept(tmp_path, trials=1)
+    with pytest.raises(UserError, match=said):
+        swept(tmp_path, trials=2, **changed)
+
+
+def test_what_is_kept_beside_the_runs_is_that_of_the_last_start(tmp_path):
+    swept(tmp_path, trials=2)
+    (tmp_path / "toy" / "trials.md").unlink()
+    swept(tmp_path, trials=2)
+    assert "2 of 2 trials" in (tmp_path / "toy" / "trials.md").read_text()
+    swept(tmp_path, trials=3)
+    assert yaml.safe_load((tmp_path / "toy" / "sweep.yaml").read_text())["trials"] == 3
+
+
+def test_the_command_takes_folder_and_executor_and_says_whether_there_is_a_result(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "toy.yaml"
+    given = values_of(tmp_path / "file", trials=2, executor={"local": {}, "known": {"fails": ["trial0001"]}})
+    file.write_text(yaml.safe_dump(given, sort_keys=False))
+    words = ["sweep", str(file), "--executor=known"]
+    assert main([*words, f"--results={tmp_path / 'one'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "one" / "toy")
+    file.write_text(yaml.safe_dump({**given, "executor": {"known": {"fails": ["trial"]}}}))
+    assert main([*words, f"--results={tmp_path / 'two'}"]) == 1
+    assert not (tmp_path / "two" / "toy" / "best.yaml").exists() and not (tmp_path / "file").exists()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main([*words, "--export-wandb=~/wandb.yaml"]) == 0 and (tmp_path / "wandb.yaml").exists()
+    capsys.readouterr()
+    assert main([*words, f"--export-wandb={file}/wandb.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--export-wandb={file}/wandb.yaml: cannot be written" in line
+
+
+def test_the_slices_show_each_trial_at_its_key_and_its_value(tmp_path, monkeypatch):
+    rows = [
+        {"state": state, "trial": number, "value": number / 10, "keys": {"mixer": mixer}, "error": ""}
+        for number, (state, mixer) in enumerate((("complete", "vdn"), ("complete", "qmix"), ("pruned", "vdn")))
+    ]
+    panel = Figure().subplots()
+    sweep_report._slice(panel, Parameter("mixer", "choice", choices=("qmix", "vdn")), rows, 1)
+    shown = {points.get_label(): points.get_offsets().tolist() for points in panel.collections}
+    assert shown == {"complete": [[1, 0.0]], "pruned, where it ended": [[1, 0.2]], "best": [[0, 0.1]]}
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    found = swept(tmp_path, space={"gamma": SPACE["gamma"], "lr": SPACE["lr"]}, trials=12, pruning=False)
+    titles = [panel.get_title(loc="left").partition(":")[0] for panel in drawn[0].axes]
+    assert titles == sorted(found["importances"], key=found["importances"].get, reverse=True) == ["lr", "gamma"]
+
+
+def test_an_error_with_a_bar_keeps_the_columns_of_the_table(tmp_path):
+    loaded = load_sweep(values_of(tmp_path, trials=2, executor={"known": {"fails": ["trial0001"]}}))
+    found = run_sweep(loaded, lambda line: None, quiet=True)
+    for trial in found["trials"]:
+        trial["error"] = trial["error"] and "a | b"
+    rows = [line for line in sweep_report.markdown(loaded, found).splitlines() if line.startswith("| ")][-4:]
+    assert len({row.replace("\\|", "").count("|") for row in rows}) == 1 and "a \\| b" in rows[-1]
 
 
 def test_the_best_preset_is_one_that_config_accepts(tmp_path):
@@ -367,7 +602,7 @@ def test_the_best_preset_is_one_that_config_accepts(tmp_path):
     config = resolve(str(file), updates={"env_args.map_name": "3m"})
     expected = {**given, "env_args.map_name": "3m", **best}
     assert config.model_dump(exclude={"name"}) == resolve("qmix", updates=expected).model_dump(exclude={"name"})
-    assert resolve(str(file)).map_name != "8m"
+    assert resolve(str(file)).map_name != "8m" and resolve(str(file)).name == "toy"
     assert file.read_text().startswith(f"# Trial {found['best']} of the sweep toy: test_battle_won_mean ")
 
 
@@ -384,6 +619,12 @@ def test_tables_and_pictures(tmp_path, capsys):
     data = json.loads((folder / "trials.json").read_text())
     assert [int(row["trial"]) for row in rows] == [trial["trial"] for trial in data["trials"]]
     assert [row["lr"] for row in rows] == [str(trial["keys"]["lr"]) for trial in data["trials"]]
+    for row, trial in zip(rows, data["trials"], strict=True):
+        shown = {seed: float(row[f"seed_{seed}"]) for seed in "12" if row[f"seed_{seed}"]}
+        assert shown == trial["by_seed"]
+        line = next(line for line in table.splitlines() if line.startswith(f"| {trial['trial']} |"))
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        assert cells[2:4] == [f"{shown[seed]:.4g}" if shown else "-" for seed in "12"]
     assert (folder / "slices.png").read_bytes().startswith(b"\x89PNG")
     assert yaml.safe_load((folder / "sweep.yaml").read_text()) == given
     assert main(["sweep", "status", str(folder)]) == 0
@@ -475,7 +716,8 @@ def test_a_second_process_is_rejected(tmp_path):
 
 def test_the_space_as_a_wandb_sweep_file(tmp_path, capsys):
     space = {
-        **SPACE, "batch_size": {"low": 4, "high": 64}, "n_starts": {"low": 2, "high": 8, "step": 3},
+        **SPACE, "batch_size": {"low": 4, "high": 64}, "buffer_size": {"low": 64, "high": 512, "log": True},
+        "n_starts": {"low": 2, "high": 8, "step": 3},
         "mixer": {"choices": ["qmix", "vdn"]},
     }  # fmt: skip
     (tmp_path / "toy.yaml").write_text(yaml.safe_dump(values_of(tmp_path, space=space, direction="minimize")))
@@ -485,6 +727,7 @@ def test_the_space_as_a_wandb_sweep_file(tmp_path, capsys):
         "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
         "gamma": {"distribution": "uniform", "min": 0.5, "max": 0.99},
         "batch_size": {"distribution": "int_uniform", "min": 4, "max": 64},
+        "buffer_size": {"distribution": "q_log_uniform_values", "q": 1, "min": 64, "max": 512},
         "n_starts": {"values": [2, 5, 8]},
         "mixer": {"values": ["qmix", "vdn"]},
         "seed": {"values": [1, 2]},

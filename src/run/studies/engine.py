@@ -110,11 +110,11 @@ class _Engine:
             record = self._waiting.popleft()
             if record.state != PRUNED:
                 self._start(record, self._free.popleft())
-        running = self._executor.running()
+        running, submitted = self._executor.running(), False
         for name, (record, _) in self._started.items():
             reference = self._executor.references.get(name, "")
             if reference != record.reference:
-                record.reference = reference
+                record.reference, submitted = reference, True
                 self._state.changed()
             if record.state == PRUNED:
                 if name not in self._cancelled:
@@ -123,7 +123,7 @@ class _Engine:
             elif name in running and record.state != RUNNING:
                 record.since = time.time()
                 self._set(record, RUNNING)
-        self._state.save()
+        self._state.save(now=submitted)  # a job whose reference is lost would be submitted again
         self._view.tick()
 
     def end(self) -> None:
