@@ -5,6 +5,8 @@ Arrays are [U, B], units first: an operation over units works on whole rows of s
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from omagd.envs.battle.backend import Order, Terrain
@@ -90,13 +92,19 @@ def seeded_uniform(seeds: np.ndarray, count: int) -> np.ndarray:
     return (splitmix64(z) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
+@lru_cache(maxsize=64)
+def formations(spec: MapSpec) -> np.ndarray:
+    """Return [2, U], the places of both formations without jitter."""
+    allies = sum(formation(spec.allies, spec.ally_start, spec.spacing, 1))
+    enemies = sum(formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1))
+    return np.concatenate([allies, enemies], axis=1)
+
+
 def start_positions(spec: MapSpec, seeds: np.ndarray) -> np.ndarray:
     """Return [2, U, B] start positions: the formations, jittered by the seeds, allies sorted by (type, x, y)."""
     n, total = spec.n_agents, spec.n_agents + spec.n_enemies
-    allies = sum(formation(spec.allies, spec.ally_start, spec.spacing, 1))
-    enemies = sum(formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1))
     noise = seeded_uniform(seeds, 2 * total).reshape(2, total, -1)
-    position = np.concatenate([allies, enemies], axis=1)[:, :, None] + np.float32(2 * JITTER) * (noise - HALF)
+    position = formations(spec)[:, :, None] + np.float32(2 * JITTER) * (noise - HALF)
     for name in dict.fromkeys(spec.allies):
         rows = [i for i in range(n) if spec.allies[i] == name]
         x, y = position[0, rows], position[1, rows]
@@ -113,11 +121,15 @@ def advance_goals(spec: MapSpec) -> np.ndarray:
     return np.concatenate([np.broadcast_to(goal, (2, spec.n_agents)), goal + offset], axis=1)
 
 
+def lanes(wall: Wall) -> tuple[float, float, float, float, float]:
+    """Return the middle of a wall, the lowest and highest y of the way through it, and its left and right face."""
+    low, high = wall.gap_y0 + LANE_MARGIN, wall.gap_y1 - LANE_MARGIN
+    return 0.5 * (wall.x0 + wall.x1), low, high, wall.x0 - LANE_MARGIN, wall.x1 + LANE_MARGIN
+
+
 def detour(wall: Wall, x: np.ndarray, y: np.ndarray, gx: np.ndarray, gy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the next point [U, B] on the way to (gx, gy): the wall's opening if the wall lies between."""
-    middle = np.float32(0.5 * (wall.x0 + wall.x1))
-    low, high = np.float32(wall.gap_y0 + LANE_MARGIN), np.float32(wall.gap_y1 - LANE_MARGIN)
-    left_face, right_face = np.float32(wall.x0 - LANE_MARGIN), np.float32(wall.x1 + LANE_MARGIN)
+    middle, low, high, left_face, right_face = (np.float32(length) for length in lanes(wall))
     from_left = x < middle
     crossing = from_left != (gx < middle)
     lane = np.clip(y, low, high)
@@ -202,15 +214,23 @@ class Movement:
     """Moves all units by one substep."""
 
     def __init__(self, spec: MapSpec, roster: Roster, terrain: Terrain) -> None:
-        self._roster, self._wall = roster, spec.wall
+        self._roster, self.wall = roster, spec.wall
         low, _, high, _ = terrain.playable  # a square
         inset = np.minimum(roster.radius, 0.5 * (high - low)).astype(np.float32)
         self._low, self._high = np.float32(low) + inset, np.float32(high) - inset
-        self._grid = ground_grid(spec, terrain)
-        self._free = roster.walks_cliffs & (spec.wall is not None and spec.wall.cliff)
+        self.grid = ground_grid(spec, terrain)
+        self.free = roster.walks_cliffs & (spec.wall is not None and spec.wall.cliff)
         self._touch = roster.touch[:, :, None]
         self._free_below = np.where(roster.armed, roster.cooldown - SWING, np.float32(0))
         self._can_move = (roster.step > 0).astype(np.float32)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return constants of the units by name, each [U, 1]."""
+        return {"low": self._low, "high": self._high, "free_below": self._free_below, "can_move": self._can_move}
+
+    def lanes(self) -> tuple[float, float, float, float, float]:
+        """Return the wall's middle, its opening's lowest and highest y, its left and right face; zeros without one."""
+        return lanes(self.wall) if self.wall is not None else (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def walk(self, battle: Battle, pairs: Pairs, aiming: np.ndarray, in_reach: np.ndarray, loops: int) -> None:
         """Move by `loops` game loops: first units that walk to a place, then units that chase a moving target.
@@ -240,8 +260,8 @@ class Movement:
         self, battle: Battle, goal_x: np.ndarray, goal_y: np.ndarray, slack: Floats, most: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return positions [U, B] after walking up to `most` cells towards a goal, but not nearer than `slack`."""
-        if self._wall is not None:
-            goal_x, goal_y, slack = self._around_wall(self._wall, battle, goal_x, goal_y, slack)
+        if self.wall is not None:
+            goal_x, goal_y, slack = self._around_wall(self.wall, battle, goal_x, goal_y, slack)
         way_x, way_y = goal_x - battle.x, goal_y - battle.y
         distance = np.sqrt(way_x * way_x + way_y * way_y) + TINY
         share = np.minimum(np.maximum(distance - slack, 0), most) / distance
@@ -252,7 +272,7 @@ class Movement:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the next point on the way, with zero slack unless it is the goal itself."""
         next_x, next_y = detour(wall, battle.x, battle.y, goal_x, goal_y)
-        next_x, next_y = np.where(self._free, goal_x, next_x), np.where(self._free, goal_y, next_y)
+        next_x, next_y = np.where(self.free, goal_x, next_x), np.where(self.free, goal_y, next_y)
         direct = (next_x == goal_x) & (next_y == goal_y)
         return next_x, next_y, np.where(direct, slack, np.float32(0))
 
@@ -271,9 +291,9 @@ class Movement:
 
     def _place(self, battle: Battle, x: np.ndarray, y: np.ndarray) -> None:
         """Set the new positions; at a wall, slide along it or stay."""
-        if self._wall is not None:
+        if self.wall is not None:
             cells = ((ax.astype(np.intp), ay.astype(np.intp)) for ax, ay in ((x, y), (x, battle.y), (battle.x, y)))
-            ok, ok_x, ok_y = (self._grid[cell] | self._free for cell in cells)
+            ok, ok_x, ok_y = (self.grid[cell] | self.free for cell in cells)
             x = np.where(ok | ok_x, x, battle.x)
             y = np.where(ok | (ok_y & ~ok_x), y, battle.y)
         battle.x[...] = x

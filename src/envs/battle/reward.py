@@ -68,10 +68,14 @@ class RewardLedger:
         self._points[which] = (_points(units) * units.alive)[which]
         if self._args.reward_scale:
             fresh = which & ~self._scaled if self.keep_scale else which
-            full = (units.health_max.astype(np.float64) + units.shield_max)[fresh, self._n :]
-            best = self._m * self._args.reward_death_value + self._args.reward_win + _ordered_sum(full)
-            self._scale[fresh] = best / self._args.reward_scale_rate
+            self._scale[fresh] = self.scale(units)[fresh]
             self._scaled |= fresh
+
+    def scale(self, units: Units) -> np.ndarray:
+        """Return [B] float64, the best possible return of a battle over `reward_scale_rate`."""
+        full = (units.health_max.astype(np.float64) + units.shield_max)[:, self._n :]
+        best = self._m * self._args.reward_death_value + self._args.reward_win + _ordered_sum(full)
+        return best / self._args.reward_scale_rate
 
     def step(self, units: Units, ending: Ending) -> np.ndarray:
         """Return the reward [B] float64 of the step that led to `units`."""
@@ -100,6 +104,12 @@ class RewardLedger:
                 reward += args.reward_win * ending.won
                 reward += args.reward_defeat * ending.lost
         return reward / self._scale
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return what kernels change: health with shield and who lives [B, U] before the next step, the scale of the
+        reward [B] and whether it is set [B].
+        """
+        return self._points, self._living, self._scale, self._scaled
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state as arrays."""

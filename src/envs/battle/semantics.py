@@ -76,16 +76,14 @@ class BattleSemantics:
         self._last_action[which] = 0.0
         self.steps[which] = 0
         self.ended[which] = False
-        self._stale = True
+        self._changed()
 
     def orders(self, actions: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Check `actions` [B, n] of the `active` slots and return (order, target, dest) for the back-end.
 
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
-        if np.count_nonzero(self.ended) and np.logical_and(active, self.ended).any():
-            raise ValueError(f"slots {np.flatnonzero(active & self.ended).tolist()} have ended: reset them first")
-        require_available("battle", self.avail_actions(), actions, active)
+        self._require_playable(actions, active)
         if np.count_nonzero(active) == len(active):
             chosen = actions.astype(np.int64, copy=False)
             self._onehot.take(chosen, axis=0, out=self._last_action, mode="clip")
@@ -94,9 +92,14 @@ class BattleSemantics:
             np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
         return self._rules.orders(chosen, self._backend.units, self._medivac())
 
+    def _require_playable(self, actions: np.ndarray, active: np.ndarray) -> None:
+        if np.count_nonzero(self.ended) and np.logical_and(active, self.ended).any():
+            raise ValueError(f"slots {np.flatnonzero(active & self.ended).tolist()} have ended: reset them first")
+        require_available("battle", self.avail_actions(), actions, active)
+
     def finish_step(self, active: np.ndarray) -> StepResult:
         """Return the results of the step that the back-end has just played in the `active` slots [B]."""
-        self._stale = True
+        self._changed()
         self.steps += active
         medivac = self._medivac() if self._heals else None
         ending = judge(self._backend.units, self._n, medivac, self.steps >= self._limit, self._any_medivacs)
@@ -104,18 +107,23 @@ class BattleSemantics:
         dead = self._sizes - ending.left
         if np.count_nonzero(active) < len(active):
             ending, reward, dead = ending.among(active), np.where(active, reward, 0.0), dead * active[:, None]
-        if np.count_nonzero(ending.over):
-            self.ended |= ending.over
-            for name, flags in (("won", ending.won), ("game", ending.over)):
-                self._counters[f"battles_{name}"] += int(flags.sum())
-            self._counters["timeouts"] += int(ending.limit.sum())
+        self.ended |= ending.over
+        return self._result(reward.astype(np.float32), ending.over, ending.won, ending.draw, ending.limit, dead.T)
+
+    def _result(
+        self, reward: np.ndarray, over: np.ndarray, won: np.ndarray, draw: np.ndarray, limit: np.ndarray, dead: np.ndarray
+    ) -> StepResult:
+        """Count the battles that are `over` [B], and return a step's results. dead: [2, B], allies and enemies."""
+        if np.count_nonzero(over):
+            for name, flags in (("battles_won", won), ("battles_game", over), ("timeouts", limit)):
+                self._counters[name] += int(flags.sum())
         return StepResult(
-            reward=reward.astype(np.float32),
-            terminated=ending.over,
-            truncated=ending.limit if self._args.continuing_episode else np.zeros(len(reward), bool),
+            reward=reward,
+            terminated=over,
+            truncated=limit if self._args.continuing_episode else np.zeros(len(reward), bool),
             info={
-                "battle_won": ending.won, "battle_draw": ending.draw, "episode_limit": ending.limit,
-                "dead_allies": dead[:, 0], "dead_enemies": dead[:, 1],
+                "battle_won": won, "battle_draw": draw, "episode_limit": limit,
+                "dead_allies": dead[0], "dead_enemies": dead[1],
             },
         )  # fmt: skip
 
@@ -157,8 +165,8 @@ class BattleSemantics:
         As SMAC's `get_visibility_matrix`: between two allies the first one's sight range holds for both, and no agent
         sees itself.
         """
-        self._refresh()
-        near, n = self._geometry.pair & (self._geometry.place[0] < self._sight), self._n
+        geometry, n = self.geometry(), self._n
+        near = geometry.pair & (geometry.place[0] < self._sight)
         ahead = np.triu(near[..., :n], 1)
         near[..., :n] = ahead | ahead.swapaxes(1, 2)
         return near
@@ -225,13 +233,17 @@ class BattleSemantics:
         self.steps[:] = snapshot["steps"]
         self.ended[:] = snapshot["ended"]
         self._counters = dict(snapshot["counters"])
-        self._stale = True
+        self._changed()
 
     def _medivac(self) -> np.ndarray:
         """Return [B, U] bool: medivacs on maps where they heal."""
         if not self._heals:
             return self._no_medivac
         return self._tables.medivac.take(self._backend.units.type_id)
+
+    def _changed(self) -> None:
+        """Note that the battles have changed: everything that is shown of them is out of date."""
+        self._stale = True
 
     def _refresh(self) -> None:
         if self._stale:

@@ -20,6 +20,16 @@ from omagd.envs.smac import BattleEnv
 from omagd.utils.errors import UserError
 
 
+def engine() -> tuple[type[Simulator], type[BattleSemantics]]:
+    """Return the classes that play and judge battles: compiled ones, or the reference where Numba is missing."""
+    try:
+        from omagd.envs.battle.compiled.semantics import CompiledSemantics
+        from omagd.envs.battle.compiled.simulator import CompiledSimulator
+    except ImportError:
+        return Simulator, BattleSemantics
+    return CompiledSimulator, CompiledSemantics
+
+
 class SkirmishEnv(BattleEnv):
     """Battles on SMAC's maps without the game: same sizes and features, different physics (docs/skirmish.md).
 
@@ -35,8 +45,9 @@ class SkirmishEnv(BattleEnv):
         spec = skirmish_map(args.map_name)
         self.n_slots, self.spec, self.args = n_slots, spec, args
         self._seed: int | None = None
-        self._simulator = Simulator(spec, n_slots, difficulty=args.difficulty)
-        self._semantics = BattleSemantics(spec, args, self._simulator, [unit.name for unit in UNITS])
+        simulator, semantics = engine()
+        self._simulator = simulator(spec, n_slots, difficulty=args.difficulty)
+        self._semantics = semantics(spec, args, self._simulator, [unit.name for unit in UNITS])
         self.info = battle_info("skirmish", spec, args, scripted_policies=POLICIES)
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:

@@ -1,0 +1,274 @@
+"""Targets, shots, splash, explosions, healing and regeneration of one battle; compare `omagd.envs.battle.combat`.
+
+`s`, `k`: the battle's floats and ints [rows, U]; `t`: the map's constants (`tables`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from omagd.envs.battle import combat, physics
+from omagd.envs.battle.backend import Order
+from omagd.envs.battle.compiled import tables as row
+from omagd.envs.battle.compiled.compiling import function
+
+ATTACK, HEAL_ORDER, MOVE, NONE, STOP = (int(Order[name]) for name in ("ATTACK", "HEAL", "MOVE", "NONE", "STOP"))
+INDEX_BITS, NOBODY = np.int32(physics.INDEX_BITS), np.int32(physics.NOBODY)
+FAR, LINE_DEPTH, QUIET_LOOPS, SHIELD_PER_LOOP = combat.FAR, combat.LINE_DEPTH, combat.QUIET_LOOPS, combat.SHIELD_PER_LOOP
+ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-6)
+
+
+@function
+def take_order(t, k, s, i, order, target, x, y):  # one ally
+    """Store an ally's order; one that the game would refuse changes nothing."""
+    aimed = min(max(target, 0), t.fact[row.UNITS] - 1)
+    if order == NONE or (order == ATTACK and not t.able[row.CAN_HIT, i, aimed]):
+        return
+    if order == HEAL_ORDER and not t.able[row.HEALABLE, i, aimed]:
+        return
+    k[row.ORDER, i] = order
+    k[row.TARGET, i] = aimed if order == ATTACK or order == HEAL_ORDER else -1
+    if order == MOVE:
+        s[row.GOAL_X, i], s[row.GOAL_Y, i] = x, y
+
+
+@function
+def measure(t, s, k):
+    """Write the places by which distances are measured: slightly apart, and dead units far away."""
+    for i in range(t.fact[row.UNITS]):
+        s[row.PLACE_X, i] = s[row.X, i] + t.unit[row.OFFSET_X, i] if k[row.ALIVE, i] else t.unit[row.FAR, i]
+        s[row.PLACE_Y, i] = s[row.Y, i] + t.unit[row.OFFSET_Y, i]
+
+
+@function
+def squared(s, i, j):
+    """Return the squared distance of two units."""
+    dx, dy = s[row.PLACE_X, i] - s[row.PLACE_X, j], s[row.PLACE_Y, i] - s[row.PLACE_Y, j]
+    return dx * dx + dy * dy
+
+
+@function
+def find_nearest(t, s, k):
+    """Write each unit's nearest foe that it can hit: distance and index packed into one integer (`Pairs._nearest`)."""
+    n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
+    nearest = k[row.NEAREST]
+    for i in range(total):
+        nearest[i] = NOBODY
+    # Slices that start where the loop starts: an index from 0 needs no check for negative ones, and vectorises.
+    foe_x, foe_y, of_foes = s[row.PLACE_X, n:total], s[row.PLACE_Y, n:total], nearest[n:total]
+    for i in range(n):
+        x, y, best = s[row.PLACE_X, i], s[row.PLACE_Y, i], NOBODY
+        hits, hurts = t.able[row.CAN_HIT, i, n:total], t.able[row.CAN_BE_HIT, i, n:total]
+        for j in range(len(foe_x)):
+            dx, dy = x - foe_x[j], y - foe_y[j]
+            bits = np.int32(np.float32(dx * dx + dy * dy).view(np.int32) & ~INDEX_BITS)
+            mine = np.int32(bits | np.int32(j + n)) if hits[j] else NOBODY
+            theirs = np.int32(bits | np.int32(i)) if hurts[j] else NOBODY
+            best = mine if mine < best else best
+            of_foes[j] = theirs if theirs < of_foes[j] else of_foes[j]
+        nearest[i] = best
+
+
+@function
+def lost_target(k, i):
+    """Return whether a unit has no living target."""
+    target = k[row.TARGET, i]
+    return target < 0 or k[row.ALIVE, target] == 0
+
+
+@function
+def acquire(t, s, k):
+    """Choose targets: for enemies within `sight`, for idle allies within their weapon's reach."""
+    find_nearest(t, s, k)
+    n = t.fact[row.AGENTS]
+    for i in range(t.fact[row.UNITS]):
+        key = k[row.NEAREST, i]
+        near, distance = key & INDEX_BITS, math.sqrt(np.int32(key & ~INDEX_BITS).view(np.float32))
+        if i < n:
+            if k[row.ORDER, i] >= ATTACK and lost_target(k, i):
+                k[row.ORDER, i] = STOP
+            if k[row.ORDER, i] == STOP:
+                k[row.TARGET, i] = near if distance <= t.pair[row.REACH, i, near] else -1
+        else:
+            current = k[row.TARGET, i]
+            if lost_target(k, i) or not math.sqrt(squared(s, i, current)) <= t.pair[row.REACH, i, current]:
+                k[row.TARGET, i] = near if distance <= t.length[row.SIGHT] else -1
+    if t.fact[row.HOLDS_BACK]:
+        aim_bombs(t, s, k)
+    for healer in t.healers:
+        find_patient(t, s, k, healer)
+
+
+@function
+def aim_bombs(t, s, k):
+    """Aim each exploding enemy at the most crowded ally in sight, of its own share of the allies (every k-th)."""
+    n, sight = t.fact[row.AGENTS], t.length[row.SIGHT]
+    for rank in range(len(t.bombs)):
+        bomb = t.bombs[rank]
+        radius, most, best = t.unit[row.SPLASH_RADIUS, bomb], 0, -1
+        for prey in range(rank, n, len(t.bombs)):
+            if k[row.ALIVE, prey] and squared(s, bomb, prey) <= sight * sight:
+                crowd = 0
+                for other in range(n):
+                    crowd += squared(s, prey, other) < radius * radius
+                if crowd > most:
+                    most, best = crowd, prey
+        if best >= 0:
+            k[row.TARGET, bomb] = best
+
+
+@function
+def find_patient(t, s, k, healer):
+    """Aim a healer at the nearest injured friend: an enemy's healer follows its friends, an idle ally's stays."""
+    n, best, least, hurt = t.fact[row.AGENTS], -1, ZERO, False
+    for friend in range(t.fact[row.UNITS]):
+        if t.able[row.HEALABLE, healer, friend]:
+            injured = s[row.HEALTH, friend] < t.unit[row.HEALTH_MAX, friend]
+            score = squared(s, healer, friend)
+            if not injured:
+                score += FAR
+            if best < 0 or score < least:
+                best, least, hurt = friend, score, injured
+    if best < 0:
+        return
+    if healer >= n:
+        k[row.TARGET, healer] = best if k[row.ALIVE, best] else -1
+    elif k[row.ORDER, healer] == STOP:
+        close = math.sqrt(squared(s, healer, best)) <= t.pair[row.REACH, healer, best]
+        k[row.TARGET, healer] = best if close and hurt and k[row.ALIVE, best] else -1
+
+
+@function
+def aim(t, s, k):
+    """Write which units have a living target, and whose weapon reaches it."""
+    for i in range(t.fact[row.UNITS]):
+        aiming, target = not lost_target(k, i), max(k[row.TARGET, i], 0)
+        near = aiming and math.sqrt(squared(s, target, i)) <= t.pair[row.REACH, i, target]
+        k[row.AIMING, i], k[row.IN_REACH, i] = aiming, near
+
+
+@function
+def shoot(t, s, k):
+    """Fire every ready weapon whose target is in reach, and apply damage, splash and explosions."""
+    total, fired = t.fact[row.UNITS], False
+    for i in range(total):
+        s[row.LOSS, i], s[row.HIT, i] = ZERO, ZERO
+        k[row.EXPLODED, i] = k[row.BLAST, i] = 0
+    for i in range(total):
+        if k[row.IN_REACH, i] and s[row.TIMER, i] <= 0 and t.mark[row.ARMED, i] and k[row.ALIVE, i]:
+            fired = True
+            s[row.TIMER, i] += t.unit[row.COOLDOWN, i]
+            if t.mark[row.EXPLODES, i]:
+                k[row.EXPLODED, i] = k[row.BLAST, i] = 1
+            else:
+                add_hit(t, s, i, k[row.TARGET, i])
+            if t.unit[row.SPLASH_LINE, i] > 0:
+                hit_strip(t, s, k, i)
+    if not fired:
+        return
+    if not t.fact[row.SPLASHES]:
+        apply_hits(t, s)
+        return
+    again = True
+    while again:
+        explode(t, s, k)
+        apply_hits(t, s)
+        again = count_dead(t, s, k)
+
+
+@function
+def add_hit(t, s, attacker, target):
+    """Add one hit to what a unit suffers at this moment."""
+    s[row.LOSS, target] += t.pair[row.HEALTH_HIT, attacker, target]
+    s[row.HIT, target] += t.pair[row.SHIELD_HIT, attacker, target]
+
+
+@function
+def hit_strip(t, s, k, attacker):
+    """Hit the foes on a strip across the line of fire, except the target."""
+    target = k[row.TARGET, attacker]
+    to_x, to_y = s[row.X, target], s[row.Y, target]
+    ux, uy = to_x - s[row.X, attacker], to_y - s[row.Y, attacker]
+    length = max(np.float32(math.sqrt(ux * ux + uy * uy)), TINY)
+    ux, uy = ux / length, uy / length
+    for j in range(t.fact[row.UNITS]):
+        if j != target and k[row.ALIVE, j] and t.able[row.CAN_HIT, attacker, j]:
+            rx, ry = s[row.X, j] - to_x, s[row.Y, j] - to_y
+            along, across = abs(rx * ux + ry * uy), abs(ry * ux - rx * uy)
+            if along <= LINE_DEPTH + t.unit[row.RADIUS, j] and across <= t.unit[row.SPLASH_LINE, attacker]:
+                add_hit(t, s, attacker, j)
+
+
+@function
+def explode(t, s, k):
+    """Hit the foes around the units that explode now; they have no health left."""
+    for i in range(t.fact[row.UNITS]):
+        if k[row.BLAST, i]:
+            for j in range(t.fact[row.UNITS]):
+                if k[row.ALIVE, j] and t.able[row.CAN_HIT, i, j]:
+                    rx, ry = s[row.X, j] - s[row.X, i], s[row.Y, j] - s[row.Y, i]
+                    reach = t.unit[row.SPLASH_RADIUS, i] + t.unit[row.RADIUS, j]
+                    if rx * rx + ry * ry <= reach * reach:
+                        add_hit(t, s, i, j)
+    for i in range(t.fact[row.UNITS]):
+        if k[row.BLAST, i]:
+            k[row.BLAST, i], s[row.HEALTH, i] = 0, ZERO
+
+
+@function
+def apply_hits(t, s):
+    """Subtract the hits from shields, then health. Sums of multiples of 0.5 are exact in any order."""
+    for i in range(t.fact[row.UNITS]):
+        full = s[row.HIT, i]
+        if full > 0:
+            loss = s[row.LOSS, i]
+            if t.fact[row.SHIELDS]:
+                absorbed = min(s[row.SHIELD, i], full)
+                s[row.SHIELD, i] -= absorbed
+                loss *= (full - absorbed) / max(full, ONE)
+                s[row.QUIET, i] = ZERO
+            s[row.HEALTH, i] = max(s[row.HEALTH, i] - loss, ZERO)
+        s[row.LOSS, i], s[row.HIT, i] = ZERO, ZERO
+
+
+@function
+def count_dead(t, s, k):
+    """Mark units without health as dead, and return whether any of them explodes now."""
+    again = False
+    for i in range(t.fact[row.UNITS]):
+        if k[row.ALIVE, i] and s[row.HEALTH, i] <= 0:
+            k[row.ALIVE, i] = 0
+            if t.mark[row.EXPLODES, i] and not k[row.EXPLODED, i]:
+                k[row.EXPLODED, i] = k[row.BLAST, i] = 1
+                again = True
+    return again
+
+
+@function
+def heal(t, s, k, loops):
+    """Let every healer heal its target in reach, as far as its energy lasts."""
+    for healer in t.healers:
+        patient = k[row.TARGET, healer]
+        if k[row.IN_REACH, healer] and k[row.ALIVE, healer] and s[row.HEALTH, patient] > 0:
+            cost, missing = t.unit[row.HEAL_COST, healer], t.unit[row.HEALTH_MAX, patient] - s[row.HEALTH, patient]
+            affordable = s[row.ENERGY, healer] / cost
+            amount = min(min(missing, affordable), t.unit[row.HEAL, healer] * loops)
+            s[row.HEALTH, patient] += amount
+            s[row.ENERGY, healer] = max(s[row.ENERGY, healer] - amount * cost, ZERO)
+
+
+@function
+def regenerate(t, s, k, loops):
+    """Regenerate shields, Zerg health and energy of living units."""
+    for i in range(t.fact[row.UNITS]):
+        s[row.QUIET, i] += loops if t.fact[row.SHIELDS] else ZERO
+        if not k[row.ALIVE, i]:
+            continue
+        if t.fact[row.SHIELDS] and s[row.QUIET, i] > QUIET_LOOPS:
+            s[row.SHIELD, i] = min(s[row.SHIELD, i] + SHIELD_PER_LOOP * loops, t.unit[row.SHIELD_MAX, i])
+        if t.fact[row.REGENERATES]:
+            s[row.HEALTH, i] = min(s[row.HEALTH, i] + t.unit[row.HP_REGEN, i] * loops, t.unit[row.HEALTH_MAX, i])
+        if len(t.healers):
+            s[row.ENERGY, i] = min(s[row.ENERGY, i] + t.unit[row.ENERGY_REGEN, i] * loops, t.unit[row.ENERGY_MAX, i])

@@ -1,0 +1,230 @@
+"""Action masks, observations and state of one battle; compare `omagd.envs.battle.actions` and `features`.
+
+`o`: the map's `Layout`. Distances are double precision, as in SMAC; each number is rounded to float32 once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, SHOOT_RANGE, STOP, WEST
+from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.backend import Terrain, Units
+from omagd.envs.battle.compiled.compiling import function
+from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, SIGHT_RANGE, UnitTables
+from omagd.envs.battle.maps import HEALING, MapSpec
+
+(
+    N, TOTAL, FIRST, HEALS, ALLY_SHIELD, ENEMY_SHIELD, ALL_HEALTH, OWN_HEALTH, BITS, SEEN_ACTION, PATHING, HEIGHT,
+    OBS_TIME, INSTEAD, STATE_ACTION, STATE_TIME,
+) = range(16)  # fmt: skip
+CENTRE_X, CENTRE_Y, EXTENT_X, EXTENT_Y, LIMIT = range(5)
+HEALTH_MAX, SHIELD_MAX, READY_MAX = range(3)  # rows of `Layout.unit`
+HEALTH, SHIELD, PLACE_X, PLACE_Y, READY, DISTANCE, TOWARD_X, TOWARD_Y = range(8)  # of the working memory
+N_ROWS = TOWARD_Y + 1
+EVERYWHERE = math.inf
+ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-6)
+
+
+class Layout(NamedTuple):
+    """What observations and state contain. U units.
+
+    Attributes:
+        fact: [16] int64, sizes and flags. size: [5] float64. unit: [3, U] float32. bits: [U, unit_type_bits] float32.
+        healer: [U] bool. ahead: [2, 4] float64, where a move is tested. around: [2, 9] int64, cells that are read.
+        pathing, height: [map_x, map_y] bool and float32.
+    """
+
+    fact: np.ndarray
+    size: np.ndarray
+    unit: np.ndarray
+    bits: np.ndarray
+    healer: np.ndarray
+    ahead: np.ndarray
+    around: np.ndarray
+    pathing: np.ndarray
+    height: np.ndarray
+
+
+def make_layout(spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Terrain, units: Units) -> Layout:
+    """Return the layout of a map. units: of any battle; kinds, greatest health and shield are the same in all."""
+    n, heals, kind = spec.n_agents, spec.map_type in HEALING, units.type_id[0]
+    fact = [
+        n, n + spec.n_enemies, args.variant.n_normal_actions, heals, spec.a_race == "P", spec.b_race == "P",
+        args.obs_all_health, args.obs_own_health or args.obs_all_health, spec.unit_type_bits, args.obs_last_action,
+        args.obs_pathing_grid, args.obs_terrain_height, args.obs_timestep_number, args.obs_instead_of_state,
+        args.state_last_action, args.state_timestep_number,
+    ]  # fmt: skip
+    x0, y0, x1, y1 = terrain.playable
+    size = [terrain.map_x / 2, terrain.map_y / 2, x1 - x0, y1 - y0, spec.limit]
+    unit = np.stack([units.health_max[0], units.shield_max[0], tables.max_cooldown[kind]])
+    return Layout(
+        np.array(fact, np.int64), np.array(size, np.float64), np.maximum(unit, TINY).astype(np.float32),
+        np.concatenate([tables.ally_onehot[kind[:n]], tables.enemy_onehot[kind[n:]]]), tables.medivac[kind] & heals,
+        np.stack([MOVE_X, MOVE_Y]) * args.move_amount / 2, (AROUND * args.move_amount).astype(np.int64),
+        terrain.pathing.copy(), terrain.height.copy(),
+    )  # fmt: skip
+
+
+@function
+def read_cell(grid, x, y, outside):
+    """Return a map layer's value at a cell, `outside` beyond the map."""
+    if x < 0 or y < 0 or x >= grid.shape[0] or y >= grid.shape[1]:
+        return outside
+    return grid[x, y]
+
+
+@function
+def fill_mask(o, x, y, alive, distance, i, mask):
+    """Write the available actions of agent `i`. distance: [U] float64, to all units."""
+    n, total, first = o.fact[N], o.fact[TOTAL], o.fact[FIRST]
+    for action in range(len(mask)):
+        mask[action] = False
+    if not alive[i]:
+        mask[0] = True
+        return
+    mask[STOP] = True
+    for move in range(N_MOVES):
+        ahead_x, ahead_y = np.float64(x[i]) + o.ahead[0, move], np.float64(y[i]) + o.ahead[1, move]
+        mask[NORTH + move] = read_cell(o.pathing, int(ahead_x), int(ahead_y), False)
+    if o.healer[i]:
+        for j in range(n):
+            mask[first + j] = alive[j] and not o.healer[j] and distance[j] <= SHOOT_RANGE
+    else:
+        for j in range(n, total):
+            mask[first + j - n] = alive[j] and distance[j] <= SHOOT_RANGE
+
+
+@function
+def describe_units(o, x, y, health, shield, energy, cooldown, w):
+    """Write each unit's features that do not depend on who looks; [8, U] `w`."""
+    for i in range(o.fact[TOTAL]):
+        w[HEALTH, i] = health[i] / o.unit[HEALTH_MAX, i]
+        w[SHIELD, i] = shield[i] / o.unit[SHIELD_MAX, i]
+        w[PLACE_X, i] = (np.float64(x[i]) - o.size[CENTRE_X]) / o.size[EXTENT_X]
+        w[PLACE_Y, i] = (np.float64(y[i]) - o.size[CENTRE_Y]) / o.size[EXTENT_Y]
+        w[READY, i] = (energy[i] if o.healer[i] else cooldown[i]) / o.unit[READY_MAX, i]
+
+
+@function
+def look_at_all(o, x, y, i, w, distance):
+    """Write distance and direction from agent `i` to all units, also as shares of the sight range."""
+    own_x, own_y = np.float64(x[i]), np.float64(y[i])
+    for j in range(len(distance)):
+        dx, dy = np.float64(x[j]) - own_x, np.float64(y[j]) - own_y
+        far = math.sqrt(dx * dx + dy * dy)
+        distance[j] = far
+        w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j] = far / SIGHT_RANGE, dx / SIGHT_RANGE, dy / SIGHT_RANGE
+
+
+@function
+def write_surroundings(o, x, y, i, living, at, out):
+    """Write pathing and height around agent `i` from place `at`; return the next place."""
+    if o.fact[PATHING]:
+        for p in range(N_PATHING):
+            cell_x, cell_y = int(x[i]) + o.around[0, p], int(y[i]) + o.around[1, p]
+            out[at + p] = ONE if living and read_cell(o.pathing, cell_x, cell_y, True) else ZERO
+        at += N_PATHING
+    if o.fact[HEIGHT]:
+        for p in range(N_HEIGHT):
+            cell_x, cell_y = int(x[i]) + o.around[0, p], int(y[i]) + o.around[1, p]
+            out[at + p] = read_cell(o.height, cell_x, cell_y, ONE) if living else ZERO
+        at += N_HEIGHT
+    return at
+
+
+@function
+def write_unit(o, w, j, available, points, shielded, at, out):
+    """Write what an agent sees of unit `j` from place `at`; return the next place."""
+    out[at], out[at + 1], out[at + 2], out[at + 3] = available, w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j]
+    at += 4
+    if points:
+        at = write_points(w, j, shielded, at, out)
+    for bit in range(o.fact[BITS]):
+        out[at + bit] = o.bits[j, bit]
+    return at + o.fact[BITS]
+
+
+@function
+def write_points(w, j, shielded, at, out):
+    """Write health, and shield if `shielded`, of unit `j` from place `at`; return the next place."""
+    out[at] = w[HEALTH, j]
+    if shielded:
+        out[at + 1] = w[SHIELD, j]
+        return at + 2
+    return at + 1
+
+
+@function
+def write_view(o, x, y, alive, w, distance, mask, last_action, elapsed, i, sight, out):
+    """Write agent `i`'s observation, in the order of SMAC's `get_obs_agent`; units at `sight` or farther are zero."""
+    n, total, living, first = o.fact[N], o.fact[TOTAL], alive[i], o.fact[FIRST]
+    points, seen_action = o.fact[ALL_HEALTH], o.fact[SEEN_ACTION]
+    for place in range(len(out)):
+        out[place] = ZERO
+    for move in range(N_MOVES):
+        out[move] = mask[NORTH + move]
+    at = write_surroundings(o, x, y, i, living, N_MOVES, out)
+    width = 4 + o.fact[BITS] + points * (1 + o.fact[ENEMY_SHIELD])
+    for j in range(n, total):
+        if living and alive[j] and distance[j] < sight:
+            write_unit(o, w, j, np.float32(mask[first + j - n]), points, o.fact[ENEMY_SHIELD], at, out)
+        at += width
+    width = 4 + o.fact[BITS] + points * (1 + o.fact[ALLY_SHIELD]) + seen_action * len(mask)
+    for j in range(n):
+        if j == i:
+            continue
+        if living and alive[j] and distance[j] < sight:
+            after = write_unit(o, w, j, ONE, points, o.fact[ALLY_SHIELD], at, out)
+            for action in range(len(mask) * seen_action):
+                out[after + action] = last_action[j, action]
+        at += width
+    write_own(o, w, living, elapsed, i, at, out)
+
+
+@function
+def write_own(o, w, living, elapsed, i, at, out):
+    """Write agent `i`'s features of itself from place `at`."""
+    if living:
+        if o.fact[OWN_HEALTH]:
+            at = write_points(w, i, o.fact[ALLY_SHIELD], at, out)
+        for bit in range(o.fact[BITS]):
+            out[at + bit] = o.bits[i, bit]
+    if o.fact[OBS_TIME]:
+        out[len(out) - 1] = elapsed
+
+
+@function
+def write_state(o, alive, w, last_action, elapsed, out):
+    """Write the state, in the order of SMAC's `get_state`: allies, enemies, last actions, elapsed time."""
+    n, at = o.fact[N], 0
+    for place in range(len(out)):
+        out[place] = ZERO
+    for i in range(o.fact[TOTAL]):
+        shielded = o.fact[ALLY_SHIELD] if i < n else o.fact[ENEMY_SHIELD]
+        width = 3 + (i < n) + shielded + o.fact[BITS]
+        if not alive[i]:
+            at += width
+            continue
+        out[at] = w[HEALTH, i]
+        if i < n:
+            out[at + 1] = w[READY, i]
+            at += 1
+        out[at + 1], out[at + 2] = w[PLACE_X, i], w[PLACE_Y, i]
+        at += 3
+        if shielded:
+            out[at] = w[SHIELD, i]
+            at += 1
+        for bit in range(o.fact[BITS]):
+            out[at + bit] = o.bits[i, bit]
+        at += o.fact[BITS]
+    if o.fact[STATE_ACTION]:
+        for i in range(n):
+            for action in range(last_action.shape[1]):
+                out[at] = last_action[i, action]
+                at += 1
+    if o.fact[STATE_TIME]:
+        out[at] = elapsed

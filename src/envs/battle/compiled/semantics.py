@@ -1,0 +1,105 @@
+"""SMAC's semantics by kernels, for the compiled simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omagd.envs.battle.actions import Geometry
+from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.compiled import features, observe, rules
+from omagd.envs.battle.compiled.simulator import CompiledSimulator
+from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.protocol import Observation, StepResult
+
+
+class CompiledSemantics(BattleSemantics):
+    """`BattleSemantics` of a compiled simulator; results, observations and snapshots are the reference's, bit for bit.
+
+    Args: as `BattleSemantics`.
+    """
+
+    _backend: CompiledSimulator
+
+    def __init__(self, spec: MapSpec, args: BattleArgs, backend: CompiledSimulator, unit_names: Sequence[str]) -> None:
+        super().__init__(spec, args, backend, unit_names)
+        slots, n, units = backend.n_slots, spec.n_agents, spec.n_agents + spec.n_enemies
+        self._layout = features.make_layout(spec, args, self._tables, backend.terrain, backend.units)
+        self._prices, self._move_amount = rules.make_prices(args), float(args.move_amount)
+        self._scale = float(self._ledger.scale(backend.units)[0]) if args.reward_scale else 0.0
+        self._order, self._target = np.zeros((slots, n), np.int64), np.zeros((slots, n), np.int64)
+        self._dest = np.zeros((slots, n, 2), np.float32)
+        self._rows, self._distance = np.zeros((features.N_ROWS, units), np.float32), np.zeros(units)
+        self._lost, self._died = np.zeros(2), np.zeros(2, np.int64)
+        self._measured = False  # the geometry, which only scripts and pictures need, is current
+
+    def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
+        """Start episodes in the slots `which` [B] bool, where the back-end has started new battles."""
+        floats, _, _, alive = self._backend.memory
+        rules.begin(
+            self._layout, self._scale, floats, alive, *self._ledger.arrays(), self.steps, self.ended, which,
+            self._last_action,
+        )  # fmt: skip
+        self._changed()
+
+    def orders(self, actions: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Check `actions` [B, n] of the `active` slots and return (order, target, dest) for the back-end.
+
+        Errors: ValueError for an action that is not available, or a slot whose episode is over.
+        """
+        chosen, memory = actions.astype(np.int64, copy=False), self._backend.memory
+        self._refresh()
+        if rules.find_mistake(chosen, self._avail, active, self.ended) != rules.EVERY_CHOICE_FITS:
+            self._require_playable(actions, active)
+        orders = self._order, self._target, self._dest
+        rules.give_orders(self._layout, memory[0], self._move_amount, chosen, active, self._last_action, *orders)
+        return orders
+
+    def finish_step(self, active: np.ndarray) -> StepResult:
+        """Return the results of the step that the back-end has just played in the `active` slots [B]."""
+        self._changed()
+        slots, (floats, _, _, alive) = len(active), self._backend.memory
+        flags, reward = np.zeros((rules.N_FLAGS, slots), bool), np.zeros(slots, np.float32)
+        dead = np.zeros((2, slots), np.int64)
+        rules.finish(
+            self._layout, self._prices, floats, alive, *self._ledger.arrays(), self.steps, self.ended, active,
+            self._lost, self._died, flags, reward, dead,
+        )  # fmt: skip
+        won, _, draw, limit, over = flags
+        return self._result(reward, over, won, draw, limit, dead)
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return the current observations; the arrays are overwritten by the next call."""
+        self._look(full)
+        return Observation(self._obs, self._state, self._avail, self._full if full else None)
+
+    def geometry(self) -> Geometry:
+        """Return the current distances and directions."""
+        if not self._measured:
+            self._geometry.refresh(self._backend.units)
+            self._measured = True
+        return self._geometry
+
+    def state_parts(self) -> dict[str, np.ndarray]:
+        """Return copies of the state's parts by name, from the reference."""
+        self.geometry()
+        super().observe()
+        return self._writer.state_parts()
+
+    def _look(self, full: bool) -> None:
+        floats, _, cooldown, alive = self._backend.memory
+        observe.observe(
+            self._layout, floats, cooldown, alive, self._last_action, self.steps, self._rows, self._distance,
+            self._avail, self._obs, self._full, self._state, full,
+        )  # fmt: skip
+        self._stale = False
+
+    def _changed(self) -> None:
+        super()._changed()
+        self._measured = False
+
+    def _refresh(self) -> None:
+        if self._stale:
+            self._look(False)

@@ -1,0 +1,36 @@
+"""The compiled simulator: the reference's arrays, played by kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omagd.envs.battle.compiled import play, starts
+from omagd.envs.battle.compiled.tables import make_tables, working_memory
+from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.roster import Battle
+from omagd.envs.battle.simulator import Simulator
+
+
+class CompiledSimulator(Simulator):
+    """`Simulator` whose steps are compiled; battles, views and snapshots are the reference's, bit for bit."""
+
+    def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
+        super().__init__(map_spec, n_slots, difficulty=difficulty)
+        self._tables = make_tables(self._roster, self._movement, self._sight)
+        self._starts = starts.make_starts(map_spec, self._roster)
+        self._work = working_memory(self._roster.total)
+        # A battle's numbers lie side by side here, so that one is played within the processor's nearest memory; the
+        # reference's arrays become views.
+        state, clocks = self._battle, (self._cooldown, self._alive)
+        self.memory = [np.ascontiguousarray(np.moveaxis(a, -1, 0)) for a in (state.floats, state.ints, *clocks)]
+        floats, ints, cooldown, alive = (np.moveaxis(array, 0, -1) for array in self.memory)
+        self._battle, self._cooldown, self._alive = Battle(floats, ints), cooldown, alive
+        self.units = self._views()
+
+    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
+        """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
+        starts.reset(self._tables, self._starts, *self.memory, which, np.asarray(seeds, np.int64))
+
+    def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
+        """Give orders to the allies of the active slots and play 8 game loops."""
+        play.play(self._tables, *self.memory, *self._work, order, target, dest, active)
