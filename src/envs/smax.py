@@ -24,6 +24,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.actions import random_actions, require_available
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_names
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.utils.caches import user_cache
 from omagd.utils.errors import UserError
 
 UNIT_DIM = 13
@@ -68,13 +69,12 @@ class SmaxArgs(BaseModel):
 
 def _cache_dir() -> Path:
     """Return the folder of compiled programs in the user's cache, one for each CPU type."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cpu = platform.machine() + platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
         lines = info.read_text().splitlines()
         cpu += "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
-    return Path(home) / "omagd" / "jax" / f"{zlib.crc32(cpu.encode()):08x}"
+    return user_cache("jax", f"{zlib.crc32(cpu.encode()):08x}")
 
 
 def _import_jax(args: SmaxArgs) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,16 +20,18 @@ from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import StepResult
 from omagd.envs.smac import BattleEnv
 from omagd.utils.errors import UserError
+from omagd.utils.writing import print_warning
 
 
+@lru_cache(maxsize=1)
 def engine() -> tuple[type[Simulator], type[BattleSemantics]]:
     """Return the classes that play and judge battles: compiled ones, or the reference where Numba is missing."""
-    try:
-        from omagd.envs.battle.compiled.semantics import CompiledSemantics
-        from omagd.envs.battle.compiled.simulator import CompiledSimulator
-    except ImportError:
+    if find_spec("numba") is None:
+        print_warning("Numba is not installed: battles are played by NumPy, ten times slower. pip install numba")
         return Simulator, BattleSemantics
-    return CompiledSimulator, CompiledSemantics
+    from omagd.envs.battle.compiled.engine import compiled
+
+    return compiled()
 
 
 class SkirmishEnv(BattleEnv):

@@ -1,12 +1,10 @@
-"""How the kernels are compiled: each function is written once, as plain loops over one battle, for CPUs and GPUs.
-
-`function` marks what a kernel may call, `battles` a kernel that runs one function for each battle of a batch. On a CPU
-both are compiled by Numba, without any option that changes results: no fused multiply-add, no reordered sums. A CUDA
-kernel can call the same functions (`numba-cuda`).
-"""
+"""The compiler of the battles: what the kernels do depends on all source of `omagd.envs.battle`."""
 
 from __future__ import annotations
 
-from numba import njit
+from pathlib import Path
 
-function = njit(cache=False, error_model="numpy", _nrt=False, forceinline=True)
+from omagd.utils.compiling import Compiler
+
+compiler = Compiler(Path(__file__).resolve().parents[1], "battles")
+function, kernel = compiler.function, compiler.kernel

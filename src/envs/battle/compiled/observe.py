@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omagd.envs.battle.compiled import features, tables
-from omagd.envs.battle.compiled.compiling import function
+from omagd.envs.battle.compiled.compiling import function, kernel
 
 X, Y, HEALTH, SHIELD, ENERGY = tables.X, tables.Y, tables.HEALTH, tables.SHIELD, tables.ENERGY
 LIMIT, SIGHT, EVERYWHERE = features.LIMIT, features.SIGHT_RANGE, features.EVERYWHERE
@@ -19,7 +19,7 @@ def copy_observations(obs, state):
             state[i * obs.shape[1] + entry] = obs[i, entry]
 
 
-@function
+@kernel
 def observe(o, floats, cooldown, alive, last_action, steps, w, distance, avail, obs, full, state, want_full):
     """Write masks, observations, those without range limit if `want_full`, and the state of all battles."""
     for b in range(len(steps)):

@@ -6,7 +6,7 @@ import numpy as np
 
 from omagd.envs.battle.compiled import combat, movement
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.compiling import function
+from omagd.envs.battle.compiled.compiling import function, kernel
 from omagd.envs.battle.roster import FLOATS, INTS
 from omagd.envs.battle.simulator import LOOPS_PER_STEP, LOOPS_PER_SUBSTEP, SUBSTEPS
 
@@ -51,7 +51,7 @@ def play_battle(t, floats, ints, cooldown, alive, s, k, order, target, dest, b):
         alive[b, i] = k[row.ALIVE, i] > 0
 
 
-@function
+@kernel
 def play(t, floats, ints, cooldown, alive, s, k, order, target, dest, active):
     """Play one agent step in the `active` battles [B]."""
     for b in range(len(active)):

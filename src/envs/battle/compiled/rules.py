@@ -11,7 +11,7 @@ from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.compiled.combat import ATTACK, HEAL_ORDER, MOVE
 from omagd.envs.battle.compiled.combat import NONE as NO_ORDER
 from omagd.envs.battle.compiled.combat import STOP as STAY
-from omagd.envs.battle.compiled.compiling import function
+from omagd.envs.battle.compiled.compiling import function, kernel
 from omagd.envs.battle.compiled.features import FIRST, HEALS, TOTAL, N
 from omagd.envs.battle.compiled.features import LIMIT as STEP_LIMIT
 from omagd.envs.battle.compiled.tables import HEALTH, SHIELD, X, Y
@@ -36,7 +36,7 @@ def make_prices(args: BattleArgs) -> Prices:
     return Prices(np.array(amount, np.float64), np.array(flags, bool))
 
 
-@function
+@kernel
 def find_mistake(actions, avail, active, ended):
     """Return the first active battle that is over or has an action that is not available; else `EVERY_CHOICE_FITS`."""
     for b in range(actions.shape[0]):
@@ -50,7 +50,7 @@ def find_mistake(actions, avail, active, ended):
     return EVERY_CHOICE_FITS
 
 
-@function
+@kernel
 def give_orders(o, floats, move_amount, actions, active, last_action, order, target, dest):
     """Translate the actions of the `active` battles [B] into orders, and write them down as the last actions."""
     n, first = actions.shape[1], o.fact[FIRST]
@@ -127,7 +127,7 @@ def price(p, flags, lost, died):
     return reward
 
 
-@function
+@kernel
 def finish(o, p, floats, alive, points, living, scale, scaled, steps, ended, active, lost, died, flags, reward, dead):
     """Count the step just played in the `active` battles [B] and write its results.
 
@@ -146,7 +146,7 @@ def finish(o, p, floats, alive, points, living, scale, scaled, steps, ended, act
         ended[b] |= flags[OVER, b]
 
 
-@function
+@kernel
 def begin(o, new_scale, floats, alive, points, living, scale, scaled, steps, ended, which, last_action):
     """Start episodes in the slots `which` [B] bool, where battles have begun. new_scale: of the reward, 0 for none."""
     for b in range(len(which)):

@@ -39,8 +39,8 @@ class CompiledSemantics(BattleSemantics):
         """Start episodes in the slots `which` [B] bool, where the back-end has started new battles."""
         floats, _, _, alive = self._backend.memory
         rules.begin(
-            self._layout, self._scale, floats, alive, *self._ledger.arrays(), self.steps, self.ended, which,
-            self._last_action,
+            self._layout, self._scale, floats, alive, *self._ledger.arrays(), self.steps, self.ended,
+            np.ascontiguousarray(which, bool), self._last_action,
         )  # fmt: skip
         self._changed()
 
@@ -49,7 +49,8 @@ class CompiledSemantics(BattleSemantics):
 
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
-        chosen, memory = actions.astype(np.int64, copy=False), self._backend.memory
+        chosen, memory = np.ascontiguousarray(actions, np.int64), self._backend.memory
+        active = np.ascontiguousarray(active, bool)
         self._refresh()
         if rules.find_mistake(chosen, self._avail, active, self.ended) != rules.EVERY_CHOICE_FITS:
             self._require_playable(actions, active)
@@ -64,8 +65,8 @@ class CompiledSemantics(BattleSemantics):
         flags, reward = np.zeros((rules.N_FLAGS, slots), bool), np.zeros(slots, np.float32)
         dead = np.zeros((2, slots), np.int64)
         rules.finish(
-            self._layout, self._prices, floats, alive, *self._ledger.arrays(), self.steps, self.ended, active,
-            self._lost, self._died, flags, reward, dead,
+            self._layout, self._prices, floats, alive, *self._ledger.arrays(), self.steps, self.ended,
+            np.ascontiguousarray(active, bool), self._lost, self._died, flags, reward, dead,
         )  # fmt: skip
         won, _, draw, limit, over = flags
         return self._result(reward, over, won, draw, limit, dead)

@@ -29,8 +29,10 @@ class CompiledSimulator(Simulator):
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
-        starts.reset(self._tables, self._starts, *self.memory, which, np.asarray(seeds, np.int64))
+        starts.reset(self._tables, self._starts, *self.memory, np.ascontiguousarray(which, bool), np.ascontiguousarray(seeds, np.int64))
 
     def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
         """Give orders to the allies of the active slots and play 8 game loops."""
-        play.play(self._tables, *self.memory, *self._work, order, target, dest, active)
+        orders = np.ascontiguousarray(order, np.int64), np.ascontiguousarray(target, np.int64)
+        places, playing = np.ascontiguousarray(dest, np.float32), np.ascontiguousarray(active, bool)
+        play.play(self._tables, *self.memory, *self._work, *orders, places, playing)

@@ -9,7 +9,7 @@ import numpy as np
 from omagd.envs.battle import physics
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.combat import ATTACK, STOP, ZERO
-from omagd.envs.battle.compiled.compiling import function
+from omagd.envs.battle.compiled.compiling import function, kernel
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.roster import Roster
 from omagd.utils.seeding import FACTORS, GOLDEN
@@ -67,7 +67,7 @@ def sort_allies(t, begin, x, y):
                 y[i], y[j] = y[j], y[i]
 
 
-@function
+@kernel
 def reset(t, begin, floats, ints, cooldown, alive, which, seeds):
     """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]`."""
     n, total = t.fact[row.AGENTS], t.fact[row.UNITS]

@@ -1,0 +1,86 @@
+"""Functions compiled by Numba, kept in the user's cache until their source changes.
+
+A function is written once, in plain loops, for CPUs and GPUs: a CUDA kernel of `numba-cuda` can call the same functions.
+On a CPU no option changes results: no fused multiply-add, no reordered sums, so that a kernel can equal a NumPy
+reference bit for bit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import njit
+
+from omagd.utils.caches import user_cache
+from omagd.utils.writing import print_warning
+
+# Without reference counts (`_nrt`): kernels allocate nothing, and counting each use of an array takes most of the time
+# of a small one. Division by zero gives infinity, as in NumPy. Callers release Python's lock.
+OPTIONS = {"error_model": "numpy", "_nrt": False, "nogil": True}
+
+
+class Compiler:
+    """Compiles the functions of one package.
+
+    Args:
+        source: folder with all source that results depend on; a change in it, or in Numba, starts a new cache.
+        what: name for the message at the first start.
+    """
+
+    def __init__(self, source: Path, what: str) -> None:
+        self._what, digest = what, zlib.crc32(numba.__version__.encode())
+        for file in sorted(source.rglob("*.py")):
+            digest = zlib.crc32(file.read_bytes(), digest)
+        self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
+        self._kernels: list[Any] = []
+        self._problem = ""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            self._problem = problem.strerror or str(problem)
+
+    def function(self, function: Callable[..., Any]) -> Any:
+        """Compile a function that kernels call."""
+        return njit(forceinline=True, **OPTIONS)(function)
+
+    def kernel(self, function: Callable[..., Any]) -> Any:
+        """Compile a function that Python calls, once for the types of its first call."""
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(self.folder)
+        try:
+            kernel = njit(cache=not self._problem, **OPTIONS)(function)
+        finally:
+            numba.config.CACHE_DIR = before
+        self._kernels.append(kernel)
+        return kernel
+
+    def prepare(self, call_all: Callable[[], None]) -> None:
+        """Compile or load all kernels by `call_all`, which calls each with the types that it will always have.
+
+        The first process says that it compiles; others on this machine wait for it.
+        """
+        if self._problem:
+            print_warning(f"{self.folder}: {self._problem}. The {self._what} are compiled at each start (10 to 20 s).")
+            call_all()
+        else:
+            with (self.folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._fill(call_all)
+        for kernel in self._kernels:
+            kernel.disable_compile()
+
+    def _fill(self, call_all: Callable[[], None]) -> None:
+        done = self.folder / "done"
+        if done.exists():
+            call_all()
+            return
+        print_warning(f"Compiling the {self._what}, once: 10 to 20 s. Kept in {self.folder}.")
+        start = time.monotonic()
+        call_all()
+        done.write_text(f"{time.monotonic() - start:.1f} s, process {os.getpid()}\n", encoding="utf-8")
