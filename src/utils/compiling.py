@@ -1,6 +1,6 @@
 """Functions compiled by Numba, kept in the user's cache until their source changes.
 
-A function is written once, in plain loops, for CPUs and GPUs: a CUDA kernel of `numba-cuda` can call the same functions.
+A function is written once, in plain loops, for CPUs and GPUs: CUDA kernels (`numba-cuda`) can call the same functions.
 On a CPU no option changes results: no fused multiply-add, no reordered sums, so that a kernel can equal a NumPy
 reference bit for bit.
 """
@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 from numba import njit
@@ -23,7 +23,10 @@ from omagd.utils.writing import print_warning
 
 # Without reference counts (`_nrt`): kernels allocate nothing, and counting each use of an array takes most of the time
 # of a small one. Division by zero gives infinity, as in NumPy. Callers release Python's lock.
-OPTIONS = {"error_model": "numpy", "_nrt": False, "nogil": True}
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "nogil": True}
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Compiler:
@@ -46,19 +49,22 @@ class Compiler:
         except OSError as problem:
             self._problem = problem.strerror or str(problem)
 
-    def function(self, function: Callable[..., Any]) -> Any:
+    def function(self, function: F) -> F:
         """Compile a function that kernels call."""
-        return njit(forceinline=True, **OPTIONS)(function)
+        compiled: F = njit(forceinline=True, **OPTIONS)(function)
+        return compiled
 
-    def kernel(self, function: Callable[..., Any]) -> Any:
+    def kernel(self, function: F) -> F:
         """Compile a function that Python calls, once for the types of its first call."""
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(self.folder)
+        settings: Any = numba.config
+        before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
         try:
-            kernel = njit(cache=not self._problem, **OPTIONS)(function)
+            kernel: Any = njit(cache=not self._problem, **OPTIONS)(function)
         finally:
-            numba.config.CACHE_DIR = before
+            settings.CACHE_DIR = before
         self._kernels.append(kernel)
-        return kernel
+        compiled: F = kernel
+        return compiled
 
     def prepare(self, call_all: Callable[[], None]) -> None:
         """Compile or load all kernels by `call_all`, which calls each with the types that it will always have.

@@ -118,8 +118,9 @@ class RewardLedger:
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from a `snapshot`."""
-        self._points, self._living = snapshot["points"].copy(), ~snapshot["dead"]
-        self._scale, self._scaled = snapshot["scale"].copy(), snapshot["scaled"].copy()
+        saved = snapshot["points"], ~snapshot["dead"], snapshot["scale"], snapshot["scaled"]
+        for own, values in zip(self.arrays(), saved, strict=True):
+            own[...] = values
 
 
 def judge(

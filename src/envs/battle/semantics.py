@@ -111,7 +111,13 @@ class BattleSemantics:
         return self._result(reward.astype(np.float32), ending.over, ending.won, ending.draw, ending.limit, dead.T)
 
     def _result(
-        self, reward: np.ndarray, over: np.ndarray, won: np.ndarray, draw: np.ndarray, limit: np.ndarray, dead: np.ndarray
+        self,
+        reward: np.ndarray,
+        over: np.ndarray,
+        won: np.ndarray,
+        draw: np.ndarray,
+        limit: np.ndarray,
+        dead: np.ndarray,
     ) -> StepResult:
         """Count the battles that are `over` [B], and return a step's results. dead: [2, B], allies and enemies."""
         if np.count_nonzero(over):

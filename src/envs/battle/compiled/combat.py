@@ -13,15 +13,21 @@ from omagd.envs.battle import combat, physics
 from omagd.envs.battle.backend import Order
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.compiling import function
+from omagd.envs.battle.compiled.tables import Array, Tables
 
 ATTACK, HEAL_ORDER, MOVE, NONE, STOP = (int(Order[name]) for name in ("ATTACK", "HEAL", "MOVE", "NONE", "STOP"))
 INDEX_BITS, NOBODY = np.int32(physics.INDEX_BITS), np.int32(physics.NOBODY)
-FAR, LINE_DEPTH, QUIET_LOOPS, SHIELD_PER_LOOP = combat.FAR, combat.LINE_DEPTH, combat.QUIET_LOOPS, combat.SHIELD_PER_LOOP
+FAR, LINE_DEPTH, QUIET_LOOPS, SHIELD_PER_LOOP = (
+    combat.FAR,
+    combat.LINE_DEPTH,
+    combat.QUIET_LOOPS,
+    combat.SHIELD_PER_LOOP,
+)
 ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-6)
 
 
 @function
-def take_order(t, k, s, i, order, target, x, y):  # one ally
+def take_order(t: Tables, k: Array, s: Array, i: int, order: int, target: int, x: np.float32, y: np.float32) -> None:
     """Store an ally's order; one that the game would refuse changes nothing."""
     aimed = min(max(target, 0), t.fact[row.UNITS] - 1)
     if order == NONE or (order == ATTACK and not t.able[row.CAN_HIT, i, aimed]):
@@ -35,7 +41,7 @@ def take_order(t, k, s, i, order, target, x, y):  # one ally
 
 
 @function
-def measure(t, s, k):
+def measure(t: Tables, s: Array, k: Array) -> None:
     """Write the places by which distances are measured: slightly apart, and dead units far away."""
     for i in range(t.fact[row.UNITS]):
         s[row.PLACE_X, i] = s[row.X, i] + t.unit[row.OFFSET_X, i] if k[row.ALIVE, i] else t.unit[row.FAR, i]
@@ -43,14 +49,14 @@ def measure(t, s, k):
 
 
 @function
-def squared(s, i, j):
+def squared(s: Array, i: int, j: int) -> np.float32:
     """Return the squared distance of two units."""
     dx, dy = s[row.PLACE_X, i] - s[row.PLACE_X, j], s[row.PLACE_Y, i] - s[row.PLACE_Y, j]
     return dx * dx + dy * dy
 
 
 @function
-def find_nearest(t, s, k):
+def find_nearest(t: Tables, s: Array, k: Array) -> None:
     """Write each unit's nearest foe that it can hit: distance and index packed into one integer (`Pairs._nearest`)."""
     n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
     nearest = k[row.NEAREST]
@@ -72,14 +78,14 @@ def find_nearest(t, s, k):
 
 
 @function
-def lost_target(k, i):
+def lost_target(k: Array, i: int) -> bool:
     """Return whether a unit has no living target."""
     target = k[row.TARGET, i]
     return target < 0 or k[row.ALIVE, target] == 0
 
 
 @function
-def acquire(t, s, k):
+def acquire(t: Tables, s: Array, k: Array) -> None:
     """Choose targets: for enemies within `sight`, for idle allies within their weapon's reach."""
     find_nearest(t, s, k)
     n = t.fact[row.AGENTS]
@@ -102,7 +108,7 @@ def acquire(t, s, k):
 
 
 @function
-def aim_bombs(t, s, k):
+def aim_bombs(t: Tables, s: Array, k: Array) -> None:
     """Aim each exploding enemy at the most crowded ally in sight, of its own share of the allies (every k-th)."""
     n, sight = t.fact[row.AGENTS], t.length[row.SIGHT]
     for rank in range(len(t.bombs)):
@@ -120,7 +126,7 @@ def aim_bombs(t, s, k):
 
 
 @function
-def find_patient(t, s, k, healer):
+def find_patient(t: Tables, s: Array, k: Array, healer: int) -> None:
     """Aim a healer at the nearest injured friend: an enemy's healer follows its friends, an idle ally's stays."""
     n, best, least, hurt = t.fact[row.AGENTS], -1, ZERO, False
     for friend in range(t.fact[row.UNITS]):
@@ -141,7 +147,7 @@ def find_patient(t, s, k, healer):
 
 
 @function
-def aim(t, s, k):
+def aim(t: Tables, s: Array, k: Array) -> None:
     """Write which units have a living target, and whose weapon reaches it."""
     for i in range(t.fact[row.UNITS]):
         aiming, target = not lost_target(k, i), max(k[row.TARGET, i], 0)
@@ -150,7 +156,7 @@ def aim(t, s, k):
 
 
 @function
-def shoot(t, s, k):
+def shoot(t: Tables, s: Array, k: Array) -> None:
     """Fire every ready weapon whose target is in reach, and apply damage, splash and explosions."""
     total, fired = t.fact[row.UNITS], False
     for i in range(total):
@@ -179,14 +185,14 @@ def shoot(t, s, k):
 
 
 @function
-def add_hit(t, s, attacker, target):
+def add_hit(t: Tables, s: Array, attacker: int, target: int) -> None:
     """Add one hit to what a unit suffers at this moment."""
     s[row.LOSS, target] += t.pair[row.HEALTH_HIT, attacker, target]
     s[row.HIT, target] += t.pair[row.SHIELD_HIT, attacker, target]
 
 
 @function
-def hit_strip(t, s, k, attacker):
+def hit_strip(t: Tables, s: Array, k: Array, attacker: int) -> None:
     """Hit the foes on a strip across the line of fire, except the target."""
     target = k[row.TARGET, attacker]
     to_x, to_y = s[row.X, target], s[row.Y, target]
@@ -202,7 +208,7 @@ def hit_strip(t, s, k, attacker):
 
 
 @function
-def explode(t, s, k):
+def explode(t: Tables, s: Array, k: Array) -> None:
     """Hit the foes around the units that explode now; they have no health left."""
     for i in range(t.fact[row.UNITS]):
         if k[row.BLAST, i]:
@@ -218,7 +224,7 @@ def explode(t, s, k):
 
 
 @function
-def apply_hits(t, s):
+def apply_hits(t: Tables, s: Array) -> None:
     """Subtract the hits from shields, then health. Sums of multiples of 0.5 are exact in any order."""
     for i in range(t.fact[row.UNITS]):
         full = s[row.HIT, i]
@@ -234,7 +240,7 @@ def apply_hits(t, s):
 
 
 @function
-def count_dead(t, s, k):
+def count_dead(t: Tables, s: Array, k: Array) -> bool:
     """Mark units without health as dead, and return whether any of them explodes now."""
     again = False
     for i in range(t.fact[row.UNITS]):
@@ -247,7 +253,7 @@ def count_dead(t, s, k):
 
 
 @function
-def heal(t, s, k, loops):
+def heal(t: Tables, s: Array, k: Array, loops: np.float32) -> None:
     """Let every healer heal its target in reach, as far as its energy lasts."""
     for healer in t.healers:
         patient = k[row.TARGET, healer]
@@ -260,7 +266,7 @@ def heal(t, s, k, loops):
 
 
 @function
-def regenerate(t, s, k, loops):
+def regenerate(t: Tables, s: Array, k: Array, loops: np.float32) -> None:
     """Regenerate shields, Zerg health and energy of living units."""
     for i in range(t.fact[row.UNITS]):
         s[row.QUIET, i] += loops if t.fact[row.SHIELDS] else ZERO

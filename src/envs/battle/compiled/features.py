@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, SHOOT_RANGE, STOP, WEST
+from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, SHOOT_RANGE, STOP
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.compiled.compiling import function
+from omagd.envs.battle.compiled.tables import Array
 from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, SIGHT_RANGE, UnitTables
 from omagd.envs.battle.maps import HEALING, MapSpec
 
@@ -25,7 +26,7 @@ CENTRE_X, CENTRE_Y, EXTENT_X, EXTENT_Y, LIMIT = range(5)
 HEALTH_MAX, SHIELD_MAX, READY_MAX = range(3)  # rows of `Layout.unit`
 HEALTH, SHIELD, PLACE_X, PLACE_Y, READY, DISTANCE, TOWARD_X, TOWARD_Y = range(8)  # of the working memory
 N_ROWS = TOWARD_Y + 1
-EVERYWHERE = math.inf
+SIGHT, EVERYWHERE = SIGHT_RANGE, math.inf
 ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-6)
 
 
@@ -38,15 +39,15 @@ class Layout(NamedTuple):
         pathing, height: [map_x, map_y] bool and float32.
     """
 
-    fact: np.ndarray
-    size: np.ndarray
-    unit: np.ndarray
-    bits: np.ndarray
-    healer: np.ndarray
-    ahead: np.ndarray
-    around: np.ndarray
-    pathing: np.ndarray
-    height: np.ndarray
+    fact: Array
+    size: Array
+    unit: Array
+    bits: Array
+    healer: Array
+    ahead: Array
+    around: Array
+    pathing: Array
+    height: Array
 
 
 def make_layout(spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Terrain, units: Units) -> Layout:
@@ -70,7 +71,7 @@ def make_layout(spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Te
 
 
 @function
-def read_cell(grid, x, y, outside):
+def read_cell(grid: Array, x: int, y: int, outside: Any) -> Any:
     """Return a map layer's value at a cell, `outside` beyond the map."""
     if x < 0 or y < 0 or x >= grid.shape[0] or y >= grid.shape[1]:
         return outside
@@ -78,7 +79,7 @@ def read_cell(grid, x, y, outside):
 
 
 @function
-def fill_mask(o, x, y, alive, distance, i, mask):
+def fill_mask(o: Layout, x: Array, y: Array, alive: Array, distance: Array, i: int, mask: Array) -> None:
     """Write the available actions of agent `i`. distance: [U] float64, to all units."""
     n, total, first = o.fact[N], o.fact[TOTAL], o.fact[FIRST]
     for action in range(len(mask)):
@@ -99,7 +100,9 @@ def fill_mask(o, x, y, alive, distance, i, mask):
 
 
 @function
-def describe_units(o, x, y, health, shield, energy, cooldown, w):
+def describe_units(
+    o: Layout, health: Array, shield: Array, energy: Array, cooldown: Array, x: Array, y: Array, w: Array
+) -> None:
     """Write each unit's features that do not depend on who looks; [8, U] `w`."""
     for i in range(o.fact[TOTAL]):
         w[HEALTH, i] = health[i] / o.unit[HEALTH_MAX, i]
@@ -110,7 +113,7 @@ def describe_units(o, x, y, health, shield, energy, cooldown, w):
 
 
 @function
-def look_at_all(o, x, y, i, w, distance):
+def look_at_all(x: Array, y: Array, i: int, w: Array, distance: Array) -> None:
     """Write distance and direction from agent `i` to all units, also as shares of the sight range."""
     own_x, own_y = np.float64(x[i]), np.float64(y[i])
     for j in range(len(distance)):
@@ -121,7 +124,7 @@ def look_at_all(o, x, y, i, w, distance):
 
 
 @function
-def write_surroundings(o, x, y, i, living, at, out):
+def write_surroundings(o: Layout, x: Array, y: Array, i: int, living: bool, at: int, out: Array) -> int:
     """Write pathing and height around agent `i` from place `at`; return the next place."""
     if o.fact[PATHING]:
         for p in range(N_PATHING):
@@ -137,7 +140,9 @@ def write_surroundings(o, x, y, i, living, at, out):
 
 
 @function
-def write_unit(o, w, j, available, points, shielded, at, out):
+def write_unit(
+    o: Layout, w: Array, j: int, available: np.float32, points: int, shielded: int, at: int, out: Array
+) -> int:
     """Write what an agent sees of unit `j` from place `at`; return the next place."""
     out[at], out[at + 1], out[at + 2], out[at + 3] = available, w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j]
     at += 4
@@ -149,7 +154,7 @@ def write_unit(o, w, j, available, points, shielded, at, out):
 
 
 @function
-def write_points(w, j, shielded, at, out):
+def write_points(w: Array, j: int, shielded: int, at: int, out: Array) -> int:
     """Write health, and shield if `shielded`, of unit `j` from place `at`; return the next place."""
     out[at] = w[HEALTH, j]
     if shielded:
@@ -159,7 +164,10 @@ def write_points(w, j, shielded, at, out):
 
 
 @function
-def write_view(o, x, y, alive, w, distance, mask, last_action, elapsed, i, sight, out):
+def write_view(
+    o: Layout, x: Array, y: Array, alive: Array, w: Array, distance: Array, mask: Array, last_action: Array,
+    elapsed: np.float32, i: int, sight: float, out: Array,
+) -> None:  # fmt: skip
     """Write agent `i`'s observation, in the order of SMAC's `get_obs_agent`; units at `sight` or farther are zero."""
     n, total, living, first = o.fact[N], o.fact[TOTAL], alive[i], o.fact[FIRST]
     points, seen_action = o.fact[ALL_HEALTH], o.fact[SEEN_ACTION]
@@ -186,7 +194,7 @@ def write_view(o, x, y, alive, w, distance, mask, last_action, elapsed, i, sight
 
 
 @function
-def write_own(o, w, living, elapsed, i, at, out):
+def write_own(o: Layout, w: Array, living: bool, elapsed: np.float32, i: int, at: int, out: Array) -> None:
     """Write agent `i`'s features of itself from place `at`."""
     if living:
         if o.fact[OWN_HEALTH]:
@@ -198,7 +206,7 @@ def write_own(o, w, living, elapsed, i, at, out):
 
 
 @function
-def write_state(o, alive, w, last_action, elapsed, out):
+def write_state(o: Layout, alive: Array, w: Array, last_action: Array, elapsed: np.float32, out: Array) -> None:
     """Write the state, in the order of SMAC's `get_state`: allies, enemies, last actions, elapsed time."""
     n, at = o.fact[N], 0
     for place in range(len(out)):

@@ -10,13 +10,14 @@ from omagd.envs.battle import physics
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.combat import ATTACK, MOVE, ONE, ZERO
 from omagd.envs.battle.compiled.compiling import function
+from omagd.envs.battle.compiled.tables import Array, Tables
 
 TINY, HOLD_BACK, STOP_SHORT = physics.TINY, physics.HOLD_BACK, physics.STOP_SHORT
 PUSH_WALKING, PUSH_STANDING, PUSH_MOST = physics.PUSH_WALKING, physics.PUSH_STANDING, physics.PUSH_MOST
 
 
 @function
-def walk(t, s, k, loops):
+def walk(t: Tables, s: Array, k: Array, loops: np.float32) -> None:
     """Move all units by one substep: first those that walk to a place, then those that chase a moving target."""
     n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
     for i in range(total):
@@ -36,7 +37,7 @@ def walk(t, s, k, loops):
 
 
 @function
-def any_bomb(t, k):
+def any_bomb(t: Tables, k: Array) -> bool:
     """Return whether an exploding enemy lives."""
     for bomb in t.bombs:
         if k[row.ALIVE, bomb]:
@@ -45,7 +46,7 @@ def any_bomb(t, k):
 
 
 @function
-def step_forward(t, s, k, i, behind, loops):
+def step_forward(t: Tables, s: Array, k: Array, i: int, behind: bool, loops: np.float32) -> None:
     """Write where a unit wants to stand after chasing its target and being pushed."""
     x, y, chasing = s[row.NEXT_X, i], s[row.NEXT_Y, i], k[row.AIMING, i] and k[row.ORDER, i] >= ATTACK
     going = k[row.ORDER, i] == MOVE or (i >= t.fact[row.AGENTS] and not k[row.AIMING, i])
@@ -65,7 +66,9 @@ def step_forward(t, s, k, i, behind, loops):
 
 
 @function
-def stride(t, s, i, goal_x, goal_y, slack, most):
+def stride(
+    t: Tables, s: Array, i: int, goal_x: np.float32, goal_y: np.float32, slack: np.float32, most: np.float32
+) -> tuple[np.float32, np.float32]:
     """Return where a unit stands after walking up to `most` cells towards a goal, but not nearer than `slack`."""
     x, y = s[row.X, i], s[row.Y, i]
     if t.fact[row.WALLED] and not t.mark[row.FREE, i]:
@@ -79,7 +82,9 @@ def stride(t, s, i, goal_x, goal_y, slack, most):
 
 
 @function
-def detour(t, x, y, goal_x, goal_y):
+def detour(
+    t: Tables, x: np.float32, y: np.float32, goal_x: np.float32, goal_y: np.float32
+) -> tuple[np.float32, np.float32]:
     """Return the next point on the way to a goal: the wall's opening if the wall lies between."""
     low, high = t.length[row.LANE_LOW], t.length[row.LANE_HIGH]
     left, right = t.length[row.LEFT_FACE], t.length[row.RIGHT_FACE]
@@ -94,7 +99,7 @@ def detour(t, x, y, goal_x, goal_y):
 
 
 @function
-def push(t, s, k):
+def push(t: Tables, s: Array, k: Array) -> None:
     """Write the push on each unit by all that it overlaps with, each unit's sum in the order of the others' indices."""
     total = t.fact[row.UNITS]
     place_x, place_y, push_x, push_y = s[row.PLACE_X], s[row.PLACE_Y], s[row.PUSH_X], s[row.PUSH_Y]
@@ -123,7 +128,7 @@ def push(t, s, k):
 
 
 @function
-def place(t, s, i):
+def place(t: Tables, s: Array, i: int) -> None:
     """Set a unit's new position; at a wall, it slides along or stays."""
     x, y, old_x, old_y = s[row.PUSH_X, i], s[row.PUSH_Y, i], s[row.X, i], s[row.Y, i]
     if t.fact[row.WALLED] and not t.mark[row.FREE, i] and not t.grid[int(x), int(y)]:

@@ -7,6 +7,7 @@ import numpy as np
 from omagd.envs.battle.compiled import combat, movement
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.compiling import function, kernel
+from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables
 from omagd.envs.battle.roster import FLOATS, INTS
 from omagd.envs.battle.simulator import LOOPS_PER_STEP, LOOPS_PER_SUBSTEP, SUBSTEPS
 
@@ -16,16 +17,34 @@ ZERO = np.float32(0)
 
 
 @function
-def play_battle(t, floats, ints, cooldown, alive, s, k, order, target, dest, b):
-    """Give battle `b` its orders and play one agent step."""
-    n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
-    for i in range(total):
+def load(state: State, s: Array, k: Array, b: int) -> None:
+    """Copy a battle into the working memory, where its numbers lie side by side."""
+    for i in range(s.shape[1]):
         for f in range(N_STATE_FLOATS):
-            s[f, i] = floats[b, f, i]
+            s[f, i] = state.floats[b, f, i]
         for f in range(N_STATE_INTS):
-            k[f, i] = ints[b, f, i]
-    for i in range(n):
-        combat.take_order(t, k, s, i, order[b, i], target[b, i], dest[b, i, 0], dest[b, i, 1])
+            k[f, i] = state.ints[b, f, i]
+
+
+@function
+def store(state: State, s: Array, k: Array, b: int) -> None:
+    """Copy a battle back, with what others see of it."""
+    for i in range(s.shape[1]):
+        for f in range(N_STATE_FLOATS):
+            state.floats[b, f, i] = s[f, i]
+        for f in range(N_STATE_INTS):
+            state.ints[b, f, i] = k[f, i]
+        state.cooldown[b, i] = max(s[row.TIMER, i], ZERO)
+        state.alive[b, i] = k[row.ALIVE, i] > 0
+
+
+@function
+def play_battle(t: Tables, state: State, s: Array, k: Array, orders: Orders, b: int) -> None:
+    """Give battle `b` its orders and play one agent step, in the working memory `s`, `k`."""
+    load(state, s, k, b)
+    for i in range(t.fact[row.AGENTS]):
+        dest = orders.dest[b, i]
+        combat.take_order(t, s, k, i, orders.order[b, i], orders.target[b, i], dest[0], dest[1])
     for substep in range(SUBSTEPS):
         combat.measure(t, s, k)
         if substep % 2 == 0:
@@ -33,27 +52,21 @@ def play_battle(t, floats, ints, cooldown, alive, s, k, order, target, dest, b):
         combat.aim(t, s, k)
         combat.shoot(t, s, k)
         combat.heal(t, s, k, LOOPS)
-        for i in range(total):
+        for i in range(t.fact[row.UNITS]):
             k[row.ALIVE, i] = s[row.HEALTH, i] > 0
         movement.walk(t, s, k, LOOPS)
-        for i in range(total):
+        for i in range(t.fact[row.UNITS]):
             # A delay of less than a substep counts towards the next shot: the average rate of fire is right.
             s[row.TIMER, i] -= LOOPS
             if s[row.TIMER, i] <= -LOOPS:
                 s[row.TIMER, i] = ZERO
     combat.regenerate(t, s, k, STEP_LOOPS)
-    for i in range(total):
-        for f in range(N_STATE_FLOATS):
-            floats[b, f, i] = s[f, i]
-        for f in range(N_STATE_INTS):
-            ints[b, f, i] = k[f, i]
-        cooldown[b, i] = max(s[row.TIMER, i], ZERO)
-        alive[b, i] = k[row.ALIVE, i] > 0
+    store(state, s, k, b)
 
 
 @kernel
-def play(t, floats, ints, cooldown, alive, s, k, order, target, dest, active):
-    """Play one agent step in the `active` battles [B]."""
+def play(t: Tables, state: State, s: Array, k: Array, orders: Orders, active: Array) -> None:
+    """Play one agent step in the `active` battles [B], one after the other in the same working memory."""
     for b in range(len(active)):
         if active[b]:
-            play_battle(t, floats, ints, cooldown, alive, s[0], k[0], order, target, dest, b)
+            play_battle(t, state, s[0], k[0], orders, b)

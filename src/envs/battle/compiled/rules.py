@@ -12,9 +12,9 @@ from omagd.envs.battle.compiled.combat import ATTACK, HEAL_ORDER, MOVE
 from omagd.envs.battle.compiled.combat import NONE as NO_ORDER
 from omagd.envs.battle.compiled.combat import STOP as STAY
 from omagd.envs.battle.compiled.compiling import function, kernel
-from omagd.envs.battle.compiled.features import FIRST, HEALS, TOTAL, N
+from omagd.envs.battle.compiled.features import FIRST, HEALS, TOTAL, Layout, N
 from omagd.envs.battle.compiled.features import LIMIT as STEP_LIMIT
-from omagd.envs.battle.compiled.tables import HEALTH, SHIELD, X, Y
+from omagd.envs.battle.compiled.tables import HEALTH, SHIELD, Array, Orders, State, X, Y
 
 WON, LOST, DRAW, LIMIT, OVER, N_FLAGS = range(6)  # rows of the flags of a step
 DEATH, WIN, DEFEAT, NEGATIVE = range(4)  # entries of `Prices.amount`
@@ -22,11 +22,37 @@ SPARSE, ONLY_POSITIVE, SHIELD_FIX = range(3)  # of `Prices.flag`
 EVERY_CHOICE_FITS = -1
 
 
+class Episodes(NamedTuple):
+    """The episodes of all battles. B battles, N agents, U units, A actions.
+
+    Attributes:
+        points: [B, U] float64, health with shield before the next step. living: [B, U] bool, not counted as dead.
+        scale: [B] float64, by which rewards are divided. scaled: [B] bool, it is set.
+        steps: [B] int64. ended: [B] bool. last_action: [B, N, A] float32, one-hot.
+    """
+
+    points: Array
+    living: Array
+    scale: Array
+    scaled: Array
+    steps: Array
+    ended: Array
+    last_action: Array
+
+
+class Results(NamedTuple):
+    """Results of a step: flags [5, B] bool (rows WON to OVER), reward [B] float32, dead [2, B] int64 (both sides)."""
+
+    flags: Array
+    reward: Array
+    dead: Array
+
+
 class Prices(NamedTuple):
     """The reward's arguments. amount: [4] float64. flag: [3] bool."""
 
-    amount: np.ndarray
-    flag: np.ndarray
+    amount: Array
+    flag: Array
 
 
 def make_prices(args: BattleArgs) -> Prices:
@@ -37,11 +63,11 @@ def make_prices(args: BattleArgs) -> Prices:
 
 
 @kernel
-def find_mistake(actions, avail, active, ended):
+def find_mistake(actions: Array, avail: Array, episodes: Episodes, active: Array) -> int:
     """Return the first active battle that is over or has an action that is not available; else `EVERY_CHOICE_FITS`."""
     for b in range(actions.shape[0]):
         if active[b]:
-            if ended[b]:
+            if episodes.ended[b]:
                 return b
             for i in range(actions.shape[1]):
                 action = actions[b, i]
@@ -51,45 +77,60 @@ def find_mistake(actions, avail, active, ended):
 
 
 @kernel
-def give_orders(o, floats, move_amount, actions, active, last_action, order, target, dest):
+def give_orders(
+    o: Layout, state: State, move_amount: float, actions: Array, active: Array, episodes: Episodes, orders: Orders
+) -> None:
     """Translate the actions of the `active` battles [B] into orders, and write them down as the last actions."""
-    n, first = actions.shape[1], o.fact[FIRST]
     for b in range(len(active)):
-        for i in range(n):
-            order[b, i] = NO_ORDER
-            if not active[b]:
-                continue
-            action = actions[b, i]
-            for other in range(last_action.shape[2]):
-                last_action[b, i, other] = other == action
-            if action == STOP:
-                order[b, i] = STAY
-            elif NORTH <= action <= WEST:
-                order[b, i] = MOVE
-                dest[b, i, 0] = np.float64(floats[b, X, i]) + MOVE_X[action - NORTH] * move_amount
-                dest[b, i, 1] = np.float64(floats[b, Y, i]) + MOVE_Y[action - NORTH] * move_amount
-            elif action >= first:
-                order[b, i] = HEAL_ORDER if o.healer[i] else ATTACK
-                target[b, i] = action - first + (0 if o.healer[i] else n)
+        for i in range(actions.shape[1]):
+            if active[b]:
+                note_action(episodes.last_action[b, i], actions[b, i])
+                order_agent(o, state, move_amount, actions[b, i], orders, b, i)
+            else:
+                orders.order[b, i] = NO_ORDER
 
 
 @function
-def update_points(n, weight, s, alive, points, living, lost, died):
+def note_action(onehot: Array, action: int) -> None:
+    """Write an action [A] as one-hot."""
+    for other in range(len(onehot)):
+        onehot[other] = other == action
+
+
+@function
+def order_agent(o: Layout, state: State, move_amount: float, action: int, orders: Orders, b: int, i: int) -> None:
+    """Write the order that an action gives."""
+    if action == STOP:
+        orders.order[b, i] = STAY
+    elif NORTH <= action <= WEST:
+        orders.order[b, i] = MOVE
+        orders.dest[b, i, 0] = np.float64(state.floats[b, X, i]) + MOVE_X[action - NORTH] * move_amount
+        orders.dest[b, i, 1] = np.float64(state.floats[b, Y, i]) + MOVE_Y[action - NORTH] * move_amount
+    elif action >= o.fact[FIRST]:
+        orders.order[b, i] = HEAL_ORDER if o.healer[i] else ATTACK
+        orders.target[b, i] = action - o.fact[FIRST] + (0 if o.healer[i] else o.fact[N])
+    else:
+        orders.order[b, i] = NO_ORDER
+
+
+@function
+def update_points(o: Layout, weight: float, state: State, episodes: Episodes, b: int, lost: Array, died: Array) -> None:
     """Update health with shield and who lives; write what each side lost [2], the allies times `weight`, and how many
     of it died [2].
     """
+    points, living, s = episodes.points[b], episodes.living[b], state.floats[b]
     for side in range(2):
         lost[side], died[side] = 0.0, 0
-    for i in range(len(alive)):
-        side, before = int(i >= n), points[i]
-        died[side] += living[i] and not alive[i]
-        living[i] = living[i] and alive[i]  # a death is counted once
+    for i in range(o.fact[TOTAL]):
+        side, before = int(i >= o.fact[N]), points[i]
+        died[side] += living[i] and not state.alive[b, i]
+        living[i] = living[i] and state.alive[b, i]  # a death is counted once
         points[i] = np.float64(s[HEALTH, i]) + np.float64(s[SHIELD, i]) if living[i] else 0.0
         lost[side] += before - points[i] if side else (before - points[i]) * weight
 
 
 @function
-def judge(o, alive, at_limit, flags):
+def judge(o: Layout, alive: Array, at_limit: bool, flags: Array) -> tuple[int, int]:
     """Write how the battle ended [5] (rows WON to OVER); return the numbers of living allies and enemies."""
     n, allies, enemies, fighters, healers = o.fact[N], 0, 0, 0, 0
     for i in range(len(alive)):
@@ -110,7 +151,7 @@ def judge(o, alive, at_limit, flags):
 
 
 @function
-def price(p, flags, lost, died):
+def price(p: Prices, flags: Array, lost: Array, died: Array) -> float:
     """Return the reward of a step before scaling (`reward`): what each side lost [2], how many of it died [2]."""
     if p.flag[SPARSE]:
         return np.float64(flags[WON]) - np.float64(flags[LOST])
@@ -128,36 +169,38 @@ def price(p, flags, lost, died):
 
 
 @kernel
-def finish(o, p, floats, alive, points, living, scale, scaled, steps, ended, active, lost, died, flags, reward, dead):
-    """Count the step just played in the `active` battles [B] and write its results.
+def finish(
+    o: Layout, p: Prices, state: State, episodes: Episodes, active: Array, lost: Array, died: Array, results: Results
+) -> None:
+    """Count the step just played in the `active` battles [B] and write its results; others' stay zero.
 
-    flags: [5, B] bool, rows WON to OVER. reward: [B] float32. dead: [2, B] int64, allies and enemies. Inactive: zero.
+    lost, died: [2] float64 and int64, working memory.
     """
-    n, total = o.fact[N], o.fact[TOTAL]
+    n, total, steps, flags = o.fact[N], o.fact[TOTAL], episodes.steps, results.flags
     for b in range(len(active)):
-        update_points(n, p.amount[NEGATIVE], floats[b], alive[b], points[b], living[b], lost, died)
+        update_points(o, p.amount[NEGATIVE], state, episodes, b, lost, died)
         if not active[b]:
             continue
         steps[b] += 1
-        of_battle = flags[:, b]
-        allies, enemies = judge(o, alive[b], steps[b] >= o.size[STEP_LIMIT], of_battle)
-        reward[b] = price(p, of_battle, lost, died) / scale[b]
-        dead[0, b], dead[1, b] = n - allies, total - n - enemies
-        ended[b] |= flags[OVER, b]
+        allies, enemies = judge(o, state.alive[b], steps[b] >= o.size[STEP_LIMIT], flags[:, b])
+        results.reward[b] = price(p, flags[:, b], lost, died) / episodes.scale[b]
+        results.dead[0, b], results.dead[1, b] = n - allies, total - n - enemies
+        episodes.ended[b] |= flags[OVER, b]
 
 
 @kernel
-def begin(o, new_scale, floats, alive, points, living, scale, scaled, steps, ended, which, last_action):
+def begin(o: Layout, new_scale: float, state: State, episodes: Episodes, which: Array) -> None:
     """Start episodes in the slots `which` [B] bool, where battles have begun. new_scale: of the reward, 0 for none."""
     for b in range(len(which)):
         if not which[b]:
             continue
-        steps[b], ended[b] = 0, False
+        episodes.steps[b], episodes.ended[b], s = 0, False, state.floats[b]
         for i in range(o.fact[TOTAL]):
-            living[b, i] = alive[b, i]
-            points[b, i] = np.float64(floats[b, HEALTH, i]) + np.float64(floats[b, SHIELD, i]) if alive[b, i] else 0.0
+            alive = state.alive[b, i]
+            episodes.living[b, i] = alive
+            episodes.points[b, i] = np.float64(s[HEALTH, i]) + np.float64(s[SHIELD, i]) if alive else 0.0
         if new_scale != 0:
-            scale[b], scaled[b] = new_scale, True
-        for i in range(last_action.shape[1]):
-            for action in range(last_action.shape[2]):
-                last_action[b, i, action] = 0.0
+            episodes.scale[b], episodes.scaled[b] = new_scale, True
+        for i in range(o.fact[N]):
+            for action in range(episodes.last_action.shape[2]):
+                episodes.last_action[b, i, action] = 0.0

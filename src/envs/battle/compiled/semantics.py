@@ -8,8 +8,10 @@ import numpy as np
 
 from omagd.envs.battle.actions import Geometry
 from omagd.envs.battle.args import BattleArgs
-from omagd.envs.battle.compiled import features, observe, rules
+from omagd.envs.battle.compiled import features, rules
+from omagd.envs.battle.compiled.observe import Shown, observe
 from omagd.envs.battle.compiled.simulator import CompiledSimulator
+from omagd.envs.battle.compiled.tables import Orders
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.protocol import Observation, StepResult
@@ -29,19 +31,19 @@ class CompiledSemantics(BattleSemantics):
         self._layout = features.make_layout(spec, args, self._tables, backend.terrain, backend.units)
         self._prices, self._move_amount = rules.make_prices(args), float(args.move_amount)
         self._scale = float(self._ledger.scale(backend.units)[0]) if args.reward_scale else 0.0
-        self._order, self._target = np.zeros((slots, n), np.int64), np.zeros((slots, n), np.int64)
-        self._dest = np.zeros((slots, n, 2), np.float32)
+        self._orders = Orders(
+            np.zeros((slots, n), np.int64), np.zeros((slots, n), np.int64), np.zeros((slots, n, 2), np.float32)
+        )
+        self._episodes = rules.Episodes(*self._ledger.arrays(), self.steps, self.ended, self._last_action)
+        self._shown = Shown(self._avail, self._obs, self._full, self._state)
         self._rows, self._distance = np.zeros((features.N_ROWS, units), np.float32), np.zeros(units)
         self._lost, self._died = np.zeros(2), np.zeros(2, np.int64)
         self._measured = False  # the geometry, which only scripts and pictures need, is current
 
     def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
         """Start episodes in the slots `which` [B] bool, where the back-end has started new battles."""
-        floats, _, _, alive = self._backend.memory
-        rules.begin(
-            self._layout, self._scale, floats, alive, *self._ledger.arrays(), self.steps, self.ended,
-            np.ascontiguousarray(which, bool), self._last_action,
-        )  # fmt: skip
+        begun = np.ascontiguousarray(which, bool)
+        rules.begin(self._layout, self._scale, self._backend.state, self._episodes, begun)
         self._changed()
 
     def orders(self, actions: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,27 +51,23 @@ class CompiledSemantics(BattleSemantics):
 
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
-        chosen, memory = np.ascontiguousarray(actions, np.int64), self._backend.memory
-        active = np.ascontiguousarray(active, bool)
+        chosen, playing = np.ascontiguousarray(actions, np.int64), np.ascontiguousarray(active, bool)
         self._refresh()
-        if rules.find_mistake(chosen, self._avail, active, self.ended) != rules.EVERY_CHOICE_FITS:
+        if rules.find_mistake(chosen, self._avail, self._episodes, playing) != rules.EVERY_CHOICE_FITS:
             self._require_playable(actions, active)
-        orders = self._order, self._target, self._dest
-        rules.give_orders(self._layout, memory[0], self._move_amount, chosen, active, self._last_action, *orders)
-        return orders
+        state, amount = self._backend.state, self._move_amount
+        rules.give_orders(self._layout, state, amount, chosen, playing, self._episodes, self._orders)
+        return self._orders
 
     def finish_step(self, active: np.ndarray) -> StepResult:
         """Return the results of the step that the back-end has just played in the `active` slots [B]."""
         self._changed()
-        slots, (floats, _, _, alive) = len(active), self._backend.memory
-        flags, reward = np.zeros((rules.N_FLAGS, slots), bool), np.zeros(slots, np.float32)
-        dead = np.zeros((2, slots), np.int64)
-        rules.finish(
-            self._layout, self._prices, floats, alive, *self._ledger.arrays(), self.steps, self.ended,
-            np.ascontiguousarray(active, bool), self._lost, self._died, flags, reward, dead,
-        )  # fmt: skip
+        slots, playing, work = len(active), np.ascontiguousarray(active, bool), (self._lost, self._died)
+        flags, dead = np.zeros((rules.N_FLAGS, slots), bool), np.zeros((2, slots), np.int64)
+        results = rules.Results(flags, np.zeros(slots, np.float32), dead)
+        rules.finish(self._layout, self._prices, self._backend.state, self._episodes, playing, *work, results)
         won, _, draw, limit, over = flags
-        return self._result(reward, over, won, draw, limit, dead)
+        return self._result(results.reward, over, won, draw, limit, dead)
 
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations; the arrays are overwritten by the next call."""
@@ -90,11 +88,7 @@ class CompiledSemantics(BattleSemantics):
         return self._writer.state_parts()
 
     def _look(self, full: bool) -> None:
-        floats, _, cooldown, alive = self._backend.memory
-        observe.observe(
-            self._layout, floats, cooldown, alive, self._last_action, self.steps, self._rows, self._distance,
-            self._avail, self._obs, self._full, self._state, full,
-        )  # fmt: skip
+        observe(self._layout, self._backend.state, self._episodes, self._rows, self._distance, self._shown, full)
         self._stale = False
 
     def _changed(self) -> None:

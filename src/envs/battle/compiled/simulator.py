@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omagd.envs.battle.compiled import play, starts
-from omagd.envs.battle.compiled.tables import make_tables, working_memory
+from omagd.envs.battle.compiled.tables import Orders, State, make_tables, working_memory
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.roster import Battle
 from omagd.envs.battle.simulator import Simulator
@@ -21,18 +21,19 @@ class CompiledSimulator(Simulator):
         self._work = working_memory(self._roster.total)
         # A battle's numbers lie side by side here, so that one is played within the processor's nearest memory; the
         # reference's arrays become views.
-        state, clocks = self._battle, (self._cooldown, self._alive)
-        self.memory = [np.ascontiguousarray(np.moveaxis(a, -1, 0)) for a in (state.floats, state.ints, *clocks)]
-        floats, ints, cooldown, alive = (np.moveaxis(array, 0, -1) for array in self.memory)
-        self._battle, self._cooldown, self._alive = Battle(floats, ints), cooldown, alive
+        arrays = self._battle.floats, self._battle.ints, self._cooldown, self._alive
+        self.state = State(*(np.ascontiguousarray(np.moveaxis(array, -1, 0)) for array in arrays))
+        floats, ints, self._cooldown, self._alive = (np.moveaxis(array, 0, -1) for array in self.state)
+        self._battle = Battle(floats, ints)
         self.units = self._views()
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
-        starts.reset(self._tables, self._starts, *self.memory, np.ascontiguousarray(which, bool), np.ascontiguousarray(seeds, np.int64))
+        begun, numbers = np.ascontiguousarray(which, bool), np.ascontiguousarray(seeds, np.int64)
+        starts.reset(self._tables, self._starts, self.state, begun, numbers)
 
     def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
         """Give orders to the allies of the active slots and play 8 game loops."""
-        orders = np.ascontiguousarray(order, np.int64), np.ascontiguousarray(target, np.int64)
-        places, playing = np.ascontiguousarray(dest, np.float32), np.ascontiguousarray(active, bool)
-        play.play(self._tables, *self.memory, *self._work, *orders, places, playing)
+        types = zip((order, target, dest), (np.int64, np.int64, np.float32), strict=True)
+        orders = Orders(*(np.ascontiguousarray(array, kind) for array, kind in types))
+        play.play(self._tables, self.state, *self._work, orders, np.ascontiguousarray(active, bool))

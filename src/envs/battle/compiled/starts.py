@@ -10,6 +10,7 @@ from omagd.envs.battle import physics
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.combat import ATTACK, STOP, ZERO
 from omagd.envs.battle.compiled.compiling import function, kernel
+from omagd.envs.battle.compiled.tables import Array, State, Tables
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.roster import Roster
 from omagd.utils.seeding import FACTORS, GOLDEN
@@ -26,10 +27,10 @@ class Starts(NamedTuple):
     shield, energy. kind: [U] int64, allies of one kind are sorted. waits: [1] bool, enemies stay where they are.
     """
 
-    place: np.ndarray
-    full: np.ndarray
-    kind: np.ndarray
-    waits: np.ndarray
+    place: Array
+    full: Array
+    kind: Array
+    waits: Array
 
 
 def make_starts(spec: MapSpec, roster: Roster) -> Starts:
@@ -42,7 +43,7 @@ def make_starts(spec: MapSpec, roster: Roster) -> Starts:
 
 
 @function
-def mix(z):
+def mix(z: np.uint64) -> np.uint64:
     """Return SplitMix64's output function of a uint64."""
     z = (z ^ (z >> BITS[0])) * FACTOR
     z = (z ^ (z >> BITS[1])) * FACTOR_2
@@ -50,14 +51,14 @@ def mix(z):
 
 
 @function
-def jitter(seed, number):
+def jitter(seed: int, number: int) -> np.float32:
     """Return the `number`-th offset from the formation of the battle with this seed, float32 cells."""
     z = mix(mix(np.uint64(seed) + STEP) + STEP * np.uint64(number + 1))
     return SPREAD * (np.float32(z >> BITS[3]) * UNIT - HALF)
 
 
 @function
-def sort_allies(t, begin, x, y):
+def sort_allies(t: Tables, begin: Starts, x: Array, y: Array) -> None:
     """Sort the places of allies of the same kind by (x, y)."""
     n = t.fact[row.AGENTS]
     for i in range(n):
@@ -68,13 +69,13 @@ def sort_allies(t, begin, x, y):
 
 
 @kernel
-def reset(t, begin, floats, ints, cooldown, alive, which, seeds):
+def reset(t: Tables, begin: Starts, state: State, which: Array, seeds: Array) -> None:
     """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]`."""
     n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
     for b in range(len(which)):
         if not which[b]:
             continue
-        s, k = floats[b], ints[b]
+        s, k = state.floats[b], state.ints[b]
         for i in range(total):
             s[row.X, i] = begin.place[X, i] + jitter(seeds[b], i)
             s[row.Y, i] = begin.place[Y, i] + jitter(seeds[b], total + i)
@@ -86,4 +87,4 @@ def reset(t, begin, floats, ints, cooldown, alive, which, seeds):
             s[row.HEALTH, i], s[row.SHIELD, i] = begin.full[HEALTH, i], begin.full[SHIELD, i]
             s[row.ENERGY, i], s[row.TIMER, i], s[row.QUIET, i] = begin.full[ENERGY, i], ZERO, ZERO
             k[row.ORDER, i], k[row.TARGET, i], k[row.ALIVE, i] = STOP if i < n else ATTACK, -1, 1
-            cooldown[b, i], alive[b, i] = ZERO, True
+            state.cooldown[b, i], state.alive[b, i] = ZERO, True

@@ -37,6 +37,31 @@ AGENTS, UNITS, SHIELDS, REGENERATES, SPLASHES, HOLDS_BACK, ALL_HIT, WALLED = ran
 SIGHT, MIDDLE, LANE_LOW, LANE_HIGH, LEFT_FACE, RIGHT_FACE = range(6)  # entries of `Tables.length`
 
 
+Array = np.ndarray
+
+
+class State(NamedTuple):
+    """All battles. B battles, U units.
+
+    Attributes:
+        floats, ints: [B, 9, U] float32 and [B, 3, U] int32, the rows of `Battle`. cooldown: [B, U] float32, game loops.
+        alive: [B, U] bool.
+    """
+
+    floats: Array
+    ints: Array
+    cooldown: Array
+    alive: Array
+
+
+class Orders(NamedTuple):
+    """Orders to the allies, as `BattleBackend.advance`: order, target [B, N] int64, dest [B, N, 2] float32."""
+
+    order: Array
+    target: Array
+    dest: Array
+
+
 class Tables(NamedTuple):
     """Constants of a map. U units, N agents.
 
@@ -46,15 +71,15 @@ class Tables(NamedTuple):
         healers, bombs: indices of units, int64; bombs are the enemy's exploding units.
     """
 
-    unit: np.ndarray
-    mark: np.ndarray
-    pair: np.ndarray
-    able: np.ndarray
-    fact: np.ndarray
-    length: np.ndarray
-    grid: np.ndarray
-    healers: np.ndarray
-    bombs: np.ndarray
+    unit: Array
+    mark: Array
+    pair: Array
+    able: Array
+    fact: Array
+    length: Array
+    grid: Array
+    healers: Array
+    bombs: Array
 
 
 def make_tables(roster: Roster, movement: Movement, sight: float) -> Tables:
@@ -71,8 +96,9 @@ def make_tables(roster: Roster, movement: Movement, sight: float) -> Tables:
         roster.n, roster.total, roster.has_shields, roster.has_regen, roster.has_splash, roster.has_vanguard,
         roster.all_hit, movement.wall is not None,
     ]  # fmt: skip
+    able = np.stack([roster.can_hit, roster.can_hit.T, roster.healable])
     return Tables(
-        unit, np.stack([mark.ravel() for mark in marks]), pair, np.stack([roster.can_hit, roster.can_hit.T, roster.healable]),
+        unit, np.stack([mark.ravel() for mark in marks]), pair, able,
         np.array(fact, np.int64), np.array([sight, *movement.lanes()], np.float32), movement.grid.copy(),
         np.array(roster.healers, np.int64), roster.vanguard.astype(np.int64),
     )  # fmt: skip
@@ -81,4 +107,3 @@ def make_tables(roster: Roster, movement: Movement, sight: float) -> Tables:
 def working_memory(units: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Return the working memory of `rows` battles that are played at the same time: floats and ints [rows, .., U]."""
     return np.zeros((rows, N_FLOATS, units), np.float32), np.zeros((rows, N_INTS, units), np.int32)
-
