@@ -27,7 +27,7 @@ ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-6)
 
 
 @function
-def take_order(t: Tables, k: Array, s: Array, i: int, order: int, target: int, x: np.float32, y: np.float32) -> None:
+def take_order(t: Tables, s: Array, k: Array, i: int, order: int, target: int, x: np.float32, y: np.float32) -> None:
     """Store an ally's order; one that the game would refuse changes nothing."""
     aimed = min(max(target, 0), t.fact[row.UNITS] - 1)
     if order == NONE or (order == ATTACK and not t.able[row.CAN_HIT, i, aimed]):
