@@ -1,27 +1,34 @@
-"""Environment steps per second of a batched environment as the runner sees it: one thread, random available actions.
+"""Environment steps per second as the runner sees them: one thread, random available actions.
 
-    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --map 5m_vs_6m --slots 16 256
-    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --env smax --map 3m --slots 64
+    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m 5m_vs_6m 27m_vs_30m --slots 16 256 --beside reference
+    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m --slots 16 256 --beside reference smax --plot speed.png
 
 Each tick observes (observations, full observations, state, masks) and steps all slots; an ended battle starts again.
-Choosing the actions is not timed. Prints the median and the range of the rounds. On a shared machine processor seconds
-(`--clock processor`) say more; what computes in threads of its own, as SMAX does, needs the wall.
+Choosing the actions is not timed. What is compared takes turns, in this process: `reference` is skirmish by NumPy,
+`smax` JaxMARL's battles with JAX on one CPU thread. Prints the medians and quartiles of the rounds, and of the ratio
+of each round. On a shared machine processor seconds (`--clock processor`) say more; what computes in threads of its
+own, as SMAX does, needs the wall.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from omagd.envs.actions import random_actions
+from omagd.envs.battle import skirmish_env
+from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.battle.simulator import Simulator
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+Speeds = dict[str, np.ndarray]
 
 
 def play_round(env: BatchedEnv, ticks: int, rng: np.random.Generator, clock: Callable[[], float]) -> float:
@@ -42,25 +49,92 @@ def play_round(env: BatchedEnv, ticks: int, rng: np.random.Generator, clock: Cal
     return ticks * env.n_slots / seconds
 
 
+@contextmanager
+def played_by_numpy() -> Iterator[None]:
+    """Let new environments `skirmish` use the reference."""
+    compiled, skirmish_env.engine = skirmish_env.engine, lambda: (Simulator, BattleSemantics)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        skirmish_env.engine = compiled
+
+
+def made(name: str, map_name: str, slots: int) -> BatchedEnv:
+    """Return an environment; `reference` is skirmish by NumPy."""
+    if name != "reference":
+        return make_env(name, {"map_name": map_name}, slots, processes=False)
+    with played_by_numpy():
+        return make_env("skirmish", {"map_name": map_name}, slots, processes=False)
+
+
+def measure(names: list[str], map_name: str, slots: int, arguments: argparse.Namespace) -> Speeds:
+    """Return the steps per second of each round, by name."""
+    envs = {name: made(name, map_name, slots) for name in names}
+    ticks = {name: max(10, arguments.steps // slots) for name in names}
+    rng, clock = np.random.default_rng(0), CLOCKS[arguments.clock]
+    for env in envs.values():
+        play_round(env, 20, rng, clock)
+    rounds = [
+        {name: play_round(env, ticks[name], rng, clock) for name, env in envs.items()} for _ in range(arguments.rounds)
+    ]
+    for env in envs.values():
+        env.close()
+    return {name: np.array([each[name] for each in rounds]) for name in names}
+
+
+def show(values: np.ndarray, digits: int = 0) -> str:
+    """Return the median and the quartiles."""
+    low, middle, high = (f"{value:,.{digits}f}" for value in np.percentile(values, (25, 50, 75)))
+    return f"{middle} ({low} to {high})"
+
+
+def draw(results: dict[str, dict[int, Speeds]], path: Path) -> None:
+    """Draw steps per second over the number of battles, one panel per map."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(results), figsize=(4 * len(results), 3.4), sharey=True, squeeze=False)
+    for axis, (map_name, by_slots) in zip(axes[0], results.items(), strict=True):
+        for name in next(iter(by_slots.values())):
+            slots = list(by_slots)
+            low, middle, high = np.percentile([by_slots[k][name] for k in slots], (25, 50, 75), axis=1)
+            line = axis.plot(slots, middle, marker="o", label=name)[0]
+            axis.fill_between(slots, low, high, color=line.get_color(), alpha=0.2)
+            axis.annotate(name, (slots[-1], middle[-1]), xytext=(4, 0), textcoords="offset points", va="center")
+        axis.set(title=map_name, xscale="log", yscale="log", xlabel="battles at once", xticks=slots)
+        axis.set_xticklabels([str(k) for k in slots])
+        axis.minorticks_off()
+        axis.margins(x=0.25)
+    axes[0][0].set_ylabel("steps per second, one core")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
-    """Time several rounds."""
+    """Time several rounds of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="skirmish")
-    parser.add_argument("--map", default="5m_vs_6m")
+    parser.add_argument("--maps", nargs="+", default=["5m_vs_6m"])
     parser.add_argument("--slots", type=int, nargs="+", default=[64])
-    parser.add_argument("--ticks", type=int, default=300)
+    parser.add_argument("--beside", nargs="*", default=[], help="reference, smax, or any registered environment")
+    parser.add_argument("--steps", type=int, default=20_000, help="environment steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
+    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
-    clock = CLOCKS[arguments.clock]
-    for slots in arguments.slots:
-        env = make_env(arguments.env, {"map_name": arguments.map}, slots, processes=False)
-        rng = np.random.default_rng(0)
-        play_round(env, 20, rng, clock)
-        speeds = [play_round(env, arguments.ticks, rng, clock) for _ in range(arguments.rounds)]
-        name = f"{arguments.env} {arguments.map}, {slots} slots"
-        print(f"{name}: {median(speeds):,.0f} steps/s (from {min(speeds):,.0f} to {max(speeds):,.0f})")
-        env.close()
+    results: dict[str, dict[int, Speeds]] = {}
+    for map_name in arguments.maps:
+        for slots in arguments.slots:
+            speeds = measure([arguments.env, *arguments.beside], map_name, slots, arguments)
+            results.setdefault(map_name, {})[slots] = speeds
+            first = speeds[arguments.env]
+            print(f"{arguments.env} {map_name}, {slots} slots: {show(first)} steps/s", flush=True)
+            for name in arguments.beside:
+                print(f"    {name}: {show(speeds[name])} steps/s; ratio {show(first / speeds[name], 1)}", flush=True)
+    if arguments.plot:
+        draw(results, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -86,7 +87,8 @@ class Compiler:
         if done.exists():
             call_all()
             return
-        print_warning(f"Compiling the {self._what}, once: 10 to 20 s. Kept in {self.folder}.")
+        sys.stderr.write(f"Compiling the {self._what}, once: 10 to 20 s. Kept in {self.folder}.\n")
+        sys.stderr.flush()
         start = time.monotonic()
         call_all()
         done.write_text(f"{time.monotonic() - start:.1f} s, process {os.getpid()}\n", encoding="utf-8")

@@ -1,0 +1,264 @@
+"""Compiled battles equal the NumPy reference bit for bit: every map, every flag, snapshots, mistakes, the cache."""
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from omagd.envs.actions import random_actions
+from omagd.envs.battle import skirmish_env
+from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.compiled.compiling import compiler
+from omagd.envs.battle.maps import MAPS
+from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.battle.simulator import Simulator
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+
+SLOTS = 6
+SCRIPTS = ("attack_nearest", "focus_fire", "kiting")
+SHOWN = ("avail_actions", "obs", "full_obs", "state")
+EVERY_FEATURE = dict(
+    obs_all_health=True, obs_own_health=True, obs_last_action=True, obs_pathing_grid=True, obs_terrain_height=True,
+    obs_timestep_number=True, state_timestep_number=True, continuing_episode=True, move_amount=1.5,
+)  # fmt: skip
+FEW_FEATURES = dict(obs_all_health=False, obs_own_health=False, obs_instead_of_state=True, state_last_action=False)
+REWARDS = dict(reward_only_positive=False, reward_negative_scale=0.3, reward_death_value=7.0, reward_defeat=-3.0)
+
+
+def reference(**args):
+    """Return the environment that plays and judges battles by NumPy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skirmish_env, "engine", lambda: (Simulator, BattleSemantics))
+        return SkirmishEnv(SkirmishArgs(**args), SLOTS)
+
+
+def both(**args):
+    """Return the reference and the compiled environment."""
+    pair = reference(**args), SkirmishEnv(SkirmishArgs(**args), SLOTS)
+    assert [type(env.rules()).__name__ for env in pair] == ["BattleSemantics", "CompiledSemantics"]
+    return pair
+
+
+def assert_equal(mine, other, what):
+    """Compare two arrays or nested dictionaries of them: types and bits."""
+    if isinstance(mine, dict):
+        assert mine.keys() == other.keys(), what
+        for name in mine:
+            assert_equal(mine[name], other[name], f"{what}.{name}")
+    elif isinstance(mine, np.ndarray):
+        assert mine.dtype == other.dtype and mine.shape == other.shape, what
+        assert np.array_equal(mine, other), f"{what}: {np.argwhere(mine != other)[:3].tolist()}"
+    else:
+        assert mine == other, what
+
+
+def play(envs, steps, seed=0, begin=True):
+    """Play the same actions in both environments, and compare everything that they return."""
+    rng, one = np.random.default_rng(seed), envs[0]
+    seeds = 1000 * seed + np.arange(SLOTS)
+    if begin:
+        for env in envs:
+            env.reset(np.ones(SLOTS, bool), seeds)
+    for step in range(steps):
+        shown = [env.observe(full=True) for env in envs]
+        for name in SHOWN:
+            assert_equal(*(getattr(each, name) for each in shown), f"{name} of step {step}")
+        # Scripts fight and kill; random actions reach what scripts avoid.
+        choose = [env.scripted_actions(SCRIPTS[step % 3], rng) for env in envs]
+        assert_equal(*choose, f"script of step {step}")
+        actions = random_actions(shown[0].avail_actions, rng) if step % 4 == 3 else choose[0]
+        active = ~one.rules().ended if step % 5 else ~one.rules().ended & (rng.random(SLOTS) < 0.7)
+        results = [env.step(actions, active) for env in envs]
+        for name in ("reward", "terminated", "truncated", "info"):
+            assert_equal(*(getattr(each, name) for each in results), f"{name} of step {step}")
+        over = results[0].terminated
+        if over.any():
+            seeds = seeds + 100
+            for env in envs:
+                env.reset(over, seeds)
+    assert_equal(*(env.snapshot() for env in envs), "snapshot")
+    assert envs[0].get_stats() == envs[1].get_stats()
+
+
+@pytest.mark.parametrize("map_name", MAPS)
+def test_every_map_is_played_alike(map_name):
+    play(both(map_name=map_name), 40)
+
+
+def test_battles_of_the_walk_end_in_every_way():
+    envs = both(map_name="3m")
+    play(envs, 150)
+    stats = envs[1].get_stats()
+    assert 0 < stats["battles_won"] < stats["battles_game"]
+
+
+@pytest.mark.parametrize("map_name", ["3s5z", "MMM2", "corridor", "so_many_baneling", "2c_vs_64zg", "3s_vs_5z"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {**EVERY_FEATURE, **REWARDS}, {**FEW_FEATURES, "reward_sparse": True},
+        {"reward_shield_fix": True, "reward_scale": False, "difficulty": "A"},
+    ],
+    ids=["all", "few", "others"],
+)  # fmt: skip
+def test_every_flag_is_obeyed_alike(map_name, flags):
+    play(both(map_name=map_name, **flags), 24, seed=1)
+
+
+def test_generated_maps_are_played_alike():
+    for map_name in ("2s4z", "9m_vs_10m"):
+        play(both(map_name=map_name), 20)
+
+
+def test_each_continues_the_others_snapshot():
+    envs = both(map_name="MMM")
+    play(envs, 20)
+    mine, other = (env.snapshot() for env in envs)
+    swapped = both(map_name="MMM")
+    swapped[0].restore(other)
+    swapped[1].restore(mine)
+    for env in swapped:
+        assert_equal(env.snapshot(), mine, "restored")
+    for env, other_env in zip(envs, swapped, strict=True):
+        env.get_stats(), other_env.get_stats()
+    play(swapped, 20, seed=3, begin=False)
+
+
+def test_the_step_limit_ends_a_battle_alike():
+    for flags in ({}, {"continuing_episode": True}):
+        envs = both(map_name="2m_vs_1z", **flags)
+        for env in envs:
+            env.reset(np.ones(SLOTS, bool), np.arange(SLOTS))
+        for _ in range(envs[0].info.episode_limit):
+            masks = [env.observe().avail_actions for env in envs]
+            # Who stops on this map dies late; who moves away lives until the limit.
+            away = np.where(masks[0][..., 5], 5, np.where(masks[0][..., 2], 2, masks[0].argmax(-1)))
+            active = ~envs[0].rules().ended
+            results = [env.step(away, active) for env in envs]
+            for name in ("reward", "terminated", "truncated", "info"):
+                assert_equal(*(getattr(each, name) for each in results), name)
+
+
+def test_other_types_and_layouts_of_arguments_are_converted():
+    envs = both(map_name="3m")
+    for env in envs:
+        env.reset(np.ones(2 * SLOTS, bool)[::2], np.arange(2 * SLOTS, dtype=np.int32)[::2])
+        env.observe()
+        env.step(np.ones((3, SLOTS), np.int32).T, np.ones(2 * SLOTS, bool)[::2])
+    assert_equal(*(env.snapshot() for env in envs), "snapshot")
+
+
+def test_mistakes_are_the_same_errors():
+    def said(call):
+        with pytest.raises(ValueError) as caught:
+            call()
+        return str(caught.value)
+
+    for action in (0, 7, -1, 99):
+        texts = []
+        for env in both(map_name="3m"):
+            env.reset(np.ones(SLOTS, bool), np.arange(SLOTS))
+            env.observe()
+            actions = np.ones((SLOTS, 3), np.int64)
+            actions[4, 2] = action
+            texts.append(said(lambda env=env, actions=actions: env.step(actions, np.ones(SLOTS, bool))))
+            actions[4, 2] = 1
+            env.step(actions, np.ones(SLOTS, bool))  # nothing has happened, and inactive slots may hold anything
+            actions[4] = 99
+            env.observe()
+            env.step(actions, np.arange(SLOTS) != 4)
+            env.rules().drop(np.arange(SLOTS) == 1)
+            texts.append(said(lambda env=env, actions=actions: env.step(actions, np.arange(SLOTS) < 2)))
+        assert texts[:2] == texts[2:] and "slot 4, agent 2" in texts[0] and "reset them first" in texts[1]
+
+
+def test_pictures_and_smac_tools_show_the_same():
+    envs = both(map_name="MMM2")
+    play(envs, 12)
+    for slot in range(SLOTS):
+        assert envs[0].frame(slot) == envs[1].frame(slot)
+    assert_equal(*(env.rules().visibility() for env in envs), "visibility")
+    assert_equal(*(env.rules().state_parts() for env in envs), "state_parts")
+    assert_equal(*(env.rules().type_bits() for env in envs), "type_bits")
+
+
+def test_without_numba_the_reference_plays_with_one_warning(monkeypatch, capsys):
+    monkeypatch.setattr(skirmish_env, "find_spec", lambda name: None)
+    skirmish_env.engine.cache_clear()
+    try:
+        for _ in range(2):
+            env = SkirmishEnv(SkirmishArgs(map_name="3m"), 1)
+        assert type(env.rules()) is BattleSemantics
+        assert capsys.readouterr().err.count("pip install numba") == 1
+    finally:
+        skirmish_env.engine.cache_clear()
+
+
+ADDER = """
+    import sys
+    import numpy as np
+    sys.path.insert(0, {folder!r})
+    from adder import compiler, add
+    compiler.prepare(lambda: add(np.array([1, 2])))
+    print(add(np.array([3, 4])), sum(add.stats.cache_hits.values()))
+    try:
+        add(np.array([1.5, 2.5]))
+    except TypeError:
+        print("no other types")
+"""
+SOURCE = """
+from pathlib import Path
+from bonus import BONUS
+from omagd.utils.compiling import Compiler
+compiler = Compiler(Path(__file__).parent, "sums")
+@compiler.function
+def bonus():
+    return BONUS
+@compiler.kernel
+def add(values):
+    return values[0] + values[1] + bonus()
+"""
+
+
+def source_of(folder, bonus):
+    """Write a package with a kernel; return its folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adder.py").write_text(SOURCE)
+    (folder / "bonus.py").write_text(f"BONUS = {bonus}\n")
+    return folder
+
+
+def run_adder(folder, cache):
+    code = textwrap.dedent(ADDER).format(folder=str(folder))
+    env = {"XDG_CACHE_HOME": str(cache), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n"), done.stderr
+
+
+@pytest.mark.processes
+def test_kernels_are_compiled_once_until_their_source_changes(tmp_path):
+    cache = tmp_path / "cache"
+    source = source_of(tmp_path / "source", 0)
+    first, second = run_adder(source, cache), run_adder(source, cache)
+    assert first[0][:2] == ["7 0", "no other types"] and "Compiling the sums, once" in first[1]
+    assert second == (["7 1", "no other types", ""], "")
+    # Numba alone would not notice: the value is another file's.
+    changed = run_adder(source_of(source, 10), cache)
+    assert changed[0][0] == "17 0" and "Compiling the sums, once" in changed[1]
+
+
+@pytest.mark.processes
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path):
+    cache = tmp_path / "cache"
+    cache.write_text("a file where a folder should be")
+    for _ in range(2):
+        out, err = run_adder(source_of(tmp_path / "source", 0), cache)
+        assert out[0] == "7 0" and "compiled at each start" in err and err.count("\n") == 1
+
+
+def test_the_cache_of_the_battles_is_ready():
+    assert compiler.folder.is_dir() and compiler.folder.name.startswith("battles-")
+    assert (compiler.folder / "done").exists()
