@@ -41,11 +41,24 @@ def take_order(t: Tables, s: Array, k: Array, i: int, order: int, target: int, x
 
 
 @function
-def measure(t: Tables, s: Array, k: Array) -> None:
-    """Write the places by which distances are measured: slightly apart, and dead units far away."""
+def measure(t: Tables, s: Array, k: Array) -> tuple[int, int]:
+    """Write the places by which distances are measured: slightly apart, and dead units far away.
+
+    Return the numbers of living allies and of all living units. Their places also stand side by side (`NEAR_X`): dead
+    units cost nothing, and loops over pairs vectorise.
+    """
+    allies, living = 0, 0
     for i in range(t.fact[row.UNITS]):
-        s[row.PLACE_X, i] = s[row.X, i] + t.unit[row.OFFSET_X, i] if k[row.ALIVE, i] else t.unit[row.FAR, i]
         s[row.PLACE_Y, i] = s[row.Y, i] + t.unit[row.OFFSET_Y, i]
+        if not k[row.ALIVE, i]:
+            s[row.PLACE_X, i] = t.unit[row.FAR, i]
+            continue
+        s[row.PLACE_X, i] = s[row.X, i] + t.unit[row.OFFSET_X, i]
+        s[row.NEAR_X, living], s[row.NEAR_Y, living] = s[row.PLACE_X, i], s[row.PLACE_Y, i]
+        s[row.NEAR_RADIUS, living], k[row.UNIT, living] = t.unit[row.RADIUS, i], i
+        living += 1
+        allies += i < t.fact[row.AGENTS]
+    return allies, living
 
 
 @function
@@ -56,25 +69,35 @@ def squared(s: Array, i: int, j: int) -> np.float32:
 
 
 @function
-def find_nearest(t: Tables, s: Array, k: Array) -> None:
-    """Write each unit's nearest foe that it can hit: distance and index packed into one integer (`Pairs._nearest`)."""
-    n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
-    nearest = k[row.NEAREST]
-    for i in range(total):
-        nearest[i] = NOBODY
+def packed(x: np.float32, y: np.float32) -> np.int32:
+    """Return the squared length of (x, y) as an integer of the same order, its low bits free for an index."""
+    return np.int32(np.float32(x * x + y * y).view(np.int32) & ~INDEX_BITS)
+
+
+@function
+def find_nearest(t: Tables, s: Array, k: Array, allies: int, living: int) -> None:
+    """Write each living unit's nearest foe that it can hit: distance and index in one integer (`Pairs._nearest`)."""
+    nearest, unit = k[row.NEAREST], k[row.UNIT]
+    for c in range(living):
+        nearest[c] = NOBODY
     # Slices that start where the loop starts: an index from 0 needs no check for negative ones, and vectorises.
-    foe_x, foe_y, of_foes = s[row.PLACE_X, n:total], s[row.PLACE_Y, n:total], nearest[n:total]
-    for i in range(n):
-        x, y, best = s[row.PLACE_X, i], s[row.PLACE_Y, i], NOBODY
-        hits, hurts = t.able[row.CAN_HIT, i, n:total], t.able[row.CAN_BE_HIT, i, n:total]
-        for j in range(len(foe_x)):
-            dx, dy = x - foe_x[j], y - foe_y[j]
-            bits = np.int32(np.float32(dx * dx + dy * dy).view(np.int32) & ~INDEX_BITS)
-            mine = np.int32(bits | np.int32(j + n)) if hits[j] else NOBODY
-            theirs = np.int32(bits | np.int32(i)) if hurts[j] else NOBODY
-            best = mine if mine < best else best
-            of_foes[j] = theirs if theirs < of_foes[j] else of_foes[j]
-        nearest[i] = best
+    foe_x, foe_y, foe = s[row.NEAR_X, allies:living], s[row.NEAR_Y, allies:living], unit[allies:living]
+    of_foe = nearest[allies:living]
+    for a in range(allies):
+        x, y, best, i = s[row.NEAR_X, a], s[row.NEAR_Y, a], NOBODY, unit[a]
+        if t.fact[row.ALL_HIT]:
+            for j in range(len(foe)):
+                bits = packed(x - foe_x[j], y - foe_y[j])
+                best = np.int32(min(best, bits | foe[j]))
+                of_foe[j] = min(of_foe[j], np.int32(bits | i))
+        else:
+            for j in range(len(foe)):
+                bits = packed(x - foe_x[j], y - foe_y[j])
+                if t.able[row.CAN_HIT, i, foe[j]]:
+                    best = np.int32(min(best, bits | foe[j]))
+                if t.able[row.CAN_HIT, foe[j], i]:
+                    of_foe[j] = min(of_foe[j], np.int32(bits | i))
+        nearest[a] = best
 
 
 @function
@@ -85,26 +108,37 @@ def lost_target(k: Array, i: int) -> bool:
 
 
 @function
-def acquire(t: Tables, s: Array, k: Array) -> None:
+def acquire(t: Tables, s: Array, k: Array, allies: int, living: int) -> None:
     """Choose targets: for enemies within `sight`, for idle allies within their weapon's reach."""
-    find_nearest(t, s, k)
-    n = t.fact[row.AGENTS]
-    for i in range(t.fact[row.UNITS]):
-        key = k[row.NEAREST, i]
+    find_nearest(t, s, k, allies, living)
+    for c in range(living):
+        key, i = k[row.NEAREST, c], k[row.UNIT, c]
         near, distance = key & INDEX_BITS, math.sqrt(np.int32(key & ~INDEX_BITS).view(np.float32))
-        if i < n:
-            if k[row.ORDER, i] >= ATTACK and lost_target(k, i):
-                k[row.ORDER, i] = STOP
+        if c < allies:
+            stand_down(k, i)
             if k[row.ORDER, i] == STOP:
                 k[row.TARGET, i] = near if distance <= t.pair[row.REACH, i, near] else -1
         else:
             current = k[row.TARGET, i]
             if lost_target(k, i) or not math.sqrt(squared(s, i, current)) <= t.pair[row.REACH, i, current]:
                 k[row.TARGET, i] = near if distance <= t.length[row.SIGHT] else -1
+    for i in range(t.fact[row.UNITS]):
+        if not k[row.ALIVE, i]:  # too far from everybody
+            if i < t.fact[row.AGENTS]:
+                stand_down(k, i)
+            if i >= t.fact[row.AGENTS] or k[row.ORDER, i] == STOP:
+                k[row.TARGET, i] = -1
     if t.fact[row.HOLDS_BACK]:
         aim_bombs(t, s, k)
     for healer in t.healers:
         find_patient(t, s, k, healer)
+
+
+@function
+def stand_down(k: Array, i: int) -> None:
+    """Stop an ally whose target is lost."""
+    if k[row.ORDER, i] >= ATTACK and lost_target(k, i):
+        k[row.ORDER, i] = STOP
 
 
 @function

@@ -13,27 +13,37 @@ from omagd.envs.battle.compiled.compiling import function
 from omagd.envs.battle.compiled.tables import Array, Tables
 
 TINY, HOLD_BACK, STOP_SHORT = physics.TINY, physics.HOLD_BACK, physics.STOP_SHORT
+NEARLY = np.float32(1.0001)
 PUSH_WALKING, PUSH_STANDING, PUSH_MOST = physics.PUSH_WALKING, physics.PUSH_STANDING, physics.PUSH_MOST
 
 
 @function
-def walk(t: Tables, s: Array, k: Array, loops: np.float32) -> None:
-    """Move all units by one substep: first those that walk to a place, then those that chase a moving target."""
-    n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
-    for i in range(total):
+def walk(t: Tables, s: Array, k: Array, living: int, loops: np.float32) -> None:
+    """Move all units by one substep: first those that walk to a place, then those that chase a moving target.
+
+    living: number of units that lived when distances were measured; some may have died since.
+    """
+    for c in range(living):
+        i = k[row.UNIT, c]
         s[row.NEXT_X, i], s[row.NEXT_Y, i] = s[row.X, i], s[row.Y, i]
-        if k[row.ALIVE, i] and (k[row.ORDER, i] == MOVE or (i >= n and not k[row.AIMING, i])):
+        if k[row.ALIVE, i] and goes(t, k, i):
             most = t.unit[row.PACE, i] * loops
             x, y = stride(t, s, i, s[row.GOAL_X, i], s[row.GOAL_Y, i], ZERO, most)
             s[row.NEXT_X, i], s[row.NEXT_Y, i] = x, y
-    push(t, s, k)
+    push(t, s, k, living)
     behind = t.fact[row.HOLDS_BACK] and any_bomb(t, k)
-    for i in range(total):
-        if k[row.ALIVE, i]:
-            step_forward(t, s, k, i, behind, loops)
-    for i in range(total):
-        if k[row.ALIVE, i]:
-            place(t, s, i)
+    for c in range(living):
+        if k[row.ALIVE, k[row.UNIT, c]]:
+            step_forward(t, s, k, c, behind, loops)
+    for c in range(living):
+        if k[row.ALIVE, k[row.UNIT, c]]:
+            place(t, s, k[row.UNIT, c])
+
+
+@function
+def goes(t: Tables, k: Array, i: int) -> bool:
+    """Return whether a unit walks to a place: ordered to move, or an enemy without a target."""
+    return k[row.ORDER, i] == MOVE or (i >= t.fact[row.AGENTS] and not k[row.AIMING, i])
 
 
 @function
@@ -46,10 +56,10 @@ def any_bomb(t: Tables, k: Array) -> bool:
 
 
 @function
-def step_forward(t: Tables, s: Array, k: Array, i: int, behind: bool, loops: np.float32) -> None:
-    """Write where a unit wants to stand after chasing its target and being pushed."""
+def step_forward(t: Tables, s: Array, k: Array, c: int, behind: bool, loops: np.float32) -> None:
+    """Write where living unit `c` wants to stand after chasing its target and being pushed."""
+    i = k[row.UNIT, c]
     x, y, chasing = s[row.NEXT_X, i], s[row.NEXT_Y, i], k[row.AIMING, i] and k[row.ORDER, i] >= ATTACK
-    going = k[row.ORDER, i] == MOVE or (i >= t.fact[row.AGENTS] and not k[row.AIMING, i])
     if chasing and s[row.TIMER, i] <= t.unit[row.FREE_BELOW, i]:
         target = k[row.TARGET, i]
         most = t.unit[row.STEP, i] * loops
@@ -57,12 +67,12 @@ def step_forward(t: Tables, s: Array, k: Array, i: int, behind: bool, loops: np.
             most *= HOLD_BACK
         slack = t.pair[row.REACH, i, target] - STOP_SHORT
         x, y = stride(t, s, i, s[row.NEXT_X, target], s[row.NEXT_Y, target], slack, most)
-    give = PUSH_WALKING if going or (chasing and not k[row.IN_REACH, i]) else PUSH_STANDING
+    give = PUSH_WALKING if goes(t, k, i) or (chasing and not k[row.IN_REACH, i]) else PUSH_STANDING
     give *= t.unit[row.CAN_MOVE, i]
     low, high = t.unit[row.LOW, i], t.unit[row.HIGH, i]
-    x += min(max(-s[row.PUSH_X, i] * give, -PUSH_MOST), PUSH_MOST)
-    y += min(max(-s[row.PUSH_Y, i] * give, -PUSH_MOST), PUSH_MOST)
-    s[row.PUSH_X, i], s[row.PUSH_Y, i] = min(max(x, low), high), min(max(y, low), high)
+    x += min(max(-s[row.PUSH_X, c] * give, -PUSH_MOST), PUSH_MOST)
+    y += min(max(-s[row.PUSH_Y, c] * give, -PUSH_MOST), PUSH_MOST)
+    s[row.WANT_X, i], s[row.WANT_Y, i] = min(max(x, low), high), min(max(y, low), high)
 
 
 @function
@@ -99,38 +109,44 @@ def detour(
 
 
 @function
-def push(t: Tables, s: Array, k: Array) -> None:
-    """Write the push on each unit by all that it overlaps with, each unit's sum in the order of the others' indices."""
-    total = t.fact[row.UNITS]
-    place_x, place_y, push_x, push_y = s[row.PLACE_X], s[row.PLACE_Y], s[row.PUSH_X], s[row.PUSH_Y]
-    touching = k[row.TOUCHING]
-    for i in range(total):
-        push_x[i], push_y[i] = ZERO, ZERO
-    for i in range(total - 1):
-        x, y, some = place_x[i], place_y[i], np.int32(0)
-        other_x, other_y, near2 = place_x[i + 1 : total], place_y[i + 1 : total], t.pair[row.TOUCH2, i, i + 1 : total]
-        for j in range(len(other_x)):
-            dx, dy = x - other_x[j], y - other_y[j]
-            touches = np.int32(dx * dx + dy * dy < near2[j])
-            touching[j] = touches
-            some = np.int32(some | touches)
+def push(t: Tables, s: Array, k: Array, living: int) -> None:
+    """Write the push on each living unit by all that it overlaps with, summed in the order of the others' indices."""
+    near_x, near_y, radius = s[row.NEAR_X], s[row.NEAR_Y], s[row.NEAR_RADIUS]
+    push_x, push_y, touches = s[row.PUSH_X], s[row.PUSH_Y], k[row.TOUCHES]
+    for c in range(living):
+        push_x[c], push_y[c] = ZERO, ZERO
+    for c in range(living - 1):
+        x, y, own, some = near_x[c], near_y[c], radius[c], np.int32(0)
+        other_x, other_y, others = near_x[c + 1 : living], near_y[c + 1 : living], radius[c + 1 : living]
+        for j in range(len(others)):
+            # Slightly more than the exact bound: pairs beyond it need no square root to know that they do not touch.
+            dx, dy, touch = x - other_x[j], y - other_y[j], own + others[j]
+            touching = np.int32(dx * dx + dy * dy < touch * touch * NEARLY)
+            touches[j] = touching
+            some = np.int32(some | touching)
         if some:
-            for j in range(i + 1, total):
-                if touching[j - i - 1]:
-                    dx, dy = x - place_x[j], y - place_y[j]
-                    d = np.float32(math.sqrt(dx * dx + dy * dy))
-                    weight = t.pair[row.TOUCH, i, j] / max(d, TINY) - ONE
-                    if weight > 0:
-                        push_x[i] -= dx * weight
-                        push_y[i] -= dy * weight
-                        push_x[j] += dx * weight
-                        push_y[j] += dy * weight
+            for j in range(c + 1, living):
+                if touches[j - c - 1]:
+                    push_apart(t, s, k, c, j)
+
+
+@function
+def push_apart(t: Tables, s: Array, k: Array, c: int, other: int) -> None:
+    """Add the push of two living units on each other, if they overlap."""
+    dx, dy = s[row.NEAR_X, c] - s[row.NEAR_X, other], s[row.NEAR_Y, c] - s[row.NEAR_Y, other]
+    distance = np.float32(math.sqrt(dx * dx + dy * dy))
+    weight = t.pair[row.TOUCH, k[row.UNIT, c], k[row.UNIT, other]] / max(distance, TINY) - ONE
+    if weight > 0:
+        s[row.PUSH_X, c] -= dx * weight
+        s[row.PUSH_Y, c] -= dy * weight
+        s[row.PUSH_X, other] += dx * weight
+        s[row.PUSH_Y, other] += dy * weight
 
 
 @function
 def place(t: Tables, s: Array, i: int) -> None:
     """Set a unit's new position; at a wall, it slides along or stays."""
-    x, y, old_x, old_y = s[row.PUSH_X, i], s[row.PUSH_Y, i], s[row.X, i], s[row.Y, i]
+    x, y, old_x, old_y = s[row.WANT_X, i], s[row.WANT_Y, i], s[row.X, i], s[row.Y, i]
     if t.fact[row.WALLED] and not t.mark[row.FREE, i] and not t.grid[int(x), int(y)]:
         if t.grid[int(x), int(old_y)]:
             y = old_y

@@ -43,7 +43,8 @@ def observe_battle(
     features.describe_units(o, s[HEALTH], s[SHIELD], s[ENERGY], state.cooldown[b], x, y, w)
     for i in range(o.fact[features.N]):
         mask = shown.avail[b, i]
-        features.look_at_all(x, y, i, w, distance)
+        if alive[i]:
+            features.look_at_all(x, y, i, w, distance)
         features.fill_mask(o, x, y, alive, distance, i, mask)
         features.write_view(o, x, y, alive, w, distance, mask, acted, elapsed, i, SIGHT, shown.obs[b, i])
         if want_full:

@@ -46,15 +46,15 @@ def play_battle(t: Tables, state: State, s: Array, k: Array, orders: Orders, b: 
         dest = orders.dest[b, i]
         combat.take_order(t, s, k, i, orders.order[b, i], orders.target[b, i], dest[0], dest[1])
     for substep in range(SUBSTEPS):
-        combat.measure(t, s, k)
+        allies, living = combat.measure(t, s, k)
         if substep % 2 == 0:
-            combat.acquire(t, s, k)
+            combat.acquire(t, s, k, allies, living)
         combat.aim(t, s, k)
         combat.shoot(t, s, k)
         combat.heal(t, s, k, LOOPS)
         for i in range(t.fact[row.UNITS]):
             k[row.ALIVE, i] = s[row.HEALTH, i] > 0
-        movement.walk(t, s, k, LOOPS)
+        movement.walk(t, s, k, living, LOOPS)
         for i in range(t.fact[row.UNITS]):
             # A delay of less than a substep counts towards the next shot: the average rate of fire is right.
             s[row.TIMER, i] -= LOOPS

@@ -14,11 +14,14 @@ from omagd.envs.battle.roster import FLOATS, INTS, Roster
 
 # Rows of the state arrays and of the working memory: first the state, in the order of FLOATS and INTS.
 X, Y, HEALTH, SHIELD, ENERGY, TIMER, QUIET, GOAL_X, GOAL_Y = range(len(FLOATS))
-PLACE_X, PLACE_Y, NEXT_X, NEXT_Y, PUSH_X, PUSH_Y, LOSS, HIT = range(len(FLOATS), len(FLOATS) + 8)
-N_FLOATS = HIT + 1
+PLACE_X, PLACE_Y, NEXT_X, NEXT_Y, WANT_X, WANT_Y, LOSS, HIT = range(len(FLOATS), len(FLOATS) + 8)
+# Rows over the living units only, one after the other: allies, then enemies.
+NEAR_X, NEAR_Y, NEAR_RADIUS, PUSH_X, PUSH_Y = range(HIT + 1, HIT + 6)
+N_FLOATS = PUSH_Y + 1
 ORDER, TARGET, ALIVE = range(len(INTS))
-NEAREST, AIMING, IN_REACH, EXPLODED, BLAST, TOUCHING = range(len(INTS), len(INTS) + 6)
-N_INTS = TOUCHING + 1
+AIMING, IN_REACH, EXPLODED, BLAST = range(len(INTS), len(INTS) + 4)
+UNIT, NEAREST, TOUCHES = range(BLAST + 1, BLAST + 4)  # over the living units only
+N_INTS = TOUCHES + 1
 
 # Rows of `Tables.unit`.
 COLUMNS = (
@@ -31,7 +34,7 @@ COLUMNS = (
     SPLASH_RADIUS, HEAL, HEAL_COST, LOW, HIGH, FREE_BELOW, CAN_MOVE, OFFSET_X, OFFSET_Y, FAR,
 ) = range(len(COLUMNS))  # fmt: skip
 ARMED, EXPLODES, REARGUARD, FREE = range(4)  # rows of `Tables.mark`
-REACH, TOUCH, TOUCH2, SHIELD_HIT, HEALTH_HIT = range(5)  # of `Tables.pair`
+REACH, TOUCH, SHIELD_HIT, HEALTH_HIT = range(4)  # of `Tables.pair`
 CAN_HIT, CAN_BE_HIT, HEALABLE = range(3)  # of `Tables.able`
 AGENTS, UNITS, SHIELDS, REGENERATES, SPLASHES, HOLDS_BACK, ALL_HIT, WALLED = range(8)  # entries of `Tables.fact`
 SIGHT, MIDDLE, LANE_LOW, LANE_HIGH, LEFT_FACE, RIGHT_FACE = range(6)  # entries of `Tables.length`
@@ -66,7 +69,7 @@ class Tables(NamedTuple):
     """Constants of a map. U units, N agents.
 
     Attributes:
-        unit: [20, U] float32, `COLUMNS`. mark: [4, U] bool. pair: [5, U, U] float32. able: [3, U, U] bool.
+        unit: [20, U] float32, `COLUMNS`. mark: [4, U] bool. pair: [4, U, U] float32. able: [3, U, U] bool.
         fact: [8] int64. length: [6] float32, cells. grid: [map_x, map_y] bool, ground on which units stand.
         healers, bombs: indices of units, int64; bombs are the enemy's exploding units.
     """
@@ -89,9 +92,7 @@ def make_tables(roster: Roster, movement: Movement, sight: float) -> Tables:
     columns = {**vars(roster), **movement.columns(), **offsets}
     unit = np.stack([np.broadcast_to(columns[name].ravel(), roster.total) for name in COLUMNS]).astype(np.float32)
     marks = roster.armed, roster.explodes, roster.rearguard, movement.free
-    # Slightly more than the exact bound: pairs beyond it need no square root to know that they do not touch.
-    touch2 = np.where(roster.touch > 0, roster.touch * roster.touch * np.float32(1.0001), 0)
-    pair = np.stack([roster.reach, roster.touch, touch2, roster.shield_hit, roster.health_hit]).astype(np.float32)
+    pair = np.stack([roster.reach, roster.touch, roster.shield_hit, roster.health_hit]).astype(np.float32)
     fact = [
         roster.n, roster.total, roster.has_shields, roster.has_regen, roster.has_splash, roster.has_vanguard,
         roster.all_hit, movement.wall is not None,
