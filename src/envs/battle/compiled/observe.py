@@ -25,11 +25,38 @@ class Shown(NamedTuple):
 
 
 @function
-def copy_observations(obs: Array, state: Array) -> None:
-    """Write all agents' observations one after the other."""
-    for i in range(obs.shape[0]):
-        for entry in range(obs.shape[1]):
-            state[i * obs.shape[1] + entry] = obs[i, entry]
+def observe_agent(
+    o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool, b: int,
+    i: int,
+) -> None:  # fmt: skip
+    """Write what agent `i` of battle `b` is shown; `w` describes the units, and it and `distance` are overwritten."""
+    alive, acted, mask, obs = state.alive[b], episodes.last_action[b], shown.avail[b, i], shown.obs[b, i]
+    x, y = state.floats[b, X], state.floats[b, Y]
+    elapsed = np.float32(episodes.steps[b] / o.size[features.LIMIT])
+    if alive[i]:
+        features.look_at_all(x, y, i, w, distance)
+    features.fill_mask(o, x, y, alive, distance, i, mask)
+    features.write_view(o, x, y, alive, w, distance, mask, acted, elapsed, i, SIGHT, obs)
+    if want_full:
+        features.write_view(o, x, y, alive, w, distance, mask, acted, elapsed, i, EVERYWHERE, shown.full[b, i])
+    if o.fact[features.INSTEAD]:
+        for entry in range(len(obs)):
+            shown.state[b, i * len(obs) + entry] = obs[entry]
+
+
+@function
+def describe_battle(o: Layout, state: State, w: Array, b: int) -> None:
+    """Write what does not depend on who looks at battle `b` into the working memory `w`."""
+    s = state.floats[b]
+    features.describe_units(o, s[HEALTH], s[SHIELD], s[ENERGY], state.cooldown[b], s[X], s[Y], w)
+
+
+@function
+def observe_whole(o: Layout, state: State, episodes: Episodes, w: Array, shown: Shown, b: int) -> None:
+    """Write the state of battle `b`, unless it is made of the agents' observations; `w` describes the units."""
+    if not o.fact[features.INSTEAD]:
+        elapsed = np.float32(episodes.steps[b] / o.size[features.LIMIT])
+        features.write_state(o, state.alive[b], w, episodes.last_action[b], elapsed, shown.state[b])
 
 
 @function
@@ -37,22 +64,10 @@ def observe_battle(
     o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool, b: int
 ) -> None:
     """Write what is shown of battle `b`; `w` and `distance` are working memory."""
-    s, alive, acted = state.floats[b], state.alive[b], episodes.last_action[b]
-    x, y = s[X], s[Y]
-    elapsed = np.float32(episodes.steps[b] / o.size[features.LIMIT])
-    features.describe_units(o, s[HEALTH], s[SHIELD], s[ENERGY], state.cooldown[b], x, y, w)
+    describe_battle(o, state, w, b)
     for i in range(o.fact[features.N]):
-        mask = shown.avail[b, i]
-        if alive[i]:
-            features.look_at_all(x, y, i, w, distance)
-        features.fill_mask(o, x, y, alive, distance, i, mask)
-        features.write_view(o, x, y, alive, w, distance, mask, acted, elapsed, i, SIGHT, shown.obs[b, i])
-        if want_full:
-            features.write_view(o, x, y, alive, w, distance, mask, acted, elapsed, i, EVERYWHERE, shown.full[b, i])
-    if o.fact[features.INSTEAD]:
-        copy_observations(shown.obs[b], shown.state[b])
-    else:
-        features.write_state(o, alive, w, acted, elapsed, shown.state[b])
+        observe_agent(o, state, episodes, w, distance, shown, want_full, b, i)
+    observe_whole(o, state, episodes, w, shown, b)
 
 
 @kernel

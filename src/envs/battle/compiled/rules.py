@@ -48,6 +48,11 @@ class Results(NamedTuple):
     dead: Array
 
 
+def no_results(slots: int) -> Results:
+    """Return results of `slots` battles, all zero."""
+    return Results(np.zeros((N_FLAGS, slots), bool), np.zeros(slots, np.float32), np.zeros((2, slots), np.int64))
+
+
 class Prices(NamedTuple):
     """The reward's arguments. amount: [4] float64. flag: [3] bool."""
 
@@ -62,18 +67,35 @@ def make_prices(args: BattleArgs) -> Prices:
     return Prices(np.array(amount, np.float64), np.array(flags, bool))
 
 
+@function
+def fits(actions: Array, avail: Array, episodes: Episodes, b: int) -> bool:
+    """Return whether battle `b` is not over and all its `actions` [B, N] are available."""
+    if episodes.ended[b]:
+        return False
+    for i in range(actions.shape[1]):
+        action = actions[b, i]
+        if action < 0 or action >= avail.shape[2] or not avail[b, i, action]:
+            return False
+    return True
+
+
 @kernel
 def find_mistake(actions: Array, avail: Array, episodes: Episodes, active: Array) -> int:
     """Return the first active battle that is over or has an action that is not available; else `EVERY_CHOICE_FITS`."""
     for b in range(actions.shape[0]):
-        if active[b]:
-            if episodes.ended[b]:
-                return b
-            for i in range(actions.shape[1]):
-                action = actions[b, i]
-                if action < 0 or action >= avail.shape[2] or not avail[b, i, action]:
-                    return b
+        if active[b] and not fits(actions, avail, episodes, b):
+            return b
     return EVERY_CHOICE_FITS
+
+
+@function
+def order_battle(
+    o: Layout, state: State, move_amount: float, actions: Array, episodes: Episodes, orders: Orders, b: int
+) -> None:
+    """Translate the actions of battle `b` into orders, and write them down as the last actions."""
+    for i in range(actions.shape[1]):
+        note_action(episodes.last_action[b, i], actions[b, i])
+        order_agent(o, state, move_amount, actions[b, i], orders, b, i)
 
 
 @kernel
@@ -82,11 +104,10 @@ def give_orders(
 ) -> None:
     """Translate the actions of the `active` battles [B] into orders, and write them down as the last actions."""
     for b in range(len(active)):
-        for i in range(actions.shape[1]):
-            if active[b]:
-                note_action(episodes.last_action[b, i], actions[b, i])
-                order_agent(o, state, move_amount, actions[b, i], orders, b, i)
-            else:
+        if active[b]:
+            order_battle(o, state, move_amount, actions, episodes, orders, b)
+        else:
+            for i in range(actions.shape[1]):
                 orders.order[b, i] = NO_ORDER
 
 
@@ -168,6 +189,19 @@ def price(p: Prices, flags: Array, lost: Array, died: Array) -> float:
     return reward
 
 
+@function
+def finish_battle(
+    o: Layout, p: Prices, state: State, episodes: Episodes, lost: Array, died: Array, results: Results, b: int
+) -> None:
+    """Count the step just played in battle `b` and write its results. lost, died: as `update_points` writes them."""
+    n, total, steps, flags = o.fact[N], o.fact[TOTAL], episodes.steps, results.flags
+    steps[b] += 1
+    allies, enemies = judge(o, state.alive[b], steps[b] >= o.size[STEP_LIMIT], flags[:, b])
+    results.reward[b] = price(p, flags[:, b], lost, died) / episodes.scale[b]
+    results.dead[0, b], results.dead[1, b] = n - allies, total - n - enemies
+    episodes.ended[b] |= flags[OVER, b]
+
+
 @kernel
 def finish(
     o: Layout, p: Prices, state: State, episodes: Episodes, active: Array, lost: Array, died: Array, results: Results
@@ -176,31 +210,30 @@ def finish(
 
     lost, died: [2] float64 and int64, working memory.
     """
-    n, total, steps, flags = o.fact[N], o.fact[TOTAL], episodes.steps, results.flags
     for b in range(len(active)):
         update_points(o, p.amount[NEGATIVE], state, episodes, b, lost, died)
-        if not active[b]:
-            continue
-        steps[b] += 1
-        allies, enemies = judge(o, state.alive[b], steps[b] >= o.size[STEP_LIMIT], flags[:, b])
-        results.reward[b] = price(p, flags[:, b], lost, died) / episodes.scale[b]
-        results.dead[0, b], results.dead[1, b] = n - allies, total - n - enemies
-        episodes.ended[b] |= flags[OVER, b]
+        if active[b]:
+            finish_battle(o, p, state, episodes, lost, died, results, b)
+
+
+@function
+def begin_battle(o: Layout, new_scale: float, state: State, episodes: Episodes, b: int) -> None:
+    """Start the episode of battle `b`, which has just been reset. new_scale: of the reward, 0 for none."""
+    episodes.steps[b], episodes.ended[b], s = 0, False, state.floats[b]
+    for i in range(o.fact[TOTAL]):
+        alive = state.alive[b, i]
+        episodes.living[b, i] = alive
+        episodes.points[b, i] = np.float64(s[HEALTH, i]) + np.float64(s[SHIELD, i]) if alive else 0.0
+    if new_scale != 0:
+        episodes.scale[b], episodes.scaled[b] = new_scale, True
+    for i in range(o.fact[N]):
+        for action in range(episodes.last_action.shape[2]):
+            episodes.last_action[b, i, action] = 0.0
 
 
 @kernel
 def begin(o: Layout, new_scale: float, state: State, episodes: Episodes, which: Array) -> None:
     """Start episodes in the slots `which` [B] bool, where battles have begun. new_scale: of the reward, 0 for none."""
     for b in range(len(which)):
-        if not which[b]:
-            continue
-        episodes.steps[b], episodes.ended[b], s = 0, False, state.floats[b]
-        for i in range(o.fact[TOTAL]):
-            alive = state.alive[b, i]
-            episodes.living[b, i] = alive
-            episodes.points[b, i] = np.float64(s[HEALTH, i]) + np.float64(s[SHIELD, i]) if alive else 0.0
-        if new_scale != 0:
-            episodes.scale[b], episodes.scaled[b] = new_scale, True
-        for i in range(o.fact[N]):
-            for action in range(episodes.last_action.shape[2]):
-                episodes.last_action[b, i, action] = 0.0
+        if which[b]:
+            begin_battle(o, new_scale, state, episodes, b)

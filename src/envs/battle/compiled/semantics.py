@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,10 +12,26 @@ from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.compiled import features, rules
 from omagd.envs.battle.compiled.observe import Shown, observe
 from omagd.envs.battle.compiled.simulator import CompiledSimulator
-from omagd.envs.battle.compiled.tables import Orders
+from omagd.envs.battle.compiled.starts import Starts
+from omagd.envs.battle.compiled.tables import Orders, State, Tables
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.protocol import Observation, StepResult
+
+
+class Parts(NamedTuple):
+    """What the kernels work on: constants, battles, episodes, orders, what is shown. scale: of new rewards, 0: none."""
+
+    tables: Tables
+    starts: Starts
+    state: State
+    layout: features.Layout
+    prices: rules.Prices
+    episodes: rules.Episodes
+    orders: Orders
+    shown: Shown
+    scale: float
+    move_amount: float
 
 
 class CompiledSemantics(BattleSemantics):
@@ -63,16 +80,23 @@ class CompiledSemantics(BattleSemantics):
         """Return the results of the step that the back-end has just played in the `active` slots [B]."""
         self._changed()
         slots, playing, work = len(active), np.ascontiguousarray(active, bool), (self._lost, self._died)
-        flags, dead = np.zeros((rules.N_FLAGS, slots), bool), np.zeros((2, slots), np.int64)
-        results = rules.Results(flags, np.zeros(slots, np.float32), dead)
+        results = rules.no_results(slots)
         rules.finish(self._layout, self._prices, self._backend.state, self._episodes, playing, *work, results)
-        won, _, draw, limit, over = flags
-        return self._result(results.reward, over, won, draw, limit, dead)
+        won, _, draw, limit, over = results.flags
+        return self._result(results.reward, over, won, draw, limit, results.dead)
 
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations; the arrays are overwritten by the next call."""
         self._look(full)
         return Observation(self._obs, self._state, self._avail, self._full if full else None)
+
+    def parts(self) -> Parts:
+        """Return the arrays that the kernels work on, for battles on other devices."""
+        backend = self._backend
+        return Parts(
+            backend.tables, backend.starts, backend.state, self._layout, self._prices, self._episodes, self._orders,
+            self._shown, self._scale, self._move_amount,
+        )  # fmt: skip
 
     def geometry(self) -> Geometry:
         """Return the current distances and directions."""

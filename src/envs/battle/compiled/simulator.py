@@ -16,8 +16,8 @@ class CompiledSimulator(Simulator):
 
     def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
         super().__init__(map_spec, n_slots, difficulty=difficulty)
-        self._tables = make_tables(self._roster, self._movement, self._sight)
-        self._starts = starts.make_starts(map_spec, self._roster)
+        self.tables = make_tables(self._roster, self._movement, self._sight)
+        self.starts = starts.make_starts(map_spec, self._roster)
         self._work = working_memory(self._roster.total)
         # A battle's numbers lie side by side here, so that one is played within the processor's nearest memory; the
         # reference's arrays become views.
@@ -30,10 +30,10 @@ class CompiledSimulator(Simulator):
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
         begun, numbers = np.ascontiguousarray(which, bool), np.ascontiguousarray(seeds, np.int64)
-        starts.reset(self._tables, self._starts, self.state, begun, numbers)
+        starts.reset(self.tables, self.starts, self.state, begun, numbers)
 
     def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
         """Give orders to the allies of the active slots and play 8 game loops."""
         types = zip((order, target, dest), (np.int64, np.int64, np.float32), strict=True)
         orders = Orders(*(np.ascontiguousarray(array, kind) for array, kind in types))
-        play.play(self._tables, self.state, *self._work, orders, np.ascontiguousarray(active, bool))
+        play.play(self.tables, self.state, *self._work, orders, np.ascontiguousarray(active, bool))

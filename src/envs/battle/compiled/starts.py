@@ -68,23 +68,28 @@ def sort_allies(t: Tables, begin: Starts, x: Array, y: Array) -> None:
                 y[i], y[j] = y[j], y[i]
 
 
+@function
+def reset_battle(t: Tables, begin: Starts, state: State, seed: int, b: int) -> None:
+    """Start a new battle from `seed` in slot `b`."""
+    n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
+    s, k = state.floats[b], state.ints[b]
+    for i in range(total):
+        s[row.X, i] = begin.place[X, i] + jitter(seed, i)
+        s[row.Y, i] = begin.place[Y, i] + jitter(seed, total + i)
+    sort_allies(t, begin, s[row.X], s[row.Y])
+    for i in range(total):
+        stays = begin.waits[0] and i >= n
+        s[row.GOAL_X, i] = s[row.X, i] if stays else begin.place[GOAL_X, i]
+        s[row.GOAL_Y, i] = s[row.Y, i] if stays else begin.place[GOAL_Y, i]
+        s[row.HEALTH, i], s[row.SHIELD, i] = begin.full[HEALTH, i], begin.full[SHIELD, i]
+        s[row.ENERGY, i], s[row.TIMER, i], s[row.QUIET, i] = begin.full[ENERGY, i], ZERO, ZERO
+        k[row.ORDER, i], k[row.TARGET, i], k[row.ALIVE, i] = STOP if i < n else ATTACK, -1, 1
+        state.cooldown[b, i], state.alive[b, i] = ZERO, True
+
+
 @kernel
 def reset(t: Tables, begin: Starts, state: State, which: Array, seeds: Array) -> None:
     """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]`."""
-    n, total = t.fact[row.AGENTS], t.fact[row.UNITS]
     for b in range(len(which)):
-        if not which[b]:
-            continue
-        s, k = state.floats[b], state.ints[b]
-        for i in range(total):
-            s[row.X, i] = begin.place[X, i] + jitter(seeds[b], i)
-            s[row.Y, i] = begin.place[Y, i] + jitter(seeds[b], total + i)
-        sort_allies(t, begin, s[row.X], s[row.Y])
-        for i in range(total):
-            stays = begin.waits[0] and i >= n
-            s[row.GOAL_X, i] = s[row.X, i] if stays else begin.place[GOAL_X, i]
-            s[row.GOAL_Y, i] = s[row.Y, i] if stays else begin.place[GOAL_Y, i]
-            s[row.HEALTH, i], s[row.SHIELD, i] = begin.full[HEALTH, i], begin.full[SHIELD, i]
-            s[row.ENERGY, i], s[row.TIMER, i], s[row.QUIET, i] = begin.full[ENERGY, i], ZERO, ZERO
-            k[row.ORDER, i], k[row.TARGET, i], k[row.ALIVE, i] = STOP if i < n else ATTACK, -1, 1
-            state.cooldown[b, i], state.alive[b, i] = ZERO, True
+        if which[b]:
+            reset_battle(t, begin, state, seeds[b], b)

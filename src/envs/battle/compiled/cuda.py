@@ -1,0 +1,128 @@
+"""The battles' kernels on an NVIDIA GPU, by `numba-cuda`: the functions of the CPU's kernels, one battle per thread.
+
+Nothing is allocated or waited for, so a CUDA graph can hold the launches. Without fused multiply-add a GPU computes
+sums, products, quotients and roots as a CPU does; NVVM's option is set while kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba.cuda
+import torch
+from torch import Tensor
+
+from omagd.envs.battle.compiled import observe, play, rules, starts
+from omagd.envs.battle.compiled.features import Layout, N
+from omagd.envs.battle.compiled.observe import Shown
+from omagd.envs.battle.compiled.rules import NEGATIVE, Episodes, Prices, Results
+from omagd.envs.battle.compiled.starts import Starts
+from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables
+
+cuda: Any = numba.cuda  # without types
+
+THREADS = 64
+"""Threads of a block: few, so that a few thousand battles reach all multiprocessors."""
+
+
+def reset(
+    t: Tables, begin: Starts, o: Layout, scale: float, state: State, episodes: Episodes, which: Array, seeds: Array
+) -> None:
+    """Start new battles and their episodes in the slots `which` [B], slot b from `seeds[b]`."""
+    b = cuda.grid(1)
+    if b < len(which) and which[b]:
+        starts.reset_battle(t, begin, state, seeds[b], b)
+        rules.begin_battle(o, scale, state, episodes, b)
+
+
+def step(
+    t: Tables, o: Layout, p: Prices, move_amount: float, state: State, episodes: Episodes, s: Array, k: Array,
+    orders: Orders, avail: Array, actions: Array, active: Array, lost: Array, died: Array, results: Results,
+    faults: Array,
+) -> None:  # fmt: skip
+    """Play `actions` [B, N] in the `active` battles [B]; `faults` [B] is set where one of them is not available."""
+    b = cuda.grid(1)
+    if b >= len(active):
+        return
+    for flag in range(results.flags.shape[0]):
+        results.flags[flag, b] = False
+    results.reward[b], results.dead[0, b], results.dead[1, b] = 0.0, 0, 0
+    if active[b]:
+        if not rules.fits(actions, avail, episodes, b):
+            faults[b] = True
+        rules.order_battle(o, state, move_amount, actions, episodes, orders, b)
+        play.play_battle(t, state, s[b], k[b], orders, b)
+    rules.update_points(o, p.amount[NEGATIVE], state, episodes, b, lost[b], died[b])
+    if active[b]:
+        rules.finish_battle(o, p, state, episodes, lost[b], died[b], results, b)
+
+
+def look(o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool) -> None:
+    """Write what is shown of all battles: a thread for each agent of each battle, and one for its state.
+
+    w, distance: working memory of the threads. Threads of a warp have the same agent's number, so they do the same.
+    """
+    thread, battles = cuda.grid(1), len(episodes.steps)
+    i = thread // battles
+    b = thread - i * battles
+    if i > o.fact[N]:
+        return
+    observe.describe_battle(o, state, w[thread], b)
+    if i < o.fact[N]:
+        observe.observe_agent(o, state, episodes, w[thread], distance[thread], shown, want_full, b, i)
+    else:
+        observe.observe_whole(o, state, episodes, w[thread], shown, b)
+
+
+KERNELS: dict[str, Callable[..., None]] = {"reset": reset, "step": step, "look": look}
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Compile without fused multiply-add."""
+    from numba.cuda.cudadrv import nvvm
+
+    before = nvvm.compile_ir
+    nvvm.compile_ir = functools.partial(before, fma=0)
+    try:
+        yield
+    finally:
+        nvvm.compile_ir = before
+
+
+def to_ptx(name: str, types: tuple[Any, ...], capability: tuple[int, int] = (9, 0)) -> str:
+    """Return the PTX of one of `KERNELS` for arguments of Numba's `types`; needs no GPU."""
+    from numba.core.types import void
+
+    with exact():
+        return str(cuda.compile(KERNELS[name], void(*types), cc=capability, device=False, abi="numba", output="ptx")[0])
+
+
+class CUDAKernels:
+    """Launches the kernels on torch's current stream.
+
+    Args:
+        device: a CUDA device, on which all tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda.select_device(torch.cuda.current_device() if device.index is None else device.index)
+        self._device = device
+        self._kernels = {name: cuda.jit(function) for name, function in KERNELS.items()}
+
+    def view(self, tensor: Tensor) -> Any:
+        """Return what a kernel takes as this tensor: the same memory."""
+        return cuda.as_cuda_array(tensor, sync=False)
+
+    def __call__(self, name: str, threads: int, *args: Any) -> None:
+        """Launch a kernel with at least so many threads, on views."""
+        stream = cuda.external_stream(torch.cuda.current_stream(self._device).cuda_stream)
+        kernel = self._kernels[name]
+        if kernel.signatures:
+            kernel[-(-threads // THREADS), THREADS, stream](*args)
+            return
+        with exact():
+            kernel[-(-threads // THREADS), THREADS, stream](*args)

@@ -1,0 +1,214 @@
+"""Battles in a device's memory: the reference's bits on a CPU, and kernels that compile for GPUs."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from omagd.envs.battle import skirmish_env
+from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.compiled import cuda as kernels
+from omagd.envs.battle.compiled import play, resident
+from omagd.envs.battle.compiled.resident import ResidentBattles
+from omagd.envs.battle.maps import get_map
+from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.battle.simulator import Simulator
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FLAGS = {
+    "3m": {"continuing_episode": True},
+    "2s3z": {"obs_last_action": True, "obs_timestep_number": True, "state_timestep_number": True},
+    "MMM2": {"reward_only_positive": False, "obs_pathing_grid": True, "obs_terrain_height": True},
+    "corridor": {"obs_instead_of_state": True, "state_last_action": False},
+    "so_many_baneling": {"reward_sparse": True, "obs_all_health": False},
+    "2c_vs_64zg": {"reward_scale": False, "difficulty": "3", "obs_own_health": False},
+}
+SLOTS = 5
+
+
+def battles_and_reference(monkeypatch, name, **flags):
+    monkeypatch.setattr(skirmish_env, "engine", lambda: (Simulator, BattleSemantics))
+    args = SkirmishArgs(map_name=name, **flags)
+    return ResidentBattles(get_map(name), args, SLOTS, CPU), SkirmishEnv(args, SLOTS)
+
+
+def random_actions(avail: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.where(avail, rng.random(avail.shape), -1).argmax(axis=-1)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_battles_in_tensors_are_those_of_the_reference_bit_for_bit(monkeypatch, name):
+    battles, env = battles_and_reference(monkeypatch, name, **FLAGS[name])
+    rng, ended = np.random.default_rng(0), np.ones(SLOTS, bool)
+    over, n_ended = ended.copy(), 0
+    for step in range(70):
+        begun = ended & (rng.random(SLOTS) < 0.7)
+        seeds = rng.integers(0, 2**62, SLOTS)
+        battles.reset(torch.from_numpy(begun), torch.from_numpy(seeds))
+        env.reset(begun, seeds)
+        ended &= ~begun
+        shown, seen = battles.observe(full=True), env.observe(full=True)
+        if step > 3:  # all slots have begun; before, only those that have show anything
+            theirs = seen.avail_actions, seen.obs, seen.full_obs, seen.state
+            assert all(np.array_equal(a.numpy(), b) for a, b in zip(shown, theirs, strict=True))
+        active = ~ended & (rng.random(SLOTS) < 0.9)
+        actions = random_actions(seen.avail_actions, rng)
+        outcome, result = battles.step(torch.from_numpy(actions), torch.from_numpy(active)), env.step(actions, active)
+        over = result.terminated
+        assert np.array_equal(outcome.reward.numpy(), result.reward)
+        assert np.array_equal(outcome.over.numpy(), over)
+        assert np.array_equal(outcome.truncated.numpy(), result.truncated)
+        counts = {"battle_won": outcome.won, "battle_draw": outcome.draw, "episode_limit": outcome.limit}
+        counts |= {"dead_allies": outcome.dead[0], "dead_enemies": outcome.dead[1]}
+        for field, values in counts.items():
+            assert np.array_equal(values.numpy()[over], result.info[field][over]), field
+        ended |= over
+        n_ended += int(over.sum())
+    assert n_ended > 0
+    assert not battles.faults.any()
+
+
+@pytest.mark.parametrize("continuing", [True, False])
+def test_the_step_limit_truncates_where_the_target_bootstraps(monkeypatch, continuing):
+    battles, _ = battles_and_reference(monkeypatch, "3m", continuing_episode=continuing)
+    everyone, stop = torch.ones(SLOTS, dtype=torch.bool), torch.ones(SLOTS, 3, dtype=torch.int64)
+    battles.reset(everyone, torch.arange(SLOTS))
+    battles.observe()
+    battles._episodes.steps[2:] = get_map("3m").limit - 1
+    outcome = battles.step(stop, everyone)
+    expected = [False] * 2 + [True] * 3
+    assert outcome.over.tolist() == outcome.limit.tolist() == expected
+    assert outcome.truncated.tolist() == ([False] * SLOTS if not continuing else expected)
+
+
+def test_an_action_that_is_not_available_is_noted_where_it_was_given(monkeypatch):
+    battles, _ = battles_and_reference(monkeypatch, "3m")
+    everyone = torch.ones(SLOTS, dtype=torch.bool)
+    battles.reset(everyone, torch.arange(SLOTS))
+    battles.observe()
+    actions = torch.ones(SLOTS, 3, dtype=torch.int64)  # stop
+    battles.step(actions, everyone)
+    assert not battles.faults.any()
+    battles.observe()
+    actions[3, 1] = 0  # nothing, which is for the dead
+    battles.step(actions, everyone)
+    assert battles.faults.tolist() == [False, False, False, True, False]
+
+
+def test_restored_battles_continue_as_the_saved_ones(monkeypatch):
+    battles, _ = battles_and_reference(monkeypatch, "2s3z")
+    everyone, rng = torch.ones(SLOTS, dtype=torch.bool), np.random.default_rng(1)
+
+    def play(steps: int) -> list[torch.Tensor]:
+        played = []
+        for _ in range(steps):
+            shown = battles.observe()
+            actions = torch.from_numpy(random_actions(shown.avail.numpy(), rng))
+            played += [shown.obs.clone(), shown.state.clone(), battles.step(actions, everyone).reward.clone()]
+        return played
+
+    battles.reset(everyone, torch.arange(SLOTS))
+    play(10)
+    saved, state = battles.snapshot(), rng.bit_generator.state
+    first = play(10)
+    battles.restore(saved)
+    rng.bit_generator.state = state
+    assert all(torch.equal(a, b) for a, b in zip(first, play(10), strict=True))
+
+
+# --- for GPUs -----------------------------------------------------------------------------------------------------
+
+
+class ThreadAfterThread(resident.CPUKernels):
+    """Runs the GPU's kernels, one thread after the other."""
+
+    def __call__(self, name, threads, *args):
+        for thread in range(threads + 3):  # whole blocks are launched: the last threads have nothing to do
+            kernels.cuda.grid = lambda _, thread=thread: thread
+            kernels.KERNELS[name](*args)
+
+
+class GPULayout(ResidentBattles):
+    """Battles with the memory layout that they have on a GPU, in the CPU's memory."""
+
+    def __init__(self, name, n_slots):
+        super().__init__(get_map(name), SkirmishArgs(map_name=name, obs_instead_of_state=name == "8m"), n_slots, GPU)
+
+    def _tensor(self, array):
+        return torch.from_numpy(array)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(kernels, "cuda", SimpleNamespace())
+    monkeypatch.setattr(resident, "kernels_for", lambda device: ThreadAfterThread())
+
+
+@pytest.mark.parametrize("name", ["2s3z", "8m"])
+def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(on_gpu, monkeypatch, name):
+    threads = GPULayout(name, SLOTS)
+    monkeypatch.undo()
+    loops = ResidentBattles(get_map(name), SkirmishArgs(map_name=name, obs_instead_of_state=name == "8m"), SLOTS, CPU)
+    monkeypatch.setattr(kernels, "cuda", SimpleNamespace())
+    rng, begun = np.random.default_rng(0), torch.ones(SLOTS, dtype=torch.bool)
+    for _ in range(20):
+        seeds, active = torch.from_numpy(rng.integers(0, 2**62, SLOTS)), torch.from_numpy(rng.random(SLOTS) < 0.8)
+        shown, results = [], []
+        for battles in (threads, loops):
+            battles.reset(begun, seeds)
+            shown.append([tensor.clone() for tensor in battles.observe(full=True)])
+        assert all(torch.equal(a, b) for a, b in zip(*shown, strict=True))
+        actions = torch.from_numpy(random_actions(shown[0][0].numpy(), rng))
+        for battles in (threads, loops):
+            results.append(battles.step(actions, active))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        begun = results[0].over | torch.from_numpy(rng.random(SLOTS) < 0.1)
+    assert not threads.faults.any()
+    threads.step(torch.zeros_like(actions), begun | True)
+    assert threads.faults.any()
+
+
+@pytest.fixture
+def compilable(on_gpu, monkeypatch):
+    """Let kernels compile without a GPU: Numba asks a device only which architecture it has."""
+    if find_spec("numba_cuda") is None:
+        pytest.skip("numba-cuda is not installed")
+    from numba import cuda
+    from numba.cuda import dispatcher
+
+    monkeypatch.setattr(kernels, "cuda", cuda)
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
+
+
+def types_of(*arguments):
+    import numba
+
+    return tuple(map(numba.typeof, arguments))
+
+
+@pytest.mark.parametrize("kernel", ["reset", "step", "look"])
+def test_kernels_compile_for_gpus_without_fused_operations(compilable, kernel):
+    arguments = getattr(GPULayout("MMM2", SLOTS), f"_{kernel}")
+    ptx = kernels.to_ptx(kernel, types_of(*arguments, *[True] * (kernel == "look")))
+    assert ".entry" in ptx
+    assert not re.findall(r"\bfma\.", ptx)
+    assert not re.findall(r"\b(div|sqrt)\.(approx|full)", ptx)
+
+
+def test_battles_are_played_in_single_precision(compilable, monkeypatch):
+    def only_play(t, state, s, k, orders, active):
+        b = kernels.cuda.grid(1)
+        if active[b]:
+            play.play_battle(t, state, s[b], k[b], orders, b)
+
+    monkeypatch.setitem(kernels.KERNELS, "only_play", only_play)
+    tables, _, _, _, state, _, s, k, orders, _, _, active, *_ = GPULayout("MMM2", SLOTS)._step
+    ptx = kernels.to_ptx("only_play", types_of(tables, state, s, k, orders, active))
+    assert re.findall(r"\.f32\b", ptx)
+    assert not re.findall(r"\.f64\b", ptx)
