@@ -97,6 +97,22 @@ def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_i
     assert np.array_equal(EpsilonGreedy().select(q, available, 1.0, None), greedy) and (greedy == [1, 3]).all()
 
 
+def test_each_agent_takes_the_action_that_its_two_random_numbers_say():
+    rng = np.random.default_rng(0)
+    q = rng.integers(0, 4, (6, 3, 5)).astype(np.float32)  # with ties
+    available = rng.random(q.shape) < 0.5
+    available[0, 0] = False
+    for epsilon in (0.0, 0.3, 1.0):
+        got = EpsilonGreedy().select(q, available, epsilon, np.random.default_rng(7))
+        drawn = np.random.default_rng(7)
+        explores, which = drawn.random((6, 3)) < epsilon, drawn.random((6, 3))
+        for slot, agent in np.ndindex(6, 3):
+            possible = np.flatnonzero(available[slot, agent]).tolist() or [0]
+            best = max(possible, key=lambda action, values=q[slot, agent]: (values[action], -action))
+            anything = possible[int(which[slot, agent] * available[slot, agent].sum())]
+            assert got[slot, agent] == (anything if explores[slot, agent] else best)
+
+
 def test_schedule_falls_in_a_straight_line_and_stays():
     schedule = LinearSchedule(1.0, 0.05, 1000)
     assert [schedule.value(t) for t in (0, 500, 1000, 9999)] == pytest.approx([1.0, 0.525, 0.05, 0.05])

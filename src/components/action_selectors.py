@@ -56,11 +56,13 @@ class EpsilonGreedy(Greedy):
         best = super().select(q, available, epsilon, rng)
         if rng is None:
             return best
-        explores = rng.random(best.shape) < epsilon
-        wanted = np.floor(rng.random(best.shape) * available.sum(axis=-1))
-        # The available action number `wanted`.
-        anything = (np.cumsum(available, axis=-1) > wanted[..., None]).argmax(axis=-1)
-        return np.where(explores, anything, best)
+        drawn = rng.random((2, *best.shape))
+        explores = (drawn[0] < epsilon).nonzero()
+        if len(explores[0]):
+            number = available[explores].cumsum(axis=-1)  # of each available action, from 1 on
+            wanted = np.floor(drawn[1][explores] * number[:, -1])
+            best[explores] = (number > wanted[:, None]).argmax(axis=-1)
+        return best
 
 
 @REGISTRY.register("softmax")

@@ -138,8 +138,8 @@ class BasicMAC:
             q, self._hidden = self._actor.step(inputs, self._hidden)
             return q.cpu().numpy()
         slots = torch.from_numpy(part).to(self.acting_device)
-        q, hidden = self._actor.step(inputs.rows(slots), self._hidden[slots])
-        self._hidden[slots] = hidden
+        q, hidden = self._actor.step(inputs.rows(slots), self._hidden.index_select(0, slots))
+        self._hidden.index_copy_(0, slots, hidden)
         values = np.zeros((len(self._hidden), *q.shape[1:]), np.float32)
         values[part] = q.cpu().numpy()
         return values
@@ -150,7 +150,7 @@ class BasicMAC:
             self._last_action = torch.tensor(actions, device=self.acting_device)
         else:
             slots = torch.from_numpy(part).to(self.acting_device)
-            self._last_action[slots] = torch.from_numpy(actions[part]).to(self.acting_device)
+            self._last_action.index_copy_(0, slots, torch.from_numpy(actions[part]).to(self._last_action))
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch, equal to those that were acted on."""

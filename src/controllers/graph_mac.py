@@ -83,7 +83,7 @@ class NGraphMAC(BasicMAC):
         if self.reconstructor is None:
             return super()._build_inputs(obs, step)
         made = self.reconstructor.step(obs, step, self._active)
-        features = made.obs.to(self.acting_device, self.dtype)
+        features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
         return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device)), extras
 

@@ -97,7 +97,7 @@ class OutputChecks:
             if array is not None or full or name != "full_obs":
                 self._require(name, array, shape, where)
         mask = self._bools("avail_actions", seen.avail_actions, self._avail, where, _NUMBERS)
-        some = np.asarray(mask.any(-1))
+        some = np.logical_or.reduce(mask, -1)
         if not some.all() and not some[active].all():
             slot, agent = (int(place) for place in np.argwhere(~some & active[:, None])[0])
             self._raise(slot, where, f"avail_actions of agent {agent} holds no available action")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.kernels.linear import lookup_relu
+from omagd.modules.kernels.linear import ROWS_AT_ONCE, lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.packing import Packing
 
@@ -44,8 +44,10 @@ class AgentInputs:
 
     def rows(self, chosen: Tensor | slice) -> AgentInputs:
         """Return the inputs of the `chosen` row numbers."""
-        guessed = None if self.guessed is None else self.guessed[chosen]
-        return AgentInputs(self.features[chosen], self.last_action[chosen], guessed)
+        parts = (self.features, self.last_action, self.guessed)
+        if isinstance(chosen, Tensor):
+            return AgentInputs(*(None if part is None else part.index_select(0, chosen) for part in parts))  # type: ignore[arg-type]
+        return AgentInputs(*(None if part is None else part[chosen] for part in parts))  # type: ignore[arg-type]
 
     def agent(self, number: int) -> AgentInputs:
         """Return the inputs of one agent, [S, 1, ...]."""
@@ -177,7 +179,7 @@ class InputLinear(nn.Linear):
         self.looks_up = sum(self.widths) > n_features
         self.n_agents = info.n_agents
         self.bf16 = config.precision == "bf16"
-        self._kept: tuple[tuple[int, int, int], Tensor, Tensor] | None = None
+        self._kept: tuple[tuple[int, int, int], Tensor, Tensor, Tensor] | None = None
 
     def forward(self, features: Tensor, last_action: Tensor) -> Tensor:  # type: ignore[override]
         """Return [S, n, out] from features [S, n, d] and last_action [S, n] int64 (-1: none, a one-hot of zeros)."""
@@ -192,23 +194,40 @@ class InputLinear(nn.Linear):
             return F.relu(self(features, last_action))
         of_features, table, index = self._lookup(last_action)
         bf16 = self.bf16 and features.dtype == torch.float32
-        out = lookup_relu(features.reshape(-1, features.shape[-1]), of_features, table, index.reshape(-1), bf16)
+        flat = features.reshape(-1, features.shape[-1])
+        if torch.is_inference_mode_enabled() and not bf16 and len(flat) <= ROWS_AT_ONCE:
+            # The same three operations as in `lookup_relu`; for the few rows of a tick autograd's part costs as much.
+            out = table.index_select(0, index.reshape(-1)).addmm_(flat, of_features.t()).relu_()
+        else:
+            out = lookup_relu(flat, of_features, table, index.reshape(-1), bf16)
         return out.view(*features.shape[:-1], -1)
 
     def _lookup(self, last_action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of the features, the table, and each row's place in the table [S, n]."""
         n_actions = self.widths[1]
+        if torch.is_inference_mode_enabled():
+            of_features, table, first = self._acting_tables()
+            return of_features, table, last_action + first if n_actions else first.expand_as(last_action)
         index = torch.where(last_action < 0, n_actions, last_action) if n_actions else torch.zeros_like(last_action)
         if self.widths[2]:
             index = index + torch.arange(self.n_agents, device=index.device) * (n_actions + 1)
-        if not torch.is_inference_mode_enabled():
-            return *self._tables(), index
-        # While acting, tables are kept from tick to tick until the weights are written, moved or replaced. Writes that
-        # torch does not count (`weight.data`, torch's fused optimizers) must be counted by hand: see `SyncedOptimizer`.
+        return *self._tables(), index
+
+    def _acting_tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `_tables` for acting, and the place of each agent's action 0 in the table, [n].
+
+        An agent's row for no action comes first there: one sum then gives the place of action -1, too.
+        The tables are kept from tick to tick until the weights are written, moved or replaced. Writes that torch does
+        not count (`weight.data`, torch's fused optimizers) must be counted by hand: see `SyncedOptimizer`.
+        """
         state = (self.weight._version, self.bias._version, self.weight.data_ptr())
         if self._kept is None or self._kept[0] != state:
-            self._kept = (state, *self._tables())
-        return *self._kept[1:], index
+            rows = self.widths[1] + 1
+            of_features, table = self._tables()
+            table = table.unflatten(0, (-1, rows)).roll(1, 1).flatten(0, 1)
+            agents = torch.arange(self.n_agents, device=table.device) if self.widths[2] else torch.zeros(1).to(table)
+            self._kept = (state, of_features, table, agents.long() * rows + (1 if self.widths[1] else 0))
+        return self._kept[1:]
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         """Return the weights of the features, and a row for each pair of agent and last action (the last one: none)."""
