@@ -1,8 +1,8 @@
 """Functions compiled by Numba, kept in the user's cache until their source changes.
 
 A function is written once, in plain loops, for CPUs and GPUs: CUDA kernels (`numba-cuda`) can call the same functions.
-On a CPU no option changes results: no fused multiply-add, no reordered sums, so that a kernel can equal a NumPy
-reference bit for bit.
+On a CPU no option changes results (no fused multiply-add unless a package asks for it, no reordered sums), so that a
+kernel can equal a NumPy reference bit for bit.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ class Compiler:
 
     Args:
         source: folder with all source that results depend on; a change in it, or in Numba, starts a new cache.
-        what: name for the message at the first start.
+        what: name for the message at the first start. seconds: that compiling takes, in its words.
+        fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
+            processors that have it.
     """
 
-    def __init__(self, source: Path, what: str) -> None:
-        self._what, digest = what, zlib.crc32(numba.__version__.encode())
+    def __init__(self, source: Path, what: str, seconds: str = "10 to 20 s", *, fused: bool = False) -> None:
+        self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
+        self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
         for file in sorted(source.rglob("*.py")):
             digest = zlib.crc32(file.read_bytes(), digest)
         self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
@@ -52,7 +55,7 @@ class Compiler:
 
     def function(self, function: F) -> F:
         """Compile a function that kernels call."""
-        compiled: F = njit(forceinline=True, **OPTIONS)(function)
+        compiled: F = njit(forceinline=True, **self._options)(function)
         return compiled
 
     def kernel(self, function: F) -> F:
@@ -60,7 +63,7 @@ class Compiler:
         settings: Any = numba.config
         before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
         try:
-            kernel: Any = njit(cache=not self._problem, **OPTIONS)(function)
+            kernel: Any = njit(cache=not self._problem, **self._options)(function)
         finally:
             settings.CACHE_DIR = before
         self._kernels.append(kernel)
@@ -73,7 +76,9 @@ class Compiler:
         The first process says that it compiles; others on this machine wait for it.
         """
         if self._problem:
-            print_warning(f"{self.folder}: {self._problem}. The {self._what} are compiled at each start (10 to 20 s).")
+            print_warning(
+                f"{self.folder}: {self._problem}. The {self._what} are compiled at each start ({self._seconds})."
+            )
             call_all()
         else:
             with (self.folder / "lock").open("w") as lock:
@@ -87,7 +92,7 @@ class Compiler:
         if done.exists():
             call_all()
             return
-        sys.stderr.write(f"Compiling the {self._what}, once: 10 to 20 s. Kept in {self.folder}.\n")
+        sys.stderr.write(f"Compiling the {self._what}, once: {self._seconds}. Kept in {self.folder}.\n")
         sys.stderr.flush()
         start = time.monotonic()
         call_all()

@@ -130,7 +130,7 @@ class RecurrentAgent(Agent):
     def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
         """Return the hidden state after each row of whole episodes, [S, n, H]."""
         encoded, *_ = self.encode(inputs)
-        return self.rnn(encoded, packing, self.init_hidden(packing.n_episodes))
+        return self.rnn(encoded, packing)
 
     def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
         """Return the values [S, n, A] of whole episodes, or from the hidden state `start` [B, n, H] on.
@@ -138,20 +138,19 @@ class RecurrentAgent(Agent):
         With `enable_gradient_checkpointing` (Chen et al. 2016, arXiv:1604.06174) only the hidden states between blocks
         of `STEPS_AT_ONCE` time steps are kept; backward computes the activations of one block at a time again.
         """
-        start = self.init_hidden(packing.n_episodes) if start is None else start
         if not self.checkpointing or not torch.is_grad_enabled():
             return self._unroll(inputs, packing, start)[0]
         values, first = [], 0
         for begin in range(0, packing.n_steps, STEPS_AT_ONCE):
             part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
             rows = slice(first, first + sum(part.lengths))
-            block = (inputs.rows(rows), part, start[: part.n_episodes])
+            block = (inputs.rows(rows), part, None if start is None else start[: part.n_episodes])
             made, start = checkpoint(self._unroll, *block, use_reentrant=False)
             values.append(made)
             first = rows.stop
         return torch.cat(values)
 
-    def _unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor) -> tuple[Tensor, Tensor]:
+    def _unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the values [S, n, A] and the hidden state after the last step."""
         encoded, *others = self.encode(inputs)
         hidden = self.rnn(encoded, packing, start)

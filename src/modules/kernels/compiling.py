@@ -1,12 +1,40 @@
-"""torch.compile for `compile=True`."""
+"""Compiled code for learning: Numba kernels on a CPU, and torch.compile for `compile=True`."""
 
 from __future__ import annotations
 
-from torch import nn
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+from torch import Tensor, float32, nn
 
 from omagd.config.schema import Config
+from omagd.utils.writing import print_warning
 
 BACKEND = "inductor"
+SMALL = 1 << 16  # numbers below which torch's operations are used: loading Numba takes longer than they do
+
+
+def kernels_for(x: Tensor, n_numbers: int) -> ModuleType | None:
+    """Return the Numba kernels (`compiled.py`) for work on `n_numbers` numbers like x, or None: use torch.
+
+    They are for float32 on CPUs. Which one computes depends on the size alone, so that the same batch always gives the
+    same bits on a machine.
+    """
+    plain = x.device.type == "cpu" and x.dtype == float32 and n_numbers >= SMALL
+    return compiled_kernels() if plain else None
+
+
+@cache
+def compiled_kernels() -> ModuleType | None:
+    """Return the module of the kernels, compiled or loaded at the first call; None without Numba."""
+    if find_spec("numba") is None:
+        print_warning("Numba is not installed: updates take half as long again. pip install numba")
+        return None
+    from omagd.modules.kernels import compiled
+
+    compiled.prepare()
+    return compiled
 
 
 def maybe_compile(config: Config, *modules: nn.Module) -> None:

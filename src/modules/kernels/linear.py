@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 SMALL = 1 << 28  # products of fewer float operations stay with torch: oneDNN's set-up for a new shape costs more
 PADDING = 256  # bf16 products round their rows up to a multiple, so that ragged batches need few set-ups
+ROUNDING = 32  # the same for the steps of a recurrence
 ROWS_AT_ONCE = 2048  # rows that pass through several operations together, so that they stay in a core's cache
 _CPUINFO = Path("/proc/cpuinfo")
 

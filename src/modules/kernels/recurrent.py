@@ -30,14 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from omagd.modules.kernels.linear import no_autocast, padded_rows, to_bf16
+from omagd.modules.kernels.compiled_unroll import CompiledUnroll
+from omagd.modules.kernels.compiling import kernels_for
+from omagd.modules.kernels.linear import ROUNDING, no_autocast, padded_rows, to_bf16
 from omagd.utils.packing import Packing
 
 sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 ROWS_AT_ONCE = 2048  # rows that pass through a step together, so that its data stays in a core's cache
-ROUNDING = 32  # bf16 products round their rows up to a multiple, so that ragged batches need few set-ups
 
 
 class PackedGRU(nn.Module):
@@ -67,7 +68,7 @@ class PackedGRU(nn.Module):
         n = x.shape[1]
         rows = [k * n for k in packing.batch_sizes]
         flat = x.reshape(-1, x.shape[-1])
-        before = x.new_zeros(rows[0], self.hidden_dim) if start is None else start.reshape(rows[0], -1)
+        before = None if start is None else start.reshape(rows[0], -1)
         out = self._library_unroll(flat, before, rows) if x.is_cuda else self._unroll(flat, before, rows)
         return out.view(-1, n, self.hidden_dim)
 
@@ -78,12 +79,17 @@ class PackedGRU(nn.Module):
         )
         return flat.view(hidden.shape)
 
-    def _unroll(self, x: Tensor, before: Tensor, rows: list[int]) -> Tensor:
+    def _unroll(self, x: Tensor, before: Tensor | None, rows: list[int]) -> Tensor:
         bf16 = self.bf16 and x.dtype == torch.float32
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+        kernels = kernels_for(x, len(x) * self.hidden_dim)
+        if kernels is not None:
+            groups = [(offset, _chunks(blocks)) for offset, blocks in _groups(rows)]
+            return CompiledUnroll.apply(kernels, groups, x, before, *weights, bf16)  # type: ignore[no-untyped-call]
+        before = x.new_zeros(rows[0], self.hidden_dim) if before is None else before
         return _Unroll.apply(x, before, *weights, rows, bf16)  # type: ignore[no-untyped-call]
 
-    def _library_unroll(self, x: Tensor, before: Tensor, rows: list[int]) -> Tensor:
+    def _library_unroll(self, x: Tensor, before: Tensor | None, rows: list[int]) -> Tensor:
         """Do the same by torch's packed GRU, one kernel on CUDA, in the type of the weights.
 
         Under autocast cuDNN would run the recurrence in fp16, even when bf16 is asked for, and gradients of large
@@ -92,7 +98,7 @@ class PackedGRU(nn.Module):
         weights: list[Tensor] = [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
         sizes, kind = torch.tensor(rows), self.weight_hh.dtype
         with no_autocast(x.device):
-            start = before.to(kind).unsqueeze(0)
+            start = x.new_zeros(1, rows[0], self.hidden_dim, dtype=kind) if before is None else before.to(kind)[None]
             # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps
             # what backward needs), bidirectional.
             return torch._VF.gru(x.to(kind), sizes, start, weights, True, 1, 0.0, torch.is_grad_enabled(), False)[0]

@@ -1,0 +1,197 @@
+"""Elementwise work of the GRU as Numba kernels: one pass over a step's rows, while they are in the cache.
+
+torch needs a call for each operation, and each call reads and writes its tensors again. The formulas, and the same work
+by torch's operations (`TorchGates`), stand in `recurrent.py`. Arrays hold float32, or bf16 as its bits (int16); all
+arithmetic is float32. Imported by `gates_of` alone, because Numba may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import extending, types
+from torch import Tensor
+
+from omagd.utils.compiling import Compiler
+
+_compiler = Compiler(Path(__file__).resolve().parent, "learning kernels", "about 5 s", fused=True)
+intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
+function, kernel = _compiler.function, _compiler.kernel
+
+ONE, TWO = np.float32(1.0), np.float32(2.0)
+LIMIT = np.float32(87.0)  # exp of it is a float32
+LOG2_E = np.float32(1.4426950408889634)
+SHIFT = np.float32(1.5 * 2**23)  # added to a number below 2^22, it leaves the nearest integer in the lowest bits
+LN_2, LN_2_REST = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 in more than float32
+# exp(r) = 1 + r + r^2 p(r) for |r| <= ln(2) / 2, within 2e-7 relative (Cephes, Moshier 1989).
+C0, C1, C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+C3, C4, C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+
+
+@intrinsic
+def two_to(_: Any, shifted: Any) -> Any:
+    """Return 2^k from SHIFT + k: the lowest bits become a float's exponent. Whole vectors at once, unlike `ldexp`."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        whole = ir.IntType(32)
+        exponent = builder.shl(builder.bitcast(args[0], whole), ir.Constant(whole, 23))
+        return builder.bitcast(builder.add(exponent, ir.Constant(whole, 127 << 23)), ir.FloatType())
+
+    return types.float32(shifted), generate
+
+
+@intrinsic
+def value(_: Any, held: Any) -> Any:
+    """Return the float32 of what an array holds: itself, or that of a bf16 number given as int16."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if held == types.float32:
+            return args[0]
+        whole = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], whole), ir.Constant(whole, 16)), ir.FloatType())
+
+    return types.float32(held), generate
+
+
+@intrinsic
+def held(_: Any, array: Any, number: Any) -> Any:
+    """Return a float32 as `array` holds it: itself, or the bits of the nearest bf16 number (ties to even).
+
+    Infinity stays infinity, and the NaN that arithmetic makes stays NaN.
+    """
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if array.dtype == types.float32:
+            return args[1]
+        whole = ir.IntType(32)
+        bits = builder.bitcast(args[1], whole)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(whole, 16)), ir.Constant(whole, 1))
+        rounded = builder.add(builder.add(bits, ir.Constant(whole, 0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, ir.Constant(whole, 16)), ir.IntType(16))
+
+    return array.dtype(array, types.float32), generate
+
+
+@function
+def exp(x: Any) -> Any:
+    """Return e^x for x between -87 and 87, within 2e-7 relative; NaN for NaN."""
+    x = LIMIT if x > LIMIT else (-LIMIT if x < -LIMIT else x)
+    shifted = x * LOG2_E + SHIFT
+    k = shifted - SHIFT
+    r = x - k * LN_2 - k * LN_2_REST
+    p = ((((C0 * r + C1) * r + C2) * r + C3) * r + C4) * r + C5
+    return (p * r * r + r + ONE) * two_to(shifted)
+
+
+@function
+def sigmoid(x: Any) -> Any:
+    """Return 1 / (1 + e^-x)."""
+    return ONE / (ONE + exp(-x))
+
+
+@kernel
+def gru_forward(
+    place: tuple[int, int, int, int], from_x: Any, from_hidden: Any, bias: Any, before: Any, row: Any, gates: Any,
+    out: Any, low: Any,
+) -> None:  # fmt: skip
+    """Do a step of k rows behind its products: write [n | r | z | m] and h'.
+
+    place: k, and the step's first rows in from_x, in before and in out. from_x: W_i x for [n | r | z]. from_hidden: W_h
+    h for [r | z | m], from row 0 on. bias: [4H]. before: holds h. row: room for one row's gates, [4H] float32. gates
+    and low: take [n | r | z | m] and h' in the rows of `out`, unless they have no rows.
+    """
+    k, first_x, first_before, first = place
+    size = out.shape[1]
+    bias_new, bias_both, bias_inner = bias[:size], bias[size : 3 * size], bias[3 * size :]
+    new, both, inner = row[:size], row[size : 3 * size], row[3 * size :]
+    reset, update = both[:size], both[size:]
+    for i in range(k):
+        of_x, of_hidden, h, after = from_x[first_x + i], from_hidden[i], before[first_before + i], out[first + i]
+        x_new, x_both = of_x[:size], of_x[size:]
+        h_both, h_inner = of_hidden[: 2 * size], of_hidden[2 * size :]
+        for j in range(2 * size):
+            both[j] = sigmoid(value(x_both[j]) + value(h_both[j]) + bias_both[j])
+        for j in range(size):
+            inner[j] = value(h_inner[j]) + bias_inner[j]
+        for j in range(size):
+            new[j] = TWO * sigmoid(TWO * (value(x_new[j]) + bias_new[j] + reset[j] * inner[j])) - ONE  # tanh(a)
+        for j in range(size):
+            after[j] = new[j] + update[j] * (h[j] - new[j])
+        if len(gates):
+            kept = gates[first + i]
+            for j in range(4 * size):
+                kept[j] = held(kept, row[j])
+        if len(low):
+            rounded = low[first + i]
+            for j in range(size):
+                rounded[j] = held(rounded, after[j])
+
+
+@kernel
+def gru_backward(
+    place: tuple[int, int, int, int, int, int], grads: Any, gates: Any, given: Any, carried: Any, more: Any,
+    before: Any, hidden: Any, sums: Any,
+) -> None:  # fmt: skip
+    """Do a step of k rows before its product: [d_n | d_r | d_z | d_m] from g = given + carried + more.
+
+    place: k, the rows of `more`, the step's first rows in grads, in before and in gates, and its number. grads: takes
+    the gradients, [., 4H]. given: dL/dh', in the rows of `gates`. carried: [., H], becomes g z. before: holds h, copied
+    to `hidden` in the rows of `grads`. sums: [T, 4H], to whose row the gradients are added.
+    """
+    k, n_more, first_grads, first_before, first, t = place
+    of_bias = sums[t]
+    size = carried.shape[1]
+    for i in range(k):
+        row, made = gates[first + i], grads[first_grads + i]
+        new, reset, update, inner = row[:size], row[size : 2 * size], row[2 * size : 3 * size], row[3 * size :]
+        for_new, for_reset = made[:size], made[size : 2 * size]
+        for_update, for_inner = made[2 * size : 3 * size], made[3 * size :]
+        g, from_out, h, copied = carried[i], given[first + i], before[first_before + i], hidden[first_grads + i]
+        for j in range(size):
+            g[j] += from_out[j]
+        if i < n_more:
+            from_product = more[i]
+            for j in range(size):
+                g[j] += value(from_product[j])
+        for j in range(size):
+            z, n = value(update[j]), value(new[j])
+            for_new[j] = held(for_new, g[j] * (ONE - z) * (ONE - n * n))
+        for j in range(size):
+            z = value(update[j])
+            for_update[j] = held(for_update, g[j] * (h[j] - value(new[j])) * z * (ONE - z))
+        for j in range(size):
+            r = value(reset[j])
+            for_reset[j] = held(for_reset, value(for_new[j]) * value(inner[j]) * r * (ONE - r))
+        for j in range(size):
+            for_inner[j] = held(for_inner, value(for_new[j]) * value(reset[j]))
+        for j in range(size):
+            g[j] *= value(update[j])
+        for j in range(size):
+            copied[j] = held(copied, h[j])
+        for j in range(4 * size):
+            of_bias[j] += value(made[j])
+
+
+def arrays(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]]:
+    """Return the memory of contiguous tensors as kernels take it: float32, or int16 for bf16."""
+    same = (t.detach() for t in tensors)
+    return [(t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy() for t in same]
+
+
+def prepare() -> None:
+    """Compile all kernels, or load them."""
+    _compiler.prepare(_call_all)
+
+
+def _call_all() -> None:
+    empty = {kind: np.zeros((0, 4), kind) for kind in (np.float32, np.int16)}
+    exact, line = empty[np.float32], np.zeros(16, np.float32)
+    for kind in (np.float32, np.int16):
+        some = empty[kind]
+        gru_forward((0, 0, 0, 0), some, some, line, exact, line, some, exact, some)
+        gru_backward((0, 0, 0, 0, 0, 0), some, some, exact, exact, some, exact, some, exact)

@@ -1,0 +1,144 @@
+"""The GRU of `recurrent.py` with its elementwise work in Numba kernels (`compiled.py`), on CPUs in float32 or bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from omagd.modules.kernels.linear import ROUNDING, padded_rows, to_bf16
+
+Groups = list[tuple[int, list[list[slice]]]]
+"""Rows in the order of computing: (first row within each step, chunks of rows of one or more steps)."""
+
+
+class CompiledUnroll(torch.autograd.Function):
+    """`_Unroll` with all work between two products in one Numba kernel (`compiled.py`), for CPUs in float32.
+
+    Groups, chunks and columns as there; the kernels add the biases, and a and m are not doubled. A start of None is
+    zeros. bf16: products have factors and results in bf16, and so have the gates that are kept; all else, h too, is in
+    float32. Their rows are rounded up: those beyond a step are of other steps or unset, and nobody reads the results.
+    Compared with `nn.GRUCell`, and with `_Unroll` in a whole update: tests/test_networks.py.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: Any, groups: Groups, x: Tensor, before: Tensor | None, w_ih: Tensor, w_hh: Tensor,
+        b_ih: Tensor, b_hh: Tensor, bf16: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return [R, H] from x [R, input_dim] and before [rows of the first step, H]. groups: all rows, in order."""
+        size, kind, spare = w_hh.shape[1], torch.bfloat16 if bf16 else x.dtype, ROUNDING if bf16 else 0
+        from_x, from_h = w_ih.roll(size, 0).t().to(kind), w_hh.t().to(kind)
+        bias = torch.cat([b_ih[2 * size :], (b_ih + b_hh)[: 2 * size], b_hh[2 * size :]])
+        start = x.new_zeros(_first_rows(groups), size) if before is None else before.contiguous()
+        out, low = x.new_empty(len(x), size), x.new_empty(len(x) + spare if bf16 else 0, size, dtype=kind)
+        gates = x.new_empty(len(x) if any(ctx.needs_input_grad) else 0, 4 * size, dtype=kind)
+        of_x, of_h = (x.new_empty(_most_rows(groups) + spare, 3 * size, dtype=kind) for _ in range(2))
+        reads, writes = (of_x, of_h, bias), (torch.empty_like(bias), gates, out, low)
+        inputs, h0, h, outputs = map(kernels.arrays, (reads, (start,), (out,), writes))
+        for offset, chunks in groups:
+            last = None  # the first of these rows in the step before
+            for chunk in chunks:
+                first, n_rows = chunk[0].start, chunk[-1].stop - chunk[0].start
+                _product(x, first, n_rows, from_x, of_x)
+                for block in chunk:
+                    k = block.stop - block.start
+                    if last is not None:
+                        _product(low if bf16 else out, last, k, from_h, of_h)
+                    elif before is not None:
+                        _product(start, offset, k, from_h, of_h)
+                    else:
+                        of_h[:k] = 0
+                    place = (k, block.start - first, offset if last is None else last, block.start)
+                    kernels.gru_forward(place, *inputs, *(h0 if last is None else h), *outputs)
+                    last = block.start
+        ctx.kernels, ctx.groups, ctx.starts = kernels, groups, before is not None
+        ctx.save_for_backward(x, start, out, w_ih, w_hh, gates)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, before, the weights and the biases from grad_out [R, H], last step first."""
+        x, start, out, w_ih, w_hh, gates = ctx.saved_tensors
+        size, kind = w_hh.shape[1], gates.dtype
+        spare, arrays = ROUNDING if kind != x.dtype else 0, ctx.kernels.arrays
+        back_x, back_h = w_ih.roll(size, 0).to(kind), w_hh.to(kind)
+        for_x, for_start = torch.empty_like(x), torch.zeros_like(start)
+        for_ih, for_hh, sums = torch.zeros_like(w_ih), torch.zeros_like(w_hh), x.new_zeros(_steps(ctx.groups), 4 * size)
+        grads, hidden = (x.new_empty(_most_rows(ctx.groups) + spare, width, dtype=kind) for width in (4 * size, size))
+        more = x.new_empty(len(grads), size, dtype=kind)  # dL/dh through the products
+        inputs, h0, h, others = map(arrays, ((grads, gates, grad_out.contiguous()), (start,), (out,), (hidden, sums)))
+        for offset, chunks in ctx.groups:
+            blocks = [block for chunk in chunks for block in chunk]
+            carried = for_start[offset : offset + blocks[0].stop - blocks[0].start]
+            both, n_more, t = arrays((carried, more)), 0, len(blocks)
+            for chunk in reversed(chunks):
+                first, n_rows = chunk[0].start, chunk[-1].stop - chunk[0].start
+                for block in reversed(chunk):
+                    k, t = block.stop - block.start, t - 1
+                    place = (k, n_more, block.start - first, blocks[t - 1].start if t else offset, block.start, t)
+                    ctx.kernels.gru_backward(place, *inputs, *both, *(h if t else h0), *others)
+                    if t or ctx.starts:
+                        _product(grads[:, size:], block.start - first, k, back_h, more)
+                        n_more = k
+                _weights_products(grads, x[first : first + n_rows], hidden, back_x, for_x[first:], for_ih, for_hh)
+            if ctx.starts:
+                carried += more[:n_more]
+        for_bias = sums.sum(dim=0)
+        return (
+            None, None, for_x, for_start if ctx.starts else None, for_ih.roll(-size, 0), for_hh,
+            for_bias[: 3 * size].roll(-size), for_bias[size:], None,
+        )  # fmt: skip
+
+
+def _product(factor: Tensor, first: int, k: int, weight: Tensor, out: Tensor) -> None:
+    """Set out[:k] to the product of factor's k rows from `first` on and `weight`, in the type of `weight`.
+
+    In bf16 the next rows of `factor` round k up, and their products stand behind the others in `out`.
+    """
+    if weight.dtype == torch.bfloat16:
+        rounded = padded_rows(k, ROUNDING)
+        rows = factor[first : first + rounded]
+        rows = rows if rows.dtype == weight.dtype else to_bf16(rows[:k], rounded)
+    else:
+        rows = factor[first : first + k]
+    torch.mm(rows, weight, out=out[: len(rows)])
+
+
+def _weights_products(
+    grads: Tensor, x: Tensor, hidden: Tensor, back_x: Tensor, for_x: Tensor, for_ih: Tensor, for_hh: Tensor
+) -> None:
+    """Set for_x[:R] and add to for_ih and for_hh, from a chunk's grads [R, 4H], x [R, .] and hidden [R, H].
+
+    grads and hidden have at least R rows, in bf16 with room for rounding R up.
+    """
+    rows, size = len(x), hidden.shape[1]
+    if grads.dtype == x.dtype:
+        made = grads[:rows]
+        torch.mm(made[:, : 3 * size], back_x, out=for_x[:rows])
+        for_ih.addmm_(made[:, : 3 * size].t(), x)
+        for_hh.addmm_(made[:, size:].t(), hidden[:rows])
+    else:
+        rounded = padded_rows(rows, ROUNDING)
+        made, before = grads[:rounded], hidden[:rounded]
+        made[rows:], before[rows:] = 0, 0
+        for_x[:rows] = torch.mm(made[:, : 3 * size], back_x)[:rows]
+        for_ih += torch.mm(made[:, : 3 * size].t(), to_bf16(x, rounded))
+        for_hh += torch.mm(made[:, size:].t(), before)
+
+
+def _most_rows(groups: Groups) -> int:
+    """Return the rows of the largest chunk."""
+    return max(chunk[-1].stop - chunk[0].start for _, chunks in groups for chunk in chunks)
+
+
+def _first_rows(groups: Groups) -> int:
+    """Return the rows of the first step."""
+    return max(offset + chunks[0][0].stop - chunks[0][0].start for offset, chunks in groups)
+
+
+def _steps(groups: Groups) -> int:
+    return sum(len(chunk) for chunk in groups[0][1])

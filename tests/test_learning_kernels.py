@@ -1,0 +1,98 @@
+"""Numba kernels of learning: what they compute, when they do, and that learning goes on without them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from omagd.modules.kernels import compiling, recurrent
+from omagd.modules.kernels.compiling import compiled_kernels, kernels_for
+from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.utils.packing import Packing
+
+torch.set_num_threads(1)
+LENGTHS = [(6, 6, 4, 1, 1), (1,), (3, 3), (40, 38, 37, 20, 9, 2)]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernels for work of any size."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(compiling, "SMALL", 0)
+
+
+def cell_by_cell(gru: PackedGRU, x: Tensor, packing: Packing, start: Tensor | None) -> Tensor:
+    """Return what `torch.gru_cell` makes of each row in turn."""
+    hidden = list(x.new_zeros(packing.n_episodes, x.shape[1], gru.hidden_dim) if start is None else start)
+    out = []
+    for row, episode in enumerate(packing.episode.tolist()):
+        hidden[episode] = torch.gru_cell(x[row], hidden[episode], *gru.parameters())
+        out.append(hidden[episode])
+    return torch.stack(out)
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Return |got - wanted| / |wanted|."""
+    return float((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths, starts, bf16):
+    torch.manual_seed(1)
+    gru, packing = PackedGRU(5, 20, bf16), Packing(lengths)
+    x = torch.randn(sum(lengths), 3, 5, requires_grad=True)
+    start = torch.randn(len(lengths), 3, 20, requires_grad=True) if starts else None
+    exact = PackedGRU(5, 20).double()
+    exact.load_state_dict(gru.state_dict())
+    doubles = [t if t is None else t.detach().double().requires_grad_() for t in (x, start)]
+    given = [t for t in (x, start, *gru.parameters()) if t is not None]
+    of_exact = [t for t in (*doubles, *exact.parameters()) if t is not None]
+    plain = cell_by_cell(exact, doubles[0], packing, doubles[1])
+    upstream = torch.randn(plain.shape)
+    wanted = [plain, *torch.autograd.grad(plain, of_exact, upstream)]
+    for rows in (1, 7, 20, 1000):
+        monkeypatch.setattr(recurrent, "ROWS_AT_ONCE", rows)
+        out = gru(x, packing, start)
+        assert "CompiledUnroll" in out.grad_fn.next_functions[0][0].name()
+        got = [out, *torch.autograd.grad(out, given, upstream)]
+        assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < (0.02 if bf16 else 1e-6)
+        with torch.no_grad():
+            assert torch.equal(gru(x, packing, start), out)
+
+
+@pytest.mark.usefixtures("always")
+def test_gates_saturate_and_what_is_not_finite_stays_in_its_row():
+    gru, packing = PackedGRU(1, 4), Packing((2, 2, 2, 2))
+    x = torch.tensor([1e4, -1e4, math.nan, math.inf, 0.0, 0.0, 0.0, 0.0]).view(8, 1, 1)
+    with torch.no_grad():
+        out, wanted = gru(x, packing), cell_by_cell(gru, x, packing, None)
+    torch.testing.assert_close(out, wanted, atol=1e-6, rtol=0, equal_nan=True)
+    assert out[[0, 1, 4, 5]].isfinite().all()
+    assert out[[2, 6]].isnan().all()
+
+
+def test_the_size_of_the_work_decides_and_only_for_float32_on_cpus(monkeypatch):
+    monkeypatch.setattr(compiling, "compiled_kernels", lambda: "kernels")
+    x = torch.zeros(1)
+    assert kernels_for(x, compiling.SMALL) == "kernels"
+    assert kernels_for(x, compiling.SMALL - 1) is None
+    assert kernels_for(x.double(), compiling.SMALL) is None
+    assert kernels_for(x.to("meta"), compiling.SMALL) is None
+
+
+def test_without_numba_torch_computes_after_one_warning(monkeypatch, capsys, request):
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    compiled_kernels.cache_clear()
+    request.addfinalizer(compiled_kernels.cache_clear)
+    monkeypatch.setattr(compiling, "SMALL", 0)
+    gru, x = PackedGRU(3, 4), torch.randn(5, 2, 3)
+    for _ in range(2):
+        out = gru(x, Packing((3, 2)))
+        torch.testing.assert_close(out, cell_by_cell(gru, x, Packing((3, 2)), None))
+    assert capsys.readouterr().err.count("pip install numba") == 1
