@@ -19,7 +19,7 @@ from omagd.controllers.types import Tick
 from omagd.envs.frames import Frame, Scene
 from omagd.envs.protocol import Observation
 from omagd.learners.predictor_learner import PredictorLearner
-from omagd.modules.graph_reconstructers import frozen
+from omagd.modules.graph_reconstructers import compiled, frozen
 from omagd.modules.graph_reconstructers.frozen import FrozenLinear, FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import (
     GraphTables,
@@ -171,6 +171,63 @@ def test_a_snapshot_continues_in_the_middle_of_an_episode_without_dropout_or_gra
         assert step < 3 or torch.equal(other.step(seen, np.array([step])).obs, wanted)
     assert not wanted.requires_grad
     assert not any(p.requires_grad for module in parts[:2] for p in module.parameters())
+
+
+class ByTorch(Reconstructor):
+    """The reference, without kernels."""
+
+    has_kernels = False
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"stacked_steps": 3, "last_seen": False}, {"stacked_steps": 1, "tokenizer_config__distance": "cosine"}],
+)
+def test_kernels_compute_the_bits_of_the_torch_path(changes: dict[str, object]) -> None:
+    parts, slots, rng = trained(**changes), 9, np.random.default_rng(0)
+    both = [Reconstructor(*parts), ByTorch(*parts)]
+    assert both[0].has_kernels
+    episodes = [episode["obs"] for episode in toy_episodes(60, seed=3, longest=25) if len(episode["obs"]) > 3]
+    current, step, begun = np.arange(slots), np.zeros(slots, np.int64), slots
+    for one in both:
+        one.begin(slots)
+        one._frozen[1].group = 7  # frames pass in several groups
+    for _ in range(60):
+        active = rng.random(slots) < 0.8
+        if not active.any():
+            continue
+        obs = torch.stack([episodes[i % len(episodes)][t] for i, t in zip(current, step, strict=True)])
+        ours, wanted = (one.step(obs.numpy().copy(), step, active) for one in both)
+        assert torch.equal(ours.obs.view(torch.int32), wanted.obs.view(torch.int32))
+        assert torch.equal(ours.fields["recon"].view(torch.int16), wanted.fields["recon"].view(torch.int16))
+        assert torch.equal(ours.guessed, wanted.guessed)
+        kept = [one.snapshot() for one in both]
+        assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[1])
+        step += active
+        over = active & (step >= [len(episodes[i % len(episodes)]) for i in current])
+        for slot in np.flatnonzero(over):
+            current[slot], step[slot], begun = begun, 0, begun + 1
+        for one in both:
+            one.reset(over)
+    assert both[0].frames == both[1].frames > 300
+    assert begun > 20
+
+
+def test_halves_are_rounded_as_numpy_rounds_them() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    finite = halves[np.isfinite(halves)]
+    exact = finite.astype(np.float32)
+    got = np.array([compiled.from_half(bits) for bits in finite.view(np.uint16)], np.float32)
+    assert np.array_equal(got.view(np.uint32), exact.view(np.uint32))
+    middle = (np.sort(exact)[1:] + np.sort(exact)[:-1]) / 2  # exact, and between two halves
+    beside = [np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf)]
+    far = np.float32([65519.996, 65520, 1e30, -1e30, np.inf, 1e-30, -1e-45])
+    numbers = np.concatenate([exact[::7], middle[::7], *(side[::7] for side in beside), far])
+    with np.errstate(over="ignore"):
+        wanted = numbers.astype(np.float16)
+    got = np.array([compiled.to_half(number) for number in numbers], np.uint16)
+    assert np.array_equal(got, wanted.view(np.uint16))
+    assert np.isnan(np.array(compiled.to_half(np.float32(np.nan)), np.uint16).view(np.float16))
 
 
 def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None:

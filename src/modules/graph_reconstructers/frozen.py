@@ -25,7 +25,8 @@ from omagd.modules.kernels.linear import prefers_onednn
 WIDE = 128  # smaller products cost less through torch's default than through oneDNN
 SAFE = 80.0  # attention scores up to which exp neither overflows nor underflows in float32
 FLOATS_AT_ONCE = 1 << 17  # floats of the tokens that pass together, so that they stay in the cache
-ROUND = 4  # frames and tokens are padded to multiples of this: few shapes, and no product of one row
+ROUND = 4  # frames are padded to multiples of this: few shapes, and no product of one row
+PLACES = 4 * ROUND  # tokens to guess likewise
 
 
 class FrozenLinear:
@@ -52,6 +53,18 @@ class FrozenLinear:
         return F.gelu(x) if gelu else x
 
 
+class FrozenNorm:
+    """A layer norm with fixed weights, without the cost of calling a module."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        self.weight, self.bias = norm.weight, norm.bias
+        self._shape, self._eps = norm.normalized_shape, norm.eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `norm(x)`."""
+        return torch.layer_norm(x, self._shape, self.weight, self.bias, self._eps)
+
+
 class FrozenBlock:
     """One `Block` of the predictor in eval mode.
 
@@ -70,7 +83,7 @@ class FrozenBlock:
         weight = F.pad(weight.view(3, heads, self._width, d).transpose(0, 1).flatten(1, 2), (0, 0, 0, 1))
         bias = F.pad(bias.view(3, heads, self._width).transpose(0, 1).flatten(1), (0, 1), value=1.0)
         # Their scale and shift are not merged into the next layer, because torch is twice as fast with them.
-        self._norm_in, self._norm_out = block.norm_in, block.norm_out
+        self._norm_in, self._norm_out = FrozenNorm(block.norm_in), FrozenNorm(block.norm_out)
         self._safe = self._bound(weight * block.norm_in.weight, bias + weight @ block.norm_in.bias) < SAFE
         self._attend = FrozenLinear(weight.flatten(0, 1), bias.flatten(), bf16)
         self._merge = FrozenLinear(block.merge.weight, block.merge.bias, bf16)
@@ -139,7 +152,7 @@ class FrozenTokenizer:
     @torch.no_grad()
     def __init__(self, tokenizer: Tokenizer) -> None:
         *hidden, last = [layer for layer in tokenizer.encoder if isinstance(layer, nn.Linear)]
-        norms = [layer for layer in tokenizer.encoder if isinstance(layer, nn.LayerNorm)]
+        norms = [FrozenNorm(layer) for layer in tokenizer.encoder if isinstance(layer, nn.LayerNorm)]
         linears = [FrozenLinear(layer.weight, layer.bias) for layer in hidden]
         self._layers = list(zip(linears, norms, strict=True))
         self._last = FrozenLinear(last.weight, last.bias)
@@ -167,15 +180,15 @@ class FrozenPredictor:
     @torch.no_grad()
     def __init__(self, predictor: MaskPredictor, bf16: bool = False) -> None:
         config, tokens = predictor.config, predictor.token_table()
-        self._n_nodes, self._limit, self._mean = predictor.n_nodes, predictor.limit, config.decode == "mean"
+        self._n_nodes, self.limit, self._mean = predictor.n_nodes, predictor.limit, config.decode == "mean"
         self._specials = predictor.specials
         head = predictor.head_weight()
         self._gru = predictor.gru if config.use_gru else None
-        self._last_seen, self._tokens = config.last_seen, tokens
+        self.last_seen, self.tokens, self.strip = config.last_seen, tokens, config.stacked_strip
         self._lay_tables(predictor, tokens)
-        self._group = max(32, FLOATS_AT_ONCE // self._static.shape[1])
+        self.group = max(32, FLOATS_AT_ONCE // self.static.shape[1])
         self._blocks = [FrozenBlock(cast(Block, block), bf16) for block in predictor.blocks]
-        self._norm_in, self._norm_head = predictor.norm, predictor.norm_head
+        self._norm_in, self._norm_head = FrozenNorm(predictor.norm), FrozenNorm(predictor.norm_head)
         self._head = FrozenLinear(head, predictor.head.bias)
         self._table = predictor.table_with_absent()
         # One product decodes: shares × this = [sum of shares × features | sum of shares | share of ABSENT]. Rows are
@@ -190,17 +203,17 @@ class FrozenPredictor:
         static = predictor.kind(predictor.types) + predictor.position.weight
         if self._gru is None:
             static = (static + predictor.frame.weight[:, None]).flatten(0, 1)
-        self._length = len(static)
-        self._static = (predictor.step.weight[:, None] + static).flatten(1)
-        if self._last_seen:
-            self._recall, self._age = predictor.recall(tokens), predictor.age.weight
+        self.length = len(static)
+        self.static = (predictor.step.weight[:, None] + static).flatten(1)
+        if self.last_seen:
+            self.recall, self.age = predictor.recall(tokens), predictor.age.weight
 
     @torch.inference_mode()
     def __call__(self, frames: Frames, which: Tensor) -> Guess:
         """Predict the tokens `which` [M] of F·N, ascending; each frame has at least one. Frames pass in groups."""
         guesses = []
-        for start in range(0, len(frames), self._group):
-            part = frames[start : start + self._group]
+        for start in range(0, len(frames), self.group):
+            part = frames[start : start + self.group]
             first, last = start * self._n_nodes, (start + len(part)) * self._n_nodes
             inside = which if len(part) == len(frames) else which[(which >= first) & (which < last)] - first
             guesses.append(self._guess(self.logits(part, inside)))
@@ -210,42 +223,50 @@ class FrozenPredictor:
         """Return [M, K + 1] of the tokens `which` [M] among the F·N of the last frames."""
         n_frames, n_wanted = len(frames), len(which)
         tokens = which
-        if self._length > self._n_nodes:
-            tokens = which + (which // self._n_nodes + 1) * (self._length - self._n_nodes)
+        if self.length > self._n_nodes:
+            tokens = which + (which // self._n_nodes + 1) * (self.length - self._n_nodes)
         x = self._embed(frames, which, tokens)
         rest = -n_frames % ROUND
         if rest:
-            x = F.pad(x, (0, 0, 0, rest * self._length))
+            x = F.pad(x, (0, 0, 0, rest * self.length))
+        return self.through_blocks(x, n_frames + rest, F.pad(tokens, (0, -n_wanted % PLACES)), n_wanted)
+
+    def through_blocks(self, x: Tensor, n_frames: int, wanted: Tensor, n_wanted: int) -> Tensor:
+        """Return the logits [M, K + 1] of embedded tokens x [F·L, d].
+
+        Args:
+            n_frames: F, a multiple of `ROUND`. wanted: the rows of the M tokens in x, followed by zeros up to a
+                multiple of `PLACES`. n_wanted: M.
+        """
         x = self._norm_in(x)
         for block in self._blocks[:-1]:
-            x = block(x, n_frames + rest, None)
-        x = self._blocks[-1](x, n_frames + rest, F.pad(tokens, (0, -n_wanted % (4 * ROUND))))
+            x = block(x, n_frames, None)
+        x = self._blocks[-1](x, n_frames, wanted)
         return self._head(self._norm_head(x))[:n_wanted]
 
     def _embed(self, frames: Frames, which: Tensor, tokens: Tensor) -> Tensor:
         """Return the embedded tokens [F·L, d]; `tokens` [M]: the rows of `which` in them."""
-        x = self._static.index_select(0, frames.step.clamp(max=self._limit)).view(len(frames) * self._length, -1)
+        x = self.static.index_select(0, frames.step.clamp(max=self.limit)).view(len(frames) * self.length, -1)
         if self._gru is None:
-            x += self._tokens.index_select(0, frames.ids.reshape(-1))
+            x += self.tokens.index_select(0, frames.ids.reshape(-1))
         else:
             x += self._through_gru(frames.ids)
-        if self._last_seen:
+        if self.last_seen:
             last = frames.last_ids.reshape(-1).index_select(0, which)
-            age = frames.age.reshape(-1).index_select(0, which).clamp_(max=self._limit)
-            x.index_add_(0, tokens, self._recall.index_select(0, last) + self._age.index_select(0, age))
+            age = frames.age.reshape(-1).index_select(0, which).clamp_(max=self.limit)
+            x.index_add_(0, tokens, self.recall.index_select(0, last) + self.age.index_select(0, age))
         return x
 
     def _through_gru(self, ids: Tensor) -> Tensor:
         assert self._gru is not None
         n_frames, k, n_nodes = ids.shape
-        flat = F.embedding(ids, self._tokens).transpose(1, 2).reshape(n_frames * n_nodes, k, -1)
+        flat = F.embedding(ids, self.tokens).transpose(1, 2).reshape(n_frames * n_nodes, k, -1)
         return self._gru(flat)[1][0]
 
     def _guess(self, logits: Tensor) -> Guess:
         """Return `MaskPredictor.guess` of the logits, which are overwritten; under `decode: mean` ids are -1."""
         dim = self._table.shape[1]
-        share = _exp(logits.sub_(logits.amax(-1, keepdim=True)))
-        sums = F.linear(share, self._decode)
+        share, sums = self._shares(logits)
         total = sums[:, dim]
         absent = sums[:, dim + 1] > 0.5 * total
         if self._mean:
@@ -254,3 +275,14 @@ class FrozenPredictor:
             return Guess(features.masked_fill_(absent[:, None], 0.0), ids, absent)
         ids = torch.where(absent, self._specials.absent, first_largest(share[:, :-1]))
         return Guess(self._table[ids], ids, absent)
+
+    def sums(self, logits: Tensor) -> Tensor:
+        """Return [M, at least D + 2] of the logits, which are overwritten, for softmax before its division.
+
+        Columns: the sum of shares × features of the codes, D of them; the sum of all shares; the share of ABSENT.
+        """
+        return self._shares(logits)[1]
+
+    def _shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        share = _exp(logits.sub_(logits.amax(-1, keepdim=True)))
+        return share, F.linear(share, self._decode)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.compiled import CompiledTick
 
 # Keys that determine the shape or the meaning of the weights; the others may change between stages.
 TOKENIZER_SHAPE = ("n_codes", "code_dim", "hidden_dim", "n_layers", "distance")
@@ -87,6 +91,7 @@ class Reconstructor:
         self._columns = GraphTables(self.layout, self.device)
         self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
         self._version = -1
+        self._compiled: CompiledTick | None = None
         self.begin(0)
 
     @property
@@ -100,10 +105,21 @@ class Reconstructor:
         version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
         if self._frozen is None or version != self._version:
             self._frozen = FrozenTokenizer(self.tokenizer), FrozenPredictor(self.predictor, self._bf16)
-            self._version = version
+            self._version, self._compiled = version, None
         config, specials = self.predictor.config, self.predictor.specials
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, config, specials, self.device)
+        if self.has_kernels:
+            from omagd.modules.graph_reconstructers.compiled import CompiledTick
+
+            if self._compiled is None or self._compiled.n_slots != n_slots:
+                self._compiled = CompiledTick(self.layout, self.n_agents, n_slots, *self._frozen)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `compiled.py` computes the same."""
+        here = self.device.type == "cpu" and self.predictor.table.dtype == torch.float32
+        return here and self.mean and not self.predictor.config.use_gru and find_spec("numba") is not None
 
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
@@ -120,6 +136,11 @@ class Reconstructor:
             observations pass unchanged.
         """
         start = time.perf_counter()
+        if self._compiled is not None:
+            result = self._by_kernels(self._compiled, obs, step, active)
+            self.calls += 1
+            self.seconds += time.perf_counter() - start
+            return result
         obs = torch.as_tensor(obs, device=self.device)
         now = torch.as_tensor(step, device=self.device).long()
         if active is None or active.all():
@@ -132,6 +153,21 @@ class Reconstructor:
         self.calls += 1
         self.seconds += time.perf_counter() - start
         return result
+
+    def _by_kernels(
+        self,
+        tick: CompiledTick,
+        obs: np.ndarray | Tensor,
+        step: np.ndarray | Tensor,
+        active: np.ndarray | Tensor | None,
+    ) -> Reconstruction:
+        """Return the result of `step`, computed by kernels: the same bits."""
+        filled = np.array(obs.numpy() if isinstance(obs, Tensor) else obs, np.float32, order="C")  # a copy
+        now = np.ascontiguousarray(step, np.int64)
+        slots = np.arange(len(filled)) if active is None else np.asarray(active).nonzero()[0]
+        stored, guessed, frames = tick(filled, now, slots, self._history)
+        self.frames += frames
+        return Reconstruction({self.field: torch.from_numpy(stored)}, *map(torch.from_numpy, (filled, guessed)))
 
     @torch.no_grad()
     def restore(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
