@@ -128,6 +128,8 @@ def test_restored_battles_continue_as_the_saved_ones(monkeypatch):
 class ThreadAfterThread(resident.CPUKernels):
     """Runs the GPU's kernels, one thread after the other."""
 
+    side_by_side = True
+
     def __call__(self, name, threads, *args):
         for thread in range(threads + 3):  # whole blocks are launched: the last threads have nothing to do
             kernels.cuda.grid = lambda _, thread=thread: thread

@@ -97,7 +97,7 @@ class Config(Frozen):
     agent_args: dict[str, Any]  # arguments of the agent, as in its `args_model`
     mixer: str  # network that combines the agents' values
     mixer_args: dict[str, Any]  # arguments of the mixer, as in its `args_model`
-    runner: str  # parallel: rounds of battles; stream: each starts its next at once; ticks: some steps; episode: one
+    runner: str  # rounds of battles: parallel, episode (one), resident (on a GPU); stream: none waits; ticks: steps
     action_selector: str  # epsilon_greedy | greedy (never explores) | softmax (draws from the agent's logits: ppo)
     name: str  # name of the configuration; the run folder's name begins with it
     seed: Whole  # every random number of a run follows from it

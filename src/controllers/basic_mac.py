@@ -77,6 +77,11 @@ class BasicMAC:
         """Float type of the agent."""
         return next(self.agent.parameters()).dtype
 
+    @property
+    def actor(self) -> Agent:
+        """The agent that acts, on `acting_device`; its weights are the trained ones after `refresh`."""
+        return self._actor
+
     def begin(self, n_slots: int) -> None:
         """Reset the memory to that of B slots at the start of episodes."""
         self.refresh()

@@ -57,6 +57,10 @@ class Runner:
         """Return, in words, what `environments` of all ranks play between updates."""
         return f"{environments} episodes"
 
+    @staticmethod
+    def check(config: Config) -> None:
+        """Reject configurations that this runner cannot play: here, none. Errors: UserError."""
+
     def run(
         self,
         policy: Policy,

@@ -25,8 +25,10 @@ def splitmix64(counter: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def uniform(number: Tensor, key: int) -> Tensor:
+def uniform(number: Tensor, key: int | Tensor) -> Tensor:
     """Return a float64 in [0, 1) for each `number` (int64) of the stream `key`, on the tensor's device.
+
+    key: one stream for all numbers, or int64 that broadcast to them.
 
     SplitMix64 without its last shift, which changes low bits only. Signed arithmetic: torch has no uint64 products.
     """

@@ -257,7 +257,9 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
     from omagd.utils.dist_utils import Dist
 
     mac = build_plain_mac(config, info, device)
-    single = registry_of("omagd.runners").get(config.runner).unit == "steps"
+    runner = registry_of("omagd.runners").get(config.runner)
+    runner.check(config)
+    single = runner.unit == "steps"
     if single and (config.obs_last_action or mac.agent.init_hidden(1).numel()):
         fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
         raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")

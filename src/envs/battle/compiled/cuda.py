@@ -108,6 +108,8 @@ class CUDAKernels:
         device: a CUDA device, on which all tensors are.
     """
 
+    side_by_side = True
+
     def __init__(self, device: torch.device) -> None:
         cuda.select_device(torch.cuda.current_device() if device.index is None else device.index)
         self._device = device

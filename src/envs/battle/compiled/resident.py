@@ -28,7 +28,13 @@ from omagd.utils.errors import UserError
 
 
 class Kernels(Protocol):
-    """Calls `reset`, `step` and `look` (see `cuda`) on one kind of device."""
+    """Calls `reset`, `step` and `look` (see `cuda`) on one kind of device.
+
+    Attributes:
+        side_by_side: battles are played at the same time, so each needs working memory of its own.
+    """
+
+    side_by_side: bool
 
     def view(self, tensor: Tensor) -> Any:
         """Return what a kernel takes as this tensor: the same memory."""
@@ -39,6 +45,8 @@ class Kernels(Protocol):
 
 class CPUKernels:
     """Calls the compiled loops over battles, in this thread."""
+
+    side_by_side = False
 
     def view(self, tensor: Tensor) -> Any:
         """Return the tensor's memory as an array."""
@@ -95,6 +103,15 @@ def kernels_for(device: torch.device) -> Kernels:
     return CUDAKernels(device)
 
 
+class Seen(NamedTuple):
+    """What `Shown` is in tensors: avail [B, n, A] bool; obs, full [B, n, obs_dim], state [B, state_dim] float32."""
+
+    avail: Tensor
+    obs: Tensor
+    full: Tensor
+    state: Tensor
+
+
 class Outcome(NamedTuple):
     """Results of a step, on the device; zero where no step was played. All are overwritten by the next step.
 
@@ -135,7 +152,8 @@ class ResidentBattles:
         n, units = spec.n_agents, spec.n_agents + spec.n_enemies
         self._state, state = self._share(parts.state)
         self._episodes, episodes = self._share(parts.episodes)
-        self._seen, shown = self._share(parts.shown)
+        tensors, shown = self._share(parts.shown)
+        self._seen = Seen(*tensors)
         self._results, results = self._share(rules.no_results(n_slots))
         self._never = torch.zeros_like(self._results.flags[0])
         self._orders, orders = self._share(parts.orders)
@@ -146,7 +164,8 @@ class ResidentBattles:
         self._given, given = self._share(
             Given(np.zeros((n_slots, n), np.int64), no, no.copy(), np.zeros(n_slots, np.int64))
         )
-        self._work, work = self._work_memory(n, units)
+        self._lookers = n_slots * (n + 1)
+        self._work, work = self._work_memory(units)
         self.faults = self._tensor(np.zeros(n_slots, bool))
         self._reset = (tables, begin, layout, parts.scale, state, episodes, given.which, given.seeds)
         self._step = (
@@ -154,7 +173,6 @@ class ResidentBattles:
             given.actions, given.active, work.lost, work.died, results, self._kernels.view(self.faults),
         )  # fmt: skip
         self._look = (layout, state, episodes, work.w, work.distance, shown)
-        self._lookers = n_slots * (n + 1)
 
     def reset(self, which: Tensor, seeds: Tensor) -> None:
         """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]` (int64 ≥ 0)."""
@@ -171,7 +189,7 @@ class ResidentBattles:
         won, _, draw, limit, over = flags.unbind()
         return Outcome(reward, over, limit if self._continuing else self._never, won, draw, limit, dead)
 
-    def observe(self, full: bool = False) -> Shown:
+    def observe(self, full: bool = False) -> Seen:
         """Return masks, observations and state, and `full` observations if asked; the next call overwrites them."""
         self._kernels("look", self._lookers, *self._look, full)
         return self._seen
@@ -197,12 +215,12 @@ class ResidentBattles:
         tensors = type(group)(*map(self._tensor, group))
         return tensors, type(group)(*map(self._kernels.view, tensors))
 
-    def _work_memory(self, n: int, units: int) -> tuple[Work, Work]:
+    def _work_memory(self, units: int) -> tuple[Work, Work]:
         """Return the working memory: of one battle on a CPU, which stays in its cache; on a GPU of each thread.
 
         There neighbouring threads' numbers lie side by side, so that a warp reads them in one go.
         """
-        at_once, lookers = (1, 1) if self.device.type == "cpu" else (self.n_slots, self.n_slots * (n + 1))
+        at_once, lookers = (self.n_slots, self._lookers) if self._kernels.side_by_side else (1, 1)
         shapes = Work(
             *working_memory(units, at_once), np.zeros((lookers, features.N_ROWS, units), np.float32),
             np.zeros((lookers, units)), np.zeros((at_once, 2)), np.zeros((at_once, 2), np.int64),
