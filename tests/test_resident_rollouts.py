@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from q_toys import toy_config
-from simulated_gpu import DEVICE, OnGPU, simulated_gpu
+from q_toys import equal, state_of, toy_config
+from simulated_gpu import DEVICE, OnGPU, SimulatedGPU, simulated_gpu
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from omagd import runners
+from omagd.components.data import ReplayData
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import NMAC
 from omagd.controllers.types import Exploration
@@ -19,9 +25,13 @@ from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.learners.nq_learner import NQLearner
 from omagd.runners.resident_loop import choose
+from omagd.runners.rollout import Rollout
 from omagd.runners.starts import EpisodeSeeds
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch, RecordedEpisode
 from omagd.utils.seeding import uniform
 
 torch.set_num_threads(1)
@@ -39,6 +49,14 @@ def game(name: str = "3m", runner: str = "resident", device: torch.device = CPU,
         for parameter in mac.agent.parameters():
             parameter.mul_(3)  # values that differ between actions
     return runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train")), mac
+
+
+def played(plays, mac, *, explore, **options) -> Rollout:
+    """Play, and copy the episodes, whose memory the runner uses again."""
+    rollout = plays.run(mac, explore=explore, **options)
+    kept = [RecordedEpisode({name: rows.clone() for name, rows in e.items()}, e.meta) for e in rollout.episodes]
+    rollout.episodes = kept
+    return rollout
 
 
 def explore(epsilon: float) -> Exploration:
@@ -62,12 +80,12 @@ def assert_same(one, other) -> None:
 ])  # fmt: skip
 def test_greedy_rounds_are_those_of_the_environment(monkeypatch, name, limit, options):
     """Some episodes are cut off at the step limit, which is not terminal here."""
-    played, short = [], dataclasses.replace(get_map(name), limit=limit)
+    both, short = [], dataclasses.replace(get_map(name), limit=limit)
     monkeypatch.setattr(skirmish_env, "skirmish_map", lambda _: short)
     for runner in ("parallel", "resident"):
         plays, mac = game(name, runner)
-        played.append([plays.run(mac, explore=None, **options) for _ in range(2)])
-    for one, other in zip(*played, strict=True):
+        both.append([played(plays, mac, explore=None, **options) for _ in range(2)])
+    for one, other in zip(*both, strict=True):
         assert one.n_episodes == SLOTS * options.get("episodes_per_slot", 1)
         assert sum(entry["episode_limit"] for entry in one.log) < one.n_episodes
         assert_same(one, other)
@@ -76,7 +94,7 @@ def test_greedy_rounds_are_those_of_the_environment(monkeypatch, name, limit, op
 def test_an_episode_follows_from_its_seed_whatever_plays_beside_it():
     """With exploration: the same seeds in other slots, in another order, in rounds of another size."""
     plays, mac = game()
-    first = plays.run(mac, explore=explore(0.4), episodes_per_slot=2)
+    first = played(plays, mac, explore=explore(0.4), episodes_per_slot=2)
     again, mac = game(slots=2 * SLOTS)
     starts = sorted({int(entry["seed"]) for entry in first.log}, reverse=True)
 
@@ -85,7 +103,7 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it():
             return np.array(starts)
 
     again.stream = Given(1, "train")
-    second = again.run(mac, explore=explore(0.4))
+    second = played(again, mac, explore=explore(0.4))
     by_seed = [{e.meta.seed: e for e in rollout.episodes} for rollout in (first, second)]
     assert set(by_seed[0]) == set(by_seed[1]) == set(starts)
     for seed in starts:
@@ -97,12 +115,12 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it():
 
 def test_a_resumed_runner_plays_the_next_round_of_the_saved_one():
     plays, mac = game()
-    plays.run(mac, explore=explore(0.5))
+    played(plays, mac, explore=explore(0.5))
     saved = plays.snapshot()
-    second = plays.run(mac, explore=explore(0.5))
+    second = played(plays, mac, explore=explore(0.5))
     resumed, mac = game()
     resumed.restore(saved, mac)
-    assert_same(resumed.run(mac, explore=explore(0.5)), second)
+    assert_same(played(resumed, mac, explore=explore(0.5)), second)
 
 
 def test_actions_explore_by_epsilon_and_only_among_those_available():
@@ -140,7 +158,7 @@ class Through(resident.CPUKernels):
 def test_the_host_reads_nothing_while_a_round_is_played(monkeypatch):
     """On a simulated GPU: one look at the results of a round, and one copy for each field of an episode."""
     plays, mac = game()
-    expected = plays.run(mac, explore=explore(0.3))
+    expected = played(plays, mac, explore=explore(0.3))
     monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
     with simulated_gpu() as gpu:
         on_gpu, mac = game(device=DEVICE)
@@ -152,6 +170,47 @@ def test_the_host_reads_nothing_while_a_round_is_played(monkeypatch):
     for one, other in zip(found.episodes, expected.episodes, strict=True):
         assert all(isinstance(one[name], OnGPU) and torch.equal(one[name].value, other[name]) for name in other)
     assert sum(waits.values()) == 1, waits
+
+
+def iteration(device: torch.device, buffer_cpu_only: bool, rounds: int = 3) -> tuple[Any, list[PackedBatch], Any]:
+    """Return the learner after `rounds` of playing, storing and learning, its batches, and what the host waited for."""
+    plays, mac = game(device=device, buffer_cpu_only=buffer_cpu_only, buffer_size=10, batch_size=4)
+    config, batches = plays.config, []
+    learner = NQLearner(mac, config, plays.info, Dist(device=device))
+    data = ReplayData(config, device, np.random.default_rng(0), plays.info.episode_limit + 1)
+    plays._resident(mac, 1, False, True)  # allocates
+    with contextlib.nullcontext() if device == CPU else waiting() as waits:
+        for _ in range(rounds):
+            data.add(plays.collect(mac, explore=explore(0.3)).episodes)
+            for batch in data.batches():
+                learner.update(batch, episodes=0)
+                batches.append(batch)
+    return learner, batches, waits
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[Counter[str]]:
+    """Count what the host waits for."""
+    mode = next(mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, SimulatedGPU))
+    mode.waits.clear()
+    yield mode.waits
+
+
+def test_replay_on_the_device_gives_the_same_batches_and_the_same_weights():
+    learners = [iteration(CPU, buffer_cpu_only)[0] for buffer_cpu_only in (True, False)]
+    states = [state_of(learner) for learner in learners]
+    assert equal(*states)
+
+
+def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
+    """For the results of the round, and for whether its episodes can be stored in short; not in an update."""
+    monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
+    expected = iteration(CPU, buffer_cpu_only=False)[1]
+    with simulated_gpu():
+        _, batches, waits = iteration(DEVICE, buffer_cpu_only=False)
+    assert sum(waits.values()) == 2 * 3, waits
+    first = zip(batches[:1], expected[:1], strict=True)
+    assert all(torch.equal(one[name].value, other[name]) for one, other in first for name in other.data)
 
 
 @pytest.mark.parametrize(("config", "env", "updates", "error"), [

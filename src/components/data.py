@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.resident_buffer import ResidentBuffer
 from omagd.config.schema import Config
 from omagd.utils.packing import Episode, PackedBatch
 
@@ -51,16 +52,21 @@ class ReplayData:
     """Batches sampled from the newest `buffer_size` episodes, which are learned from many times.
 
     Args:
-        config: the run. device: of the learner. rng: for the draws.
+        config: the run. device: of the learner. rng: for the draws. rows: of the longest episode.
     """
 
     log_name: ClassVar[str] = "replay"
     explores: ClassVar[bool] = True
     wants_more = False
 
-    def __init__(self, config: Config, device: torch.device, rng: np.random.Generator) -> None:
+    buffer: EpisodeBuffer
+
+    def __init__(self, config: Config, device: torch.device, rng: np.random.Generator, rows: int) -> None:
         self.batches_per_iteration = config.updates_per_iteration
-        self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
+        if config.runner == "resident" and not config.buffer_cpu_only:
+            self.buffer = ResidentBuffer(config.buffer_size, device, rows)
+        else:
+            self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
         self._sampler = Sampler(self.buffer, config.batch_size, rng, device, workers=config.num_workers)
 
     def add(self, episodes: Iterable[Episode]) -> None:

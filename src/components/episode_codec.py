@@ -114,6 +114,25 @@ class Codec:
                 part[:] = _pack_shown(column.name, value.view(whole).numpy(), full.view(whole).numpy())
         return torch.from_numpy(records)
 
+    def encode_rows(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the records [S, R] of rows [S, ...] on any device, and there whether no field breaks its rule."""
+        rows, parts = len(next(iter(fields.values()))), []
+        fits = torch.ones((), dtype=torch.bool, device=next(iter(fields.values())).device)
+        for column in self._columns.values():
+            value = fields[column.name].reshape(rows, column.numel)
+            if column.kind == "plain":
+                parts.append(value.view(torch.uint8).reshape(rows, column.width))
+            elif column.kind == "bits":
+                mask = value.view(torch.uint8)
+                fits = fits & (mask <= 1).all()
+                parts.append(_pack(mask))
+            else:
+                whole, full = _WHOLE[column.dtype.itemsize], fields[SHOWN_IN[column.name]].reshape(value.shape)
+                shown = value.view(whole) == full.view(whole)
+                fits = fits & (shown | (value.view(whole) == 0)).all()
+                parts.append(_pack(shown.to(torch.uint8)))
+        return torch.cat(parts, dim=1), fits
+
     def decode(self, records: Tensor, rows: Tensor | None = None) -> dict[str, Tensor]:
         """Return all fields, [S, ...] by name, of the records [*, R], or of their `rows` ([S] int64) in that order."""
         found: dict[str, Tensor] = {}
@@ -178,6 +197,12 @@ def _pack_shown(name: str, obs: np.ndarray, full: np.ndarray) -> np.ndarray:
     if not (shown | (obs == 0)).all():
         raise RuleBroken(name)
     return np.packbits(shown, axis=1)
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """Return zeros and ones [S, n] uint8 as bytes [S, n / 8, rounded up], as `np.packbits` does."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8)).view(len(bits), -1, 8)
+    return (padded << torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)).sum(dim=-1, dtype=torch.uint8)
 
 
 @cache

@@ -20,7 +20,7 @@ from omagd.runners.rollout import Rollout
 from omagd.runners.runner import Runner
 from omagd.runners.starts import Origins
 from omagd.utils.errors import UserError
-from omagd.utils.packing import EpisodeMeta, RecordedEpisode
+from omagd.utils.packing import BlockEpisode, EpisodeMeta
 
 SELECTORS = "greedy", "epsilon_greedy"
 OVERRIDDEN = "act", "select_actions", "_build_inputs", "_values"
@@ -32,7 +32,8 @@ class ResidentRunner(Runner):
 
     The same episodes for the same seeds and actions. Exploration differs: an action is a function of its episode's
     seed, its step and its agent, so it depends on no other episode. Policies that are no plain controllers (scripts,
-    recorders) play in the environment, as with `ParallelRunner`.
+    recorders) play in the environment, as with `ParallelRunner`. Episodes are views of memory that the next call uses
+    again.
     """
 
     _made: tuple[tuple[object, ...], ResidentLoop] | None = None  # the last loop, and for what
@@ -110,6 +111,5 @@ class ResidentRunner(Runner):
             rollout.end(slot, seed, length, values[RETURN], outcome)
             if loop.rows:
                 meta = EpisodeMeta(slot, seed, outcome=outcome["battle_won"])
-                rows = {name: rows[e, : length + 1].clone() for name, rows in loop.rows.items()}
-                rollout.episodes.append(RecordedEpisode(rows, meta))
+                rollout.episodes.append(BlockEpisode(loop.rows, e, length + 1, meta))
         return rollout

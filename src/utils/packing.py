@@ -8,7 +8,7 @@ is one contiguous block of `batch_sizes[t]` rows. S is the number of rows of all
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -175,6 +175,26 @@ class RecordedEpisode(dict[str, Tensor]):
     def __init__(self, fields: Episode, meta: EpisodeMeta) -> None:
         super().__init__(fields)
         self.meta = meta
+
+
+class BlockEpisode(Mapping[str, Tensor]):
+    """One of the episodes in tensors [E, T, ...]; its fields are views, which change with them.
+
+    Args:
+        block: tensors by name. place: of the episode in them. rows: L + 1. meta: where it comes from.
+    """
+
+    def __init__(self, block: Episode, place: int, rows: int, meta: EpisodeMeta) -> None:
+        self.block, self.place, self.rows, self.meta = block, place, rows, meta
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.block[name][self.place, : self.rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.block)
+
+    def __len__(self) -> int:
+        return len(self.block)
 
 
 def meta_of(episode: Episode) -> EpisodeMeta:

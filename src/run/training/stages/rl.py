@@ -103,7 +103,7 @@ class RLStage(Stage):
             return GroupData(config, self.session.dist)
         if self.learner.data == "on_policy":
             return OnPolicyData(config, device)
-        return ReplayData(config, device, self.rng("replay"))
+        return ReplayData(config, device, self.rng("replay"), self.session.info.episode_limit + 1)
 
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""

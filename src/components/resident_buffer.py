@@ -1,0 +1,110 @@
+"""Replay in a device's memory: whole rounds of episodes go in at once, and none of their values passes the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.episode_codec import Codec, Spec
+from omagd.components.episode_file import EpisodeRange
+from omagd.utils.packing import BlockEpisode, Episode, EpisodeMeta, PackedBatch, time_order
+
+AT_ONCE = 256  # episodes that are encoded together
+
+
+class ResidentBuffer(EpisodeBuffer):
+    """`EpisodeBuffer` in one tensor [capacity, T, R] on a device; the same draws give the same batches, bit for bit.
+
+    Args:
+        capacity: episodes. device: of the tensor, and of batches. rows: T, of the longest episode.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str, rows: int) -> None:
+        super().__init__(capacity, device)
+        self._rows = rows
+        self._memory: Tensor | None = None  # allocated with the first episode; `_records` are views of it
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Add episodes, oldest first; those of one block on the device are encoded there, together."""
+        waiting = list(episodes)
+        parts = [episode for episode in waiting if isinstance(episode, BlockEpisode)]
+        together = len(parts) == len(waiting) and len({id(part.block) for part in parts}) == 1
+        if not (together and self._add_block(parts)):
+            super().add(waiting)
+
+    def _add_block(self, episodes: list[BlockEpisode]) -> bool:
+        """Add episodes of one block, and return whether that was possible; otherwise nothing has changed."""
+        block = episodes[0].block
+        spec: Spec = {name: (value.dtype, tuple(value.shape[2:])) for name, value in block.items()}
+        codec, (count, rows) = self._codec or Codec(spec), next(iter(block.values())).shape[:2]
+        if spec != codec.spec or rows != self._rows or any(value.device != self.device for value in block.values()):
+            return False
+        firsts = range(0, count, AT_ONCE)
+        parts = [codec.encode_rows({n: v[i : i + AT_ONCE].flatten(0, 1) for n, v in block.items()}) for i in firsts]
+        if not bool(torch.stack([fits for _, fits in parts]).all()):  # the one value that the host reads
+            return False
+        self._codec = codec
+        self.added += max(0, len(episodes) - self.capacity)
+        kept = episodes[-self.capacity :]
+        places = [self._next(episode.rows, episode.meta) for episode in kept]
+        encoded = torch.cat([records for records, _ in parts]).view(count, rows, codec.width)
+        chosen = encoded.index_select(0, self._index([episode.place for episode in kept]))
+        self._allocated().index_copy_(0, self._index(places), chosen)
+        return True
+
+    def _put(self, records: Tensor, meta: EpisodeMeta) -> None:
+        self._records[self._next(len(records), meta)].copy_(records)
+
+    def _next(self, rows: int, meta: EpisodeMeta) -> int:
+        """Return the place of the next episode, after noting its origin and number of rows."""
+        self.added += 1
+        if len(self._records) < self.capacity:
+            place = len(self._records)
+            self._records.append(self._allocated()[place, :rows])
+            self._meta.append(meta)
+            return place
+        place, self._oldest = self._oldest, (self._oldest + 1) % self.capacity
+        self._records[place], self._meta[place] = self._allocated()[place, :rows], meta
+        return place
+
+    def _allocated(self) -> Tensor:
+        assert self._codec is not None
+        if self._memory is None or self._memory.shape[2] != self._codec.width:
+            shape = self.capacity, self._rows, self._codec.width
+            self._memory = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        return self._memory
+
+    def _encode(self, episode: Episode) -> Tensor:
+        """Return an episode's records; where that changes the encoding of all, they move to other memory."""
+        encoded = super()._encode(episode)
+        if self._memory is not None and self._codec is not None and self._memory.shape[2] != self._codec.width:
+            memory = self._allocated()
+            for place, records in enumerate(self._records):
+                self._records[place] = memory[place, : len(records)].copy_(records)
+        return encoded
+
+    def _index(self, places: Sequence[int] | Tensor) -> Tensor:
+        return torch.as_tensor(places).to(self.device, non_blocking=True)
+
+    def batch(self, indices: Sequence[int]) -> PackedBatch:
+        """Return the episodes at `indices` (0: the oldest), packed; the host knows their lengths and does not wait."""
+        assert self._codec is not None
+        drawn = [self._place(i) for i in indices]
+        packing, order, _ = time_order([len(self._records[place]) for place in drawn])
+        places = [drawn[i] for i in order]
+        rows = torch.tensor(places)[packing.episode] * self._rows + packing.step
+        fields = self._codec.decode(self._allocated().flatten(0, 1), self._index(rows))
+        return PackedBatch(fields, packing, order, tuple(self._meta[place] for place in places))
+
+    def clear(self) -> None:
+        """Remove all episodes and start counting from 0."""
+        super().clear()
+        self._memory = None
+
+    def since(self, number: int) -> EpisodeRange:
+        """Return the stored episodes from the `number`-th ever added on, as copies in main memory."""
+        found = super().since(number)
+        return EpisodeRange(found.first, found.codec, tuple(r.cpu().clone() for r in found.records), found.meta)
