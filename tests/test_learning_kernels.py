@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from q_toys import INFO, toy_config
 from torch import Tensor
+from torch.nn import functional as F
 
 from omagd.modules.kernels import compiling, recurrent
 from omagd.modules.kernels.compiling import compiled_kernels, kernels_for
+from omagd.modules.kernels.linear import lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.mixers.qmix import QMixer
 from omagd.utils.packing import Packing
 
 torch.set_num_threads(1)
@@ -64,6 +69,48 @@ def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths
         assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < (0.02 if bf16 else 1e-6)
         with torch.no_grad():
             assert torch.equal(gru(x, packing, start), out)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("agents", "embed", "rows"), [(3, 8, 300), (1, 5, 257), (4, 32, 600)])
+def test_compiled_mixer_equals_the_formula_in_values_and_gradients(monkeypatch, agents, embed, rows, bf16):
+    torch.manual_seed(2)
+    info = replace(INFO, n_agents=agents, state_dim=7)
+    config = toy_config(mixing_embed_dim=embed, hypernet_embed=12, precision="bf16" if bf16 else "float32")
+    mixer, exact = QMixer(config, info), QMixer(config, info).double()
+    exact.load_state_dict(mixer.state_dict())
+    inputs = [torch.randn(rows, width, requires_grad=True) for width in (agents, 7)]
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    got, wanted = mixer(*inputs), exact(*doubles)
+    assert got.grad_fn.name() == "CompiledMixBackward"
+    upstream = torch.randn(rows)
+    got = [got, *torch.autograd.grad(got, [*inputs, *mixer.parameters()], upstream)]
+    wanted = [wanted, *torch.autograd.grad(wanted, [*doubles, *exact.parameters()], upstream.double())]
+    # Rounding turns the sign of weights near zero, so gradients differ more than values.
+    assert relative(got[0], wanted[0]) < (0.01 if bf16 else 1e-6)
+    assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < (0.15 if bf16 else 3e-6)
+    if bf16:  # as far from the exact gradients as torch's products in bf16 are
+        monkeypatch.setattr(compiling, "SMALL", math.inf)
+        plain = mixer(*inputs)
+        plain = [plain, *torch.autograd.grad(plain, [*inputs, *mixer.parameters()], upstream)]
+        far, other = (sum(relative(a, b) for a, b in zip(x, wanted, strict=True)) for x in (got, plain))
+        assert far < 1.2 * other
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("rows", [70, 2048 + 300])
+def test_compiled_input_layer_equals_the_expression(rows, bf16):
+    torch.manual_seed(3)
+    x, weight, table = (torch.randn(*shape, requires_grad=True) for shape in ((rows, 9), (20, 9), (6, 20)))
+    index, upstream = torch.randint(6, (rows,)), torch.randn(rows, 20)
+    doubles = [t.detach().double().requires_grad_() for t in (x, weight, table)]
+    wanted = F.relu(F.linear(doubles[0], doubles[1]) + doubles[2][index])
+    wanted = [wanted, *torch.autograd.grad(wanted, doubles, upstream.double())]
+    got = lookup_relu(x, weight, table, index, bf16)
+    got = [got, *torch.autograd.grad(got, [x, weight, table], upstream)]
+    assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < (0.1 if bf16 else 1e-6)
 
 
 @pytest.mark.usefixtures("always")

@@ -23,7 +23,7 @@ _compiler = Compiler(Path(__file__).resolve().parent, "learning kernels", "about
 intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
 function, kernel = _compiler.function, _compiler.kernel
 
-ONE, TWO = np.float32(1.0), np.float32(2.0)
+ZERO, ONE, TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 LIMIT = np.float32(87.0)  # exp of it is a float32
 LOG2_E = np.float32(1.4426950408889634)
 SHIFT = np.float32(1.5 * 2**23)  # added to a number below 2^22, it leaves the nearest integer in the lowest bits
@@ -177,6 +177,138 @@ def gru_backward(
             of_bias[j] += value(made[j])
 
 
+@kernel
+def lookup_relu(product: Any, table: Any, index: Any, out: Any) -> None:
+    """Set out to relu(product + table[index]); `product` may be `out` itself."""
+    for i in range(len(out)):
+        row, read, added = out[i], product[i], table[index[i]]
+        for j in range(out.shape[1]):
+            y = value(read[j]) + added[j]
+            row[j] = ZERO if y < ZERO else y
+
+
+@kernel
+def lookup_relu_backward(given: Any, out: Any, index: Any, grad: Any, for_table: Any) -> None:
+    """Set grad to `given` where out > 0 and to 0 elsewhere, and add it to the rows `index` of for_table."""
+    for i in range(len(out)):
+        row, read, y, of_table = grad[i], given[i], out[i], for_table[index[i]]
+        for j in range(out.shape[1]):
+            row[j] = read[j] if y[j] > ZERO else ZERO
+        for j in range(out.shape[1]):
+            of_table[j] += row[j]
+
+
+@function
+def sign(x: Any) -> Any:
+    """Return -1, 0 or 1, the derivative of |x|."""
+    return ONE if x > ZERO else (-ONE if x < ZERO else ZERO)
+
+
+@function
+def dot_absolute(a: Any, w: Any, b: Any) -> Any:
+    """Return the sum of a |w + b|, in four parts that a processor adds side by side."""
+    one, two, three, four, rest = ZERO, ZERO, ZERO, ZERO, len(a) % 4
+    for e in range(0, len(a) - rest, 4):
+        one += a[e] * abs(value(w[e]) + b[e])
+        two += a[e + 1] * abs(value(w[e + 1]) + b[e + 1])
+        three += a[e + 2] * abs(value(w[e + 2]) + b[e + 2])
+        four += a[e + 3] * abs(value(w[e + 3]) + b[e + 3])
+    for e in range(len(a) - rest, len(a)):
+        one += a[e] * abs(value(w[e]) + b[e])
+    return (one + two) + (three + four)
+
+
+@kernel
+def mix_inputs(first: Any, bias: Any, linear: tuple[int, int]) -> None:
+    """Add `bias` to the rows of `first` and apply ReLU, except in the columns of the range `linear`."""
+    begin, end = linear
+    for s in range(len(first)):
+        row = first[s]
+        for j in range(len(bias)):
+            x = value(row[j]) + bias[j]
+            row[j] = held(row, x if (begin <= j < end) or not (x < ZERO) else ZERO)
+
+
+@kernel
+def mix_forward(
+    q: Any, raw1: Any, bias1: Any, raw2: Any, bias2: Any, read: Any, head: Any, hidden: Any, joint: Any
+) -> None:
+    """Write a = |W1|^T q + b1 to `hidden` [S, E] and |w2|^T elu(a) + b2 to `joint` [S]; see `CompiledMix`.
+
+    raw1 [S, n E] and raw2 [S, E]: W1 and w2 before their biases. read: rows that end with b1 [E] and the input of b2
+    [E]. head: weights and bias of b2, [E + 1].
+    """
+    agents, size = q.shape[1], raw2.shape[1]
+    for s in range(len(q)):
+        row, last = read[s], read.shape[1] - size
+        b1, of_b2, a, w2 = row[last - size : last], row[last:], hidden[s], raw2[s]
+        for e in range(size):
+            a[e] = value(b1[e])
+        for i in range(agents):
+            w, b, q_i = raw1[s, i * size : (i + 1) * size], bias1[i * size : (i + 1) * size], q[s, i]
+            for e in range(size):
+                a[e] += abs(value(w[e]) + b[e]) * q_i
+        total = head[size]
+        for e in range(size):
+            elu = a[e] if a[e] > ZERO else exp(a[e]) - ONE
+            total += elu * abs(value(w2[e]) + bias2[e]) + value(of_b2[e]) * head[e]
+        joint[s] = total
+
+
+@kernel
+def mix_backward(
+    given: Any, q: Any, raw1: Any, bias1: Any, raw2: Any, bias2: Any, read: Any, head: Any, hidden: Any, for_q: Any,
+    for_raw1: Any, for_raw2: Any, for_first: Any, sums: Any,
+) -> None:  # fmt: skip
+    """Write the gradients of q, raw1, raw2 and of b1 and b2's input (the last columns of `for_first`).
+
+    given: dL/dQ_tot [S]. sums [3, .]: the sums over rows of for_raw1, for_raw2 and of the gradient of `head` are added.
+    """
+    agents, size = q.shape[1], raw2.shape[1]
+    of_bias1, of_bias2, of_head = sums[0], sums[1], sums[2]
+    for s in range(len(q)):
+        g, row, last = given[s], read[s], read.shape[1] - size
+        of_b2, a, w2, made2 = row[last:], hidden[s], raw2[s], for_raw2[s]
+        made_b1, made_b2 = for_first[s, last - size : last], for_first[s, last:]
+        for e in range(size):
+            w = value(w2[e]) + bias2[e]
+            elu = a[e] if a[e] > ZERO else exp(a[e]) - ONE
+            made2[e] = held(made2, g * elu * sign(w))
+            a[e] = g * abs(w) * (ONE if a[e] > ZERO else elu + ONE)  # from here on the gradient of a
+        for e in range(size):  # one result in each loop: with more, LLVM does not see that arrays are apart
+            made_b1[e] = held(made_b1, a[e])
+        for e in range(size):
+            made_b2[e] = held(made_b2, g * head[e] if value(of_b2[e]) > ZERO else ZERO)
+        for e in range(size):
+            of_bias2[e] += value(made2[e])
+        for e in range(size):
+            of_head[e] += g * value(of_b2[e])
+        of_head[size] += g
+        for i in range(agents):
+            w1, b, made = raw1[s, i * size : (i + 1) * size], bias1[i * size : (i + 1) * size], for_raw1[s, i * size :]
+            q_i, of_bias = q[s, i], of_bias1[i * size :]
+            for_q[s, i] = dot_absolute(a, w1, b)
+            for e in range(size):
+                made[e] = held(made, a[e] * q_i * sign(value(w1[e]) + b[e]))
+            for e in range(size):
+                of_bias[e] += value(made[e])
+
+
+@kernel
+def mix_inputs_backward(from1: Any, from2: Any, read: Any, for_first: Any, sums: Any) -> None:
+    """Write the gradients of the first columns of `read` that pass its ReLU: from1, from2 [S, .]; sums: as before."""
+    width1, width2 = from1.shape[1], from2.shape[1]
+    for s in range(len(from1)):
+        row, made, one, two = read[s], for_first[s], from1[s], from2[s]
+        row2, made2 = row[width1:], made[width1:]
+        for j in range(width1):
+            made[j] = held(made, value(one[j]) if value(row[j]) > ZERO else ZERO)
+        for j in range(width2):
+            made2[j] = held(made2, value(two[j]) if value(row2[j]) > ZERO else ZERO)
+        for j in range(for_first.shape[1]):
+            sums[j] += value(made[j])
+
+
 def arrays(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]]:
     """Return the memory of contiguous tensors as kernels take it: float32, or int16 for bf16."""
     same = (t.detach() for t in tensors)
@@ -190,8 +322,14 @@ def prepare() -> None:
 
 def _call_all() -> None:
     empty = {kind: np.zeros((0, 4), kind) for kind in (np.float32, np.int16)}
-    exact, line = empty[np.float32], np.zeros(16, np.float32)
+    exact, line, places = empty[np.float32], np.zeros(16, np.float32), np.zeros(0, np.int64)
     for kind in (np.float32, np.int16):
         some = empty[kind]
         gru_forward((0, 0, 0, 0), some, some, line, exact, line, some, exact, some)
         gru_backward((0, 0, 0, 0, 0, 0), some, some, exact, exact, some, exact, some, exact)
+        mix_inputs(some, line, (0, 0))
+        mix_forward(exact, some, line, some, line, some, line, exact, line)
+        mix_backward(line, exact, some, line, some, line, some, line, exact, exact, some, some, some, exact)
+        mix_inputs_backward(some, some, some, some, line)
+        lookup_relu(some, exact, places, exact)
+    lookup_relu_backward(exact, exact, places, exact, exact)

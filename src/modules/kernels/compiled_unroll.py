@@ -20,7 +20,7 @@ class CompiledUnroll(torch.autograd.Function):
     Groups, chunks and columns as there; the kernels add the biases, and a and m are not doubled. A start of None is
     zeros. bf16: products have factors and results in bf16, and so have the gates that are kept; all else, h too, is in
     float32. Their rows are rounded up: those beyond a step are of other steps or unset, and nobody reads the results.
-    Compared with `nn.GRUCell`, and with `_Unroll` in a whole update: tests/test_networks.py.
+    Compared with `nn.GRUCell`: tests/test_learning_kernels.py.
     """
 
     @staticmethod

@@ -6,7 +6,8 @@ from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
-from torch import Tensor, float32, nn
+import torch
+from torch import Tensor, nn
 
 from omagd.config.schema import Config
 from omagd.utils.writing import print_warning
@@ -18,11 +19,11 @@ SMALL = 1 << 16  # numbers below which torch's operations are used: loading Numb
 def kernels_for(x: Tensor, n_numbers: int) -> ModuleType | None:
     """Return the Numba kernels (`compiled.py`) for work on `n_numbers` numbers like x, or None: use torch.
 
-    They are for float32 on CPUs. Which one computes depends on the size alone, so that the same batch always gives the
-    same bits on a machine.
+    They are for float32 on CPUs, and not what `torch.compile` compiles. Which of both computes depends on the size
+    alone, so that the same batch always gives the same bits on a machine.
     """
-    plain = x.device.type == "cpu" and x.dtype == float32 and n_numbers >= SMALL
-    return compiled_kernels() if plain else None
+    fits = x.device.type == "cpu" and x.dtype == torch.float32 and n_numbers >= SMALL
+    return compiled_kernels() if fits and not torch.compiler.is_compiling() else None
 
 
 @cache

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from omagd.modules.kernels.compiling import kernels_for
+
 SMALL = 1 << 28  # products of fewer float operations stay with torch: oneDNN's set-up for a new shape costs more
 PADDING = 256  # bf16 products round their rows up to a multiple, so that ragged batches need few set-ups
 ROUNDING = 32  # the same for the steps of a recurrence
@@ -158,7 +160,8 @@ class _BF16Linear(torch.autograd.Function):
 
 def lookup_relu(features: Tensor, weight: Tensor, table: Tensor, index: Tensor, bf16: bool = False) -> Tensor:
     """Return relu(features weight^T + table[index]), [R, out]; see `_LookupReLU`."""
-    return _LookupReLU.apply(features, weight, table, index, bf16)  # type: ignore[no-untyped-call]
+    kernels = kernels_for(features, len(features) * len(weight))
+    return _LookupReLU.apply(kernels, features, weight, table, index, bf16)  # type: ignore[no-untyped-call]
 
 
 class _LookupReLU(torch.autograd.Function):
@@ -174,18 +177,22 @@ class _LookupReLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, table: Tensor, index: Tensor, bf16: bool) -> Tensor:
+    def forward(
+        ctx: Any, kernels: Any, features: Tensor, weight: Tensor, table: Tensor, index: Tensor, bf16: bool
+    ) -> Tensor:
         """Return [R, out]. bf16: the products of forward and of dL/dW round their factors, that of dL/dx does not."""
         out = features.new_empty(len(features), len(weight))
         weight_t = weight.t().bfloat16() if bf16 else weight.t()
         for rows, x, places in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index)), strict=True):
+            low = torch.mm(to_bf16(x, ROWS_AT_ONCE), weight_t)[: len(rows)] if bf16 else None
+            if kernels is not None:
+                product = torch.mm(x, weight_t, out=rows) if low is None else low
+                kernels.lookup_relu(*kernels.arrays((product, table, places, rows)))
+                continue
             torch.index_select(table, 0, places, out=rows)
-            if bf16:
-                rows += torch.mm(to_bf16(x, ROWS_AT_ONCE), weight_t)[: len(rows)]
-            else:
-                rows.addmm_(x, weight_t)
+            rows.addmm_(x, weight_t) if low is None else rows.add_(low)
             rows.relu_()
-        ctx.bf16, ctx.table_rows = bf16, len(table)
+        ctx.kernels, ctx.bf16, ctx.table_rows = kernels, bf16, len(table)
         ctx.save_for_backward(features, weight, index, out)
         return out
 
@@ -194,12 +201,16 @@ class _LookupReLU(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of features, weight and table from grad_out [R, out]."""
         features, weight, index, out = ctx.saved_tensors
-        for_features = torch.empty_like(features) if ctx.needs_input_grad[0] else None
+        for_features = torch.empty_like(features) if ctx.needs_input_grad[1] else None
         for_weight, for_table = torch.zeros_like(weight), weight.new_zeros(ctx.table_rows, len(weight))
-        start = 0
-        for y, x, places, grad in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index, grad_out)), strict=True):
-            grad = torch.ops.aten.threshold_backward(grad, y, 0)  # zero where the ReLU was
-            for_table += torch.ops.aten.embedding_dense_backward(grad, places, len(for_table), -1, False)
+        start, grad_out = 0, grad_out.contiguous()
+        for y, x, places, given in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index, grad_out)), strict=True):
+            if ctx.kernels is None:
+                grad = torch.ops.aten.threshold_backward(given, y, 0)  # zero where the ReLU was
+                for_table += torch.ops.aten.embedding_dense_backward(grad, places, len(for_table), -1, False)
+            else:
+                grad = torch.empty_like(given)
+                ctx.kernels.lookup_relu_backward(*ctx.kernels.arrays((given, y, places, grad, for_table)))
             if ctx.bf16:
                 for_weight += torch.mm(to_bf16(grad, ROWS_AT_ONCE).t(), to_bf16(x, ROWS_AT_ONCE))
             else:
@@ -207,7 +218,7 @@ class _LookupReLU(torch.autograd.Function):
             if for_features is not None:
                 torch.mm(grad, weight, out=for_features[start : start + len(grad)])
             start += len(grad)
-        return for_features, for_weight, for_table, None, None
+        return None, for_features, for_weight, for_table, None, None
 
 
 def three_layers(x: Tensor, *parameters: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.kernels.linear import FastLinear
+from omagd.modules.kernels.compiled_mixing import CompiledMix
+from omagd.modules.kernels.compiling import kernels_for
+from omagd.modules.kernels.linear import PADDING, FastLinear
 
 
 class QMixer(nn.Module):
@@ -32,6 +34,13 @@ class QMixer(nn.Module):
 
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
+        kernels = kernels_for(state, state.shape[0] * self.first.out_features)
+        if kernels is not None:
+            layers = (self.first, self.weight1, self.weight2, self.bias2)
+            weights = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+            bf16 = self.first.bf16 and len(state) >= PADDING
+            joint: Tensor = CompiledMix.apply(kernels, bf16, agent_qs, state, *weights)  # type: ignore[no-untyped-call]
+            return joint
         for_w1, for_w2, b1, for_b2 = self.first(state).split(self.widths, dim=-1)
         w1 = self.weight1(F.relu(for_w1)).abs().view(-1, self.n_agents, self.embed_dim)
         w2 = self.weight2(F.relu(for_w2)).abs()
