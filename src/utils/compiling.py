@@ -13,11 +13,9 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numba
-from numba import njit
 
 from omagd.utils.caches import user_cache
 from omagd.utils.writing import print_warning
@@ -28,6 +26,15 @@ OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "nogil": True}
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+def compiled_or_reference(what: str, slower: str, compiled: Callable[[], T], reference: T) -> T:
+    """Return what `compiled` loads, or the `reference` where Numba is missing, with a warning: `what` is `slower`."""
+    if find_spec("numba") is None:
+        print_warning(f"Numba is not installed: {what} are played by NumPy, {slower} slower. pip install numba")
+        return reference
+    return compiled()
 
 
 class Compiler:
@@ -41,6 +48,8 @@ class Compiler:
     """
 
     def __init__(self, source: Path, what: str, seconds: str = "10 to 20 s", *, fused: bool = False) -> None:
+        import numba
+
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
         for file in sorted(source.rglob("*.py")):
@@ -55,15 +64,19 @@ class Compiler:
 
     def function(self, function: F) -> F:
         """Compile a function that kernels call."""
+        from numba import njit
+
         compiled: F = njit(forceinline=True, **self._options)(function)
         return compiled
 
     def kernel(self, function: F) -> F:
         """Compile a function that Python calls, once for the types of its first call."""
+        import numba
+
         settings: Any = numba.config
         before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
         try:
-            kernel: Any = njit(cache=not self._problem, **self._options)(function)
+            kernel: Any = numba.njit(cache=not self._problem, **self._options)(function)
         finally:
             settings.CACHE_DIR = before
         self._kernels.append(kernel)

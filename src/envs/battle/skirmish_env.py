@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,19 +18,20 @@ from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import StepResult
 from omagd.envs.smac import BattleEnv
+from omagd.utils.compiling import compiled_or_reference
 from omagd.utils.errors import UserError
-from omagd.utils.writing import print_warning
 
 
 @lru_cache(maxsize=1)
 def engine() -> tuple[type[Simulator], type[BattleSemantics]]:
     """Return the classes that play and judge battles: compiled ones, or the reference where Numba is missing."""
-    if find_spec("numba") is None:
-        print_warning("Numba is not installed: battles are played by NumPy, ten times slower. pip install numba")
-        return Simulator, BattleSemantics
-    from omagd.envs.battle.compiled.engine import compiled
 
-    return compiled()
+    def compiled() -> tuple[type[Simulator], type[BattleSemantics]]:
+        from omagd.envs.battle.compiled import engine
+
+        return engine.compiled()
+
+    return compiled_or_reference("battles", "ten times", compiled, (Simulator, BattleSemantics))
 
 
 class SkirmishEnv(BattleEnv):

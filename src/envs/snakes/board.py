@@ -7,7 +7,10 @@ Shapes: B boards, k of them; 6 snakes, 3 of each team; 5 beans.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -62,6 +65,9 @@ def own_first(values: np.ndarray, team: np.ndarray) -> np.ndarray:
     return np.where(team[:, None] == 0, values, swapped)
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
 @dataclass
 class Board:
     """The public state of B boards; its arrays belong to the engine and are valid until its next call.
@@ -71,7 +77,10 @@ class Board:
         beans: [B, 5] cells, oldest first; -1 where a full board has no room. bean_slots: [B, 5], a number 0 to 4 that
             each of these beans keeps until it is eaten.
         keys: [B] uint64, for random numbers. steps: [B], played so far.
+        kernels: by name, compiled functions that compute the same as those that are decorated with `by_kernel`.
     """
+
+    kernels: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     codes: np.ndarray
     heads: np.ndarray
@@ -89,7 +98,7 @@ class Board:
 
     def rows(self, which: np.ndarray) -> Board:
         """Return the boards with the numbers `which` [k]."""
-        return Board(**{part.name: getattr(self, part.name)[which] for part in fields(self)})
+        return type(self)(**{part.name: getattr(self, part.name)[which] for part in fields(self)})
 
     def codes_at(self, cells: np.ndarray) -> np.ndarray:
         """Return the codes of `cells` [B, ...], uint8."""
@@ -102,6 +111,19 @@ class Board:
         np.put_along_axis(placed, self.bean_slots, self.beans, 1)
         return placed
 
-    def random_bits(self, index: int) -> np.ndarray:
-        """Return random uint64 [B] of the current step for players; each draw has its own `index` (0 to 4095)."""
-        return draw(self.keys, self.steps + 1, PLAYERS + index)
+    def random_bits(self, first: int, n: int) -> np.ndarray:
+        """Return random uint64 [B, n] of the current step for players, with the indices from `first` (0 to 4095) on."""
+        return draw(self.keys[:, None], self.steps[:, None] + 1, PLAYERS + first + np.arange(n))
+
+
+def by_kernel(name: str) -> Callable[[F], F]:
+    """Decorate a function of a board: where the board has a kernel of that name, it computes the same, faster."""
+
+    def decorate(reference: F) -> F:
+        @wraps(reference)
+        def choose(board: Board, *args: Any, **kwargs: Any) -> Any:
+            return board.kernels.get(name, reference)(board, *args, **kwargs)
+
+        return cast(F, choose)
+
+    return decorate

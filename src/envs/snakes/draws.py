@@ -14,7 +14,7 @@ _STEP = np.uint64(GOLDEN)
 # Indices of draws within a moment: reversals 0 to 5, beans from BEANS on, players from PLAYERS on, and the choice of
 # the episode's opponent.
 BEANS, PLAYERS, OPPONENT = 16, 4096, 8192
-_TRIES = 32  # random cells that are tried for a bean before one is chosen among the free cells
+TRIES = 32  # random cells that are tried for a bean before one is chosen among the free cells
 
 
 def keys_of(seeds: np.ndarray) -> np.ndarray:
@@ -60,18 +60,18 @@ class Draws:
     def bean(self, rows: np.ndarray, keys: np.ndarray, moments: np.ndarray, place: int, free: np.ndarray) -> np.ndarray:
         """Return cells [k] for the bean at `place` in the list; each row of `free` [k, 200] bool has a free cell.
 
-        The first free cell of `_TRIES` draws, otherwise one that is drawn among the free cells.
+        The first free cell of `TRIES` draws, otherwise one that is drawn among the free cells.
         """
-        index = BEANS + 2 * _TRIES * place
+        index = BEANS + 2 * TRIES * place
         cells = below(draw(keys, moments, index), free.shape[1])
         rows = np.arange(len(keys))
         left = rows[~free[rows, cells]]
-        for attempt in range(1, _TRIES):
+        for attempt in range(1, TRIES):
             if not len(left):
                 return cells
             cells[left] = below(draw(keys[left], moments[left], index + attempt), free.shape[1])
             left = left[~free[left, cells[left]]]
         if len(left):
-            rank = below(draw(keys[left], moments[left], index + _TRIES), free[left].sum(1))
+            rank = below(draw(keys[left], moments[left], index + TRIES), free[left].sum(1))
             cells[left] = (free[left].cumsum(1) > rank[:, None]).argmax(1)
         return cells

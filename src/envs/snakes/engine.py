@@ -26,16 +26,13 @@ from omagd.envs.snakes.board import (
     N_CELLS,
     N_SNAKES,
     NEXT_CELL,
-    PLAIN_DISTANCE,
     ROW,
     START_LENGTH,
-    TORUS_STEPS,
     Board,
-    pair_lookup,
 )
 from omagd.envs.snakes.draws import Draws, keys_of
 
-_SEARCH = NEXT_CELL[:, [3, 1, 0, 2]]  # neighbours in the order of the public breadth-first search
+SEARCH = NEXT_CELL[:, [3, 1, 0, 2]]  # neighbours in the order of the public breadth-first search
 
 
 def respawn(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -64,13 +61,13 @@ def _search(free: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray
     of the body.
     """
     rows = np.arange(len(start))
-    around = _SEARCH[start]
+    around = SEARCH[start]
     empty = free[rows[:, None], around] & free[rows, start][:, None]
     first = around[rows, empty.argmax(1)]
     empty[rows, empty.argmax(1)] = False
     beside = empty.any(1)
     second = around[rows, empty.argmax(1)]
-    beyond = _SEARCH[first]
+    beyond = SEARCH[first]
     open_beyond = free[rows[:, None], beyond] & (beyond != start[:, None])
     third = np.where(beside, second, beyond[rows, open_beyond.argmax(1)])
     has_first = free[rows, start] & free[rows, first]
@@ -87,33 +84,6 @@ def _facing(cells: np.ndarray) -> np.ndarray:
     head, neck = cells[:, 0], cells[:, 1]
     vertical = np.where(ROW[head] > ROW[neck], 1, 0)
     return np.where(ROW[head] == ROW[neck], np.where(COL[head] > COL[neck], 3, 2), vertical)
-
-
-def score_rewards(own: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return [k, 3]: own raw reward minus a third of the other team's sum, from raw rewards [k, 3] of both."""
-    return own - others.sum(1, keepdims=True) / 3
-
-
-def potential(heads: np.ndarray, beans: np.ndarray, scale: float) -> np.ndarray:
-    """Return the potential P = -scale × steps to the nearest bean, [k, 3], of `heads` [k, 3] and `beans` [k, 5].
-
-    Rewards gamma P(s') - P(s) change no optimal policy (Ng, Harada and Russell, ICML 1999).
-    """
-    return -scale * pair_lookup(TORUS_STEPS, heads[:, :, None], beans[:, None, :]).min(2)
-
-
-def baseline_rewards(
-    own: np.ndarray, lead: np.ndarray, over: np.ndarray, heads: np.ndarray, beans: np.ndarray
-) -> np.ndarray:
-    """Return the reward [k, 3] of the published baseline.
-
-    Standing of the team (+50 won, -25 lost, else +10 ahead, -5 behind, 0 even) + (20 if the snake ate, else minus its
-    plain distance to the nearest bean and minus 10 if it died with a loss).
-    own: raw rewards [k, 3]. lead: [k], difference of the teams' sums. over: [k] bool. heads [k, 3], beans [k, 5].
-    """
-    standing = np.where(over, np.where(lead > 0, 50, -25), np.where(lead > 0, 10, -5)) * (lead != 0)
-    distance = pair_lookup(PLAIN_DISTANCE, heads[:, :, None], beans[:, None, :]).min(2)
-    return standing[:, None] + np.where(own > 0, 20.0, -distance - 10.0 * (own < 0))
 
 
 RING = 256  # length of a snake's ring buffer; a snake has at most 200 cells

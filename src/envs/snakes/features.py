@@ -55,6 +55,7 @@ from omagd.envs.snakes.board import (
     TORUS_STEPS,
     WIDTH,
     Board,
+    by_kernel,
     own_first,
     pair_lookup,
     shifted,
@@ -75,7 +76,8 @@ SCALES: dict[str, np.ndarray] = {
 }
 
 
-def flat_features(name: str, normalise: bool, board: Board, team: np.ndarray) -> np.ndarray:
+@by_kernel("flat_features")
+def flat_features(board: Board, team: np.ndarray, name: str, normalise: bool) -> np.ndarray:
     """Return the observations of the snakes of `team` [B], [B, 3, D] float32; `name` is a key of `SCALES`."""
     heads = own_first(board.heads, team)
     own = heads[:, :N_TEAM]
@@ -103,6 +105,7 @@ def flat_features(name: str, normalise: bool, board: Board, team: np.ndarray) ->
     return seen / SCALES[name] if normalise else seen
 
 
+@by_kernel("state_features")
 def state_features(board: Board, team: np.ndarray) -> np.ndarray:
     """Return the state [B, 66] float32 with `team` [B] first."""
     b = len(board)
@@ -133,7 +136,7 @@ def _two_nearest(own: np.ndarray, cells: np.ndarray) -> np.ndarray:
 
 
 NEAR_DIM = 174
-_SCALE, _REACH = 10, 3
+SCALE, REACH = 10, 3
 # "near" looks up what depends on two cells. A pair is numbered by its differences, 39 (rows + 9) + columns + 19, which
 # is the difference of two numbers `_NEAR_PLACE`, plus `_SAME`.
 _COLUMNS = 2 * WIDTH - 1
@@ -151,17 +154,17 @@ def _examples() -> tuple[np.ndarray, np.ndarray]:
 def _gaps() -> np.ndarray:
     """Return the last five features of a bean, [1024, 5], by 32 (mates' extra steps + 16) + opponents' + 16."""
     mates, opponents = np.divmod(np.arange(1024), 32) - np.array([[16]])
-    seen = [mates / _SCALE, np.sign(mates), opponents / _SCALE, np.sign(opponents)]
-    return np.stack([*seen, np.minimum(mates, opponents) / _SCALE], -1).astype(np.float32)
+    seen = [mates / SCALE, np.sign(mates), opponents / SCALE, np.sign(opponents)]
+    return np.stack([*seen, np.minimum(mates, opponents) / SCALE], -1).astype(np.float32)
 
 
-_AROUND = [(r, c) for r in range(-_REACH, _REACH + 1) for c in range(-_REACH, _REACH + 1) if (r, c) != (0, 0)]
+_AROUND = [(r, c) for r in range(-REACH, REACH + 1) for c in range(-REACH, REACH + 1) if (r, c) != (0, 0)]
 _WINDOW = shifted(*np.array(_AROUND).T)  # the 48 cells around each cell, row by row, [200, 48]
 _BESIDE = [_WINDOW[0].tolist().index(cell) for cell in NEXT_CELL[0]]
 _FROM, _TO = _examples()
 _STEPS = TORUS_STEPS[_FROM, _TO].astype(np.int64)
 # For each pair: dx, dy and steps; and before them, whether the second cell is up, down, left, right of the first.
-_AWAY = np.stack([RIGHT[_FROM, _TO] / _SCALE, -DOWN[_FROM, _TO] / _SCALE, _STEPS / _SCALE], -1).astype(np.float32)
+_AWAY = np.stack([RIGHT[_FROM, _TO] / SCALE, -DOWN[_FROM, _TO] / SCALE, _STEPS / SCALE], -1).astype(np.float32)
 _SIDES = np.stack([_AWAY[:, 1] > 0, _AWAY[:, 1] < 0, _AWAY[:, 0] < 0, _AWAY[:, 0] > 0], -1)
 _NEAR_WAY = np.concatenate([_SIDES, _AWAY], 1, dtype=np.float32)
 # Bit a is set if action a leads from the first cell to a neighbour of the second.
@@ -171,9 +174,10 @@ _GAPS = _gaps()
 _LENGTH = (np.arange(256) / LONG).astype(np.float32)
 _FACING = np.eye(4, dtype=np.float32)
 # By 16 direction + steps to a bean: direction one-hot and steps.
-_GOING = np.concatenate([_FACING.repeat(16, 0), np.tile(np.arange(16) / _SCALE, 4)[:, None]], 1, dtype=np.float32)
+_GOING = np.concatenate([_FACING.repeat(16, 0), np.tile(np.arange(16) / SCALE, 4)[:, None]], 1, dtype=np.float32)
 
 
+@by_kernel("near_features")
 def near_features(board: Board, team: np.ndarray) -> np.ndarray:
     """Return "near" of the snakes of `team` [B], [B, 3, 174] float32."""
     b = len(board)

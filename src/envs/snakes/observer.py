@@ -22,6 +22,7 @@ from omagd.envs.snakes.board import (
     TORUS_DISTANCE,
     TORUS_STEPS,
     Board,
+    by_kernel,
     of_team,
     own_first,
     pair_lookup,
@@ -31,12 +32,14 @@ from omagd.envs.snakes.features import AS_SEEN, LONG, NEAR_DIM, OTHERS, SCALES, 
 
 ObsName = Literal["26", "26_raw", "30", "35", "near", "planes", "entities"]
 UNIT_DIM, OWN_DIM, MOVE_DIM = 12, 16, 4
-_EVERYTHING = 10.0  # distances are divided by the sight, or by this without a limit
-_TWO_AWAY = np.stack([np.flatnonzero(row == 2) for row in TORUS_STEPS])
+ENTITY_DIM = MOVE_DIM + (N_TEAM + N_BEANS) * UNIT_DIM + (N_TEAM - 1) * (UNIT_DIM - 1) + OWN_DIM
+EVERYTHING = 10.0  # distances are divided by the sight, or by this without a limit
+TWO_AWAY = np.stack([np.flatnonzero(row == 2) for row in TORUS_STEPS])
 
 
+@by_kernel("entity_features")
 def entity_features(
-    sight: float | None, board: Board, team: np.ndarray, full: bool
+    board: Board, team: np.ndarray, sight: float | None, full: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the entities in sight of the snakes of `team` [B], [B, 3, obs_dim] float32; if `full`, also without limit.
 
@@ -44,7 +47,7 @@ def entity_features(
     features: length, direction one-hot, tail dx, dy, step, snakes on the cells two steps away. Move features: free
     neighbour cells.
     """
-    b, scale = len(board), sight or _EVERYTHING
+    b, scale = len(board), sight or EVERYTHING
     heads = own_first(board.heads, team)
     own = heads[:, :N_TEAM]
     lengths, tails = own_first(board.lengths, team) / LONG, own_first(board.tails, team)
@@ -62,7 +65,7 @@ def entity_features(
     mine[..., 0], mine[..., 1:5] = lengths[:, :N_TEAM], facing[:, :N_TEAM]
     mine[..., 5:7] = _way(own, tails[:, :N_TEAM, None], scale)[:, :, 0]
     mine[..., 7] = board.steps[:, None] / EPISODE_LIMIT
-    mine[..., 8:] = board.codes_at(_TWO_AWAY[own]) >= FIRST_SNAKE
+    mine[..., 8:] = board.codes_at(TWO_AWAY[own]) >= FIRST_SNAKE
     everything = _join(free, snakes, beans, mine)
     if sight is None:
         return everything, everything.copy() if full else None
@@ -95,15 +98,16 @@ def _join(free: np.ndarray, snakes: np.ndarray, beans: np.ndarray, mine: np.ndar
     return np.concatenate(parts, 2, dtype=np.float32)
 
 
-N_PLANES = 11
+N_PLANES, MIDDLE_ROW, MIDDLE_COL = 11, 5, 10
 PLANES_DIM = N_PLANES * N_CELLS
 
 
 # The cells in reading order of the board shifted so that a given cell is in row 5, column 10, [200, 200].
-_WINDOWS = shifted(ROW - 5, COL - 10)
+_WINDOWS = shifted(ROW - MIDDLE_ROW, COL - MIDDLE_COL)
 
 
-def plane_features(centred: bool, board: Board, team: np.ndarray) -> np.ndarray:
+@by_kernel("plane_features")
+def plane_features(board: Board, team: np.ndarray, centred: bool) -> np.ndarray:
     """Return the 11 planes of the snakes of `team` [B], [B, 3, 2200] float32, plane after plane.
 
     0 beans; 1, 2, 3 own head, body, tail; 4 share of the game left; 5, 6, 7 mates' and 8, 9, 10 opponents' heads,
@@ -149,7 +153,7 @@ class Observer:
     def layout(self) -> EntityLayout | None:
         """Entity layout of "entities". Opponents and beans are its "enemies": everything that is not of the team."""
         sizes = MOVE_DIM, N_TEAM + N_BEANS, UNIT_DIM, N_TEAM - 1, UNIT_DIM - 1, OWN_DIM
-        return EntityLayout(*sizes, sight=self.sight or _EVERYTHING) if self.obs == "entities" else None
+        return EntityLayout(*sizes, sight=self.sight or EVERYTHING) if self.obs == "entities" else None
 
     @property
     def obs_dim(self) -> int:
@@ -162,12 +166,12 @@ class Observer:
     def observe(self, board: Board, team: np.ndarray, full: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
         """Return what `team` [B] sees, [B, 3, obs_dim] float32; if `full`, also without the range limit, else None."""
         if self.obs == "entities":
-            return entity_features(self.sight, board, team, full)
+            return entity_features(board, team, self.sight, full)
         if self.obs == "planes":
-            seen = plane_features(self.centred, board, team)
+            seen = plane_features(board, team, self.centred)
         elif self.obs == "near":
             seen = near_features(board, team)
         else:
             name = self.obs.removesuffix("_raw")
-            seen = flat_features(name, self.normalise and name == self.obs, board, team)
+            seen = flat_features(board, team, name, self.normalise and name == self.obs)
         return seen, seen.copy() if full else None

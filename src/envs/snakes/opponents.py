@@ -12,13 +12,23 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from omagd.envs.snakes.board import FIRST_SNAKE, N_ACTIONS, N_TEAM, NEXT_CELL, PLAIN_SQUARE, Board, of_team, pair_lookup
+from omagd.envs.snakes.board import (
+    FIRST_SNAKE,
+    N_ACTIONS,
+    N_TEAM,
+    NEXT_CELL,
+    PLAIN_SQUARE,
+    Board,
+    by_kernel,
+    of_team,
+    pair_lookup,
+)
 from omagd.envs.snakes.draws import OPPONENT, below, draw, uniform01
 from omagd.envs.snakes.observer import Observer
 from omagd.utils.errors import UserError, unknown_name
 
 _DRAWS = 16  # indices of a network's draws begin here, after those of the random script
-_FAR = 10_000  # larger than any squared distance
+FAR = 10_000  # larger than any squared distance
 
 
 class NetworkOpponent:
@@ -57,7 +67,7 @@ class NetworkOpponent:
         for i, (weight, bias) in enumerate(self.layers):
             values = (values if i == 0 else np.maximum(values, 0)) @ weight.T + bias
         if self.sample:  # argmax of logits + Gumbel noise is a draw from the softmax
-            bits = np.stack([board.random_bits(_DRAWS + i) for i in range(N_TEAM * N_ACTIONS)], 1)
+            bits = board.random_bits(_DRAWS, N_TEAM * N_ACTIONS)
             uniform = ((bits >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
             values = values - np.log(-np.log(uniform * (1 - 2.0**-40))).reshape(values.shape)
         return values.argmax(2)
@@ -177,8 +187,7 @@ class Script:
 
 def _random(board: Board, team: np.ndarray) -> np.ndarray:
     """Draw any of the four actions, reversals included."""
-    draws = [below(board.random_bits(i), N_ACTIONS) for i in range(2 * N_TEAM)]
-    return of_team(np.stack(draws, 1), team)
+    return of_team(below(board.random_bits(0, 2 * N_TEAM), N_ACTIONS), team)
 
 
 def _nearest_beans(board: Board, heads: np.ndarray) -> np.ndarray:
@@ -193,7 +202,7 @@ def _shared_beans(board: Board, heads: np.ndarray) -> np.ndarray:
     chosen, rows = np.empty(heads.shape, np.int64), np.arange(len(heads))
     for i in range(N_TEAM):
         chosen[:, i] = far[:, i].argmin(1)
-        far[rows, :, chosen[:, i]] = _FAR
+        far[rows, :, chosen[:, i]] = FAR
     return np.take_along_axis(board.beans, chosen, 1)
 
 
@@ -213,7 +222,7 @@ def _options(
 def _greedy(board: Board, team: np.ndarray) -> np.ndarray:
     """Assign the beans; step to the free cell nearest to the own bean."""
     _, blocked, far = _options(board, team, _shared_beans)
-    return np.where(blocked, _FAR, far).argmin(2)
+    return np.where(blocked, FAR, far).argmin(2)
 
 
 def _toward_nearest(penalty: float) -> Callable[[Board, np.ndarray], np.ndarray]:
@@ -230,13 +239,13 @@ def _evasion(board: Board, team: np.ndarray) -> np.ndarray:
     """Step to the cell nearest to the nearest bean, of those that are free and have a free neighbour."""
     cells, blocked, far = _options(board, team)
     onward = board.codes_at(NEXT_CELL[cells]) < FIRST_SNAKE
-    return (far + _FAR * blocked + _FAR * ~onward.any(3)).argmin(2)
+    return (far + FAR * blocked + FAR * ~onward.any(3)).argmin(2)
 
 
-_PENALTIES = {"l1": 0.0, "l3": 5.0, "l4": 1000.0}
-_ACTS = {"random": _random, **{name: _toward_nearest(cells) for name, cells in _PENALTIES.items()}}
+PENALTIES = {"l1": 0.0, "l3": 5.0, "l4": 1000.0}
+_ACTS = {"random": _random, **{name: _toward_nearest(cells) for name, cells in PENALTIES.items()}}
 _ACTS |= {"evasion": _evasion, "greedy": _greedy}
-SCRIPTS = {name: Script(name, act) for name, act in _ACTS.items()}
+SCRIPTS = {name: Script(name, by_kernel(name)(act)) for name, act in _ACTS.items()}
 
 LADDERS = {
     "measured": ("random", "l1", "l3", "l4", "greedy"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -23,13 +24,14 @@ from omagd.envs.snakes.board import (
     N_TEAM,
     START_LENGTH,
     WIDTH,
-    of_team,
     own_first,
 )
-from omagd.envs.snakes.engine import Engine, StepOutcome, baseline_rewards, potential, score_rewards
+from omagd.envs.snakes.engine import Engine
 from omagd.envs.snakes.features import STATE_DIM, state_features
 from omagd.envs.snakes.observer import Observer, ObsName
 from omagd.envs.snakes.opponents import LADDERS, SCRIPTS, NetworkOpponent, Opponent, OpponentPool
+from omagd.envs.snakes.rewards import Ledger, Prices
+from omagd.utils.compiling import compiled_or_reference
 
 
 class SnakesArgs(BaseModel):
@@ -80,7 +82,19 @@ class SnakesArgs(BaseModel):
 
 
 RESULTS = {"own": "score_own", "other": "score_opponent", "beans": "beans", "deaths": "deaths"}
-"""Sums over an episode: raw rewards of both teams, own beans and deaths; and the names of their results."""
+"""Names of the ledger's sums in results."""
+
+
+@lru_cache(maxsize=1)
+def engine() -> tuple[type[Engine], type[Ledger]]:
+    """Return the classes that play and pay the games."""
+
+    def compiled() -> tuple[type[Engine], type[Ledger]]:
+        from omagd.envs.snakes.compiled import start
+
+        return start.compiled()
+
+    return compiled_or_reference("snakes", "ten times", compiled, (Engine, Ledger))
 
 
 SCENE = Scene(
@@ -118,10 +132,12 @@ class Snakes3v3(BatchedEnv):
     def __init__(self, args: SnakesArgs, n_slots: int) -> None:
         self.n_slots, self._args = n_slots, args
         self._observer = Observer(args.obs, args.normalise, args.centred, args.sight)
-        self._engine = Engine(n_slots)
+        player, ledger = engine()
+        self._engine = player(n_slots)
+        prices = Prices(args.reward, args.potential_scale, args.potential_gamma, args.reward_win)
+        self._ledger = ledger(prices, n_slots)
         self._pool = OpponentPool(n_slots, args.opponent)
         self._team = np.zeros(n_slots, np.int64)
-        self._sums = {name: np.zeros(n_slots, np.int64) for name in RESULTS}
         self._avail = np.ones((n_slots, N_TEAM, N_ACTIONS), bool)
         self._counts = Counter(games=0, won=0, drawn=0)
         self._hit = np.zeros((n_slots, N_SNAKES), bool)  # in the last step, for pictures
@@ -155,8 +171,7 @@ class Snakes3v3(BatchedEnv):
         self._engine.reset(rows, seeds[rows])
         self._pool.choose(rows, self._engine.board.keys[rows])
         self._team[rows] = seeds[rows] % 2 if self._args.side == "both" else int(self._args.side == "b")
-        for values in self._sums.values():
-            values[rows] = 0
+        self._ledger.begin(rows)
         self._hit[rows] = False
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
@@ -167,9 +182,9 @@ class Snakes3v3(BatchedEnv):
         joint = np.empty((len(rows), 2, N_TEAM), np.int64)
         joint[each, team] = actions[rows]
         joint[each, 1 - team] = self._pool.act(board, rows, 1 - team)
-        before = self._potential(rows)
+        before = self._ledger.potential(board, self._team, rows)
         outcome = self._engine.step(joint.reshape(-1, N_SNAKES), rows)
-        reward = self._rewards(outcome, rows, before)
+        reward = self._ledger.pay(outcome, board, self._team, rows, before)
         self._hit[rows] = outcome.hit
         return self._result(rows, reward, outcome.over)
 
@@ -193,7 +208,7 @@ class Snakes3v3(BatchedEnv):
             "engine": self._engine.snapshot(),
             "pool": self._pool.snapshot(),
             "team": self._team.copy(),
-            "sums": {name: values.copy() for name, values in self._sums.items()},
+            "sums": {name: values.copy() for name, values in self._ledger.sums.items()},
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -202,7 +217,7 @@ class Snakes3v3(BatchedEnv):
         self._engine.restore(snapshot["engine"])
         self._team[:] = snapshot["team"]
         for name, values in snapshot["sums"].items():
-            self._sums[name][:] = values
+            self._ledger.sums[name][:] = values
         self._hit[:] = False
 
     def get_stats(self) -> dict[str, float]:
@@ -229,44 +244,18 @@ class Snakes3v3(BatchedEnv):
         marked = np.flatnonzero(self._hit[slot][order]).tolist()
         return Frame(scene, [*x], [*y], alive, bodies=[*parts, *[[]] * N_BEANS], marked=marked, score=score)
 
-    def _potential(self, rows: np.ndarray) -> np.ndarray:
-        """Return the potential of the own snakes, [k, 3]; zero if the reward has none."""
-        if self._args.reward != "potential":
-            return np.zeros((len(rows), N_TEAM))
-        board = self._engine.board
-        heads = of_team(board.heads[rows], self._team[rows])
-        return potential(heads, board.beans[rows], self._args.potential_scale)
-
-    def _rewards(self, outcome: StepOutcome, rows: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Add the step to the sums; return the rewards [k, 3] of the own snakes. before: potentials before the step."""
-        args, board, team = self._args, self._engine.board, self._team[rows]
-        own, other = of_team(outcome.raw, team), of_team(outcome.raw, 1 - team)
-        steps = {"own": own, "other": other, "beans": of_team(outcome.ate, team), "deaths": of_team(outcome.hit, team)}
-        for name, values in steps.items():
-            self._sums[name][rows] += values.sum(1)
-        lead = self._sums["own"][rows] - self._sums["other"][rows]
-        if args.reward == "baseline":
-            heads = of_team(board.heads[rows], team)
-            return baseline_rewards(own, lead, outcome.over, heads, board.beans[rows])
-        reward = score_rewards(own, other) + (args.reward_win * np.sign(lead) * outcome.over)[:, None]
-        if args.reward == "potential":
-            # The potential of the end is zero: the shaping then cancels over an episode.
-            after = np.where(outcome.over[:, None], 0, self._potential(rows))
-            reward += args.potential_gamma * after - before
-        return reward
-
     def _result(self, rows: np.ndarray, reward: np.ndarray, over: np.ndarray) -> StepResult:
         """Return rewards [k, 3] and ends [k] of the slots `rows`, with the results of episodes that ended."""
-        b, lead = self.n_slots, self._sums["own"] - self._sums["other"]
-        agent_reward, terminated = np.zeros((b, N_TEAM), np.float32), np.zeros(b, bool)
+        agent_reward, terminated = np.zeros((self.n_slots, N_TEAM), np.float32), np.zeros(self.n_slots, bool)
         agent_reward[rows], terminated[rows] = reward, over
-        ends = {"games": terminated, "won": terminated & (lead > 0), "drawn": terminated & (lead == 0)}
+        facts = np.zeros((2 + len(RESULTS), self.n_slots), np.float32)
         if terminated.any():
+            lead = self._ledger.sums["own"] - self._ledger.sums["other"]
+            ends = {"games": terminated, "won": terminated & (lead > 0), "drawn": terminated & (lead == 0)}
             self._count(ends)
-        results = {"battle_won": ends["won"], "draw": ends["drawn"]}
-        results |= {RESULTS[name]: np.where(terminated, total, 0) for name, total in self._sums.items()}
-        info = {name: values.astype(np.float32) for name, values in results.items()}
-        return StepResult(agent_reward.sum(1), terminated, np.zeros(b, bool), info, agent_reward=agent_reward)
+            facts[:] = ends["won"], ends["drawn"], *(terminated * self._ledger.sums[name] for name in RESULTS)
+        info = dict(zip(("battle_won", "draw", *RESULTS.values()), facts, strict=True))
+        return StepResult(agent_reward.sum(1), terminated, np.zeros_like(terminated), info, agent_reward=agent_reward)
 
     def _count(self, ends: dict[str, np.ndarray]) -> None:
         """Count the episodes that ended, [B] bool each, in all and against each opponent."""

@@ -1,0 +1,10 @@
+"""The compiler of the snakes: what the kernels do depends on all source of `omagd.envs.snakes`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omagd.utils.compiling import Compiler
+
+compiler = Compiler(Path(__file__).resolve().parents[1], "snakes")
+function, kernel = compiler.function, compiler.kernel

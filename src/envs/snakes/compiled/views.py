@@ -1,0 +1,139 @@
+"""The observations "entities" and "planes" as kernels over boards; compare `omagd.envs.snakes.observer`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omagd.envs.snakes.board import EPISODE_LIMIT
+from omagd.envs.snakes.compiled import tables
+from omagd.envs.snakes.compiled.compiling import function, kernel
+from omagd.envs.snakes.compiled.tables import (
+    BEAN,
+    COL,
+    EMPTY,
+    FIRST_SNAKE,
+    NEXT_CELL,
+    ROW,
+    Array,
+    Boards,
+    distance,
+    down,
+    right,
+    seat,
+)
+from omagd.envs.snakes.features import LONG
+from omagd.envs.snakes.observer import MIDDLE_COL, MIDDLE_ROW, MOVE_DIM, N_PLANES, TWO_AWAY, UNIT_DIM
+
+HEIGHT, WIDTH, N_CELLS, N_ACTIONS = tables.HEIGHT, tables.WIDTH, tables.N_CELLS, tables.N_ACTIONS
+N_SNAKES, N_TEAM, N_BEANS = tables.N_SNAKES, tables.N_TEAM, tables.N_BEANS
+ZERO, ONE = np.float32(0), np.float32(1)
+BEANS_AT = MOVE_DIM + N_TEAM * UNIT_DIM  # opponents, beans, mates, own features
+MATES_AT = BEANS_AT + N_BEANS * UNIT_DIM
+OWN_AT = MATES_AT + (N_TEAM - 1) * (UNIT_DIM - 1)
+IS_BEAN, N_TWO_AWAY = UNIT_DIM - 1, TWO_AWAY.shape[1]
+NEAR_CELLS = TWO_AWAY.astype(np.uint8)
+HEAD, BODY, TAIL, SHARE, MATES, OPPONENTS = 1, 2, 3, 4, 4, 7  # planes; of others, those of the own snake are added
+
+
+@function
+def way(own: int, cell: int, scale: np.float32, out: Array, at: int) -> None:
+    """Write (right, up) / scale from the own head to a cell."""
+    out[at], out[at + 1] = np.float32(right(own, cell)) / scale, np.float32(-down(own, cell)) / scale
+
+
+@function
+def show_unit(own: int, cell: int, scale: np.float32, sight: np.float32, out: Array) -> bool:
+    """Write the first features of an entity, or zeros if it is beyond `sight`; return whether it is in sight."""
+    far = distance(own, cell)
+    for n in range(len(out)):
+        out[n] = ZERO
+    if far > sight:
+        return False
+    out[0], out[1] = ONE, far / scale
+    way(own, cell, scale, out, 2)
+    return True
+
+
+@function
+def show_self(g: Boards, b: int, snake: int, own: int, scale: np.float32, out: Array) -> None:
+    """Write the own features."""
+    out[0] = np.float32(g.lengths[b, snake] / LONG)
+    for a in range(N_ACTIONS):
+        out[1 + a] = np.float32(g.directions[b, snake] == a)
+    way(own, g.tails[b, snake], scale, out, 5)
+    out[7] = np.float32(g.steps[b] / EPISODE_LIMIT)
+    for n in range(N_TWO_AWAY):
+        out[8 + n] = np.float32(g.codes[b, NEAR_CELLS[own, n]] >= FIRST_SNAKE)
+
+
+@kernel
+def entities(g: Boards, team: Array, scale: np.float32, sight: np.float32, out: Array) -> None:
+    """Write the entities up to `sight` of the snakes of `team` [B] into `out` [B, 3, obs_dim]."""
+    for b in range(len(team)):
+        for i in range(N_TEAM):
+            seen, me = out[b, i], seat(team[b], i)
+            own = g.heads[b, me]
+            for a in range(N_ACTIONS):
+                seen[a] = np.float32(g.codes[b, NEXT_CELL[own, a]] < FIRST_SNAKE)
+            for n in range(N_SNAKES - 1):
+                snake, mate = seat(team[b], n + (n >= i)), n < N_TEAM - 1
+                at = MATES_AT + n * (UNIT_DIM - 1) if mate else MOVE_DIM + (n - N_TEAM + 1) * UNIT_DIM
+                unit = seen[at : at + UNIT_DIM - mate]
+                if show_unit(own, g.heads[b, snake], scale, sight, unit):
+                    unit[4] = np.float32(g.lengths[b, snake] / LONG)
+                    unit[5 + g.directions[b, snake]] = ONE
+                    way(own, g.tails[b, snake], scale, unit, 9)
+            for n in range(N_BEANS):
+                at = BEANS_AT + g.bean_slots[b, n] * UNIT_DIM
+                if show_unit(own, g.beans[b, n], scale, sight, seen[at : at + UNIT_DIM]):
+                    seen[at + IS_BEAN] = ONE
+            show_self(g, b, me, own, scale, seen[OWN_AT:])
+
+
+@function
+def plane_of(code: np.int64, team: int, me: int) -> int:
+    """Return what is added to the own snake's planes for those of the snake with this code."""
+    snake = np.int64(code - FIRST_SNAKE)
+    if snake == me:
+        return 0
+    return MATES if snake // N_TEAM == team else OPPONENTS
+
+
+@function
+def window(centred: bool, own: int, cell: int) -> int:
+    """Return where a cell is shown, in reading order of the planes."""
+    if not centred:
+        return cell
+    row, col = ROW[cell] - ROW[own] + MIDDLE_ROW + HEIGHT, COL[cell] - COL[own] + MIDDLE_COL + WIDTH
+    return row % HEIGHT * WIDTH + col % WIDTH
+
+
+@kernel
+def planes(g: Boards, team: Array, centred: bool, out: Array) -> None:
+    """Write the planes of the snakes of `team` [B] into `out` [B, 3, 2200]."""
+    for b in range(len(team)):
+        share = np.float32(1 - g.steps[b] / EPISODE_LIMIT)
+        for i in range(N_TEAM):
+            seen, me = out[b, i], seat(team[b], i)
+            own = g.heads[b, me]
+            for n in range(N_PLANES * N_CELLS):
+                seen[n] = ZERO
+            for n in range(N_CELLS):
+                seen[SHARE * N_CELLS + n] = share
+                code = np.int64(g.codes[b, n])
+                if code == BEAN:
+                    seen[window(centred, own, n)] = ONE
+                elif code != EMPTY:
+                    seen[(BODY + plane_of(code, team[b], me)) * N_CELLS + window(centred, own, n)] = ONE
+            for snake in range(N_SNAKES):
+                if g.lengths[b, snake]:
+                    mark(g, b, team[b], me, HEAD, g.heads[b, snake], window(centred, own, g.heads[b, snake]), seen)
+                    mark(g, b, team[b], me, TAIL, g.tails[b, snake], window(centred, own, g.tails[b, snake]), seen)
+
+
+@function
+def mark(g: Boards, b: int, team: int, me: int, plane: int, cell: int, shown: int, out: Array) -> None:
+    """Mark the cell of a head or a tail in the plane of the snake that is drawn there."""
+    code = np.int64(g.codes[b, cell])
+    if code >= FIRST_SNAKE:
+        out[(plane + plane_of(code, team, me)) * N_CELLS + shown] = ONE
