@@ -1,6 +1,11 @@
-"""Board steps per second of processor time of `snakes_3v3`, one thread: engine, opponents, observations.
+"""Board steps per second of `snakes_3v3`, compiled beside NumPy: engine, opponents, observations; one thread.
 
-OMP_NUM_THREADS=1 python benchmarks/snakes_speed.py --boards 256 --seconds 3
+    OMP_NUM_THREADS=1 python benchmarks/snakes_speed.py --boards 16 256
+    OMP_NUM_THREADS=1 python benchmarks/snakes_speed.py --boards 16 64 256 --rounds 9 --only near
+
+Both play in turns in this process. Prints medians and quartiles of the rounds in processor time, and of the ratio of
+each round. A tick of the environment is what a runner makes: observe, step with random actions, reset what has ended;
+its reward is `potential`. `network` is a frozen opponent with the observation of its line and two layers of 256 units.
 """
 
 from __future__ import annotations
@@ -8,15 +13,22 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from omagd.envs.factory import make_env
+from omagd.envs.snakes import snakes_env
 from omagd.envs.snakes.engine import Engine
 from omagd.envs.snakes.opponents import SCRIPTS
+from omagd.envs.snakes.rewards import Ledger
+
+UNITS = 256
+Kinds = tuple[type[Engine], type[Ledger]]
+Step = Callable[[], None]
 
 
-def per_second(step: Callable[[], None], boards: int, seconds: float) -> float:
+def per_second(step: Step, boards: int, seconds: float) -> float:
     """Return board steps per second of processor time of `step`, which plays all boards once."""
     steps, start = 0, time.process_time()
     while time.process_time() - start < seconds:
@@ -25,9 +37,9 @@ def per_second(step: Callable[[], None], boards: int, seconds: float) -> float:
     return steps / (time.process_time() - start)
 
 
-def engine_steps(boards: int, script: str | None) -> Callable[[], None]:
+def engine_steps(script: str | None, kinds: Kinds, boards: int) -> Step:
     """Return a step of the engine: both teams by `script`, or actions that were drawn before; resets included."""
-    engine, rows, rng = Engine(boards), np.arange(boards), np.random.default_rng(0)
+    engine, rows, rng = kinds[0](boards), np.arange(boards), np.random.default_rng(0)
     drawn = rng.integers(0, 4, (64, boards, 6))
     one, other = np.zeros(boards, np.int64), np.ones(boards, np.int64)
     engine.reset(rows, rows)
@@ -46,9 +58,18 @@ def engine_steps(boards: int, script: str | None) -> Callable[[], None]:
     return step
 
 
-def env_steps(boards: int, **env_args: object) -> Callable[[], None]:
-    """Return a tick as a runner makes it: look, act at random, step, reset what has ended."""
-    env, rng = make_env("snakes_3v3", env_args, boards, processes=False), np.random.default_rng(0)
+def env_steps(obs: str, opponent: str, kinds: Kinds, boards: int) -> Step:
+    """Return a tick of the environment."""
+    usual, snakes_env.engine = snakes_env.engine, lambda: kinds  # type: ignore[assignment]
+    env = make_env("snakes_3v3", {"obs": obs, "reward": "potential"}, boards, processes=False)
+    snakes_env.engine, rng = usual, np.random.default_rng(0)
+    if opponent == "network":
+        sizes = [env.info.obs_dim, UNITS, UNITS, 4]
+        pairs = zip(sizes[1:], sizes[:-1], strict=True)
+        layers = [(rng.normal(size=shape) / np.sqrt(shape[1]), np.zeros(shape[0])) for shape in pairs]
+        env.set_opponents([env.frozen_opponent("network", layers, sample=False)])  # type: ignore[attr-defined]
+    else:
+        env.set_opponents([opponent])  # type: ignore[attr-defined]
     everyone, seeds = np.ones(boards, bool), np.arange(boards)
     drawn = rng.integers(0, 4, (64, boards, 3))
     env.reset(everyone, seeds)
@@ -64,18 +85,39 @@ def env_steps(boards: int, **env_args: object) -> Callable[[], None]:
     return step
 
 
-def main() -> None:
-    """Print one line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--boards", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=2.0)
-    args = parser.parse_args()
-    cases = {"engine, random actions": engine_steps(args.boards, None)}
-    cases |= {f"engine, both teams {name}": engine_steps(args.boards, name) for name in SCRIPTS}
+def show(values: np.ndarray, digits: int = 0) -> str:
+    """Return the median and the quartiles."""
+    low, middle, high = (f"{value:,.{digits}f}" for value in np.percentile(values, (25, 50, 75)))
+    return f"{middle} ({low} to {high})"
+
+
+def cases() -> dict[str, Callable[[Kinds, int], Step]]:
+    """Return what is measured, by name."""
+    found = {"engine, random actions": partial(engine_steps, None)}
+    found |= {f"engine, both teams {name}": partial(engine_steps, name) for name in ("random", "l1", "greedy")}
     for obs in ("26", "30", "35", "near", "entities", "planes"):
-        cases[f"environment, obs={obs}, greedy opponent"] = env_steps(args.boards, obs=obs, opponent="greedy")
-    for name, step in cases.items():
-        print(f"{name:45} {per_second(step, args.boards, args.seconds):10,.0f} board steps/s", flush=True)
+        found[f"environment, {obs}, greedy"] = partial(env_steps, obs, "greedy")
+    found |= {f"environment, {obs}, network": partial(env_steps, obs, "network") for obs in ("26", "near")}
+    return found
+
+
+def main() -> None:
+    """Print one line for each case and number of boards."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--boards", type=int, nargs="+", default=[16, 256])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.3, help="processor time of a round")
+    parser.add_argument("--only", default="", help="measure what has this word in its name")
+    args = parser.parse_args()
+    kinds = {"compiled": snakes_env.engine(), "NumPy": (Engine, Ledger)}
+    for boards in args.boards:
+        for name, make in cases().items():
+            if args.only in name:
+                steps = {kind: make(classes, boards) for kind, classes in kinds.items()}
+                rows = [[per_second(step, boards, args.seconds) for step in steps.values()] for _ in range(args.rounds)]
+                first, second = np.array(rows).T
+                print(f"{boards} boards, {name}: compiled {show(first)}, NumPy {show(second)} board steps/s;", end=" ")
+                print(f"ratio {show(first / second, 1)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.utils import compiling
 
 SLOTS = 6
 SCRIPTS = ("attack_nearest", "focus_fire", "kiting")
@@ -185,7 +186,7 @@ def test_pictures_and_smac_tools_show_the_same():
 
 
 def test_without_numba_the_reference_plays_with_one_warning(monkeypatch, capsys):
-    monkeypatch.setattr(skirmish_env, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     skirmish_env.engine.cache_clear()
     try:
         for _ in range(2):

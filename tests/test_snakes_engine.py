@@ -8,6 +8,8 @@ from snakes_parity import GAMES, chained, load, state_values
 from snakes_reference import bodies_of
 
 from omagd.envs.snakes.board import NEXT_CELL
+from omagd.envs.snakes.compiled.engine import Recorded
+from omagd.envs.snakes.compiled.start import compiled
 from omagd.envs.snakes.draws import Draws, below, draw, keys_of
 from omagd.envs.snakes.engine import Engine, respawn
 from omagd.envs.snakes.opponents import SCRIPTS
@@ -15,9 +17,12 @@ from omagd.envs.snakes.opponents import SCRIPTS
 UP, DOWN, LEFT, RIGHT = range(4)
 
 
-def begun(seeds: np.ndarray) -> tuple[Engine, np.ndarray]:
+ENGINES = [Engine, compiled()[0]]
+
+
+def begun(seeds: np.ndarray, kind: type[Engine] = Engine) -> tuple[Engine, np.ndarray]:
     """Return an engine whose boards have new games, and the numbers of its boards."""
-    engine, rows = Engine(len(seeds)), np.arange(len(seeds))
+    engine, rows = kind(len(seeds)), np.arange(len(seeds))
     engine.reset(rows, seeds)
     return engine, rows
 
@@ -26,13 +31,18 @@ def test_every_step_of_every_stored_game_is_the_same():
     actions, draws, expected = load()
     n = len(actions)
     assert n >= 1000 and GAMES.stat().st_size < 1_000_000
-    engine, everyone = Engine(n, draws), np.arange(n)
-    engine.reset(everyone, np.zeros(n, np.int64))
+    recorded = Recorded(draws.starts, draws.turns, draws.beans, draws.next_turn.copy(), draws.next_bean.copy())
+    reference, everyone = Engine(n, draws), np.arange(n)
+    engine = compiled()[0](n, recorded)
+    for each in (reference, engine):
+        each.reset(everyone, np.zeros(n, np.int64))
     board, digest, over = engine.board, np.zeros(n, np.uint64), np.zeros(n, bool)
     deaths, longest = 0, 0
     for t in range(actions.shape[1]):
         rows = everyone[~over]
-        outcome = engine.step(actions[rows, t], rows)
+        outcome, other = (each.step(actions[rows, t], rows) for each in (engine, reference))
+        assert all(np.array_equal(value, vars(other)[name]) for name, value in vars(outcome).items())
+        assert all(np.array_equal(value, vars(reference.board)[name]) for name, value in vars(board).items())
         segments, lengths = engine.segments(rows).astype(np.int64), board.lengths[rows]
         bodies = np.where(np.arange(segments.shape[2]) < lengths[..., None], segments, -1)
         facts = (board.directions[rows], board.beans[rows], outcome.raw, outcome.hit, lengths - 3, outcome.over)
@@ -43,6 +53,7 @@ def test_every_step_of_every_stored_game_is_the_same():
         np.testing.assert_array_equal(outcome.over, expected["steps"][rows] == t + 1)
         deaths, longest = deaths + int(outcome.hit.sum()), max(longest, int(lengths.max()))
     np.testing.assert_array_equal(digest, expected["final"])
+    assert np.array_equal(engine.snapshot()["ring"], reference.snapshot()["ring"]), "bodies"
     assert over.all() and deaths > 10_000 and longest > 15, "the stored games are worth comparing"
 
 
@@ -62,8 +73,9 @@ def test_a_bean_keeps_its_number_while_it_lies_there():
     assert moved > 100
 
 
-def test_boards_are_the_same_alone_as_among_others_and_when_others_stand_still():
-    (together, _), (alone, only) = begun(np.arange(100, 106)), begun(np.array([104]))
+@pytest.mark.parametrize("kind", ENGINES)
+def test_boards_are_the_same_alone_as_among_others_and_when_others_stand_still(kind):
+    (together, _), (alone, only) = begun(np.arange(100, 106), kind), begun(np.array([104]), kind)
     rng = np.random.default_rng(0)
     for step in range(80):
         actions = rng.integers(0, 4, (6, 6))
@@ -131,9 +143,10 @@ def test_respawns_on_crowded_boards_are_those_of_a_plain_search():
         assert directions[row] == ((RIGHT if c0 > c1 else LEFT) if r0 == r1 else (DOWN if r0 > r1 else UP))
 
 
+@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("room", [False, True])
-def test_the_game_ends_where_a_dead_snake_has_no_room_to_return(room):
-    engine, row = begun(np.zeros(1, np.int64))
+def test_the_game_ends_where_a_dead_snake_has_no_room_to_return(room, kind):
+    engine, row = begun(np.zeros(1, np.int64), kind)
     board = engine.board
     board.codes[:] = 7
     board.beans[0] = np.arange(195, 200)
