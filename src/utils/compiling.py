@@ -29,10 +29,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-def compiled_or_reference(what: str, slower: str, compiled: Callable[[], T], reference: T) -> T:
-    """Return what `compiled` loads, or the `reference` where Numba is missing, with a warning: `what` is `slower`."""
+def compiled_or_reference(loss: str, compiled: Callable[[], T], reference: T) -> T:
+    """Return what `compiled` loads or, where Numba is missing, the `reference`, with a warning that names the loss."""
     if find_spec("numba") is None:
-        print_warning(f"Numba is not installed: {what} are played by NumPy, {slower} slower. pip install numba")
+        print_warning(f"Numba is not installed: {loss}. pip install numba")
         return reference
     return compiled()
 

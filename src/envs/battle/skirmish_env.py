@@ -31,7 +31,9 @@ def engine() -> tuple[type[Simulator], type[BattleSemantics]]:
 
         return engine.compiled()
 
-    return compiled_or_reference("battles", "ten times", compiled, (Simulator, BattleSemantics))
+    return compiled_or_reference(
+        "battles are played by NumPy, ten times slower", compiled, (Simulator, BattleSemantics)
+    )
 
 
 class SkirmishEnv(BattleEnv):

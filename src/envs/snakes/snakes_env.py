@@ -87,14 +87,14 @@ RESULTS = {"own": "score_own", "other": "score_opponent", "beans": "beans", "dea
 
 @lru_cache(maxsize=1)
 def engine() -> tuple[type[Engine], type[Ledger]]:
-    """Return the classes that play and pay the games."""
+    """Return the classes that play and pay the games: compiled ones, or the reference where Numba is missing."""
 
     def compiled() -> tuple[type[Engine], type[Ledger]]:
         from omagd.envs.snakes.compiled import start
 
         return start.compiled()
 
-    return compiled_or_reference("snakes", "ten times", compiled, (Engine, Ledger))
+    return compiled_or_reference("snakes are played by NumPy, ten times slower", compiled, (Engine, Ledger))
 
 
 SCENE = Scene(

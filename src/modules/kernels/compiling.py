@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from omagd.config.schema import Config
-from omagd.utils.writing import print_warning
+from omagd.utils.compiling import compiled_or_reference
 
 BACKEND = "inductor"
 SMALL = 1 << 16  # numbers below which torch's operations are used: loading Numba takes longer than they do
@@ -29,13 +28,14 @@ def kernels_for(x: Tensor, n_numbers: int) -> ModuleType | None:
 @cache
 def compiled_kernels() -> ModuleType | None:
     """Return the module of the kernels, compiled or loaded at the first call; None without Numba."""
-    if find_spec("numba") is None:
-        print_warning("Numba is not installed: updates take half as long again. pip install numba")
-        return None
-    from omagd.modules.kernels import compiled
 
-    compiled.prepare()
-    return compiled
+    def load() -> ModuleType | None:
+        from omagd.modules.kernels import compiled
+
+        compiled.prepare()
+        return compiled
+
+    return compiled_or_reference("updates take half as long again", load, None)
 
 
 def maybe_compile(config: Config, *modules: nn.Module) -> None:
