@@ -24,12 +24,14 @@ from omagd.run.reporting.card import (
     NO_EFFECT,
     ROUNDING,
     _differing,
+    changed_versions,
     differences,
     final_card,
     make_card,
     marks,
     read_card,
     start_lines,
+    versions_of,
 )
 from omagd.run.reporting.report import next_command, render_summary, seeds_table, write_summary
 from omagd.run.training.records import complete_card
@@ -138,6 +140,7 @@ DIFFERENCES = [
     ({"env_args__difficulty": "3"}, "difficulty 3, not 7"),
     ({"env_args__reward_sparse": True}, "env_args.reward_sparse True, not the default"),
     ({"env": "smax"}, "env smax, not skirmish"),
+    ({"max_episodes": 50}, "max_episodes 50, not none"),
 ]
 
 
@@ -152,6 +155,12 @@ def test_the_id_depends_on_what_must_agree_and_the_difference_is_named():
 def test_pretraining_and_evaluation_have_other_entries():
     pretrained = card_of("omagd", pretrain_only=True, graph_pretrain_epochs=7)["compared"]
     assert pretrained["graph_pretrain_epochs"] == 7 and "t_max" not in pretrained
+    paths = {"pretrained_tokenizer_path": "x", "pretrained_mask_predictor_path": "x"}
+    for part in ({"evaluation_only": True, **paths}, {"reconstructer_stage": "stage1"}):
+        assert card_of("omagd", **part)["compared"].keys() == pretrained.keys(), part
+    sizes = {"pretrain_only": True, "graph_pretrain_batch_size": 16}
+    one, two = (card_of("omagd", ranks=ranks, **sizes) for ranks in (1, 2))
+    assert [card["compared"]["effective_batch"] for card in (one, two)] == [16, 32]
     asked = {"evaluate": True, "checkpoint_path": "run", "eval_report_episodes": 64}
     assert card_of(**asked)["compared"]["trained"] == "no card"
     card = card_of(**asked, trained=card_of(t_max=50))["compared"]
@@ -224,6 +233,26 @@ def test_an_evaluation_beside_a_training_is_marked_as_one():
     assert [line[at:].split()[0] for line in (first, second)] == ["training", "evaluation"]
     assert note.endswith("run evaluation: evaluation, not training; test_episodes 64, not 32")
     assert "kind" not in runs_table(results[:1])
+
+
+def test_an_evaluation_in_another_environment_says_in_what_it_differs():
+    played = card_of(evaluate=True, checkpoint_path="run", env_args__move_amount=3.0)
+    assert "env_args.move_amount 3.0, not the default" in differences(played, card_of())
+
+
+def test_what_is_no_card_is_none(tmp_path):
+    for text in ("{}", '{"id": "x", "compared": 5}', '{"id": 5, "compared": {}}', "[]", "{"):
+        RunFolder(tmp_path).card_json.write_text(text)
+        assert read_card(tmp_path) is None, text
+
+
+def test_versions_that_changed_between_the_last_two_starts_are_named():
+    now = card_of()
+    before = {**now, "told": {**now["told"], "versions": {**now["told"]["versions"], "torch": "1.0"}}}
+    changed, same = versions_of(before, now), versions_of(now, now)
+    assert same == {"versions": now["told"]["versions"]}
+    assert changed_versions({**now, "resumed": [same, changed]}) == f"torch {torch.__version__} (was 1.0)"
+    assert changed_versions({**now, "resumed": [changed, same]}) == changed_versions(now) == ""
 
 
 def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):
