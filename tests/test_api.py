@@ -161,10 +161,11 @@ def test_evaluate_rejects_another_map_and_a_taken_name(trained, tmp_path, capsys
             assert main([*command, "local_results_path=results", word]) == 2
             output = capsys.readouterr()
             assert output.out == "" and len(output.err.splitlines()) == 1 and part in output.err
+    (taken / "notes.txt").write_text("somebody's")  # an empty folder is what a killed start leaves: it would be used
     given = {**SMALL, "local_results_path": str(taken.parent), "unique_token": "mine", "auto_resume": True}
     with pytest.raises(UserError, match=f"unique_token=mine: {taken} exists already"):
         launch(resolve("qmix", None, given), "mine")
-    assert [path.name for path in tmp_path.rglob("*")] == ["results", "mine"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["results", "mine", "notes.txt"]
 
 
 def test_a_policy_rejects_other_shapes_and_maps(trained, tmp_path):
