@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sc2_stand_in
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from omagd.config.loading import resolve
 from omagd.run.analysis.comparison import table
@@ -117,6 +117,53 @@ def test_every_argument_of_an_environment_is_on_the_card_or_has_no_effect():
         assert bool(_differing(changed)) == (name not in IRRELEVANT), name
 
 
+class Inner(BaseModel):
+    """A group of arguments, as an environment may have one."""
+
+    size: int = 5
+    shape: tuple[int, ...] = (1, 2)
+    parts: dict[str, dict[str, float]] = {"left": {"x": 0.5, "y": 1.0}}
+
+
+class Arguments(BaseModel):
+    inner: Inner = Inner()
+    made: Inner = Field(default_factory=lambda: Inner(size=9))
+    sizes: tuple[int, ...] = (3, 4)
+    table: dict[str, float] = {"a": 1.0}
+    needed: int
+    map_name: str = "3m"
+
+
+def test_of_nested_arguments_only_those_that_differ_from_their_defaults_are_on_the_card():
+    assert _differing(Arguments(needed=7)) == {"needed": 7}, "an argument without a default always counts"
+    changed = {"left": {"x": 0.5, "y": 2.0}, "right": {"x": 3.0}}
+    made = Arguments(
+        needed=7, map_name="8m", inner=Inner(shape=(1, 3), parts=changed), made=Inner(), sizes=(3, 4), table={"a": 2.0}
+    )
+    assert _differing(made) == {
+        "needed": 7, "inner.shape": [1, 3], "inner.parts.left.y": 2.0, "inner.parts.right.x": 3.0, "made.size": 5,
+        "table.a": 2.0,
+    }  # fmt: skip
+
+
+def test_the_card_of_a_set_of_maps_names_those_trained_on_and_those_held_out(tmp_path):
+    """Two sets that have one name and differ in a map are not comparable, whichever map it is."""
+    ready, file = card_of("hpn_qmix", env_args__map_name="marine-easy")["compared"], tmp_path / "mine.yaml"
+    assert (ready["map"], ready["maps"]) == ("marine-easy", "3m 5m 10m")
+    assert ready["held_out_maps"] == "4m 6m 7m 8m 9m 11m 12m"
+    cards = []
+    for training, held_out in (("3m, 5m", "4m"), ("3m, 8m", "4m"), ("3m, 5m", "8m")):
+        file.write_text(f"training: [{training}]\nheld_out: [{held_out}]\n")
+        cards.append(card_of("hpn_qmix", env_args__map_name=str(file)))
+    first = cards[0]
+    assert (first["compared"]["map"], first["compared"]["maps"], first["compared"]["held_out_maps"]) == (
+        "mine", "3m 5m", "4m"
+    )  # fmt: skip
+    assert differences(cards[1], first) == "maps 3m 8m, not 3m 5m"
+    assert differences(cards[2], first) == "held_out_maps 8m, not 4m"
+    assert {"maps", "held_out_maps"}.isdisjoint(card_of()["compared"])
+
+
 def test_the_method_is_the_same_on_any_number_of_ranks():
     one = card_of("omagd_small", batch_size=32, batch_size_run=16, graph_pretrain_batch_size=32)
     sizes = {"batch_size": 16, "batch_size_run": 8, "graph_pretrain_batch_size": 16}
@@ -158,6 +205,15 @@ def test_pretraining_and_evaluation_have_other_entries():
     paths = {"pretrained_tokenizer_path": "x", "pretrained_mask_predictor_path": "x"}
     for part in ({"evaluation_only": True, **paths}, {"reconstructer_stage": "stage1"}):
         assert card_of("omagd", **part)["compared"].keys() == pretrained.keys(), part
+    for key, value, words in (
+        ("graph_pretrain_policy", "mixed", "graph_pretrain_policy mixed, not random"),
+        ("graph_pretrain_epochs", 9, "graph_pretrain_epochs 9, not 7"),
+        ("graph_pretrain_episodes", 33, "graph_pretrain_episodes 36, not 32"),
+        ("graph_pretrain_eval_episodes", 9, "held_out_episodes 12, not 8"),
+    ):
+        asked = {"pretrain_only": True, "batch_size_run": 4, "graph_pretrain_epochs": 7, "graph_pretrain_episodes": 32,
+                 "graph_pretrain_eval_episodes": 8, "graph_pretrain_policy": "random"}  # fmt: skip
+        assert differences(card_of("omagd", **{**asked, key: value}), card_of("omagd", **asked)) == words
     sizes = {"pretrain_only": True, "graph_pretrain_batch_size": 16}
     one, two = (card_of("omagd", ranks=ranks, **sizes) for ranks in (1, 2))
     assert [card["compared"]["effective_batch"] for card in (one, two)] == [16, 32]
