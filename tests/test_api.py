@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,19 @@ import yaml
 from command_budgets import BUDGETS
 from documented import questions
 from interruption import json_of
+from runner_toys import FakeEnv, highest, length_of, reward_at, seen_at
 
 import omagd
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import parse_value, resolve, validate
 from omagd.config.schema import Config
-from omagd.controllers.types import Tick
+from omagd.controllers.types import Decision, Tick
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
-from omagd.envs.protocol import BatchedEnv
+from omagd.envs.protocol import BatchedEnv, StepResult
+from omagd.run.api import LoadedPolicy
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
@@ -35,7 +38,8 @@ from omagd.run.training.build import build_mac, load_pretrained, of_checkpoint
 from omagd.run.training.evaluate import evaluation_config
 from omagd.utils.errors import UserError
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "python_api.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, CONFIGS = ROOT / "docs" / "python_api.md", ROOT / "src" / "config"
 # Every environment of this repository, by a name that has its arguments; installed packages may add others.
 OWN_ENVS = sorted(name for name, where in ENVS._lazy.items() if where.startswith("omagd."))
 SMALL = {key: parse_value(text) for key, text in (budget.split("=") for budget in BUDGETS)}
@@ -161,10 +165,11 @@ def test_evaluate_rejects_another_map_and_a_taken_name(trained, tmp_path, capsys
             assert main([*command, "local_results_path=results", word]) == 2
             output = capsys.readouterr()
             assert output.out == "" and len(output.err.splitlines()) == 1 and part in output.err
+    (taken / "notes.txt").write_text("somebody's")  # an empty folder is what a killed start leaves: it would be used
     given = {**SMALL, "local_results_path": str(taken.parent), "unique_token": "mine", "auto_resume": True}
     with pytest.raises(UserError, match=f"unique_token=mine: {taken} exists already"):
         launch(resolve("qmix", None, given), "mine")
-    assert [path.name for path in tmp_path.rglob("*")] == ["results", "mine"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["results", "mine", "notes.txt"]
 
 
 def test_a_policy_rejects_other_shapes_and_maps(trained, tmp_path):
@@ -208,6 +213,158 @@ class Random:
 
     def act(self, obs: np.ndarray, mask: np.ndarray) -> np.ndarray:
         return random_actions(mask, self.rng)
+
+
+class Losing(FakeEnv):
+    """Episodes of a step or more; those whose number is in `lost` are void after their first step."""
+
+    def __init__(self, lost: set[int]) -> None:
+        super().__init__(1)
+        self.lost = lost
+
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        result = super().step(actions, active)
+        lost = np.full(1, len(self.begun) - 1 in self.lost)
+        self.over |= lost
+        info = {**result.info, "battle_won": np.where(lost, 1000.0, result.info["battle_won"])}
+        return StepResult(result.reward, result.terminated | lost, result.truncated & ~lost, info, lost)
+
+
+class Highest:
+    """Takes the highest action that is available; notes when it forgets and what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def reset(self) -> None:
+        self.seen.append([])
+
+    def act(self, obs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        self.seen[-1].append(obs[0, 0])
+        return highest(mask)
+
+
+def test_lost_episodes_are_played_again_until_ten_in_a_row_are_lost():
+    """Nine, one that counts, nine more: the results are those of the episodes that were not lost alone."""
+    env, policy = Losing({*range(9), *range(10, 19)}), Highest()
+    results = omagd.play(policy, ParallelBattle(env), episodes=2, seed=5)
+    assert len(env.begun) == len(policy.seen) == 20 and len({seed for _, seed in env.begun}) == 20
+    seeds = [seed for number, (_, seed) in enumerate(env.begun) if number not in env.lost]
+    lengths = [length_of(seed) for seed in seeds]
+    returns = [
+        sum(reward_at(seed, t, np.full(2, 3 if t % 2 == 0 else 1)) for t in range(length_of(seed))) for seed in seeds
+    ]
+    assert results["lengths"] == lengths and results["returns"] == pytest.approx(returns)
+    assert results["battle_won"] == [seed % 3 == 0 for seed in seeds]
+    totals = results["totals"]
+    assert (totals["episodes"], totals["lost_episodes"], totals["steps"]) == (2, 18, sum(lengths))
+    assert totals["return_mean"] == pytest.approx(np.mean(returns))
+    assert totals["battle_won_mean"] == np.mean([seed % 3 == 0 for seed in seeds]) and "lost_mean" not in totals
+    hopeless = Losing({*range(1, 100)})
+    with pytest.raises(UserError, match="env=fake: 10 episodes in a row were lost; correct the environment"):
+        omagd.play(Highest(), ParallelBattle(hopeless), episodes=2)
+    assert len(hopeless.begun) == 11
+
+
+def test_a_policy_forgets_before_each_episode_and_sees_it_from_its_beginning():
+    env, policy = Losing({1}), Highest()
+    omagd.play(policy, ParallelBattle(env), episodes=3)
+    assert [seen[0] for seen in policy.seen] == [seen_at(seed, 0) for _, seed in env.begun]
+    assert [len(seen) for seen in policy.seen] == [
+        1 if n == 1 else length_of(seed) for n, (_, seed) in enumerate(env.begun)
+    ]
+
+
+class Controller:
+    """A controller that takes the highest action and notes what it is shown."""
+
+    agent = None
+
+    def __init__(self, wants_full_obs: bool = False) -> None:
+        self.wants_full_obs, self.calls, self.ticks = wants_full_obs, [], []
+
+    def begin(self, n_slots: int) -> None:
+        self.calls.append(("begin", n_slots))
+
+    def reset(self, which: np.ndarray) -> None:
+        self.calls.append(("reset", which.tolist()))
+
+    def act(self, tick: Tick, explore: object) -> Decision:
+        assert explore is None, "a loaded policy is greedy"
+        self.ticks.append(tick)
+        return Decision(highest(tick.observation.avail_actions), {})
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_loaded_policy_counts_its_steps_and_sees_what_it_was_trained_on(full):
+    env, mac = FakeEnv(1), Controller(full)
+    policy = LoadedPolicy(resolve("qmix", None, {"use_full_obs": full}), env.info, mac)
+    assert policy.wants_full_obs == full
+    omagd.play(policy, ParallelBattle(env), episodes=3)
+    assert mac.calls == [("begin", 1), ("reset", [True])] * 4, "when it is made and for each episode"
+    lengths = [length_of(seed) for _, seed in env.begun]
+    assert [int(tick.step[0]) for tick in mac.ticks] == [step for length in lengths for step in range(length)]
+    shown = [tick.observation for tick in mac.ticks]
+    expected = [seen_at(seed, step) for _, seed, step, _ in env.log]
+    if full:  # the toy's view without range limit is the negative of its usual one
+        assert [float(seen.full_obs[0, 0, 0]) for seen in shown] == [-value for value in expected]
+    else:
+        assert [float(seen.obs[0, 0, 0]) for seen in shown] == expected
+        assert all(seen.full_obs is None for seen in shown)
+    assert all(seen.obs.shape == (1, 2, 3) and seen.avail_actions.dtype == bool for seen in shown)
+
+
+def test_a_policy_that_reconstructs_plays_its_own_map_only(monkeypatch):
+    """Its agent might read other maps' units; its tokenizer and its predictor cannot."""
+    monkeypatch.setattr("omagd.run.training.build.require_same_map", lambda *_: None)
+    own = omagd.make("skirmish", map_name="3m").info
+    policy = LoadedPolicy(resolve("omagd_small", None, {}), own, Controller())
+    assert policy.on(own) is policy
+    for other in ("5m", "3m_vs_4m"):
+        with pytest.raises(UserError, match=f"policy: reconstructs observations of 3m; it cannot play {other}. Give"):
+            policy.on(replace(own, map_name=other, n_actions=own.n_actions + 1))
+
+
+def test_the_step_asked_for_is_loaded(trained, tmp_path):
+    """Weights of three steps: the one that is nearest to the step asked for, the last one without it."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    (only,) = (folder / "models").glob("[0-9]*")
+    steps = {only.name: 0.0, "90000": 1.0, "200000": 2.0}
+    for name, value in steps.items():
+        if value:
+            shutil.copytree(only, folder / "models" / name)
+            weights = torch.load(folder / "models" / name / "agent.th", weights_only=True)
+            torch.save({key: torch.full_like(weight, value) for key, weight in weights.items()},
+                       folder / "models" / name / "agent.th")  # fmt: skip
+
+    def loaded(*step) -> float:
+        weights = omagd.load_policy(folder, *step)._mac.agent.state_dict().values()
+        values = {float(weight.flatten()[0]) for weight in weights}
+        return values.pop() if len(values) == 1 else 0.0
+
+    assert [loaded(), loaded(0), loaded(90_000), loaded(130_000), loaded(10**9), loaded(1)] == [2, 2, 1, 1, 2, 0]
+
+
+def test_make_gives_one_battle_with_the_arguments_of_its_file(monkeypatch):
+    for given in ("marine-easy", "3m,5m"):
+        with pytest.raises(UserError, match=f"^env_args.map_name={given}: make one battle of 3m, 5m"):
+            omagd.make("skirmish", map_name=given)
+    made = []
+
+    def make_env(name, values, slots, processes):
+        made.append((name, values, slots, processes))
+        return FakeEnv(1)
+
+    monkeypatch.setattr("omagd.run.api.make_env", make_env)
+    file = yaml.safe_load((CONFIGS / "envs" / "sc2_v2_terran.yaml").read_text())
+    omagd.make("sc2_v2_terran")
+    omagd.make("sc2_v2_terran", difficulty="3")
+    omagd.make("sc2_v2", difficulty="3")
+    assert made == [
+        ("sc2_v2", file["env_args"], 1, False), ("sc2_v2", {**file["env_args"], "difficulty": "3"}, 1, False),
+        ("sc2_v2", {"difficulty": "3"}, 1, False),
+    ]  # fmt: skip
 
 
 @pytest.mark.processes

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -206,6 +208,111 @@ def test_rings_show_each_units_share_of_its_own_health():
 
     full, half, none = (ring([9.0, 9.0, share, 0.0], [9, 9, 2, 0]) for share in (2.0, 1.0, 0.0))
     assert full - half == pytest.approx(half - none, rel=0.25) and half - none > 30
+
+
+def test_rings_of_shields_show_each_units_share_of_its_own_shield():
+    def ring(shield, most):
+        unhurt = {"health_max": [9, 9, 9, 0], "health": [9.0, 9.0, 9.0, 0.0]}
+        truth = views(changed(**{**PLAIN, **unhurt, "shield_max": most, "shield": shield}), 0)[0]
+        return of_colour(truth, drawing.SHIELD)
+
+    full, half, none = (ring([0.0, 0.0, share, 0.0], [9, 9, 2, 0]) for share in (2.0, 1.0, 0.0))
+    assert full[2] - half[2] == pytest.approx(half[2], rel=0.25) and half[2] > 30 and none[2] == 0
+    enemy = of_colour(views(changed(**PLAIN), 0)[0], drawing.TEAMS[1])
+    assert full[:2] == pytest.approx(enemy[:2], abs=3), "around the unit that has it"
+    assert half[0] > enemy[0] + 3, "from the top clockwise"
+
+
+def test_who_is_healed_has_an_arrow_of_another_colour_than_who_is_attacked():
+    """Agent 1 at the upper left heals agent 0 below it, or attacks the enemy at its right."""
+    healing = {**PLAIN, "heals": [False, True, False, False], "actions": [0, 2]}
+    attack = {**PLAIN, "heals": [False] * 4, "actions": [0, 2]}
+    plain = views(changed(**PLAIN), 0)[0]
+    heal, fight = (views(changed(**each), 0)[0] for each in (healing, attack))
+    green = of_colour(heal, drawing.HEAL, near=20)
+    assert green[2] > 30 and of_colour(fight, drawing.HEAL, near=20)[2] == 0
+    assert green[:2] == pytest.approx(of_colour(plain, drawing.TEAMS[0])[:2], abs=8), "between both agents"
+    teal = [of_colour(view, drawing.TEAMS[0])[2] for view in (plain, heal, fight)]
+    assert teal[2] > teal[0] + 30 and teal[1] < teal[0] + 30, "an attack has the colour of who attacks"
+    theirs = views(changed(**{**PLAIN, "targets": [-1, -1, 0, -1]}), 0)[0]
+    assert of_colour(theirs, drawing.TEAMS[1])[2] > of_colour(plain, drawing.TEAMS[1])[2] + 30
+
+
+def test_walls_are_where_they_are_in_both_views():
+    """One low at the right: 6 x 2 cells, seen by the agent's view as well."""
+    walled = {**PLAIN, "walls": [[12, 5, 18, 7]], "sight": [0, 0]}
+    plain = views(changed(**{**PLAIN, "sight": [0, 0]}), 0)
+    left, right = (of_colour(plain[0], drawing.TEAMS[team]) for team in (0, 1))
+    cell = (right[0] - left[0]) / 12
+    corner = left[0] - 4 * cell, left[1] + 10 * cell  # the agents' middle is at (4, 10)
+    for view, before in zip(views(changed(**walled), 0), plain, strict=True):
+        wall = of_colour(view, drawing.WALL, near=8)
+        assert of_colour(before, drawing.WALL, near=8)[2] < 0.1 * wall[2]
+        assert wall[2] == pytest.approx(6 * 2 * cell**2, rel=0.15)
+        assert wall[:2] == pytest.approx((corner[0] + 15 * cell, corner[1] - 6 * cell), abs=cell / 2)
+
+
+def test_each_unit_has_its_own_name_seen_or_guessed():
+    view = panel.Panel(small().episodes[0], (0, 0, 10, 10), (800, 800))
+    pen = view.draw = Pen()
+    for unit, guessed in ((0, False), (1, True), (2, False), (2, True)):
+        view.unit(unit, (400, 400), 1.0, 0.0, guessed=guessed)
+    assert pen.texts == ["a0", "a1", "e0", "e0"]
+
+
+def test_a_guess_beyond_the_edge_of_a_torus_is_shown_where_it_is_on_the_map():
+    def believed(x, y, torus):
+        """Return agent 0's view where it takes the enemy to be at (x, y), on a map of 20 x 20 cells."""
+        return views(changed(**{**PLAIN, "torus": torus, "sight": [0, 0], "beliefs": [[[2, x, y, None]], []]}), 0)[1]
+
+    inside = believed(4.0, 12.0, True)
+    assert of_colour(inside, drawing.TEAMS[1])[2] > 20
+    assert np.array_equal(inside, believed(24.0, -8.0, True))
+    assert not np.array_equal(believed(4.0, 12.0, False), believed(24.0, -8.0, False)), "a map with edges"
+
+
+def test_the_dead_see_nothing_whatever_a_recording_says():
+    """The recording of a dead agent may still have what it saw last."""
+    dead = {**PLAIN, "alive": [False, True, True, False], "seen": ["7", "7"]}
+    belief = views(changed(**dead), 0)[1]
+    assert of_colour(belief, drawing.TEAMS[0])[2] == of_colour(belief, drawing.TEAMS[1])[2] == 0
+    assert of_colour(belief, drawing.FOG, near=6)[2] > 0.8 * belief[..., 0].size, "it is dark"
+    assert of_colour(belief, drawing.TEXT)[2] > 50, "it says why"
+    living = views(changed(**{**dead, "alive": [True, True, True, False]}), 0)[1]
+    assert min(of_colour(living, drawing.TEAMS[team])[2] for team in (0, 1)) > 100
+    dark = (of_colour(view, drawing.FOG, near=6)[2] for view in (belief, living))
+    assert next(dark) > next(dark) + 3000, "the living see what is around them"
+
+
+def test_a_video_shows_the_chosen_agent_and_holds_the_end_of_each_episode(tmp_path, monkeypatch):
+    """By a stand-in for the encoder: its frames are the pictures of all episodes, in their order."""
+    given, frames = [], []
+
+    def write_frames(path, size, **options):
+        given.append((size, options["fps"]))
+        Path(path).write_text("video")
+        while True:
+            frames.append((yield))
+
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", SimpleNamespace(write_frames=write_frames))
+    episodes = [changed(), changed(alive=[True, True, False, False])]
+    made = [list(drawing.pictures(episode, 1)) for episode in episodes]
+    target = drawing.write_mp4(Recording(episodes=episodes), tmp_path / "new" / "a.mp4", 1)
+    hold = drawing.LAST_MS // drawing.MS
+    expected = [image.tobytes() for each in made for image in each + each[-1:] * hold]
+    assert frames == expected and given == [(made[0][0].size, 1000 / drawing.MS)]
+    assert made[0][0].tobytes() != next(drawing.pictures(episodes[0], 0)).tobytes(), "agents have views of their own"
+    assert [path.name for path in target.parent.iterdir()] == ["a.mp4"] and target.read_text() == "video"
+
+    def fails(path, size, **_):
+        Path(path).write_text("half")
+        yield
+        raise OSError("no space left")
+
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", SimpleNamespace(write_frames=fails))
+    with pytest.raises(OSError, match="no space"):
+        drawing.write_mp4(Recording(episodes=episodes), target, 1)
+    assert [path.name for path in target.parent.iterdir()] == ["a.mp4"] and target.read_text() == "video"
 
 
 def test_what_leaves_a_torus_comes_back_on_the_other_side():

@@ -385,3 +385,59 @@ def test_a_run_of_a_version_without_naming_stays_in_its_projects(tmp_path, monke
     facts = RunFacts(tmp_path, map_name="3m", env="skirmish", saved={"W&B": {"ids": {"stage3": "ab"}}})
     log_to(["wandb"], [("stage3", 7, {"a": 1.0})], facts)
     assert called == [("ab", "3m_exp_ddp1")]
+
+
+class FakeWandb(SimpleNamespace):
+    """What `wandb.init` returns: `did` keeps the calls of all runs in their order."""
+
+    def log(self, values, step):
+        self.did.append((self.name, step, values))
+
+    def finish(self, exit_code):
+        self.did.append((self.name, "finish", exit_code))
+
+
+def test_each_stage_ends_before_the_next_and_pictures_go_to_the_one_at_work(tmp_path, monkeypatch, home):
+    did, inits = [], []
+
+    def init(**given):
+        inits.append(given)
+        return FakeWandb(did=did, name=given["name"])
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "Image", lambda path: ("image", path))
+    monkeypatch.setattr(wandb, "Video", lambda path, format: (format, path))
+    facts = RunFacts(tmp_path, "token", "qmix", "skirmish", "3m", config={"lr": 0.5}, wandb_entity="lab")
+    logger = make_logger(facts, ["wandb"], LOG)
+    png, gif = tmp_path / "a.png", tmp_path / "a.gif"
+    for file in (png, gif):
+        file.write_bytes(b"x")
+    logger.log({"a": 1.0}, stage="stage1", clock="epoch", t=7)
+    logger.log({"a": 2.0}, stage="stage3", clock="t_env", t=400)
+    logger.picture("still", png)
+    logger.picture("moving", gif)
+    logger.close("completed")
+    assert did == [
+        ("token_stage1", 7, {"a": 1.0}), ("token_stage1", "finish", 0), ("token_stage3", 400, {"a": 2.0}),
+        ("token_stage3", 400, {"still": ("image", str(png))}), ("token_stage3", 400, {"moving": ("gif", str(gif))}),
+        ("token_stage3", "finish", 0),
+    ]  # fmt: skip
+    assert [(each["job_type"], each["entity"], each["resume"]) for each in inits] == [
+        ("stage1", "lab", "allow"), ("stage3", "lab", "allow"),
+    ]  # fmt: skip
+    assert inits[0]["id"] != inits[1]["id"] and inits[0]["config"]["lr"] == 0.5
+
+
+def test_a_long_name_keeps_stages_and_ranks_apart(home):
+    groups = {names(RunFacts(home, name="n" * 200, world_size=n), f"stage{n}", "environment")[1] for n in (1, 2)}
+    assert len(groups) == 2
+
+
+def test_a_key_of_another_server_and_in_another_file_is_found(monkeypatch, home, tmp_path):
+    (tmp_path / "keys").write_text(f"machine wandb.example.org login me password {FAKE_KEY}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "keys"))
+    assert not has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert has_key()
+    monkeypatch.setenv("NETRC", str(home / ".netrc"))
+    assert not has_key()

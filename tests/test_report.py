@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sc2_stand_in
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from omagd.config.loading import resolve
 from omagd.run.analysis.comparison import table
@@ -24,12 +24,14 @@ from omagd.run.reporting.card import (
     NO_EFFECT,
     ROUNDING,
     _differing,
+    changed_versions,
     differences,
     final_card,
     make_card,
     marks,
     read_card,
     start_lines,
+    versions_of,
 )
 from omagd.run.reporting.report import next_command, render_summary, seeds_table, write_summary
 from omagd.run.training.records import complete_card
@@ -115,6 +117,53 @@ def test_every_argument_of_an_environment_is_on_the_card_or_has_no_effect():
         assert bool(_differing(changed)) == (name not in IRRELEVANT), name
 
 
+class Inner(BaseModel):
+    """A group of arguments, as an environment may have one."""
+
+    size: int = 5
+    shape: tuple[int, ...] = (1, 2)
+    parts: dict[str, dict[str, float]] = {"left": {"x": 0.5, "y": 1.0}}
+
+
+class Arguments(BaseModel):
+    inner: Inner = Inner()
+    made: Inner = Field(default_factory=lambda: Inner(size=9))
+    sizes: tuple[int, ...] = (3, 4)
+    table: dict[str, float] = {"a": 1.0}
+    needed: int
+    map_name: str = "3m"
+
+
+def test_of_nested_arguments_only_those_that_differ_from_their_defaults_are_on_the_card():
+    assert _differing(Arguments(needed=7)) == {"needed": 7}, "an argument without a default always counts"
+    changed = {"left": {"x": 0.5, "y": 2.0}, "right": {"x": 3.0}}
+    made = Arguments(
+        needed=7, map_name="8m", inner=Inner(shape=(1, 3), parts=changed), made=Inner(), sizes=(3, 4), table={"a": 2.0}
+    )
+    assert _differing(made) == {
+        "needed": 7, "inner.shape": [1, 3], "inner.parts.left.y": 2.0, "inner.parts.right.x": 3.0, "made.size": 5,
+        "table.a": 2.0,
+    }  # fmt: skip
+
+
+def test_the_card_of_a_set_of_maps_names_those_trained_on_and_those_held_out(tmp_path):
+    """Two sets that have one name and differ in a map are not comparable, whichever map it is."""
+    ready, file = card_of("hpn_qmix", env_args__map_name="marine-easy")["compared"], tmp_path / "mine.yaml"
+    assert (ready["map"], ready["maps"]) == ("marine-easy", "3m 5m 10m")
+    assert ready["held_out_maps"] == "4m 6m 7m 8m 9m 11m 12m"
+    cards = []
+    for training, held_out in (("3m, 5m", "4m"), ("3m, 8m", "4m"), ("3m, 5m", "8m")):
+        file.write_text(f"training: [{training}]\nheld_out: [{held_out}]\n")
+        cards.append(card_of("hpn_qmix", env_args__map_name=str(file)))
+    first = cards[0]
+    assert (first["compared"]["map"], first["compared"]["maps"], first["compared"]["held_out_maps"]) == (
+        "mine", "3m 5m", "4m"
+    )  # fmt: skip
+    assert differences(cards[1], first) == "maps 3m 8m, not 3m 5m"
+    assert differences(cards[2], first) == "held_out_maps 8m, not 4m"
+    assert {"maps", "held_out_maps"}.isdisjoint(card_of()["compared"])
+
+
 def test_the_method_is_the_same_on_any_number_of_ranks():
     one = card_of("omagd_small", batch_size=32, batch_size_run=16, graph_pretrain_batch_size=32)
     sizes = {"batch_size": 16, "batch_size_run": 8, "graph_pretrain_batch_size": 16}
@@ -138,6 +187,7 @@ DIFFERENCES = [
     ({"env_args__difficulty": "3"}, "difficulty 3, not 7"),
     ({"env_args__reward_sparse": True}, "env_args.reward_sparse True, not the default"),
     ({"env": "smax"}, "env smax, not skirmish"),
+    ({"max_episodes": 50}, "max_episodes 50, not none"),
 ]
 
 
@@ -152,6 +202,21 @@ def test_the_id_depends_on_what_must_agree_and_the_difference_is_named():
 def test_pretraining_and_evaluation_have_other_entries():
     pretrained = card_of("omagd", pretrain_only=True, graph_pretrain_epochs=7)["compared"]
     assert pretrained["graph_pretrain_epochs"] == 7 and "t_max" not in pretrained
+    paths = {"pretrained_tokenizer_path": "x", "pretrained_mask_predictor_path": "x"}
+    for part in ({"evaluation_only": True, **paths}, {"reconstructer_stage": "stage1"}):
+        assert card_of("omagd", **part)["compared"].keys() == pretrained.keys(), part
+    for key, value, words in (
+        ("graph_pretrain_policy", "mixed", "graph_pretrain_policy mixed, not random"),
+        ("graph_pretrain_epochs", 9, "graph_pretrain_epochs 9, not 7"),
+        ("graph_pretrain_episodes", 33, "graph_pretrain_episodes 36, not 32"),
+        ("graph_pretrain_eval_episodes", 9, "held_out_episodes 12, not 8"),
+    ):
+        asked = {"pretrain_only": True, "batch_size_run": 4, "graph_pretrain_epochs": 7, "graph_pretrain_episodes": 32,
+                 "graph_pretrain_eval_episodes": 8, "graph_pretrain_policy": "random"}  # fmt: skip
+        assert differences(card_of("omagd", **{**asked, key: value}), card_of("omagd", **asked)) == words
+    sizes = {"pretrain_only": True, "graph_pretrain_batch_size": 16}
+    one, two = (card_of("omagd", ranks=ranks, **sizes) for ranks in (1, 2))
+    assert [card["compared"]["effective_batch"] for card in (one, two)] == [16, 32]
     asked = {"evaluate": True, "checkpoint_path": "run", "eval_report_episodes": 64}
     assert card_of(**asked)["compared"]["trained"] == "no card"
     card = card_of(**asked, trained=card_of(t_max=50))["compared"]
@@ -224,6 +289,26 @@ def test_an_evaluation_beside_a_training_is_marked_as_one():
     assert [line[at:].split()[0] for line in (first, second)] == ["training", "evaluation"]
     assert note.endswith("run evaluation: evaluation, not training; test_episodes 64, not 32")
     assert "kind" not in runs_table(results[:1])
+
+
+def test_an_evaluation_in_another_environment_says_in_what_it_differs():
+    played = card_of(evaluate=True, checkpoint_path="run", env_args__move_amount=3.0)
+    assert "env_args.move_amount 3.0, not the default" in differences(played, card_of())
+
+
+def test_what_is_no_card_is_none(tmp_path):
+    for text in ("{}", '{"id": "x", "compared": 5}', '{"id": 5, "compared": {}}', "[]", "{"):
+        RunFolder(tmp_path).card_json.write_text(text)
+        assert read_card(tmp_path) is None, text
+
+
+def test_versions_that_changed_between_the_last_two_starts_are_named():
+    now = card_of()
+    before = {**now, "told": {**now["told"], "versions": {**now["told"]["versions"], "torch": "1.0"}}}
+    changed, same = versions_of(before, now), versions_of(now, now)
+    assert same == {"versions": now["told"]["versions"]}
+    assert changed_versions({**now, "resumed": [same, changed]}) == f"torch {torch.__version__} (was 1.0)"
+    assert changed_versions({**now, "resumed": [changed, same]}) == changed_versions(now) == ""
 
 
 def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):

@@ -370,6 +370,16 @@ def test_ranks_have_means_of_their_last_hundred_episodes_and_logs_their_last_lin
     assert [row for row in page.rows if row[:1] == ["use_wandb"] and len(row) == 3] == [], "it changes no result"
 
 
+def test_shares_of_the_time_are_those_of_the_wall_clock_whatever_the_phases_add_up_to(tmp_path):
+    """Time between the phases belongs to none of them; what takes less than half a percent is left out."""
+    folder = make_run(tmp_path / "run")
+    phases = {"wall": 200.0, "collect": 30.0, "update": 100.0, "test": 1.0, "log": 0.9}
+    add(folder, "summary.json", {"stages": {"stage3": {"phases": phases}}})
+    page = report(folder)
+    shares = [line for line in page.lines if line.split()[0] in phases]
+    assert shares == ["update 50.0 % 1 min 40 s", "collect 15.0 % 30 s", "test 0.5 % 1 s"]
+
+
 def test_a_study_counts_each_seed_once_and_evaluations_not_at_all(tmp_path):
     """And what it shows of an arm is that of its runs: the best one bold, means of stages and of times."""
     for lr, won in ((0.001, 0.4), (0.005, 0.6)):

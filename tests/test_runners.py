@@ -7,7 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runner_toys import FakeEnv, LossyEnv, Probe, collected, length_of, reward_at, rounds, runner_of, same, seen_at
+from runner_toys import (
+    AGENTS,
+    FakeEnv,
+    LossyEnv,
+    Probe,
+    collected,
+    length_of,
+    reward_at,
+    rounds,
+    runner_of,
+    same,
+    seen_at,
+)
 
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -18,6 +30,7 @@ from omagd.run import api
 from omagd.run.training.battles import greedy_episodes
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.session import Session
+from omagd.runners.recorder import Recorder
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -179,6 +192,36 @@ def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
     assert set(policy.explored) == {None}
     assert runner.stream.state_dict()["played"] == [3] * 4
     assert {"test_return_mean", "test_ep_length_mean", "test_battle_won_mean"} <= values.keys()
+
+
+def test_rows_of_running_episodes_come_back_with_the_policys_own_fields():
+    """The snapshot is a copy, holds every row that was asked for, and does not change when play goes on."""
+    env = FakeEnv(2)
+    env.reset(np.ones(2, bool), np.array([5, 6]))
+    first, again, both = Recorder(env.info, 2, False), Recorder(env.info, 2, False), np.arange(2)
+
+    def play(recorder, step, note):
+        steps = np.full(2, step)
+        recorder.record_observations(both, steps, env.observe())
+        recorder.record_actions(
+            both, steps, np.full((2, AGENTS), step + 1), {"note": np.full((2, 3), note, np.float16)}
+        )
+
+    for step in range(3):
+        play(first, step, step + 0.5)
+    kept = first.snapshot(3)
+    play(first, 0, 9.0)
+    again.restore(kept)
+    episode = again.take(1, 3)
+    assert episode["note"][:3, 0].tolist() == [0.5, 1.5, 2.5] and episode["note"].dtype == torch.float16
+    assert episode["actions"][:3, 0].tolist() == [1, 2, 3]
+    again.begin()
+    finer = {"note": np.full((2, 3), 0.1, np.float32)}
+    again.record_actions(both, np.zeros(2, int), np.ones((2, AGENTS), int), finer)
+    assert again.take(0, 0)["note"].tolist() == [[pytest.approx(0.1, abs=1e-7)] * 3], "another type"
+    again.begin()
+    with pytest.raises(ValueError, match="may not store a field called reward"):
+        again.record_actions(both, np.zeros(2, int), np.ones((2, AGENTS), int), {"reward": np.zeros((2, 1))})
 
 
 def test_a_recorder_plays_in_the_place_of_the_policy_and_takes_what_was_played():

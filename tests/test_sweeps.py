@@ -554,6 +554,8 @@ def test_the_command_takes_folder_and_executor_and_says_whether_there_is_a_resul
     file = tmp_path / "toy.yaml"
     given = values_of(tmp_path / "file", trials=2, executor={"local": {}, "known": {"fails": ["trial0001"]}})
     file.write_text(yaml.safe_dump(given, sort_keys=False))
+    unwanted = type("Local", (KnownExecutor,), {"__init__": lambda self, place: pytest.fail("local runs")})
+    monkeypatch.setitem(EXECUTORS._objects, "local", unwanted)
     words = ["sweep", str(file), "--executor=known"]
     assert main([*words, f"--results={tmp_path / 'one'}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "one" / "toy")

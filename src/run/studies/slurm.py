@@ -23,6 +23,8 @@ from omagd.utils.errors import UserError, import_extra, readable
 MOST = 10_000
 SAVE_SECONDS = 60.0
 LOOK_SECONDS = 0.5
+LOGS = "You can check full logs"
+"""In submitit's errors paths follow here; the line before is what the task raised."""
 
 
 class SlurmArgs(BaseModel):
@@ -168,6 +170,7 @@ class SlurmExecutor:
                 code, error = job.result()
                 return Ended(name, code, error)
             except Exception as problem:  # noqa: BLE001 (whatever the task raised, in submitit's wrapping)
-                lines = [line for line in str(problem).splitlines() if line.strip(" -")]
+                text = str(problem).partition(LOGS)[0]
+                lines = [line for line in text.splitlines() if line.strip(" -")]
                 return Ended(name, None, readable(lines[-1] if lines else type(problem).__name__))
         return Ended(name, None, f"SLURM job {job.job_id}: {job.watcher.get_state(job.job_id, 'cache')}")
