@@ -15,7 +15,16 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_codec import Codec, RuleBroken, spec_of
 from omagd.components.episode_file import MARK, load_range
 from omagd.utils.errors import UserError
-from omagd.utils.packing import UNKNOWN, Episode, EpisodeMeta, PackedBatch, RecordedEpisode, pack_episodes
+from omagd.utils.packing import (
+    UNKNOWN,
+    Episode,
+    EpisodeMeta,
+    PackedBatch,
+    Packing,
+    RecordedEpisode,
+    pack_episodes,
+    time_order,
+)
 
 torch.set_num_threads(1)
 
@@ -125,6 +134,27 @@ def test_the_newest_episodes_stay_and_bytes_are_counted():
         held = list(range(max(0, i - 2), i + 1))
         assert numbers(buffer) == held == [int(buffer.batch([j])["number"][0]) for j in range(len(held))]
         assert buffer.nbytes == sum(WIDTH * (j + 2) for j in held)
+
+
+@pytest.mark.parametrize(
+    "rows", [[3, 1, 5, 3, 1, 5], [1], [2, 2], [1, 9], list(np.random.default_rng(0).integers(1, 70, 64))]
+)
+def test_rows_are_packed_step_by_step_longest_episodes_first(rows):
+    packing, order, place = time_order(rows)
+    assert order == tuple(sorted(range(len(rows)), key=lambda i: (-rows[i], i)))
+    assert packing.lengths == tuple(int(rows[i]) for i in order)
+    wanted = [(t, e) for t in range(max(rows)) for e in range(len(rows)) if t < packing.lengths[e]]
+    assert list(zip(packing.step.tolist(), packing.episode.tolist(), strict=True)) == wanted
+    assert packing.batch_sizes == [sum(length > t for length in rows) for t in range(max(rows))]
+    laid = [(t, e) for e in range(len(rows)) for t in range(packing.lengths[e])]
+    assert [laid[i] for i in place.tolist()] == wanted
+    assert packing.closing.tolist() == [t == packing.lengths[e] - 1 for t, e in wanted]
+
+
+@pytest.mark.parametrize("lengths", [(), (2, 3), (3, 0), (1, -1)])
+def test_packings_need_decreasing_lengths_of_a_row_or_more(lengths):
+    with pytest.raises(ValueError, match="decreasing lengths"):
+        Packing(lengths)
 
 
 def test_draws_are_uniform_and_without_replacement():

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 import omagd
 from omagd.components.action_selectors import EpsilonGreedy, Greedy
+from omagd.components.compiled import selection
 from omagd.components.schedules import LinearSchedule
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
@@ -111,6 +112,22 @@ def test_each_agent_takes_the_action_that_its_two_random_numbers_say():
             best = max(possible, key=lambda action, values=q[slot, agent]: (values[action], -action))
             anything = possible[int(which[slot, agent] * available[slot, agent].sum())]
             assert got[slot, agent] == (anything if explores[slot, agent] else best)
+
+
+def test_the_compiled_choice_is_that_of_the_reference():
+    choose, rng = selection.compiled(), np.random.default_rng(0)
+    q = rng.integers(0, 3, (300, 4, 7)).astype(np.float32)
+    q[rng.random(q.shape) < 0.1] = np.nan
+    q[rng.random(q.shape) < 0.2] = -np.inf
+    available = rng.random(q.shape) < rng.random((300, 1, 1))
+    assert not available.any(-1).all()
+    for epsilon in (0.0, 0.4, 1.0):
+        drawn, actions = rng.random((2, 300, 4)), np.empty((300, 4), np.int64)
+        choose(q, available, epsilon, drawn, actions)
+        assert np.array_equal(actions, EpsilonGreedy().choice(q, available, epsilon, drawn))
+        for other in (q.astype(np.float64), np.asfortranarray(q)):  # not for the kernel
+            again = EpsilonGreedy().select(other, available, epsilon, np.random.default_rng(5))
+            assert np.array_equal(again, EpsilonGreedy().select(q, available, epsilon, np.random.default_rng(5)))
 
 
 def test_schedule_falls_in_a_straight_line_and_stays():

@@ -108,7 +108,7 @@ class EpisodeBuffer:
 
     def draw(self, batch_size: int, rng: np.random.Generator) -> Sequence[int]:
         """Draw the indices of `batch_size` different episodes, all equally likely. Errors: ValueError for too few."""
-        return [int(i) for i in rng.choice(len(self._records), size=batch_size, replace=False)]
+        return rng.choice(len(self._records), size=batch_size, replace=False).tolist()
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> PackedBatch:
         """Draw `batch_size` different episodes and return them packed. Errors: ValueError when there are too few."""

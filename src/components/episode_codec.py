@@ -102,16 +102,17 @@ class Codec:
         rows = len(next(iter(episode.values())))
         records = np.empty((rows, self.width), np.uint8)
         for column in self._columns.values():
-            value = episode[column.name].detach().cpu().contiguous().reshape(rows, column.numel)
+            value = _numbers(episode[column.name])
             part = records[:, column.start : column.start + column.width]
             if column.kind == "plain":
-                part[:] = value.numpy().view(np.uint8).reshape(part.shape)
+                part[:] = value.reshape(rows, column.numel).view(np.uint8).reshape(part.shape)
             elif column.kind == "bits":
-                part[:] = _pack_mask(column.name, value.view(torch.uint8).numpy())
+                part[:] = _pack_mask(column.name, value.reshape(rows, column.numel).view(np.uint8))
             else:
-                full = episode[SHOWN_IN[column.name]].detach().cpu().contiguous().reshape(rows, column.numel)
-                whole = _WHOLE[column.dtype.itemsize]
-                part[:] = _pack_shown(column.name, value.view(whole).numpy(), full.view(whole).numpy())
+                whole = f"i{column.dtype.itemsize}"
+                pair = (value, _numbers(episode[SHOWN_IN[column.name]]))
+                obs, full = (each.reshape(rows, column.numel).view(whole) for each in pair)
+                part[:] = _pack_shown(column.name, obs, full)
         return torch.from_numpy(records)
 
     def encode_rows(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -184,6 +185,13 @@ class StoredEpisode(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._codec.spec)
+
+
+def _numbers(value: Tensor) -> np.ndarray:
+    """Return a field of an episode as a contiguous array."""
+    return np.ascontiguousarray(
+        value.detach().cpu().numpy() if value.requires_grad or value.device.type != "cpu" else value.numpy()
+    )
 
 
 def _pack_mask(name: str, mask: np.ndarray) -> np.ndarray:

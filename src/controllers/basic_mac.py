@@ -117,7 +117,7 @@ class BasicMAC:
         if obs is None:
             raise ValueError("use_full_obs=True: the environment returned no full_obs")
         inputs, extras = self._build_inputs(obs, tick.step)
-        part = None if tick.active.all() else np.flatnonzero(tick.active)
+        part = None if tick.active.all() else tick.active.nonzero()[0]
         with torch.inference_mode():
             q = self._values(inputs, part)
         actions, chosen = self.select_actions(q, seen.avail_actions, explore)

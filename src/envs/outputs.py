@@ -137,6 +137,8 @@ class OutputChecks:
 
     def lengths(self, playing: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> None:
         """Check that no episode of the slots `playing` [B] bool exceeds its step limit. Errors: as `observation`."""
+        if steps.max() < self.info.episode_limit:
+            return
         where = _Where(playing & (steps >= self.info.episode_limit), seeds, steps)
         if where.active.any():
             self._raise_first(where, f"the episode goes on after its limit of {self.info.episode_limit} steps")

@@ -205,7 +205,7 @@ class RolloutLoop:
         clock, recorder = self.clock, self.recorder
         closing, stepping = clock.closing.copy(), clock.playing.copy()
         active = closing | stepping
-        slots = np.flatnonzero(active)
+        slots = active.nonzero()[0]
         if not len(slots):
             return
         self.asked(active, clock.seed)
@@ -219,9 +219,9 @@ class RolloutLoop:
         again = closing & (clock.left > 0)
         if again.any():
             again = self.seeds.begun(again)
-        upcoming = clock.origins
+        upcoming = None
         if again.any():
-            upcoming = self.seeds.origins(again).where(again, upcoming)
+            upcoming = self.seeds.origins(again).where(again, clock.origins)
             self._reset(again, upcoming)
         if stepping.any():
             self.asked(stepping, clock.seed)
@@ -234,13 +234,14 @@ class RolloutLoop:
             self._rows_written(recorder, slots, steps)
         if closing.any():
             self._close(closing, again)
-            clock.origins = upcoming
+            if upcoming is not None:
+                clock.origins = upcoming
 
     def finish_steps(self) -> None:
         """Wait for the steps in progress and process their results."""
         clock = self.clock
         stepped = clock.stepping.copy()
-        slots = np.flatnonzero(stepped)
+        slots = stepped.nonzero()[0]
         if not len(slots):
             return
         self.asked(stepped, clock.seed)

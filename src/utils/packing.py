@@ -28,7 +28,8 @@ class Packing:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if any(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False)) or min(self.lengths) < 1:
+        lengths = np.asarray(self.lengths)
+        if not len(lengths) or (lengths[1:] > lengths[:-1]).any() or lengths[-1] < 1:
             raise ValueError("a packing needs decreasing lengths of at least one row")
 
     @property
@@ -44,15 +45,16 @@ class Packing:
     @cached_property
     def batch_sizes(self) -> list[int]:
         """Number of episodes that reach each time step, [T], decreasing."""
-        lengths = np.asarray(self.lengths)
-        return [int(k) for k in (lengths[None, :] > np.arange(self.n_steps)[:, None]).sum(axis=1)]
+        ends = np.bincount(self.lengths)  # how many episodes have each number of rows
+        sizes: list[int] = (self.n_episodes - ends.cumsum()[:-1]).tolist()
+        return sizes
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
-        sizes = torch.tensor(self.batch_sizes)
-        step = torch.repeat_interleave(torch.arange(self.n_steps), sizes)
-        starts = torch.cumsum(sizes, 0) - sizes
-        return torch.arange(len(step)) - starts[step], step
+        sizes = np.array(self.batch_sizes)
+        step = np.arange(self.n_steps).repeat(sizes)
+        episode = np.arange(len(step)) - (sizes.cumsum() - sizes).repeat(sizes)
+        return torch.from_numpy(episode), torch.from_numpy(step)
 
     @property
     def episode(self) -> Tensor:
@@ -209,10 +211,12 @@ def time_order(rows: Sequence[int]) -> tuple[Packing, tuple[int, ...], Tensor]:
     Returns the packing, the order of the episodes in it, and for each of its S rows the index in the concatenation of
     the episodes in that order ([S] int64).
     """
-    order = tuple(sorted(range(len(rows)), key=lambda i: -rows[i]))
-    packing = Packing(tuple(rows[i] for i in order))
-    starts = np.concatenate([[0], np.cumsum(packing.lengths)[:-1]])
-    return packing, order, torch.from_numpy(starts)[packing.episode] + packing.step
+    numbers = np.asarray(rows, np.int64)
+    order = (-numbers).argsort(kind="stable")
+    lengths = numbers[order]
+    packing = Packing(tuple(lengths.tolist()))
+    place = (lengths.cumsum() - lengths)[packing.episode.numpy()] + packing.step.numpy()
+    return packing, tuple(order.tolist()), torch.from_numpy(place)
 
 
 def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:

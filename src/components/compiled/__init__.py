@@ -1,0 +1,1 @@
+"""Kernels of what a tick does besides battles and networks."""
