@@ -102,10 +102,21 @@ row stage2_update.py "$original" --batch "$batch"
 row stage3_update.py "$original" --batch "$batch"
 row acting.py ""
 
+say "battles, rollouts and training in the card's memory: environment steps per second"
+if [ "$DEVICE" = cpu ]; then
+    say "resident.py: not run (it needs a card)"
+else
+    for many in 1024 4096 16384; do
+        step "resident.py, $many battles at once" "$PYTHON" benchmarks/resident.py --device "$DEVICE" --map "$map" --slots "$many"
+    done
+fi
+
 say "whole runs: float32, bf16, replay on the card, compiled"
 train "float32"
 train "bf16" precision=bf16 acting_precision=bf16
 [ "$DEVICE" = cpu ] || train "replay on the card" buffer_cpu_only=False
+[ "$DEVICE" = cpu ] || train "everything on the card" runner=resident buffer_cpu_only=False batch_size_run=1024 \
+    "t_max=$((steps * 100))" "log_interval=$((steps * 25))" "learner_log_interval=$((steps * 25))"
 train "acting on the processor" cpu_inference=True
 [ "$SMALL" = 1 ] || train "compiled" compile=True
 

@@ -47,6 +47,7 @@ SMALL: dict[str, str] = {
     "scaling_model.py": "--map 3m --batch 4 --iterations 2",
     "scripted_table.py": "--maps 3m --episodes 2",
     "snakes_learners.py": "--rows vdn --seeds 1 --games 1 --side-by-side 1 --results OUT --out OUT t_max=200",
+    "resident.py": "--device cpu --map 3m --slots 4 --rounds 1 --updates 1 --batch 4",
     "snakes_speed.py": "--boards 4 --seconds 0.01 --rounds 1",
     "snakes_table.py": "--games 1 --out OUT",
     "stage1_update.py": "--batch 2 --updates 1 --config omagd_small",

@@ -1,0 +1,176 @@
+"""Battles, rollouts and training that stay in a device's memory: environment steps per second, beside `parallel`.
+
+    python benchmarks/resident.py --device cuda [--map 5m_vs_6m] [--slots 1024 4096 16384] [--rounds 5] [--updates 4]
+    python benchmarks/resident.py --device cpu --slots 64 --rounds 2        (a trial without a GPU)
+
+For each number of battles, one JSON line with the medians of the rounds in steps per second of the wall clock:
+
+    battles     observed (everything), random available actions, played, restarted; no agent
+    played      whole rounds of `runner=resident` with the agent of `qmix`
+    trained     the same, stored in the replay on the device, then so many updates of `batch_size` episodes
+    parallel    whole rounds of `runner=parallel` on the processor, with the agent on the device
+
+Also seconds of one update, and megabytes of the device. Without the device, it prints `not run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from omagd import runners
+from omagd.components.data import ReplayData
+from omagd.config.loading import resolve
+from omagd.controllers.basic_mac import NMAC
+from omagd.controllers.types import Exploration
+from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.compiled.resident import ResidentBattles
+from omagd.envs.battle.maps import get_map
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.learners.nq_learner import NQLearner
+from omagd.runners.resident_loop import Captured, choose
+from omagd.runners.starts import EpisodeSeeds
+from omagd.utils.dist_utils import Dist
+
+TICKS = 100  # of a round of battles without agents
+
+
+class Clock:
+    """Seconds of the wall clock until a device has done what it was given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the seconds of `work`, and its result."""
+        self.wait()
+        started = time.perf_counter()
+        result = work()
+        self.wait()
+        return time.perf_counter() - started, result
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@torch.no_grad()
+def battles_alone(name: str, slots: int, device: torch.device) -> Callable[[], int]:
+    """Return what plays `TICKS` ticks of all battles, and returns its steps."""
+    battles = ResidentBattles(get_map(name), SkirmishArgs(map_name=name), slots, device)
+    everyone = torch.ones(slots, dtype=torch.bool, device=device)
+    seed, always = torch.arange(slots, device=device), torch.ones((), dtype=torch.float64, device=device)
+    step = torch.zeros_like(seed)
+    battles.reset(everyone, seed)
+
+    def tick() -> None:
+        shown = battles.observe(full=True)
+        nothing = torch.zeros(shown.avail.shape, device=device)
+        over = battles.step(choose(nothing, shown.avail, always, seed, step), everyone).over
+        step.add_(1)
+        seed.add_(over * slots)
+        battles.reset(over, seed)
+
+    run = Captured(tick, device)
+
+    def play() -> int:
+        for _ in range(TICKS):
+            run()
+        return TICKS * slots
+
+    return play
+
+
+class Training:
+    """A runner with its controller, replay and learner. Arguments: as of the command line."""
+
+    def __init__(self, runner: str, slots: int, arguments: argparse.Namespace) -> None:
+        device = torch.device(arguments.device)
+        env = SkirmishEnv(SkirmishArgs(map_name=arguments.map), slots)
+        sizes = {"batch_size_run": slots, "batch_size": arguments.batch, "updates_per_iteration": arguments.updates}
+        updates = {"runner": runner, "buffer_cpu_only": False, "buffer_size": max(5000, 2 * slots), **sizes}
+        config = resolve(config="qmix", env_config="skirmish", updates=updates)
+        torch.manual_seed(0)
+        self.mac = NMAC(config, env.info, device)
+        self.learner = NQLearner(self.mac, config, env.info, Dist(device=device))
+        self.data = ReplayData(config, device, np.random.default_rng(0), env.info.episode_limit + 1)
+        self.runner = runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
+        self.explore = Exploration(0.5, np.random.default_rng(0))
+
+    def play(self) -> int:
+        """Play a round and return its steps."""
+        return self.runner.collect(self.mac, explore=self.explore).steps
+
+    def learn(self) -> int:
+        """Play and store a round, learn from batches, and return the steps that were played."""
+        steps = 0
+        while not steps or not self.data.ready:
+            rollout = self.runner.collect(self.mac, explore=self.explore)
+            self.data.add(rollout.episodes)
+            steps += rollout.steps
+        self.update()
+        return steps
+
+    def update(self) -> None:
+        """Learn from the batches of an iteration."""
+        for batch in self.data.batches():
+            self.learner.update(batch, episodes=0)
+
+
+def speed(clock: Clock, work: Callable[[], int], rounds: int) -> float:
+    """Return the median steps per second after a first round, in which kernels are compiled."""
+    work()
+    found = []
+    for _ in range(rounds):
+        seconds, steps = clock(work)
+        found.append(steps / seconds)
+    return statistics.median(found)
+
+
+def measure(slots: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of one number of battles."""
+    device, rounds = torch.device(arguments.device), arguments.rounds
+    clock = Clock(device)
+    row: dict[str, Any] = {"map": arguments.map, "battles_at_once": slots}
+    row["battles"] = round(speed(clock, battles_alone(arguments.map, slots, device), rounds))
+    training = Training("resident", slots, arguments)
+    row["played"] = round(speed(clock, training.play, rounds))
+    row["trained"] = round(speed(clock, training.learn, rounds))
+    seconds = statistics.median(clock(training.update)[0] for _ in range(rounds))
+    row["update_seconds"] = round(seconds / arguments.updates, 5)
+    if slots <= arguments.parallel_up_to:
+        row["parallel"] = round(speed(clock, Training("parallel", slots, arguments).play, rounds))
+    if device.type == "cuda":
+        row["megabytes"] = round(torch.cuda.max_memory_allocated(device) / 2**20)
+    return row
+
+
+def main() -> None:
+    """Print a row for each number of battles."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--map", default="5m_vs_6m")
+    parser.add_argument("--slots", type=int, nargs="+", default=[1024, 4096, 16384], help="battles at once")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=128, help="episodes of an update")
+    parser.add_argument("--updates", type=int, default=4, help="of a round")
+    parser.add_argument("--parallel-up-to", type=int, default=1024, help="most battles with which parallel is timed")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("not run: there is no CUDA device")
+        return
+    torch.set_num_threads(1)
+    for slots in arguments.slots:
+        print(json.dumps(measure(slots, arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
