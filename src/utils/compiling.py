@@ -12,7 +12,8 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,22 +38,56 @@ def compiled_or_reference(loss: str, compiled: Callable[[], T], reference: T) ->
     return compiled()
 
 
+@contextmanager
+def kernels_optimised_only() -> Iterator[None]:
+    """Leave functions as they are until a kernel contains them: only there the shapes of arrays are known.
+
+    Otherwise a loop begins with a test whether its arrays overlap, which takes longer than a dozen of iterations, or it
+    is unrolled before it can be vectorised.
+    """
+    import numba
+    from numba.core import event
+
+    settings: Any = numba.config
+    depth, level = [0], settings.OPT
+
+    class Depth(event.Listener):
+        def on_start(self, event: Any) -> None:
+            self.move(1)
+
+        def on_end(self, event: Any) -> None:
+            self.move(-1)
+
+        def move(self, by: int) -> None:
+            depth[0] += by
+            settings.OPT = level if depth[0] <= 1 else 0
+
+    try:
+        with event.install_listener("numba:compile", Depth()):
+            yield
+    finally:
+        settings.OPT = level
+
+
 class Compiler:
     """Compiles the functions of one package.
 
     Args:
-        source: folder with all source that results depend on; a change in it, or in Numba, starts a new cache.
+        source: folder with all source that results depend on; a change in it, here, or in Numba, starts a new cache.
         what: name for the message at the first start. seconds: that compiling takes, in its words.
         fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
-            processors that have it.
+            processors that have it. late: functions are optimised only as parts of a kernel (shapes known there).
     """
 
-    def __init__(self, source: Path, what: str, seconds: str = "10 to 20 s", *, fused: bool = False) -> None:
+    def __init__(
+        self, source: Path, what: str, seconds: str = "10 to 20 s", *, fused: bool = False, late: bool = False
+    ) -> None:
         import numba
 
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
-        for file in sorted(source.rglob("*.py")):
+        self._late = late
+        for file in (Path(__file__), *sorted(source.rglob("*.py"))):
             digest = zlib.crc32(file.read_bytes(), digest)
         self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
         self._kernels: list[Any] = []
@@ -92,7 +127,7 @@ class Compiler:
             print_warning(
                 f"{self.folder}: {self._problem}. The {self._what} are compiled at each start ({self._seconds})."
             )
-            call_all()
+            self._compile(call_all)
         else:
             with (self.folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -108,5 +143,9 @@ class Compiler:
         sys.stderr.write(f"Compiling the {self._what}, once: {self._seconds}. Kept in {self.folder}.\n")
         sys.stderr.flush()
         start = time.monotonic()
-        call_all()
+        self._compile(call_all)
         done.write_text(f"{time.monotonic() - start:.1f} s, process {os.getpid()}\n", encoding="utf-8")
+
+    def _compile(self, call_all: Callable[[], None]) -> None:
+        with kernels_optimised_only() if self._late else nullcontext():
+            call_all()

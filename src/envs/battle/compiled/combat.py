@@ -23,7 +23,7 @@ FAR, LINE_DEPTH, QUIET_LOOPS, SHIELD_PER_LOOP = (
     combat.QUIET_LOOPS,
     combat.SHIELD_PER_LOOP,
 )
-ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-6)
+ZERO, ONE, TINY, NOWHERE = np.float32(0), np.float32(1), np.float32(1e-6), np.float32(1e6)
 
 
 @function
@@ -44,21 +44,29 @@ def take_order(t: Tables, s: Array, k: Array, i: int, order: int, target: int, x
 def measure(t: Tables, s: Array, k: Array) -> tuple[int, int]:
     """Write the places by which distances are measured: slightly apart, and dead units far away.
 
-    Return the numbers of living allies and of all living units. Their places also stand side by side (`NEAR_X`): dead
-    units cost nothing, and loops over pairs vectorise.
+    Return the numbers of living allies and of all living units. Their places also stand side by side (`NEAR_X`), with
+    nobody behind them up to the end of a block: dead units cost nothing in loops over pairs.
     """
-    allies, living = 0, 0
-    for i in range(t.fact[row.UNITS]):
+    for i in range(t.fact[row.LANES]):
         s[row.PLACE_Y, i] = s[row.Y, i] + t.unit[row.OFFSET_Y, i]
-        if not k[row.ALIVE, i]:
-            s[row.PLACE_X, i] = t.unit[row.FAR, i]
-            continue
-        s[row.PLACE_X, i] = s[row.X, i] + t.unit[row.OFFSET_X, i]
+        here = s[row.X, i] + t.unit[row.OFFSET_X, i]
+        s[row.PLACE_X, i] = here if k[row.ALIVE, i] > 0 else t.unit[row.FAR, i]
+    allies, living = 0, 0
+    for i in range(t.fact[row.UNITS]):  # a dead unit is overwritten by the next one
         s[row.NEAR_X, living], s[row.NEAR_Y, living] = s[row.PLACE_X, i], s[row.PLACE_Y, i]
-        s[row.NEAR_RADIUS, living], k[row.UNIT, living] = t.unit[row.RADIUS, i], i
-        living += 1
-        allies += i < t.fact[row.AGENTS]
+        s[row.NEAR_RADIUS, living], s[row.NEAR_LAYER, living] = t.unit[row.RADIUS, i], t.unit[row.LAYER, i]
+        k[row.UNIT, living] = i
+        living += k[row.ALIVE, i]
+        allies += k[row.ALIVE, i] & (i < t.fact[row.AGENTS])
+    for c in range(living, living + t.fact[row.REST]):
+        s[row.NEAR_X, c], s[row.NEAR_Y, c], s[row.NEAR_RADIUS, c], k[row.UNIT, c] = NOWHERE, NOWHERE, ZERO, 0
     return allies, living
+
+
+@function
+def whole_blocks(t: Tables, count: int) -> int:
+    """Return a number of units rounded up to whole blocks."""
+    return (count + t.fact[row.REST]) & ~t.fact[row.REST]
 
 
 @function
@@ -77,57 +85,38 @@ def packed(x: np.float32, y: np.float32) -> np.int32:
 @function
 def find_nearest(t: Tables, s: Array, k: Array, allies: int, living: int) -> None:
     """Write each living unit's nearest foe that it can hit: distance and index in one integer (`Pairs._nearest`)."""
-    nearest, unit = k[row.NEAREST], k[row.UNIT]
-    for c in range(living):
+    nearest, unit, foes = k[row.NEAREST], k[row.UNIT], whole_blocks(t, living - allies)
+    for c in range(allies + foes):
         nearest[c] = NOBODY
     # Slices that start where the loop starts: an index from 0 needs no check for negative ones, and vectorises.
-    foe_x, foe_y, foe = s[row.NEAR_X, allies:living], s[row.NEAR_Y, allies:living], unit[allies:living]
-    of_foe = nearest[allies:living]
+    foe_x, foe_y, foe, of_foe = s[row.NEAR_X, allies:], s[row.NEAR_Y, allies:], unit[allies:], nearest[allies:]
     for a in range(allies):
         x, y, best, i = s[row.NEAR_X, a], s[row.NEAR_Y, a], NOBODY, unit[a]
         if t.fact[row.ALL_HIT]:
-            for j in range(len(foe)):
+            for j in range(foes):
                 bits = packed(x - foe_x[j], y - foe_y[j])
-                best = np.int32(min(best, bits | foe[j]))
+                best = np.int32(min(best, np.int32(bits | foe[j])))
                 of_foe[j] = min(of_foe[j], np.int32(bits | i))
         else:
-            for j in range(len(foe)):
+            for j in range(living - allies):
                 bits = packed(x - foe_x[j], y - foe_y[j])
-                if t.able[row.CAN_HIT, i, foe[j]]:
-                    best = np.int32(min(best, bits | foe[j]))
-                if t.able[row.CAN_HIT, foe[j], i]:
-                    of_foe[j] = min(of_foe[j], np.int32(bits | i))
+                mine, its = t.able[row.CAN_HIT, i, foe[j]], t.able[row.CAN_HIT, foe[j], i]
+                best = np.int32(min(best, np.int32(bits | foe[j]) if mine else NOBODY))
+                of_foe[j] = min(of_foe[j], np.int32(bits | i) if its else NOBODY)
         nearest[a] = best
-
-
-@function
-def lost_target(k: Array, i: int) -> bool:
-    """Return whether a unit has no living target."""
-    target = k[row.TARGET, i]
-    return target < 0 or k[row.ALIVE, target] == 0
 
 
 @function
 def acquire(t: Tables, s: Array, k: Array, allies: int, living: int) -> None:
     """Choose targets: for enemies within `sight`, for idle allies within their weapon's reach."""
     find_nearest(t, s, k, allies, living)
+    for i in range(t.fact[row.LANES]):
+        k[row.FOE_KEY, i] = NOBODY  # what the dead keep: too far from everybody
     for c in range(living):
-        key, i = k[row.NEAREST, c], k[row.UNIT, c]
-        near, distance = key & INDEX_BITS, math.sqrt(np.int32(key & ~INDEX_BITS).view(np.float32))
-        if c < allies:
-            stand_down(k, i)
-            if k[row.ORDER, i] == STOP:
-                k[row.TARGET, i] = near if distance <= t.pair[row.REACH, i, near] else -1
-        else:
-            current = k[row.TARGET, i]
-            if lost_target(k, i) or not math.sqrt(squared(s, i, current)) <= t.pair[row.REACH, i, current]:
-                k[row.TARGET, i] = near if distance <= t.length[row.SIGHT] else -1
-    for i in range(t.fact[row.UNITS]):
-        if not k[row.ALIVE, i]:  # too far from everybody
-            if i < t.fact[row.AGENTS]:
-                stand_down(k, i)
-            if i >= t.fact[row.AGENTS] or k[row.ORDER, i] == STOP:
-                k[row.TARGET, i] = -1
+        i, key = k[row.UNIT, c], k[row.NEAREST, c]
+        near = key & INDEX_BITS
+        k[row.FOE_KEY, i], k[row.FOE, i], s[row.FOE_REACH, i] = key, near, t.pair[row.REACH, i, near]
+    choose(t, s, k)
     if t.fact[row.HOLDS_BACK]:
         aim_bombs(t, s, k)
     for healer in t.healers:
@@ -135,10 +124,17 @@ def acquire(t: Tables, s: Array, k: Array, allies: int, living: int) -> None:
 
 
 @function
-def stand_down(k: Array, i: int) -> None:
-    """Stop an ally whose target is lost."""
-    if k[row.ORDER, i] >= ATTACK and lost_target(k, i):
-        k[row.ORDER, i] = STOP
+def choose(t: Tables, s: Array, k: Array) -> None:
+    """Stop allies whose target is lost, and aim idle allies and free enemies at their nearest foe, if near enough."""
+    n, sight = t.fact[row.AGENTS], t.length[row.SIGHT]
+    for i in range(t.fact[row.LANES]):
+        order, ally = k[row.ORDER, i], i < n
+        stops = ally & (order >= ATTACK) & (k[row.AIMING, i] == 0)
+        order = STOP if stops else order
+        distance = np.float32(math.sqrt(np.int32(k[row.FOE_KEY, i] & ~INDEX_BITS).view(np.float32)))
+        found = k[row.FOE, i] if distance <= (s[row.FOE_REACH, i] if ally else sight) else -1
+        replaced = (order == STOP) if ally else (k[row.IN_REACH, i] == 0)
+        k[row.ORDER, i], k[row.TARGET, i] = order, found if replaced else k[row.TARGET, i]
 
 
 @function
@@ -182,30 +178,38 @@ def find_patient(t: Tables, s: Array, k: Array, healer: int) -> None:
 
 @function
 def aim(t: Tables, s: Array, k: Array) -> None:
-    """Write which units have a living target, and whose weapon reaches it."""
-    for i in range(t.fact[row.UNITS]):
-        aiming, target = not lost_target(k, i), max(k[row.TARGET, i], 0)
-        near = aiming and math.sqrt(squared(s, target, i)) <= t.pair[row.REACH, i, target]
-        k[row.AIMING, i], k[row.IN_REACH, i] = aiming, near
+    """Write which units have a living target, whose weapon reaches it, and whose weapon is also ready."""
+    for i in range(t.fact[row.UNITS]):  # look-ups stand apart: the loop below vectorises
+        target = max(k[row.TARGET, i], 0)
+        k[row.AIMING, i] = k[row.ALIVE, target] & (k[row.TARGET, i] >= 0)
+        s[row.TO_X, i], s[row.TO_Y, i] = s[row.PLACE_X, target], s[row.PLACE_Y, target]
+        s[row.TO_REACH, i] = t.pair[row.REACH, i, target]
+    for i in range(t.fact[row.LANES]):
+        dx, dy = s[row.TO_X, i] - s[row.PLACE_X, i], s[row.TO_Y, i] - s[row.PLACE_Y, i]
+        near = (k[row.AIMING, i] > 0) & (np.float32(math.sqrt(dx * dx + dy * dy)) <= s[row.TO_REACH, i])
+        armed = (t.unit[row.COOLDOWN, i] > ZERO) & (k[row.ALIVE, i] > 0)
+        k[row.IN_REACH, i], k[row.READY, i] = near, near & armed & (s[row.TIMER, i] <= ZERO)
 
 
 @function
 def shoot(t: Tables, s: Array, k: Array) -> None:
     """Fire every ready weapon whose target is in reach, and apply damage, splash and explosions."""
-    total, fired = t.fact[row.UNITS], False
-    for i in range(total):
-        s[row.LOSS, i], s[row.HIT, i] = ZERO, ZERO
-        k[row.EXPLODED, i] = k[row.BLAST, i] = 0
-    for i in range(total):
-        if k[row.IN_REACH, i] and s[row.TIMER, i] <= 0 and t.mark[row.ARMED, i] and k[row.ALIVE, i]:
-            fired = True
-            s[row.TIMER, i] += t.unit[row.COOLDOWN, i]
-            if t.mark[row.EXPLODES, i]:
-                k[row.EXPLODED, i] = k[row.BLAST, i] = 1
-            else:
-                add_hit(t, s, i, k[row.TARGET, i])
-            if t.unit[row.SPLASH_LINE, i] > 0:
-                hit_strip(t, s, k, i)
+    fired = 0
+    for i in range(t.fact[row.UNITS]):
+        k[row.SHOOTER, fired] = i
+        fired += k[row.READY, i]
+    if t.fact[row.SPLASHES]:
+        for i in range(t.fact[row.UNITS]):
+            k[row.EXPLODED, i] = k[row.BLAST, i] = 0
+    for c in range(fired):
+        i = k[row.SHOOTER, c]
+        s[row.TIMER, i] += t.unit[row.COOLDOWN, i]
+        if t.mark[row.EXPLODES, i]:
+            k[row.EXPLODED, i] = k[row.BLAST, i] = 1
+        else:
+            add_hit(t, s, i, k[row.TARGET, i])
+        if t.unit[row.SPLASH_LINE, i] > 0:
+            hit_strip(t, s, k, i)
     if not fired:
         return
     if not t.fact[row.SPLASHES]:
@@ -260,16 +264,16 @@ def explode(t: Tables, s: Array, k: Array) -> None:
 @function
 def apply_hits(t: Tables, s: Array) -> None:
     """Subtract the hits from shields, then health. Sums of multiples of 0.5 are exact in any order."""
-    for i in range(t.fact[row.UNITS]):
-        full = s[row.HIT, i]
-        if full > 0:
-            loss = s[row.LOSS, i]
-            if t.fact[row.SHIELDS]:
-                absorbed = min(s[row.SHIELD, i], full)
-                s[row.SHIELD, i] -= absorbed
-                loss *= (full - absorbed) / max(full, ONE)
-                s[row.QUIET, i] = ZERO
-            s[row.HEALTH, i] = max(s[row.HEALTH, i] - loss, ZERO)
+    units = t.fact[row.LANES]
+    if t.fact[row.SHIELDS]:
+        for i in range(units):
+            full = s[row.HIT, i]
+            absorbed = min(s[row.SHIELD, i], full)
+            s[row.SHIELD, i] -= absorbed
+            s[row.LOSS, i] *= (full - absorbed) / max(full, ONE)
+            s[row.QUIET, i] = ZERO if full > ZERO else s[row.QUIET, i]
+    for i in range(units):
+        s[row.HEALTH, i] = max(s[row.HEALTH, i] - s[row.LOSS, i], ZERO)
         s[row.LOSS, i], s[row.HIT, i] = ZERO, ZERO
 
 
@@ -302,13 +306,18 @@ def heal(t: Tables, s: Array, k: Array, loops: np.float32) -> None:
 @function
 def regenerate(t: Tables, s: Array, k: Array, loops: np.float32) -> None:
     """Regenerate shields, Zerg health and energy of living units."""
-    for i in range(t.fact[row.UNITS]):
-        s[row.QUIET, i] += loops if t.fact[row.SHIELDS] else ZERO
-        if not k[row.ALIVE, i]:
-            continue
-        if t.fact[row.SHIELDS] and s[row.QUIET, i] > QUIET_LOOPS:
-            s[row.SHIELD, i] = min(s[row.SHIELD, i] + SHIELD_PER_LOOP * loops, t.unit[row.SHIELD_MAX, i])
-        if t.fact[row.REGENERATES]:
-            s[row.HEALTH, i] = min(s[row.HEALTH, i] + t.unit[row.HP_REGEN, i] * loops, t.unit[row.HEALTH_MAX, i])
-        if len(t.healers):
-            s[row.ENERGY, i] = min(s[row.ENERGY, i] + t.unit[row.ENERGY_REGEN, i] * loops, t.unit[row.ENERGY_MAX, i])
+    units = t.fact[row.LANES]
+    if t.fact[row.SHIELDS]:
+        for i in range(units):
+            s[row.QUIET, i] += loops
+            grown = min(s[row.SHIELD, i] + SHIELD_PER_LOOP * loops, t.unit[row.SHIELD_MAX, i])
+            grows = (k[row.ALIVE, i] > 0) & (s[row.QUIET, i] > QUIET_LOOPS)
+            s[row.SHIELD, i] = grown if grows else s[row.SHIELD, i]
+    if t.fact[row.REGENERATES]:
+        for i in range(units):
+            grown = min(s[row.HEALTH, i] + t.unit[row.HP_REGEN, i] * loops, t.unit[row.HEALTH_MAX, i])
+            s[row.HEALTH, i] = grown if k[row.ALIVE, i] > 0 else s[row.HEALTH, i]
+    if len(t.healers):
+        for i in range(units):
+            grown = min(s[row.ENERGY, i] + t.unit[row.ENERGY_REGEN, i] * loops, t.unit[row.ENERGY_MAX, i])
+            s[row.ENERGY, i] = grown if k[row.ALIVE, i] > 0 else s[row.ENERGY, i]

@@ -14,19 +14,19 @@ from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, SHOOT_RANGE, STOP
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.compiled.compiling import function
-from omagd.envs.battle.compiled.tables import Array
+from omagd.envs.battle.compiled.tables import BLOCK, WIDTH, Array
 from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, SIGHT_RANGE, UnitTables
 from omagd.envs.battle.maps import HEALING, MapSpec
 
 (
     N, TOTAL, FIRST, HEALS, ALLY_SHIELD, ENEMY_SHIELD, ALL_HEALTH, OWN_HEALTH, BITS, SEEN_ACTION, PATHING, HEIGHT,
-    OBS_TIME, INSTEAD, STATE_ACTION, STATE_TIME,
-) = range(16)  # fmt: skip
+    OBS_TIME, INSTEAD, STATE_ACTION, STATE_TIME, LANES,
+) = range(17)  # fmt: skip
 CENTRE_X, CENTRE_Y, EXTENT_X, EXTENT_Y, LIMIT = range(5)
 HEALTH_MAX, SHIELD_MAX, READY_MAX = range(3)  # rows of `Layout.unit`
-HEALTH, SHIELD, PLACE_X, PLACE_Y, READY, DISTANCE, TOWARD_X, TOWARD_Y = range(8)  # of the working memory
-N_ROWS = TOWARD_Y + 1
-SIGHT, EVERYWHERE = SIGHT_RANGE, math.inf
+HEALTH, SHIELD, PLACE_X, PLACE_Y, READY, DISTANCE, TOWARD_X, TOWARD_Y, UNIT_X, UNIT_Y = range(10)  # of working memory
+N_ROWS = UNIT_Y + 1
+NINTH = 1 / 9.0
 ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-6)
 
 
@@ -34,8 +34,9 @@ class Layout(NamedTuple):
     """What observations and state contain. U units.
 
     Attributes:
-        fact: [16] int64, sizes and flags. size: [5] float64. unit: [3, U] float32. bits: [U, unit_type_bits] float32.
-        healer: [U] bool. ahead: [2, 4] float64, where a move is tested. around: [2, 9] int64, cells that are read.
+        fact: [17] int64, sizes and flags; LANES: units up to the end of a block. size: [5] float64. unit: [3, U]
+            float32. bits: [U, unit_type_bits] float32. healer: [U] bool. ahead: [2, 4] float64, where a move is
+            tested. around: [2, 9] int64, cells that are read.
         pathing, height: [map_x, map_y] bool and float32.
     """
 
@@ -57,7 +58,7 @@ def make_layout(spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Te
         n, n + spec.n_enemies, args.variant.n_normal_actions, heals, spec.a_race == "P", spec.b_race == "P",
         args.obs_all_health, args.obs_own_health or args.obs_all_health, spec.unit_type_bits, args.obs_last_action,
         args.obs_pathing_grid, args.obs_terrain_height, args.obs_timestep_number, args.obs_instead_of_state,
-        args.state_last_action, args.state_timestep_number,
+        args.state_last_action, args.state_timestep_number, -(-(n + spec.n_enemies) // BLOCK) * BLOCK,
     ]  # fmt: skip
     x0, y0, x1, y1 = terrain.playable
     size = [terrain.map_x / 2, terrain.map_y / 2, x1 - x0, y1 - y0, spec.limit]
@@ -68,6 +69,23 @@ def make_layout(spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Te
         np.stack([MOVE_X, MOVE_Y]) * args.move_amount / 2, (AROUND * args.move_amount).astype(np.int64),
         terrain.pathing.copy(), terrain.height.copy(),
     )  # fmt: skip
+
+
+def working_memory(units: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the working memory of `rows` observers at the same time: [rows, .., U] float32, distance [rows, U]."""
+    return np.zeros((rows, N_ROWS, units), np.float32), np.zeros((rows, units))
+
+
+def shared_memory() -> np.ndarray:
+    """Return working memory [.., WIDTH] for agents that are served one after the other; two rows hold distances."""
+    return np.zeros((N_ROWS + 2, WIDTH), np.float32)
+
+
+def one_by_one(o: Layout) -> Layout:
+    """Return the layout for a processor that computes one number at a time: no blocks."""
+    fact = o.fact.copy()
+    fact[LANES] = fact[TOTAL]
+    return o._replace(fact=fact)
 
 
 @function
@@ -103,8 +121,9 @@ def fill_mask(o: Layout, x: Array, y: Array, alive: Array, distance: Array, i: i
 def describe_units(
     o: Layout, health: Array, shield: Array, energy: Array, cooldown: Array, x: Array, y: Array, w: Array
 ) -> None:
-    """Write each unit's features that do not depend on who looks; [8, U] `w`."""
+    """Write each unit's features that do not depend on who looks; [10, U] `w`."""
     for i in range(o.fact[TOTAL]):
+        w[UNIT_X, i], w[UNIT_Y, i] = x[i], y[i]
         w[HEALTH, i] = health[i] / o.unit[HEALTH_MAX, i]
         w[SHIELD, i] = shield[i] / o.unit[SHIELD_MAX, i]
         w[PLACE_X, i] = (np.float64(x[i]) - o.size[CENTRE_X]) / o.size[EXTENT_X]
@@ -113,14 +132,26 @@ def describe_units(
 
 
 @function
-def look_at_all(x: Array, y: Array, i: int, w: Array, distance: Array) -> None:
+def ninth(x: float) -> float:
+    """Return x / 9, the sight range, without a division: an estimate, corrected by what it leaves of x.
+
+    Both differences are exact (8 / 9 and 1 / 9 of x are close to what is left), and no quotient by 9 is as close to
+    the middle between two numbers as the correction's own error: the result is the correctly rounded quotient.
+    """
+    estimate = x * NINTH
+    rest = (x - 8.0 * estimate) - estimate
+    return estimate + rest * NINTH
+
+
+@function
+def look_at_all(o: Layout, i: int, w: Array, distance: Array) -> None:
     """Write distance and direction from agent `i` to all units, also as shares of the sight range."""
-    own_x, own_y = np.float64(x[i]), np.float64(y[i])
-    for j in range(len(distance)):
-        dx, dy = np.float64(x[j]) - own_x, np.float64(y[j]) - own_y
+    own_x, own_y = np.float64(w[UNIT_X, i]), np.float64(w[UNIT_Y, i])
+    for j in range(o.fact[LANES]):
+        dx, dy = np.float64(w[UNIT_X, j]) - own_x, np.float64(w[UNIT_Y, j]) - own_y
         far = math.sqrt(dx * dx + dy * dy)
         distance[j] = far
-        w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j] = far / SIGHT_RANGE, dx / SIGHT_RANGE, dy / SIGHT_RANGE
+        w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j] = ninth(far), ninth(dx), ninth(dy)
 
 
 @function
@@ -140,16 +171,33 @@ def write_surroundings(o: Layout, x: Array, y: Array, i: int, living: bool, at: 
 
 
 @function
+def put(value: np.float32, near: bool, seen: bool, at: int, out: Array, full: Array) -> None:
+    """Write a number of a unit that is `seen` into the full observation, and into the other if it is `near`."""
+    full[at] = value if seen else ZERO
+    out[at] = value if near else ZERO
+
+
+@function
 def write_unit(
-    o: Layout, w: Array, j: int, available: np.float32, points: int, shielded: int, at: int, out: Array
-) -> int:
-    """Write what an agent sees of unit `j` from place `at`; return the next place."""
-    out[at], out[at + 1], out[at + 2], out[at + 3] = available, w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j]
+    o: Layout, w: Array, j: int, available: np.float32, points: int, shielded: int, near: bool, seen: bool, at: int,
+    out: Array, full: Array,
+) -> int:  # fmt: skip
+    """Write what an agent sees of unit `j` from place `at` of both observations; return the next place."""
+    far, toward_x, toward_y, health, shield = (
+        w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j], w[HEALTH, j], w[SHIELD, j]
+    )  # fmt: skip
+    put(available, near, seen, at, out, full)
+    put(far, near, seen, at + 1, out, full)
+    put(toward_x, near, seen, at + 2, out, full)
+    put(toward_y, near, seen, at + 3, out, full)
     at += 4
     if points:
-        at = write_points(w, j, shielded, at, out)
+        put(health, near, seen, at, out, full)
+        if shielded:
+            put(shield, near, seen, at + 1, out, full)
+        at += 1 + shielded
     for bit in range(o.fact[BITS]):
-        out[at + bit] = o.bits[j, bit]
+        put(o.bits[j, bit], near, seen, at + bit, out, full)
     return at + o.fact[BITS]
 
 
@@ -164,43 +212,56 @@ def write_points(w: Array, j: int, shielded: int, at: int, out: Array) -> int:
 
 
 @function
-def write_view(
+def write_views(
     o: Layout, x: Array, y: Array, alive: Array, w: Array, distance: Array, mask: Array, last_action: Array,
-    elapsed: np.float32, i: int, sight: float, out: Array,
+    elapsed: np.float32, i: int, out: Array, full: Array,
 ) -> None:  # fmt: skip
-    """Write agent `i`'s observation, in the order of SMAC's `get_obs_agent`; units at `sight` or farther are zero."""
+    """Write agent `i`'s observation, in the order of SMAC's `get_obs_agent`; units at sight range or farther are zero.
+
+    `full`: the same without range limit, or again `out`, which is written last.
+    """
     n, total, living, first = o.fact[N], o.fact[TOTAL], alive[i], o.fact[FIRST]
-    points, seen_action = o.fact[ALL_HEALTH], o.fact[SEEN_ACTION]
-    for place in range(len(out)):
-        out[place] = ZERO
+    points, seen_action, ally_shield, enemy_shield = (
+        o.fact[ALL_HEALTH], o.fact[SEEN_ACTION], o.fact[ALLY_SHIELD], o.fact[ENEMY_SHIELD]
+    )  # fmt: skip
+    if not living:
+        write_nothing(o, elapsed, full)
+        write_nothing(o, elapsed, out)
+        return
     for move in range(N_MOVES):
-        out[move] = mask[NORTH + move]
+        put(np.float32(mask[NORTH + move]), True, True, move, out, full)
+    write_surroundings(o, x, y, i, living, N_MOVES, full)
     at = write_surroundings(o, x, y, i, living, N_MOVES, out)
-    width = 4 + o.fact[BITS] + points * (1 + o.fact[ENEMY_SHIELD])
     for j in range(n, total):
-        if living and alive[j] and distance[j] < sight:
-            write_unit(o, w, j, np.float32(mask[first + j - n]), points, o.fact[ENEMY_SHIELD], at, out)
-        at += width
-    width = 4 + o.fact[BITS] + points * (1 + o.fact[ALLY_SHIELD]) + seen_action * len(mask)
+        near, available = alive[j] & (distance[j] < SIGHT_RANGE), np.float32(mask[first + j - n])
+        at = write_unit(o, w, j, available, points, enemy_shield, near, alive[j], at, out, full)
     for j in range(n):
-        if j == i:
-            continue
-        if living and alive[j] and distance[j] < sight:
-            after = write_unit(o, w, j, ONE, points, o.fact[ALLY_SHIELD], at, out)
+        if j != i:
+            near = alive[j] & (distance[j] < SIGHT_RANGE)
+            at = write_unit(o, w, j, ONE, points, ally_shield, near, alive[j], at, out, full)
             for action in range(len(mask) * seen_action):
-                out[after + action] = last_action[j, action]
-        at += width
-    write_own(o, w, living, elapsed, i, at, out)
+                put(last_action[j, action], near, alive[j], at + action, out, full)
+            at += len(mask) * seen_action
+    write_own(o, w, elapsed, i, at, full)
+    write_own(o, w, elapsed, i, at, out)
 
 
 @function
-def write_own(o: Layout, w: Array, living: bool, elapsed: np.float32, i: int, at: int, out: Array) -> None:
+def write_nothing(o: Layout, elapsed: np.float32, out: Array) -> None:
+    """Write a dead agent's observation."""
+    for place in range(len(out)):
+        out[place] = ZERO
+    if o.fact[OBS_TIME]:
+        out[len(out) - 1] = elapsed
+
+
+@function
+def write_own(o: Layout, w: Array, elapsed: np.float32, i: int, at: int, out: Array) -> None:
     """Write agent `i`'s features of itself from place `at`."""
-    if living:
-        if o.fact[OWN_HEALTH]:
-            at = write_points(w, i, o.fact[ALLY_SHIELD], at, out)
-        for bit in range(o.fact[BITS]):
-            out[at + bit] = o.bits[i, bit]
+    if o.fact[OWN_HEALTH]:
+        at = write_points(w, i, o.fact[ALLY_SHIELD], at, out)
+    for bit in range(o.fact[BITS]):
+        out[at + bit] = o.bits[i, bit]
     if o.fact[OBS_TIME]:
         out[len(out) - 1] = elapsed
 
@@ -209,30 +270,25 @@ def write_own(o: Layout, w: Array, living: bool, elapsed: np.float32, i: int, at
 def write_state(o: Layout, alive: Array, w: Array, last_action: Array, elapsed: np.float32, out: Array) -> None:
     """Write the state, in the order of SMAC's `get_state`: allies, enemies, last actions, elapsed time."""
     n, at = o.fact[N], 0
-    for place in range(len(out)):
-        out[place] = ZERO
     for i in range(o.fact[TOTAL]):
-        shielded = o.fact[ALLY_SHIELD] if i < n else o.fact[ENEMY_SHIELD]
-        width = 3 + (i < n) + shielded + o.fact[BITS]
-        if not alive[i]:
-            at += width
-            continue
-        out[at] = w[HEALTH, i]
-        if i < n:
-            out[at + 1] = w[READY, i]
-            at += 1
-        out[at + 1], out[at + 2] = w[PLACE_X, i], w[PLACE_Y, i]
-        at += 3
-        if shielded:
-            out[at] = w[SHIELD, i]
+        ally, shown = i < n, alive[i]
+        health, ready, x, y, shield = w[HEALTH, i], w[READY, i], w[PLACE_X, i], w[PLACE_Y, i], w[SHIELD, i]
+        out[at] = health if shown else ZERO
+        if ally:
+            out[at + 1] = ready if shown else ZERO
+        at += 1 + ally
+        out[at], out[at + 1] = x if shown else ZERO, y if shown else ZERO
+        at += 2
+        if o.fact[ALLY_SHIELD] if ally else o.fact[ENEMY_SHIELD]:
+            out[at] = shield if shown else ZERO
             at += 1
         for bit in range(o.fact[BITS]):
-            out[at + bit] = o.bits[i, bit]
+            out[at + bit] = o.bits[i, bit] if shown else ZERO
         at += o.fact[BITS]
     if o.fact[STATE_ACTION]:
         for i in range(n):
             for action in range(last_action.shape[1]):
-                out[at] = last_action[i, action]
-                at += 1
+                out[at + action] = last_action[i, action]
+            at += last_action.shape[1]
     if o.fact[STATE_TIME]:
         out[at] = elapsed

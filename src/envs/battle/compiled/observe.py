@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omagd.envs.battle.compiled import features
-from omagd.envs.battle.compiled.compiling import function, kernel
+from omagd.envs.battle.compiled import features, tables
+from omagd.envs.battle.compiled.compiling import function, kernel, memory_rows
 from omagd.envs.battle.compiled.features import Layout
 from omagd.envs.battle.compiled.rules import Episodes
 from omagd.envs.battle.compiled.tables import ENERGY, HEALTH, SHIELD, Array, State, X, Y
 
-SIGHT, EVERYWHERE = features.SIGHT, features.EVERYWHERE
+N_ROWS, WIDTH = features.N_ROWS, tables.WIDTH
 
 
 class Shown(NamedTuple):
@@ -34,11 +34,10 @@ def observe_agent(
     x, y = state.floats[b, X], state.floats[b, Y]
     elapsed = np.float32(episodes.steps[b] / o.size[features.LIMIT])
     if alive[i]:
-        features.look_at_all(x, y, i, w, distance)
+        features.look_at_all(o, i, w, distance)
     features.fill_mask(o, x, y, alive, distance, i, mask)
-    features.write_view(o, x, y, alive, w, distance, mask, acted, elapsed, i, SIGHT, obs)
-    if want_full:
-        features.write_view(o, x, y, alive, w, distance, mask, acted, elapsed, i, EVERYWHERE, shown.full[b, i])
+    full = shown.full[b, i] if want_full else obs
+    features.write_views(o, x, y, alive, w, distance, mask, acted, elapsed, i, obs, full)
     if o.fact[features.INSTEAD]:
         for entry in range(len(obs)):
             shown.state[b, i * len(obs) + entry] = obs[entry]
@@ -71,9 +70,12 @@ def observe_battle(
 
 
 @kernel
-def observe(
-    o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool
-) -> None:
-    """Write masks, observations, those without range limit if `want_full`, and the state of all battles."""
+def observe(o: Layout, state: State, episodes: Episodes, memory: Array, shown: Shown, want_full: bool) -> None:
+    """Write masks, observations, those without range limit if `want_full`, and the state of all battles.
+
+    memory: `features.shared_memory`.
+    """
+    w = memory_rows(memory, 0, N_ROWS, WIDTH, np.float32)
+    distance = memory_rows(memory, N_ROWS, 1, WIDTH, np.float64)[0]
     for b in range(len(episodes.steps)):
         observe_battle(o, state, episodes, w, distance, shown, want_full, b)

@@ -6,34 +6,39 @@ import numpy as np
 
 from omagd.envs.battle.compiled import combat, movement
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.compiling import function, kernel
+from omagd.envs.battle.compiled.compiling import function, kernel, memory_rows
 from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables
 from omagd.envs.battle.roster import FLOATS, INTS
 from omagd.envs.battle.simulator import LOOPS_PER_STEP, LOOPS_PER_SUBSTEP, SUBSTEPS
 
 N_STATE_FLOATS, N_STATE_INTS = len(FLOATS), len(INTS)
+N_FLOATS, N_INTS, N_COLUMNS, WIDTH = row.N_FLOATS, row.N_INTS, len(row.COLUMNS), row.WIDTH
+FIRST_COLUMN = N_FLOATS + N_INTS
 STEP_LOOPS, LOOPS = np.float32(LOOPS_PER_STEP), np.float32(LOOPS_PER_SUBSTEP)
 ZERO = np.float32(0)
 
 
 @function
 def load(state: State, s: Array, k: Array, b: int) -> None:
-    """Copy a battle into the working memory, where its numbers lie side by side."""
-    for i in range(s.shape[1]):
-        for f in range(N_STATE_FLOATS):
+    """Copy a battle into the working memory."""
+    for f in range(N_STATE_FLOATS):
+        for i in range(state.floats.shape[2]):
             s[f, i] = state.floats[b, f, i]
-        for f in range(N_STATE_INTS):
+    for f in range(N_STATE_INTS):
+        for i in range(state.ints.shape[2]):
             k[f, i] = state.ints[b, f, i]
 
 
 @function
 def store(state: State, s: Array, k: Array, b: int) -> None:
     """Copy a battle back, with what others see of it."""
-    for i in range(s.shape[1]):
-        for f in range(N_STATE_FLOATS):
+    for f in range(N_STATE_FLOATS):
+        for i in range(state.floats.shape[2]):
             state.floats[b, f, i] = s[f, i]
-        for f in range(N_STATE_INTS):
+    for f in range(N_STATE_INTS):
+        for i in range(state.ints.shape[2]):
             state.ints[b, f, i] = k[f, i]
+    for i in range(state.alive.shape[1]):
         state.cooldown[b, i] = max(s[row.TIMER, i], ZERO)
         state.alive[b, i] = k[row.ALIVE, i] > 0
 
@@ -47,26 +52,33 @@ def play_battle(t: Tables, state: State, s: Array, k: Array, orders: Orders, b: 
         combat.take_order(t, s, k, i, orders.order[b, i], orders.target[b, i], dest[0], dest[1])
     for substep in range(SUBSTEPS):
         allies, living = combat.measure(t, s, k)
+        combat.aim(t, s, k)
         if substep % 2 == 0:
             combat.acquire(t, s, k, allies, living)
-        combat.aim(t, s, k)
+            combat.aim(t, s, k)
         combat.shoot(t, s, k)
         combat.heal(t, s, k, LOOPS)
-        for i in range(t.fact[row.UNITS]):
-            k[row.ALIVE, i] = s[row.HEALTH, i] > 0
+        for i in range(t.fact[row.LANES]):
+            k[row.ALIVE, i] = s[row.HEALTH, i] > ZERO
         movement.walk(t, s, k, living, LOOPS)
-        for i in range(t.fact[row.UNITS]):
+        for i in range(t.fact[row.LANES]):
             # A delay of less than a substep counts towards the next shot: the average rate of fire is right.
-            s[row.TIMER, i] -= LOOPS
-            if s[row.TIMER, i] <= -LOOPS:
-                s[row.TIMER, i] = ZERO
+            timer = s[row.TIMER, i] - LOOPS
+            s[row.TIMER, i] = timer if timer > -LOOPS else ZERO
     combat.regenerate(t, s, k, STEP_LOOPS)
     store(state, s, k, b)
 
 
 @kernel
-def play(t: Tables, state: State, s: Array, k: Array, orders: Orders, active: Array) -> None:
-    """Play one agent step in the `active` battles [B], one after the other in the same working memory."""
+def play(t: Tables, state: State, memory: Array, orders: Orders, active: Array) -> None:
+    """Play one agent step in the `active` battles [B], one after the other in the same `shared_memory`."""
+    s = memory_rows(memory, 0, N_FLOATS, WIDTH, np.float32)
+    k = memory_rows(memory, N_FLOATS, N_INTS, WIDTH, np.int32)
+    unit = memory_rows(memory, FIRST_COLUMN, N_COLUMNS, WIDTH, np.float32)
+    for column in range(N_COLUMNS):
+        for i in range(WIDTH):
+            unit[column, i] = t.unit[column, i]
+    near = Tables(unit, t.mark, t.pair, t.able, t.fact, t.length, t.grid, t.healers, t.bombs)
     for b in range(len(active)):
         if active[b]:
-            play_battle(t, state, s[0], k[0], orders, b)
+            play_battle(near, state, s, k, orders, b)

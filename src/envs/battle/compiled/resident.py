@@ -21,7 +21,7 @@ from omagd.envs.battle.compiled.features import Layout
 from omagd.envs.battle.compiled.observe import Shown
 from omagd.envs.battle.compiled.rules import Episodes, Prices, Results
 from omagd.envs.battle.compiled.starts import Starts
-from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables, working_memory
+from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables, one_by_one, shared_memory, working_memory
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNITS
 from omagd.utils.errors import UserError
@@ -75,14 +75,14 @@ def _step(
     for result in results:
         result[...] = 0
     rules.give_orders(o, state, move_amount, actions, active, episodes, orders)
-    play.play(t, state, s, k, orders, active)
+    play.play(t, state, s[0], orders, active)
     rules.finish(o, p, state, episodes, active, lost[0], died[0], results)
 
 
 def _look(
     o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool
 ) -> None:
-    observe.observe(o, state, episodes, w[0], distance[0], shown, want_full)
+    observe.observe(o, state, episodes, w[0], shown, want_full)
 
 
 LOOPS: dict[str, Callable[..., None]] = {"reset": _reset, "step": _step, "look": _look}
@@ -157,7 +157,10 @@ class ResidentBattles:
         self._results, results = self._share(rules.no_results(n_slots))
         self._never = torch.zeros_like(self._results.flags[0])
         self._orders, orders = self._share(parts.orders)
-        constants = parts.tables, parts.starts, parts.layout, parts.prices
+        tables, layout = parts.tables, parts.layout
+        if self._kernels.side_by_side:
+            tables, layout = one_by_one(tables), features.one_by_one(layout)
+        constants = tables, parts.starts, layout, parts.prices
         # Kept: on a GPU the views do not own their memory.
         self._constants, (tables, begin, layout, prices) = zip(*map(self._share, constants), strict=True)
         no = np.zeros(n_slots, bool)
@@ -221,10 +224,11 @@ class ResidentBattles:
         There neighbouring threads' numbers lie side by side, so that a warp reads them in one go.
         """
         at_once, lookers = (self.n_slots, self._lookers) if self._kernels.side_by_side else (1, 1)
-        shapes = Work(
-            *working_memory(units, at_once), np.zeros((lookers, features.N_ROWS, units), np.float32),
-            np.zeros((lookers, units)), np.zeros((at_once, 2)), np.zeros((at_once, 2), np.int64),
-        )  # fmt: skip
+        floats, ints = working_memory(units, at_once)
+        seen, distance = features.working_memory(units, lookers)
+        if not self._kernels.side_by_side:
+            floats, seen = shared_memory()[None], features.shared_memory()[None]
+        shapes = Work(floats, ints, seen, distance, np.zeros((at_once, 2)), np.zeros((at_once, 2), np.int64))
         tensors = Work(*(self._tensor(interleaved(array)) for array in shapes))
         return tensors, Work(*map(self._kernels.view, tensors))
 

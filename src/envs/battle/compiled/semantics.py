@@ -44,7 +44,7 @@ class CompiledSemantics(BattleSemantics):
 
     def __init__(self, spec: MapSpec, args: BattleArgs, backend: CompiledSimulator, unit_names: Sequence[str]) -> None:
         super().__init__(spec, args, backend, unit_names)
-        slots, n, units = backend.n_slots, spec.n_agents, spec.n_agents + spec.n_enemies
+        slots, n = backend.n_slots, spec.n_agents
         self._layout = features.make_layout(spec, args, self._tables, backend.terrain, backend.units)
         self._prices, self._move_amount = rules.make_prices(args), float(args.move_amount)
         self._scale = float(self._ledger.scale(backend.units)[0]) if args.reward_scale else 0.0
@@ -53,7 +53,7 @@ class CompiledSemantics(BattleSemantics):
         )
         self._episodes = rules.Episodes(*self._ledger.arrays(), self.steps, self.ended, self._last_action)
         self._shown = Shown(self._avail, self._obs, self._full, self._state)
-        self._rows, self._distance = np.zeros((features.N_ROWS, units), np.float32), np.zeros(units)
+        self._memory = features.shared_memory()
         self._lost, self._died = np.zeros(2), np.zeros(2, np.int64)
         self._measured = False  # the geometry, which only scripts and pictures need, is current
 
@@ -112,7 +112,7 @@ class CompiledSemantics(BattleSemantics):
         return self._writer.state_parts()
 
     def _look(self, full: bool) -> None:
-        observe(self._layout, self._backend.state, self._episodes, self._rows, self._distance, self._shown, full)
+        observe(self._layout, self._backend.state, self._episodes, self._memory, self._shown, full)
         self._stale = False
 
     def _changed(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omagd.envs.battle.compiled import play, starts
-from omagd.envs.battle.compiled.tables import Orders, State, make_tables, working_memory
+from omagd.envs.battle.compiled.tables import Orders, State, make_tables, shared_memory
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.roster import Battle
 from omagd.envs.battle.simulator import Simulator
@@ -18,7 +18,7 @@ class CompiledSimulator(Simulator):
         super().__init__(map_spec, n_slots, difficulty=difficulty)
         self.tables = make_tables(self._roster, self._movement, self._sight)
         self.starts = starts.make_starts(map_spec, self._roster)
-        self._work = working_memory(self._roster.total)
+        self._work = shared_memory()
         # A battle's numbers lie side by side here, so that one is played within the processor's nearest memory; the
         # reference's arrays become views.
         arrays = self._battle.floats, self._battle.ints, self._cooldown, self._alive
@@ -36,4 +36,4 @@ class CompiledSimulator(Simulator):
         """Give orders to the allies of the active slots and play 8 game loops."""
         types = zip((order, target, dest), (np.int64, np.int64, np.float32), strict=True)
         orders = Orders(*(np.ascontiguousarray(array, kind) for array, kind in types))
-        play.play(self.tables, self.state, *self._work, orders, np.ascontiguousarray(active, bool))
+        play.play(self.tables, self.state, self._work, orders, np.ascontiguousarray(active, bool))
