@@ -1,7 +1,7 @@
 """A round of episodes that stays in a device's memory: battles, observations, agents, choices and rows.
 
-Every tick has the same shapes and launches the same work for all slots, so on a GPU it is one CUDA graph; the host
-neither reads a value nor waits. Slots whose episodes have ended stay as they are: their closing row is written again.
+Every tick has the same shapes and launches the same work for all slots, so on a GPU it is one CUDA graph, and no value
+is read between two ticks. Slots whose episodes have ended stay as they are: their closing row is written again.
 Shapes: B slots, K episodes of each, E = K B episodes, L the step limit, n agents, A actions.
 """
 
@@ -180,14 +180,18 @@ class Captured:
 
 
 class Watch:
-    """Notices that no slot plays any more, without waiting for a GPU: later ticks change nothing."""
+    """Notices that no slot plays any more, while a GPU works on: ticks after that change nothing.
+
+    The host waits every few ticks for what was known at the last look, so it is never far ahead of the GPU, and the GPU
+    never waits for the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cpu = device.type == "cpu"
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda" and torch.cuda.is_available():
             self._event = torch.cuda.Event()
-            self._busy = torch.ones((), dtype=torch.bool, pin_memory=True)
+            self._busy = torch.ones((), dtype=torch.bool).pin_memory()
 
     def over(self, tick: int, playing: Tensor, closing: Tensor) -> bool:
         """Return whether it is known that all slots are idle, which are neither `playing` nor `closing` [B] bool."""
@@ -195,12 +199,10 @@ class Watch:
             return not bool((playing | closing).any())
         if self._event is None or tick % LOOK_EVERY:
             return False
-        if tick and self._event.query():
+        if tick:
+            self._event.synchronize()  # of the last look: the GPU still has the ticks since then to do
             if not bool(self._busy):
-                self._busy.fill_(True)
                 return True
-        elif tick:
-            return False  # the last look is still on its way
         self._busy.copy_((playing | closing).any(), non_blocking=True)
         self._event.record()
         return False

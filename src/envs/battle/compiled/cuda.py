@@ -7,6 +7,7 @@ sums, products, quotients and roots as a CPU does; NVVM's option is set while ke
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -113,18 +114,21 @@ class CUDAKernels:
     def __init__(self, device: torch.device) -> None:
         cuda.select_device(torch.cuda.current_device() if device.index is None else device.index)
         self._device = device
-        self._kernels = {name: cuda.jit(function) for name, function in KERNELS.items()}
+        # Numba warns of grids with few blocks, which small numbers of battles have.
+        warnings.filterwarnings("ignore", message="Grid size")
 
     def view(self, tensor: Tensor) -> Any:
         """Return what a kernel takes as this tensor: the same memory."""
         return cuda.as_cuda_array(tensor, sync=False)
 
     def __call__(self, name: str, threads: int, *args: Any) -> None:
-        """Launch a kernel with at least so many threads, on views."""
+        """Launch a kernel with at least so many threads, on views; the first call compiles it."""
         stream = cuda.external_stream(torch.cuda.current_stream(self._device).cuda_stream)
-        kernel = self._kernels[name]
-        if kernel.signatures:
-            kernel[-(-threads // THREADS), THREADS, stream](*args)
-            return
         with exact():
-            kernel[-(-threads // THREADS), THREADS, stream](*args)
+            jitted(name)[-(-threads // THREADS), THREADS, stream](*args)
+
+
+@functools.cache
+def jitted(name: str) -> Any:
+    """Return one of `KERNELS`, compiled once per process for each kind of arguments."""
+    return cuda.jit(KERNELS[name])
