@@ -27,6 +27,7 @@ from q_toys import (
 from torch.nn import functional as F
 
 import omagd
+from omagd.components import td_lambda as targets_of
 from omagd.components.action_selectors import EpsilonGreedy, Greedy
 from omagd.components.compiled import selection
 from omagd.components.schedules import LinearSchedule
@@ -63,8 +64,11 @@ def lambda_returns(reward, terminated, values, gamma, td_lambda):
     return result
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("td_lambda", [0.0, 0.6, 1.0])
-def test_targets_equal_weighted_n_step_returns(td_lambda):
+def test_targets_equal_weighted_n_step_returns(td_lambda, on_gpu, monkeypatch):
+    if on_gpu:
+        monkeypatch.setattr(targets_of, "_step_by_step", targets_of.by_doubling)
     rng = np.random.default_rng(0)
     steps, truncated = [7, 7, 4, 1, 0], [False, True, True, False, True]
     packing = Packing(tuple(k + 1 for k in steps))

@@ -28,9 +28,32 @@ def td_lambda_targets(
     following = (torch.arange(len(packing.step)) + torch.tensor(sizes)[packing.step]).clamp_(max=len(values) - 1)
     targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * values[following.to(values.device)])
     weight = td_lambda * keep.expand_as(targets)  # of G(t+1) in G(t)
-    steps = list(zip(targets.split(sizes), weight.split(sizes), strict=True))
+    sums = _step_by_step if values.device.type == "cpu" else by_doubling
+    return sums(targets, weight, following, packing).masked_fill_(closing, 0)
+
+
+def _step_by_step(targets: Tensor, weight: Tensor, following: Tensor, packing: Packing) -> Tensor:
+    """Return G(t) = targets(t) + weight(t) G(t+1), from the last step back; `targets` is overwritten."""
+    steps = list(zip(targets.split(packing.batch_sizes), weight.split(packing.batch_sizes), strict=True))
     later = steps.pop()[0]
     for now, share in reversed(steps):  # episodes that are longer come first in each block
         now[: len(later)].addcmul_(share[: len(later)], later)
         later = now
-    return targets.masked_fill_(closing, 0)
+    return targets
+
+
+def by_doubling(targets: Tensor, weight: Tensor, following: Tensor, packing: Packing) -> Tensor:
+    """Return the same in about log2(T) rounds of a few operations, for devices on which T dependent ones take long.
+
+    Each round doubles the number of steps that a row has summed up: with p(t) the row of the next step,
+    G(t) = a(t) + w(t) G(p(t)) = a(t) + w(t) a(p(t)) + w(t) w(p(t)) G(p(p(t))) (Hillis and Steele 1986).
+
+    targets, weight: [S, ...]. following: [S], p on the CPU, anything in closing rows.
+    """
+    after = torch.where(packing.closing, torch.arange(len(following)), following).to(targets.device)
+    closing = packing.closing.to(targets.device).view(-1, *[1] * (targets.dim() - 1))
+    weight = weight.masked_fill(closing, 0)
+    for _ in range((packing.n_steps - 1).bit_length()):
+        targets = torch.addcmul(targets, weight, targets[after])
+        weight, after = weight * weight[after], after[after]
+    return targets
