@@ -7,16 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from q_toys import INFO, toy_config
+from q_toys import INFO, make_learner, random_episode, toy_config
 from torch import Tensor
 from torch.nn import functional as F
 
+from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.agents.rnn_agent import RNNAgent
 from omagd.modules.kernels import compiling, recurrent
 from omagd.modules.kernels.compiling import compiled_kernels, kernels_for
 from omagd.modules.kernels.linear import lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.mixers.qmix import QMixer
-from omagd.utils.packing import Packing
+from omagd.utils.packing import Packing, pack_episodes
 
 torch.set_num_threads(1)
 LENGTHS = [(6, 6, 4, 1, 1), (1,), (3, 3), (40, 38, 37, 20, 9, 2)]
@@ -111,6 +113,38 @@ def test_compiled_input_layer_equals_the_expression(rows, bf16):
     got = lookup_relu(x, weight, table, index, bf16)
     got = [got, *torch.autograd.grad(got, [x, weight, table], upstream)]
     assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < (0.1 if bf16 else 1e-6)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("agent", ["n_rnn", "rnn", "gnn_rnn"])
+def test_updates_with_kernels_equal_updates_of_torch(monkeypatch, agent, precision):
+    batches = [[random_episode(10 * i + k, 3 + k) for k in range(6)] for i in range(20)]
+    learners = [make_learner(toy_config(agent=agent, precision=precision)) for _ in range(2)]
+    norms: list[list[float]] = [[], []]
+    for episodes in batches:
+        for learner, small, kept in zip(learners, (0, math.inf), norms, strict=True):
+            monkeypatch.setattr(compiling, "SMALL", small)
+            kept.append(float(learner.update(pack_episodes(episodes), episodes=0)["grad_norm"][0]))
+    tolerance = 0.15 if precision == "bf16" else 1e-3
+    assert norms[0] == pytest.approx(norms[1], rel=tolerance)
+    for name, weight in learners[0].mac.agent.state_dict().items():
+        assert weight.dtype == torch.float32
+        torch.testing.assert_close(
+            weight, learners[1].mac.agent.state_dict()[name], atol=tolerance / 10, rtol=tolerance
+        )
+
+
+@pytest.mark.usefixtures("always")
+def test_a_tick_in_bf16_acts_like_the_unroll():
+    torch.manual_seed(0)
+    agent = RNNAgent(toy_config(agent="rnn", precision="bf16"), INFO)
+    inputs = AgentInputs.blank(300, INFO, agent.fc2.weight)
+    with torch.inference_mode():
+        values, hidden = agent.step(inputs, agent.init_hidden(300))
+        whole = agent(inputs, Packing((1,) * 300))
+    assert values.dtype == hidden.dtype == torch.float32
+    torch.testing.assert_close(values, whole, atol=0.01, rtol=0.01)
 
 
 @pytest.mark.usefixtures("always")

@@ -187,8 +187,11 @@ class InputLinear(nn.Linear):
         of_features, table, index = self._lookup(last_action)
         return F.linear(features, of_features) + F.embedding(index, table)
 
-    def relu(self, features: Tensor, last_action: Tensor) -> Tensor:
-        """Return the ReLU of the same; on a CPU in one pass over the rows."""
+    def relu(self, features: Tensor, last_action: Tensor, *, rounded: bool = False) -> Tensor:
+        """Return the ReLU of the same; on a CPU in one pass over the rows.
+
+        rounded: whether the result may be in bf16 where products are, because its reader rounds it anyway.
+        """
         if features.is_cuda or not self.looks_up:
             return F.relu(self(features, last_action))
         of_features, table, index = self._lookup(last_action)
@@ -199,6 +202,7 @@ class InputLinear(nn.Linear):
             out = table.index_select(0, index.reshape(-1)).addmm_(flat, of_features.t()).relu_()
         else:
             out = lookup_relu(flat, of_features, table, index.reshape(-1), bf16)
+        out = out if rounded else out.to(features.dtype)
         return out.view(*features.shape[:-1], -1)
 
     def _lookup(self, last_action: Tensor) -> tuple[Tensor, Tensor, Tensor]:

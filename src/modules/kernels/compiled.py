@@ -184,7 +184,7 @@ def lookup_relu(product: Any, table: Any, index: Any, out: Any) -> None:
         row, read, added = out[i], product[i], table[index[i]]
         for j in range(out.shape[1]):
             y = value(read[j]) + added[j]
-            row[j] = ZERO if y < ZERO else y
+            row[j] = held(row, ZERO if y < ZERO else y)
 
 
 @kernel
@@ -193,9 +193,9 @@ def lookup_relu_backward(given: Any, out: Any, index: Any, grad: Any, for_table:
     for i in range(len(out)):
         row, read, y, of_table = grad[i], given[i], out[i], for_table[index[i]]
         for j in range(out.shape[1]):
-            row[j] = read[j] if y[j] > ZERO else ZERO
+            row[j] = held(row, value(read[j]) if value(y[j]) > ZERO else ZERO)
         for j in range(out.shape[1]):
-            of_table[j] += row[j]
+            of_table[j] += value(row[j])
 
 
 @function
@@ -331,5 +331,5 @@ def _call_all() -> None:
         mix_forward(exact, some, line, some, line, some, line, exact, line)
         mix_backward(line, exact, some, line, some, line, some, line, exact, exact, some, some, some, exact)
         mix_inputs_backward(some, some, some, some, line)
-        lookup_relu(some, exact, places, exact)
-    lookup_relu_backward(exact, exact, places, exact, exact)
+        lookup_relu(some, exact, places, some)
+        lookup_relu_backward(some, some, places, some, exact)

@@ -29,13 +29,13 @@ class CompiledUnroll(torch.autograd.Function):
         b_ih: Tensor, b_hh: Tensor, bf16: bool,
     ) -> Tensor:  # fmt: skip
         """Return [R, H] from x [R, input_dim] and before [rows of the first step, H]. groups: all rows, in order."""
-        size, kind, spare = w_hh.shape[1], torch.bfloat16 if bf16 else x.dtype, ROUNDING if bf16 else 0
+        size, kind, spare = w_hh.shape[1], torch.bfloat16 if bf16 else w_hh.dtype, ROUNDING if bf16 else 0
         from_x, from_h = w_ih.roll(size, 0).t().to(kind), w_hh.t().to(kind)
         bias = torch.cat([b_ih[2 * size :], (b_ih + b_hh)[: 2 * size], b_hh[2 * size :]])
-        start = x.new_zeros(_first_rows(groups), size) if before is None else before.contiguous()
-        out, low = x.new_empty(len(x), size), x.new_empty(len(x) + spare if bf16 else 0, size, dtype=kind)
-        gates = x.new_empty(len(x) if any(ctx.needs_input_grad) else 0, 4 * size, dtype=kind)
-        of_x, of_h = (x.new_empty(_most_rows(groups) + spare, 3 * size, dtype=kind) for _ in range(2))
+        start = w_hh.new_zeros(_first_rows(groups), size) if before is None else before.contiguous()
+        out, low = w_hh.new_empty(len(x), size), w_hh.new_empty(len(x) + spare if bf16 else 0, size, dtype=kind)
+        gates = w_hh.new_empty(len(x) if any(ctx.needs_input_grad) else 0, 4 * size, dtype=kind)
+        of_x, of_h = (w_hh.new_empty(_most_rows(groups) + spare, 3 * size, dtype=kind) for _ in range(2))
         reads, writes = (of_x, of_h, bias), (torch.empty_like(bias), gates, out, low)
         inputs, h0, h, outputs = map(kernels.arrays, (reads, (start,), (out,), writes))
         for offset, chunks in groups:
@@ -64,12 +64,13 @@ class CompiledUnroll(torch.autograd.Function):
         """Return the gradients of x, before, the weights and the biases from grad_out [R, H], last step first."""
         x, start, out, w_ih, w_hh, gates = ctx.saved_tensors
         size, kind = w_hh.shape[1], gates.dtype
-        spare, arrays = ROUNDING if kind != x.dtype else 0, ctx.kernels.arrays
+        spare, arrays = ROUNDING if kind != w_hh.dtype else 0, ctx.kernels.arrays
         back_x, back_h = w_ih.roll(size, 0).to(kind), w_hh.to(kind)
         for_x, for_start = torch.empty_like(x), torch.zeros_like(start)
-        for_ih, for_hh, sums = torch.zeros_like(w_ih), torch.zeros_like(w_hh), x.new_zeros(_steps(ctx.groups), 4 * size)
-        grads, hidden = (x.new_empty(_most_rows(ctx.groups) + spare, width, dtype=kind) for width in (4 * size, size))
-        more = x.new_empty(len(grads), size, dtype=kind)  # dL/dh through the products
+        for_ih, for_hh = torch.zeros_like(w_ih), torch.zeros_like(w_hh)
+        sums, room = w_hh.new_zeros(_steps(ctx.groups), 4 * size), _most_rows(ctx.groups) + spare
+        grads, hidden = (w_hh.new_empty(room, width, dtype=kind) for width in (4 * size, size))
+        more = w_hh.new_empty(len(grads), size, dtype=kind)  # dL/dh through the products
         inputs, h0, h, others = map(arrays, ((grads, gates, grad_out.contiguous()), (start,), (out,), (hidden, sums)))
         for offset, chunks in ctx.groups:
             blocks = [block for chunk in chunks for block in chunk]
@@ -84,7 +85,7 @@ class CompiledUnroll(torch.autograd.Function):
                     if t or ctx.starts:
                         _product(grads[:, size:], block.start - first, k, back_h, more)
                         n_more = k
-                _weights_products(grads, x[first : first + n_rows], hidden, back_x, for_x[first:], for_ih, for_hh)
+                _weights_products((grads, x, hidden), (first, n_rows), back_x, (for_x, for_ih, for_hh))
             if ctx.starts:
                 carried += more[:n_more]
         for_bias = sums.sum(dim=0)
@@ -109,24 +110,31 @@ def _product(factor: Tensor, first: int, k: int, weight: Tensor, out: Tensor) ->
 
 
 def _weights_products(
-    grads: Tensor, x: Tensor, hidden: Tensor, back_x: Tensor, for_x: Tensor, for_ih: Tensor, for_hh: Tensor
+    factors: tuple[Tensor, Tensor, Tensor],
+    place: tuple[int, int],
+    back_x: Tensor,
+    results: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Set for_x[:R] and add to for_ih and for_hh, from a chunk's grads [R, 4H], x [R, .] and hidden [R, H].
+    """Set a chunk's rows of for_x, and add to for_ih and for_hh.
 
-    grads and hidden have at least R rows, in bf16 with room for rounding R up.
+    factors: the chunk's gradients [., 4H], all x [R, .], and the chunk's h [., H]; in bf16 the first and the last have
+    room for rounding rows up. place: first row of the chunk in x, and its rows. results: for_x, for_ih, for_hh.
     """
-    rows, size = len(x), hidden.shape[1]
-    if grads.dtype == x.dtype:
+    (grads, x, hidden), (first, rows), (for_x, for_ih, for_hh) = factors, place, results
+    size = hidden.shape[1]
+    read, out = x[first : first + rows], for_x[first : first + rows]
+    if grads.dtype == for_ih.dtype:
         made = grads[:rows]
-        torch.mm(made[:, : 3 * size], back_x, out=for_x[:rows])
-        for_ih.addmm_(made[:, : 3 * size].t(), x)
+        torch.mm(made[:, : 3 * size], back_x, out=out)
+        for_ih.addmm_(made[:, : 3 * size].t(), read)
         for_hh.addmm_(made[:, size:].t(), hidden[:rows])
     else:
         rounded = padded_rows(rows, ROUNDING)
         made, before = grads[:rounded], hidden[:rounded]
         made[rows:], before[rows:] = 0, 0
-        for_x[:rows] = torch.mm(made[:, : 3 * size], back_x)[:rows]
-        for_ih += torch.mm(made[:, : 3 * size].t(), to_bf16(x, rounded))
+        out.copy_(torch.mm(made[:, : 3 * size], back_x)[:rows])
+        low = x[first : first + rounded] if x.dtype == grads.dtype else to_bf16(read, rounded)
+        for_ih += torch.mm(made[: len(low), : 3 * size].t(), low)
         for_hh += torch.mm(made[:, size:].t(), before)
 
 

@@ -159,7 +159,7 @@ class _BF16Linear(torch.autograd.Function):
 
 
 def lookup_relu(features: Tensor, weight: Tensor, table: Tensor, index: Tensor, bf16: bool = False) -> Tensor:
-    """Return relu(features weight^T + table[index]), [R, out]; see `_LookupReLU`."""
+    """Return relu(features weight^T + table[index]), [R, out], in bf16 perhaps if `bf16`; see `_LookupReLU`."""
     kernels = kernels_for(features, len(features) * len(weight))
     return _LookupReLU.apply(kernels, features, weight, table, index, bf16)  # type: ignore[no-untyped-call]
 
@@ -180,8 +180,12 @@ class _LookupReLU(torch.autograd.Function):
     def forward(
         ctx: Any, kernels: Any, features: Tensor, weight: Tensor, table: Tensor, index: Tensor, bf16: bool
     ) -> Tensor:
-        """Return [R, out]. bf16: the products of forward and of dL/dW round their factors, that of dL/dx does not."""
-        out = features.new_empty(len(features), len(weight))
+        """Return [R, out]. bf16: the products of forward and of dL/dW round their factors, that of dL/dx does not.
+
+        Kernels return bf16 then, and take its gradient in bf16: the next product rounds it anyway.
+        """
+        kind = torch.bfloat16 if bf16 and kernels is not None else features.dtype
+        out = features.new_empty(len(features), len(weight), dtype=kind)
         weight_t = weight.t().bfloat16() if bf16 else weight.t()
         for rows, x, places in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index)), strict=True):
             low = torch.mm(to_bf16(x, ROWS_AT_ONCE), weight_t)[: len(rows)] if bf16 else None
@@ -216,7 +220,7 @@ class _LookupReLU(torch.autograd.Function):
             else:
                 for_weight.addmm_(grad.t(), x)
             if for_features is not None:
-                torch.mm(grad, weight, out=for_features[start : start + len(grad)])
+                torch.mm(grad.to(weight.dtype), weight, out=for_features[start : start + len(grad)])
             start += len(grad)
         return None, for_features, for_weight, for_table, None, None
 

@@ -61,7 +61,7 @@ class PackedGRU(nn.Module):
             nn.init.uniform_(parameter, -1 / math.sqrt(hidden_dim), 1 / math.sqrt(hidden_dim))
 
     def forward(self, x: Tensor, packing: Packing, start: Tensor | None = None) -> Tensor:
-        """Return the hidden state after each row, [S, n, H], from x [S, n, input_dim].
+        """Return the hidden state after each row, [S, n, H], from x [S, n, input_dim], which may be in bf16.
 
         start: [B, n, H] hidden state before the first rows; None: zeros, the start of an episode.
         """
@@ -74,18 +74,18 @@ class PackedGRU(nn.Module):
 
     def step(self, x: Tensor, hidden: Tensor) -> Tensor:
         """Return the next hidden state [B, n, H] from x [B, n, input_dim] and hidden [B, n, H]."""
-        flat = torch.gru_cell(
-            x.flatten(0, 1), hidden.flatten(0, 1), self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh
-        )
+        rows = (x.flatten(0, 1).to(hidden.dtype), hidden.flatten(0, 1))
+        flat = torch.gru_cell(*rows, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         return flat.view(hidden.shape)
 
     def _unroll(self, x: Tensor, before: Tensor | None, rows: list[int]) -> Tensor:
-        bf16 = self.bf16 and x.dtype == torch.float32
+        bf16 = self.bf16 and self.weight_hh.dtype == torch.float32
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
-        kernels = kernels_for(x, len(x) * self.hidden_dim)
+        kernels = kernels_for(self.weight_hh, len(x) * self.hidden_dim)
         if kernels is not None:
             groups = [(offset, _chunks(blocks)) for offset, blocks in _groups(rows)]
             return CompiledUnroll.apply(kernels, groups, x, before, *weights, bf16)  # type: ignore[no-untyped-call]
+        x = x.to(self.weight_hh.dtype)
         before = x.new_zeros(rows[0], self.hidden_dim) if before is None else before
         return _Unroll.apply(x, before, *weights, rows, bf16)  # type: ignore[no-untyped-call]
 
