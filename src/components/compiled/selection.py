@@ -13,7 +13,7 @@ import numpy as np
 
 from omagd.utils.compiling import Compiler
 
-compiler = Compiler(Path(__file__).resolve().parent, "action selection")
+compiler = Compiler(Path(__file__).resolve().parent, "kernels that choose actions", "1 to 3 s")
 LOWEST = np.float32(-np.inf)
 
 

@@ -22,7 +22,7 @@ from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import N_SPECIAL, SlotHistory
 from omagd.utils.compiling import Compiler
 
-compiler = Compiler(Path(__file__).resolve().parent, "reconstruction")
+compiler = Compiler(Path(__file__).resolve().parent, "kernels of reconstruction", "3 to 6 s")
 function, kernel = compiler.function, compiler.kernel
 
 Array = np.ndarray

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.utils.compiling import compiled_or_reference
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,17 +110,16 @@ class Reconstructor:
         config, specials = self.predictor.config, self.predictor.specials
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, config, specials, self.device)
-        if self.has_kernels:
-            from omagd.modules.graph_reconstructers.compiled import CompiledTick
-
-            if self._compiled is None or self._compiled.n_slots != n_slots:
-                self._compiled = CompiledTick(self.layout, self.n_agents, n_slots, *self._frozen)
+        if self._compiled is None or self._compiled.n_slots != n_slots:
+            kind = compiled_tick() if self.has_kernels else None
+            parts = self.layout, self.n_agents, n_slots, *self._frozen
+            self._compiled = None if kind is None else kind(*parts)
 
     @property
     def has_kernels(self) -> bool:
         """Whether `compiled.py` computes the same."""
         here = self.device.type == "cpu" and self.predictor.table.dtype == torch.float32
-        return here and self.mean and not self.predictor.config.use_gru and find_spec("numba") is not None
+        return here and self.mean and not self.predictor.config.use_gru
 
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
@@ -251,6 +251,18 @@ class Reconstructor:
             table = self.predictor.table_with_absent().to(obs.device, obs.dtype)
             guessed = columns.obs(table[torch.where(missing, stored.long(), self.predictor.specials.absent)])
         return torch.where(columns.of_nodes(missing), guessed, obs)
+
+
+@lru_cache(maxsize=1)
+def compiled_tick() -> type[CompiledTick] | None:
+    """Return the class that computes a tick by kernels, None where Numba is missing."""
+
+    def load() -> type[CompiledTick] | None:
+        from omagd.modules.graph_reconstructers.compiled import CompiledTick
+
+        return CompiledTick
+
+    return compiled_or_reference("reconstruction takes half as long again", load, None)
 
 
 def describe(config: Config, info: EnvInfo, *, predictor: bool) -> dict[str, Any]:
