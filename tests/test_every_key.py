@@ -81,6 +81,10 @@ RUNS: dict[str, Run] = {
         "qmix", "matrix_game", TINY, NETWORKS, t_max=16, precision="bf16", acting_precision="bf16", compile=True,
         runner="stream", env_processes=True, lr_scaling="sqrt",
     ),
+    "on the agents' device": Run(
+        "qmix", "skirmish", TINY, NETWORKS, t_max=60, runner="resident", buffer_cpu_only=False, log_video=True,
+        env_args={"map_name": "3m"}, makes=("replays/test_*.gif",),
+    ),
     "groups": Run(
         "rloo", "matrix_game", TINY, t_max=18, buffer_size=5000, rnn_hidden_dim=8, group_size=2,
         enable_dynamic_sampling=True, max_sampling_attempts=1, early_stop_percentage=0.9,

@@ -150,6 +150,20 @@ def test_each_key_has_a_stream_of_its_own():
     assert not torch.equal(drawn[0], drawn[1])
 
 
+def test_acting_reads_the_weights_at_every_tick():
+    """A captured tick is replayed without Python: it must not use what was computed from earlier weights."""
+    plays, mac = game()
+    first = played(plays, mac, explore=None)
+    fresh, other = game()
+    for controller in (mac, other):
+        for parameter in controller.agent.parameters():
+            parameter.data.neg_()  # a write that torch does not count
+    fresh.restore({"stream": {"played": [1] * SLOTS, "generation": 0}, "lost": 0}, other)
+    second = played(plays, mac, explore=None)
+    assert_same(second, played(fresh, other, explore=None))
+    assert first.log != second.log
+
+
 class Through(resident.CPUKernels):
     """The CPU's kernels, on the memory of simulated tensors."""
 
