@@ -79,10 +79,9 @@ class RewardLedger:
 
     def step(self, units: Units, ending: Ending) -> np.ndarray:
         """Return the reward [B] float64 of the step that led to `units`."""
-        args, n, before, living = self._args, self._n, self._points, self._living
-        self._living = living & units.alive  # a death is counted once
-        self._points = _points(units)
-        self._points *= self._living
+        args, n, before, living = self._args, self._n, self._points.copy(), self._living.copy()
+        self._living &= units.alive  # a death is counted once
+        np.multiply(_points(units), self._living, out=self._points)
         if args.reward_sparse:
             reward = ending.won.astype(np.float64) - ending.lost
         else:

@@ -92,6 +92,12 @@ class BattleSemantics:
             np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
         return self._rules.orders(chosen, self._backend.units, self._medivac())
 
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Play `actions` [B, n] in the `active` slots [B]. Errors: as `orders`."""
+        order, target, dest = self.orders(actions, active)
+        self._backend.advance(order, target, dest, active)
+        return self.finish_step(active)
+
     def _require_playable(self, actions: np.ndarray, active: np.ndarray) -> None:
         if np.count_nonzero(self.ended) and np.logical_and(active, self.ended).any():
             raise ValueError(f"slots {np.flatnonzero(active & self.ended).tolist()} have ended: reset them first")
@@ -122,7 +128,7 @@ class BattleSemantics:
         """Count the battles that are `over` [B], and return a step's results. dead: [2, B], allies and enemies."""
         if np.count_nonzero(over):
             for name, flags in (("battles_won", won), ("battles_game", over), ("timeouts", limit)):
-                self._counters[name] += int(flags.sum())
+                self._counters[name] += int(np.count_nonzero(flags))
         return StepResult(
             reward=reward,
             terminated=over,

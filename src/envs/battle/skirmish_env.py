@@ -73,9 +73,7 @@ class SkirmishEnv(BattleEnv):
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` [B, n] in the `active` slots. Errors: ValueError for an action that is not available."""
-        order, target, dest = self._semantics.orders(actions, active)
-        self._simulator.advance(order, target, dest, active)
-        return self._semantics.finish_step(active)
+        return self._semantics.step(actions, active)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions of `random`, `attack_nearest`, `focus_fire` or `kiting`."""

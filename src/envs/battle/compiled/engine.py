@@ -29,5 +29,4 @@ def _play_one_step() -> None:
     simulator.reset(one, np.zeros(1, np.int64))
     semantics.begin(one)
     semantics.observe(full=True)
-    simulator.advance(*semantics.orders(np.ones((1, spec.n_agents), np.int64), one), one)
-    semantics.finish_step(one)
+    semantics.step(np.ones((1, spec.n_agents), np.int64), one)

@@ -6,7 +6,7 @@ import numpy as np
 
 from omagd.envs.battle.compiled import combat, movement
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.compiling import function, kernel, memory_rows
+from omagd.envs.battle.compiled.compiling import function, memory_rows
 from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables
 from omagd.envs.battle.roster import FLOATS, INTS
 from omagd.envs.battle.simulator import LOOPS_PER_STEP, LOOPS_PER_SUBSTEP, SUBSTEPS
@@ -69,16 +69,11 @@ def play_battle(t: Tables, state: State, s: Array, k: Array, orders: Orders, b: 
     store(state, s, k, b)
 
 
-@kernel
-def play(t: Tables, state: State, memory: Array, orders: Orders, active: Array) -> None:
-    """Play one agent step in the `active` battles [B], one after the other in the same `shared_memory`."""
-    s = memory_rows(memory, 0, N_FLOATS, WIDTH, np.float32)
-    k = memory_rows(memory, N_FLOATS, N_INTS, WIDTH, np.int32)
+@function
+def near_tables(t: Tables, memory: Array) -> Tables:
+    """Return the tables with their columns in `memory`, where they cannot overlap with what is written."""
     unit = memory_rows(memory, FIRST_COLUMN, N_COLUMNS, WIDTH, np.float32)
     for column in range(N_COLUMNS):
         for i in range(WIDTH):
             unit[column, i] = t.unit[column, i]
-    near = Tables(unit, t.mark, t.pair, t.able, t.fact, t.length, t.grid, t.healers, t.bombs)
-    for b in range(len(active)):
-        if active[b]:
-            play_battle(near, state, s, k, orders, b)
+    return Tables(unit, t.mark, t.pair, t.able, t.fact, t.length, t.grid, t.healers, t.bombs)

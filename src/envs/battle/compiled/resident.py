@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from omagd.envs.battle.args import SkirmishArgs
-from omagd.envs.battle.compiled import features, observe, play, rules, starts
+from omagd.envs.battle.compiled import features, observe, rules, starts, step
 from omagd.envs.battle.compiled.engine import compiled
 from omagd.envs.battle.compiled.features import Layout
 from omagd.envs.battle.compiled.observe import Shown
@@ -69,14 +69,13 @@ def _step(
     orders: Orders, avail: Array, actions: Array, active: Array, lost: Array, died: Array, results: Results,
     faults: Array,
 ) -> None:  # fmt: skip
-    mistake = rules.find_mistake(actions, avail, episodes, active)
-    if mistake != rules.EVERY_CHOICE_FITS:
-        faults[mistake] = True
     for result in results:
         result[...] = 0
-    rules.give_orders(o, state, move_amount, actions, active, episodes, orders)
-    play.play(t, state, s[0], orders, active)
-    rules.finish(o, p, state, episodes, active, lost[0], died[0], results)
+    mistake = step.step(
+        t, o, p, move_amount, state, episodes, s[0], orders, avail, actions, active, lost[0], died[0], results, False
+    )
+    if mistake != step.EVERY_CHOICE_FITS:
+        faults[mistake] = True
 
 
 def _look(

@@ -19,7 +19,6 @@ from omagd.envs.battle.compiled.tables import HEALTH, SHIELD, Array, Orders, Sta
 WON, LOST, DRAW, LIMIT, OVER, N_FLAGS = range(6)  # rows of the flags of a step
 DEATH, WIN, DEFEAT, NEGATIVE = range(4)  # entries of `Prices.amount`
 SPARSE, ONLY_POSITIVE, SHIELD_FIX = range(3)  # of `Prices.flag`
-EVERY_CHOICE_FITS = -1
 
 
 class Episodes(NamedTuple):
@@ -79,15 +78,6 @@ def fits(actions: Array, avail: Array, episodes: Episodes, b: int) -> bool:
     return True
 
 
-@kernel
-def find_mistake(actions: Array, avail: Array, episodes: Episodes, active: Array) -> int:
-    """Return the first active battle that is over or has an action that is not available; else `EVERY_CHOICE_FITS`."""
-    for b in range(actions.shape[0]):
-        if active[b] and not fits(actions, avail, episodes, b):
-            return b
-    return EVERY_CHOICE_FITS
-
-
 @function
 def order_battle(
     o: Layout, state: State, move_amount: float, actions: Array, episodes: Episodes, orders: Orders, b: int
@@ -96,19 +86,6 @@ def order_battle(
     for i in range(actions.shape[1]):
         note_action(episodes.last_action[b, i], actions[b, i])
         order_agent(o, state, move_amount, actions[b, i], orders, b, i)
-
-
-@kernel
-def give_orders(
-    o: Layout, state: State, move_amount: float, actions: Array, active: Array, episodes: Episodes, orders: Orders
-) -> None:
-    """Translate the actions of the `active` battles [B] into orders, and write them down as the last actions."""
-    for b in range(len(active)):
-        if active[b]:
-            order_battle(o, state, move_amount, actions, episodes, orders, b)
-        else:
-            for i in range(actions.shape[1]):
-                orders.order[b, i] = NO_ORDER
 
 
 @function
@@ -200,20 +177,6 @@ def finish_battle(
     results.reward[b] = price(p, flags[:, b], lost, died) / episodes.scale[b]
     results.dead[0, b], results.dead[1, b] = n - allies, total - n - enemies
     episodes.ended[b] |= flags[OVER, b]
-
-
-@kernel
-def finish(
-    o: Layout, p: Prices, state: State, episodes: Episodes, active: Array, lost: Array, died: Array, results: Results
-) -> None:
-    """Count the step just played in the `active` battles [B] and write its results; others' stay zero.
-
-    lost, died: [2] float64 and int64, working memory.
-    """
-    for b in range(len(active)):
-        update_points(o, p.amount[NEGATIVE], state, episodes, b, lost, died)
-        if active[b]:
-            finish_battle(o, p, state, episodes, lost, died, results, b)
 
 
 @function

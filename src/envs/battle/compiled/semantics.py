@@ -9,7 +9,7 @@ import numpy as np
 
 from omagd.envs.battle.actions import Geometry
 from omagd.envs.battle.args import BattleArgs
-from omagd.envs.battle.compiled import features, rules
+from omagd.envs.battle.compiled import features, rules, step
 from omagd.envs.battle.compiled.observe import Shown, observe
 from omagd.envs.battle.compiled.simulator import CompiledSimulator
 from omagd.envs.battle.compiled.starts import Starts
@@ -63,25 +63,21 @@ class CompiledSemantics(BattleSemantics):
         rules.begin(self._layout, self._scale, self._backend.state, self._episodes, begun)
         self._changed()
 
-    def orders(self, actions: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Check `actions` [B, n] of the `active` slots and return (order, target, dest) for the back-end.
+    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
+        """Play `actions` [B, n] in the `active` slots [B].
 
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
         chosen, playing = np.ascontiguousarray(actions, np.int64), np.ascontiguousarray(active, bool)
         self._refresh()
-        if rules.find_mistake(chosen, self._avail, self._episodes, playing) != rules.EVERY_CHOICE_FITS:
+        backend, results = self._backend, rules.no_results(len(active))
+        mistake = step.step(
+            backend.tables, self._layout, self._prices, self._move_amount, backend.state, self._episodes,
+            backend.memory, self._orders, self._avail, chosen, playing, self._lost, self._died, results, True,
+        )  # fmt: skip
+        if mistake != step.EVERY_CHOICE_FITS:
             self._require_playable(actions, active)
-        state, amount = self._backend.state, self._move_amount
-        rules.give_orders(self._layout, state, amount, chosen, playing, self._episodes, self._orders)
-        return self._orders
-
-    def finish_step(self, active: np.ndarray) -> StepResult:
-        """Return the results of the step that the back-end has just played in the `active` slots [B]."""
         self._changed()
-        slots, playing, work = len(active), np.ascontiguousarray(active, bool), (self._lost, self._died)
-        results = rules.no_results(slots)
-        rules.finish(self._layout, self._prices, self._backend.state, self._episodes, playing, *work, results)
         won, _, draw, limit, over = results.flags
         return self._result(results.reward, over, won, draw, limit, results.dead)
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from omagd.envs.battle.compiled import play, starts
-from omagd.envs.battle.compiled.tables import Orders, State, make_tables, shared_memory
+from omagd.envs.battle.compiled import starts
+from omagd.envs.battle.compiled.tables import State, make_tables, shared_memory
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.roster import Battle
 from omagd.envs.battle.simulator import Simulator
 
 
 class CompiledSimulator(Simulator):
-    """`Simulator` whose steps are compiled; battles, views and snapshots are the reference's, bit for bit."""
+    """`Simulator` whose battles `CompiledSemantics.step` plays; all that it shows is the reference's, bit for bit."""
 
     def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
         super().__init__(map_spec, n_slots, difficulty=difficulty)
         self.tables = make_tables(self._roster, self._movement, self._sight)
         self.starts = starts.make_starts(map_spec, self._roster)
-        self._work = shared_memory()
+        self.memory = shared_memory()
         # A battle's numbers lie side by side here, so that one is played within the processor's nearest memory; the
         # reference's arrays become views.
         arrays = self._battle.floats, self._battle.ints, self._cooldown, self._alive
@@ -31,9 +31,3 @@ class CompiledSimulator(Simulator):
         """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
         begun, numbers = np.ascontiguousarray(which, bool), np.ascontiguousarray(seeds, np.int64)
         starts.reset(self.tables, self.starts, self.state, begun, numbers)
-
-    def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
-        """Give orders to the allies of the active slots and play 8 game loops."""
-        types = zip((order, target, dest), (np.int64, np.int64, np.float32), strict=True)
-        orders = Orders(*(np.ascontiguousarray(array, kind) for array, kind in types))
-        play.play(self.tables, self.state, self._work, orders, np.ascontiguousarray(active, bool))
