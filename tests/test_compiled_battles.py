@@ -10,6 +10,7 @@ import pytest
 from omagd.envs.actions import random_actions
 from omagd.envs.battle import skirmish_env
 from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.compiled import features
 from omagd.envs.battle.compiled.compiling import compiler
 from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.semantics import BattleSemantics
@@ -173,6 +174,15 @@ def test_mistakes_are_the_same_errors():
             env.rules().drop(np.arange(SLOTS) == 1)
             texts.append(said(lambda env=env, actions=actions: env.step(actions, np.arange(SLOTS) < 2)))
         assert texts[:2] == texts[2:] and "slot 4, agent 2" in texts[0] and "reset them first" in texts[1]
+
+
+def test_ninths_are_quotients():
+    rng, sizes = np.random.default_rng(0), 10.0 ** np.arange(-6, 3)
+    many = (rng.normal(size=(200_000, 1)) * sizes).ravel()
+    steps = np.arange(1, 100_000)
+    edges = 2.0**52 + steps, 2.0**53 - steps, rng.integers(-(2**24), 2**24, 200_000) / 2**19
+    for values in (many, *edges, np.sqrt(np.abs(many))):
+        assert np.array_equal(features.ninth.py_func(values), values / 9)
 
 
 def test_pictures_and_smac_tools_show_the_same():

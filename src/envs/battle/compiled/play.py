@@ -74,6 +74,6 @@ def near_tables(t: Tables, memory: Array) -> Tables:
     """Return the tables with their columns in `memory`, where they cannot overlap with what is written."""
     unit = memory_rows(memory, FIRST_COLUMN, N_COLUMNS, WIDTH, np.float32)
     for column in range(N_COLUMNS):
-        for i in range(WIDTH):
+        for i in range(t.fact[row.LANES]):
             unit[column, i] = t.unit[column, i]
     return Tables(unit, t.mark, t.pair, t.able, t.fact, t.length, t.grid, t.healers, t.bombs)
