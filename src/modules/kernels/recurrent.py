@@ -39,6 +39,7 @@ sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 ROWS_AT_ONCE = 2048  # rows that pass through a step together, so that its data stays in a core's cache
+LOW_ROWS = 4  # times as many in kernels that multiply in bf16: set-up is a larger share of such products
 
 
 class PackedGRU(nn.Module):
@@ -83,7 +84,8 @@ class PackedGRU(nn.Module):
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         kernels = kernels_for(self.weight_hh, len(x) * self.hidden_dim)
         if kernels is not None:
-            groups = [(offset, _chunks(blocks)) for offset, blocks in _groups(rows)]
+            at_once = ROWS_AT_ONCE * (LOW_ROWS if bf16 else 1)
+            groups = [(offset, _chunks(blocks, at_once)) for offset, blocks in _groups(rows, at_once)]
             return CompiledUnroll.apply(kernels, groups, x, before, *weights, bf16)  # type: ignore[no-untyped-call]
         x = x.to(self.weight_hh.dtype)
         before = x.new_zeros(rows[0], self.hidden_dim) if before is None else before
@@ -128,9 +130,9 @@ class _Unroll(torch.autograd.Function):
         kept: list[Tensor] = []
         out = x.new_empty(len(x), size)
         minus_one = torch.tensor(-1.0, dtype=kind)
-        for offset, blocks in _groups(rows):
+        for offset, blocks in _groups(rows, ROWS_AT_ONCE):
             hidden = before[offset : offset + blocks[0].stop - blocks[0].start]
-            for chunk in _chunks(blocks):
+            for chunk in _chunks(blocks, ROWS_AT_ONCE):
                 place, sizes = slice(chunk[0].start, chunk[-1].stop), [b.stop - b.start for b in chunk]
                 n_rows = place.stop - place.start
                 read = to_bf16(x[place], padded_rows(n_rows, ROUNDING)) if bf16 else x[place]
@@ -164,12 +166,12 @@ class _Unroll(torch.autograd.Function):
         back_x, back_h = w_ih.roll(size, 0).to(kind), w_hh.to(kind)
         for_x, for_before = torch.empty_like(x), torch.empty_like(before)
         for_ih, for_hh, for_bias = torch.zeros_like(w_ih), torch.zeros_like(w_hh), x.new_zeros(4 * size)
-        for offset, blocks in reversed(_groups(ctx.rows)):
+        for offset, blocks in reversed(_groups(ctx.rows, ROWS_AT_ONCE)):
             carried = x.new_zeros(blocks[0].stop - blocks[0].start, size)
             ahead = [slice(offset, offset + len(carried)), *blocks]
             sources = [before, *[out] * len(blocks)]
             t = len(blocks)
-            for chunk in reversed(_chunks(blocks)):
+            for chunk in reversed(_chunks(blocks, ROWS_AT_ONCE)):
                 place, sizes = slice(chunk[0].start, chunk[-1].stop), [b.stop - b.start for b in chunk]
                 n_rows = place.stop - place.start
                 t -= len(chunk)
@@ -244,24 +246,24 @@ def _backward_through_time(
             grad += torch.mm(of_hidden.to(weight.dtype), weight)
 
 
-def _groups(rows: list[int]) -> list[tuple[int, list[slice]]]:
-    """Return groups of at most `ROWS_AT_ONCE` rows of a step: [(offset, blocks)].
+def _groups(rows: list[int], at_once: int) -> list[tuple[int, list[slice]]]:
+    """Return groups of at most `at_once` rows of a step: [(offset, blocks)].
 
     offset: first row of the group within each step. blocks: its rows among all rows, one slice for each step that it
     reaches.
     """
     groups = []
-    for offset in range(0, rows[0], ROWS_AT_ONCE):
+    for offset in range(0, rows[0], at_once):
         steps = zip(accumulate(rows, initial=0), rows, strict=False)
-        end = offset + ROWS_AT_ONCE
+        end = offset + at_once
         groups.append((offset, [slice(start + offset, start + min(k, end)) for start, k in steps if k > offset]))
     return groups
 
 
-def _chunks(blocks: list[slice]) -> list[list[slice]]:
-    """Join blocks of successive steps that are neighbours and have at most `ROWS_AT_ONCE` rows together."""
+def _chunks(blocks: list[slice], at_once: int) -> list[list[slice]]:
+    """Join blocks of successive steps that are neighbours and have at most `at_once` rows together."""
     chunks = [[blocks[0]]]
     for block in blocks[1:]:
-        joins = block.start == chunks[-1][-1].stop and block.stop - chunks[-1][0].start <= ROWS_AT_ONCE
+        joins = block.start == chunks[-1][-1].stop and block.stop - chunks[-1][0].start <= at_once
         chunks[-1].append(block) if joins else chunks.append([block])
     return chunks
