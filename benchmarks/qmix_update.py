@@ -47,12 +47,12 @@ Episodes = list[dict[str, Tensor]]
 MakeUpdate = Callable[[str, argparse.Namespace, list[Episodes], EnvInfo], Callable[[int], object]]
 BATCHES = {"27m_vs_30m": 1}  # of the most agents, which take the most memory and time; 4 otherwise
 MOST_UPDATES = {"27m_vs_30m": 5}
-# What --peer measured at batch 128 on one core of an AMD EPYC 9004.
+# What --peer measured at batch 128 on one core of an Intel Xeon with AVX-512 and AMX that had other work.
 STORED = {
-    ("3m", "float32", "play"): 1.45, ("5m_vs_6m", "float32", "play"): 1.45, ("27m_vs_30m", "float32", "play"): 5.2,
-    ("3m", "bf16", "play"): 1.30, ("5m_vs_6m", "bf16", "play"): 1.37,
-    ("3m", "float32", "mix"): 2.62, ("5m_vs_6m", "float32", "mix"): 2.56, ("27m_vs_30m", "float32", "mix"): 3.03,
-    ("3m", "bf16", "mix"): 2.68, ("5m_vs_6m", "bf16", "mix"): 2.84, ("27m_vs_30m", "bf16", "mix"): 4.36,
+    ("3m", "float32", "play"): 1.98, ("5m_vs_6m", "float32", "play"): 2.01, ("27m_vs_30m", "float32", "play"): 6.4,
+    ("3m", "bf16", "play"): 2.32, ("5m_vs_6m", "bf16", "play"): 2.56, ("27m_vs_30m", "bf16", "play"): 11.1,
+    ("3m", "float32", "mix"): 3.32, ("5m_vs_6m", "float32", "mix"): 3.51,
+    ("3m", "bf16", "mix"): 3.74, ("5m_vs_6m", "bf16", "mix"): 4.23,
 }  # fmt: skip
 
 
