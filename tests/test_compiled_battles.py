@@ -1,5 +1,6 @@
 """Compiled battles equal the NumPy reference bit for bit: every map, every flag, snapshots, mistakes, the cache."""
 
+import builtins
 import subprocess
 import sys
 import textwrap
@@ -202,7 +203,7 @@ def test_without_numba_the_reference_plays_with_one_warning(monkeypatch, capsys)
         for _ in range(2):
             env = SkirmishEnv(SkirmishArgs(map_name="3m"), 1)
         assert type(env.rules()) is BattleSemantics
-        assert capsys.readouterr().err.count("pip install numba") == 1
+        assert capsys.readouterr().err.count("pip install 'numba") == 1
     finally:
         skirmish_env.engine.cache_clear()
 
@@ -262,12 +263,72 @@ def test_kernels_are_compiled_once_until_their_source_changes(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path):
-    cache = tmp_path / "cache"
-    cache.write_text("a file where a folder should be")
+@pytest.mark.parametrize("damage", ["shorter", "other", "lost", "unfinished"])
+def test_damaged_files_of_the_cache_are_compiled_again(tmp_path, damage):
+    cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
+    run_adder(source, cache)
+    (data,), (done,) = cache.rglob("*.nbc"), cache.rglob("done")
+    if damage == "unfinished":
+        done.unlink()  # a process was killed while it compiled: its files may be of any length
+        data.write_bytes(b"")
+    elif damage == "lost":
+        data.unlink()
+    else:
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 255
+        data.write_bytes(content if damage == "other" else content[:200])
+    out, err = run_adder(source, cache)
+    assert out[:2] == ["7 0", "no other types"] and "Compiling the sums, once" in err
+    assert ("damaged files" in err) == (damage != "unfinished")
+    assert run_adder(source, cache) == (["7 1", "no other types", ""], "")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("problem", ["no folder", "full disk"])
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, problem):
+    cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
+    if problem == "no folder":
+        cache.write_text("a file where a folder should be")
+    else:  # Numba's own write fails
+        patch = "import numba.core.caching as c\ndef full(*_): raise OSError(28, 'No space left on device')\n"
+        (source / "adder.py").write_text(patch + "c.IndexDataCacheFile.save = full\n" + SOURCE)
     for _ in range(2):
-        out, err = run_adder(source_of(tmp_path / "source", 0), cache)
-        assert out[0] == "7 0" and "compiled at each start" in err and err.count("\n") == 1
+        out, err = run_adder(source, cache)
+        assert out[0] == "7 0" and err.count("compiled at each start") == 1 and "Traceback" not in err
+
+
+@pytest.mark.processes
+def test_a_user_without_a_home_has_a_cache(tmp_path):
+    code = (
+        "import pwd\ndef none(_): raise KeyError\npwd.getpwuid = none\n"
+        "from omagd.utils.caches import user_cache\nprint(user_cache('a'))"
+    )
+    env = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert done.stdout.startswith(str(tmp_path)) and (next(tmp_path.iterdir()).stat().st_mode & 0o777) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("version", "switched_off", "problem"),
+    [("0.68.1", 0, ""), ("1.0", 0, ""), ("0.67.9", 0, "too old"), ("0.68.1", 1, "NUMBA_DISABLE_JIT")],
+)
+def test_why_numba_cannot_be_used_is_said(monkeypatch, version, switched_off, problem):
+    monkeypatch.setattr("numba.__version__", version)
+    monkeypatch.setattr("numba.config.DISABLE_JIT", switched_off)
+    said = compiling.numba_problem()
+    assert problem in said and bool(said) == bool(problem)
+
+
+def test_a_broken_numba_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def fails(name, *rest, **more):
+        if name == "numba":
+            raise ImportError("Numba needs NumPy 2.3 or less\nmore")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", fails)
+    assert compiling.numba_problem() == "cannot be imported (Numba needs NumPy 2.3 or less)"
 
 
 def test_the_cache_of_the_battles_is_ready():

@@ -176,4 +176,4 @@ def test_without_numba_torch_computes_after_one_warning(monkeypatch, capsys, req
     for _ in range(2):
         out = gru(x, Packing((3, 2)))
         torch.testing.assert_close(out, cell_by_cell(gru, x, Packing((3, 2)), None))
-    assert capsys.readouterr().err.count("pip install numba") == 1
+    assert capsys.readouterr().err.count("pip install 'numba") == 1

@@ -19,6 +19,7 @@ from omagd.runners.resident_loop import END, LENGTH, RESULTS, RETURN, ResidentLo
 from omagd.runners.rollout import Rollout
 from omagd.runners.runner import Runner
 from omagd.runners.starts import Origins
+from omagd.utils.compiling import numba_problem
 from omagd.utils.errors import UserError
 from omagd.utils.packing import BlockEpisode, EpisodeMeta
 
@@ -52,7 +53,7 @@ class ResidentRunner(Runner):
             f"chooses {' or '.join(SELECTORS)}, not action_selector={config.action_selector}": (
                 config.action_selector not in SELECTORS
             ),
-            "needs Numba: pip install numba": find_spec("numba") is None,
+            f"needs Numba, which {numba_problem()}": bool(numba_problem()),
             "needs numba-cuda on a GPU: pip install .[gpu]": on_gpu and find_spec("numba_cuda") is None,
         }
         for problem, found in problems.items():
@@ -86,7 +87,7 @@ class ResidentRunner(Runner):
         """Return the loop for such rounds; it keeps its memory from round to round."""
         from omagd.envs.battle.compiled.resident import ResidentBattles
 
-        key = (id(mac), episodes, full_obs, keep)
+        key = (mac, episodes, full_obs, keep)
         if self._made is None or self._made[0] != key:
             env = cast(SkirmishEnv, self.env)
             battles = ResidentBattles(env.spec, cast(SkirmishArgs, env.args), env.n_slots, mac.acting_device)

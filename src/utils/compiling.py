@@ -8,9 +8,9 @@ kernel can equal a NumPy reference bit for bit.
 from __future__ import annotations
 
 import fcntl
-import os
+import json
+import re
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,23 +19,38 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omagd.utils.caches import user_cache
-from omagd.utils.writing import print_warning
+from omagd.utils.writing import print_warning, replace_file
 
 # Without reference counts (`_nrt`): kernels allocate nothing, and counting each use of an array takes most of the time
 # of a small one. Division by zero gives infinity, as in NumPy. Callers release Python's lock.
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "nogil": True}
 
 
+OLDEST = 0, 68  # version of Numba
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
 def compiled_or_reference(loss: str, compiled: Callable[[], T], reference: T) -> T:
     """Return what `compiled` loads or, where Numba is missing, the `reference`, with a warning that names the loss."""
-    if find_spec("numba") is None:
-        print_warning(f"Numba is not installed: {loss}. pip install numba")
+    problem = numba_problem()
+    if problem:
+        print_warning(f"Numba {problem}: {loss}. pip install 'numba>={'.'.join(map(str, OLDEST))}'")
         return reference
     return compiled()
+
+
+def numba_problem() -> str:
+    """Return why kernels cannot be compiled, as what follows the word Numba; empty if they can."""
+    if find_spec("numba") is None:
+        return "is not installed"
+    try:
+        import numba
+    except (ImportError, AttributeError, SystemError, OSError) as problem:
+        return f"cannot be imported ({str(problem).splitlines()[0] if str(problem) else type(problem).__name__})"
+    if tuple(map(int, re.findall(r"\d+", numba.__version__)[:2])) < OLDEST:
+        return f"is {numba.__version__}, which is too old"
+    return "is switched off by NUMBA_DISABLE_JIT" if numba.config.DISABLE_JIT else ""  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -69,6 +84,14 @@ def kernels_optimised_only() -> Iterator[None]:
         settings.OPT = level
 
 
+def _digest(file: Path) -> int | None:
+    """Return the CRC of a file's content, None if it cannot be read."""
+    try:
+        return zlib.crc32(file.read_bytes())
+    except OSError:
+        return None
+
+
 class Compiler:
     """Compiles the functions of one package.
 
@@ -80,7 +103,13 @@ class Compiler:
     """
 
     def __init__(
-        self, source: Path, what: str, seconds: str = "10 to 20 s", *, fused: bool = False, late: bool = False
+        self,
+        source: Path,
+        what: str,
+        seconds: str = "about 20 s, longer on a busy machine",
+        *,
+        fused: bool = False,
+        late: bool = False,
     ) -> None:
         import numba
 
@@ -91,9 +120,10 @@ class Compiler:
             digest = zlib.crc32(file.read_bytes(), digest)
         self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
         self._kernels: list[Any] = []
-        self._problem = ""
+        self._problem = ""  # why nothing is kept
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "lock").touch()
         except OSError as problem:
             self._problem = problem.strerror or str(problem)
 
@@ -123,28 +153,57 @@ class Compiler:
 
         The first process says that it compiles; others on this machine wait for it.
         """
+        if not self._problem:
+            try:
+                with (self.folder / "lock").open("w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    self._fill(call_all)
+            except OSError as problem:  # the disk is full, for example
+                self._problem = problem.strerror or str(problem)
         if self._problem:
-            print_warning(
-                f"{self.folder}: {self._problem}. The {self._what} are compiled at each start ({self._seconds})."
-            )
+            where = f"{self.folder}: {self._problem}"
+            print_warning(f"{where}. The {self._what} are compiled at each start ({self._seconds}).")
+            self._keep_nothing()
             self._compile(call_all)
-        else:
-            with (self.folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._fill(call_all)
         for kernel in self._kernels:
             kernel.disable_compile()
 
     def _fill(self, call_all: Callable[[], None]) -> None:
-        done = self.folder / "done"
-        if done.exists():
-            call_all()
-            return
-        sys.stderr.write(f"Compiling the {self._what}, once: {self._seconds}. Kept in {self.folder}.\n")
-        sys.stderr.flush()
-        start = time.monotonic()
+        """Compile what is not in the folder yet. Damaged files are compiled again: loading them could crash."""
+        kept = self._kept()
+        if any(_digest(self.folder / name) != digest for name, digest in kept.items()):
+            print_warning(f"{self.folder} holds damaged files: the {self._what} are compiled again.")
+            kept = {}
+        for file in self._files():
+            if file.relative_to(self.folder).as_posix() not in kept:  # unknown: left by a process that was killed
+                file.unlink()
+        here = Path(self._kernels[0]._cache.cache_path).name
+        if not any(name.startswith(f"{here}/") for name in kept):
+            sys.stderr.write(
+                f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}.\n"
+            )
+            sys.stderr.flush()
         self._compile(call_all)
-        done.write_text(f"{time.monotonic() - start:.1f} s, process {os.getpid()}\n", encoding="utf-8")
+        found = {file.relative_to(self.folder).as_posix(): _digest(file) for file in self._files()}
+        if found != kept:
+            replace_file(self.folder / "done", json.dumps(found).encode())
+
+    def _files(self) -> list[Path]:
+        return [file for file in self.folder.rglob("*") if file.suffix in (".nbi", ".nbc")]
+
+    def _kept(self) -> dict[str, int]:
+        """Return the digests of the files that a whole compilation has left, by name."""
+        try:
+            kept = json.loads((self.folder / "done").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return kept if isinstance(kept, dict) else {}
+
+    def _keep_nothing(self) -> None:
+        from numba.core.caching import NullCache
+
+        for kernel in self._kernels:
+            kernel._cache = NullCache()
 
     def _compile(self, call_all: Callable[[], None]) -> None:
         with kernels_optimised_only() if self._late else nullcontext():
