@@ -186,6 +186,29 @@ def test_ninths_are_quotients():
         assert np.array_equal(features.ninth.py_func(values), values / 9)
 
 
+@pytest.mark.parametrize(
+    ("method", "arguments", "error"),
+    [
+        ("step", (np.ones((SLOTS - 1, 3), int), np.ones(SLOTS, bool)), ValueError),
+        ("step", (np.ones((SLOTS, 2), int), np.ones(SLOTS, bool)), ValueError),
+        ("step", (np.ones((SLOTS, 3), int), np.ones(SLOTS + 1, bool)), ValueError),
+        ("step", (np.full((SLOTS, 3), 1.7), np.ones(SLOTS, bool)), TypeError),
+        ("step", (np.ones((SLOTS, 3), int), np.ones(SLOTS, int)), TypeError),
+        ("reset", (np.ones(50_000, bool), np.arange(SLOTS)), ValueError),
+        ("reset", (np.ones(SLOTS, bool), np.arange(SLOTS - 1)), ValueError),
+    ],
+)
+def test_wrong_shapes_and_types_are_rejected(method, arguments, error):
+    """Kernels read memory without checks: another shape would read or write somebody else's."""
+    env = SkirmishEnv(SkirmishArgs(map_name="3m"), SLOTS)
+    env.reset(np.ones(SLOTS, bool), np.arange(SLOTS))
+    env.observe()
+    before = env.snapshot()
+    with pytest.raises(error, match="must"):
+        getattr(env, method)(*arguments)
+    assert_equal(env.snapshot(), before, "snapshot")
+
+
 def test_pictures_and_smac_tools_show_the_same():
     envs = both(map_name="MMM2")
     play(envs, 12)

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from omagd.utils.caches import user_cache
 from omagd.utils.writing import print_warning, replace_file
 
@@ -51,6 +53,18 @@ def numba_problem() -> str:
     if tuple(map(int, re.findall(r"\d+", numba.__version__)[:2])) < OLDEST:
         return f"is {numba.__version__}, which is too old"
     return "is switched off by NUMBA_DISABLE_JIT" if numba.config.DISABLE_JIT else ""  # type: ignore[attr-defined]
+
+
+def as_kernels_take(name: str, array: np.ndarray, kind: type, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array for a kernel, which reads memory without checks: contiguous, of this type and shape.
+
+    Errors: ValueError for another shape, TypeError for a type that would lose something.
+    """
+    if np.shape(array) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, not {list(np.shape(array))}")
+    if not np.can_cast(np.asarray(array).dtype, kind, "same_kind"):
+        raise TypeError(f"{name} must be {np.dtype(kind).name}, not {np.asarray(array).dtype}")
+    return np.ascontiguousarray(array, kind)
 
 
 @contextmanager

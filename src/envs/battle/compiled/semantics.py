@@ -17,6 +17,7 @@ from omagd.envs.battle.compiled.tables import Orders, State, Tables
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.protocol import Observation, StepResult
+from omagd.utils.compiling import as_kernels_take
 
 
 class Parts(NamedTuple):
@@ -59,7 +60,7 @@ class CompiledSemantics(BattleSemantics):
 
     def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
         """Start episodes in the slots `which` [B] bool, where the back-end has started new battles."""
-        begun = np.ascontiguousarray(which, bool)
+        begun = as_kernels_take("which", which, bool, self.steps.shape)
         rules.begin(self._layout, self._scale, self._backend.state, self._episodes, begun)
         self._changed()
 
@@ -68,7 +69,8 @@ class CompiledSemantics(BattleSemantics):
 
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
-        chosen, playing = np.ascontiguousarray(actions, np.int64), np.ascontiguousarray(active, bool)
+        chosen = as_kernels_take("actions", actions, np.int64, self._orders.order.shape)
+        playing = as_kernels_take("active", active, bool, self.steps.shape)
         self._refresh()
         backend, results = self._backend, rules.no_results(len(active))
         mistake = step.step(

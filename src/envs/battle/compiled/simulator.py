@@ -9,6 +9,7 @@ from omagd.envs.battle.compiled.tables import State, make_tables, shared_memory
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.roster import Battle
 from omagd.envs.battle.simulator import Simulator
+from omagd.utils.compiling import as_kernels_take
 
 
 class CompiledSimulator(Simulator):
@@ -29,5 +30,6 @@ class CompiledSimulator(Simulator):
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
-        begun, numbers = np.ascontiguousarray(which, bool), np.ascontiguousarray(seeds, np.int64)
+        begun = as_kernels_take("which", which, bool, (self.n_slots,))
+        numbers = as_kernels_take("seeds", seeds, np.int64, (self.n_slots,))
         starts.reset(self.tables, self.starts, self.state, begun, numbers)
