@@ -1,6 +1,7 @@
 """Compiled battles equal the NumPy reference bit for bit: every map, every flag, snapshots, mistakes, the cache."""
 
 import builtins
+import os
 import subprocess
 import sys
 import textwrap
@@ -267,7 +268,7 @@ def source_of(folder, bonus):
 
 def run_adder(folder, cache):
     code = textwrap.dedent(ADDER).format(folder=str(folder))
-    env = {"XDG_CACHE_HOME": str(cache), "PATH": "/usr/bin:/bin"}
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n"), done.stderr
@@ -326,7 +327,9 @@ def test_a_user_without_a_home_has_a_cache(tmp_path):
         "import pwd\ndef none(_): raise KeyError\npwd.getpwuid = none\n"
         "from omagd.utils.caches import user_cache\nprint(user_cache('a'))"
     )
-    env = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    env.pop("HOME", None)
+    env.pop("XDG_CACHE_HOME", None)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
     assert done.stdout.startswith(str(tmp_path)) and (next(tmp_path.iterdir()).stat().st_mode & 0o777) == 0o700
 
