@@ -145,6 +145,31 @@ def test_the_step_limit_ends_a_battle_alike():
                 assert_equal(*(getattr(each, name) for each in results), name)
 
 
+@pytest.mark.parametrize("left", ["medivac", "both medivacs", "marine"])
+def test_who_is_left_decides_alike_where_medivacs_heal(left):
+    envs = both(map_name="MMM2")
+    n = envs[0].info.n_agents
+    kinds = envs[0].spec.allies + envs[0].spec.enemies
+    medivacs = {i for i, kind in enumerate(kinds) if kind == "medivac"}
+    survivors = {"medivac": {i for i in medivacs if i >= n}, "both medivacs": medivacs, "marine": {0, n}}[left]
+    dead = [i for i in range(len(kinds)) if i not in survivors and (i >= n or left == "both medivacs")]
+    for env in envs:
+        env.reset(np.ones(SLOTS, bool), np.arange(SLOTS))
+        snapshot = env.snapshot()
+        snapshot["simulator"]["floats"][2, dead] = 0  # health
+        snapshot["simulator"]["ints"][2, dead] = 0  # alive
+        env.restore(snapshot)
+    masks = envs[0].observe().avail_actions
+    envs[1].observe()
+    results = [env.step(np.where(masks[..., 1], 1, 0), np.ones(SLOTS, bool)) for env in envs]
+    for name in ("reward", "terminated", "truncated", "info"):
+        assert_equal(*(getattr(each, name) for each in results), name)
+    # An enemy's medivac alone has lost, and so have allies of whom only medivacs are left.
+    assert results[0].terminated.all() == (left != "marine") and results[0].info["battle_won"].all() == (
+        left == "medivac"
+    )
+
+
 def test_other_types_and_layouts_of_arguments_are_converted():
     envs = both(map_name="3m")
     for env in envs:
