@@ -198,6 +198,12 @@ def test_an_opponents_action_that_does_not_exist_is_an_error_and_nothing_happens
         assert_alike(before, env.snapshot()["engine"])
     with pytest.raises(ValueError, match="teams"):
         SCRIPTS["greedy"].act(env._engine.board, np.zeros(2, int))
+    for actions, rows in ((np.zeros((3, 5), int), np.arange(3)), (np.zeros((2, 6), int), np.arange(3))):
+        with pytest.raises(ValueError, match="actions must have shape"):
+            env._engine.step(actions, rows)
+    with pytest.raises(ValueError, match="seeds must have shape"):
+        env._engine.reset(np.arange(3), np.arange(2))
+    assert_alike(before, env.snapshot()["engine"])
 
 
 def test_without_numba_the_reference_plays_with_one_warning(monkeypatch, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. Output n of the seed s
 # is mix(s + n * GOLDEN), a function of the counter: a number is the same whether drawn alone or among others.
 GOLDEN = 0x9E3779B97F4A7C15
+Words = TypeVar("Words", np.ndarray, np.uint64)
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def splitmix64(counter: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's output function of uint64 values, one to one."""
+def splitmix64(counter: Words) -> Words:
+    """Return SplitMix64's output function of uint64 values, one to one; kernels compile it for one value."""
     z = (counter ^ (counter >> np.uint64(30))) * np.uint64(FACTORS[0])
     z = (z ^ (z >> np.uint64(27))) * np.uint64(FACTORS[1])
     return z ^ (z >> np.uint64(31))

@@ -13,10 +13,10 @@ from omagd.envs.battle.compiled.compiling import function, kernel
 from omagd.envs.battle.compiled.tables import Array, State, Tables
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.roster import Roster
-from omagd.utils.seeding import FACTORS, GOLDEN
+from omagd.utils.seeding import GOLDEN, splitmix64
 
-STEP, FACTOR, FACTOR_2 = np.uint64(GOLDEN), np.uint64(FACTORS[0]), np.uint64(FACTORS[1])
-BITS = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(40)
+STEP, BITS = np.uint64(GOLDEN), np.uint64(40)
+mix = function(splitmix64)
 SPREAD, HALF, UNIT = np.float32(2 * physics.JITTER), physics.HALF, np.float32(2.0**-24)
 X, Y, GOAL_X, GOAL_Y, N_PLACES = range(5)  # rows of `Starts.place`
 HEALTH, SHIELD, ENERGY = range(3)  # of `Starts.full`
@@ -43,18 +43,10 @@ def make_starts(spec: MapSpec, roster: Roster) -> Starts:
 
 
 @function
-def mix(z: np.uint64) -> np.uint64:
-    """Return SplitMix64's output function of a uint64."""
-    z = (z ^ (z >> BITS[0])) * FACTOR
-    z = (z ^ (z >> BITS[1])) * FACTOR_2
-    return z ^ (z >> BITS[2])
-
-
-@function
 def jitter(seed: int, number: int) -> np.float32:
     """Return the `number`-th offset from the formation of the battle with this seed, float32 cells."""
     z = mix(mix(np.uint64(seed) + STEP) + STEP * np.uint64(number + 1))
-    return SPREAD * (np.float32(z >> BITS[3]) * UNIT - HALF)
+    return SPREAD * (np.float32(z >> BITS) * UNIT - HALF)
 
 
 @function

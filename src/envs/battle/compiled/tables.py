@@ -44,7 +44,7 @@ COLUMNS = (
 ) = range(len(COLUMNS))  # fmt: skip
 EXPLODES, N_MARKS = range(2)  # rows of `Tables.mark`
 REACH, SHIELD_HIT, HEALTH_HIT = range(3)  # of `Tables.pair`
-CAN_HIT, CAN_BE_HIT, HEALABLE = range(3)  # of `Tables.able`
+CAN_HIT, HEALABLE = range(2)  # of `Tables.able`
 # Entries of `Tables.fact`. LANES: units up to the end of a block; REST: a block less one.
 AGENTS, UNITS, SHIELDS, REGENERATES, SPLASHES, HOLDS_BACK, ALL_HIT, WALLED, LANES, REST = range(10)
 SIGHT, MIDDLE, LANE_LOW, LANE_HIGH, LEFT_FACE, RIGHT_FACE = range(6)  # entries of `Tables.length`
@@ -80,7 +80,7 @@ class Tables(NamedTuple):
 
     Attributes:
         unit: [23, WIDTH] float32, `COLUMNS`, zero beyond U. mark: [1, U] bool. pair: [3, U, U] float32. able:
-            [3, U, U] bool. fact: [10] int64. length: [6] float32, cells. grid: [map_x, map_y] bool, ground on which
+            [2, U, U] bool. fact: [10] int64. length: [6] float32, cells. grid: [map_x, map_y] bool, ground on which
             units stand.
         healers, bombs: indices of units, int64; bombs are the enemy's exploding units.
     """
@@ -116,7 +116,7 @@ def make_tables(roster: Roster, movement: Movement, sight: float) -> Tables:
         roster.all_hit, movement.wall is not None,
         -(-roster.total // BLOCK) * BLOCK, BLOCK - 1,
     ]  # fmt: skip
-    able = np.stack([roster.can_hit, roster.can_hit.T, roster.healable])
+    able = np.stack([roster.can_hit, roster.healable])
     return Tables(
         unit, roster.explodes[None].copy(), pair, able,
         np.array(fact, np.int64), np.array([sight, *movement.lanes()], np.float32), movement.grid.copy(),

@@ -14,13 +14,11 @@ from omagd.envs.snakes.compiled.tables import arrays_of
 from omagd.envs.snakes.features import NEAR_DIM, SCALES, STATE_DIM
 from omagd.envs.snakes.observer import ENTITY_DIM, EVERYTHING, PLANES_DIM
 from omagd.envs.snakes.opponents import PENALTIES
+from omagd.utils.compiling import as_kernels_take
 
 
 def _sides(board: Board, team: np.ndarray) -> np.ndarray:
-    sides = np.ascontiguousarray(team, np.int64)
-    if sides.shape != (len(board),):
-        raise ValueError(f"teams {sides.shape} of {len(board)} boards")
-    return sides
+    return as_kernels_take("teams", team, np.int64, (len(board),))
 
 
 def _flat(board: Board, team: np.ndarray, name: str, normalise: bool) -> np.ndarray:

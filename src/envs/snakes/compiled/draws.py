@@ -9,18 +9,10 @@ import numpy as np
 from omagd.envs.snakes.compiled.compiling import function
 from omagd.envs.snakes.compiled.tables import EMPTY, N_CELLS, Array
 from omagd.envs.snakes.draws import BEANS, TRIES
-from omagd.utils.seeding import FACTORS, GOLDEN
+from omagd.utils.seeding import GOLDEN, splitmix64
 
-GOLD, FACTOR, FACTOR_2 = np.uint64(GOLDEN), np.uint64(FACTORS[0]), np.uint64(FACTORS[1])
-BITS, HALF, MOMENT = (np.uint64(30), np.uint64(27), np.uint64(31)), np.uint64(32), 65536
-
-
-@function
-def mix(z: np.uint64) -> np.uint64:
-    """Return SplitMix64's output function of a uint64."""
-    z = (z ^ (z >> BITS[0])) * FACTOR
-    z = (z ^ (z >> BITS[1])) * FACTOR_2
-    return z ^ (z >> BITS[2])
+GOLD, HALF, MOMENT = np.uint64(GOLDEN), np.uint64(32), 65536
+mix = function(splitmix64)
 
 
 @function

@@ -13,6 +13,7 @@ from omagd.envs.snakes.compiled.compiling import function, kernel
 from omagd.envs.snakes.compiled.draws import below, draw, draw_bean, key_of
 from omagd.envs.snakes.compiled.tables import BEAN, COL, EMPTY, FIRST_SNAKE, NEXT_CELL, ROW, Array, Boards, arrays_of
 from omagd.envs.snakes.engine import RING, SEARCH, Engine, StepOutcome
+from omagd.utils.compiling import as_kernels_take
 
 N_SNAKES, N_BEANS, N_CELLS, N_ACTIONS = tables.N_SNAKES, tables.N_BEANS, tables.N_CELLS, tables.N_ACTIONS
 DIRECTION, STARTS, NOWHERE = np.uint64(3), 256, -1
@@ -269,14 +270,16 @@ class CompiledEngine(Engine):
 
     def reset(self, rows: np.ndarray, seeds: np.ndarray) -> None:
         """Start new games on the boards `rows` [k] from `seeds` [k] (int64 ≥ 0)."""
-        reset(*self._arrays, np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(seeds, np.int64))
+        k = len(rows)
+        chosen = as_kernels_take("rows", rows, np.int64, (k,))
+        reset(*self._arrays, chosen, as_kernels_take("seeds", seeds, np.int64, (k,)))
 
     def step(self, actions: np.ndarray, rows: np.ndarray) -> StepOutcome:
         """Play `actions` [k, 6] on the boards `rows` [k], no board twice. Errors: ValueError for an unknown action."""
         k = len(rows)
         hit, ate = np.empty((2, k, N_SNAKES), bool)
         out = Outcome(np.empty((k, N_SNAKES), np.int64), hit, ate, np.empty(k, bool))
-        numbers = np.ascontiguousarray(actions, np.int64), np.ascontiguousarray(rows, np.int64)
-        if not play(*self._arrays, *numbers, out):
+        chosen = as_kernels_take("actions", actions, np.int64, (k, N_SNAKES))
+        if not play(*self._arrays, chosen, as_kernels_take("rows", rows, np.int64, (k,)), out):
             raise ValueError(f"actions of snakes are 0 to 3: {actions.tolist()}")
         return StepOutcome(*out)
