@@ -370,6 +370,20 @@ def test_why_numba_cannot_be_used_is_said(monkeypatch, version, switched_off, pr
     assert problem in said and bool(said) == bool(problem)
 
 
+@pytest.mark.processes
+def test_a_numba_that_is_switched_off_is_used_nowhere(tmp_path):
+    """Importing it to find that out must not make others believe that it works."""
+    code = (
+        "import numpy as np\nfrom omagd.components import action_selectors\nfrom omagd.envs.factory import make_env\n"
+        "for name in ('skirmish', 'snakes_3v3'): make_env(name, {}, 1, processes=False)\n"
+        "rng, q = np.random.default_rng(0), np.ones((2, 3, 4), np.float32)\n"
+        "print(action_selectors.EpsilonGreedy().select(q, q > 0, 0.5, rng).shape)"
+    )
+    env = {**os.environ, "NUMBA_DISABLE_JIT": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert done.stdout == "(2, 3)\n" and done.stderr.count("NUMBA_DISABLE_JIT") == 2 and "Traceback" not in done.stderr
+
+
 def test_a_broken_numba_is_named(monkeypatch):
     real = builtins.__import__
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
+from omagd.utils.compiling import numba_problem
 from omagd.utils.registry import Registry
 
 REGISTRY: Registry[type] = Registry("action_selector", "omagd.action_selectors")
@@ -112,7 +114,12 @@ def _kernel(q: np.ndarray, available: np.ndarray) -> Callable[..., None] | None:
     To load it only for this would cost half a second at the start and save 30 microseconds per tick.
     """
     fits = q.dtype == np.float32 and available.dtype == bool and q.flags.carray and available.flags.carray
-    if not fits or sys.modules.get("numba") is None:
+    return _compiled_choice() if fits and sys.modules.get("numba") is not None else None
+
+
+@lru_cache(maxsize=1)
+def _compiled_choice() -> Callable[..., None] | None:
+    if numba_problem():  # whoever could not use it has warned
         return None
     from omagd.components.compiled.selection import compiled
 

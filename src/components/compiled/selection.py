@@ -5,7 +5,6 @@ Shapes: B slots, n agents, A actions.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +60,8 @@ def choose(q: np.ndarray, available: np.ndarray, epsilon: float, drawn: np.ndarr
                 actions[b, i] = best_of(q[b, i], available[b, i])
 
 
-@lru_cache(maxsize=1)
 def compiled() -> Any:
-    """Return `choose`, compiled or loaded once per process."""
+    """Return `choose`, compiled or loaded."""
     q, actions = np.zeros((1, 1, 1), np.float32), np.zeros((1, 1), np.int64)
     compiler.prepare(lambda: choose(q, q > 0, 0.5, np.zeros((2, 1, 1)), actions))
     return choose
