@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.rnn_agent import RNNAgent
 from omagd.modules.kernels import compiling, recurrent
-from omagd.modules.kernels.compiling import compiled_kernels, kernels_for
+from omagd.modules.kernels.compiling import compiled_kernels, kernels_for, tile_kernels
 from omagd.modules.kernels.linear import lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.mixers.qmix import QMixer
@@ -71,6 +72,65 @@ def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths
         assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < (0.02 if bf16 else 1e-6)
         with torch.no_grad():
             assert torch.equal(gru(x, packing, start), out)
+
+
+@pytest.fixture
+def tiles(always: None) -> ModuleType:
+    """Return the kernels that multiply by tiles, where the processor has them."""
+    found = tile_kernels()
+    return found if found is not None else pytest.skip("this processor has no AMX")
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize(("width", "size"), [(32, 64), (64, 32)])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_gru_by_tiles_equals_a_cell_in_values_and_gradients(lengths, width, size, starts):
+    torch.manual_seed(1)
+    gru, packing = PackedGRU(width, size, bf16=True), Packing(lengths)
+    x = torch.randn(sum(lengths), 9, width).bfloat16().requires_grad_()
+    start = torch.randn(len(lengths), 9, size, requires_grad=True) if starts else None
+    exact = PackedGRU(width, size).double()
+    exact.load_state_dict(gru.state_dict())
+    doubles = [t if t is None else t.detach().double().requires_grad_() for t in (x, start)]
+    given = [t for t in (x, start, *gru.parameters()) if t is not None]
+    of_exact = [t for t in (*doubles, *exact.parameters()) if t is not None]
+    plain = cell_by_cell(exact, doubles[0], packing, doubles[1])
+    upstream = torch.randn(plain.shape)
+    wanted = [plain, *torch.autograd.grad(plain, of_exact, upstream)]
+    out = gru(x, packing, start)
+    assert "TiledUnroll" in out.grad_fn.next_functions[0][0].name()
+    got = [out, *torch.autograd.grad(out, given, upstream)]
+    assert [t.dtype for t in got] == [torch.float32, *(t.dtype for t in given)]
+    assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < 0.01
+    with torch.no_grad():
+        assert torch.equal(gru(x, packing, start), out)
+
+
+def test_gru_by_tiles_lets_nan_through_to_its_own_row_alone(tiles):
+    gru, packing = PackedGRU(32, 32, bf16=True), Packing((3, 3, 2))
+    x = torch.randn(8, 1, 32)
+    x[4] = math.nan  # second step of the second episode
+    rows = gru(x, packing).isnan().all(-1).flatten().tolist()
+    assert rows == [False, False, False, False, True, False, False, True]
+
+
+def test_sixteen_numbers_at_once_have_the_sigmoid_of_one(tiles):
+    numba = pytest.importorskip("numba")
+    from omagd.modules.kernels.vectors import load, sigmoid, store
+
+    @numba.njit(error_model="numpy", _nrt=False)
+    def of_all(x, out):
+        for j in range(0, len(x), 16):
+            store(out, j, sigmoid(load(x, j)))
+
+    x = torch.linspace(-80, 80, 1600)
+    out = torch.empty_like(x)
+    of_all(x.numpy(), out.numpy())
+    torch.testing.assert_close(out, x.double().sigmoid().float(), rtol=3e-7, atol=0)
+    ends = torch.tensor([math.inf, -math.inf, math.nan, 1e4, -1e4, 0.0] + 10 * [0.0])
+    of_all(ends.numpy(), out.numpy())
+    torch.testing.assert_close(out[:6], torch.tensor([1.0, 0.0, math.nan, 1.0, 0.0, 0.5]), equal_nan=True)
 
 
 @pytest.mark.usefixtures("always")

@@ -315,9 +315,14 @@ def arrays(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]]:
     return [(t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy() for t in same]
 
 
-def prepare() -> None:
-    """Compile all kernels, or load them."""
-    _compiler.prepare(_call_all)
+def prepare(*others: Callable[[], None]) -> None:
+    """Compile all kernels, or load them; `others` call those of other files."""
+
+    def call_all() -> None:
+        for call in (_call_all, *others):
+            call()
+
+    _compiler.prepare(call_all)
 
 
 def _call_all() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -93,6 +94,67 @@ class CompiledUnroll(torch.autograd.Function):
             None, None, for_x, for_start if ctx.starts else None, for_ih.roll(-size, 0), for_hh,
             for_bias[: 3 * size].roll(-size), for_bias[size:], None,
         )  # fmt: skip
+
+
+class TiledUnroll(torch.autograd.Function):
+    """The same in bf16 with all steps in one kernel (`tiles.py`), for processors that multiply tiles.
+
+    Sums stay in float32 from the products to the gates: what is rounded to bf16 are x, the h that enters products, the
+    weights, the gates that are kept, and the gradients that enter products. K and H are multiples of 32.
+    Compared with `nn.GRUCell`: tests/test_learning_kernels.py.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: Any, tiles: Any, rows: list[int], x: Tensor, before: Tensor | None, w_ih: Tensor,
+        w_hh: Tensor, b_ih: Tensor, b_hh: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return [R, H] from x [R, K] and before [rows of the first step, H]. rows: of each step."""
+        size, width, keeps, kind = w_hh.shape[1], w_ih.shape[1], any(ctx.needs_input_grad), torch.bfloat16
+        from_x, from_h = tiles.paired(w_ih.roll(size, 0).t()), tiles.paired(w_hh.t())
+        bias = torch.cat([b_ih[2 * size :], (b_ih + b_hh)[: 2 * size], b_hh[2 * size :]])
+        start = w_hh.new_zeros(rows[0], size) if before is None else before.contiguous()
+        kept = padded_rows(len(x) + ROUNDING) if keeps else 0  # the last block reads 32 rows from its first one on
+        out, gates, read = (
+            w_hh.new_empty(n, k, dtype=t)
+            for n, k, t in ((len(x), size, w_hh.dtype), (kept, 4 * size, kind), (kept, width + size, kind))
+        )
+        low = w_hh.new_zeros(ROUNDING, width + size, dtype=kind)
+        steps, room = _steps_of(rows), w_hh.new_empty(ROUNDING, 4 * size)
+        arrays = kernels.arrays((x.to(kind), start, from_x, from_h, bias, room, low, gates, read, out))
+        tiles.gru_forward(tiles.shapes(), steps, *arrays)
+        ctx.kernels, ctx.tiles, ctx.steps, ctx.starts = kernels, tiles, steps, before is not None
+        ctx.save_for_backward(start, out, w_ih, w_hh, gates, read)
+        ctx.kind = x.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, before, the weights and the biases from grad_out [R, H]."""
+        start, out, w_ih, w_hh, gates, read = ctx.saved_tensors
+        (rows, size), width, tiles = out.shape, w_ih.shape[1], ctx.tiles
+        back_x, back_h = tiles.paired(w_ih.roll(size, 0)), tiles.paired(w_hh)
+        gates[rows:], read[rows:] = 0, 0
+        for_x = read.new_empty(rows, width)
+        room, for_start = start.new_empty(ROUNDING, size + width), torch.zeros_like(start)
+        sums = start.new_zeros(len(ctx.steps), 4 * size)
+        arrays = (grad_out.contiguous(), gates, start, out, back_x, back_h, room, for_start, for_x, sums)
+        tiles.gru_backward(tiles.shapes(), ctx.steps, *ctx.kernels.arrays(arrays))
+        for_bias = sums.sum(dim=0)
+        # One product of [x | h] and all gradients: a quarter of it is not used, and it is the fastest way round.
+        both = torch.mm(read.t(), gates).to(w_ih.dtype)
+        for_ih, for_hh = both[:width, : 3 * size].t(), both[width:, size:].t()
+        return (
+            None, None, None, for_x.to(ctx.kind), for_start if ctx.starts else None, for_ih.roll(-size, 0),
+            for_hh.contiguous(), for_bias[: 3 * size].roll(-size), for_bias[size:],
+        )  # fmt: skip
+
+
+def _steps_of(rows: list[int]) -> np.ndarray[Any, Any]:
+    """Return the first row and the number of rows of each step, [T, 2]."""
+    numbers = np.array(rows, np.int64)
+    return np.stack([numbers.cumsum() - numbers, numbers], axis=1)
 
 
 def _product(factor: Tensor, first: int, k: int, weight: Tensor, out: Tensor) -> None:

@@ -30,12 +30,22 @@ def compiled_kernels() -> ModuleType | None:
     """Return the module of the kernels, compiled or loaded at the first call; None without Numba."""
 
     def load() -> ModuleType | None:
-        from omagd.modules.kernels import compiled
+        from omagd.modules.kernels import compiled, tiles
 
-        compiled.prepare()
+        compiled.prepare(*([tiles.call_all] if tiles.has_tiles() else []))
         return compiled
 
     return compiled_or_reference("updates take half as long again", load, None)
+
+
+@cache
+def tile_kernels() -> ModuleType | None:
+    """Return the module of the kernels that multiply bf16 by tiles (AMX); None where processor or Numba do not."""
+    if compiled_kernels() is None:
+        return None
+    from omagd.modules.kernels import tiles
+
+    return tiles if tiles.has_tiles() else None
 
 
 def maybe_compile(config: Config, *modules: nn.Module) -> None:

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from omagd.modules.kernels.compiled_unroll import CompiledUnroll
-from omagd.modules.kernels.compiling import kernels_for
+from omagd.modules.kernels.compiled_unroll import CompiledUnroll, TiledUnroll
+from omagd.modules.kernels.compiling import kernels_for, tile_kernels
 from omagd.modules.kernels.linear import ROUNDING, no_autocast, padded_rows, to_bf16
 from omagd.utils.packing import Packing
 
@@ -83,6 +83,10 @@ class PackedGRU(nn.Module):
         bf16 = self.bf16 and self.weight_hh.dtype == torch.float32
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         kernels = kernels_for(self.weight_hh, len(x) * self.hidden_dim)
+        whole_tiles = self.hidden_dim % ROUNDING == 0 and self.weight_ih.shape[1] % ROUNDING == 0
+        tiles = tile_kernels() if kernels is not None and bf16 and whole_tiles else None
+        if tiles is not None:
+            return TiledUnroll.apply(kernels, tiles, rows, x, before, *weights)  # type: ignore[no-untyped-call]
         if kernels is not None:
             at_once = ROWS_AT_ONCE * (LOW_ROWS if bf16 else 1)
             groups = [(offset, _chunks(blocks, at_once)) for offset, blocks in _groups(rows, at_once)]
