@@ -18,6 +18,7 @@ from omagd.modules.kernels import compiling, recurrent
 from omagd.modules.kernels.compiling import compiled_kernels, kernels_for, tile_kernels
 from omagd.modules.kernels.linear import lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.kernels.transformer import dropout
 from omagd.modules.mixers.qmix import QMixer
 from omagd.utils.packing import Packing, pack_episodes
 
@@ -237,3 +238,20 @@ def test_without_numba_torch_computes_after_one_warning(monkeypatch, capsys, req
         out = gru(x, Packing((3, 2)))
         torch.testing.assert_close(out, cell_by_cell(gru, x, Packing((3, 2)), None))
     assert capsys.readouterr().err.count("pip install 'numba") == 1
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_compiled_dropout_has_the_bits_of_torchs_operations(monkeypatch, p):
+    x = torch.randn(37, 65, requires_grad=True)
+    x.data[0, 0] = math.inf
+    upstream, results = torch.randn(37, 65), []
+    for small in (0, math.inf):
+        monkeypatch.setattr(compiling, "SMALL", small)
+        torch.manual_seed(5)
+        out = dropout(x, p)
+        results.append([out, *torch.autograd.grad(out, x, upstream), torch.rand(1)])
+    assert results[0][0].grad_fn.name() != results[1][0].grad_fn.name()
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -26,7 +26,7 @@ from omagd.modules.graph_reconstructers.graphs import feature_mask
 from omagd.modules.kernels.linear import apply_linear
 from omagd.modules.kernels.transformer import dropout
 
-DISTANCES = 2**19  # distances between nodes and codes that a CPU computes at once
+DISTANCES = 2**18  # distances between nodes and codes that a CPU computes at once
 SMOOTHING = 1e-5  # Laplace smoothing of the EMA counts: no division by zero for an unused code
 
 
@@ -64,6 +64,8 @@ class MLP(nn.Sequential):
                 x = apply_linear(x, layer, bf16)
             elif isinstance(layer, nn.Dropout):
                 x = dropout(x, self.p if self.training else 0.0)
+            elif isinstance(layer, nn.ReLU):
+                x = F.relu_(x)  # in the memory of the linear map, whose gradient needs its input alone
             else:
                 x = layer(x)
         return x
@@ -109,8 +111,12 @@ class Tokenizer(nn.Module):
         # the codebook. For cosine all codes have length one and the bias does not matter.
         bias = -0.5 * self.codebook.square().sum(-1)
         with torch.autocast(flat.device.type, enabled=False):
-            ids = [first_largest(torch.addmm(bias, part, self.codebook.t())) for part in flat.split(self._chunk)]
-        return torch.cat(ids).reshape(encoded.shape[:-1])
+            parts = flat.split(self._chunk)
+            room = flat.new_empty(
+                len(parts[0]), self.n_codes
+            )  # for all parts: new memory takes longer than the product
+            scores = (torch.addmm(bias, part, self.codebook.t(), out=room[: len(part)]) for part in parts)
+            return torch.cat([first_largest(of_part) for of_part in scores]).reshape(encoded.shape[:-1])
 
     def ids(self, nodes: Tensor) -> Tensor:
         """Return the ids [...] of nodes [..., D]."""

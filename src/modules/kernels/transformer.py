@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from omagd.modules.kernels.compiling import kernels_for
 
 _LEVELS = 1 << 16  # values of 16 bits
 _BLOCK = 1 << 16  # units that pass through several operations together, so that they stay in the cache
@@ -25,6 +28,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
         return x
     if x.device.type != "cpu":
         return F.dropout(x, p)
+    kernels = kernels_for(x, x.numel())
+    if kernels is not None:
+        return _CompiledDropout.apply(kernels, x, p)  # type: ignore[no-untyped-call]
     return _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
 
 
@@ -60,17 +66,23 @@ def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor)
     return _CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))  # type: ignore[no-untyped-call]
 
 
-def _mask(like: Tensor, p: float) -> Tensor:
-    """Return a dropout mask, contiguous: for each unit of `like` 0 with probability p and 1 / (1 - p) otherwise.
+def _words(size: int) -> Tensor:
+    """Return random 16-bit numbers [size] of torch's generator: each 64-bit draw gives four."""
+    return torch.empty((size + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:size]
 
-    Each 64-bit draw gives four units 16 bits each. The lowest p × 65536 of their values mean "dropped".
-    """
-    size, dropped = like.numel(), round(p * _LEVELS)
-    lowest = dropped - _LEVELS // 2 - 1  # values are -2^15 ... 2^15 - 1: those up to this one are dropped
-    words = torch.empty((size + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+
+def _threshold(p: float) -> tuple[int, float]:
+    """Return the largest number that means "dropped" (the lowest p x 65536 do), and the scale of all others."""
+    dropped = round(p * _LEVELS)
+    return dropped - _LEVELS // 2 - 1, _LEVELS / (_LEVELS - dropped)  # numbers are -2^15 ... 2^15 - 1
+
+
+def _mask(like: Tensor, p: float) -> Tensor:
+    """Return a dropout mask, contiguous: for each unit of `like` 0 with probability p and 1 / (1 - p) otherwise."""
+    words, (lowest, scale) = _words(like.numel()), _threshold(p)
     mask = torch.empty(like.shape, dtype=like.dtype)
-    for part, its in zip(mask.view(-1).split(_BLOCK), words.view(torch.int16)[:size].split(_BLOCK), strict=True):
-        part.copy_(its).sub_(lowest).clamp_(0.0, 1.0).mul_(_LEVELS / (_LEVELS - dropped))
+    for part, its in zip(mask.view(-1).split(_BLOCK), words.split(_BLOCK), strict=True):
+        part.copy_(its).sub_(lowest).clamp_(0.0, 1.0).mul_(scale)
     return mask
 
 
@@ -92,6 +104,33 @@ class _Dropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.saved_tensors[0], None
+
+
+class _CompiledDropout(torch.autograd.Function):
+    """The same with the same bits in one pass; what it keeps are the random numbers, half as large as the mask.
+
+    Compared with `_Dropout`: tests/test_learning_kernels.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, x: Tensor, p: float) -> Tensor:
+        words = _words(x.numel())
+        ctx.kernels, ctx.p = kernels, p
+        ctx.save_for_backward(words)
+        return _times_mask(kernels, x, words, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, _times_mask(ctx.kernels, grad, ctx.saved_tensors[0], ctx.p), None
+
+
+def _times_mask(kernels: Any, x: Tensor, words: Tensor, p: float) -> Tensor:
+    x, (lowest, scale) = x.contiguous(), _threshold(p)
+    out = torch.empty_like(x)
+    read, made, numbers = kernels.arrays((x.view(-1), out.view(-1), words))
+    kernels.drop(read, numbers, lowest, np.float32(scale), made)
+    return out
 
 
 class _GeluDropout(torch.autograd.Function):
