@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from q_toys import equal, state_of, toy_config
+from q_toys import equal, state_of
+from resident_toys import CPU, SLOTS, Through, assert_same, explore, game, played
 from simulated_gpu import DEVICE, OnGPU, SimulatedGPU, simulated_gpu
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -20,59 +21,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from omagd import runners
 from omagd.components.data import ReplayData
 from omagd.config.loading import resolve
-from omagd.controllers.basic_mac import NMAC
-from omagd.controllers.types import Exploration
 from omagd.envs.battle import skirmish_env
-from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
-from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.learners.nq_learner import NQLearner
 from omagd.runners.resident_loop import LOOK_EVERY, WARM_UP, Captured, Watch, choose
-from omagd.runners.rollout import Rollout
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, RecordedEpisode
+from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import uniform
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
-SLOTS = 6
-
-
-def game(name: str = "3m", runner: str = "resident", device: torch.device = CPU, slots: int = SLOTS, **updates):
-    """Return a runner and the controller that plays."""
-    env = SkirmishEnv(SkirmishArgs(map_name=name, continuing_episode=True), slots)
-    config = toy_config(runner=runner, batch_size_run=slots, rnn_hidden_dim=16, **updates)
-    torch.manual_seed(0)
-    mac = NMAC(config, env.info, device)
-    with torch.no_grad():
-        for parameter in mac.agent.parameters():
-            parameter.mul_(3)  # values that differ between actions
-    return runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train")), mac
-
-
-def played(plays, mac, *, explore, **options) -> Rollout:
-    """Play, and copy the episodes, whose memory the runner uses again."""
-    rollout = plays.run(mac, explore=explore, **options)
-    kept = [RecordedEpisode({name: rows.clone() for name, rows in e.items()}, e.meta) for e in rollout.episodes]
-    rollout.episodes = kept
-    return rollout
-
-
-def explore(epsilon: float) -> Exploration:
-    return Exploration(epsilon, np.random.default_rng(0))
-
-
-def assert_same(one, other) -> None:
-    assert one.log == other.log
-    assert one.stats == other.stats
-    assert len(one.episodes) == len(other.episodes)
-    for a, b in zip(one.episodes, other.episodes, strict=True):
-        assert a.meta == b.meta
-        assert list(a) == list(b)
-        assert all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize(("name", "limit", "options"), [
@@ -162,13 +122,6 @@ def test_acting_reads_the_weights_at_every_tick():
     second = played(plays, mac, explore=None)
     assert_same(second, played(fresh, other, explore=None))
     assert first.log != second.log
-
-
-class Through(resident.CPUKernels):
-    """The CPU's kernels, on the memory of simulated tensors."""
-
-    def view(self, tensor):
-        return tensor.value.numpy() if isinstance(tensor, OnGPU) else tensor.numpy()
 
 
 def test_the_host_reads_nothing_while_a_round_is_played(monkeypatch):
@@ -286,7 +239,7 @@ def test_a_round_on_a_card_ends_once_the_last_look_saw_nobody_play(card):
 @pytest.mark.parametrize(("config", "env", "updates", "error"), [
     ("qmix", "matrix_game", {}, "env=matrix_game"),
     ("qmix", "skirmish", {"env_args": {"map_name": "marine-easy"}}, "one map"),
-    ("gnn_qmix", "skirmish", {}, "mac=gnn_graph_mac"),
+    ("omagd_small", "skirmish", {"cpu_inference": True}, "cpu_inference=True"),
     ("qmix", "skirmish", {"action_selector": "softmax"}, "action_selector=softmax"),
     ("qmix", "skirmish", {"env_processes": True}, "env_processes=True"),
 ])  # fmt: skip

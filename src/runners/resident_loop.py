@@ -1,4 +1,4 @@
-"""A round of episodes that stays in a device's memory: battles, observations, agents, choices and rows.
+"""A round of episodes that stays in a device's memory: battles, observations, guesses, agents, choices and rows.
 
 Every tick has the same shapes and launches the same work for all slots, so on a GPU it is one CUDA graph, and no value
 is read between two ticks. Slots whose episodes have ended stay as they are: their closing row is written again.
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import BasicMAC
-from omagd.envs.battle.compiled.resident import Outcome, ResidentBattles, Seen
+from omagd.envs.resident import Outcome, ResidentGame, Seen
 from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
 from omagd.runners.recorder import row_fields
 from omagd.utils.seeding import uniform
 
-RESULTS = "battle_won", "battle_draw", "episode_limit", "dead_allies", "dead_enemies"
-"""Results of an episode, in the order of the columns of `ResidentLoop.results`."""
+RETURN, LENGTH, END, RESULTS = range(4)
+"""Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""
 
-RETURN, LENGTH, END = range(len(RESULTS), len(RESULTS) + 3)  # the columns after them
-N_COLUMNS = END + 1
 GREEDY = -1.0  # an epsilon below every random number
 WARM_UP = 3  # ticks before a graph is captured: kernels are compiled and libraries set up by then
 LOOK_EVERY = 8  # ticks between two looks at whether slots still play
@@ -51,42 +51,61 @@ class ResidentLoop:
     """Plays K episodes in every slot; a slot whose episode has ended begins its next one at once.
 
     Args:
-        battles: what is played. mac: acts. info: sizes. episodes: K. full_obs: whether to record `full_obs`.
+        game: what is played. mac: acts. info: sizes. episodes: K. full_obs: whether to record `full_obs`.
         keep: whether to record rows.
 
     Attributes:
         rows: name -> [E, L + 1, ...], the episodes; episode e is number e // B of slot e % B.
-        results: [E, 8] float64, `RESULTS`, then return, length, and the tick at which the episode ended.
+        results: [E, columns] float64, as above.
     """
 
     def __init__(
-        self, battles: ResidentBattles, mac: BasicMAC, info: EnvInfo, episodes: int, full_obs: bool, keep: bool
+        self, game: ResidentGame, mac: BasicMAC, info: EnvInfo, episodes: int, full_obs: bool, keep: bool
     ) -> None:
-        self.battles, self.episodes, slots = battles, episodes, battles.n_slots
+        self.game, self.episodes, slots = game, episodes, game.n_slots
         self._actor, self._dtype, self._see_all = mac.actor, mac.dtype, full_obs or mac.wants_full_obs
         self._reads_full, self._n_rows = mac.wants_full_obs, info.episode_limit + 1
-        device = battles.device
+        reconstructor: Reconstructor | None = getattr(mac, "reconstructor", None)
+        self._guesses = None if reconstructor is None else ResidentReconstruction(reconstructor, slots)
+        device = game.device
 
         def counts(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        fields = row_fields(info, full_obs) if keep else {}
+        fields = row_fields(info, full_obs)
+        if self._guesses is not None:
+            fields[self._guesses.field] = self._guesses.stored.dtype, tuple(self._guesses.stored.shape[1:])
         self.rows = {
             name: torch.zeros(episodes * slots, self._n_rows, *shape, dtype=kind, device=device)
             for name, (kind, shape) in fields.items()
+            if keep
         }
-        self.results = torch.zeros(episodes * slots, N_COLUMNS, dtype=torch.float64, device=device)
+        columns = RESULTS + len(game.results)
+        self.results = torch.zeros(episodes * slots, columns, dtype=torch.float64, device=device)
         self._returned = torch.zeros(slots, dtype=torch.float64, device=device)
         self._epsilon = torch.zeros((), dtype=torch.float64, device=device)
         self._seeds, self._tick = counts(episodes, slots), counts()
         self._seed, self._step, self._number, self._slot = (counts(slots) for _ in range(4))
         self._slot += torch.arange(slots, device=device)
-        self._playing, self._closing = (torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(2))
-        self._last_action = counts(slots, info.n_agents)
+        self._playing, self._closing, self._again = (
+            torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(3)
+        )
+        self._last_action, self._chosen = (counts(slots, info.n_agents) for _ in range(2))
         self._start = self._actor.init_hidden(slots).detach().clone()
         self._hidden = self._start.clone()
-        self._run_tick = Captured(self._play_tick, device)
+        self._shown: Seen
+        self._outcome: Outcome
         self._watch = Watch(device)
+        parts = [self._play_tick] if game.capturable else [self._observe, self._act, self._step_all, self._note]
+        if not game.capturable and episodes > 1:
+            parts.append(self._restart)
+        of_game = () if game.capturable else (self._observe, self._step_all, self._restart)
+        self._parts = [part if part in of_game else Captured(part, device) for part in parts]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing has changed that was computed when it was made."""
+        return self._guesses is None or self._guesses.is_current
 
     @torch.no_grad()
     def play(self, seeds: np.ndarray, epsilon: float | None, ticked: Callable[[bool], None]) -> None:
@@ -94,9 +113,14 @@ class ResidentLoop:
         self._begin(torch.from_numpy(seeds), GREEDY if epsilon is None else epsilon)
         for tick in range(self.episodes * self._n_rows):
             ticked(True)
-            self._run_tick()
+            self.tick()
             if self._watch.over(tick, self._playing, self._closing):
                 break
+
+    def tick(self) -> None:
+        """Launch the work of one tick."""
+        for part in self._parts:
+            part()
 
     def _begin(self, seeds: Tensor, epsilon: float) -> None:
         everyone = torch.ones_like(self._playing)
@@ -105,53 +129,86 @@ class ResidentLoop:
         self._start.copy_(self._actor.init_hidden(len(everyone)))
         for counter in (self._tick, self._step, self._number, self._returned, self._closing):
             counter.zero_()
-        self.battles.faults.zero_()
-        self._restart(everyone)
+        self.game.faults.zero_()
+        self._again.copy_(everyone)
+        self._forget()
+        self._restart()
         self._playing.copy_(everyone)
 
-    def _restart(self, which: Tensor) -> None:
-        """Start the episode `_number` of the slots `which` [B] bool."""
-        self._seed.copy_(torch.where(which, self._seeds.gather(0, self._number.unsqueeze(0)).squeeze(0), self._seed))
-        self.battles.reset(which, self._seed)
-        self._step.masked_fill_(which, 0)
-        self._returned.masked_fill_(which, 0)
-        self._last_action.masked_fill_(which.unsqueeze(1), -1)
-        self._hidden.copy_(torch.where(which.view(-1, 1, 1), self._start, self._hidden))
-
     def _play_tick(self) -> None:
-        shown = self.battles.observe(self._see_all)
-        features = shown.full if self._reads_full else shown.obs
-        q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._last_action), self._hidden)
+        self._observe()
+        self._act()
+        self._step_all()
+        self._note()
+        if self.episodes > 1:
+            self._restart()
+
+    def _observe(self) -> None:
+        self._shown = self.game.observe(self._see_all)
+
+    def _act(self) -> None:
+        shown = self._shown
+        features, guessed = shown.full if self._reads_full else shown.obs, None
+        if self._guesses is not None:
+            features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing)
+        q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._last_action, guessed), self._hidden)
         actions = choose(q, shown.avail, self._epsilon, self._seed, self._step)
-        actions = actions.masked_fill(~self._playing.unsqueeze(1), 0)
+        self._chosen.copy_(actions.masked_fill(~self._playing.unsqueeze(1), 0))
         self._hidden.copy_(hidden)
-        self._last_action.copy_(actions)
-        outcome = self.battles.step(actions, self._playing)
-        self._record(shown, actions, outcome)
+        self._last_action.copy_(self._chosen)
+        self._record({
+            "obs": shown.obs, "state": shown.state, "avail_actions": shown.avail, "full_obs": shown.full,
+            "actions": self._chosen,
+        })  # fmt: skip
+
+    def _step_all(self) -> None:
+        self._outcome = self.game.step(self._chosen, self._playing)
+
+    def _note(self) -> None:
+        """Write the results of the step, and choose the slots that begin another episode."""
+        outcome = self._outcome
+        self._record({"reward": outcome.reward, "terminated": outcome.over & ~outcome.truncated})
         self._tick += 1
         self._step += self._playing
         self._returned += outcome.reward
         self._note_ended(outcome)
-        again = self._closing & (self._number < self.episodes - 1)
-        self._number += again
-        self._playing.logical_and_(~outcome.over).logical_or_(again)
+        self._again.copy_(self._closing & (self._number < self.episodes - 1))
+        self._number += self._again
+        self._playing.logical_and_(~outcome.over).logical_or_(self._again)
         self._closing.copy_(outcome.over)
-        self._restart(again)
+        self._forget()
 
-    def _record(self, shown: Seen, actions: Tensor, outcome: Outcome) -> None:
-        """Write the row of each slot's step."""
+    def _forget(self) -> None:
+        """Begin the episode `_number` of the slots `_again`, but for the game's own part."""
+        which = self._again
+        self._seed.copy_(torch.where(which, self._seeds.gather(0, self._number.unsqueeze(0)).squeeze(0), self._seed))
+        self._step.masked_fill_(which, 0)
+        self._returned.masked_fill_(which, 0)
+        self._last_action.masked_fill_(which.unsqueeze(1), -1)
+        self._hidden.copy_(torch.where(which.view(-1, 1, 1), self._start, self._hidden))
+        if self._guesses is not None:
+            self._guesses.reset(which)
+
+    def _restart(self) -> None:
+        """Start the game's episodes in the slots `_again`, from `_seed`."""
+        self.game.reset(self._again, self._seed)
+
+    def _record(self, values: dict[str, Tensor]) -> None:
+        """Write fields of the row of each slot's step."""
+        if self._guesses is not None and "obs" in values:
+            values[self._guesses.field] = self._guesses.stored
         place = (self._number * len(self._slot) + self._slot) * self._n_rows + self._step
-        values = {
-            "obs": shown.obs, "state": shown.state, "avail_actions": shown.avail, "full_obs": shown.full,
-            "actions": actions, "reward": outcome.reward, "terminated": outcome.over & ~outcome.truncated,
-        }  # fmt: skip
-        for name, rows in self.rows.items():
-            rows.flatten(0, 1).index_copy_(0, place, values[name].to(rows.dtype))
+        for name, value in values.items():
+            if name in self.rows:
+                rows = self.rows[name]
+                rows.flatten(0, 1).index_copy_(0, place, value.to(rows.dtype))
 
     def _note_ended(self, outcome: Outcome) -> None:
         """Write the results of the episodes that have just ended."""
-        columns = outcome.won, outcome.draw, outcome.limit, *outcome.dead, self._returned, self._step
-        found = torch.stack([column.double() for column in (*columns, self._tick.expand_as(self._step))], dim=1)
+        results = outcome.results()
+        columns = [self._returned, self._step, self._tick.expand_as(self._step)]
+        columns += [results[name] for name in self.game.results]
+        found = torch.stack([column.double() for column in columns], dim=1)
         episode = self._number * len(self._slot) + self._slot
         kept = self.results.index_select(0, episode)
         self.results.index_copy_(0, episode, torch.where(outcome.over.unsqueeze(1), found, kept))

@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import cast
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from omagd import controllers
+from omagd import controllers, envs
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
+from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Exploration, Policy
-from omagd.envs.battle.args import SkirmishArgs
-from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.envs.factory import validate_env_args
+from omagd.envs.resident import CanBeResident
 from omagd.envs.task_sets.sets import task_set
 from omagd.runners.resident_loop import END, LENGTH, RESULTS, RETURN, ResidentLoop
 from omagd.runners.rollout import Rollout
 from omagd.runners.runner import Runner
 from omagd.runners.starts import Origins
-from omagd.utils.compiling import numba_problem
 from omagd.utils.errors import UserError
 from omagd.utils.packing import BlockEpisode, EpisodeMeta
 
 SELECTORS = "greedy", "epsilon_greedy"
-OVERRIDDEN = "act", "select_actions", "_build_inputs", "_values"
-"""Methods of `BasicMAC` that work on NumPy arrays; a controller with others cannot act here."""
+OVERRIDDEN = "act", "select_actions", "_build_inputs", "_values", "_update_state"
+"""Methods of controllers that work on NumPy arrays; a controller with others than these two have cannot act here."""
+
+
+def acts_here(kind: type) -> bool:
+    """Return whether what a controller of this class computes is what `ResidentLoop` does."""
+    return issubclass(kind, BasicMAC) and all(
+        getattr(kind, name) in (getattr(BasicMAC, name), getattr(NGraphMAC, name)) for name in OVERRIDDEN
+    )
+
+
+def plays_here(kind: type) -> bool:
+    """Return whether an environment of this class says itself that it can be played on a device.
+
+    What its base class says is not enough: its rules may differ.
+    """
+    return "resident" in vars(kind)
+
+
+def fitting(registry: Any, fits: Any) -> str:
+    """Return the names of what fits in a registry."""
+
+    def names() -> Iterator[str]:
+        for name in registry.names():
+            with suppress(UserError):  # of a broken plug-in, which this run does not need
+                if fits(registry.get(name)):
+                    yield name
+
+    return ", ".join(sorted(names()))
 
 
 class ResidentRunner(Runner):
@@ -42,20 +70,24 @@ class ResidentRunner(Runner):
     @staticmethod
     def check(config: Config) -> None:
         """Reject what cannot be played on a device. Errors: UserError."""
-        kind = controllers.REGISTRY.get(config.mac)
-        plain = issubclass(kind, BasicMAC) and all(getattr(kind, m) is getattr(BasicMAC, m) for m in OVERRIDDEN)
+        env = cast(Any, envs.REGISTRY.get(config.env))
         on_gpu = config.use_cuda and torch.cuda.is_available() and not config.cpu_inference
         problems = {
-            f"plays skirmish only, not env={config.env}": config.env != "skirmish",
-            "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
             "plays in no other process, so not with env_processes=True": config.env_processes,
-            f"reads flat observations, which mac={config.mac} does not": not plain,
             f"chooses {' or '.join(SELECTORS)}, not action_selector={config.action_selector}": (
                 config.action_selector not in SELECTORS
             ),
-            f"needs Numba, which {numba_problem()}": bool(numba_problem()),
-            "needs numba-cuda on a GPU: pip install .[gpu]": on_gpu and find_spec("numba_cuda") is None,
+            "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
+            "reconstructs where it acts, so not with cpu_inference=True and use_graph_reconstruction=True": (
+                config.cpu_inference and config.use_graph_reconstruction
+            ),
         }
+        if not plays_here(env):
+            problems[f"plays {fitting(envs.REGISTRY, plays_here)} only, not env={config.env}"] = True
+        elif problem := env.why_not_resident(validate_env_args(config.env, dict(config.env_args)), on_gpu):
+            problems[problem] = True
+        if not acts_here(controllers.REGISTRY.get(config.mac)):
+            problems[f"acts by mac={fitting(controllers.REGISTRY, acts_here)}, not mac={config.mac}"] = True
         for problem, found in problems.items():
             if found:
                 raise UserError(f"runner=resident: {problem}. Use runner=parallel")
@@ -85,30 +117,24 @@ class ResidentRunner(Runner):
 
     def _resident(self, mac: BasicMAC, episodes: int, full_obs: bool, keep: bool) -> ResidentLoop:
         """Return the loop for such rounds; it keeps its memory from round to round."""
-        from omagd.envs.battle.compiled.resident import ResidentBattles
-
         key = (mac, episodes, full_obs, keep)
-        if self._made is None or self._made[0] != key:
-            env = cast(SkirmishEnv, self.env)
-            battles = ResidentBattles(env.spec, cast(SkirmishArgs, env.args), env.n_slots, mac.acting_device)
-            self._made = key, ResidentLoop(battles, mac, self.info, episodes, full_obs, keep)
+        if self._made is None or self._made[0] != key or not self._made[1].is_current:
+            game = cast(CanBeResident, self.env).resident(mac.acting_device)
+            self._made = key, ResidentLoop(game, mac, self.info, episodes, full_obs, keep)
         return self._made[1]
 
     def _collected(self, loop: ResidentLoop, origins: list[Origins]) -> Rollout:
         """Return what was played: the host reads the results of a round at once."""
         slots, rollout = self.env.n_slots, Rollout()
-        results = torch.cat([loop.results.flatten(), loop.battles.faults.double()]).tolist()
+        results = torch.cat([loop.results.flatten(), loop.game.faults.double()]).tolist()
         if any(results[-slots:]):
-            raise RuntimeError("resident battles were given actions that are not available")
+            raise RuntimeError("runner=resident: the environment was given actions that are not available")
         width = loop.results.shape[1]
         found = [results[e * width : (e + 1) * width] for e in range(slots * loop.episodes)]
         for e in sorted(range(len(found)), key=lambda e: (found[e][END], e % slots)):
             slot, origin, values = e % slots, origins[e // slots], found[e]
-            seed, length, outcome = (
-                int(origin.seed[slot]),
-                int(values[LENGTH]),
-                dict(zip(RESULTS, values, strict=False)),
-            )
+            seed, length = int(origin.seed[slot]), int(values[LENGTH])
+            outcome = dict(zip(loop.game.results, values[RESULTS:], strict=True))
             rollout.end(slot, seed, length, values[RETURN], outcome)
             if loop.rows:
                 meta = EpisodeMeta(slot, seed, outcome=outcome["battle_won"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, ClassVar
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from pydantic import BaseModel
@@ -18,8 +19,13 @@ from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import StepResult
 from omagd.envs.smac import BattleEnv
-from omagd.utils.compiling import compiled_or_reference
+from omagd.utils.compiling import compiled_or_reference, numba_problem
 from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from omagd.envs.resident import ResidentGame
 
 
 @lru_cache(maxsize=1)
@@ -91,6 +97,20 @@ class SkirmishEnv(BattleEnv):
         """Continue from a `snapshot` of an environment with the same arguments."""
         self._simulator.restore(snapshot["simulator"])
         self._semantics.restore(snapshot["semantics"])
+
+    @staticmethod
+    def why_not_resident(args: SkirmishArgs, on_gpu: bool) -> str:
+        """Return what kernels on a device need and lack; empty if nothing."""
+        if problem := numba_problem():
+            return f"needs Numba, which {problem}"
+        missing = on_gpu and find_spec("numba_cuda") is None
+        return "needs numba-cuda on a GPU: pip install .[gpu]" if missing else ""
+
+    def resident(self, device: torch.device) -> ResidentGame:
+        """Return battles of the same map on a device."""
+        from omagd.envs.battle.compiled.resident import ResidentBattles
+
+        return ResidentBattles(self.spec, cast(SkirmishArgs, self.args), self.n_slots, device)
 
     def get_stats(self) -> dict[str, float]:
         """Return counts of battles since construction: played, won, run into the step limit."""

@@ -216,7 +216,7 @@ class FrozenPredictor:
             part = frames[start : start + self.group]
             first, last = start * self._n_nodes, (start + len(part)) * self._n_nodes
             inside = which if len(part) == len(frames) else which[(which >= first) & (which < last)] - first
-            guesses.append(self._guess(self.logits(part, inside)))
+            guesses.append(self.decoded(self.logits(part, inside)))
         return Guess(*(torch.cat(parts) for parts in zip(*guesses, strict=True))) if len(guesses) > 1 else guesses[0]
 
     def logits(self, frames: Frames, which: Tensor) -> Tensor:
@@ -246,16 +246,37 @@ class FrozenPredictor:
 
     def _embed(self, frames: Frames, which: Tensor, tokens: Tensor) -> Tensor:
         """Return the embedded tokens [F·L, d]; `tokens` [M]: the rows of `which` in them."""
-        x = self.static.index_select(0, frames.step.clamp(max=self.limit)).view(len(frames) * self.length, -1)
-        if self._gru is None:
-            x += self.tokens.index_select(0, frames.ids.reshape(-1))
-        else:
-            x += self._through_gru(frames.ids)
+        x = self._without_memory(frames)
         if self.last_seen:
             last = frames.last_ids.reshape(-1).index_select(0, which)
             age = frames.age.reshape(-1).index_select(0, which).clamp_(max=self.limit)
             x.index_add_(0, tokens, self.recall.index_select(0, last) + self.age.index_select(0, age))
         return x
+
+    def _without_memory(self, frames: Frames) -> Tensor:
+        """Return the embedded tokens [F·L, d] but for what `last_seen` adds to the missing ones."""
+        x = self.static.index_select(0, frames.step.clamp(max=self.limit)).view(len(frames) * self.length, -1)
+        x += self.tokens.index_select(0, frames.ids.reshape(-1)) if self._gru is None else self._through_gru(frames.ids)
+        return x
+
+    def everywhere(self, frames: Frames, missing: Tensor) -> Guess:
+        """Predict all nodes but the first of all frames, [F·(N - 1)] rows, in work of fixed shapes: see `resident.py`.
+
+        missing: [F, N] bool; guesses of other nodes mean nothing.
+        """
+        n_frames, n_nodes = missing.shape
+        x = self._without_memory(frames)
+        if self.last_seen:
+            memory = self.recall.index_select(0, frames.last_ids.flatten())
+            memory = memory + self.age.index_select(0, frames.age.flatten().clamp(max=self.limit))
+            memory = torch.where(missing.flatten().unsqueeze(-1), memory, 0.0).view(n_frames, n_nodes, -1)
+            x.view(n_frames, self.length, -1)[:, -n_nodes:] += memory
+        rest = -n_frames % ROUND
+        last = torch.arange(n_frames, device=x.device).unsqueeze(-1) * self.length + self.length
+        wanted = (last - torch.arange(n_nodes - 1, 0, -1, device=x.device)).flatten()
+        places = F.pad(wanted, (0, -len(wanted) % PLACES))
+        x = F.pad(x, (0, 0, 0, rest * self.length))
+        return self.decoded(self.through_blocks(x, n_frames + rest, places, len(wanted)))
 
     def _through_gru(self, ids: Tensor) -> Tensor:
         assert self._gru is not None
@@ -263,7 +284,7 @@ class FrozenPredictor:
         flat = F.embedding(ids, self.tokens).transpose(1, 2).reshape(n_frames * n_nodes, k, -1)
         return self._gru(flat)[1][0]
 
-    def _guess(self, logits: Tensor) -> Guess:
+    def decoded(self, logits: Tensor) -> Guess:
         """Return `MaskPredictor.guess` of the logits, which are overwritten; under `decode: mean` ids are -1."""
         dim = self._table.shape[1]
         share, sums = self._shares(logits)

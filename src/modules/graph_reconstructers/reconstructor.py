@@ -89,7 +89,7 @@ class Reconstructor:
         require_one_pretraining(tokenizer, predictor)
         self.seconds, self.calls, self.frames = 0.0, 0, 0
         self._bf16 = config.acting_precision == "bf16"
-        self._columns = GraphTables(self.layout, self.device)
+        self.columns = GraphTables(self.layout, self.device)
         self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
         self._version = -1
         self._compiled: CompiledTick | None = None
@@ -100,19 +100,24 @@ class Reconstructor:
         """Name of the stored field: `recon` float16 [n, obs_dim] under `decode: mean`, else `tokens` int16 [n, N]."""
         return "recon" if self.mean else "tokens"
 
-    def begin(self, n_slots: int) -> None:
-        """Start with empty histories in `n_slots` slots, and with the current weights of both modules."""
+    def frozen(self) -> tuple[FrozenTokenizer, FrozenPredictor]:
+        """Return both modules for acting with their current weights; the same objects until these change."""
         modules = self.tokenizer, self.predictor
         version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
         if self._frozen is None or version != self._version:
             self._frozen = FrozenTokenizer(self.tokenizer), FrozenPredictor(self.predictor, self._bf16)
             self._version, self._compiled = version, None
+        return self._frozen
+
+    def begin(self, n_slots: int) -> None:
+        """Start with empty histories in `n_slots` slots, and with the current weights of both modules."""
+        frozen = self.frozen()
         config, specials = self.predictor.config, self.predictor.specials
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, config, specials, self.device)
         if self._compiled is None or self._compiled.n_slots != n_slots:
             kind = compiled_tick() if self.has_kernels else None
-            parts = self.layout, self.n_agents, n_slots, *self._frozen
+            parts = self.layout, self.n_agents, n_slots, *frozen
             self._compiled = None if kind is None else kind(*parts)
 
     @property
@@ -176,9 +181,9 @@ class Reconstructor:
         data: `obs` and the field that `step` asked to store.
         """
         obs, stored = data["obs"], data[self.field]
-        columns = self._columns if obs.device == self.device else GraphTables(self.layout, obs.device)
+        columns = self.columns if obs.device == self.device else GraphTables(self.layout, obs.device)
         missing = columns.sight(obs)[1]
-        return self._filled(obs, stored, missing, columns), missing
+        return self.filled(obs, stored, missing, columns), missing
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the histories of all slots."""
@@ -191,13 +196,13 @@ class Reconstructor:
 
     def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory) -> Reconstruction:
         """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step."""
-        seen, missing = self._columns.sight(obs)
+        seen, missing = self.columns.sight(obs)
         history.push(self._tokens(obs, seen))
-        stored = self._blank(tuple(missing.shape))
+        stored = self.blank(tuple(missing.shape))
         rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
         if len(rows):
             stored = self._stored(missing, self._guess(rows, missing, now, history))
-            obs = self._filled(obs, stored, missing, self._columns)
+            obs = self.filled(obs, stored, missing, self.columns)
         else:
             obs = obs.clone()
         history.commit(now)
@@ -205,13 +210,13 @@ class Reconstructor:
 
     def _merged(self, obs: Tensor, slots: Tensor, part: Reconstruction) -> Reconstruction:
         """Return the result for all of `obs` [B, n, obs_dim]: that of the slot numbers `slots` [P] is `part`."""
-        fields = {self.field: self._blank((*obs.shape[:2], self.layout.n_nodes))}
+        fields = {self.field: self.blank((*obs.shape[:2], self.layout.n_nodes))}
         out = Reconstruction(fields, obs.clone(), part.guessed.new_zeros((*obs.shape[:2], self.layout.n_nodes)))
         out.fields[self.field][slots] = part.fields[self.field]
         out.obs[slots], out.guessed[slots] = part.obs, part.guessed
         return out
 
-    def _blank(self, shape: tuple[int, ...]) -> Tensor:
+    def blank(self, shape: tuple[int, ...]) -> Tensor:
         """Return the stored field where nothing is guessed; `shape`: (B, n, N)."""
         if not self.mean:
             return torch.full(shape, -1, dtype=torch.int16, device=self.device)
@@ -222,7 +227,7 @@ class Reconstructor:
         assert self._frozen is not None
         ids = torch.full(seen.shape, self.predictor.specials.mask, device=self.device)
         where = seen.flatten().nonzero().flatten()
-        nodes = self._columns.nodes(obs).flatten(0, -2).index_select(0, where)
+        nodes = self.columns.nodes(obs).flatten(0, -2).index_select(0, where)
         ids.view(-1).index_copy_(0, where, self._frozen[0](nodes))
         return ids
 
@@ -237,13 +242,13 @@ class Reconstructor:
         """Return the stored field [B, ...]: the guesses of the `missing` [B, n, N] nodes, rounded."""
         where = missing.flatten().nonzero().flatten()
         if not self.mean:
-            stored = self._blank(tuple(missing.shape))
+            stored = self.blank(tuple(missing.shape))
             stored.view(-1).index_copy_(0, where, guess.ids.to(torch.int16))
             return stored
         nodes = torch.zeros((missing.numel(), self.layout.node_dim), dtype=torch.float16, device=self.device)
-        return self._columns.obs(nodes.index_copy_(0, where, guess.features.half()).view(*missing.shape, -1))
+        return self.columns.obs(nodes.index_copy_(0, where, guess.features.half()).view(*missing.shape, -1))
 
-    def _filled(self, obs: Tensor, stored: Tensor, missing: Tensor, columns: GraphTables) -> Tensor:
+    def filled(self, obs: Tensor, stored: Tensor, missing: Tensor, columns: GraphTables) -> Tensor:
         """Return obs [..., n, obs_dim] with the `stored` values in place of the nodes `missing` [..., n, N]."""
         if self.mean:
             guessed = stored.to(obs.dtype)

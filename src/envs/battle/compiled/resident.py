@@ -24,6 +24,7 @@ from omagd.envs.battle.compiled.starts import Starts
 from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables, one_by_one, shared_memory, working_memory
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNITS
+from omagd.envs.resident import Outcome, Seen
 from omagd.utils.errors import UserError
 
 
@@ -102,32 +103,6 @@ def kernels_for(device: torch.device) -> Kernels:
     return CUDAKernels(device)
 
 
-class Seen(NamedTuple):
-    """What `Shown` is in tensors: avail [B, n, A] bool; obs, full [B, n, obs_dim], state [B, state_dim] float32."""
-
-    avail: Tensor
-    obs: Tensor
-    full: Tensor
-    state: Tensor
-
-
-class Outcome(NamedTuple):
-    """Results of a step, on the device; zero where no step was played. All are overwritten by the next step.
-
-    Attributes:
-        reward: [B] float32. over: [B] bool. truncated: [B] bool, over only because of the step limit, and the target
-            bootstraps. won, draw, limit: [B] bool. dead: [2, B] int64, allies and enemies.
-    """
-
-    reward: Tensor
-    over: Tensor
-    truncated: Tensor
-    won: Tensor
-    draw: Tensor
-    limit: Tensor
-    dead: Tensor
-
-
 class ResidentBattles:
     """Battles of `skirmish` on one device; results and observations are those of `SkirmishEnv`, bit for bit on a CPU.
 
@@ -138,8 +113,11 @@ class ResidentBattles:
         spec, args: the map and its flags. n_slots: B. device: cpu or cuda.
 
     Attributes:
-        faults: [B] bool, battles that were given an action that was not available since it was last set to zero.
+        faults, results, capturable: see `ResidentGame`.
     """
+
+    results: tuple[str, ...] = ("battle_won", "battle_draw", "episode_limit", "dead_allies", "dead_enemies")
+    capturable: bool = True
 
     def __init__(self, spec: MapSpec, args: SkirmishArgs, n_slots: int, device: torch.device) -> None:
         simulator_class, semantics_class = compiled()

@@ -1,0 +1,120 @@
+"""Runners, controllers and comparisons for the tests of rounds that stay on a device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from graph_toys import SMALL as SMALL_GRAPHS
+from q_toys import toy_config
+from simulated_gpu import OnGPU
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from omagd import controllers, runners
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.types import Exploration
+from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.compiled import resident
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.runners.rollout import Rollout
+from omagd.runners.starts import EpisodeSeeds
+from omagd.utils.packing import RecordedEpisode
+
+CPU = torch.device("cpu")
+SLOTS = 6
+
+
+def game(
+    name: str = "3m", runner: str = "resident", device: torch.device = CPU, slots: int = SLOTS, env: Any = None,
+    stream: Any = None, **updates: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return a runner and the controller that plays; with reconstruction where `updates` say so."""
+    env = env or SkirmishEnv(SkirmishArgs(map_name=name, continuing_episode=True), slots)
+    graphs = {**SMALL_GRAPHS, "learner": "nq_graph_learner"} if updates.get("use_graph_reconstruction") else {}
+    updates = {"mac": "n_mac", "rnn_hidden_dim": 16, **graphs, **updates}
+    config = toy_config(runner=runner, batch_size_run=slots, **updates)
+    torch.manual_seed(0)
+    guesses = reconstructor_of(config, env.info, device) if config.use_graph_reconstruction else None
+    mac = controllers.REGISTRY.get(config.mac)(config, env.info, device, guesses)
+    with torch.no_grad():
+        for parameter in mac.agent.parameters():
+            parameter.mul_(3)  # values that differ between actions
+    kind = runners.REGISTRY.get(runner)
+    return kind(env, config, env.info, stream or EpisodeSeeds(1, "train")), mac
+
+
+def reconstructor_of(config: Config, info: EnvInfo, device: torch.device) -> Reconstructor:
+    """Return modules with random weights that guess far from zero."""
+    assert info.layout is not None
+    tokenizer = Tokenizer(config.tokenizer_config, info.layout)
+    codes = config.tokenizer_config.n_codes
+    predictor = MaskPredictor(config.mask_predictor_config, codes, info.layout, info.episode_limit)
+    with torch.no_grad():
+        predictor.head.weight.mul_(40)
+    predictor.bind(tokenizer.table())
+    return Reconstructor(tokenizer.to(device), predictor.to(device), config, info)
+
+
+def played(plays: Any, mac: Any, *, explore: Exploration | None, **options: Any) -> Rollout:
+    """Play, and copy the episodes, whose memory the runner uses again."""
+    rollout = plays.run(mac, explore=explore, **options)
+    kept = [RecordedEpisode({name: rows.clone() for name, rows in e.items()}, e.meta) for e in rollout.episodes]
+    rollout.episodes = kept
+    return rollout
+
+
+def explore(epsilon: float) -> Exploration:
+    """Return how to explore."""
+    return Exploration(epsilon, np.random.default_rng(0))
+
+
+def assert_same(one: Rollout, other: Rollout, rounded: tuple[str, ...] = ()) -> None:
+    """Compare rounds bit for bit; the fields `rounded` may differ by the rounding of a sum."""
+    assert one.log == other.log
+    assert one.stats == other.stats
+    assert len(one.episodes) == len(other.episodes)
+    for a, b in zip(one.episodes, other.episodes, strict=True):
+        assert a.meta == b.meta
+        assert list(a) == list(b)
+        for name in a:
+            assert a[name].dtype == b[name].dtype
+            if name in rounded:
+                torch.testing.assert_close(a[name], b[name], atol=4e-3, rtol=4e-3)
+            else:
+                assert torch.equal(a[name], b[name]), name
+
+
+class Through(resident.CPUKernels):
+    """The CPU's kernels, on the memory of simulated tensors."""
+
+    def view(self, tensor: Any) -> Any:
+        """Return the memory of a tensor."""
+        return tensor.value.numpy() if isinstance(tensor, OnGPU) else tensor.numpy()
+
+
+class FixedShapes(TorchDispatchMode):
+    """Rejects operations whose result's size, or Python value, depends on values: a host would wait for these."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of fixed shapes."""
+        indexing = func._schema.name in {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+        by_mask = any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1:2]) if torch.is_tensor(t))
+        dynamic = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+        if (indexing and by_mask) or (dynamic and not indexing):
+            raise AssertionError(f"{func} reads values")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fixed_shapes() -> Iterator[None]:
+    """Reject what a tick must not do."""
+    with FixedShapes(), torch.no_grad():
+        yield

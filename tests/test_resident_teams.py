@@ -1,0 +1,115 @@
+"""Every controller, agent and reconstruction on a device: the episodes of `runner=parallel`, in fixed shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from resident_toys import SLOTS, Through, assert_same, explore, fixed_shapes, game, played
+from simulated_gpu import DEVICE, simulated_gpu
+
+from omagd import controllers, runners
+from omagd.config.loading import resolve
+from omagd.envs.battle import skirmish_env
+from omagd.envs.battle.compiled import resident
+from omagd.envs.battle.maps import get_map
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.modules import agents
+from omagd.runners.resident_runner import plays_here
+from omagd.utils.errors import UserError
+
+torch.set_num_threads(1)
+GUESSED = {"mac": "n_graph_mac", "agent": "n_rnn", "use_graph_reconstruction": True}
+GRAPHS = [
+    {"mac": "gnn_graph_mac", "agent": "gnn_rnn"},
+    {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "use_full_obs": True},
+    GUESSED,
+    {**GUESSED, "mask_predictor_config.decode": "argmax"},
+    {**GUESSED, "mask_predictor_config.use_gru": True, "mask_predictor_config.last_seen": False},
+    {**GUESSED, "mask_predictor_config.stacked_steps": 1, "mark_guesses": True},
+    {**GUESSED, "acting_precision": "bf16"},
+    {**GUESSED, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "mark_guesses": True},
+]
+FLAT = [{"agent": "ff", "obs_last_action": False}, {"share_parameters": False}, {"agent": "hpn_rnn"}]
+NO_TEAM = {"ddpg", "bicnet"}  # of mac=ddpg_mac
+
+
+def words(options: dict) -> str:
+    return " ".join(f"{key.split('.')[-1]}={value}" for key, value in options.items())
+
+
+def acting() -> list[dict]:
+    """Return keys of every controller, and of every agent that it can have, in the registries."""
+    names = [name for name in agents.REGISTRY.names() if name not in NO_TEAM]
+    every = [{"agent": name} for name in names]
+    return [*every, *FLAT, *GRAPHS]
+
+
+@pytest.mark.parametrize("options", [*GRAPHS, {"agent": "attention_rnn"}], ids=words)
+def test_rounds_are_those_of_the_environment_whatever_acts(options, monkeypatch):
+    """Guesses may differ by the rounding of sums whose order depends on sizes; actions do not.
+
+    Many episodes are cut off while agents live, which guess in the closing row.
+    """
+    short = dataclasses.replace(get_map("3m"), limit=24)
+    monkeypatch.setattr(skirmish_env, "skirmish_map", lambda _: short)
+    both = [game("3m", runner, **options) for runner in ("parallel", "resident")]
+    for _ in range(2):
+        one, other = (played(plays, mac, explore=None, episodes_per_slot=2) for plays, mac in both)
+        assert one.n_episodes == 2 * SLOTS
+        assert_same(one, other, rounded=("recon",))
+        if options.get("use_graph_reconstruction"):
+            guesses = [e["recon" if "recon" in e else "tokens"] for e in other.episodes]
+            assert torch.cat([guess.float().flatten() for guess in guesses]).unique().numel() > 3
+            assert any(not torch.equal(guess[0], guess[-1]) for guess in guesses)
+
+
+@pytest.mark.parametrize("options", acting(), ids=words)
+def test_a_tick_reads_no_value_and_has_fixed_shapes(options, monkeypatch):
+    """On the CPU, and on a simulated GPU, which also counts copies to the host."""
+    plays, mac = game(**options)
+    rollout = played(plays, mac, explore=explore(0.3))
+    with fixed_shapes():
+        plays._made[1].tick()
+    monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
+    with simulated_gpu() as gpu:
+        on_gpu, mac = game(device=DEVICE, **options)
+        on_gpu._resident(mac, 1, False, True)
+        gpu.waits.clear()
+        found = on_gpu.run(mac, explore=explore(0.3))
+        waits = dict(gpu.waits)
+    assert sum(waits.values()) == 1, waits
+    assert len(found.log) == len(rollout.log)
+
+
+def test_every_controller_acts_on_a_device_or_is_refused():
+    """`ddpg_mac` draws from a generator of the host."""
+    taken = {options.get("mac", "n_mac") for options in acting()} | {"basic_mac"}
+    for name in controllers.REGISTRY.names():
+        config = resolve(config="qmix", env_config="skirmish", updates={"mac": name, "runner": "resident"})
+        if name in taken:
+            runners.REGISTRY.get("resident").check(config)
+            continue
+        with pytest.raises(UserError, match=f"mac=basic_mac, .*, not mac={name}. Use runner=parallel"):
+            runners.REGISTRY.get("resident").check(config)
+
+
+def test_an_environment_says_itself_that_devices_can_play_it():
+    """Rules that a subclass changes would be lost."""
+
+    class OtherRules(SkirmishEnv):
+        pass
+
+    assert plays_here(SkirmishEnv)
+    assert not plays_here(OtherRules)
+
+
+def test_guesses_follow_the_weights_of_the_reconstructor():
+    plays, mac = game(**GUESSED)
+    first = played(plays, mac, explore=None)
+    with torch.no_grad():
+        mac.reconstructor.predictor.head.weight.neg_()
+    plays.stream.load_state_dict({"played": [0] * SLOTS, "generation": 0})
+    changed = played(plays, mac, explore=None)
+    assert not torch.equal(first.episodes[0]["recon"][0], changed.episodes[0]["recon"][0])
