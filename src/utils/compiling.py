@@ -13,10 +13,10 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -28,8 +28,11 @@ from omagd.utils.writing import print_warning, replace_file
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "nogil": True}
 
 
+NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing, and Python calls kernels only
+NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -60,6 +63,8 @@ def as_kernels_take(name: str, array: np.ndarray, kind: type, shape: tuple[int, 
 
     Errors: ValueError for another shape, TypeError for a type that would lose something.
     """
+    if type(array) is np.ndarray and array.dtype == kind and array.shape == shape and array.flags.c_contiguous:
+        return array  # the usual case, in a third of the time
     if np.shape(array) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, not {list(np.shape(array))}")
     if not np.can_cast(np.asarray(array).dtype, kind, "same_kind"):
@@ -67,18 +72,47 @@ def as_kernels_take(name: str, array: np.ndarray, kind: type, shape: tuple[int, 
     return np.ascontiguousarray(array, kind)
 
 
-@contextmanager
-def kernels_optimised_only() -> Iterator[None]:
-    """Leave functions as they are until a kernel contains them: only there the shapes of arrays are known.
+class Unchecked(Generic[P, T]):
+    """A kernel that looks at its arguments' types at the first call only; callers give the same ones ever after.
 
-    Otherwise a loop begins with a test whether its arrays overlap, which takes longer than a dozen of iterations, or it
-    is unrolled before it can be vectorised.
+    Looking takes most of a call: a tenth of a microsecond for each array.
+    """
+
+    def __init__(self, kernel: Callable[P, T]) -> None:
+        self.checked = self._call = kernel
+
+    def __call__(self, *args: P.args, **more: P.kwargs) -> T:
+        """Run the kernel."""
+        return self._call(*args, **more)
+
+    def prepared(self) -> None:
+        """Call the machine code from now on."""
+        (only,) = self.checked.overloads.values()  # type: ignore[attr-defined]
+        self._call = only.entry_point
+
+
+@contextmanager
+def machine_code_of_kernels_only(late: bool) -> Iterator[None]:
+    """Compile functions only as parts of kernels: machine code of their own, which nobody calls, takes half the time.
+
+    late: functions are also left as they are until a kernel contains them, since only there the shapes of arrays are
+    known. Otherwise a loop begins with a test whether its arrays overlap, which takes longer than a dozen of
+    iterations, or it is unrolled before it can be vectorised. And loops compute one block of numbers at a time: with
+    several at once, what is left of a dozen of units would be computed one by one.
     """
     import numba
-    from numba.core import event
+    from llvmlite import binding
+    from numba.core import event, registry
 
     settings: Any = numba.config
-    depth, level = [0], settings.OPT
+    codegen: Any = registry.cpu_target.target_context.codegen()
+    level, depth = settings.OPT, 0
+    add, set_env, tuning = codegen._add_module, codegen.set_env, binding.create_pipeline_tuning_options
+
+    def tuned(*args: Any) -> Any:
+        options = tuning(*args)
+        options.loop_interleaving = False
+        return options
 
     class Depth(event.Listener):
         def on_start(self, event: Any) -> None:
@@ -88,14 +122,20 @@ def kernels_optimised_only() -> Iterator[None]:
             self.move(-1)
 
         def move(self, by: int) -> None:
-            depth[0] += by
-            settings.OPT = level if depth[0] <= 1 else 0
+            nonlocal depth
+            depth += by
+            settings.OPT = 0 if late and depth > 1 else level
 
     try:
+        codegen._add_module = lambda module: add(module) if depth <= 1 else None
+        codegen.set_env = lambda name, env: set_env(name, env) if depth <= 1 else None
+        if late:
+            binding.create_pipeline_tuning_options = tuned
         with event.install_listener("numba:compile", Depth()):
             yield
     finally:
-        settings.OPT = level
+        settings.OPT, binding.create_pipeline_tuning_options = level, tuning
+        del codegen._add_module, codegen.set_env
 
 
 def _digest(file: Path) -> int | None:
@@ -114,6 +154,7 @@ class Compiler:
         what: name for the message at the first start. seconds: that compiling takes, in its words.
         fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
             processors that have it. late: functions are optimised only as parts of a kernel (shapes known there).
+        checked: each call of a kernel looks at the types of its arguments; else see `Unchecked`.
     """
 
     def __init__(
@@ -124,16 +165,18 @@ class Compiler:
         *,
         fused: bool = False,
         late: bool = False,
+        checked: bool = True,
     ) -> None:
         import numba
 
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
-        self._late = late
+        self._late, self._checked = late, checked
         for file in (Path(__file__), *sorted(source.rglob("*.py"))):
             digest = zlib.crc32(file.read_bytes(), digest)
         self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
         self._kernels: list[Any] = []
+        self._unchecked: list[Unchecked[..., Any]] = []
         self._problem = ""  # why nothing is kept
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -142,10 +185,10 @@ class Compiler:
             self._problem = problem.strerror or str(problem)
 
     def function(self, function: F) -> F:
-        """Compile a function that kernels call."""
+        """Compile a function that kernels call; Python cannot call it."""
         from numba import njit
 
-        compiled: F = njit(forceinline=True, **self._options)(function)
+        compiled: F = njit(forceinline=True, **NO_PYTHON, **self._options)(function)
         return compiled
 
     def kernel(self, function: F) -> F:
@@ -155,10 +198,13 @@ class Compiler:
         settings: Any = numba.config
         before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
         try:
-            kernel: Any = numba.njit(cache=not self._problem, **self._options)(function)
+            kernel: Any = numba.njit(cache=not self._problem, **NO_C, **self._options)(function)
         finally:
             settings.CACHE_DIR = before
         self._kernels.append(kernel)
+        if not self._checked:
+            kernel = Unchecked(kernel)
+            self._unchecked.append(kernel)
         compiled: F = kernel
         return compiled
 
@@ -181,6 +227,8 @@ class Compiler:
             self._compile(call_all)
         for kernel in self._kernels:
             kernel.disable_compile()
+        for kernel in self._unchecked:
+            kernel.prepared()
 
     def _fill(self, call_all: Callable[[], None]) -> None:
         """Compile what is not in the folder yet. Damaged files are compiled again: loading them could crash."""
@@ -220,5 +268,5 @@ class Compiler:
             kernel._cache = NullCache()
 
     def _compile(self, call_all: Callable[[], None]) -> None:
-        with kernels_optimised_only() if self._late else nullcontext():
+        with machine_code_of_kernels_only(self._late):
             call_all()

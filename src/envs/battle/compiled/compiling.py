@@ -11,7 +11,7 @@ from numba.np.arrayobj import make_array, populate_array
 
 from omagd.utils.compiling import Compiler
 
-compiler = Compiler(Path(__file__).resolve().parents[1], "battles", "15 to 30 s", late=True)
+compiler = Compiler(Path(__file__).resolve().parents[1], "battles", "10 to 20 s", late=True, checked=False)
 function, kernel = compiler.function, compiler.kernel
 
 
