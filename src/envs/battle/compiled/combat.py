@@ -51,6 +51,7 @@ def measure(t: Tables, s: Array, k: Array) -> tuple[int, int]:
         s[row.PLACE_Y, i] = s[row.Y, i] + t.unit[row.OFFSET_Y, i]
         here = s[row.X, i] + t.unit[row.OFFSET_X, i]
         s[row.PLACE_X, i] = here if k[row.ALIVE, i] > 0 else t.unit[row.FAR, i]
+    look_at_targets(t, s, k)
     allies, living = 0, 0
     for i in range(t.fact[row.UNITS]):  # a dead unit is overwritten by the next one
         s[row.NEAR_X, living], s[row.NEAR_Y, living] = s[row.PLACE_X, i], s[row.PLACE_Y, i]
@@ -107,8 +108,11 @@ def find_nearest(t: Tables, s: Array, k: Array, allies: int, living: int) -> Non
 
 
 @function
-def acquire(t: Tables, s: Array, k: Array, allies: int, living: int) -> None:
-    """Choose targets: for enemies within `sight`, for idle allies within their weapon's reach."""
+def acquire(t: Tables, s: Array, k: Array, allies: int, living: int) -> bool:
+    """Choose targets: for enemies within `sight`, for idle allies within their weapon's reach.
+
+    Return whether any of them may be another one than before.
+    """
     find_nearest(t, s, k, allies, living)
     for i in range(t.fact[row.LANES]):
         k[row.FOE_KEY, i] = NOBODY  # what the dead keep: too far from everybody
@@ -116,17 +120,21 @@ def acquire(t: Tables, s: Array, k: Array, allies: int, living: int) -> None:
         i, key = k[row.UNIT, c], k[row.NEAREST, c]
         near = key & INDEX_BITS
         k[row.FOE_KEY, i], k[row.FOE, i], s[row.FOE_REACH, i] = key, near, t.pair[row.REACH, i, near]
-    choose(t, s, k)
+    changed = choose(t, s, k) or t.fact[row.HOLDS_BACK] > 0 or len(t.healers) > 0
     if t.fact[row.HOLDS_BACK]:
         aim_bombs(t, s, k)
     for healer in t.healers:
         find_patient(t, s, k, healer)
+    return changed
 
 
 @function
-def choose(t: Tables, s: Array, k: Array) -> None:
-    """Stop allies whose target is lost, and aim idle allies and free enemies at their nearest foe, if near enough."""
-    n, sight = t.fact[row.AGENTS], t.length[row.SIGHT]
+def choose(t: Tables, s: Array, k: Array) -> bool:
+    """Stop allies whose target is lost, and aim idle allies and free enemies at their nearest foe, if near enough.
+
+    Return whether any target is another one than before.
+    """
+    n, sight, changed = t.fact[row.AGENTS], t.length[row.SIGHT], np.int32(0)
     for i in range(t.fact[row.LANES]):
         order, ally = k[row.ORDER, i], i < n
         stops = ally & (order >= ATTACK) & (k[row.AIMING, i] == 0)
@@ -134,7 +142,10 @@ def choose(t: Tables, s: Array, k: Array) -> None:
         distance = np.float32(math.sqrt(np.int32(k[row.FOE_KEY, i] & ~INDEX_BITS).view(np.float32)))
         found = k[row.FOE, i] if distance <= (s[row.FOE_REACH, i] if ally else sight) else -1
         replaced = (order == STOP) if ally else (k[row.IN_REACH, i] == 0)
-        k[row.ORDER, i], k[row.TARGET, i] = order, found if replaced else k[row.TARGET, i]
+        target = found if replaced else k[row.TARGET, i]
+        changed = np.int32(changed | (target ^ k[row.TARGET, i]))
+        k[row.ORDER, i], k[row.TARGET, i] = order, target
+    return changed != 0
 
 
 @function
@@ -177,13 +188,29 @@ def find_patient(t: Tables, s: Array, k: Array, healer: int) -> None:
 
 
 @function
-def aim(t: Tables, s: Array, k: Array) -> None:
-    """Write which units have a living target, whose weapon reaches it, and whose weapon is also ready."""
-    for i in range(t.fact[row.UNITS]):  # look-ups stand apart: the loop below vectorises
+def look_up_reach(t: Tables, s: Array, k: Array) -> None:
+    """Write the distance at which each unit's weapon reaches its target."""
+    for i in range(t.fact[row.UNITS]):
+        target = max(k[row.TARGET, i], 0)
+        s[row.TO_REACH, i] = t.pair[row.REACH, i, target]
+
+
+@function
+def look_at_targets(t: Tables, s: Array, k: Array) -> None:
+    """Write where each unit's target stands, and whether there is one that lives.
+
+    Look-ups stand apart from `aim`, whose loop vectorises, and well before it: numbers that were written one by one
+    are not at hand as a vector for a while.
+    """
+    for i in range(t.fact[row.UNITS]):
         target = max(k[row.TARGET, i], 0)
         k[row.AIMING, i] = k[row.ALIVE, target] & (k[row.TARGET, i] >= 0)
         s[row.TO_X, i], s[row.TO_Y, i] = s[row.PLACE_X, target], s[row.PLACE_Y, target]
-        s[row.TO_REACH, i] = t.pair[row.REACH, i, target]
+
+
+@function
+def aim(t: Tables, s: Array, k: Array) -> None:
+    """Write whose weapon reaches the target, and whose weapon is also ready."""
     for i in range(t.fact[row.LANES]):
         dx, dy = s[row.TO_X, i] - s[row.PLACE_X, i], s[row.TO_Y, i] - s[row.PLACE_Y, i]
         near = (k[row.AIMING, i] > 0) & (np.float32(math.sqrt(dx * dx + dy * dy)) <= s[row.TO_REACH, i])

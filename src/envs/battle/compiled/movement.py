@@ -8,7 +8,7 @@ import numpy as np
 
 from omagd.envs.battle import physics
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.combat import ATTACK, MOVE, ONE, ZERO, whole_blocks
+from omagd.envs.battle.compiled.combat import ATTACK, INDEX_BITS, MOVE, ONE, ZERO, whole_blocks
 from omagd.envs.battle.compiled.compiling import function
 from omagd.envs.battle.compiled.tables import Array, Tables
 
@@ -25,9 +25,12 @@ def walk(t: Tables, s: Array, k: Array, living: int, loops: np.float32) -> None:
     """
     head_for_goals(t, s, k, loops)
     stride(t, s, row.NEXT_X, row.NEXT_Y)
+    for i in range(t.fact[row.UNITS]):  # well before they are read as vectors, as in `look_at_targets`
+        target = max(k[row.TARGET, i], 0)
+        s[row.GO_X, i], s[row.GO_Y, i] = s[row.NEXT_X, target], s[row.NEXT_Y, target]
     push(t, s, living)
     for c in range(living):
-        i = k[row.UNIT, c]
+        i = k[row.UNIT, c] & INDEX_BITS
         s[row.PUSHED_X, i], s[row.PUSHED_Y, i] = s[row.PUSH_X, c], s[row.PUSH_Y, c]
     head_for_targets(t, s, k, loops)
     stride(t, s, row.WANT_X, row.WANT_Y)
@@ -54,9 +57,6 @@ def head_for_goals(t: Tables, s: Array, k: Array, loops: np.float32) -> None:
 @function
 def head_for_targets(t: Tables, s: Array, k: Array, loops: np.float32) -> None:
     """Let units chase their targets, from a moment after a shot on; behind exploding enemies at half the speed."""
-    for i in range(t.fact[row.UNITS]):
-        target = max(k[row.TARGET, i], 0)
-        s[row.GO_X, i], s[row.GO_Y, i] = s[row.NEXT_X, target], s[row.NEXT_Y, target]
     for i in range(t.fact[row.LANES]):
         chasing = (k[row.AIMING, i] > 0) & (k[row.ORDER, i] >= ATTACK) & (k[row.ALIVE, i] > 0)
         s[row.SLACK, i] = s[row.TO_REACH, i] - STOP_SHORT
@@ -135,6 +135,14 @@ def push(t: Tables, s: Array, living: int) -> None:
 
 
 @function
+def either(first: bool, a: np.float32, b: np.float32) -> np.float32:
+    """Return `a` if `first`, else `b`, without a branch: the compiler would read one of two places in it, one by one."""
+    mask = np.int32(-np.int32(first))
+    bits = (np.float32(a).view(np.int32) & mask) | (np.float32(b).view(np.int32) & ~mask)
+    return np.int32(bits).view(np.float32)
+
+
+@function
 def yield_to_push(t: Tables, s: Array, k: Array) -> None:
     """Write where units want to stand after walking and being pushed."""
     for i in range(t.fact[row.LANES]):
@@ -143,8 +151,8 @@ def yield_to_push(t: Tables, s: Array, k: Array) -> None:
         walking = (k[row.GOING, i] > 0) | (chasing & (k[row.IN_REACH, i] == 0))
         give = (PUSH_WALKING if walking else PUSH_STANDING) * t.unit[row.CAN_MOVE, i]
         give = give if alive else ZERO
-        x = s[row.WANT_X, i] if chasing else s[row.NEXT_X, i]
-        y = s[row.WANT_Y, i] if chasing else s[row.NEXT_Y, i]
+        x = either(chasing, s[row.WANT_X, i], s[row.NEXT_X, i])
+        y = either(chasing, s[row.WANT_Y, i], s[row.NEXT_Y, i])
         x += min(max(-s[row.PUSHED_X, i] * give, -PUSH_MOST), PUSH_MOST)
         y += min(max(-s[row.PUSHED_Y, i] * give, -PUSH_MOST), PUSH_MOST)
         low, high = t.unit[row.LOW, i], t.unit[row.HIGH, i]

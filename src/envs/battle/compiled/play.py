@@ -50,11 +50,13 @@ def play_battle(t: Tables, state: State, s: Array, k: Array, orders: Orders, b: 
     for i in range(t.fact[row.AGENTS]):
         dest = orders.dest[b, i]
         combat.take_order(t, s, k, i, orders.order[b, i], orders.target[b, i], dest[0], dest[1])
+    combat.look_up_reach(t, s, k)
     for substep in range(SUBSTEPS):
         allies, living = combat.measure(t, s, k)
         combat.aim(t, s, k)
-        if substep % 2 == 0:
-            combat.acquire(t, s, k, allies, living)
+        if substep % 2 == 0 and combat.acquire(t, s, k, allies, living):
+            combat.look_up_reach(t, s, k)
+            combat.look_at_targets(t, s, k)
             combat.aim(t, s, k)
         combat.shoot(t, s, k)
         combat.heal(t, s, k, LOOPS)
