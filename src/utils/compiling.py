@@ -28,7 +28,7 @@ from omagd.utils.writing import print_warning, replace_file
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "nogil": True}
 
 
-NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing, and Python calls kernels only
+NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing
 NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,9 +73,9 @@ def as_kernels_take(name: str, array: np.ndarray, kind: type, shape: tuple[int, 
 
 
 class Unchecked(Generic[P, T]):
-    """A kernel that looks at its arguments' types at the first call only; callers give the same ones ever after.
+    """A kernel that looks at its arguments' types at the first call only: that takes most of a call with many arrays.
 
-    Looking takes most of a call: a tenth of a microsecond for each array.
+    Callers give the same types, numbers of dimensions and memory layouts ever after.
     """
 
     def __init__(self, kernel: Callable[P, T]) -> None:
@@ -175,6 +175,7 @@ class Compiler:
         for file in (Path(__file__), *sorted(source.rglob("*.py"))):
             digest = zlib.crc32(file.read_bytes(), digest)
         self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
+        self._functions: list[Any] = []
         self._kernels: list[Any] = []
         self._unchecked: list[Unchecked[..., Any]] = []
         self._problem = ""  # why nothing is kept
@@ -185,11 +186,13 @@ class Compiler:
             self._problem = problem.strerror or str(problem)
 
     def function(self, function: F) -> F:
-        """Compile a function that kernels call; Python cannot call it."""
+        """Compile a function that kernels call."""
         from numba import njit
 
-        compiled: F = njit(forceinline=True, **NO_PYTHON, **self._options)(function)
-        return compiled
+        compiled: Any = njit(forceinline=True, **self._options)(function)
+        self._functions.append(compiled)
+        part: F = compiled
+        return part
 
     def kernel(self, function: F) -> F:
         """Compile a function that Python calls, once for the types of its first call."""
@@ -268,5 +271,13 @@ class Compiler:
             kernel._cache = NullCache()
 
     def _compile(self, call_all: Callable[[], None]) -> None:
-        with machine_code_of_kernels_only(self._late):
-            call_all()
+        try:
+            for function in self._functions:
+                function.targetoptions.update(NO_PYTHON)
+            with machine_code_of_kernels_only(self._late):
+                call_all()
+        finally:
+            for function in self._functions:  # should Python call it, it is compiled again
+                for name in NO_PYTHON:
+                    del function.targetoptions[name]
+                function._reset_overloads()

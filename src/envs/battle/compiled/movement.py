@@ -136,7 +136,7 @@ def push(t: Tables, s: Array, living: int) -> None:
 
 @function
 def either(first: bool, a: np.float32, b: np.float32) -> np.float32:
-    """Return `a` if `first`, else `b`, without a branch: the compiler would read one of two places in it, one by one."""
+    """Return `a` if `first`, else `b`, without a branch, in which the compiler would read one of two places."""
     mask = np.int32(-np.int32(first))
     bits = (np.float32(a).view(np.int32) & mask) | (np.float32(b).view(np.int32) & ~mask)
     return np.int32(bits).view(np.float32)

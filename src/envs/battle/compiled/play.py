@@ -19,26 +19,26 @@ ZERO = np.float32(0)
 
 
 @function
-def load(state: State, s: Array, k: Array, b: int) -> None:
+def load(t: Tables, state: State, s: Array, k: Array, b: int) -> None:
     """Copy a battle into the working memory."""
     for f in range(N_STATE_FLOATS):
-        for i in range(state.floats.shape[2]):
+        for i in range(t.fact[row.LANES]):
             s[f, i] = state.floats[b, f, i]
     for f in range(N_STATE_INTS):
-        for i in range(state.ints.shape[2]):
+        for i in range(t.fact[row.LANES]):
             k[f, i] = state.ints[b, f, i]
 
 
 @function
-def store(state: State, s: Array, k: Array, b: int) -> None:
+def store(t: Tables, state: State, s: Array, k: Array, b: int) -> None:
     """Copy a battle back, with what others see of it."""
     for f in range(N_STATE_FLOATS):
-        for i in range(state.floats.shape[2]):
+        for i in range(t.fact[row.LANES]):
             state.floats[b, f, i] = s[f, i]
     for f in range(N_STATE_INTS):
-        for i in range(state.ints.shape[2]):
+        for i in range(t.fact[row.LANES]):
             state.ints[b, f, i] = k[f, i]
-    for i in range(state.alive.shape[1]):
+    for i in range(t.fact[row.LANES]):
         state.cooldown[b, i] = max(s[row.TIMER, i], ZERO)
         state.alive[b, i] = k[row.ALIVE, i] > 0
 
@@ -46,7 +46,7 @@ def store(state: State, s: Array, k: Array, b: int) -> None:
 @function
 def play_battle(t: Tables, state: State, s: Array, k: Array, orders: Orders, b: int) -> None:
     """Give battle `b` its orders and play one agent step, in the working memory `s`, `k`."""
-    load(state, s, k, b)
+    load(t, state, s, k, b)
     for i in range(t.fact[row.AGENTS]):
         dest = orders.dest[b, i]
         combat.take_order(t, s, k, i, orders.order[b, i], orders.target[b, i], dest[0], dest[1])
@@ -68,7 +68,7 @@ def play_battle(t: Tables, state: State, s: Array, k: Array, orders: Orders, b: 
             timer = s[row.TIMER, i] - LOOPS
             s[row.TIMER, i] = timer if timer > -LOOPS else ZERO
     combat.regenerate(t, s, k, STEP_LOOPS)
-    store(state, s, k, b)
+    store(t, state, s, k, b)
 
 
 @function

@@ -131,7 +131,7 @@ def update_points(o: Layout, weight: float, state: State, episodes: Episodes, b:
 def judge(o: Layout, alive: Array, at_limit: bool, flags: Array) -> tuple[int, int]:
     """Write how the battle ended [5] (rows WON to OVER); return the numbers of living allies and enemies."""
     n, allies, enemies, fighters, healers = o.fact[N], 0, 0, 0, 0
-    for i in range(len(alive)):
+    for i in range(o.fact[TOTAL]):
         if alive[i]:
             if i < n:
                 allies, fighters = allies + 1, fighters + (not o.healer[i])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from omagd.envs.battle.compiled import starts
-from omagd.envs.battle.compiled.tables import State, make_tables, shared_memory
+from omagd.envs.battle.compiled.tables import LANES, State, make_tables, shared_memory
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.roster import Battle
 from omagd.envs.battle.simulator import Simulator
@@ -23,8 +23,10 @@ class CompiledSimulator(Simulator):
         # A battle's numbers lie side by side here, so that one is played within the processor's nearest memory; the
         # reference's arrays become views.
         arrays = self._battle.floats, self._battle.ints, self._cooldown, self._alive
-        self.state = State(*(np.ascontiguousarray(np.moveaxis(array, -1, 0)) for array in arrays))
-        floats, ints, self._cooldown, self._alive = (np.moveaxis(array, 0, -1) for array in self.state)
+        self.state = State(*(side_by_side(array, int(self.tables.fact[LANES])) for array in arrays))
+        floats, ints, self._cooldown, self._alive = (
+            np.moveaxis(array[..., : self._roster.total], 0, -1) for array in self.state
+        )
         self._battle = Battle(floats, ints)
         self.units = self._views()
 
@@ -33,3 +35,10 @@ class CompiledSimulator(Simulator):
         begun = as_kernels_take("which", which, bool, (self.n_slots,))
         numbers = as_kernels_take("seeds", seeds, np.int64, (self.n_slots,))
         starts.reset(self.tables, self.starts, self.state, begun, numbers)
+
+
+def side_by_side(array: np.ndarray, lanes: int) -> np.ndarray:
+    """Return a copy of [.., U, B] as [B, .., lanes], with zeros behind the units."""
+    out = np.zeros((array.shape[-1], *array.shape[:-2], lanes), array.dtype)
+    out[..., : array.shape[-2]] = np.moveaxis(array, -1, 0)
+    return out

@@ -54,11 +54,11 @@ Array = np.ndarray
 
 
 class State(NamedTuple):
-    """All battles. B battles, U units.
+    """All battles. B battles, L units up to the end of a block.
 
     Attributes:
-        floats, ints: [B, 9, U] float32 and [B, 3, U] int32, the rows of `Battle`. cooldown: [B, U] float32, game loops.
-        alive: [B, U] bool.
+        floats, ints: [B, 9, L] float32 and [B, 3, L] int32, the rows of `Battle`. cooldown: [B, L] float32, game loops.
+        alive: [B, L] bool.
     """
 
     floats: Array
