@@ -9,7 +9,8 @@ iteration. Communication is the share of the wall time in which a rank waits for
 of it is waiting for a slower rank, since `exchange_ms` is what one exchange of all gradients takes when both are there.
 
 `gain` is by the wall, and falls with whatever else the machine does: see `apart`. `gain_undisturbed` is put together
-from processor seconds: call by call those of the slower rank, and `exchange_ms` for every exchange.
+from processor seconds: call by call those of the slower rank, and `exchange_ms` for every exchange;
+`apart_undisturbed` in the same way where both work without a word.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def turn(dist: Dist, alone: Any, together: Any, call: Any, calls: int) -> dict[s
     row["two_steps"] = together.clock.t_env - before
     row["waited"], row["syncs"] = dist.waits.seconds - waited, dist.waits.calls - syncs
     dist.sum_int(0)
-    row["apart"], _ = timed(lambda: call(alone), calls)
+    row["apart"], row["apart_busy"] = timed(lambda: call(alone), calls)
     dist.sum_int(0)
     return row
 
@@ -76,7 +77,7 @@ def summarise(name: str, ranks: list[dict[str, list[dict[str, float]]]]) -> dict
     first, second = (rank[name] for rank in ranks)
     middle = statistics.median
     exchange_ms = middle(row["ms"] for row in ranks[0]["exchange"])
-    gains, undisturbed, ceilings, shares = [], [], [], []
+    gains, undisturbed, ceilings, quiet, shares = [], [], [], [], []
     for mine, other in zip(first, second, strict=True):
         two, apart = max(mine["two"], other["two"]), max(mine["apart"], other["apart"])
         done = (1, 2) if name == "updates" else (mine["one_steps"], mine["two_steps"])
@@ -84,12 +85,14 @@ def summarise(name: str, ranks: list[dict[str, list[dict[str, float]]]]) -> dict
         slowest = sum(map(max, mine["two_busy"], other["two_busy"])) + mine["syncs"] * exchange_ms / 1e3
         undisturbed.append((done[1] / slowest) / (done[0] / sum(mine["one_busy"])))
         ceilings.append(2 * mine["one"] / apart)
+        quiet.append(2 * sum(mine["one_busy"]) / sum(map(max, mine["apart_busy"], other["apart_busy"])))
         shares.append((mine["waited"] / mine["two"] + other["waited"] / other["two"]) / 2)
     figures = {
         "gain": middle(gains),
         "gain_undisturbed": middle(undisturbed),
         "exchange_ms": exchange_ms,
         "apart": middle(ceilings),
+        "apart_undisturbed": middle(quiet),
         "communication_share": middle(shares),
     }
     if name == "whole_loop":

@@ -25,7 +25,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
 from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale
+from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.ff_agent import DDPGAgent
 from omagd.modules.kernels.linear import autocast_bf16
@@ -144,9 +144,9 @@ class DDPGLearner:
         self.critic = mac.agent.new_critic(config, info).to(self.device, mac.dtype)
         bf16, scale = config.precision == "bf16", lr_scale(config, dist.world_size)
         actor, critic = ActorLoss(mac.agent, bf16), CriticLoss(self.critic, bf16)
-        self.optimizer = torch.optim.Adam(actor.parameters(), lr=config.lr * scale, fused=True)
+        self.optimizer = Adam(actor.parameters(), lr=config.lr * scale)
         critic_lr = config.lr if config.critic_lr is None else config.critic_lr
-        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=critic_lr * scale, fused=True)
+        self.critic_optimizer = Adam(critic.parameters(), lr=critic_lr * scale)
         limits = config.grad_norm_clip, config.bucket_cap_mb
         self._actor_step = SyncedOptimizer(actor, self.optimizer, dist, *limits)
         self._critic_step = SyncedOptimizer(critic, self.critic_optimizer, dist, *limits)

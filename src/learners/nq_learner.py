@@ -16,7 +16,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, copy_if_finite, lr_scale
+from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.kernels.compiling import maybe_compile
@@ -115,7 +115,7 @@ class NQLearner:
         self.mixer: nn.Module = mixers.REGISTRY.get(config.mixer)(config, info).to(self.device, mac.dtype)
         loss = self.loss_class(mac.agent, self.mixer, config.precision == "bf16")
         lr = config.lr * lr_scale(config, dist.world_size)
-        self.optimizer = torch.optim.Adam(loss.parameters(), lr=lr, fused=True)
+        self.optimizer = Adam(loss.parameters(), lr=lr)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
         # Copied after wrapping for DDP, which makes the weights of all ranks equal.
         self.target_agent = _frozen_copy(mac.agent)

@@ -24,7 +24,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOptimizer, lr_scale, merge
+from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.kernels.linear import autocast_bf16
 from omagd.utils.dist_utils import Dist
@@ -166,7 +166,7 @@ class PolicyLearner(Generic[Args]):
         self.lr = config.lr * lr_scale(config, dist.world_size)
         self.args: Args = self.args_model.model_validate(config.learner_args)
         loss = self.make_loss(config.precision == "bf16")
-        self.optimizer = torch.optim.Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON, fused=True)
+        self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
         self.updates = 0
         self.steps = 0  # environment steps learned from, over all ranks

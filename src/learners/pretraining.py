@@ -10,7 +10,7 @@ from torch import nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.learners.synced_optimizer import LossModule, SyncedOptimizer, lr_scale
+from omagd.learners.synced_optimizer import Adam, LossModule, SyncedOptimizer, lr_scale
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, pack_episodes
 
@@ -39,7 +39,7 @@ class GraphLearner(ABC):
         self.updates = 0
         self._modules, self._loss = {name: module}, loss
         lr = config.graph_lr * lr_scale(config, dist.world_size)
-        self.optimizer = torch.optim.Adam(module.parameters(), lr=lr, fused=True)
+        self.optimizer = Adam(module.parameters(), lr=lr)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     @abstractmethod

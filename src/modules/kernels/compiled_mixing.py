@@ -66,5 +66,5 @@ class CompiledMix(torch.autograd.Function):
         state_grad = (for_x @ w_f)[:rows].to(q.dtype) if ctx.needs_input_grad[3] else None
         return (
             None, None, for_q, state_grad, w_f_grad, of_first, a_1_grad, sums[0, : len(a_1)], a_2_grad, sums[1, :size],
-            sums[2:, :size], sums[2, size : size + 1],
+            sums[2, :size][None], sums[2, size : size + 1],
         )  # fmt: skip
