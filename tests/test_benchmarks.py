@@ -25,7 +25,8 @@ from omagd.run.reporting import plots
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-PEERS = ("--peer", "--smac")  # options whose value is a checkout of other code, which is left out
+# Options whose value is a checkout of other code, which is left out.
+PEERS = ("--peer", "--smac", "--pymarl3", "--epymarl", "--checkout")
 # Words appended to a command; OUT is a folder of the test.
 SMALL: dict[str, str] = {
     "attack.py": "--faults 1 --jobs 1 --only damage --rows OUT/rows",
@@ -43,6 +44,7 @@ SMALL: dict[str, str] = {
     "reconstruction.py": "--t-max 30 --results OUT --env skirmish",
     "replay_memory.py": "--episodes 64 --overwrites 1",
     "rollout_processes.py": "--processes 2 --milliseconds 0 --steps 100 --rounds 1",
+    "runner_speed.py": "--maps 3m --battles 1 2 --ours skirmish --seconds 0.01 --rounds 1 --rows OUT/r --plot OUT/p",
     "sc2_overhead.py": "--maps 3m --steps 5",
     "scaling_model.py": "--map 3m --batch 4 --iterations 2",
     "scripted_table.py": "--maps 3m --episodes 2",
@@ -56,6 +58,7 @@ SMALL: dict[str, str] = {
     "startup.py": "--runs 1 --ranks 1 --env matrix_game --config qmix",
     "task_balance.py": "--ranks 2 --slots 2 --iterations 1 --before 1 --maps 3m 4m",
     "three_way.py": "--seeds 1 --t-max 30 --results OUT --map 3m",
+    "time_parts.py": "--maps 3m --t-max 60 --runs 1 --no-warm-up --rows OUT/rows --plot OUT/picture.png",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
     "whole_loop.py": "--map 3m --t-max 60",
 }
