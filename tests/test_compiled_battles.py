@@ -1,10 +1,15 @@
 """Compiled battles equal the NumPy reference bit for bit: every map, every flag, snapshots, mistakes, the cache."""
 
 import builtins
+import copy
+import fcntl
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -19,6 +24,7 @@ from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.utils import compiling
+from omagd.utils.seeding import splitmix64
 
 SLOTS = 6
 SCRIPTS = ("attack_nearest", "focus_fire", "kiting")
@@ -170,6 +176,22 @@ def test_who_is_left_decides_alike_where_medivacs_heal(left):
     )
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
+def test_copies_continue_on_their_own(copied):
+    for env in both(map_name="2s3z"):
+        env.reset(np.ones(SLOTS, bool), np.arange(SLOTS))
+        start = env.snapshot()
+        other = copied(env)
+        assert other.seed() == env.seed()
+        play((other, env), 6, begin=False)
+        for _ in range(3):  # the copy alone
+            other.observe()
+            other.step(other.scripted_actions("attack_nearest", np.random.default_rng(0)), np.ones(SLOTS, bool))
+        assert env.snapshot()["semantics"]["steps"].max() == 6
+        env.restore(start)
+        assert other.snapshot()["semantics"]["steps"].min() > 3
+
+
 def test_other_types_and_layouts_of_arguments_are_converted():
     envs = both(map_name="3m")
     for env in envs:
@@ -261,9 +283,10 @@ ADDER = """
     import sys
     import numpy as np
     sys.path.insert(0, {folder!r})
-    from adder import compiler, add
+    from adder import compiler, add, bonus
     compiler.prepare(lambda: add(np.array([1, 2])))
     print(add(np.array([3, 4])), sum(add.stats.cache_hits.values()))
+    print("bonus", bonus())
     try:
         add(np.array([1.5, 2.5]))
     except TypeError:
@@ -273,7 +296,7 @@ SOURCE = """
 from pathlib import Path
 from bonus import BONUS
 from omagd.utils.compiling import Compiler
-compiler = Compiler(Path(__file__).parent, "sums")
+compiler = Compiler(Path(__file__).parent, "sums", "1 s")
 @compiler.function
 def bonus():
     return BONUS
@@ -300,15 +323,55 @@ def run_adder(folder, cache):
 
 
 @pytest.mark.processes
+def test_a_function_of_kernels_can_be_called_after_they_are_compiled(tmp_path):
+    assert run_adder(source_of(tmp_path / "source", 4), tmp_path / "cache")[0][:2] == ["11 0", "bonus 4"]
+
+
+@pytest.mark.processes
 def test_kernels_are_compiled_once_until_their_source_changes(tmp_path):
     cache = tmp_path / "cache"
     source = source_of(tmp_path / "source", 0)
     first, second = run_adder(source, cache), run_adder(source, cache)
-    assert first[0][:2] == ["7 0", "no other types"] and "Compiling the sums, once" in first[1]
-    assert second == (["7 1", "no other types", ""], "")
+    assert first[0][:3] == ["7 0", "bonus 0", "no other types"] and "Compiling the sums, once" in first[1]
+    assert second == (["7 1", "bonus 0", "no other types", ""], "")
     # Numba alone would not notice: the value is another file's.
     changed = run_adder(source_of(source, 10), cache)
     assert changed[0][0] == "17 0" and "Compiling the sums, once" in changed[1]
+
+
+@pytest.mark.processes
+def test_folders_of_earlier_versions_are_removed_when_nobody_has_used_them_for_long(tmp_path):
+    cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
+    run_adder(source, cache)
+    (first,) = (cache / "omagd" / "compiled").iterdir()
+    names = ("sums-00000000", "sums-11111111", "sums-22222222", "sums-of-ours", "others-00000000")
+    recent, used, filled, named, others = (first.with_name(name) for name in names)
+    for folder in (recent, used, filled, named, others):
+        shutil.copytree(first, folder)
+    (filled / "notes").write_text("somebody's")
+    long_ago = time.time() - (compiling.KEPT_DAYS + 1) * 86400
+    for folder in (first, used, filled, named, others):
+        os.utime(folder / "lock", (long_ago, long_ago))
+    first.with_name("sums-33333333").symlink_to(others)
+    with (used / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run_adder(source_of(source, 10), cache)
+    assert not first.exists() and (filled / "notes").read_text() == "somebody's"
+    assert all(list(folder.rglob("*.nbc")) for folder in (recent, used, named, others))
+
+
+def test_a_kernel_contains_only_source_that_its_folder_is_named_after(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, shared = source_of(tmp_path / "source", 0), tmp_path / "shared.py"
+    with pytest.raises(ValueError, match="not part of the source of the sums"):
+        compiling.Compiler(source, "sums", "1 s").function(source_of)
+    monkeypatch.setattr(compiling, "SHARED", (shared,))
+    folders = set()
+    for content in ("GOLDEN = 1", "GOLDEN = 2"):
+        shared.write_text(content)
+        folders.add(compiling.Compiler(source, "sums", "1 s").folder)
+    assert len(folders) == 2
+    compiler.function(splitmix64)  # of all kernels
 
 
 @pytest.mark.processes
@@ -327,9 +390,9 @@ def test_damaged_files_of_the_cache_are_compiled_again(tmp_path, damage):
         content[len(content) // 2] ^= 255
         data.write_bytes(content if damage == "other" else content[:200])
     out, err = run_adder(source, cache)
-    assert out[:2] == ["7 0", "no other types"] and "Compiling the sums, once" in err
+    assert out[:3] == ["7 0", "bonus 0", "no other types"] and "Compiling the sums, once" in err
     assert ("damaged files" in err) == (damage != "unfinished")
-    assert run_adder(source, cache) == (["7 1", "no other types", ""], "")
+    assert run_adder(source, cache) == (["7 1", "bonus 0", "no other types", ""], "")
 
 
 @pytest.mark.processes
@@ -382,6 +445,7 @@ def test_a_numba_that_is_switched_off_is_used_nowhere(tmp_path):
     env = {**os.environ, "NUMBA_DISABLE_JIT": "1", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
     assert done.stdout == "(2, 3)\n" and done.stderr.count("NUMBA_DISABLE_JIT") == 2 and "Traceback" not in done.stderr
+    assert "pip install" not in done.stderr  # it is installed
 
 
 def test_a_broken_numba_is_named(monkeypatch):

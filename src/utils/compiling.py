@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
+from omagd.utils import seeding
 from omagd.utils.caches import user_cache
 from omagd.utils.writing import print_warning, replace_file
 
@@ -31,6 +34,9 @@ OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "nogil": True}
 NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing
 NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
+SWITCHED_OFF = "is switched off by NUMBA_DISABLE_JIT"
+SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of all kernels
+KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long are removed
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,7 +46,8 @@ def compiled_or_reference(loss: str, compiled: Callable[[], T], reference: T) ->
     """Return what `compiled` loads or, where Numba is missing, the `reference`, with a warning that names the loss."""
     problem = numba_problem()
     if problem:
-        print_warning(f"Numba {problem}: {loss}. pip install 'numba>={'.'.join(map(str, OLDEST))}'")
+        cure = "" if problem == SWITCHED_OFF else f". pip install 'numba>={'.'.join(map(str, OLDEST))}'"
+        print_warning(f"Numba {problem}: {loss}{cure}")
         return reference
     return compiled()
 
@@ -55,7 +62,7 @@ def numba_problem() -> str:
         return f"cannot be imported ({str(problem).splitlines()[0] if str(problem) else type(problem).__name__})"
     if tuple(map(int, re.findall(r"\d+", numba.__version__)[:2])) < OLDEST:
         return f"is {numba.__version__}, which is too old"
-    return "is switched off by NUMBA_DISABLE_JIT" if numba.config.DISABLE_JIT else ""  # type: ignore[attr-defined]
+    return SWITCHED_OFF if numba.config.DISABLE_JIT else ""  # type: ignore[attr-defined]
 
 
 def as_kernels_take(name: str, array: np.ndarray, kind: type, shape: tuple[int, ...]) -> np.ndarray:
@@ -146,11 +153,27 @@ def _digest(file: Path) -> int | None:
         return None
 
 
+def files_of_kernels(folder: Path) -> list[Path]:
+    """Return the files that Numba has left."""
+    return [file for file in folder.rglob("*") if file.suffix in (".nbi", ".nbc")]
+
+
+def remove_kernels(folder: Path) -> None:
+    """Remove a folder of kernels, but nothing that is not theirs. Errors: OSError, also where something is left."""
+    files = files_of_kernels(folder)
+    for file in (*files, folder / "done", folder / "lock"):
+        file.unlink(missing_ok=True)
+    for inner in {file.parent for file in files} - {folder}:
+        inner.rmdir()
+    folder.rmdir()
+
+
 class Compiler:
     """Compiles the functions of one package.
 
     Args:
-        source: folder with all source that results depend on; a change in it, here, or in Numba, starts a new cache.
+        source: folder with all source that results depend on; a change in it, in `SHARED`, or in Numba, starts a new
+            cache.
         what: name for the message at the first start. seconds: that compiling takes, in its words.
         fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
             processors that have it. late: functions are optimised only as parts of a kernel (shapes known there).
@@ -161,7 +184,7 @@ class Compiler:
         self,
         source: Path,
         what: str,
-        seconds: str = "about 20 s, longer on a busy machine",
+        seconds: str,
         *,
         fused: bool = False,
         late: bool = False,
@@ -172,7 +195,8 @@ class Compiler:
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
         self._late, self._checked = late, checked
-        for file in (Path(__file__), *sorted(source.rglob("*.py"))):
+        self._source = (*SHARED, *sorted(source.resolve().rglob("*.py")))
+        for file in self._source:
             digest = zlib.crc32(file.read_bytes(), digest)
         self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
         self._functions: list[Any] = []
@@ -186,9 +210,12 @@ class Compiler:
             self._problem = problem.strerror or str(problem)
 
     def function(self, function: F) -> F:
-        """Compile a function that kernels call."""
+        """Compile a function that kernels call. Errors: ValueError where a change in it would not start a new cache."""
         from numba import njit
 
+        file = Path(function.__code__.co_filename).resolve()
+        if file not in self._source:
+            raise ValueError(f"{function.__name__} is in {file}, which is not part of the source of the {self._what}")
         compiled: Any = njit(forceinline=True, **self._options)(function)
         self._functions.append(compiled)
         part: F = compiled
@@ -239,7 +266,7 @@ class Compiler:
         if any(_digest(self.folder / name) != digest for name, digest in kept.items()):
             print_warning(f"{self.folder} holds damaged files: the {self._what} are compiled again.")
             kept = {}
-        for file in self._files():
+        for file in files_of_kernels(self.folder):
             if file.relative_to(self.folder).as_posix() not in kept:  # unknown: left by a process that was killed
                 file.unlink()
         here = Path(self._kernels[0]._cache.cache_path).name
@@ -249,12 +276,20 @@ class Compiler:
             )
             sys.stderr.flush()
         self._compile(call_all)
-        found = {file.relative_to(self.folder).as_posix(): _digest(file) for file in self._files()}
+        found = {file.relative_to(self.folder).as_posix(): _digest(file) for file in files_of_kernels(self.folder)}
         if found != kept:
             replace_file(self.folder / "done", json.dumps(found).encode())
+            self._remove_earlier_versions()
 
-    def _files(self) -> list[Path]:
-        return [file for file in self.folder.rglob("*") if file.suffix in (".nbi", ".nbc")]
+    def _remove_earlier_versions(self) -> None:
+        """Remove folders of these kernels that nobody has used for `KEPT_DAYS`; who uses one now holds its lock."""
+        name = re.compile(re.escape(self.folder.name[:-8]) + "[0-9a-f]{8}")
+        for folder in self.folder.parent.iterdir():
+            if name.fullmatch(folder.name) and folder != self.folder and not folder.is_symlink():
+                with suppress(OSError), (folder / "lock").open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if time.time() - os.stat(lock.fileno()).st_mtime > KEPT_DAYS * 86400:
+                        remove_kernels(folder)
 
     def _kept(self) -> dict[str, int]:
         """Return the digests of the files that a whole compilation has left, by name."""

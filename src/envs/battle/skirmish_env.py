@@ -112,6 +112,19 @@ class SkirmishEnv(BattleEnv):
 
         return ResidentBattles(self.spec, cast(SkirmishArgs, self.args), self.n_slots, device)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle by a snapshot: many arrays are views of others, and would become copies of their own."""
+        return _restored, (type(self), self.args, self.n_slots, self.snapshot(), self._seed)
+
     def get_stats(self) -> dict[str, float]:
         """Return counts of battles since construction: played, won, run into the step limit."""
         return self._semantics.stats()
+
+
+def _restored(
+    cls: type[SkirmishEnv], args: SkirmishArgs, n_slots: int, snapshot: dict[str, Any], seed: int | None
+) -> SkirmishEnv:
+    env = cls(args, n_slots)
+    env.restore(snapshot)
+    env._seed = seed
+    return env

@@ -6,5 +6,5 @@ from pathlib import Path
 
 from omagd.utils.compiling import Compiler
 
-compiler = Compiler(Path(__file__).resolve().parents[1], "snakes")
+compiler = Compiler(Path(__file__).resolve().parents[1], "snakes", "5 to 10 s")
 function, kernel = compiler.function, compiler.kernel
