@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from omagd.config.env_info import EnvInfo
 from omagd.config.messages import typed_args
 from omagd.envs import REGISTRY
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
@@ -31,6 +32,18 @@ def validate_env_args(name: str, env_args: dict[str, Any]) -> BaseModel:
         with naming_the_set(given, map_name):
             checked.append(typed({**env_args, "map_name": map_name}))
     return checked[0]
+
+
+def described_env(name: str, env_args: dict[str, Any]) -> EnvInfo | None:
+    """Return the facts of environment `name` where its class has `describe`, which builds nothing, else None.
+
+    Errors: as `make_env`.
+    """
+    describe = getattr(REGISTRY.get(name), "describe", None)
+    if describe is None or task_set(env_args.get("map_name")) is not None:
+        return None
+    info: EnvInfo = describe(validate_env_args(name, env_args))
+    return info
 
 
 def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool) -> BatchedEnv:

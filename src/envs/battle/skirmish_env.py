@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 from pydantic import BaseModel
 
+from omagd.config.env_info import EnvInfo
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.generated_maps import skirmish_map
@@ -52,15 +53,20 @@ class SkirmishEnv(BattleEnv):
     args_model: ClassVar[type[BaseModel]] = SkirmishArgs
 
     def __init__(self, args: SkirmishArgs, n_slots: int) -> None:
-        if is_custom(args.map_name):
-            raise UserError(f"env_args.map_name={args.map_name} needs the game: use --env-config=sc2")
+        self.info = self.describe(args)
         spec = skirmish_map(args.map_name)
         self.n_slots, self.spec, self.args = n_slots, spec, args
         self._seed: int | None = None
         simulator, semantics = engine()
         self._simulator = simulator(spec, n_slots, difficulty=args.difficulty)
         self._semantics = semantics(spec, args, self._simulator, [unit.name for unit in UNITS])
-        self.info = battle_info("skirmish", spec, args, scripted_policies=POLICIES)
+
+    @classmethod
+    def describe(cls, args: SkirmishArgs) -> EnvInfo:
+        """Return the facts of an environment without building it, which loads the kernels. Errors: UserError."""
+        if is_custom(args.map_name):
+            raise UserError(f"env_args.map_name={args.map_name} needs the game: use --env-config=sc2")
+        return battle_info("skirmish", skirmish_map(args.map_name), args, scripted_policies=POLICIES)
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]`."""

@@ -97,11 +97,11 @@ def preflight(config: Config) -> PreflightResult:
 
 
 def describe_env(config: Config) -> EnvInfo:
-    """Build one instance of the configured environment, return its facts and close it.
+    """Return the facts of the configured environment; where its class cannot tell them, build one and close it.
 
     Errors: RankFailed if building or closing takes longer than `dist_timeout_minutes`.
     """
-    from omagd.envs.factory import make_env
+    from omagd.envs.factory import described_env, make_env
     from omagd.run.launch.watchdog import ended_if_hung
     from omagd.run.training.build import check_args
     from omagd.run.training.session import BUILDING, CLOSING
@@ -112,6 +112,9 @@ def describe_env(config: Config) -> EnvInfo:
     with stoppable(), ended_if_hung(dist, 60 * config.dist_timeout_minutes):
         with dist.waits.doing(BUILDING):
             check_args(config, "env_args", registry_of("omagd.envs").get(config.env).args_model)
+            described = described_env(config.env, dict(config.env_args))
+            if described is not None:
+                return described
             env = make_env(config.env, dict(config.env_args), 1, processes=False)
         try:
             return env.info
