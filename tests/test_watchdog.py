@@ -174,8 +174,8 @@ def test_an_environment_that_cannot_be_built_or_closed_is_found_before_the_run_b
     def never_over(*_: object) -> None:
         time.sleep(10)
 
-    config = resolve("qmix", "skirmish", {"dist_timeout_minutes": 0.2 / 60})
-    monkeypatch.setattr(REGISTRY.get("skirmish"), call, never_over)
+    config = resolve("qmix", "matrix_game", {"dist_timeout_minutes": 0.2 / 60})
+    monkeypatch.setattr(REGISTRY.get("matrix_game"), call, never_over)
     with pytest.raises(RankFailed, match=rf"^rank 0 \(host \S+, process {os.getpid()}\) hangs: in {phase} for \d+ s$"):
         describe_env(config)
     assert "in never_over\n    time.sleep(10)" in caplog.text

@@ -35,14 +35,16 @@ def validate_env_args(name: str, env_args: dict[str, Any]) -> BaseModel:
 
 
 def described_env(name: str, env_args: dict[str, Any]) -> EnvInfo | None:
-    """Return the facts of environment `name` where its class has `describe`, which builds nothing, else None.
+    """Return the facts of environment `name` where its class has a `describe`, which builds nothing, else None.
+
+    One that a class inherits does not count: its constructor may change the facts, fail or hang.
 
     Errors: as `make_env`.
     """
-    describe = getattr(REGISTRY.get(name), "describe", None)
-    if describe is None or task_set(env_args.get("map_name")) is not None:
+    cls: Any = REGISTRY.get(name)
+    if "describe" not in vars(cls) or task_set(env_args.get("map_name")) is not None:
         return None
-    info: EnvInfo = describe(validate_env_args(name, env_args))
+    info: EnvInfo = cls.describe(validate_env_args(name, env_args))
     return info
 
 
