@@ -111,11 +111,20 @@ else
     done
 fi
 
+say "QMIX updates at the lengths of real play: packed, and fixed shapes as CUDA graphs, beside PyMARL3"
+for small in 3m 5m_vs_6m; do
+    row qmix_update.py "$pymarl3" --map "$small" --lengths play --batch "$batch" --updates "$updates"
+    row qmix_update.py "$pymarl3" --map "$small" --lengths play --batch "$batch" --updates "$updates" --precision bf16
+done
+
 say "whole runs: float32, bf16, replay on the card, compiled"
 train "float32"
 train "bf16" precision=bf16 acting_precision=bf16
 [ "$DEVICE" = cpu ] || train "replay on the card" buffer_cpu_only=False
-[ "$DEVICE" = cpu ] || train "everything on the card" runner=resident buffer_cpu_only=False batch_size_run=1024 \
+[ "$DEVICE" = cpu ] || train "everything on the card, packed updates" runner=resident buffer_cpu_only=False \
+    graph_updates=False batch_size_run=1024 "t_max=$((steps * 100))" "log_interval=$((steps * 25))" \
+    "learner_log_interval=$((steps * 25))"
+[ "$DEVICE" = cpu ] || train "everything on the card, updates as graphs" runner=resident buffer_cpu_only=False batch_size_run=1024 \
     "t_max=$((steps * 100))" "log_interval=$((steps * 25))" "learner_log_interval=$((steps * 25))"
 train "acting on the processor" cpu_inference=True
 [ "$SMALL" = 1 ] || train "compiled" compile=True

@@ -7,9 +7,11 @@ Both learners get the same random episodes, ready as each keeps them once sample
 those of real play (`play`: from the replay of a training, results/played_lengths.json), or a wider mix (`mix`), of
 which a padded batch is 43 % full; the more padding, the more a learner on packed steps gains. Each learner works in a
 process of its own, set up as its own runs are; they take turns. On a CPU the peer works a second time with our setting
-of the allocator (`peer_kept`), which is no part of it. Times are CPU seconds of one thread, on a GPU seconds until it
-is idle; ratios are medians over all rounds, with the quartiles as their spread. Prints one JSON line for each map and
-kind of lengths, `filled` being the share of a padded batch that is real; without a checkout the stored ratio.
+of the allocator (`peer_kept`), which is no part of it; on a GPU we work a second time on batches of fixed shapes, read
+from a replay in its memory by CUDA graphs (`ours_graph`, as `runner=resident` does). Times are CPU seconds of one
+thread, on a GPU seconds until it is idle; ratios are medians over all rounds, with the quartiles as their spread.
+Prints one JSON line for each map and kind of lengths, `filled` being the share of a padded batch that is real; without
+a checkout the stored ratio.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import multiprocessing
 import resource
@@ -34,9 +37,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd.components.resident_buffer import ResidentBuffer
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import NMAC
+from omagd.learners.fixed_updates import WARM_UP
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.training.device import keep_freed_memory
 from omagd.utils.dist_utils import Dist
@@ -113,6 +118,22 @@ def ours(batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **u
     return lambda i: learner.update(packed[i], episodes=0)
 
 
+def ours_graph(
+    batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **updates: Any
+) -> Callable[[int], object]:
+    """Return a function that does the same from a replay in the device's memory, by updates of fixed shapes."""
+    config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **updates})
+    where, size = torch.device(device), len(batches[0])
+    learner = NQLearner(NMAC(config, info, where), config, info, Dist(device=where))
+    learner.warm_up()
+    replay = ResidentBuffer(size * len(batches), where, info.episode_limit + 1)
+    replay.add(episode for batch in batches for episode in batch)
+    for _ in range(WARM_UP + 1):  # then all graphs are there
+        for i in range(len(batches)):
+            learner.update(replay.fixed(range(i * size, (i + 1) * size)), episodes=0)
+    return lambda i: learner.update(replay.fixed(range(i * size, (i + 1) * size)), episodes=0)
+
+
 def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu") -> Callable[[int], object]:
     """Return a function that does one update of PyMARL3's learner on the same episodes, padded as it keeps them."""
     sys.path.insert(0, str(path / "src"))
@@ -187,8 +208,9 @@ def make_update(
     name: str, options: argparse.Namespace, batches: list[Episodes], info: EnvInfo
 ) -> Callable[[int], object]:
     """Return our learner's update of batch number i (`name` "ours") or the peer's."""
-    if name == "ours":
-        return ours(batches, info, options.device, precision=options.precision)
+    if name in {"ours", "ours_graph"}:
+        make = ours if name == "ours" else ours_graph
+        return make(batches, info, options.device, precision=options.precision)
     return peers(options.peer, batches, info, options.device)
 
 
@@ -223,8 +245,9 @@ def measure(options: argparse.Namespace, info: EnvInfo, lengths: str, make: Make
     """Return medians, peaks of memory and ratios for episodes of such `lengths`. make: builds the updates."""
     spawn = multiprocessing.get_context("spawn")
     pipes = {}
-    names = ["ours", "peer", "peer_kept"] if options.device == "cpu" else ["ours", "peer"]
-    for name in names if options.peer else ["ours"]:
+    names = ["ours"] if options.device == "cpu" or make is not make_update else ["ours", "ours_graph"]
+    names += [] if not options.peer else ["peer", "peer_kept"] if options.device == "cpu" else ["peer"]
+    for name in names:
         pipes[name], far = spawn.Pipe()
         spawn.Process(target=work, args=(far, options, info, lengths, name, make), daemon=True).start()
     times: dict[str, list[float]] = {name: [] for name in pipes}
@@ -242,11 +265,12 @@ def measure(options: argparse.Namespace, info: EnvInfo, lengths: str, make: Make
     for name, pipe in pipes.items():
         pipe.send(None)
         result[f"{name}_peak_gb"] = round(pipe.recv(), 2)
-    for name in list(times)[1:]:
-        ratios = [b / a for a, b in zip(times["ours"], times[name], strict=True)]
-        low, middle, high = (round(float(x), 2) for x in np.percentile(ratios, [25, 50, 75]))
-        result[f"ratio_to_{name}"] = middle
-        result[f"ratio_to_{name}_quartiles"] = [low, high]
+    for own, name in itertools.product(("ours", "ours_graph"), times):
+        if own in times and name.startswith("peer"):
+            ratios = [b / a for a, b in zip(times[own], times[name], strict=True)]
+            low, middle, high = (round(float(x), 2) for x in np.percentile(ratios, [25, 50, 75]))
+            of = f"{own.removeprefix('ours').removeprefix('_')}_ratio_to_{name}".removeprefix("_")
+            result |= {of: middle, f"{of}_quartiles": [low, high]}
     stored = STORED.get((info.map_name, options.precision, lengths))
     comparable = make is make_update and not options.peer and options.device == "cpu" and options.batch == 128
     if stored is not None and comparable:

@@ -7,10 +7,13 @@ For each number of battles, one JSON line with the medians of the rounds in step
 
     battles     observed (everything), random available actions, played, restarted; no agent
     played      whole rounds of `runner=resident` with the agent of `qmix`
-    trained     the same, stored in the replay on the device, then so many updates of `batch_size` episodes
+    trained     the same, stored in the replay on the device, then so many updates of `batch_size` episodes, of fixed
+                shapes (`graph_updates`), which are CUDA graphs on a GPU
+    trained_packed   the same with updates of packed batches (`graph_updates=False`)
     parallel    whole rounds of `runner=parallel` on the processor, with the agent on the device
 
-Also seconds of one update, and megabytes of the device. Without the device, it prints `not run`.
+Also seconds of one update of both kinds, and megabytes of the device. Without the device, it prints `not run`.
+`qmix_update.py --device cuda --peer PATH` times updates beside PyMARL3's.
 """
 
 from __future__ import annotations
@@ -90,9 +93,13 @@ def battles_alone(name: str, slots: int, device: torch.device) -> Callable[[], i
 
 
 class Training:
-    """A runner with its controller, replay and learner. Arguments: as of the command line."""
+    """A runner with its controller, replay and learner.
 
-    def __init__(self, runner: str, slots: int, arguments: argparse.Namespace) -> None:
+    Args:
+        runner: its name. slots: battles. arguments: as of the command line. fixed: whether updates have fixed shapes.
+    """
+
+    def __init__(self, runner: str, slots: int, arguments: argparse.Namespace, fixed: bool = False) -> None:
         device = torch.device(arguments.device)
         env = SkirmishEnv(SkirmishArgs(map_name=arguments.map), slots)
         sizes = {"batch_size_run": slots, "batch_size": arguments.batch, "updates_per_iteration": arguments.updates}
@@ -101,7 +108,7 @@ class Training:
         torch.manual_seed(0)
         self.mac = NMAC(config, env.info, device)
         self.learner = NQLearner(self.mac, config, env.info, Dist(device=device))
-        self.data = ReplayData(config, device, np.random.default_rng(0), env.info.episode_limit + 1)
+        self.data = ReplayData(config, device, np.random.default_rng(0), env.info.episode_limit + 1, fixed)
         self.runner = runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
         self.explore = Exploration(0.5, np.random.default_rng(0))
 
@@ -141,11 +148,12 @@ def measure(slots: int, arguments: argparse.Namespace) -> dict[str, Any]:
     clock = Clock(device)
     row: dict[str, Any] = {"map": arguments.map, "battles_at_once": slots}
     row["battles"] = round(speed(clock, battles_alone(arguments.map, slots, device), rounds))
-    training = Training("resident", slots, arguments)
-    row["played"] = round(speed(clock, training.play, rounds))
-    row["trained"] = round(speed(clock, training.learn, rounds))
-    seconds = statistics.median(clock(training.update)[0] for _ in range(rounds))
-    row["update_seconds"] = round(seconds / arguments.updates, 5)
+    for kind, fixed in (("_packed", False), ("", True)):
+        training = Training("resident", slots, arguments, fixed)
+        row["played"] = round(speed(clock, training.play, rounds))
+        row[f"trained{kind}"] = round(speed(clock, training.learn, rounds))
+        seconds = statistics.median(clock(training.update)[0] for _ in range(rounds))
+        row[f"update_seconds{kind}"] = round(seconds / arguments.updates, 5)
     if slots <= arguments.parallel_up_to:
         row["parallel"] = round(speed(clock, Training("parallel", slots, arguments).play, rounds))
     if device.type == "cuda":

@@ -85,12 +85,13 @@ class HalvingReconstructor:
 
 
 def make_learner(
-    config: Config, dist: Dist | None = None, dtype: torch.dtype = torch.float32, seed: int = 0, info: EnvInfo = INFO
-) -> NQLearner:
+    config: Config, dist: Dist | None = None, dtype: torch.dtype = torch.float32, seed: int = 0, info: EnvInfo = INFO,
+    device: torch.device | str = "cpu",
+) -> NQLearner:  # fmt: skip
     """Return a warmed-up learner with its controller; equal seeds give equal weights."""
     torch.manual_seed(seed)
     reconstructor = HalvingReconstructor() if config.use_graph_reconstruction else None
-    mac: BasicMAC = MACS.get(config.mac)(config, info, torch.device("cpu"), reconstructor)
+    mac: BasicMAC = MACS.get(config.mac)(config, info, torch.device(device), reconstructor)
     mac.agent.to(dtype)
     learner: NQLearner = LEARNERS.get(config.learner)(mac, config, info, dist or Dist())
     learner.warm_up()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.resident_buffer import ResidentBuffer
+from omagd.components.resident_buffer import FixedDraw, ResidentBuffer
 from omagd.config.schema import Config
 from omagd.utils.packing import Episode, PackedBatch
 
@@ -44,7 +44,7 @@ class DataSource(Protocol):
     def ready(self) -> bool:
         """Whether there are enough episodes for an update."""
 
-    def batches(self) -> Iterator[PackedBatch]:
+    def batches(self) -> Iterator[PackedBatch | FixedDraw]:
         """Yield the batches of one iteration, on the learner's device."""
 
 
@@ -53,6 +53,7 @@ class ReplayData:
 
     Args:
         config: the run. device: of the learner. rng: for the draws. rows: of the longest episode.
+        fixed: yield draws for updates of fixed shapes, of the same episodes; needs the replay of `runner=resident`.
     """
 
     log_name: ClassVar[str] = "replay"
@@ -61,12 +62,15 @@ class ReplayData:
 
     buffer: EpisodeBuffer
 
-    def __init__(self, config: Config, device: torch.device, rng: np.random.Generator, rows: int) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, rng: np.random.Generator, rows: int, fixed: bool = False
+    ) -> None:
         self.batches_per_iteration = config.updates_per_iteration
         if config.runner == "resident" and not config.buffer_cpu_only:
             self.buffer = ResidentBuffer(config.buffer_size, device, rows)
         else:
             self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
+        self._fixed = self.buffer if fixed and isinstance(self.buffer, ResidentBuffer) else None
         self._sampler = Sampler(self.buffer, config.batch_size, rng, device, workers=config.num_workers)
 
     def add(self, episodes: Iterable[Episode]) -> None:
@@ -82,9 +86,12 @@ class ReplayData:
         """Whether there are `batch_size` episodes; once true, it stays true while that number stays."""
         return len(self.buffer) >= self._sampler.batch_size
 
-    def batches(self) -> Iterator[PackedBatch]:
+    def batches(self) -> Iterator[PackedBatch] | Iterator[FixedDraw]:
         """Yield `updates_per_iteration` batches of `batch_size` episodes."""
-        return self._sampler.batches(self.batches_per_iteration)
+        if self._fixed is None:
+            return self._sampler.batches(self.batches_per_iteration)
+        buffer, sampler = self._fixed, self._sampler
+        return (buffer.fixed(sampler.draw()) for _ in range(self.batches_per_iteration))
 
 
 class OnPolicyData:
@@ -153,18 +160,19 @@ class Sampler:
         """
         if not self.ahead or count < 2:
             for _ in range(count):
-                yield self._pack(self._draw())
+                yield self._pack(self.draw())
             return
         with ThreadPoolExecutor(1, thread_name_prefix="replay") as thread:
-            coming: Future[PackedBatch] = thread.submit(self._pack, self._draw())
+            coming: Future[PackedBatch] = thread.submit(self._pack, self.draw())
             for _ in range(count - 1):
                 batch = coming.result()
-                coming = thread.submit(self._pack, self._draw())
+                coming = thread.submit(self._pack, self.draw())
                 yield self._received(batch)
             batch = coming.result()
         yield self._received(batch)
 
-    def _draw(self) -> Sequence[int]:
+    def draw(self) -> Sequence[int]:
+        """Return the indices of the episodes of the next batch."""
         return self.buffer.draw(self.batch_size, self.rng)
 
     def _pack(self, indices: Sequence[int]) -> PackedBatch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,9 +11,10 @@ from torch import Tensor
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_codec import Codec, Spec
 from omagd.components.episode_file import EpisodeRange
-from omagd.utils.packing import BlockEpisode, Episode, EpisodeMeta, PackedBatch, time_order
+from omagd.utils.packing import BlockEpisode, Episode, EpisodeMeta, FixedPacking, PackedBatch, time_order
 
 AT_ONCE = 256  # episodes that are encoded together
+ROUNDING = 8  # rows of batches of fixed shapes are a multiple: few shapes, and little more than the longest episode
 
 
 class ResidentBuffer(EpisodeBuffer):
@@ -99,6 +101,29 @@ class ResidentBuffer(EpisodeBuffer):
         fields = self._codec.decode(self._allocated().flatten(0, 1), self._index(rows))
         return PackedBatch(fields, packing, order, tuple(self._meta[place] for place in places))
 
+    def fixed(self, indices: Sequence[int]) -> FixedDraw:
+        """Return the episodes at `indices` (0: the oldest) as a batch of fixed shapes, which is not yet read."""
+        places = [self._place(i) for i in indices]
+        lengths = [len(self._records[place]) for place in places]
+        rows = min(-(-max(lengths) // ROUNDING) * ROUNDING, self._rows)
+        return FixedDraw(self, torch.tensor([places, lengths]), rows)
+
+    def at(self, places: Tensor, lengths: Tensor, rows: int) -> PackedBatch:
+        """Return stored episodes in `rows` rows each, in a `FixedPacking`; only launches work on the device.
+
+        places, lengths: [B] int64 on the device. rows: T, at least the largest of the lengths.
+        """
+        assert self._codec is not None
+        # Rows after an episode's end are copies of its closing row, so that nothing depends on what lies there.
+        step = torch.arange(rows, device=self.device).unsqueeze(1).minimum(lengths - 1)
+        fields = self._codec.decode(self._allocated().flatten(0, 1), (places * self._rows + step).flatten())
+        return PackedBatch(fields, FixedPacking((rows,) * len(places), lengths), ())
+
+    def layout(self) -> Hashable:
+        """Return what changes when stored episodes move or are encoded in another way."""
+        memory = self._allocated()
+        return memory.data_ptr(), memory.shape, self._codec
+
     def clear(self) -> None:
         """Remove all episodes and start counting from 0."""
         super().clear()
@@ -108,3 +133,27 @@ class ResidentBuffer(EpisodeBuffer):
         """Return the stored episodes from the `number`-th ever added on, as copies in main memory."""
         found = super().since(number)
         return EpisodeRange(found.first, found.codec, tuple(r.cpu().clone() for r in found.records), found.meta)
+
+
+@dataclass(frozen=True, eq=False)
+class FixedDraw:
+    """Episodes drawn for an update of fixed shapes. The host knows which they are and how long.
+
+    Attributes:
+        buffer: that holds them. drawn: [2, B] int64 on the CPU, their places in its memory and their lengths in rows.
+        rows: T of the batch, a multiple of `ROUNDING` or the largest possible.
+    """
+
+    buffer: ResidentBuffer
+    drawn: Tensor
+    rows: int
+
+    def shape(self) -> Hashable:
+        """Return what the shapes of work on the batch depend on: B and T."""
+        return self.drawn.shape[1], self.rows
+
+    def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
+        """Return the batch in at most `parts` parts; only launches work. drawn: `self.drawn` on the device."""
+        parts = min(parts, drawn.shape[1])
+        places, lengths = drawn.unbind()
+        return [self.buffer.at(places[i::parts], lengths[i::parts], self.rows) for i in range(parts)]

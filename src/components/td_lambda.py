@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omagd.utils.packing import Packing
+from omagd.utils.packing import FixedPacking, Packing
 
 
 def td_lambda_targets(
@@ -20,12 +20,18 @@ def td_lambda_targets(
     reward, terminated: [S], what followed the action of each row. values: [S], v of the observation in each row. With
     one value per agent, values are [S, n], and reward and terminated broadcast to them.
     """
-    sizes = packing.batch_sizes
     keep = gamma * (1.0 - terminated)
     closing = packing.closing.to(values.device).view(-1, *[1] * (values.dim() - 1))
+    if isinstance(packing, FixedPacking):
+        later = values.roll(-packing.n_episodes, 0)
+        targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * later)
+        weight = (td_lambda * keep).masked_fill(closing, 0).expand_as(targets)
+        return _by_shifting(targets, weight, packing).masked_fill_(closing, 0)
     # Index of v(t+1) for the row of v(t): rows are packed by time, so it stands one block later. Closing rows have no
     # next row; their index is clamped and their value replaced.
-    following = (torch.arange(len(packing.step)) + torch.tensor(sizes)[packing.step]).clamp_(max=len(values) - 1)
+    following = (torch.arange(len(packing.step)) + torch.tensor(packing.batch_sizes)[packing.step]).clamp_(
+        max=len(values) - 1
+    )
     targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * values[following.to(values.device)])
     weight = td_lambda * keep.expand_as(targets)  # of G(t+1) in G(t)
     sums = _step_by_step if values.device.type == "cpu" else by_doubling
@@ -56,4 +62,18 @@ def by_doubling(targets: Tensor, weight: Tensor, following: Tensor, packing: Pac
     for _ in range((packing.n_steps - 1).bit_length()):
         targets = torch.addcmul(targets, weight, targets[after])
         weight, after = weight * weight[after], after[after]
+    return targets
+
+
+def _by_shifting(targets: Tensor, weight: Tensor, packing: FixedPacking) -> Tensor:
+    """Return the same as `by_doubling` where the next row of each row is B rows later: shifts replace its look-ups.
+
+    targets, weight: [S, ...]; weight is 0 in closing rows and their repetitions, of which row T is always one.
+    """
+    reach, n = 1, packing.n_episodes
+    while reach < packing.n_steps:
+        shift = reach * n
+        targets = torch.cat([torch.addcmul(targets[:-shift], weight[:-shift], targets[shift:]), targets[-shift:]])
+        weight = torch.cat([weight[:-shift] * weight[shift:], weight[-shift:]])  # the last ones are 0 by now
+        reach *= 2
     return targets

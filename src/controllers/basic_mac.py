@@ -179,6 +179,9 @@ def _twin(agent: Agent) -> Agent:
 
 def last_actions(actions: Tensor, packing: Packing) -> Tensor:
     """Return each row's previous action in its episode, [S, n] int64 from actions [S, n]; -1 in first rows."""
+    if packing.lengths[-1] == packing.n_steps:  # episodes of equal length: one shift
+        none = torch.full_like(actions[: packing.n_episodes], -1, dtype=torch.int64)
+        return torch.cat([none, actions[: -packing.n_episodes].long()])
     # In a packed batch, row (t - 1, episode) is batch_sizes[t - 1] rows before row (t, episode).
     blocks = torch.tensor([0, *packing.batch_sizes[:-1]])
     before = torch.arange(len(packing.step)) - blocks[packing.step]

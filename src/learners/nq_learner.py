@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from omagd.components.resident_buffer import FixedDraw
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
+from omagd.learners.fixed_updates import FixedUpdates
 from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
@@ -117,6 +119,7 @@ class NQLearner:
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(loss.parameters(), lr=lr)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self._fixed = FixedUpdates(self._learn_drawn, self._step, self.device)
         # Copied after wrapping for DDP, which makes the weights of all ranks equal.
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
@@ -146,17 +149,34 @@ class NQLearner:
             inputs, taken, lambda q: torch.zeros_like(mix(self.mixer, MixerInputs(q, actions, available, state)))
         )
 
-    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
+    @classmethod
+    def learns_from_draws(cls) -> bool:
+        """Whether `update` takes a `FixedDraw`, too: a subclass with another `update` may not know it."""
+        return cls.update is NQLearner.update
+
+    def update(self, batch: PackedBatch | FixedDraw, *, episodes: int) -> Stats:
         """Take one step on this rank's batch, then copy the targets if that is due.
 
         episodes: collected so far by all ranks. Returns sums and counts of this rank; grad_norm is the global one.
         """
-        # The number of valid steps, known without waiting for the device.
-        count = torch.tensor(len(batch.packing.step) - batch.packing.n_episodes)
-        result = self._step(count, *(self._part(part.to(self.device)) for part in batch.split(self.config.accumulate)))
+        if isinstance(batch, FixedDraw):
+            stats = self._fixed(batch)
+        else:
+            # The number of valid steps, known without waiting for the device.
+            count = torch.tensor(len(batch.packing.step) - batch.packing.n_episodes)
+            stats = self._learn(count, [part.to(self.device) for part in batch.split(self.config.accumulate)])
         self.updates += 1
         self._copy_targets_if_due(episodes)
+        return stats
+
+    def _learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
+        """Take one step. count: valid steps of the parts."""
+        result = self._step(count, *(self._part(part) for part in parts))
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
+
+    def _learn_drawn(self, draw: FixedDraw, drawn: Tensor) -> Stats:
+        """Take one step on drawn episodes; only launches work. drawn: their numbers on the device."""
+        return self._learn((drawn[1] - 1).sum(), draw.batches(drawn, self.config.accumulate))
 
     def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Transitions, MakeTargets]:
         """Return the arguments of the loss for some episodes."""
@@ -205,6 +225,7 @@ class NQLearner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
+        self._fixed.forget()  # the optimizer's state moves
         self.optimizer.load_state_dict(state["optimizer"])
         self.target_agent.load_state_dict(state["target_agent"])
         self.target_mixer.load_state_dict(state["target_mixer"])

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
 
+from omagd.components.resident_buffer import FixedDraw
 from omagd.config.schema import Config
 from omagd.learners import REGISTRY
 from omagd.learners.synced_optimizer import Stats
@@ -41,8 +42,9 @@ class Learner(Trainable, Protocol):
     Optional: `args_model`, a pydantic model of the keys in `learner_args`; a static method
     `how_targets_move(config, environments) -> str`, a few words about target updates for the log;
     `register_state(register)`, which calls `Checkpointer.register` for state that is not the same on all ranks;
-    `needs_groups`, True for a learner that cannot have `group_size=1`; and `precisions`, the values of the key
-    `precision` that it supports, by default all.
+    `needs_groups`, True for a learner that cannot have `group_size=1`; `precisions`, the values of the key
+    `precision` that it supports, by default all; and a class method `learns_from_draws() -> bool`, whether `update`
+    takes a `FixedDraw`, too (`graph_updates`).
 
     Attributes:
         data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were
@@ -55,7 +57,7 @@ class Learner(Trainable, Protocol):
     def warm_up(self) -> None:
         """Run discarded passes on a made-up batch, before anything is loaded; fixes the order of sums over ranks."""
 
-    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
+    def update(self, batch: PackedBatch | FixedDraw, *, episodes: int) -> Stats:
         """Take one step on this rank's batch; return (sum, count) pairs by name, `loss_name` among them.
 
         On-policy learners take all their steps on the batch, the same number on all ranks, and return merged stats.

@@ -139,7 +139,7 @@ class SyncedOptimizer:
         self.dist = dist
         self.max_norm = max_norm
         self._wrapped = dist.wrap(loss_module, bucket_cap_mb)
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def warm_up(self, *batch: object) -> int:
         """Run two discarded passes and return their number.
@@ -176,7 +176,7 @@ class SyncedOptimizer:
                     scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0).to(loss_sum.device)
                 self.dist.backward(loss_sum * scale, self._wrapped)
             stats = merge(stats, of_part)
-        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self.max_norm).detach()
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm).detach()
         finite = grad_norm < torch.inf if where is None else (grad_norm < torch.inf) & where
         plain = grad_norm.device.type == "cpu" and bool(finite)  # nothing has to be decided on a device
         skipped = torch.zeros(()) if plain else (~finite).float()
@@ -186,13 +186,21 @@ class SyncedOptimizer:
         if stepped:
             idle = None if plain else skipped
             self._step_unless(idle if waits else torch.maximum(skipped, (some <= 0).to(skipped)))
-            # Fused optimizers do not count their writes; acting agents use these counters to renew cached tables.
-            torch.autograd.graph.increment_version(self._parameters)
+            self._count_writes()
         self.optimizer.zero_grad(set_to_none=True)
         one = torch.ones_like(grad_norm)
         named = {**stats, _NORM: (grad_norm, one)}
         named = named if plain else _zeros_unless(finite, named)
         return UpdateResult(stepped, finite, named.pop(_NORM), (skipped, one), named)
+
+    def replayed(self) -> None:
+        """Count what a call would have counted on the host; a CUDA graph of a call does only its work on the device."""
+        self.dist.waits.ticks += 1
+        self._count_writes()
+
+    def _count_writes(self) -> None:
+        """Count writes of weights, as fused optimizers do not: acting agents renew their cached tables by that."""
+        torch.autograd.graph.increment_version(self.parameters)
 
     def _step_unless(self, skipped: Tensor | None) -> None:
         """Let the optimizer step unless `skipped` is 1; None: step."""

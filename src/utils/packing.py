@@ -82,6 +82,25 @@ class Packing:
         return padded[self.episode.to(padded.device), self.step.to(padded.device)]
 
 
+@dataclass(frozen=True, eq=False)
+class FixedPacking(Packing):
+    """B episodes in T rows each: an episode's closing row is repeated up to row T. S = T B, row t B + b.
+
+    Shapes depend on no value on the device, so that a CUDA graph can be made of work on them.
+
+    Args:
+        lengths: T, B times. rows: [B] int64 on the device, real rows of each episode, 1 to T.
+    """
+
+    rows: Tensor
+
+    @cached_property
+    def closing(self) -> Tensor:
+        """True for closing rows and their repetitions, [S] bool, on the device."""
+        step = torch.arange(self.n_steps, device=self.rows.device).unsqueeze(1)
+        return (step >= self.rows - 1).flatten()
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeMeta:
     """Origin of an episode.

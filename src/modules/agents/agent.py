@@ -184,6 +184,8 @@ class InputLinear(nn.Linear):
         """Return [S, n, out] from features [S, n, d] and last_action [S, n] int64 (-1: none, a one-hot of zeros)."""
         if not self.looks_up:
             return F.linear(features, self.weight, self.bias)
+        if features.is_cuda and torch.is_grad_enabled():
+            return self._with_one_hots(features, last_action)
         of_features, table, index = self._lookup(last_action)
         return F.linear(features, of_features) + F.embedding(index, table)
 
@@ -204,6 +206,15 @@ class InputLinear(nn.Linear):
             out = lookup_relu(flat, of_features, table, index.reshape(-1), bf16)
         out = out if rounded else out.to(features.dtype)
         return out.view(*features.shape[:-1], -1)
+
+    def _with_one_hots(self, features: Tensor, last_action: Tensor) -> Tensor:
+        """Return the same by products: on a GPU the gradient of many look-ups waits for the host (pytorch #82886)."""
+        of_features, of_actions, of_agents = self.weight.split(self.widths, dim=1)
+        out = F.linear(features, of_features, self.bias)
+        if self.widths[1]:
+            taken = last_action.unsqueeze(-1) == torch.arange(self.widths[1], device=last_action.device)
+            out = out + F.linear(taken.to(features.dtype), of_actions)
+        return out + of_agents.t() if self.widths[2] else out
 
     def _lookup(self, last_action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of the features, the table, and each row's place in the table [S, n]."""

@@ -102,12 +102,16 @@ class PackedGRU(nn.Module):
         batches underflow there. So autocast is suspended and the inputs are cast to the type of the weights.
         """
         weights: list[Tensor] = [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
-        sizes, kind = torch.tensor(rows), self.weight_hh.dtype
+        kind = self.weight_hh.dtype
         with no_autocast(x.device):
             start = x.new_zeros(1, rows[0], self.hidden_dim, dtype=kind) if before is None else before.to(kind)[None]
+            flags = True, 1, 0.0, torch.is_grad_enabled(), False  # of the list below, from "has biases" on
+            if rows[0] == rows[-1]:  # episodes of equal length: the plain form, which reads no sizes from the host
+                dense = x.to(kind).unflatten(0, (len(rows), rows[0]))
+                return torch._VF.gru(dense, start, weights, *flags, False)[0].flatten(0, 1)
             # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps
             # what backward needs), bidirectional.
-            return torch._VF.gru(x.to(kind), sizes, start, weights, True, 1, 0.0, torch.is_grad_enabled(), False)[0]
+            return torch._VF.gru(x.to(kind), torch.tensor(rows), start, weights, *flags)[0]
 
 
 class _Unroll(torch.autograd.Function):

@@ -43,6 +43,7 @@ ELSEWHERE = frozenset(
         "max_restarts",
     }
     | {"auto_resume", "auto_resume_wait", "resume", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
+    | {"graph_updates"}
 )
 """Keys that may change when resuming: where the run is executed, on how many ranks, and what it logs."""
 

@@ -43,7 +43,7 @@ records the number of ranks, every later start, and what a damaged run has lost.
 ROUNDING = frozenset(
     {"use_cuda", "dist_backend", "torch_threads", "cpu_inference", "buffer_cpu_only", "deterministic", "compile"}
     | {"accumulate", "enable_gradient_checkpointing", "bucket_cap_mb", "num_workers", "graph_frames_at_once"}
-    | {"env_processes"}
+    | {"env_processes", "graph_updates"}
 )
 """Keys that change a result by rounding only: on the card, but runs that differ in them are repetitions."""
 

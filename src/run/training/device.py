@@ -52,6 +52,8 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
             check_bf16(key, cuda)
     if config.compile:
         (_check_triton if plan.cuda else check_compiler)()
+    if config.graph_updates:
+        _check_graph_updates(config, plan)
     _check_gpu_memory(config, plan, info)
 
 
@@ -113,6 +115,18 @@ def check_compiler() -> None:
         raise UserError(f"compile=True: needs a C++ compiler, and {looked}. Install one, or use compile=False")
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         raise UserError("compile=True: needs Python's headers (Python.h of python3-dev). Install them, or use False")
+
+
+def _check_graph_updates(config: Config, plan: Plan) -> None:
+    """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
+    from omagd.learners.fixed_updates import graph_updates_problems
+    from omagd.learners.protocol import learner_class
+
+    problems = graph_updates_problems(config, plan.world_size)
+    if not getattr(learner_class(config.learner), "learns_from_draws", bool)():
+        problems.append(f"is for learners of DQN's family (learner=nq_learner), not learner={config.learner}")
+    if problems:
+        raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
 
 
 def _check_triton() -> None:

@@ -31,7 +31,7 @@ FIXED = {
 
 HERE = {
     "run": "default", "world_size": None, "dist_backend": None, "max_memory_per_gpu_gb": None, "precision": "float32",
-    "compile": False, "buffer_cpu_only": True,
+    "compile": False, "buffer_cpu_only": True, "graph_updates": None,
 }  # fmt: skip
 """Values for one process on any machine, instead of those of the training run."""
 

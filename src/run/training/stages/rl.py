@@ -14,6 +14,7 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.groups import GroupData
 from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import Exploration, Policy
+from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
@@ -103,7 +104,9 @@ class RLStage(Stage):
             return GroupData(config, self.session.dist)
         if self.learner.data == "on_policy":
             return OnPolicyData(config, device)
-        return ReplayData(config, device, self.rng("replay"), self.session.info.episode_limit + 1)
+        draws = getattr(self.learner, "learns_from_draws", bool)()
+        fixed = draws and uses_graph_updates(config, device, self.session.dist.world_size)
+        return ReplayData(config, device, self.rng("replay"), self.session.info.episode_limit + 1, fixed)
 
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""

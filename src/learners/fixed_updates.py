@@ -1,0 +1,189 @@
+"""Updates of fixed shapes: on a GPU each shape becomes a CUDA graph, which is replayed for other episodes.
+
+A graph holds everything that an update launches: reading the drawn episodes, both unrolls, mixers, targets, loss,
+backward, clipping and the optimizer. The host copies the numbers of the drawn episodes and replays; it reads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omagd.components.resident_buffer import FixedDraw
+from omagd.config.schema import Config
+from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
+from omagd.utils.logging import PACKAGE
+
+LOG = logging.getLogger(PACKAGE)
+Learn = Callable[[FixedDraw, Tensor], Stats]
+
+WARM_UP = 2  # updates of a shape before it is captured: kernels are loaded, and the optimizer has its state by then
+TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
+
+
+def graph_updates_problems(config: Config, world_size: int) -> list[str]:
+    """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing."""
+    problems = {
+        f"learns from the replay of runner=resident, not of runner={config.runner}": config.runner != "resident",
+        "needs the replay on the device: buffer_cpu_only=False": config.buffer_cpu_only,
+        # Gradients of other ranks come through the host (gloo) or from a thread that no capture sees (the watchdog of
+        # NCCL), and DDP would wait for its hooks.
+        f"works on one rank, not {world_size}": world_size > 1,
+        "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
+    }
+    return [problem for problem, found in problems.items() if found]
+
+
+def uses_graph_updates(config: Config, device: torch.device, world_size: int) -> bool:
+    """Return whether a run learns by updates of fixed shapes: where it says so, or by default on a GPU if it can."""
+    wanted = device.type == "cuda" if config.graph_updates is None else config.graph_updates
+    return wanted and not graph_updates_problems(config, world_size)
+
+
+@dataclass
+class Shape:
+    """What is known about updates of one shape.
+
+    Attributes:
+        done: updates without a graph. names: of the stats. values: [2 x stats] float64, written by each replay.
+    """
+
+    done: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    names: tuple[str, ...] = ()
+    values: Tensor | None = None
+
+
+class FixedUpdates:
+    """Runs `learn` on drawn episodes: on a GPU as CUDA graphs after a few updates, on a CPU as it is.
+
+    All graphs share one pool of memory, about as much as one update of the longest episodes takes. They hold the
+    addresses of weights and of the optimizer's state: call `forget` when those are replaced.
+
+    Args:
+        learn: launches an update and returns its stats, from a draw and its numbers on the device; it waits for
+            nothing there. step: the optimizer that `learn` steps with. device: of the learner.
+    """
+
+    def __init__(self, learn: Learn, step: SyncedOptimizer, device: torch.device) -> None:
+        self._learn, self._step, self._device = learn, step, device
+        self._captures = device.type == "cuda" and torch.cuda.is_available()
+        self._inputs: dict[int, Tensor] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all graphs; they are made again."""
+        self._shapes: dict[Hashable, Shape] = {}
+        self._layout: Hashable = None
+        self._side = torch.cuda.Stream(self._device) if self._captures else None
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+
+    def __call__(self, draw: FixedDraw) -> Stats:
+        """Take one step on the drawn episodes and return the stats of `learn`."""
+        drawn = self._load(draw)
+        if not self._captures:
+            return self._learn(draw, drawn)
+        if self._layout != draw.buffer.layout():  # the memory that the graphs read has moved
+            self.forget()
+            self._layout = draw.buffer.layout()
+        rates = tuple(group["lr"] for group in self._step.optimizer.param_groups)  # which a graph holds as numbers
+        shape = self._shapes.setdefault((draw.shape(), rates), Shape())
+        if shape.graph is not None:
+            return self._replay(shape)
+        if shape.done >= WARM_UP:
+            return self._capture(shape, draw, drawn)
+        shape.done += 1
+        return self._aside(draw, drawn)
+
+    def _load(self, draw: FixedDraw) -> Tensor:
+        """Return the numbers of the drawn episodes on the device, always at the same address."""
+        size = draw.drawn.shape[1]
+        if size not in self._inputs:
+            self._inputs[size] = torch.empty_like(draw.drawn, device=self._device)
+        given = draw.drawn.pin_memory() if self._captures else draw.drawn
+        return self._inputs[size].copy_(given, non_blocking=True)
+
+    def _aside(self, draw: FixedDraw, drawn: Tensor) -> Stats:
+        """Learn without a graph on the stream of the captures, so that backward's nodes belong to it."""
+        assert self._side is not None
+        main = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            stats = self._learn(draw, drawn)
+        main.wait_stream(self._side)
+        return stats
+
+    def _replay(self, shape: Shape) -> Stats:
+        assert shape.graph is not None
+        assert shape.values is not None
+        shape.graph.replay()
+        self._step.replayed()
+        values = iter(shape.values.clone())  # the next replay overwrites them
+        return {name: (next(values), next(values)) for name in shape.names}
+
+    def _capture(self, shape: Shape, draw: FixedDraw, drawn: Tensor) -> Stats:
+        """Make the graph of a shape, compare its first update with the same one without it, and return that one's."""
+        try:
+            graph = self._made(shape, draw, drawn)
+        except RuntimeError as problem:
+            return self._give_up(str(problem).strip().partition("\n")[0], draw, drawn)
+        weights = self._step.parameters
+        averages = [v for held in self._step.optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
+        before = [value.detach().clone() for value in (*averages, *weights)]
+        graph.replay()
+        replayed = [value.clone() for value in averages]
+        with torch.no_grad():
+            for value, old in zip((*averages, *weights), before, strict=True):
+                value.copy_(old)
+        stats = self._aside(draw, drawn)
+        apart, moved = _distance(replayed, averages), _distance(before[: len(averages)], averages)
+        if not bool(apart <= TOLERANCE * moved):  # once for each shape
+            return self._give_up("its first update differs from the same one without it", draw, drawn, stats)
+        shape.graph = graph
+        return stats
+
+    def _made(self, shape: Shape, draw: FixedDraw, drawn: Tensor) -> torch.cuda.CUDAGraph:
+        """Return the graph of a shape, whose outputs `shape` notes. Errors: RuntimeError for work that has none."""
+        graph = torch.cuda.CUDAGraph()
+        # A failed capture leaves its stream current; the outer block restores this one.
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)), _capturable(self._step.optimizer):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                stats = self._learn(draw, drawn)
+                values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
+                shape.names, shape.values = tuple(stats), torch.stack(values)
+        return graph
+
+    def _give_up(self, reason: str, draw: FixedDraw, drawn: Tensor, stats: Stats | None = None) -> Stats:
+        """Say that no graphs are used from here on; return `stats`, or those of an update without a graph."""
+        LOG.warning(
+            "updates are launched one operation at a time, which is slower: a CUDA graph of them failed (%s)."
+            " graph_updates=False packs batches instead",
+            reason,
+        )
+        self._step.optimizer.zero_grad(set_to_none=True)
+        self._captures = False
+        self._shapes.clear()
+        return self._learn(draw, drawn) if stats is None else stats
+
+
+def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of the difference of two lists of tensors, of which scalars do not count."""
+    return torch.stack([(a - b).norm() for a, b in zip(one, other, strict=True) if a.dim()]).norm()
+
+
+@contextmanager
+def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer whose state is on the device step within a capture; its saved state keeps its form."""
+    kept = [group.get("capturable") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, value in zip(optimizer.param_groups, kept, strict=True):
+            group["capturable"] = value

@@ -1,0 +1,309 @@
+"""Updates of fixed shapes: the updates of packed batches, without a value that the host reads, and as CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from q_toys import GRAPH, INFO, copy_learner, equal, make_learner, random_episode, state_of, toy_config
+from simulated_gpu import DEVICE, OnGPU, simulated_gpu
+from simulated_graphs import Capture, simulated_graphs
+from torch import Tensor
+
+from omagd.components.data import ReplayData
+from omagd.components.resident_buffer import ROUNDING, FixedDraw, ResidentBuffer
+from omagd.components.td_lambda import td_lambda_targets
+from omagd.controllers.basic_mac import last_actions
+from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
+from omagd.learners.nq_graph_learner import NQGraphLearner
+from omagd.learners.nq_learner import NQLearner
+from omagd.run.topology import Plan
+from omagd.run.training.device import check_machine
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import FixedPacking, Packing
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+ROWS, HELD, BATCH = INFO.episode_limit + 1, 12, 5
+
+
+def replay(device: torch.device | str = CPU, longest: int = INFO.episode_limit) -> ResidentBuffer:
+    """Return a full buffer of episodes of different lengths, of which one was replaced by a shorter one."""
+    buffer = ResidentBuffer(HELD, device, ROWS)
+    lengths = [longest, *np.random.default_rng(3).integers(1, longest, HELD)]
+    for seed, length in enumerate(lengths):
+        buffer.add([random_episode(seed, int(length), truncated=seed % 3 == 0)])
+    return buffer
+
+
+def draws(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.choice(HELD, BATCH, replace=False).tolist() for _ in range(count)]
+
+
+def test_a_batch_of_fixed_shape_repeats_closing_rows():
+    buffer = replay()
+    for indices in draws(6):
+        packed, drawn = buffer.batch(indices), buffer.fixed(indices)
+        assert drawn.rows == min(-(-packed.packing.n_steps // ROUNDING) * ROUNDING, ROWS)
+        (fixed,) = drawn.batches(drawn.drawn, 1)
+        assert isinstance(fixed.packing, FixedPacking)
+        for name in packed.data:
+            found = fixed[name].unflatten(0, (drawn.rows, BATCH))
+            padded = packed.packing.pad(packed[name])
+            for place, length in enumerate(packed.packing.lengths):
+                of_episode = found[:, packed.sample_index[place]]
+                assert torch.equal(of_episode[:length], padded[place, :length])
+                assert (of_episode[length:] == padded[place, length - 1]).all()
+        assert int(fixed.valid_mask.sum()) == int(packed.valid_mask.sum())
+        halves = drawn.batches(drawn.drawn, 2)
+        rewards = [part["reward"].view(drawn.rows, -1) for part in (*halves, fixed)]
+        assert torch.equal(rewards[0], rewards[2][:, ::2])
+        assert torch.equal(rewards[1], rewards[2][:, 1::2])
+
+
+@pytest.mark.parametrize("per_agent", [False, True])
+@pytest.mark.parametrize("td_lambda", [0.0, 0.6, 1.0])
+def test_targets_of_fixed_shapes_are_those_of_packed_rows(td_lambda, per_agent):
+    rng = torch.Generator().manual_seed(0)
+    lengths, steps = (9, 9, 5, 2, 1), 16
+    packing = Packing(lengths)
+    fixed = FixedPacking((steps,) * len(lengths), rows=torch.tensor(lengths))
+    shape = (len(lengths), steps, *((3,) if per_agent else ()))
+    values = torch.randn(shape, generator=rng, dtype=torch.float64)
+    reward = torch.randn(shape, generator=rng, dtype=torch.float64)
+    ended = (torch.rand(len(lengths), steps, *shape[2:3], generator=rng) < 0.2).double()
+
+    def targets(packs: Callable[[Tensor], Tensor], of: Packing) -> Tensor:
+        return td_lambda_targets(packs(reward), packs(ended), packs(values), of, 0.9, td_lambda)
+
+    wanted = packing.pad(targets(lambda x: packing.pack(x[:, : lengths[0]]), packing))
+    found = targets(lambda x: x.transpose(0, 1).flatten(0, 1), fixed).unflatten(0, (steps, -1)).transpose(0, 1)
+    torch.testing.assert_close(found[:, : lengths[0]], wanted, atol=1e-12, rtol=0)
+    assert (found[:, lengths[0] :] == 0).all()
+
+
+def test_the_last_actions_of_episodes_of_equal_length_are_shifted():
+    actions = torch.arange(24).view(4 * 2, 3)
+    found = last_actions(actions, Packing((4, 4)))
+    assert torch.equal(found, torch.cat([torch.full((2, 3), -1), actions[:-2]]))
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "qmix": {},
+    "qmix, no lambda, single Q, layer norm": {
+        "td_lambda": 0.0, "double_q": False, "use_layer_norm": True, "use_orthogonal": True,
+    },
+    "vdn": {"mixer": "vdn", "td_lambda": 0.8, "agent": "rnn"},
+    "independent": {"mixer": "none", "td_lambda": 0.8, "share_parameters": False},
+    "in parts": {"accumulate": 3, "td_lambda": 0.8},
+    "without memory": {"agent": "ff", "td_lambda": 0.8},
+    "graphs": {"mac": "gnn_graph_mac", "agent": "gnn_rnn", **GRAPH},
+    "units": {"agent": "hpn_rnn", "mixer": "set_qmix", "obs_agent_id": False},
+    "attention": {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32])
+@pytest.mark.parametrize("method", METHODS)
+def test_twenty_updates_are_those_of_packed_batches(method, kind):
+    """The same episodes, targets copied on the way; statistics, weights, optimizer and targets."""
+    config, buffer = toy_config(**METHODS[method], target_update_updates=4), replay()
+    packed, fixed = (make_learner(config, dtype=kind) for _ in range(2))
+    start = state_of(packed)
+    tolerance = {"atol": 1e-10, "rtol": 0} if kind is torch.float64 else {"atol": 3e-4, "rtol": 1e-2}
+    for indices in draws(20):
+        wanted = packed.update(buffer.batch(indices), episodes=0)
+        found = fixed.update(buffer.fixed(indices), episodes=0)
+        assert list(found) == list(wanted)
+        for name, (total, count) in wanted.items():
+            assert float(found[name][1]) == float(count), name
+            if kind is torch.float64:
+                torch.testing.assert_close(found[name][0].double(), total.double(), **tolerance, msg=name)
+    one, other = state_of(packed), state_of(fixed)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, **tolerance, msg=name)
+    assert not equal(start, one)
+
+
+def test_a_run_goes_on_with_the_other_kind_of_updates():
+    """The saved state has one form, and the same episodes are drawn: from packed to fixed and back."""
+    config, buffer = toy_config(target_update_updates=3), replay()
+    straight, first, second, third = (make_learner(config, dtype=torch.float64, seed=s) for s in (0, 0, 1, 2))
+    learners = [first, second, third]
+    for number, indices in enumerate(draws(9)):
+        straight.update(buffer.batch(indices), episodes=0)
+        part = number // 3
+        if number in {3, 6}:
+            copy_learner(learners[part - 1], learners[part])
+        learners[part].update(buffer.fixed(indices) if part == 1 else buffer.batch(indices), episodes=0)
+    one, other = state_of(straight), state_of(third)
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, atol=1e-10, rtol=0, msg=name)
+    groups = [learner.state_dict()["optimizer"]["param_groups"] for learner in (straight, third)]
+    assert groups[0] == groups[1]
+
+
+def learner_on_gpu(seed: int = 0, **updates: Any) -> NQLearner:
+    """Return a learner on the simulated GPU; equal seeds give the weights of `make_learner`."""
+    return make_learner(toy_config(**updates), Dist(device=DEVICE), seed=seed, device=DEVICE)
+
+
+ON_GPU = {name: METHODS[name] for name in ("qmix", "vdn", "graphs", "units", "attention")}
+ON_GPU |= {"in parts, bf16": {"accumulate": 2, "precision": "bf16", "mixer": "none"}}
+
+
+@pytest.mark.parametrize("method", ON_GPU)
+def test_a_graph_learns_what_its_update_learns(method):
+    """On the simulated GPU: replayed for other episodes, with targets copied in between.
+
+    A capture fails where the host waits or copies, so no operation of the update does.
+    """
+    updates, drawn = {**ON_GPU[method], "target_update_updates": 4}, draws(WARM_UP + 3)
+    with simulated_gpu() as gpu:
+        plain, buffer = learner_on_gpu(**updates), replay(DEVICE, longest=6)
+        wanted = [plain.update(buffer.fixed(indices), episodes=0) for indices in drawn]
+        with simulated_graphs() as graphs:
+            learner = learner_on_gpu(**updates)
+            found, waits = [], []
+            for indices in drawn:
+                gpu.waits.clear()
+                found.append(learner.update(buffer.fixed(indices), episodes=0))
+                waits.append(sum(gpu.waits.values()))
+        assert (graphs.captures, graphs.failed, graphs.replays) == (1, 0, 3)
+        assert waits == [0, 0, 1, 0, 0], "one value is read when a graph is new"
+        for one, other in zip(wanted, found, strict=True):
+            assert list(one) == list(other)
+            assert all(float(a) == float(b) for name in one for a, b in zip(one[name], other[name], strict=True))
+        assert equal(on_cpu(plain), on_cpu(learner))
+    assert learner.updates == len(drawn)
+    assert learner._step.dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
+
+
+def on_cpu(learner: NQLearner) -> dict[str, Tensor]:
+    return {name: value.value if isinstance(value, OnGPU) else value for name, value in state_of(learner).items()}
+
+
+def test_graphs_are_made_again_where_what_they_read_has_moved():
+    """The optimizer's state of a checkpoint, the memory of a cleared replay, another learning rate, longer episodes."""
+    with simulated_gpu(), simulated_graphs() as graphs:
+        learner, buffer = learner_on_gpu(mixer="vdn"), replay(DEVICE)
+        plain = learner_on_gpu(mixer="vdn")
+        plain._fixed._captures = False
+        by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
+        drawn = [by_length[:2]]
+
+        def both() -> None:
+            for _ in range(WARM_UP + 2):
+                for each in (learner, plain):
+                    each.update(buffer.fixed(drawn[-1]), episodes=0)
+
+        changes: list[Callable[[], object]] = [
+            lambda: [each.load_state_dict(copy.deepcopy(each.state_dict())) for each in (learner, plain)],
+            lambda: buffer.restore([buffer.since(0)], buffer.added),
+            lambda: [each.optimizer.param_groups[0].update(lr=0.01) for each in (learner, plain)],
+            lambda: drawn.append(by_length[-2:]),
+        ]
+        both()
+        for made, change in enumerate(changes, start=1):
+            assert graphs.captures == made
+            change()
+            both()
+            assert equal(on_cpu(learner), on_cpu(plain)), made
+        assert (graphs.captures, graphs.failed) == (len(changes) + 1, 0)
+
+
+class Reads(NQLearner):
+    """Reads a number on the host in each update, as a plug-in may."""
+
+    def td_targets(self, values, batch):
+        return super().td_targets(values, batch) * float(batch["reward"].sum() < 1e9)
+
+
+def test_what_cannot_be_captured_is_learned_without_a_graph(caplog):
+    learners = []
+    for graphs_there in (False, True):
+        with simulated_gpu(), simulated_graphs() if graphs_there else contextlib.nullcontext() as graphs:
+            learner, buffer = learner_on_gpu(), replay(DEVICE, longest=6)
+            learner.__class__ = Reads
+            with caplog.at_level(logging.WARNING):
+                for indices in draws(WARM_UP + 2):
+                    learner.update(buffer.fixed(indices), episodes=0)
+            learners.append(on_cpu(learner))
+    assert equal(*learners)
+    assert (graphs.captures, graphs.failed) == (1, 1)
+    assert [record.message.count("\n") for record in caplog.records] == [0]
+    assert "graph_updates=False" in caplog.text
+    assert "_local_scalar_dense" in caplog.text
+    assert not any(group["capturable"] for group in learner.optimizer.param_groups)
+
+
+def test_a_graph_that_learns_something_else_is_not_used(caplog, monkeypatch):
+    monkeypatch.setattr(Capture, "replay", lambda self: self.launched.clear())
+    with simulated_gpu(), simulated_graphs() as graphs:
+        learner, plain, buffer = learner_on_gpu(), learner_on_gpu(), replay(DEVICE, longest=6)
+        plain._fixed._captures = False
+        for indices in draws(WARM_UP + 2):
+            for each in (learner, plain):
+                each.update(buffer.fixed(indices), episodes=0)
+        assert equal(on_cpu(learner), on_cpu(plain))
+    assert graphs.replays == 1
+    assert "differs" in caplog.text
+
+
+def test_where_updates_have_fixed_shapes():
+    resident = {"runner": "resident", "buffer_cpu_only": False}
+    for updates, device, ranks, expected in [
+        (resident, DEVICE, 1, True),
+        (resident, CPU, 1, False),
+        ({**resident, "graph_updates": True}, CPU, 1, True),
+        ({**resident, "graph_updates": False}, DEVICE, 1, False),
+        (resident, DEVICE, 2, False),
+        ({"runner": "resident"}, DEVICE, 1, False),
+        ({"buffer_cpu_only": False}, DEVICE, 1, False),
+        ({**resident, "enable_gradient_checkpointing": True}, DEVICE, 1, False),
+    ]:
+        assert uses_graph_updates(toy_config(**updates), device, ranks) is expected
+
+    class Own(NQLearner):
+        def update(self, batch, *, episodes):
+            return super().update(batch, episodes=episodes)
+
+    assert NQLearner.learns_from_draws()
+    assert NQGraphLearner.learns_from_draws()
+    assert not Own.learns_from_draws()
+
+
+@pytest.mark.parametrize(("updates", "ranks", "error"), [
+    ({}, 1, "not of runner=parallel"),
+    ({"runner": "resident"}, 1, "buffer_cpu_only=False"),
+    ({"runner": "resident", "buffer_cpu_only": False}, 2, "one rank, not 2"),
+    ({"runner": "resident", "buffer_cpu_only": False, "enable_gradient_checkpointing": True}, 1, "recompute"),
+])  # fmt: skip
+def test_fixed_shapes_that_cannot_be_are_one_line(updates, ranks, error):
+    config = toy_config(graph_updates=True, **updates)
+    with pytest.raises(UserError, match=error) as raised:
+        check_machine(config, Plan(ranks, "gloo", cuda=False, joins=False), INFO)
+    assert raised.value.render().startswith("graph_updates=True")
+    assert "\n" not in raised.value.render()
+
+
+def test_both_kinds_of_replay_draw_the_same_episodes():
+    config = toy_config(runner="resident", buffer_cpu_only=False, updates_per_iteration=3, batch_size=BATCH)
+    packed, fixed = (ReplayData(config, CPU, np.random.default_rng(0), ROWS, kind) for kind in (False, True))
+    for data in (packed, fixed):
+        data.add([random_episode(seed, 3 + seed % 7) for seed in range(HELD)])
+    for batch, draw in zip(packed.batches(), fixed.batches(), strict=True):
+        assert isinstance(draw, FixedDraw)
+        places = dict(zip(batch.sample_index, batch.packing.lengths, strict=True))
+        assert draw.drawn[1].tolist() == [places[i] for i in range(BATCH)]
+        assert torch.equal(draw.batches(draw.drawn, 1)[0]["reward"].view(-1, BATCH)[0].sort()[0],
+                           batch["reward"][:BATCH].sort()[0])  # fmt: skip
