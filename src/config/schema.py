@@ -113,7 +113,7 @@ class Config(Frozen):
     torch_threads: Count  # torch's CPU threads in each process
     cpu_inference: bool  # agents act with a copy on the CPU, updated before each round of episodes
     buffer_cpu_only: bool  # keep the replay buffer in main memory even if the ranks use GPUs
-    graph_updates: bool | None  # updates of fixed shapes, CUDA graphs on a GPU (runner=resident); None: if possible
+    graph_updates: bool | None  # with runner=resident: updates of fixed shapes, CUDA graphs on a GPU; None: on a GPU
     deterministic: bool  # on GPUs: use only algorithms that give the same bits each time; slower
     precision: Literal["float32", "bf16"]  # precision of matrix products in updates; weights stay float32
     acting_precision: Literal["float32", "bf16"]  # precision of the frozen predictor while acting
