@@ -292,7 +292,7 @@ def test_fixed_shapes_that_cannot_be_are_one_line(updates, ranks, error):
     config = toy_config(graph_updates=True, **updates)
     with pytest.raises(UserError, match=error) as raised:
         check_machine(config, Plan(ranks, "gloo", cuda=False, joins=False), INFO)
-    assert raised.value.render().startswith("graph_updates=True")
+    assert "graph_updates=True: " in raised.value.render()
     assert "\n" not in raised.value.render()
 
 

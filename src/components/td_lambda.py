@@ -26,7 +26,7 @@ def td_lambda_targets(
         later = values.roll(-packing.n_episodes, 0)
         targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * later)
         weight = (td_lambda * keep).masked_fill(closing, 0).expand_as(targets)
-        return _by_shifting(targets, weight, packing).masked_fill_(closing, 0)
+        return torch.where(closing, 0, _by_shifting(targets, weight, packing))
     # Index of v(t+1) for the row of v(t): rows are packed by time, so it stands one block later. Closing rows have no
     # next row; their index is clamped and their value replaced.
     following = (torch.arange(len(packing.step)) + torch.tensor(packing.batch_sizes)[packing.step]).clamp_(
