@@ -109,6 +109,10 @@ else
     for many in 1024 4096 16384; do
         step "resident.py, $many battles at once" "$PYTHON" benchmarks/resident.py --device "$DEVICE" --map "$map" --slots "$many"
     done
+    for config in gnn_qmix omagd_small; do
+        step "resident.py, $config" "$PYTHON" benchmarks/resident.py --device "$DEVICE" --map "$map" --slots 4096 --config "$config"
+    done
+    step "resident.py, SMAX" "$PYTHON" benchmarks/resident.py --device "$DEVICE" --env smax --map 3m --slots 4096
 fi
 
 say "QMIX updates at the lengths of real play: packed, and fixed shapes as CUDA graphs, beside PyMARL3"

@@ -1,12 +1,14 @@
 """Battles, rollouts and training that stay in a device's memory: environment steps per second, beside `parallel`.
 
     python benchmarks/resident.py --device cuda [--map 5m_vs_6m] [--slots 1024 4096 16384] [--rounds 5] [--updates 4]
+    python benchmarks/resident.py --device cuda --config omagd_small        (untrained modules reconstruct)
+    python benchmarks/resident.py --device cuda --env smax --map 3m         (JAX for CUDA; no row of battles alone)
     python benchmarks/resident.py --device cpu --slots 64 --rounds 2        (a trial without a GPU)
 
 For each number of battles, one JSON line with the medians of the rounds in steps per second of the wall clock:
 
     battles     observed (everything), random available actions, played, restarted; no agent
-    played      whole rounds of `runner=resident` with the agent of `qmix`
+    played      whole rounds of `runner=resident` with the agents of `--config`
     trained     the same, stored in the replay on the device, then so many updates of `batch_size` episodes, of fixed
                 shapes (`graph_updates`), which are CUDA graphs on a GPU
     trained_packed   the same with updates of packed batches (`graph_updates=False`)
@@ -28,16 +30,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from omagd import runners
+from omagd import controllers, runners
 from omagd.components.data import ReplayData
+from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
-from omagd.controllers.basic_mac import NMAC
+from omagd.config.schema import Config
 from omagd.controllers.types import Exploration
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import get_map
-from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.envs.factory import make_env
 from omagd.learners.nq_learner import NQLearner
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.runners.resident_loop import Captured, choose
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
@@ -92,6 +98,18 @@ def battles_alone(name: str, slots: int, device: torch.device) -> Callable[[], i
     return play
 
 
+def untrained(config: Config, info: EnvInfo, device: torch.device) -> Reconstructor | None:
+    """Return a reconstructor with random weights where the configuration has one: its work has fixed shapes."""
+    if not config.use_graph_reconstruction:
+        return None
+    assert info.layout is not None
+    tokenizer = Tokenizer(config.tokenizer_config, info.layout)
+    codes = config.tokenizer_config.n_codes
+    predictor = MaskPredictor(config.mask_predictor_config, codes, info.layout, info.episode_limit)
+    predictor.bind(tokenizer.table())
+    return Reconstructor(tokenizer.to(device), predictor.to(device), config, info)
+
+
 class Training:
     """A runner with its controller, replay and learner.
 
@@ -101,12 +119,15 @@ class Training:
 
     def __init__(self, runner: str, slots: int, arguments: argparse.Namespace, fixed: bool = False) -> None:
         device = torch.device(arguments.device)
-        env = SkirmishEnv(SkirmishArgs(map_name=arguments.map), slots)
         sizes = {"batch_size_run": slots, "batch_size": arguments.batch, "updates_per_iteration": arguments.updates}
         updates = {"runner": runner, "buffer_cpu_only": False, "buffer_size": max(5000, 2 * slots), **sizes}
-        config = resolve(config="qmix", env_config="skirmish", updates=updates)
+        updates["env_args.map_name"] = arguments.map
+        if arguments.env == "smax":
+            updates["env_args.jax_platform"] = device.type
+        config = resolve(config=arguments.config, env_config=arguments.env, updates=updates)
+        env = make_env(config.env, dict(config.env_args), slots, processes=False)
         torch.manual_seed(0)
-        self.mac = NMAC(config, env.info, device)
+        self.mac = controllers.REGISTRY.get(config.mac)(config, env.info, device, untrained(config, env.info, device))
         self.learner = NQLearner(self.mac, config, env.info, Dist(device=device))
         self.data = ReplayData(config, device, np.random.default_rng(0), env.info.episode_limit + 1, fixed)
         self.runner = runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
@@ -146,8 +167,10 @@ def measure(slots: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the row of one number of battles."""
     device, rounds = torch.device(arguments.device), arguments.rounds
     clock = Clock(device)
-    row: dict[str, Any] = {"map": arguments.map, "battles_at_once": slots}
-    row["battles"] = round(speed(clock, battles_alone(arguments.map, slots, device), rounds))
+    row: dict[str, Any] = {"config": arguments.config, "env": arguments.env, "map": arguments.map}
+    row["battles_at_once"] = slots
+    if arguments.env == "skirmish":
+        row["battles"] = round(speed(clock, battles_alone(arguments.map, slots, device), rounds))
     for kind, fixed in (("_packed", False), ("", True)):
         training = Training("resident", slots, arguments, fixed)
         row["played"] = round(speed(clock, training.play, rounds))
@@ -166,6 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--map", default="5m_vs_6m")
+    parser.add_argument("--config", default="qmix", help="qmix, gnn_qmix, omagd_small, ...")
+    parser.add_argument("--env", default="skirmish", choices=("skirmish", "smax"))
     parser.add_argument("--slots", type=int, nargs="+", default=[1024, 4096, 16384], help="battles at once")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=128, help="episodes of an update")

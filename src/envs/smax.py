@@ -15,7 +15,7 @@ import zlib
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,6 +26,11 @@ from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_nam
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.utils.caches import user_cache
 from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from omagd.envs.resident import ResidentGame
 
 UNIT_DIM = 13
 OWN_DIM = 10
@@ -83,6 +88,8 @@ def _import_jax(args: SmaxArgs) -> Any:
         raise UserError("env=smax needs the extra: pip install -e .[smax]")
     os.environ.setdefault("JAX_PLATFORMS", args.jax_platform)
     os.environ.setdefault("PJRT_NPROC", str(args.jax_threads))
+    # JAX would take three quarters of a GPU's memory, which torch uses too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax: Any = import_module("jax")
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(_cache_dir()))
@@ -106,7 +113,7 @@ def _import_smax() -> tuple[Any, Any]:
     return HeuristicEnemySMAX, map_name_to_scenario
 
 
-class _Program:
+class Program:
     """Compiled functions on a batch of SMAX states: `reset`, `advance`, `view`."""
 
     def __init__(self, args: SmaxArgs) -> None:
@@ -178,7 +185,7 @@ class SmaxEnv(BatchedEnv):
     def __init__(self, args: SmaxArgs, n_slots: int) -> None:
         self.args = args
         self.n_slots = n_slots
-        self._program = program = _Program(args)
+        self._program = program = Program(args)
         n, m = program.n, program.m
         layout = EntityLayout(0, m, UNIT_DIM, n - 1, UNIT_DIM, OWN_DIM, position=(1, 2), health=0)
         self.info = EnvInfo(
@@ -278,6 +285,22 @@ class SmaxEnv(BatchedEnv):
         )
         alive, health = s.unit_alive.tolist(), rounded(s.unit_health)
         return Frame(scene, rounded(x), rounded(y), alive, health, targets=targets.tolist())
+
+    @staticmethod
+    def why_not_resident(args: SmaxArgs, on_gpu: bool) -> str:
+        """Return what is missing where JAX would not play where agents act; empty if nothing."""
+        wanted, given = "cuda" if on_gpu else "cpu", os.environ.get("JAX_PLATFORMS")
+        name = "env_args.jax_platform" if given is None else "JAX_PLATFORMS"
+        found = (given or args.jax_platform).split(",")[0]
+        where = "a GPU" if on_gpu else "the CPU"
+        return "" if found == wanted else f"needs {name}={wanted}, not {found}, where agents act on {where}"
+
+    def resident(self, device: torch.device) -> ResidentGame:
+        """Return battles of the same map on a device."""
+        from omagd.envs.smax_resident import ResidentSmax
+
+        given = self.args.reward_scale, self.args.continuing_episode
+        return ResidentSmax(self._program, self.info, self.n_slots, device, *given)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the keys and all parts of the state by path."""
