@@ -39,6 +39,7 @@ SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of
 KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long are removed
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
+_calls: list[Callable[[], None]] = []  # see `when_compiling`
 T = TypeVar("T")
 
 
@@ -50,6 +51,11 @@ def compiled_or_reference(loss: str, compiled: Callable[[], T], reference: T) ->
         print_warning(f"Numba {problem}: {loss}{cure}")
         return reference
     return compiled()
+
+
+def when_compiling(call: Callable[[], None]) -> None:
+    """Call this once, as soon as kernels have to be compiled."""
+    _calls[:] = [call]
 
 
 def numba_problem() -> str:
@@ -275,6 +281,8 @@ class Compiler:
                 f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}.\n"
             )
             sys.stderr.flush()
+            while _calls:
+                _calls.pop()()
         self._compile(call_all)
         found = {file.relative_to(self.folder).as_posix(): _digest(file) for file in files_of_kernels(self.folder)}
         if found != kept:

@@ -46,6 +46,7 @@ from omagd.run.checkpoint.weights import (
 )
 from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
+from omagd.run.training.ahead import compile_ahead
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.tasks import episode_starts
@@ -82,6 +83,8 @@ def build_session(
     """Return one rank's session: environment, its facts, runners by purpose. plan: what it continues from."""
     torch.set_num_threads(config.torch_threads)
     runner_class = runners.REGISTRY.get(config.runner)
+    if dist.device.type == "cpu":
+        compile_ahead()
     with dist.waits.doing(BUILDING):
         env = make_env(config.env, dict(config.env_args), n_slots(config), processes=config.env_processes)
     # Half, so that the episodes are played again before the other ranks, which wait for them, give up.
