@@ -49,6 +49,9 @@ class EntityLayout:
 
     Where some agents heal, `healer` is the column of the agent's own features that is 1 for these: their targets are
     agents and not enemies. -1: nobody heals, or it is not known who.
+
+    `ally_types` and `enemy_types` are the first columns of the one-hot type among an ally's and an enemy's features,
+    `n_types` its length; -1: not observed.
     """
 
     move_dim: Count
@@ -61,6 +64,9 @@ class EntityLayout:
     health: int = 4
     sight: float = 9.0
     healer: int = -1
+    ally_types: int = -1
+    enemy_types: int = -1
+    n_types: Count = 0
 
     @property
     def obs_dim(self) -> int:
@@ -81,6 +87,13 @@ class EntityLayout:
     def node_types(self) -> tuple[int, ...]:
         """Type of each node in graph order: SELF, allies, enemies."""
         return (SELF, *([ALLY] * self.n_allies), *([ENEMY] * self.n_enemies))
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the columns named are among the features."""
+        types = (self.ally_types, self.ally_dim), (self.enemy_types, self.enemy_dim)
+        inside = all(first < 0 or first + self.n_types <= width for first, width in types)
+        return inside and self.healer < self.own_dim
 
     @property
     def obs_component(self) -> tuple[object, ...]:
@@ -158,7 +171,8 @@ class EnvInfo:
     def shape_key(self) -> str:
         """Return a short hash of the facts that pre-trained graph modules depend on: environment, map, sizes."""
         facts = {k: v for k, v in asdict(self).items() if k not in _NOT_SHAPES}
-        (facts["layout"] or {}).pop("healer", None)
+        for name in ("healer", "ally_types", "enemy_types", "n_types"):
+            (facts["layout"] or {}).pop(name, None)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, object]:
@@ -169,6 +183,6 @@ class EnvInfo:
     def from_dict(cls, values: object) -> EnvInfo:
         """Rebuild from `to_dict`. Errors: ValueError for a wrong type or an impossible size."""
         info: EnvInfo = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
-        if (layout := info.layout) is not None and not (layout.obs_dim <= LARGEST and layout.healer < layout.own_dim):
+        if (layout := info.layout) is not None and not (layout.obs_dim <= LARGEST and layout.is_possible):
             raise ValueError("an impossible size")
         return info

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from omagd.envs.resident import ResidentGame
 
 UNIT_DIM = 13
+N_TYPES = 6
 OWN_DIM = 10
 N_NORMAL_ACTIONS = 5
 STOP = 4
@@ -187,7 +188,8 @@ class SmaxEnv(BatchedEnv):
         self.n_slots = n_slots
         self._program = program = Program(args)
         n, m = program.n, program.m
-        layout = EntityLayout(0, m, UNIT_DIM, n - 1, UNIT_DIM, OWN_DIM, position=(1, 2), health=0)
+        types = {"ally_types": UNIT_DIM - N_TYPES, "enemy_types": UNIT_DIM - N_TYPES, "n_types": N_TYPES}
+        layout = EntityLayout(0, m, UNIT_DIM, n - 1, UNIT_DIM, OWN_DIM, position=(1, 2), health=0, **types)
         self.info = EnvInfo(
             name="smax", map_name=args.map_name, n_agents=n, n_actions=N_NORMAL_ACTIONS + m, obs_dim=layout.obs_dim,
             state_dim=(n + m) * OWN_DIM, episode_limit=args.max_steps + 1, n_normal_actions=N_NORMAL_ACTIONS,

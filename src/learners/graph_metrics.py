@@ -65,19 +65,20 @@ class Tokens:
 
     Attributes:
         target: [M] int64, code or ABSENT = K. truth: [M, D], features (zero where dead). real: [M, D], 1 for features
-            that exist, else 0. kind: [M], node type. baselines: simple predictions [M, D] by name.
+            that exist, else 0. kind: [M], node type. code: [M, D], features of the true codes.
     """
 
     target: Tensor
     truth: Tensor
     real: Tensor
     kind: Tensor
-    baselines: Mapping[str, Tensor]
+    code: Tensor
 
 
 def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) -> Stats:
-    """Return accuracies, feature errors position by position and after matching, and the errors of the baselines.
+    """Return accuracies and feature errors over all masked tokens, the dead included.
 
+    `error_all`: position by position. `error_all_matched`: after matching. `error_all_code`: if all codes were right.
     log_p: [M, K + 1]. matched: [M], index of the target that each prediction is compared with after matching.
     """
     own = log_p.gather(1, tokens.target[:, None])
@@ -88,17 +89,19 @@ def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) ->
     stats["recall_absent"] = mean_of(guess.absent.to(log_p.dtype), ~alive)
     stats["recall_alive"] = mean_of((~guess.absent).to(log_p.dtype), alive)
     stats["absent_share"] = mean_of((~alive).to(log_p.dtype))
-    errors = {"error": feature_error(guess.features, tokens.truth, tokens.real)}
-    errors["error_matched"] = feature_error(guess.features, tokens.truth[matched], tokens.real)
+    errors = {
+        name: feature_error(features, truth, tokens.real)
+        for name, features, truth in (
+            ("error_all", guess.features, tokens.truth),
+            ("error_all_matched", guess.features, tokens.truth[matched]),
+            ("error_all_code", tokens.code, tokens.truth),
+        )
+    }
     hits = {"accuracy": log_p.argmax(1) == tokens.target, "accuracy_matched": log_p.argmax(1) == tokens.target[matched]}
-    errors["error_zeros"] = feature_error(torch.zeros_like(tokens.truth), tokens.truth, tokens.real)
-    for name, baseline in tokens.baselines.items():
-        errors[f"error_{name}"] = feature_error(baseline, tokens.truth, tokens.real)
     for name, values in {**errors, **{k: v.to(log_p.dtype) for k, v in hits.items()}}.items():
         stats[name] = mean_of(values)
         for kind in (ALLY, ENEMY):
             stats[f"{name}_{TYPE_NAMES[kind]}"] = mean_of(values, tokens.kind == kind)
-    stats["error_alive"] = mean_of(errors["error"], alive)
     return stats
 
 
@@ -108,16 +111,8 @@ def feature_error(guess: Tensor, truth: Tensor, real: Tensor) -> Tensor:
 
 
 def summarise(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the means with derived metrics.
-
-    `balanced_accuracy`: mean of the recalls of ABSENT and alive. `error_rival`: of the better of position mean
-    and last seen. `error_ratio`: `error` over it.
-    """
+    """Return the means with `balanced_accuracy`: the mean of the recalls of ABSENT and alive."""
     out = dict(values)
     if "recall_absent" in out and "recall_alive" in out:
         out["balanced_accuracy"] = (out["recall_absent"] + out["recall_alive"]) / 2
-    baselines = [out[name] for name in ("error_slot_mean", "error_last_seen", "error_last_seen_or_mean") if name in out]
-    if baselines:
-        out["error_rival"] = min(baselines)
-        out["error_ratio"] = out["error"] / max(out["error_rival"], 1e-12)
     return out

@@ -27,6 +27,7 @@ from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.pretraining import GraphLearner, even_parts
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
+from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
@@ -131,7 +132,7 @@ class PredictorLoss(LossModule):
 class PredictorLearner(GraphLearner):
     """Trains a predictor in place, on one rank or several. The tokenizer is frozen in place."""
 
-    best_metric = "error"  # held-out feature error as the agent receives it, lower is better
+    best_metric = "error_all"  # feature error of all unseen nodes, the dead included, as the agent receives it
 
     def __init__(
         self, predictor: MaskPredictor, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist
@@ -158,12 +159,34 @@ class PredictorLearner(GraphLearner):
         """Return sums and counts over the unseen nodes of living observers on held-out episodes."""
         graphs = self.graphs(batch)
         sample = self.sample(batch, graphs)
-        history = self._history(batch, graphs)
         self._loss.eval()
         stats: Stats = {}
         for part in sample.parts(self.config.graph_frames_at_once) if len(sample.frames) else []:
-            stats = merge(stats, self._evaluate(part, graphs, history))
+            stats = merge(stats, self._evaluate(part, graphs))
         return stats
+
+    @torch.no_grad()
+    def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
+        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each as the agent receives it.
+
+        The spread is the standard deviation over the codes and ABSENT, which has zero features.
+        """
+        graphs = self.graphs(batch)
+        sample = self.sample(batch, graphs)
+        self._loss.eval()
+        parts = [self._belief(part) for part in sample.parts(self.config.graph_frames_at_once) if len(part.frames)]
+        if not parts:
+            nothing = graphs.full_nodes.new_zeros((0, self.layout.node_dim))
+            return graphs.missing, Belief(nothing, nothing[:, 0], nothing[:, 0].bool(), nothing)
+        return graphs.missing, Belief(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def _belief(self, sample: Sample) -> tuple[Tensor, ...]:
+        predictor = self.predictor
+        logits = predictor(sample.frames, sample.masked)
+        p, guess, table = logits.softmax(-1), predictor.guess(logits), predictor.table
+        mean = p[:, :-1] @ table
+        spread = (p[:, :-1] @ table.square() - mean.square()).clamp(min=0).sqrt()
+        return guess.features.float(), p[:, -1], guess.absent, spread
 
     @torch.no_grad()
     def graphs(self, batch: PackedBatch) -> Graphs:
@@ -223,26 +246,16 @@ class PredictorLearner(GraphLearner):
         self.predictor.slot_sum += both[:, :-1]
         self.predictor.slot_count += both[:, -1]
 
-    def _evaluate(self, sample: Sample, graphs: Graphs, history: PackedHistory) -> Stats:
-        """Return the metrics of the masked tokens, with those of simple baselines and of the true codes (`code`)."""
+    def _evaluate(self, sample: Sample, graphs: Graphs) -> Stats:
+        """Return the metrics of the masked tokens, with those of the true codes (`code`)."""
         logits = self.predictor(sample.frames, sample.masked)
         log_p = logits.log_softmax(-1)
         guess = self.predictor.guess(logits)
         position = torch.nonzero(sample.masked)[:, 1]
-        last_rows, never = history.last_rows(sample.rows, sample.agents)
-        nodes = torch.arange(self.layout.n_nodes, device=position.device)
-        last = graphs.seen_nodes[last_rows, sample.agents[:, None], nodes][sample.masked]
-        never = never[sample.masked][:, None]
-        mean = (self.predictor.slot_sum / self.predictor.slot_count.clamp(min=1)[:, None]).to(last.dtype)[position]
-        baselines = {
-            "slot_mean": mean,
-            "last_seen": torch.where(never, 0.0, last),
-            "last_seen_or_mean": torch.where(never, mean, last),
-            "code": self.predictor.table_with_absent()[sample.target],
-        }
         truth = graphs.full_nodes[sample.rows, sample.agents][sample.masked]
         real = self.tokenizer.real[position].to(log_p.dtype)
-        tokens = Tokens(sample.target, truth, real, self.predictor.types[position], baselines)
+        code = self.predictor.table_with_absent()[sample.target]
+        tokens = Tokens(sample.target, truth, real, self.predictor.types[position], code)
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
         loss = -(log_p.gather(1, compared[:, None])[:, 0] * sample.weight.to(log_p.dtype)).sum()

@@ -40,6 +40,7 @@ def entity_layout(spec: MapSpec, args: BattleArgs) -> EntityLayout:
     own_health = int(args.obs_own_health or args.obs_all_health)
     before_bits = own_health * (1 + ally_shield) + 2 * (variant.own_place + variant.direction)
     heals = spec.map_type in HEALING and bits > 0
+    first = [4 + health * (1 + shield) if bits else -1 for shield in (ally_shield, enemy_shield)]
     return EntityLayout(
         move_dim=N_MOVES + N_PATHING * args.obs_pathing_grid + N_HEIGHT * args.obs_terrain_height,
         n_enemies=spec.n_enemies,
@@ -49,6 +50,9 @@ def entity_layout(spec: MapSpec, args: BattleArgs) -> EntityLayout:
         own_dim=before_bits + bits + (1 + variant.padded_time) * args.obs_timestep_number,
         health=4 if args.obs_all_health else -1,
         healer=before_bits + spec.ally_types.index("medivac") if heals else -1,
+        ally_types=first[0] if variant.ally_types else -1,
+        enemy_types=first[1],
+        n_types=bits,
     )
 
 

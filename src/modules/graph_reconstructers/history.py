@@ -54,6 +54,17 @@ class Frames:
         return len(self.step)
 
 
+def last_seen_step(seen: Tensor, packing: Packing) -> Tensor:
+    """Return the step [S, n, N] at which each node was last seen strictly before each row; -1: never.
+
+    The running maximum of the steps at which it was seen, shifted by one step. seen: [S, n, N] bool.
+    """
+    at = torch.where(seen, packing.step.to(seen.device)[:, None, None], -1)
+    padded = packing.pad(at, -1).cummax(dim=1).values
+    before = torch.cat([torch.full_like(padded[:, :1], -1), padded[:, :-1]], dim=1)
+    return packing.pack(before)
+
+
 class PackedHistory:
     """Histories of whole packed episodes.
 
@@ -67,18 +78,7 @@ class PackedHistory:
         self._step, self._episode = packing.step.to(ids.device), packing.episode.to(ids.device)
         sizes = torch.tensor(packing.batch_sizes)
         self._starts = (sizes.cumsum(0) - sizes).to(ids.device)
-        self._last_step = self._scan()
-
-    def _scan(self) -> Tensor:
-        """Return the step [S, n, N] at which each node was last seen strictly before each row; -1: never.
-
-        The running maximum of the steps at which it was seen, shifted by one step.
-        """
-        seen = self._ids < self._specials.n_codes
-        at = torch.where(seen, self._step[:, None, None], -1)
-        padded = self._packing.pad(at, -1).cummax(dim=1).values
-        before = torch.cat([torch.full_like(padded[:, :1], -1), padded[:, :-1]], dim=1)
-        return self._packing.pack(before)
+        self._last_step = last_seen_step(self._ids < self._specials.n_codes, packing)
 
     def frames(self, rows: Tensor, agents: Tensor) -> Frames:
         """Return the inputs of the frames (row [F], agent [F]), nothing of them HIDDEN."""

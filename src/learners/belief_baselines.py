@@ -1,0 +1,307 @@
+"""Predictions of unseen units that need no network, beside which a predictor is judged on the same cases.
+
+    zeros                what an agent without reconstruction reads
+    slot_mean            mean of that node over living unseen units
+    last_seen            features at the last sight, zeros where there was none
+    last_seen_or_mean    features at the last sight, else `slot_mean`
+    map_constant         mean of (agent, node, step); where few were seen, of (node, step), then `slot_mean`
+    ridge                linear regression on the agent's history, one for each node (Hoerl & Kennard 1970)
+
+All are fitted on the living unseen units of the training episodes. The ridge penalty is chosen on the validation
+episodes. Only sums over episodes are kept, so memory does not grow with them, and ranks add up theirs.
+Shapes: n agents, N nodes, D features, F frames (one agent's view), P inputs of the regression, M missing nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.learners.belief_cases import Batches, Cases, cases_of
+from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
+from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import PackedBatch
+
+SIMPLE = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
+BASELINES = (*SIMPLE, "ridge")
+LEAST = 5
+"""Fewest samples of a mean of `map_constant`."""
+
+CONSTANT = 1e-6
+"""A feature of a node whose values in training differ by less is constant: it is no news, and is not counted."""
+
+PENALTIES = tuple(10.0**power for power in range(-7, 2))
+"""Penalties of the ridge, relative to standardised inputs and a mean squared error."""
+
+FIT_OPERATIONS = 1e12
+"""About how many multiplications the regressions may take; maps with many units use a part of the frames."""
+
+GRAM_BYTES = 1 << 28
+"""Memory for the sums of the regressions; on maps with many units nodes are taken in several passes."""
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Fitted baselines.
+
+    Attributes:
+        varies: [N, D] bool, features that exist and are not constant over living units. slot_mean: [N, D].
+        map_constant: [n, N, T + 1, D]. ridge: [N, P, D], weights. penalty: of the ridge.
+        layout: of observations. limit: T, longest episode.
+    """
+
+    varies: Tensor
+    slot_mean: Tensor
+    map_constant: Tensor
+    ridge: Tensor
+    penalty: float
+    layout: EntityLayout
+    limit: int
+
+    def predictions(self, cases: Cases) -> dict[str, Tensor]:
+        """Return the prediction [M, D] of each baseline."""
+        kind, never = cases.truth.dtype, (cases.age == 0)[:, None]
+        mean = self.slot_mean.to(cases.truth)[cases.node]
+        constant = self.map_constant[cases.agent, cases.node, cases.step.clamp(max=self.limit)]
+        return {
+            "zeros": torch.zeros_like(cases.truth),
+            "slot_mean": mean,
+            "last_seen": cases.last,
+            "last_seen_or_mean": torch.where(never, mean, cases.last),
+            "map_constant": constant.to(kind),
+            "ridge": self._regressed(cases).to(kind),
+        }
+
+    def _regressed(self, cases: Cases) -> Tensor:
+        out = torch.zeros(cases.truth.shape, dtype=torch.float64, device=cases.truth.device)
+        inputs, frame = _inputs(cases, self.layout, self.limit)
+        for node in cases.node.unique().tolist():
+            where = cases.node == node
+            out[where] = inputs[frame[where]] @ self.ridge[node]
+        return out
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return everything that was fitted."""
+        names = ("varies", "slot_mean", "map_constant", "ridge")
+        return {**{name: getattr(self, name) for name in names}, "penalty": torch.tensor(self.penalty)}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Tensor], info: EnvInfo, device: torch.device) -> Baselines:
+        """Return the baselines of a `state_dict`. Errors: KeyError, ValueError for one that does not fit."""
+        assert info.layout is not None
+        layout, limit = info.layout, info.episode_limit
+        n, dim, p = layout.n_nodes, layout.node_dim, _n_inputs(info)
+        shapes = {
+            "varies": (n, dim), "slot_mean": (n, dim), "map_constant": (info.n_agents, n, limit + 1, dim),
+            "ridge": (n, p, dim), "penalty": (),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            if tuple(state[name].shape) != shape or not state[name].isfinite().all():
+                raise ValueError(f"{name} is not finite or of another shape")
+        own = {name: state[name].to(device) for name in shapes if name != "penalty"}
+        return cls(**own, penalty=float(state["penalty"]), layout=layout, limit=limit)
+
+
+def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: Dist) -> Baselines:
+    """Fit all baselines; equal on every rank. Called by all ranks.
+
+    training, validation: this rank's episodes with `obs` and `full_obs`.
+    """
+    assert info.layout is not None
+    layout = info.layout
+    sums = _Sums(info, dist.device)
+    frames = 0
+    for batch in training():
+        cases = cases_of(batch, layout)
+        sums.add(batch, cases)
+        frames += int(cases.missing.any(-1).sum())
+    varies, slot_mean, map_constant = sums.finish(dist)
+    p = _n_inputs(info)
+    each = layout.n_nodes * p * p
+    every = max(1, -(-dist.sum_int(frames) * each // int(FIT_OPERATIONS)))
+    weights, penalty = _fit_ridge(training, validation, info, varies, every, dist)
+    return Baselines(varies, slot_mean, map_constant, weights, penalty, layout, info.episode_limit)
+
+
+class _Sums:
+    """Sums over living units, seen or not, for `varies`, and over living unseen ones for the means."""
+
+    def __init__(self, info: EnvInfo, device: torch.device) -> None:
+        assert info.layout is not None
+        self.layout = layout = info.layout
+        self.shape = info.n_agents, layout.n_nodes, info.episode_limit + 1
+        size = info.n_agents * layout.n_nodes * (info.episode_limit + 1)
+        self.total = torch.zeros((size, layout.node_dim), dtype=torch.float64, device=device)
+        self.count = torch.zeros(size, dtype=torch.float64, device=device)
+        whole = (layout.n_nodes, layout.node_dim)
+        self.low, self.high = torch.full(whole, torch.inf), torch.full(whole, -torch.inf)
+
+    def add(self, batch: PackedBatch, cases: Cases) -> None:
+        """Add the episodes of a batch."""
+        full = obs_to_nodes(batch["full_obs"], self.layout)
+        counted = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None] & ~unseen(full)
+        for extreme, limit, better in ((self.low, torch.inf, torch.amin), (self.high, -torch.inf, torch.amax)):
+            found = better(torch.where(counted[..., None], full, limit), dim=(0, 1)).cpu()
+            extreme.copy_(better(torch.stack([extreme, found]), dim=0))
+        _, nodes, steps = self.shape
+        where = cases.living
+        flat = (cases.agent[where] * nodes + cases.node[where]) * steps + cases.step[where].clamp(max=steps - 1)
+        self.total.index_add_(0, flat, cases.truth[where].double())
+        self.count.index_add_(0, flat, torch.ones_like(flat, dtype=torch.float64))
+
+    def finish(self, dist: Dist) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `varies`, `slot_mean` and `map_constant` of the episodes of all ranks."""
+        total = dist.sum(self.total).view(*self.shape, -1)
+        count = dist.sum(self.count).view(*self.shape, 1)
+        extremes = np.stack([self.low.numpy(), -self.high.numpy()])
+        low, negative = np.stack(dist.gather(extremes)).min(0)
+        spread = torch.from_numpy(-negative - low).to(total.device)
+        varies = (spread >= CONSTANT) & feature_mask(self.layout).to(total.device)
+        by_step = total.sum(0), count.sum(0)
+        by_node = by_step[0].sum(1), by_step[1].sum(1)
+        mean = by_node[0] / by_node[1].clamp(min=1)
+        constant = torch.where(by_step[1] >= LEAST, by_step[0] / by_step[1].clamp(min=1), mean[:, None])
+        constant = torch.where(count >= LEAST, total / count.clamp(min=1), constant)
+        return varies, mean.float(), constant.float()
+
+
+def _knots(limit: int) -> list[int]:
+    """Return the steps between which the effect of time is linear: dense at the start, where teams approach."""
+    knots = list(range(min(16, limit) + 1))
+    while knots[-1] < limit:
+        knots.append(min(limit, max(knots[-1] + 2, int(1.25 * knots[-1]))))
+    return knots
+
+
+def _unit_dims(layout: EntityLayout) -> list[int]:
+    """Return the number of features of each node other than the agent itself."""
+    return [layout.ally_dim] * layout.n_allies + [layout.enemy_dim] * layout.n_enemies
+
+
+def _n_inputs(info: EnvInfo) -> int:
+    """Return P: 1, own observation, history of each unit, agent, step."""
+    assert info.layout is not None
+    history = sum(dim + 3 for dim in _unit_dims(info.layout))
+    return 1 + info.layout.obs_dim + history + info.n_agents + len(_knots(info.episode_limit))
+
+
+def _inputs(cases: Cases, layout: EntityLayout, limit: int, every: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the inputs [F, P] float64 of all frames with a missing node, and the frame of each case, [M].
+
+    1, the agent's observation, of each unit its features at the last sight, whether there was one, its age and the
+    inverse of that; who the agent is; a hat function of the step at each knot. every: take only frames of which step
+    plus agent is a multiple of it, the same ones on any number of ranks; the frame of other cases is -1.
+    """
+    n_agents = cases.missing.shape[1]
+    chosen = cases.missing.any(-1)
+    step_of_row = torch.zeros(len(cases.missing), dtype=torch.int64, device=chosen.device)
+    step_of_row[cases.row] = cases.step
+    agents = torch.arange(n_agents, device=chosen.device)
+    if every > 1:
+        chosen = chosen & ((step_of_row[:, None] + agents) % every == 0)
+    rows, who = torch.nonzero(chosen, as_tuple=True)
+    number = torch.full(chosen.shape, -1, dtype=torch.int64, device=chosen.device)
+    number[rows, who] = torch.arange(len(rows), device=chosen.device)
+    parts = [torch.ones((len(rows), 1), device=chosen.device), cases.obs[rows, who]]
+    sights, ages = cases.sights[rows, who], cases.ages[rows, who].double()
+    known = torch.stack([ages > 0, ages / limit, (ages > 0) / ages.clamp(min=1)], dim=-1)
+    for node, dim in enumerate(_unit_dims(layout), start=1):
+        parts += [sights[:, node, :dim], known[:, node]]
+    parts.append((who[:, None] == agents).double())
+    knots = torch.tensor(_knots(limit), dtype=torch.float64, device=chosen.device)
+    parts.append(_hats(step_of_row[rows].double().clamp(max=limit), knots))
+    return torch.cat([part.double() for part in parts], dim=1), number[cases.row, cases.agent]
+
+
+def _hats(at: Tensor, knots: Tensor) -> Tensor:
+    """Return piecewise linear functions [F, k], each 1 at its knot and 0 at the others."""
+    right = torch.searchsorted(knots, at).clamp(1, len(knots) - 1)
+    share = (at - knots[right - 1]) / (knots[right] - knots[right - 1])
+    out = torch.zeros((len(at), len(knots)), dtype=torch.float64, device=at.device)
+    places = torch.arange(len(at), device=at.device)
+    out[places, right - 1] = 1 - share
+    out[places, right] = share
+    return out
+
+
+@dataclass
+class _Normal:
+    """Normal equations of some nodes: [.., P, P], [.., P, D] and [.., D], sums over living unseen units."""
+
+    gram: Tensor
+    cross: Tensor
+    square: Tensor
+
+    @classmethod
+    def of(cls, batches: Iterable[PackedBatch], nodes: range, info: EnvInfo, every: int, dist: Dist) -> _Normal:
+        """Return the sums of all ranks."""
+        layout, p = info.layout, _n_inputs(info)
+        assert layout is not None
+        shapes = (len(nodes), p, p), (len(nodes), p, layout.node_dim), (len(nodes), layout.node_dim)
+        sums = cls(*(torch.zeros(shape, dtype=torch.float64, device=dist.device) for shape in shapes))
+        for batch in batches:
+            cases = cases_of(batch, layout)
+            inputs, frame = _inputs(cases, layout, info.episode_limit, every)
+            for at, node in enumerate(nodes):
+                where = (cases.node == node) & cases.living & (frame >= 0)
+                x, y = inputs[frame[where]], cases.truth[where].double()
+                sums.gram[at] += x.T @ x
+                sums.cross[at] += x.T @ y
+                sums.square[at] += y.square().sum(0)
+        return cls(dist.sum(sums.gram), dist.sum(sums.cross), dist.sum(sums.square))
+
+    def error(self, weights: Tensor, at: int) -> Tensor:
+        """Return the squared errors [D], summed over samples, of weights [P, D] for node `at`."""
+        fitted = (weights * (self.gram[at] @ weights)).sum(0)
+        return self.square[at] - 2 * (weights * self.cross[at]).sum(0) + fitted
+
+
+def _fit_ridge(
+    training: Batches, validation: Batches, info: EnvInfo, varies: Tensor, every: int, dist: Dist
+) -> tuple[Tensor, float]:
+    """Return the weights [N, P, D] and the penalty that has the smallest error on the validation episodes."""
+    assert info.layout is not None
+    p, n_nodes, dim = _n_inputs(info), info.layout.n_nodes, info.layout.node_dim
+    together = max(1, GRAM_BYTES // (16 * p * p))
+    found = torch.zeros((len(PENALTIES), n_nodes, p, dim), dtype=torch.float64, device=dist.device)
+    errors = torch.zeros(len(PENALTIES), dtype=torch.float64, device=dist.device)
+    share = varies.double() / varies.sum(-1, keepdim=True).clamp(min=1)
+    for first in range(1, n_nodes, together):
+        nodes = range(first, min(n_nodes, first + together))
+        fitted = _Normal.of(training(), nodes, info, every, dist)
+        judged = _Normal.of(validation(), nodes, info, every, dist)
+        for at, node in enumerate(nodes):
+            for i, weights in enumerate(_solutions(fitted.gram[at], fitted.cross[at])):
+                found[i, node] = weights
+                errors[i] += (judged.error(weights, at) * share[node]).sum()
+    best = int(errors.argmin())
+    return found[best], PENALTIES[best]
+
+
+def _solutions(gram: Tensor, cross: Tensor) -> Iterable[Tensor]:
+    """Yield the weights [P, D] of each penalty a, the minimum of
+
+        mean of |y - b - w · z|²  +  a |w|²,   z the inputs, standardised, b not penalised
+
+    gram, cross: sums of x x' and of x y', the first input being 1. Solved by the eigenvectors of the correlations.
+    """
+    count = gram[0, 0]
+    if count < 1:
+        yield from (torch.zeros_like(cross) for _ in PENALTIES)
+        return
+    mean, target = gram[0] / count, cross[0] / count
+    centred = gram / count - mean[:, None] * mean
+    scale = centred.diagonal().clamp(min=0).sqrt()
+    moving = scale > 1e-7 * gram.diagonal().div(count).sqrt().clamp(min=1e-3)
+    inverse = torch.where(moving, 1 / scale.clamp(min=1e-12), 0.0)
+    values, vectors = torch.linalg.eigh(centred * inverse[:, None] * inverse)
+    right = vectors.T @ ((cross / count - mean[:, None] * target) * inverse[:, None])
+    for penalty in PENALTIES:
+        weights = inverse[:, None] * (vectors @ (right / (values.clamp(min=0) + penalty)[:, None]))
+        weights[0] = target - mean @ weights
+        yield weights
