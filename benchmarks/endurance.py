@@ -46,7 +46,8 @@ TINY = (
 )  # fmt: skip
 GRAPHS = (
     "graph_pretrain_epochs=2", "graph_pretrain_episodes=8", "graph_pretrain_batch_size=4", "tokenizer_config.n_codes=8",
-    "graph_pretrain_eval_episodes=4", "tokenizer_config.code_dim=4", "tokenizer_config.hidden_dim=8",
+    "graph_pretrain_eval_episodes=4", "graph_pretrain_test_episodes=4",
+    "tokenizer_config.code_dim=4", "tokenizer_config.hidden_dim=8",
     "mask_predictor_config.d_model=8", "mask_predictor_config.n_heads=2", "mask_predictor_config.feedforward_dim=8",
 )  # fmt: skip
 

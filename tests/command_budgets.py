@@ -17,6 +17,7 @@ BUDGETS = (
     "graph_pretrain_episodes=8",
     "graph_pretrain_batch_size=4",
     "graph_pretrain_eval_episodes=4",
+    "graph_pretrain_test_episodes=4",
     "graph_pretrain_eval_interval=1",
     "eval_report_episodes=8",
     "dist_timeout_minutes=2",

@@ -36,7 +36,8 @@ STAGES: dict[str, Any] = {
         "use_gru": True, "last_seen": True, "code_features": True, "decode": "argmax",
     },
     "graph_pretrain_epochs": 2, "graph_pretrain_episodes": 4, "graph_pretrain_batch_size": 2,
-    "graph_pretrain_eval_interval": 1, "graph_pretrain_eval_episodes": 2, "graph_frames_at_once": 64,
+    "graph_pretrain_eval_interval": 1, "graph_pretrain_eval_episodes": 2, "graph_pretrain_test_episodes": 2,
+    "graph_frames_at_once": 64,
 }  # fmt: skip
 SNAKES: dict[str, Any] = {**TINY, "ticks_per_iteration": 20, "buffer_size": 60, "rnn_hidden_dim": 8}
 TOKENIZER = {"pretrained_tokenizer_path": "all stages/models/pretrain_stage1_best"}

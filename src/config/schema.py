@@ -194,8 +194,9 @@ class Config(Frozen):
     graph_pretrain_episodes: Count  # episodes of stages 1 and 2 over all ranks; rounded up to whole rounds of all slots
     graph_pretrain_batch_size: Count  # episodes of one update
     graph_frames_at_once: Count  # agents' frames of an update that stages 1 and 2 process together: limits memory
-    graph_pretrain_eval_interval: Count  # epochs between evaluations on the held-out episodes
-    graph_pretrain_eval_episodes: Count  # held-out episodes over all ranks, also rounded up to whole rounds
+    graph_pretrain_eval_interval: Count  # epochs between evaluations on the validation episodes
+    graph_pretrain_eval_episodes: Count  # validation episodes over all ranks, also rounded up to whole rounds
+    graph_pretrain_test_episodes: Count  # test episodes of stage 2, played once it has ended; rounded up likewise
     graph_pretrain_policy: str  # policy that plays them: random | mixed (scripted players) | path of a checkpoint
     graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
     graph_lr: Positive  # learning rate of Adam in stages 1 and 2

@@ -25,14 +25,14 @@ from omagd.utils.packing import PackedBatch
 PREDICTOR = "predictor"
 GUESSES = (PREDICTOR, *BASELINES)
 AGES = {
-    "": (0, math.inf), "never": (0, 0), "seen": (1, math.inf), "age1": (1, 1), "age2_3": (2, 3), "age4_7": (4, 7),
+    "": (0, math.inf), "never": (0, 0), "before": (1, math.inf), "age1": (1, 1), "age2_3": (2, 3), "age4_7": (4, 7),
     "age8_15": (8, 15), "age16": (16, math.inf),
 }  # fmt: skip
-"""Rows by steps since the last sight, first to last; 0: never seen."""
+"""Rows by steps since the last sight, first to last: `never` seen, seen `before`, then classes of age."""
 
 KINDS = {"": (ALLY, ENEMY), "ally": (ALLY,), "enemy": (ENEMY,)}
-LOGGED = ("", "never", "seen")
-"""Rows by age of which the baselines' errors are logged too; the table has all."""
+LOGGED = ("", "never", "before")
+"""Rows by age of which more than the error of the predictor is logged; the table has all."""
 
 BINS = 10
 LEAST_SPREAD = 0.01
@@ -216,14 +216,14 @@ def belief_values(table: dict[str, Any]) -> dict[str, float]:
     """
     out: dict[str, float] = {}
     for entry in table["rows"]:
-        row = f"_{entry['row']}" if entry["row"] else ""
-        logs_all = row.rpartition("_")[2] in (*LOGGED, *KINDS)
-        for value, name in (("mse", "error"), ("position_rms", "position"), ("health_r2", "health_r2")):
+        name, row = entry["row"], f"_{entry['row']}" if entry["row"] else ""
+        broad = name.rpartition("_")[2] in (*LOGGED, *KINDS)
+        for value, short in (("mse", "error"), ("position_rms", "position"), ("health_r2", "health_r2")):
             for guess, number in entry.get(value, {}).items():
-                if guess == PREDICTOR or logs_all and (value == "mse" or not row):
-                    out[f"{name}{'' if guess == PREDICTOR else f'_{guess}'}{row}"] = number
-        out |= {f"{name}{row}": entry[name] for name in ("taken_for_dead", "recall_dead") if name in entry}
-        out |= {name: entry[name] for name in ("coverage", "nll") if name in entry and not row}
+                if (broad or guess == PREDICTOR) if value == "mse" else name in LOGGED:
+                    out[f"{short}{'' if guess == PREDICTOR else f'_{guess}'}{row}"] = number
+        out |= {f"{of}{row}": entry[of] for of in ("taken_for_dead", "recall_dead") if of in entry and name in AGES}
+        out |= {of: entry[of] for of in ("coverage", "nll") if of in entry and not row}
     if "dead_ece" in table:
         out["dead_ece"] = table["dead_ece"]
     if "error" in out:

@@ -295,7 +295,8 @@ class Checkpointer:
         """Restore this rank's part."""
         session = stage.session
         for name, runner in session.runners.items():
-            runner.restore(own["runners"][name], stage.policies().get(name))
+            if name in own["runners"]:  # earlier versions had fewer purposes
+                runner.restore(own["runners"][name], stage.policies().get(name))
         session.resume_counting(own["past"])
         if inside:
             for name, stateful in self._registered["rank"].items():

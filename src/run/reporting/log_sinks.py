@@ -189,7 +189,7 @@ VALUE_WIDTH = 11
 GAP = 3
 HEADLINE = ("t_env", "epoch", "episode")
 WHOLE = {"updates", "lost_episodes", "restarts", "worker_restarts"}
-DETAIL = re.compile(r"_(self|ally|enemy)(_f\d+)?$")
+DETAIL = re.compile(r"_(self|ally|enemy)(_f\d+)?$|_(never|before|age\d+(_\d+)?)$")
 PHASE = "time/"
 RANK = re.compile(r"^(.+)_rank(\d+)$")
 OF_MAP = re.compile(r"^(test|train)/(.+)/(\w+?)(?:_mean)?$")
@@ -212,8 +212,8 @@ class ConsoleSink(Sink):
 def render_block(record: Record, facts: RunFacts, width: int | None = None) -> str:
     """Return a headline, then the values in aligned columns, sorted by name, test results first.
 
-    Values of one type of node (`…_ally`) or feature (`…_ally_f3`) are only in the files. Shares of the wall time,
-    values of single maps and those of single ranks have lines of their own.
+    Values of one type of node (`…_ally`), feature (`…_ally_f3`) or age (`…_age1`) are only in the files. Shares of the
+    wall time, values of single maps and those of single ranks have lines of their own.
 
     width: of the terminal in characters; None asks the terminal.
     """

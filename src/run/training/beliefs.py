@@ -10,39 +10,75 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EntityLayout
 from omagd.envs.frames import AGENTS, OPPONENTS, Scene, unit_names
+from omagd.learners.belief_baselines import Baselines
+from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
 from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch, pack_episodes
 
 
 def evaluate_beliefs(
     session: Session, pretrained: PretrainedModules, mac: Any
-) -> tuple[dict[str, float], dict[str, str]]:
+) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
     """Play episodes with the trained team and compare its reconstructions with the true units.
 
-    Returns the metrics over all ranks and the path of a picture; both are empty without reconstruction.
+    Returns the metrics over all ranks, the path of a picture and the table; all are empty without reconstruction.
     """
     if pretrained.tokenizer is None or pretrained.predictor is None or not session.config.use_graph_reconstruction:
-        return {}, {}
+        return {}, {}, {}
     per_slot = session.rounds(session.config.graph_pretrain_eval_episodes)
     rollout = session.runners["beliefs"].run(mac, explore=None, episodes_per_slot=per_slot, full_obs=True)
     batch = pack_episodes(rollout.episodes).to(session.dist.device)
     # Without other ranks: it only evaluates, and sums and counts are reduced below.
     alone = Dist(device=session.dist.device)
-    judge = PredictorLearner(pretrained.predictor, pretrained.tokenizer, session.config, session.info, alone)
+    judged = PredictorLearner(pretrained.predictor, pretrained.tokenizer, session.config, session.info, alone)
     metrics = Metrics()
-    metrics.add(judge.evaluate(batch))
-    values = summarise(metrics.reduce(session.dist))
-    return values, {"picture": str(picture(session, pretrained, batch, "beliefs"))} if session.dist.is_main else {}
+    metrics.add(judged.evaluate(batch))
+    values, table = summarise(metrics.reduce(session.dist)), {}
+    if (baselines := saved_baselines(session)) is not None:
+        table = judge(judged, [batch], baselines, session.dist)
+        values |= belief_values(table)
+        table["episodes"] = session.dist.sum_int(batch.packing.n_episodes)
+    drawn = {"picture": str(picture(session, pretrained, batch, "beliefs"))} if session.dist.is_main else {}
+    return values, drawn, table
+
+
+def saved_baselines(session: Session) -> Baselines | None:
+    """Return the baselines in the file of the predictor: the given one, else the run's own; None where it has none.
+
+    Called by all ranks; rank 0 reads. Errors: UserError for a damaged file.
+    """
+    key = "pretrained_mask_predictor_path"
+    given, own = getattr(session.config, key), session.folder.pretrained("stage2", best=True) / PREDICTOR_FILE
+    state, problem = None, ""
+    if session.dist.is_main:
+        try:
+            path = pretrained_file(key, given, PREDICTOR_FILE) if given else own
+            state = load_file(path, key).get("baselines") if path.is_file() else None
+        except UserError as error:
+            problem = error.message
+    state, problem = session.dist.broadcast((state, problem))
+    if state is not None:
+        try:
+            return Baselines.restored(state, session.info, session.dist.device)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            problem = f"{key}={given or own}: its baselines do not fit ({error}); train stage 2 again"
+    if problem:
+        raise UserError(problem)
+    session.logger.info(f"{given or own} has no baselines: errors on living units and beside baselines are left out")
+    return None
 
 
 def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch, name: str) -> Path:

@@ -57,7 +57,7 @@ from omagd.utils.run_folder import RunFolder, plain
 from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import read_entry, read_json
 
-PURPOSES = ("train", "test", "pretrain", "held_out", "beliefs")
+PURPOSES = ("train", "test", "pretrain", "held_out", "pretrain_test", "beliefs")
 REPLAY_KEYS = "buffer_size updates_per_iteration epsilon_start epsilon_finish epsilon_anneal_time epsilon_speed".split()
 """Keys of replay and of epsilon-greedy exploration: on-policy learners reject values other than the defaults."""
 

@@ -37,7 +37,8 @@ from omagd.run.training.records import (
 )
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage
-from omagd.run.training.stages.pretraining import Stage1, Stage2
+from omagd.run.training.stages.prediction import Stage2
+from omagd.run.training.stages.pretraining import Stage1
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
@@ -148,7 +149,7 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
         result.facts["phases"] = session.profiler.end()
         result.values.update(session.failure_counts())
         if name == "stage2":
-            pretrained.train_episodes = pretrained.held_out = None  # stage 3 collects its own; release the memory
+            pretrained.forget_episodes()  # stage 3 collects its own
         session.checkpointer.stage_finished(stage, result, more=name != names[-1])
     return results
 

@@ -30,8 +30,8 @@ RESTARTS = ("restarts", "worker_restarts")
 class Session:
     """One rank's run: configuration, place among the ranks, environment, folder, logs, profiler, checkpoints.
 
-    `runners` play the session's one environment; each purpose ("train", "test", "pretrain", "held_out") has its own
-    stream of episode seeds. `past_failures` are restarts that earlier starts of this run have counted.
+    `runners` play the session's one environment; each purpose ("train", "test", "pretrain", ...) has its own stream of
+    episode seeds. `past_failures` are restarts that earlier starts of this run have counted.
     """
 
     config: Config

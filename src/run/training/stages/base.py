@@ -36,17 +36,27 @@ class Task:
 
 @dataclass
 class PretrainedModules:
-    """What stages hand on: trained modules, and the episodes that stages 1 and 2 share."""
+    """What stages hand on: trained modules, and the episodes of stages 1 and 2.
+
+    Attributes:
+        train_episodes: to learn from. held_out: validation, to select the best model. test_episodes: for the report
+            at the end of stage 2, which is played once there is nothing left to select.
+    """
 
     tokenizer: Tokenizer | None = None
     predictor: MaskPredictor | None = None
     train_episodes: EpisodeBuffer | None = None
     held_out: EpisodeBuffer | None = None
+    test_episodes: EpisodeBuffer | None = None
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
         """Return the episodes that are there, by the name that checkpoints have for them."""
-        found = {"pretrain": self.train_episodes, "held_out": self.held_out}
+        found = {"pretrain": self.train_episodes, "held_out": self.held_out, "pretrain_test": self.test_episodes}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def forget_episodes(self) -> None:
+        """Release the memory of all episodes."""
+        self.train_episodes = self.held_out = self.test_episodes = None
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules that there are, by name."""

@@ -13,14 +13,12 @@ from torch import nn
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners.graph_metrics import summarise
-from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.reconstructor import describe
 from omagd.run.checkpoint.state import Attribute, StageResult
-from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
-from omagd.run.training.beliefs import picture
-from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy, require_same_weights
+from omagd.run.checkpoint.weights import TOKENIZER_FILE, keep_file
+from omagd.run.training.build import new_tokenizer, pretrain_policy, require_same_weights
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.utils.clock import Every
@@ -57,7 +55,7 @@ class PretrainStage(Stage):
         self.last: dict[str, float] = {}
         evaluation = Every(config.graph_pretrain_eval_interval)
         self.dues["test"] = evaluation
-        self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._learned_all(), self.evaluate)]
+        self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._is_over(), self.evaluate)]
         self._missing: dict[str, int] = {}
         self._make_room()
         self._policies: dict[str, Any] = {}
@@ -95,6 +93,10 @@ class PretrainStage(Stage):
         config = self.session.config
         return not self._missing and (config.evaluation_only or self.clock.epoch >= config.graph_pretrain_epochs)
 
+    def _is_over(self) -> bool:
+        """Whether the last evaluation on the held-out episodes is due."""
+        return self._learned_all()
+
     def collect(self) -> None:
         """Play a round of the episodes that are still missing: first those to learn from, then those to measure on."""
         if not self._missing:
@@ -110,13 +112,16 @@ class PretrainStage(Stage):
         self._missing[purpose] -= played
         if self._missing[purpose] <= 0:
             del self._missing[purpose]
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
+            self._close_bar()
             if purpose == "pretrain" and config.save_pretrain_buffer:
                 path = self.session.folder.path / "pretrain_buffer" / _buffer_file(self.session.dist.rank)
                 with STORAGE.attempt(STORAGE.name(path)):
                     buffer.save(path, self._facts())
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def ready(self) -> bool:
         """Whether there is a batch to learn from: once all episodes are there."""
@@ -154,10 +159,7 @@ class PretrainStage(Stage):
         Errors: UserError where training has diverged.
         """
         assert self.pretrained.held_out is not None
-        held_out, buffer = Metrics(), self.pretrained.held_out
-        batch = buffer.batch(range(len(buffer)))
-        held_out.add(self.learner.evaluate(batch.to(self.session.dist.device)))
-        values = summarise(held_out.reduce(self.session.dist))
+        values = self.measure(self.pretrained.held_out)
         self.last = values
         record = {f"eval/{name}": value for name, value in values.items()}
         measured = {**self.session.profiler.record(self.clock.updates), **self.health.record()}
@@ -169,6 +171,12 @@ class PretrainStage(Stage):
         if reached < self.best[0] or math.isnan(self.best[0]):
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained.state_dict()))
 
+    def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
+        """Return the learner's metrics on episodes of all ranks."""
+        metrics, batch = Metrics(), buffer.batch(range(len(buffer)))
+        metrics.add(self.learner.evaluate(batch.to(self.session.dist.device)))
+        return summarise(metrics.reduce(self.session.dist))
+
     def standing(self) -> dict[str, float]:
         """Return the last measurement on the held-out episodes, and the best one with its epoch."""
         if not self.last:
@@ -177,9 +185,9 @@ class PretrainStage(Stage):
 
     def finish(self) -> StageResult:
         """Save the last and the best model, and hand the best one on."""
-        if self._bar is not None:
-            self._bar.close()
+        self._close_bar()
         self.require_sound()
+        more = self.saved_beside()
         module, folder = self.trained, self.session.folder
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])
@@ -189,10 +197,14 @@ class PretrainStage(Stage):
             meta = describe(self.session.config, self.session.info, predictor=self.module_name == "predictor")
             for best, weights in ((False, last), (True, self.best[2])):
                 path = folder.pretrained(self.name, best) / self.weights_name
-                keep_file(path, {"weights": weights, "meta": meta})
+                keep_file(path, {"weights": weights, "meta": meta, **more})
             files[self.name] = str(folder.pretrained(self.name, best=True) / self.weights_name)
         setattr(self.pretrained, self.module_name, module.eval().requires_grad_(False))
         return StageResult(self.name, self.clock.state_dict(), self.standing(), files)
+
+    def saved_beside(self) -> dict[str, Any]:
+        """Return what the files of weights hold beside them. Called by all ranks."""
+        return {}
 
     @property
     def _episodes(self) -> EpisodeBuffer:
@@ -267,28 +279,3 @@ class Stage1(PretrainStage):
         tokenizer = self.pretrained.tokenizer or new_tokenizer(session.config, session.info, session.dist.device)
         tokenizer.requires_grad_(True)
         return TokenizerLearner(tokenizer, session.config, session.info, session.dist)
-
-
-class Stage2(PretrainStage):
-    """Trains a fresh predictor over the frozen tokenizer's tokens."""
-
-    name = "stage2"
-    module_name, weights_name = "predictor", PREDICTOR_FILE
-
-    def make_learner(self) -> PredictorLearner:
-        """Return the learner over a new predictor, or over the given one when it is only evaluated."""
-        session, tokenizer = self.session, self.pretrained.tokenizer
-        assert tokenizer is not None, "stage 2 runs after stage 1 or with its file"
-        predictor = self.pretrained.predictor or new_predictor(session.config, session.info, session.dist.device)
-        predictor.requires_grad_(True)
-        return PredictorLearner(predictor, tokenizer, session.config, session.info, session.dist)
-
-    def finish(self) -> StageResult:
-        """Save the models, and draw one moment as seen, as reconstructed and as it was."""
-        result = super().finish()
-        if self.session.dist.is_main:
-            assert self.pretrained.held_out is not None
-            held_out = self.pretrained.held_out
-            path = picture(self.session, self.pretrained, held_out.batch(range(len(held_out))), "beliefs_stage2")
-            result.files["picture"] = str(path)
-        return result

@@ -347,7 +347,7 @@ class RLStage(Stage):
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
-        beliefs, pictures = evaluate_beliefs(self.session, self.pretrained, self.mac)
+        beliefs, pictures, table = evaluate_beliefs(self.session, self.pretrained, self.mac)
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})
@@ -357,7 +357,8 @@ class RLStage(Stage):
         models = {"agent": str(saved)} if saved.is_dir() else {}
         if self.maps is not None:
             self._synchronise(self.maps)
-        return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures}, self._facts())
+        facts = {**self._facts(), **({"beliefs": table} if table else {})}
+        return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures}, facts)
 
     def so_far(self) -> StageResult:
         """Return also the statistics of maps, up to the last exchange."""
