@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ class Stage2(PretrainStage):
     def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
         super().__init__(session, pretrained)
         self.tested: dict[str, Any] = {}
-        self._baselines: Baselines | None = None
         self.register("tested", Attribute(self, "tested"))
         self.tasks.append(Task("test", self._is_report_due, self.report))
 
@@ -80,38 +79,35 @@ class Stage2(PretrainStage):
     def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
         """Return also what is measured on living units, beside the baselines."""
         values = super().measure(buffer)
-        if (baselines := self.baselines()) is None:
+        if self.baselines is None:
             return values
         batches = in_batches(buffer, self.session.dist.device)
-        return {**values, **belief_values(judge(self.learner, batches, baselines, self.session.dist))}
+        return {**values, **belief_values(judge(self.learner, batches, self.baselines, self.session.dist))}
 
+    @cached_property
     def baselines(self) -> Baselines | None:
-        """Return the baselines: those of the given predictor's file if it is only evaluated, else fitted ones.
+        """The baselines: those of the given predictor's file if it is only evaluated, else fitted ones.
 
-        Called by all ranks.
+        First read by all ranks together.
         """
         session, pretrained = self.session, self.pretrained
-        if self._baselines is None:
-            if session.config.evaluation_only:
-                self._baselines = saved_baselines(session)
-            else:
-                assert pretrained.train_episodes is not None and pretrained.held_out is not None
-                training, validation = (
-                    partial(in_batches, buffer, session.dist.device)
-                    for buffer in (pretrained.train_episodes, pretrained.held_out)
-                )
-                self._baselines = fit_baselines(training, validation, session.info, session.dist)
-        return self._baselines
+        if session.config.evaluation_only:
+            return saved_baselines(session)
+        assert pretrained.train_episodes is not None and pretrained.held_out is not None
+        training, validation = (
+            partial(in_batches, buffer, session.dist.device)
+            for buffer in (pretrained.train_episodes, pretrained.held_out)
+        )
+        return fit_baselines(training, validation, session.info, session.dist)
 
     def saved_beside(self) -> dict[str, Any]:
         """Return the baselines, beside which the predictor is judged in later runs too."""
-        baselines = self.baselines()
-        return {} if baselines is None else {"baselines": baselines.state_dict()}
+        return {} if self.baselines is None else {"baselines": self.baselines.state_dict()}
 
     def report(self) -> None:
         """Measure the best predictor on the test episodes and log one record."""
         session, module, buffer = self.session, self.trained, self.buffers()[TEST]
-        baselines = self.baselines()
+        baselines = self.baselines
         assert baselines is not None
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])

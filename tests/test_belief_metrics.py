@@ -1,0 +1,367 @@
+"""Errors of beliefs and their baselines against loops over single units, on one rank and on two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from ddp_harness import run_phases
+from graph_toys import INFO, LAYOUT, graph_learner, toy_episodes
+
+from omagd.config.env_info import ALLY, ENEMY
+from omagd.learners.belief_baselines import BASELINES, LEAST, PENALTIES, Baselines, fit_baselines
+from omagd.learners.belief_cases import cases_of
+from omagd.learners.belief_metrics import belief_values, judge
+from omagd.modules.graph_reconstructers.belief import Belief
+from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
+from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import Episode, pack_episodes
+
+torch.set_num_threads(1)
+TYPED = replace(LAYOUT, ally_types=1, enemy_types=3, n_types=2)
+N, D = LAYOUT.n_nodes, LAYOUT.node_dim
+AGE_ROWS = {"never": (0, 0), "before": (1, 99), "age1": (1, 1), "age2_3": (2, 3), "age4_7": (4, 7), "age8_15": (8, 15)}
+
+
+class Case(NamedTuple):
+    """One unit that a living agent does not see. past: steps at which it was seen, with its features then."""
+
+    episode: int
+    step: int
+    agent: int
+    node: int
+    truth: np.ndarray
+    past: list[tuple[int, np.ndarray]]
+
+    @property
+    def age(self) -> int:
+        return self.step - self.past[-1][0] if self.past else 0
+
+    @property
+    def last(self) -> np.ndarray:
+        return self.past[-1][1] if self.past else np.zeros(D)
+
+
+def unseen_units(episodes: list[Episode]) -> Iterator[Case]:
+    """Yield the cases, episode by episode."""
+    for number, episode in enumerate(episodes):
+        seen, full = (obs_to_nodes(episode[name], LAYOUT).double().numpy() for name in ("obs", "full_obs"))
+        for step in range(len(seen) - 1):  # the last row is the closing observation
+            for agent in range(INFO.n_agents):
+                if not episode["obs"][step, agent].any():
+                    continue
+                for node in range(1, N):
+                    if seen[step, agent, node].any():
+                        continue
+                    past = [(t, seen[t, agent, node]) for t in range(step) if seen[t, agent, node].any()]
+                    yield Case(number, step, agent, node, full[step, agent, node], past)
+
+
+def varying(episodes: list[Episode]) -> np.ndarray:
+    """Return which features [N, D] differ over living units that living agents could know of."""
+    values: list[list[np.ndarray]] = [[] for _ in range(N)]
+    for episode in episodes:
+        full = obs_to_nodes(episode["full_obs"], LAYOUT).double().numpy()
+        for step, agent in np.ndindex(len(full) - 1, INFO.n_agents):
+            if episode["obs"][step, agent].any():
+                for node in range(N):
+                    if full[step, agent, node].any() or node == 0:
+                        values[node].append(full[step, agent, node])
+    differ = [np.ptp(each, axis=0) >= 1e-6 if each else np.zeros(D, bool) for each in values]
+    return np.array(differ) & feature_mask(LAYOUT).numpy()
+
+
+def mean_of_training(cases: list[Case], case: Case) -> dict[str, np.ndarray]:
+    """Return the two means that predict a case."""
+    living = [each for each in cases if each.truth.any() and each.node == case.node]
+    same_step = [each for each in living if each.step == case.step]
+    same_agent = [each for each in same_step if each.agent == case.agent]
+    mean = np.mean([each.truth for each in living], axis=0)
+    fitting = next((each for each in (same_agent, same_step) if len(each) >= LEAST), living)
+    return {"slot_mean": mean, "map_constant": np.mean([each.truth for each in fitting], axis=0)}
+
+
+def inputs_of(case: Case, episodes: list[Episode]) -> np.ndarray:
+    """Return the inputs of the regression: own observation, history of all units, agent, step."""
+    episode, n_limit = episodes[case.episode], INFO.episode_limit
+    nodes = obs_to_nodes(episode["obs"], LAYOUT).double().numpy()
+    parts = [episode["obs"][case.step, case.agent].double().numpy()]
+    for node in range(1, N):
+        dim = LAYOUT.ally_dim if node <= LAYOUT.n_allies else LAYOUT.enemy_dim
+        times = [t for t in range(case.step) if nodes[t, case.agent, node].any()]
+        age = case.step - times[-1] if times else 0
+        last = nodes[times[-1], case.agent, node] if times else np.zeros(D)
+        parts += [last[:dim], np.array([age > 0, age / n_limit, 1 / age if age else 0.0])]
+    steps = np.arange(n_limit + 1)  # the limit of 12 has a knot at each step
+    return np.concatenate([*parts, np.arange(INFO.n_agents) == case.agent, steps == case.step]).astype(float)
+
+
+def regression(x: np.ndarray, y: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights and intercept of ridge regression by least squares with one more row for each input."""
+    spread = x.std(0)
+    z = np.where(spread > 1e-9, (x - x.mean(0)) / np.where(spread > 1e-9, spread, 1), 0)
+    rows = np.concatenate([z, math.sqrt(penalty * len(x)) * np.eye(z.shape[1])])
+    solution = np.linalg.lstsq(rows, np.concatenate([y - y.mean(0), np.zeros((z.shape[1], D))]), rcond=None)[0]
+    weights = solution / np.where(spread > 1e-9, spread, np.inf)[:, None]
+    return weights, y.mean(0) - x.mean(0) @ weights
+
+
+def fitted(training: list[Episode], validation: list[Episode], dist: Dist | None = None) -> Baselines:
+    """Return the baselines, from several batches."""
+    parts = [training[i::3] for i in range(3)]
+    return fit_baselines(
+        lambda: [pack_episodes(part) for part in parts], lambda: [pack_episodes(validation)], INFO, dist or Dist()
+    )
+
+
+def in_batch_order(cases: list[Case], batch: Any) -> list[Case]:
+    """Return the cases in the order of the batch: row by row, agents, nodes."""
+    place = {number: i for i, number in enumerate(batch.sample_index)}
+    return sorted(cases, key=lambda case: (case.step, place[case.episode], case.agent, case.node))
+
+
+@pytest.fixture(scope="module")
+def data() -> SimpleNamespace:
+    episodes = [toy_episodes(count, seed=seed) for seed, count in ((1, 24), (2, 8), (3, 10))]
+    for some in episodes:
+        for episode in some:  # a feature of all enemies is constant, one of a single enemy, and one can be inferred
+            for name in ("obs", "full_obs"):
+                nodes = obs_to_nodes(episode[name], LAYOUT)
+                there = nodes.ne(0).any(-1)
+                nodes[..., 3:, 1] = torch.where(there[..., 3:], 0.25, 0.0)
+                nodes[..., 3:, 0] = torch.where(there[..., 3:], nodes[..., :1, 4] + 0.1 * nodes[..., 3:, 0], 0.0)
+                nodes[..., 4, 2] = torch.where(there[..., 4], -0.5, 0.0)
+                episode[name] = nodes_to_obs(nodes, LAYOUT)
+    training, validation, test = episodes
+    return SimpleNamespace(
+        training=training, validation=validation, test=test, baselines=fitted(training, validation),
+        cases=list(unseen_units(training)), batch=pack_episodes(test),
+        judged=in_batch_order(list(unseen_units(test)), pack_episodes(test)),
+    )  # fmt: skip
+
+
+def test_cases_are_the_units_that_living_agents_do_not_see(data) -> None:
+    cases, judged = cases_of(data.batch, LAYOUT), data.judged
+    assert len(cases) == len(judged) > 200
+    for name in ("step", "agent", "node", "age"):
+        assert getattr(cases, name).tolist() == [getattr(case, name) for case in judged], name
+    assert cases.living.tolist() == [case.truth.any() for case in judged]
+    for name in ("truth", "last"):
+        np.testing.assert_array_equal(getattr(cases, name).numpy(), [getattr(case, name) for case in judged])
+
+
+def test_features_that_are_constant_in_training_are_left_out(data) -> None:
+    varies = data.baselines.varies.numpy()
+    np.testing.assert_array_equal(varies[1:], varying(data.training)[1:])
+    assert not varies[3:, 1].any() and not varies[4, 2] and varies[3, 2] and varies[5, 2]
+
+
+def test_simple_baselines_are_means_and_last_sights(data) -> None:
+    made = data.baselines.predictions(cases_of(data.batch, LAYOUT))
+    assert tuple(made) == BASELINES and not made["zeros"].any()
+    kinds = set()
+    for i, case in enumerate(data.judged):
+        means = mean_of_training(data.cases, case)
+        wanted = {**means, "last_seen": case.last, "last_seen_or_mean": case.last if case.past else means["slot_mean"]}
+        for name, value in wanted.items():
+            np.testing.assert_allclose(made[name][i].numpy(), value, atol=1e-5, err_msg=name)
+        kinds.add(np.allclose(means["slot_mean"], means["map_constant"]))
+    assert kinds == {True, False}, "with and without a mean of its own"
+
+
+def test_ridge_is_least_squares_with_the_penalty_that_suits_the_validation_episodes(data) -> None:
+    groups = {"training": data.cases, "validation": list(unseen_units(data.validation)), "test": data.judged}
+    errors, guesses = np.zeros(len(PENALTIES)), {}
+    varies = varying(data.training)
+    for node in range(1, N):
+        x, y = {}, {}
+        for name, cases in groups.items():
+            of_node = [case for case in cases if case.node == node and (name == "test" or case.truth.any())]
+            x[name] = np.array([inputs_of(case, getattr(data, name)) for case in of_node])
+            y[name] = np.array([case.truth for case in of_node])
+        for i, penalty in enumerate(PENALTIES):
+            weights, intercept = regression(x["training"], y["training"], penalty)
+            off = x["validation"] @ weights + intercept - y["validation"]
+            errors[i] += (off**2)[:, varies[node]].mean(1).sum()
+            guesses[node, penalty] = x["test"] @ weights + intercept
+    best = PENALTIES[int(errors.argmin())]
+    assert data.baselines.penalty == best and PENALTIES[0] < best < PENALTIES[-1]
+    made = data.baselines.predictions(cases_of(data.batch, LAYOUT))["ridge"].numpy()
+    nodes = np.array([case.node for case in data.judged])
+    for node in range(1, N):
+        np.testing.assert_allclose(made[nodes == node], guesses[node, best], atol=1e-5)
+
+
+class Guesser:
+    """Believes at random."""
+
+    layout = TYPED
+
+    def __init__(self, spread: bool = True) -> None:
+        self.spread, self.said = spread, []
+
+    def beliefs(self, batch):
+        generator = torch.Generator().manual_seed(len(self.said))
+        cases = cases_of(batch, LAYOUT)
+        p = torch.rand(len(cases), generator=generator)
+        features = torch.randn(len(cases), D, generator=generator)
+        spread = torch.rand(len(cases), D, generator=generator) if self.spread else None
+        self.said.append(Belief(torch.where((p > 0.5)[:, None], 0.0, features), p, p > 0.5, spread))
+        return cases.missing, self.said[-1]
+
+
+def of_row(name: str, case: Case) -> bool:
+    """Return whether a case belongs to the row `name`."""
+    kind = LAYOUT.node_types[case.node]
+    for part in filter(None, name.replace("age2_3", "age2-3").replace("age4_7", "age4-7").split("_")):
+        found = part.replace("-", "_")
+        if found in ("ally", "enemy"):
+            fits = kind == {"ally": ALLY, "enemy": ENEMY}[found]
+        elif found.startswith("type"):
+            fits = case.truth[(1 if kind == ALLY else 3) + int(found[4:])] > 0.5
+        elif found == "age8":
+            fits = 8 <= case.age <= 15
+        elif found == "15":
+            fits = True
+        else:
+            low, high = AGE_ROWS[found]
+            fits = low <= case.age <= high
+        if not fits:
+            return False
+    return True
+
+
+def test_the_table_against_loops_over_units(data) -> None:
+    guesser = Guesser()
+    table = judge(guesser, [data.batch], data.baselines, Dist())
+    (belief,) = guesser.said
+    guesses = {"predictor": belief.features, **data.baselines.predictions(cases_of(data.batch, LAYOUT))}
+    varies, found = varying(data.training), set()
+    for entry in table["rows"]:
+        which = [i for i, case in enumerate(data.judged) if of_row(entry["row"], case)]
+        living = [i for i in which if data.judged[i].truth.any()]
+        dead = [i for i in which if not data.judged[i].truth.any()]
+        found.add(entry["row"])
+        if "type" not in entry["row"]:
+            assert entry.get("dead", 0) == len(dead)
+            if dead:
+                assert entry["recall_dead"] == pytest.approx(np.mean([float(belief.p_dead[i] > 0.5) for i in dead]))
+        if not living:
+            continue
+        assert entry["count"] == len(living)
+        assert entry["taken_for_dead"] == pytest.approx(np.mean([float(belief.p_dead[i] > 0.5) for i in living]))
+        truth = np.array([data.judged[i].truth for i in living])
+        health = truth[:, LAYOUT.health]
+        inside, likelihood = [], []
+        for name, guess in guesses.items():
+            off = guess[living].double().numpy() - truth
+            errors = [(off[k][varies[data.judged[i].node]] ** 2).mean() for k, i in enumerate(living)]
+            assert entry["mse"][name] == pytest.approx(np.mean(errors), rel=1e-6), (entry["row"], name)
+            away = 9 * np.hypot(off[:, 2], off[:, 3])
+            assert entry["position_rms"][name] == pytest.approx(math.sqrt((away**2).mean()))
+            assert entry["position_mean"][name] == pytest.approx(away.mean())
+            if "health_r2" in entry:
+                wanted = 1 - (off[:, LAYOUT.health] ** 2).sum() / ((health - health.mean()) ** 2).sum()
+                assert entry["health_r2"][name] == pytest.approx(wanted, rel=1e-6)
+        off = belief.features[living].double().numpy() - truth
+        for k, i in enumerate(living):
+            counted = varies[data.judged[i].node]
+            spread = np.maximum(belief.spread[i].double().numpy(), 0.01)[counted]
+            inside.append((np.abs(off[k][counted]) <= spread).mean())
+            z = off[k][counted] / spread
+            likelihood.append((0.5 * z**2 + np.log(spread * math.sqrt(2 * math.pi))).mean())
+        assert (entry["coverage"], entry["nll"]) == pytest.approx((np.mean(inside), np.mean(likelihood)))
+    kinds = ("", "ally", "enemy")
+    assert found >= {"_".join(filter(None, (kind, age))) for kind in kinds for age in [*AGE_ROWS][:-1]}
+    assert found >= {"", "ally", "enemy", "ally_type0", "ally_type1", "enemy_type0", "enemy_type1"}
+
+
+def test_calibration_is_the_distance_of_stated_from_true_shares(data) -> None:
+    guesser = Guesser(spread=False)
+    table = judge(guesser, [data.batch], data.baselines, Dist())
+    p = guesser.said[0].p_dead.double().numpy()
+    dead = np.array([not case.truth.any() for case in data.judged])
+    bins = [np.flatnonzero((p * 10).astype(int) == b) for b in range(10)]
+    wanted = [[len(b) / len(p), p[b].mean(), dead[b].mean()] for b in bins if len(b)]
+    np.testing.assert_allclose(table["reliability"], wanted)
+    assert table["dead_ece"] == pytest.approx(sum(share * abs(said - true) for share, said, true in wanted))
+    assert not {"coverage", "nll"} & table["rows"][0].keys()
+
+
+def test_logged_values_are_those_of_the_table(data) -> None:
+    table = judge(Guesser(), [data.batch], data.baselines, Dist())
+    rows, values = {entry["row"]: entry for entry in table["rows"]}, belief_values(table)
+    assert values["error"] == rows[""]["mse"]["predictor"]
+    assert values["error_ridge_enemy_never"] == rows["enemy_never"]["mse"]["ridge"]
+    assert values["error_last_seen_before"] == rows["before"]["mse"]["last_seen"]
+    assert values["error_ally_age2_3"] == rows["ally_age2_3"]["mse"]["predictor"]
+    assert values["position_map_constant"] == rows[""]["position_rms"]["map_constant"]
+    simple = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
+    assert values["ratio_simple"] == values["error"] / min(rows[""]["mse"][name] for name in simple)
+    assert values["ratio_ridge"] == values["error"] / rows[""]["mse"]["ridge"]
+
+
+def test_where_everything_is_seen_there_is_nothing_to_measure() -> None:
+    episodes = [{"obs": each["full_obs"], "full_obs": each["full_obs"]} for each in toy_episodes(4, seed=1)]
+    for each in episodes:  # nobody dies
+        each["obs"] = each["full_obs"] = torch.where(each["full_obs"] == 0, 0.5, each["full_obs"])
+    baselines = fitted(episodes, episodes)
+    table = judge(graph_learner("stage2"), [pack_episodes(episodes)], baselines, Dist())
+    assert table == {"rows": [], "reliability": []} and belief_values(table) == {}
+    assert not baselines.ridge.any() and not baselines.slot_mean.any()
+
+
+def test_a_predictors_beliefs_are_its_guesses_with_their_spread() -> None:
+    stage, batch = graph_learner("stage2", decode="argmax"), pack_episodes(toy_episodes(6, seed=4))
+    missing, belief = stage.beliefs(batch)
+    sample = stage.sample(batch)
+    logits = stage.predictor(sample.frames, sample.masked)
+    guess, p, table = stage.predictor.guess(logits), logits.softmax(-1).detach(), stage.tokenizer.table()
+    assert torch.equal(missing, cases_of(batch, LAYOUT).missing)
+    assert torch.equal(belief.features, guess.features.float()) and torch.equal(belief.taken_for_dead, guess.absent)
+    torch.testing.assert_close(belief.p_dead, p[:, -1], rtol=0, atol=1e-12)
+    values = torch.cat([table, torch.zeros(1, D)])
+    mean = p @ values.double()
+    for i in range(0, len(p), 7):
+        variance = sum(p[i, c] * (values[c] - mean[i]) ** 2 for c in range(len(values)))
+        torch.testing.assert_close(belief.spread[i], variance.sqrt(), rtol=1e-6, atol=1e-7)
+    parts = graph_learner("stage2", decode="argmax", graph_frames_at_once=9).beliefs(batch)[1]
+    torch.testing.assert_close(parts.features, belief.features, rtol=1e-5, atol=1e-6)
+
+
+def test_saved_baselines_predict_the_same_and_others_are_rejected(data) -> None:
+    state = data.baselines.state_dict()
+    again = Baselines.restored(state, INFO, torch.device("cpu"))
+    cases = cases_of(data.batch, LAYOUT)
+    made = again.predictions(cases)
+    assert all(torch.equal(value, made[name]) for name, value in data.baselines.predictions(cases).items())
+    for name, wrong in (("slot_mean", torch.zeros(2, 3)), ("ridge", torch.full_like(state["ridge"], math.nan))):
+        with pytest.raises(ValueError, match=name):
+            Baselines.restored({**state, name: wrong}, INFO, torch.device("cpu"))
+
+
+def on_a_rank(rank: int, dist: Dist, episodes: list[list[Episode]]) -> Any:
+    """Return baselines and table of the episodes of which each rank has a share."""
+    training, validation, test = (some[rank :: dist.world_size] for some in episodes)
+    baselines = fitted(training, validation, dist)
+    batches = [pack_episodes(test)] if test else []
+    return baselines.state_dict(), judge(graph_learner("stage2"), batches, baselines, dist)
+
+
+@pytest.mark.processes
+def test_two_ranks_fit_and_judge_as_one_process(data) -> None:
+    episodes = [data.training, data.validation, data.test[:1]]  # the second rank has no test episode
+    (alone,), ranks = run_phases(on_a_rank, [(1, episodes), (2, episodes)])
+    for state, table in ranks:
+        for name, value in alone[0].items():
+            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-7)
+        assert table == ranks[0][1]
+        for mine, wanted in zip(table["rows"], alone[1]["rows"], strict=True):
+            for key, value in wanted.items():
+                assert key == "row" or mine[key] == pytest.approx(value, rel=1e-5), (wanted["row"], key)

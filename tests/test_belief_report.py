@@ -1,0 +1,118 @@
+"""Test episodes of stage 2: they select nothing, are played last, and survive interruptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_budgets import BUDGETS
+from interruption import TornRun, interrupted_run
+from run_equality import differences, reproducible_lines
+
+from omagd.config.schema import Config
+from omagd.run.checkpoint.store import folders, read_checkpoint
+from omagd.run.checkpoint.weights import PREDICTOR_FILE
+from omagd.run.cli.main import config_from
+from omagd.run.launch.launcher import launch
+from omagd.run.reporting import plots
+from omagd.run.training.stages.prediction import TEST, Stage2
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import read_json
+
+SMALLEST = (
+    "--config=omagd", "--env-config=skirmish", "with", *BUDGETS, "env_args.map_name=3m", "run=default",
+    "pretrain_only=True", "checkpoint_interval=0", "auto_resume=True", "max_checkpoints_to_keep=50",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
+
+
+def config(results: Path, *more: str) -> Config:
+    return config_from([*SMALLEST, f"local_results_path={results}", "graph_pretrain_test_episodes=6", *more])
+
+
+def logged(folder: Path, prefix: str) -> list[dict]:
+    lines = [{k: v for k, v in line.items() if k.startswith(prefix)} for line in reproducible_lines(folder)]
+    return [line for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a run that nothing interrupted, and what its stage 2 did."""
+    seen, play, measure = [], Stage2._play, Stage2.measure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "curves", lambda *_: None)
+
+        def playing(self, purpose, into):
+            seen.append((purpose, self.clock.epoch, self.best[1]))
+            return play(self, purpose, into)
+
+        def measuring(self, buffer):
+            seen.append(("measure", self.clock.epoch, len(self.buffers()[TEST])))
+            assert buffer is self.pretrained.held_out
+            return measure(self, buffer)
+
+        patch.setattr(Stage2, "_play", playing)
+        patch.setattr(Stage2, "measure", measuring)
+        folder = launch(config(tmp_path_factory.mktemp("whole")), "run")["folder"]
+    return RunFolder(folder), seen
+
+
+def test_test_episodes_are_played_last_and_change_nothing_that_is_trained(whole, tmp_path):
+    folder, seen = whole
+    best = read_json(folder.summary_json)["stages"]["stage2"]["values"]["best_epoch"]
+    assert seen == [("measure", 1, 0), ("measure", 2, 0), *[(TEST, 2, best)] * 3], "2 battles at a time, 6 episodes"
+    other = launch(config(tmp_path, "graph_pretrain_test_episodes=2"), "run")["folder"]
+    found = differences(folder.path, Path(other))
+    assert len(found) == 1 and "stage2 ['test/" in found[0], found
+    (one,), (two,) = (logged(path, "test/") for path in (folder.path, Path(other)))
+    assert one.keys() >= {"test/error", "test/error_ridge", "test/error_map_constant", "test/top1", "test/dead_ece"}
+    assert one["test/error"] != two["test/error"]
+    stages = [read_json(Path(path) / "summary.json")["stages"]["stage2"] for path in (folder.path, other)]
+    assert [stage["beliefs"]["episodes"] for stage in stages] == [6, 2]
+    assert stages[0]["values"]["test_error"] == stages[0]["beliefs"]["rows"][0]["mse"]["predictor"]
+
+
+def test_a_run_that_is_interrupted_among_its_test_episodes_ends_with_the_same_bits(whole, tmp_path):
+    given = config(tmp_path)
+    last = read_checkpoint(folders(whole[0].checkpoints)[0]).manifest["iteration"]
+    for iteration in (last - 3, last - 2, last - 1):
+        folder, _ = interrupted_run(given, iteration)
+    assert read_checkpoint(folders(folder.checkpoints)[0]).manifest["stage"] == "stage2"
+    stages = launch(given, "another")["stages"]
+    assert differences(whole[0].path, folder.path) == []
+    assert stages["stage2"]["beliefs"] == read_json(whole[0].summary_json)["stages"]["stage2"]["beliefs"]
+
+
+def test_a_checkpoint_from_before_there_were_test_episodes_is_continued(whole, tmp_path):
+    given = config(tmp_path)
+    last = read_checkpoint(folders(whole[0].checkpoints)[0]).manifest["iteration"]
+    folder, _ = interrupted_run(given, last - 3)
+    torn = TornRun(folder.path)
+    torn.change_part("common", lambda state: state["shared"].pop("tested"))
+    torn.change_part("rank_0", lambda state: state["runners"].pop(TEST))
+    assert launch(given, "another")["folder"] == str(folder.path)
+    assert differences(whole[0].path, folder.path) == []
+
+
+def test_the_predictors_file_has_the_baselines_for_later_runs(whole, tmp_path):
+    given = [
+        f"pretrained_tokenizer_path={whole[0].pretrained('stage1', best=True)}",
+        f"pretrained_mask_predictor_path={whole[0].pretrained('stage2', best=True)}", "evaluation_only=True",
+    ]  # fmt: skip
+    stages = launch(config(tmp_path / "given", *given), "run")["stages"]
+    assert {"error", "error_ridge"} <= stages["stage2"]["values"].keys()
+    file = whole[0].pretrained("stage2", best=True) / PREDICTOR_FILE
+    content = torch.load(file, weights_only=True)
+    bare = tmp_path / PREDICTOR_FILE
+    torch.save({name: value for name, value in content.items() if name != "baselines"}, bare)
+    given[1] = f"pretrained_mask_predictor_path={bare}"
+    summary = launch(config(tmp_path / "bare", *given), "run")
+    values = summary["stages"]["stage2"]["values"]
+    assert "error" not in values and values["error_all"] == stages["stage2"]["values"]["error_all"]
+    assert RunFolder(summary["folder"]).log(0).read_text().count(f"{bare} has no baselines") == 1
