@@ -1,50 +1,134 @@
-"""How well the unseen is filled in, beside what needs no learning: held-out episodes, and the trained team's own.
+"""How well units are reconstructed that an agent does not see, beside baselines, on test episodes.
 
     python benchmarks/reconstruction.py --env skirmish --map 5m_vs_6m
-    python benchmarks/reconstruction.py --env smax --map 5m_vs_6m
+    python benchmarks/reconstruction.py --env smax --map 5m_vs_6m --seeds 1 2 3
 
-Runs all stages of `omagd_small` (further words `key=value` go to the run) and prints a Markdown table: mean squared
-error of the features of unseen nodes of living observers, slot by slot as the agent receives them.
+Runs stages 1 and 2 of `omagd_small` for each seed (further words `key=value` go to the runs; a finished run is not
+repeated). Prints Markdown tables of the errors on living units, each row on the same cases for all: the mean over seeds,
+then each seed. Writes one JSON line for each row and seed, and a picture of the error by steps since the last sight.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 from runs import play, summary
 
-COLUMNS = {
-    "zeros": "error_zeros",
-    "slot mean": "error_slot_mean",
-    "last seen": "error_last_seen",
-    "last seen, else slot mean": "error_last_seen_or_mean",
-    "reconstruction": "error",
-    "ratio to the best baseline": "error_ratio",
-    "dead or unseen (balanced accuracy)": "balanced_accuracy",
-    "top-1": "top1",
-    "top-5": "top5",
-}
+GUESSES = {
+    "predictor": "reconstruction", "ridge": "ridge", "map_constant": "map constant",
+    "last_seen_or_mean": "last seen, else mean", "last_seen": "last seen", "slot_mean": "slot mean", "zeros": "zeros",
+}  # fmt: skip
+AGES = {"never": "never", "age1": "1", "age2_3": "2-3", "age4_7": "4-7", "age8_15": "8-15", "age16": "16+"}
+DRAWN = {"predictor": ("#0f8b8d", "o"), "ridge": ("#e4572e", "s"), "last_seen": ("#4f5d95", "^")}
+VALUES = {
+    "mse": "mean squared error of the features that vary", "position_rms": "position, RMS error in cells",
+    "health_r2": "health, R²",
+}  # fmt: skip
+Rows = dict[str, dict[str, Any]]
+"""Rows of one run's table by name."""
+
+
+def rows_of(folder: Path) -> Rows:
+    """Return the table of a run's test episodes."""
+    return {row["row"]: row for row in summary(folder)["stages"]["stage2"]["beliefs"]["rows"]}
+
+
+def run(arguments: argparse.Namespace, seed: int, extra: list[str]) -> Path:
+    """Train and test one seed, unless that is done; return the folder."""
+    token = f"reconstruction_{arguments.env}_{arguments.map}_seed{seed}"
+    done = Path(arguments.results) / token
+    if (done / "summary.json").is_file() and summary(done)["exit_state"] == "completed":
+        return done
+    words = [f"env_args.map_name={arguments.map}", "run=default", "pretrain_only=True", f"seed={seed}", *extra]
+    return play(token, arguments.results, arguments.config, arguments.env, words)
+
+
+def cells(found: list[Rows], value: Callable[[dict[str, Any]], float | None], name: str) -> str:
+    """Return the mean over the runs in which a row has a value, then each run's."""
+    each = [value(rows[name]) if name in rows else None for rows in found]
+    known = [number for number in each if number is not None]
+    if not known:
+        return "-"
+    if len(found) == 1:
+        return f"{known[0]:.4g}"
+    return f"{np.mean(known):.3g} ({', '.join('-' if number is None else f'{number:.3g}' for number in each)})"
+
+
+def tables(label: str, found: list[Rows]) -> str:
+    """Return the Markdown tables of several seeds."""
+    names = list(dict.fromkeys(name for rows in found for name in rows))
+    lines = []
+    for value, title in VALUES.items():
+        lines += [f"\n{label}: {title}\n", f"| units | count | {' | '.join(GUESSES.values())} |"]
+        lines.append("|---" * (len(GUESSES) + 2) + "|")
+        for name in names:
+            if not any(value in rows.get(name, {}) for rows in found):
+                continue
+            count = cells(found, lambda row: row.get("count"), name)
+            numbers = [cells(found, lambda row, g=guess: row.get(value, {}).get(g), name) for guess in GUESSES]
+            lines.append(f"| {name or 'all'} | {count} | {' | '.join(numbers)} |")
+    more = {"taken_for_dead": "living taken for dead", "recall_dead": "dead recognised", "coverage": "within 1 σ"}
+    lines += [f"\n{label}: dead or alive\n", f"| units | {' | '.join(more.values())} |", "|---" * (len(more) + 1) + "|"]
+    for name in names:
+        numbers = [cells(found, lambda row, k=key: row.get(k), name) for key in more]
+        lines.append(f"| {name or 'all'} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def draw(label: str, found: list[Rows], path: Path) -> None:
+    """Draw the position error of enemies by steps since the last sight; a point for each seed, a line of means."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.2, 3.6), dpi=110, facecolor="white", layout="constrained")
+    for axis, kind in zip(figure.subplots(1, 2), ("enemy", "ally"), strict=True):
+        least = 20 * len(found)
+        shown = [age for age in AGES if sum(r.get(f"{kind}_{age}", {}).get("count", 0) for r in found) >= least]
+        for guess, (colour, marker) in DRAWN.items():
+            ages = [age for age in shown if guess != "last_seen" or age != "never"]
+            values = [
+                [r[f"{kind}_{age}"]["position_rms"][guess] for r in found if f"{kind}_{age}" in r] for age in ages
+            ]
+            at = [shown.index(age) for age in ages]
+            axis.plot(at, [np.mean(each) for each in values], color=colour, marker=marker, ms=5, label=GUESSES[guess])
+            for x, each in zip(at, values, strict=True):
+                axis.plot([x] * len(each), each, ".", color=colour, alpha=0.5, ms=5)
+        axis.set_xticks(range(len(shown)), [AGES[age] for age in shown])
+        axis.set(xlabel="steps since the last sight", ylabel="RMS position error, cells", ylim=(0, None))
+        axis.set_title({"enemy": "enemies", "ally": "allies"}[kind] + (" (too few cases)" if not shown else ""))
+        axis.grid(alpha=0.3)
+        if shown:
+            axis.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{label}: living units that an agent does not see, {len(found)} seed(s)", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
 
 
 def main() -> None:
-    """Play one run and print its table."""
+    """Run all seeds, print the tables, write JSON lines and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="omagd_small")
     parser.add_argument("--env", default="skirmish")
     parser.add_argument("--map", default="5m_vs_6m")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--results", default="results/benchmarks")
-    parser.add_argument("--t-max", type=int, default=100_000)
+    parser.add_argument("--lines", help="file of the JSON lines; default: in the results folder")
+    parser.add_argument("--picture", help="file of the picture; default: in the results folder")
     arguments, extra = parser.parse_known_args()
-    token = f"reconstruction_{arguments.env}_{arguments.map}"
-    words = [f"env_args.map_name={arguments.map}", f"t_max={arguments.t_max}", *extra]
-    folder = play(token, arguments.results, arguments.config, arguments.env, words)
-    stages = summary(folder)["stages"]
-    policy = {name.removeprefix("policy_"): value for name, value in stages["stage3"]["values"].items()}
-    print(f"| {arguments.env} {arguments.map} | {' | '.join(COLUMNS)} |")
-    print("|---" * (len(COLUMNS) + 1) + "|")
-    for title, values in (("held-out episodes", stages["stage2"]["values"]), ("the trained team's episodes", policy)):
-        print(f"| {title} | {' | '.join(f'{values[name]:.4f}' for name in COLUMNS.values())} |")
-    print(f"\n{folder}")
+    found = [rows_of(run(arguments, seed, extra)) for seed in arguments.seeds]
+    label, name = f"{arguments.env} {arguments.map}", f"reconstruction_{arguments.env}_{arguments.map}"
+    print(tables(label, found))
+    lines = Path(arguments.lines or Path(arguments.results) / f"{name}.jsonl")
+    about = {"env": arguments.env, "map": arguments.map, "config": arguments.config}
+    with lines.open("w") as file:
+        for seed, rows in zip(arguments.seeds, found, strict=True):
+            file.writelines(json.dumps({**about, "seed": seed, **row}) + "\n" for row in rows.values())
+    draw(label, found, Path(arguments.picture or lines.with_suffix(".png")))
+    print(f"\n{lines}")
 
 
 if __name__ == "__main__":

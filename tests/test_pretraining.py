@@ -266,26 +266,21 @@ def test_metrics_against_loops_over_tokens() -> None:
     values = summarise({name: float(total) / float(count) for name, (total, count) in stage.evaluate(batch).items()})
     sample, real, tokens = sample_of(stage, batch), feature_mask(LAYOUT), []
     logits = stage.predictor.eval()(sample.frames, sample.masked)
-    guess = stage.predictor.guess(logits)
-    mean = stage.predictor.slot_sum / stage.predictor.slot_count.clamp(min=1)[:, None]
+    guess, table = stage.predictor.guess(logits), stage.tokenizer.table()
     for _, episode, step, agent, targets in by_frame(sample, batch):
         full = obs_to_nodes(episodes[episode]["full_obs"][step, agent], LAYOUT).double()
-        past = obs_to_nodes(episodes[episode]["obs"][:step, agent], LAYOUT).double()
         for slot in targets:
-            zeros, seen = torch.zeros_like(full[slot]), past[past[:, slot].any(-1), slot]
-            guesses = {"error": guess.features[len(tokens)], "error_zeros": zeros, "error_slot_mean": mean[slot]}
-            guesses["error_last_seen"] = seen[-1] if len(seen) else zeros
-            guesses["error_last_seen_or_mean"] = seen[-1] if len(seen) else mean[slot]
+            guesses = {"error_all": guess.features[len(tokens)]}
+            code = targets[slot]
+            guesses["error_all_code"] = torch.zeros_like(full[slot]) if code == ABSENT else table[code].double()
             errors = {name: float((x - full[slot])[real[slot]].detach().square().mean()) for name, x in guesses.items()}
             tokens.append({**errors, "dead": not full[slot].any()})
     wanted = {name: np.mean([token[name] for token in tokens]) for name in errors}
     dead, absent = np.array([token["dead"] for token in tokens]), guess.absent.numpy()
     rank = 1 + (logits.argsort(descending=True) == sample.target[:, None]).int().argmax(1).numpy()
     assert 0 < dead.sum() < len(dead)
-    wanted["error_alive"] = np.mean([token["error"] for token in tokens if not token["dead"]])
     wanted["balanced_accuracy"] = (absent[dead].mean() + (~absent)[~dead].mean()) / 2
-    wanted["error_rival"] = min(wanted[f"error_{name}"] for name in ("slot_mean", "last_seen", "last_seen_or_mean"))
-    wanted.update(top3=(rank <= 3).mean(), mrr=(1 / rank).mean(), error_ratio=wanted["error"] / wanted["error_rival"])
+    wanted.update(top3=(rank <= 3).mean(), mrr=(1 / rank).mean(), absent_share=dead.mean())
     assert {name: values[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
 
 

@@ -16,6 +16,7 @@ from many_runs import STEPS, make_run, make_run_on_a_set, make_study
 from scipy.stats import bootstrap
 
 from omagd.envs.frames import Scene
+from omagd.run.analysis.run_report import POPULATIONS
 from omagd.run.analysis.statistics import FEW
 from omagd.run.cli.main import main
 from omagd.run.watch.recording import Episode, Moment, Recording
@@ -75,11 +76,15 @@ def three_stages(folder, **updates):
     """Write a run with results of all stages."""
     make_run(folder, config="omagd_small", lr=0.002, **updates)
     summary = json.loads((folder / "summary.json").read_text())
-    errors = {"error": 0.01, "error_ally": 0.0, "error_enemy": 0.02, "error_zeros": 0.4, "error_ratio": 0.125}
+    tested = {"test_error": 0.01, "test_ratio_simple": 0.125, "test_ratio_ridge": 1.5, "top1": 0.9, "test_top1": 0.75}
+    rows = [
+        {"row": name, "count": 7, "mse": {"predictor": error, "zeros": 0.4}}
+        for name, error in zip(POPULATIONS, (0.01, 0.0, 0.02, *[0.04] * 7), strict=True)
+    ]
     summary["stages"] = {
         "stage1": {"values": {"codes_in_use": 64.0, "perplexity": 32.5, "mse": 0.001},
                    "phases": {"wall": 10.0, "update": 7.5, "collect": 2.5}},
-        "stage2": {"values": {**errors, "top1": 0.75}, "phases": {"wall": 20.0, "update": 20.0}},
+        "stage2": {"values": tested, "phases": {"wall": 20.0, "update": 20.0}, "beliefs": {"rows": rows}},
         "stage3": {"values": {**summary["stages"]["stage3"]["values"], "policy_error": 0.03}},
     }  # fmt: skip
     add(folder, "summary.json", summary)
@@ -106,8 +111,10 @@ def test_a_run_has_results_reconstruction_codes_times_ranks_card_and_differences
     page = report(folder)
     assert capsys.readouterr().out.split() == [str(folder / "report.html")]
     assert page.row("win rate")[1:] == ["0.750", "0.750"] and page.row("MSE")[1:] == ["0.001", ""]
-    assert page.row("reconstruction")[1:4] == ["0.01", "0", "0.02"]
-    assert page.row("baseline: zeros")[1] == "0.400" and page.row("token right")[1] == "0.750"
+    assert ["", *POPULATIONS.values()] in page.rows
+    assert page.row("reconstruction")[1:5] == ["0.01", "0", "0.02", "0.04"] and page.row("units")[1:] == ["7"] * 10
+    assert page.row("zeros")[1] == "0.400" and page.row("token right")[1] == "0.750"
+    assert page.row("to ridge regression")[1] == "1.500"
     assert page.row("codes in use", 2)[1] == "64 of 256 (25%)"
     phases = [line for line in page.lines if line in ("update 75.0 % 8 s", "collect 25.0 % 2 s")]
     assert phases == ["update 75.0 % 8 s", "collect 25.0 % 2 s"], "the longest first"
@@ -296,22 +303,17 @@ def test_an_evaluation_has_one_value_of_each_and_a_single_test_is_a_large_dot(tm
     assert min(dots) >= 4
 
 
-def shares(text, tag="i"):
-    """Return the widths of the bars of a page in percent."""
-    return [float(width) for width in re.findall(rf'<{tag} style="width:([\d.]+)%', text)]
-
-
 def test_headlines_and_results_of_a_run_that_goes_on_are_its_last_and_its_best_test(tmp_path, capsys):
     folder = make_run(tmp_path / "run", (0.0, 0.8, 0.5), finished=False)
-    last = {"stage": "stage3", "t_env": STEPS[2], "policy/error": 0.03, "policy/error_zeros": 0.12, "loss_rank1": 0.5}
+    last = {"stage": "stage3", "t_env": STEPS[2], "policy/error": 0.03, "loss_rank1": 0.5}
     log(folder, {**last, "skipped_updates": 2}, {**last, "skipped_updates": 5}, {**last, "skipped_updates": 4})
     page = report(folder)
     text = (folder / "report.html").read_text()
+    assert page.row("belief error")[1] == "0.03"
     for label, value in (("win rate, last test", "0.500"), ("best win rate", "0.800"), ("return, last test", "10"),
                          ("environment steps", "20,100")):  # fmt: skip
         assert f"<b>{value}</b><span>{label}</span>" in text
     assert page.row("win rate")[1:] == ["0.500", "0.800"] and page.row("return", 3)[1:] == ["10", "16"]
-    assert page.row("reconstruction")[1] == "0.03" and shares(text) == [25.0, 100.0]
     assert "5 updates skipped: their gradient was not finite" in page.lines, "counts are of the whole run"
     assert page.row("1")[-1] == "0.500", "what a rank logged of its own"
 

@@ -31,14 +31,23 @@ COUNTS = {
 }
 """Failures that `metrics.jsonl` counts since the start of the run."""
 
-ERRORS = {
-    "error": "reconstruction", "error_last_seen": "baseline: last seen", "error_slot_mean": "baseline: slot mean",
-    "error_last_seen_or_mean": "baseline: last seen, else mean", "error_zeros": "baseline: zeros",
-    "error_code": "limit: the correct token, decoded",
+GUESSES = {
+    "predictor": "reconstruction", "ridge": "ridge regression", "map_constant": "map constant",
+    "last_seen_or_mean": "last seen, else mean", "last_seen": "last seen", "slot_mean": "slot mean", "zeros": "zeros",
 }  # fmt: skip
+"""Predictor and baselines of a table of beliefs."""
+
+POPULATIONS = {
+    "": "all", "ally": "allies", "enemy": "enemies", "never": "never seen", "before": "seen before",
+    "age1": "1 step ago", "age2_3": "2-3", "age4_7": "4-7", "age8_15": "8-15", "age16": "16 and more",
+}  # fmt: skip
+"""Rows of a table of beliefs that the page shows, as columns."""
+
 SHARES = {
     "top1": "token right", "top3": "token among the 3 most probable", "top5": "token among the 5 most probable",
-    "recall_alive": "living units found alive", "recall_absent": "dead units found dead",
+    "taken_for_dead": "living units taken for dead", "recall_dead": "dead units found dead",
+    "taken_for_dead_before": "living units taken for dead, of those seen before",
+    "dead_ece": "expected calibration error of the probability of being dead",
 }  # fmt: skip
 LOG_LINES = 12
 LARGEST_PICTURE, LARGEST_RECORDING = 1 << 20, 3 << 19
@@ -101,23 +110,23 @@ def results(run: Run) -> list[tuple[str, list[str], Table]]:
 
 
 def reconstruction(run: Run) -> list[dict[str, Any]]:
-    """Return tables of errors and of correct guesses, on held-out episodes and on those of the trained policy."""
+    """Return tables of errors on living unseen units and of right guesses: test episodes, and the trained policy's."""
     tables = []
     for stage, prefix, title in (
-        ("stage2", "", "Held-out episodes"), ("stage3", "policy_", "Episodes of the trained policy"),
+        ("stage2", "test_", "Test episodes"), ("stage3", "policy_", "Episodes of the trained policy"),
     ):  # fmt: skip
-        values = values_of(run, stage)
-        if f"{prefix}error" not in values:
+        values, found = values_of(run, stage), stages_of(run).get(stage, {}).get("beliefs")
+        rows = found.get("rows", []) if isinstance(found, dict) else []
+        rows = {row.get("row"): row for row in rows if isinstance(row, dict) and isinstance(row.get("mse"), dict)}
+        shown = {name: label for name, label in POPULATIONS.items() if name in rows}
+        if not shown:
             continue
-        worst = max(values.get(prefix + key, 0.0) for key in ERRORS)
-        errors = [
-            (label, [_text(values, f"{prefix}{key}{kind}") for kind in ("", "_ally", "_enemy")],
-             100 * values[prefix + key] / (worst or 1.0))
-            for key, label in ERRORS.items() if prefix + key in values
-        ]  # fmt: skip
-        shares = [(label, _text(values, prefix + key)) for key, label in SHARES.items() if prefix + key in values]
+        errors = [[label, *(_text(rows[name]["mse"], guess) for name in shown)] for guess, label in GUESSES.items()]
+        errors.append(["units", *(_text(rows[name], "count") for name in shown)])
+        shares = [[label, _text(values, prefix + key)] for key, label in SHARES.items() if prefix + key in values]
+        ratios = [_text(values, f"{prefix}ratio_{name}") for name in ("simple", "ridge")]
         tables.append(
-            {"title": title, "errors": errors, "shares": shares, "ratio": _text(values, f"{prefix}error_ratio")}
+            {"title": title, "head": ["", *shown.values()], "errors": errors, "shares": shares, "ratios": ratios}
         )
     return tables
 
@@ -364,8 +373,8 @@ def player(run: Run) -> tuple[str, str]:
         return "", problem.message
 
 
-def _text(values: Mapping[Any, float], key: Any) -> str:
-    return number_text(values.get(key))
+def _text(values: Mapping[Any, Any], key: Any) -> str:
+    return number_text(values[key] if is_number(values.get(key)) else None)
 
 
 def _mean_text(episodes: Sequence[Mapping[str, Any]], name: str) -> str:

@@ -49,10 +49,17 @@ CODES = (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
 ACCURACIES = (*((f"eval/top{k}", f"top {k}") for k in (1, 3, 5)), ("eval/balanced_accuracy", "dead or alive, balanced"))
 ERRORS = (
     ("eval/error", "reconstruction"),
-    ("eval/error_slot_mean", "baseline: slot mean"),
-    ("eval/error_last_seen", "baseline: last seen"),
-    ("eval/error_last_seen_or_mean", "baseline: last seen, else mean"),
-    ("eval/error_zeros", "baseline: zeros"),
+    ("eval/error_ridge", "ridge regression"),
+    ("eval/error_map_constant", "map constant"),
+    ("eval/error_last_seen_or_mean", "last seen, else mean"),
+    ("eval/error_slot_mean", "slot mean"),
+    ("eval/error_last_seen", "last seen"),
+)
+SEEN_BEFORE = (
+    ("eval/error_before", "reconstruction"),
+    ("eval/error_ridge_before", "ridge regression"),
+    ("eval/error_map_constant_before", "map constant"),
+    ("eval/error_last_seen_before", "last seen"),
 )
 PANELS = (
     Panel("stage1", "Tokenizer: loss", "loss per graph", _trained("graph_loss"), log=True),
@@ -60,7 +67,8 @@ PANELS = (
     Panel("stage1", "Tokenizer: codebook", "codes", CODES),
     Panel("stage2", "Predictor: loss", "nats per unseen node", _trained("graph_loss")),
     Panel("stage2", "Predictor: accuracy on unseen units", "share right", ACCURACIES, top=1.0),
-    Panel("stage2", "Feature error on unseen units", "MSE, position by position", ERRORS, log=True),
+    Panel("stage2", "Feature error, living unseen units", "MSE of features that vary", ERRORS, log=True),
+    Panel("stage2", "The same, units seen before", "MSE of features that vary", SEEN_BEFORE, log=True),
     Panel("stage3", "Win rate", "share of battles won", _played("battle_won_mean"), top=1.0),
     Panel("stage3", "Return", "reward per episode", _played("return_mean")),
     Panel("stage3", "TD loss", "loss, reward²", (("loss_td", "loss"),), log=True),

@@ -28,9 +28,10 @@ SHOWN = {
     "mse": "MSE",
     "codes_in_use": "codes in use",
     "top1": "top-1 accuracy",
-    "balanced_accuracy": "dead or alive",
-    "error": "feature error",
-    "error_rival": "best baseline",
+    "test_balanced_accuracy": "dead or alive",
+    "test_error": "error on living unseen units",
+    "test_ratio_simple": "relative to the best simple baseline",
+    "test_ratio_ridge": "to ridge regression",
     "test_battle_won_mean": "win rate",
     "test_return_mean": "return",
     "test_ep_length_mean": "episode length",
@@ -38,7 +39,8 @@ SHOWN = {
     "restarts": "games restarted",
     "worker_restarts": "workers restarted",
     "policy_error": "belief error",
-    "policy_error_rival": "best baseline",
+    "policy_ratio_simple": "relative to the best simple baseline",
+    "policy_ratio_ridge": "to ridge regression",
     "policy_balanced_accuracy": "dead or alive",
 }
 """Values of a stage that the closing text shows, with their labels."""
