@@ -4,8 +4,9 @@
     python benchmarks/reconstruction.py --env smax --map 5m_vs_6m --seeds 1 2 3
 
 Runs stages 1 and 2 of `omagd_small` for each seed (further words `key=value` go to the runs; a finished run is not
-repeated). Prints Markdown tables of the errors on living units, each row on the same cases for all: the mean over seeds,
-then each seed. Writes one JSON line for each row and seed, and a picture of the error by steps since the last sight.
+repeated). Prints Markdown tables of the errors on living units, each row on the same cases for all: the mean over
+seeds, then each seed. Writes a JSON line for each row and seed, and a picture of the error by steps since the last
+sight.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ GUESSES = {
 }  # fmt: skip
 AGES = {"never": "never", "age1": "1", "age2_3": "2-3", "age4_7": "4-7", "age8_15": "8-15", "age16": "16+"}
 DRAWN = {"predictor": ("#0f8b8d", "o"), "ridge": ("#e4572e", "s"), "last_seen": ("#4f5d95", "^")}
+KINDS = {"enemy": "enemies", "ally": "allies"}
+LEAST = 100
+"""Fewest units over all seeds that make a point of the picture."""
+
 VALUES = {
     "mse": "mean squared error of the features that vary", "position_rms": "position, RMS error in cells",
     "health_r2": "health, R²",
@@ -64,13 +69,13 @@ def tables(label: str, found: list[Rows]) -> str:
     names = list(dict.fromkeys(name for rows in found for name in rows))
     lines = []
     for value, title in VALUES.items():
-        lines += [f"\n{label}: {title}\n", f"| units | count | {' | '.join(GUESSES.values())} |"]
+        lines += [f"\n{label}: {title}\n", f"| units | count, mean | {' | '.join(GUESSES.values())} |"]
         lines.append("|---" * (len(GUESSES) + 2) + "|")
         for name in names:
             if not any(value in rows.get(name, {}) for rows in found):
                 continue
-            count = cells(found, lambda row: row.get("count"), name)
-            numbers = [cells(found, lambda row, g=guess: row.get(value, {}).get(g), name) for guess in GUESSES]
+            count = f"{counted(found, name) / len(found):,.0f}"
+            numbers = [cells(found, lambda row, v=value, g=guess: row.get(v, {}).get(g), name) for guess in GUESSES]
             lines.append(f"| {name or 'all'} | {count} | {' | '.join(numbers)} |")
     more = {"taken_for_dead": "living taken for dead", "recall_dead": "dead recognised", "coverage": "within 1 σ"}
     lines += [f"\n{label}: dead or alive\n", f"| units | {' | '.join(more.values())} |", "|---" * (len(more) + 1) + "|"]
@@ -81,31 +86,39 @@ def tables(label: str, found: list[Rows]) -> str:
 
 
 def draw(label: str, found: list[Rows], path: Path) -> None:
-    """Draw the position error of enemies by steps since the last sight; a point for each seed, a line of means."""
+    """Draw the position error by steps since the last sight; a point for each seed, a line through their means."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.2, 3.6), dpi=110, facecolor="white", layout="constrained")
-    for axis, kind in zip(figure.subplots(1, 2), ("enemy", "ally"), strict=True):
-        least = 20 * len(found)
-        shown = [age for age in AGES if sum(r.get(f"{kind}_{age}", {}).get("count", 0) for r in found) >= least]
+    shown = {kind: [age for age in AGES if counted(found, f"{kind}_{age}") >= LEAST] for kind in KINDS}
+    kinds = [kind for kind in KINDS if shown[kind]]
+    if not kinds:
+        return
+    figure = Figure(figsize=(1 + 4.4 * len(kinds), 3.8), dpi=110, facecolor="white", layout="constrained")
+    for axis, kind in zip(np.ravel(figure.subplots(1, len(kinds))), kinds, strict=True):
+        ages = shown[kind]
         for guess, (colour, marker) in DRAWN.items():
-            ages = [age for age in shown if guess != "last_seen" or age != "never"]
-            values = [
-                [r[f"{kind}_{age}"]["position_rms"][guess] for r in found if f"{kind}_{age}" in r] for age in ages
-            ]
-            at = [shown.index(age) for age in ages]
-            axis.plot(at, [np.mean(each) for each in values], color=colour, marker=marker, ms=5, label=GUESSES[guess])
-            for x, each in zip(at, values, strict=True):
-                axis.plot([x] * len(each), each, ".", color=colour, alpha=0.5, ms=5)
-        axis.set_xticks(range(len(shown)), [AGES[age] for age in shown])
+            points = [
+                (at, [rows[name]["position_rms"][guess] for rows in found if counted([rows], name)])
+                for at, name in enumerate(f"{kind}_{age}" for age in ages)
+                if guess != "last_seen" or not name.endswith("never")
+            ]  # fmt: skip
+            line = [at for at, _ in points], [float(np.mean(each)) for _, each in points]
+            axis.plot(*line, color=colour, marker=marker, ms=5, label=GUESSES[guess])
+            for at, each in points:
+                axis.plot([at] * len(each), each, ".", color=colour, alpha=0.5, ms=5)
+        axis.set_xticks(range(len(ages)), [AGES[age] for age in ages])
         axis.set(xlabel="steps since the last sight", ylabel="RMS position error, cells", ylim=(0, None))
-        axis.set_title({"enemy": "enemies", "ally": "allies"}[kind] + (" (too few cases)" if not shown else ""))
+        axis.set_title(KINDS[kind], fontsize=10)
         axis.grid(alpha=0.3)
-        if shown:
-            axis.legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{label}: living units that an agent does not see, {len(found)} seed(s)", fontsize=11)
+        axis.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{label}: living units out of sight, {len(found)} seeds", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def counted(found: list[Rows], name: str) -> int:
+    """Return the living units of a row in all runs."""
+    return sum(int(rows.get(name, {}).get("count", 0)) for rows in found)
 
 
 def main() -> None:
