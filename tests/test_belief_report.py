@@ -12,10 +12,11 @@ from run_equality import differences, reproducible_lines
 
 from omagd.config.schema import Config
 from omagd.run.checkpoint.store import folders, read_checkpoint
-from omagd.run.checkpoint.weights import PREDICTOR_FILE
+from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
+from omagd.run.training.stages import prediction
 from omagd.run.training.stages.prediction import TEST, Stage2
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import read_json
@@ -76,6 +77,28 @@ def test_test_episodes_are_played_last_and_change_nothing_that_is_trained(whole,
     stages = [read_json(Path(path) / "summary.json")["stages"]["stage2"] for path in (folder.path, other)]
     assert [stage["beliefs"]["episodes"] for stage in stages] == [6, 2]
     assert stages[0]["values"]["test_error"] == stages[0]["beliefs"]["rows"][0]["mse"]["predictor"]
+
+
+def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
+    """The best one is made another one than the last, which a run this short may end with."""
+    seen, report, judging = [], Stage2.report, prediction.judge
+
+    def reporting(self):
+        best = {name: value + 1 if value.is_floating_point() else value for name, value in self.best[2].items()}
+        self.best, last = (*self.best[:2], best), checksum(self.trained.state_dict())
+        seen.extend((checksum(best), last))
+        report(self)
+        seen.append(checksum(self.trained.state_dict()))
+
+    def judged(learner, *rest):
+        seen.append(checksum(learner.predictor.state_dict()))
+        return judging(learner, *rest)
+
+    monkeypatch.setattr(Stage2, "report", reporting)
+    monkeypatch.setattr(prediction, "judge", judged)
+    launch(config(tmp_path), "run")
+    best, last, reported, after = seen[-4:]
+    assert best == reported != last == after
 
 
 def test_a_run_that_is_interrupted_among_its_test_episodes_ends_with_the_same_bits(whole, tmp_path):

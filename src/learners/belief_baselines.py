@@ -5,10 +5,11 @@
     last_seen            features at the last sight, zeros where there was none
     last_seen_or_mean    features at the last sight, else `slot_mean`
     map_constant         mean of (agent, node, step); where few were seen, of (node, step), then `slot_mean`
-    ridge                linear regression on the agent's history, one for each node (Hoerl & Kennard 1970)
+    ridge                linear regression on the agent's history, one for each node (Hoerl & Kennard 1970), clipped to
+                         what was there in training: a view unlike all others makes a linear map go anywhere
 
-All are fitted on the living unseen units of the training episodes. The ridge penalty is chosen on the validation
-episodes. Only sums over episodes are kept, so memory does not grow with them, and ranks add up theirs.
+All are fitted on the living unseen units of the training episodes. The ridge penalty of each node is chosen on the
+validation episodes. Only sums over episodes are kept, so memory does not grow with them, and ranks add up theirs.
 Shapes: n agents, N nodes, D features, F frames (one agent's view), P inputs of the regression, M missing nodes.
 """
 
@@ -38,6 +39,9 @@ CONSTANT = 1e-6
 PENALTIES = tuple(10.0**power for power in range(-7, 2))
 """Penalties of the ridge, relative to standardised inputs and a mean squared error."""
 
+LEAST_SPREAD = 1e-3
+"""Standard deviation of an input (they are of order 1) up to which it is left out: its weight would be noise."""
+
 FIT_OPERATIONS = 1e12
 """About how many multiplications the regressions may take; maps with many units use a part of the frames."""
 
@@ -51,15 +55,17 @@ class Baselines:
 
     Attributes:
         varies: [N, D] bool, features that exist and are not constant over living units. slot_mean: [N, D].
-        map_constant: [n, N, T + 1, D]. ridge: [N, P, D], weights. penalty: of the ridge.
+        bounds: [2, N, D], smallest and largest values of living units.
+        map_constant: [n, N, T + 1, D]. ridge: [N, P, D], weights. penalty: [N], of the ridge.
         layout: of observations. limit: T, longest episode.
     """
 
     varies: Tensor
+    bounds: Tensor
     slot_mean: Tensor
     map_constant: Tensor
     ridge: Tensor
-    penalty: float
+    penalty: Tensor
     layout: EntityLayout
     limit: int
 
@@ -83,12 +89,14 @@ class Baselines:
         for node in cases.node.unique().tolist():
             where = cases.node == node
             out[where] = inputs[frame[where]] @ self.ridge[node]
-        return out
+        low, high = self.bounds[:, cases.node].to(out)
+        return torch.maximum(torch.minimum(out, high), low)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that was fitted."""
-        names = ("varies", "slot_mean", "map_constant", "ridge")
-        return {**{name: getattr(self, name) for name in names}, "penalty": torch.tensor(self.penalty)}
+        return {
+            name: getattr(self, name) for name in ("varies", "bounds", "slot_mean", "map_constant", "ridge", "penalty")
+        }
 
     @classmethod
     def restored(cls, state: Mapping[str, Tensor], info: EnvInfo, device: torch.device) -> Baselines:
@@ -97,14 +105,13 @@ class Baselines:
         layout, limit = info.layout, info.episode_limit
         n, dim, p = layout.n_nodes, layout.node_dim, _n_inputs(info)
         shapes = {
-            "varies": (n, dim), "slot_mean": (n, dim), "map_constant": (info.n_agents, n, limit + 1, dim),
-            "ridge": (n, p, dim), "penalty": (),
+            "varies": (n, dim), "bounds": (2, n, dim), "slot_mean": (n, dim), "ridge": (n, p, dim), "penalty": (n,),
+            "map_constant": (info.n_agents, n, limit + 1, dim),
         }  # fmt: skip
         for name, shape in shapes.items():
             if tuple(state[name].shape) != shape or not state[name].isfinite().all():
                 raise ValueError(f"{name} is not finite or of another shape")
-        own = {name: state[name].to(device) for name in shapes if name != "penalty"}
-        return cls(**own, penalty=float(state["penalty"]), layout=layout, limit=limit)
+        return cls(**{name: state[name].to(device) for name in shapes}, layout=layout, limit=limit)
 
 
 def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: Dist) -> Baselines:
@@ -120,12 +127,12 @@ def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: D
         cases = cases_of(batch, layout)
         sums.add(batch, cases)
         frames += int(cases.missing.any(-1).sum())
-    varies, slot_mean, map_constant = sums.finish(dist)
+    varies, bounds, slot_mean, map_constant = sums.finish(dist)
     p = _n_inputs(info)
     each = layout.n_nodes * p * p
     every = max(1, -(-dist.sum_int(frames) * each // int(FIT_OPERATIONS)))
     weights, penalty = _fit_ridge(training, validation, info, varies, every, dist)
-    return Baselines(varies, slot_mean, map_constant, weights, penalty, layout, info.episode_limit)
+    return Baselines(varies, bounds, slot_mean, map_constant, weights, penalty, layout, info.episode_limit)
 
 
 class _Sums:
@@ -154,20 +161,21 @@ class _Sums:
         self.total.index_add_(0, flat, cases.truth[where].double())
         self.count.index_add_(0, flat, torch.ones_like(flat, dtype=torch.float64))
 
-    def finish(self, dist: Dist) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `varies`, `slot_mean` and `map_constant` of the episodes of all ranks."""
+    def finish(self, dist: Dist) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return `varies`, `bounds`, `slot_mean` and `map_constant` of the episodes of all ranks."""
         total = dist.sum(self.total).view(*self.shape, -1)
         count = dist.sum(self.count).view(*self.shape, 1)
         extremes = np.stack([self.low.numpy(), -self.high.numpy()])
         low, negative = np.stack(dist.gather(extremes)).min(0)
-        spread = torch.from_numpy(-negative - low).to(total.device)
-        varies = (spread >= CONSTANT) & feature_mask(self.layout).to(total.device)
+        bounds = torch.from_numpy(np.stack([low, -negative])).to(total.device)
+        bounds = torch.where(bounds.isfinite(), bounds, 0.0)
+        varies = (bounds[1] - bounds[0] >= CONSTANT) & feature_mask(self.layout).to(total.device)
         by_step = total.sum(0), count.sum(0)
         by_node = by_step[0].sum(1), by_step[1].sum(1)
         mean = by_node[0] / by_node[1].clamp(min=1)
         constant = torch.where(by_step[1] >= LEAST, by_step[0] / by_step[1].clamp(min=1), mean[:, None])
         constant = torch.where(count >= LEAST, total / count.clamp(min=1), constant)
-        return varies, mean.float(), constant.float()
+        return varies, bounds, mean.float(), constant.float()
 
 
 def _knots(limit: int) -> list[int]:
@@ -263,13 +271,18 @@ class _Normal:
 
 def _fit_ridge(
     training: Batches, validation: Batches, info: EnvInfo, varies: Tensor, every: int, dist: Dist
-) -> tuple[Tensor, float]:
-    """Return the weights [N, P, D] and the penalty that has the smallest error on the validation episodes."""
+) -> tuple[Tensor, Tensor]:
+    """Return the weights [N, P, D] and the penalties [N] that have the smallest errors on the validation episodes.
+
+    A node with few samples needs a larger one than the others. Where validation has no sample of a node: the one that
+    suits all nodes together.
+    """
     assert info.layout is not None
     p, n_nodes, dim = _n_inputs(info), info.layout.n_nodes, info.layout.node_dim
     together = max(1, GRAM_BYTES // (16 * p * p))
     found = torch.zeros((len(PENALTIES), n_nodes, p, dim), dtype=torch.float64, device=dist.device)
-    errors = torch.zeros(len(PENALTIES), dtype=torch.float64, device=dist.device)
+    errors = torch.zeros((len(PENALTIES), n_nodes), dtype=torch.float64, device=dist.device)
+    counts = torch.zeros(n_nodes, dtype=torch.float64, device=dist.device)
     share = varies.double() / varies.sum(-1, keepdim=True).clamp(min=1)
     for first in range(1, n_nodes, together):
         nodes = range(first, min(n_nodes, first + together))
@@ -278,9 +291,11 @@ def _fit_ridge(
         for at, node in enumerate(nodes):
             for i, weights in enumerate(_solutions(fitted.gram[at], fitted.cross[at])):
                 found[i, node] = weights
-                errors[i] += (judged.error(weights, at) * share[node]).sum()
-    best = int(errors.argmin())
-    return found[best], PENALTIES[best]
+                errors[i, node] = (judged.error(weights, at) * share[node]).sum()
+            counts[node] = judged.gram[at, 0, 0]
+    best = torch.where(counts > 0, errors.argmin(0), errors.sum(1).argmin())
+    nodes_at = torch.arange(n_nodes, device=best.device)
+    return found[best, nodes_at], torch.tensor(PENALTIES, dtype=torch.float64, device=best.device)[best]
 
 
 def _solutions(gram: Tensor, cross: Tensor) -> Iterable[Tensor]:
@@ -297,8 +312,7 @@ def _solutions(gram: Tensor, cross: Tensor) -> Iterable[Tensor]:
     mean, target = gram[0] / count, cross[0] / count
     centred = gram / count - mean[:, None] * mean
     scale = centred.diagonal().clamp(min=0).sqrt()
-    moving = scale > 1e-7 * gram.diagonal().div(count).sqrt().clamp(min=1e-3)
-    inverse = torch.where(moving, 1 / scale.clamp(min=1e-12), 0.0)
+    inverse = torch.where(scale > LEAST_SPREAD, 1 / scale.clamp(min=LEAST_SPREAD), 0.0)
     values, vectors = torch.linalg.eigh(centred * inverse[:, None] * inverse)
     right = vectors.T @ ((cross / count - mean[:, None] * target) * inverse[:, None])
     for penalty in PENALTIES:
