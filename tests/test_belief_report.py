@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command_budgets import BUDGETS
@@ -16,6 +17,7 @@ from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
+from omagd.run.training.beliefs import _errors
 from omagd.run.training.stages import prediction
 from omagd.run.training.stages.prediction import TEST, Stage2
 from omagd.utils.run_folder import RunFolder
@@ -139,3 +141,11 @@ def test_the_predictors_file_has_the_baselines_for_later_runs(whole, tmp_path):
     values = summary["stages"]["stage2"]["values"]
     assert "error" not in values and values["error_all"] == stages["stage2"]["values"]["error_all"]
     assert RunFolder(summary["folder"]).log(0).read_text().count(f"{bare} has no baselines") == 1
+
+
+def test_the_numbers_below_a_picture_are_those_of_living_units():
+    truth = np.array([[1.0, 0.0], [0.5, 1.0], [0.0, 0.0], [2.0, 2.0]])
+    made = np.array([[1.0, 0.0], [0.5, 0.0], [3.0, 3.0], [2.0, 2.0]])
+    found = _errors({"truth": truth, "reconstructed": made}, np.array([False, True, True, False]))
+    assert list(found.values()) == [0.625, 0.5]
+    assert _errors({"truth": truth, "reconstructed": made}, np.array([False, False, True, False])) == {}

@@ -135,11 +135,12 @@ def _best_view(obs: Tensor, full: Tensor, layout: EntityLayout) -> tuple[int, in
 
 
 def _errors(nodes: dict[str, np.ndarray], guessed: np.ndarray) -> dict[str, float]:
-    """Return the mean squared error over guessed nodes of zeros and of the reconstruction."""
-    if not guessed.any():
+    """Return the mean squared error over guessed living units of zeros and of the reconstruction."""
+    living = guessed & nodes["truth"].any(-1)
+    if not living.any():
         return {}
-    truth = nodes["truth"][guessed]
+    truth = nodes["truth"][living]
     return {
-        "MSE of zeros": float(np.mean(truth**2)),
-        "MSE of the reconstruction": float(np.mean((nodes["reconstructed"][guessed] - truth) ** 2)),
+        "living unseen units: MSE of zeros": float(np.mean(truth**2)),
+        "of the reconstruction": float(np.mean((nodes["reconstructed"][living] - truth) ** 2)),
     }
