@@ -79,6 +79,9 @@ def race(tests: Iterator[Tested], threshold: float, limit: float, process: subpr
             before = last if won >= threshold else None
             if seconds > limit:
                 break
+        else:
+            if process.wait():  # a side that fails has no time
+                raise SystemExit(f"code {process.returncode} from: {' '.join(map(str, process.args))}")  # type: ignore[arg-type]
         return Finish(*last, best, False)
     finally:
         process.terminate()
