@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
+import pty
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
+from command_budgets import BUDGETS
 
 from omagd.config.loading import resolve, to_plain
 from omagd.run import run as run_module
@@ -258,3 +262,19 @@ def test_main_keeps_its_folder_off_the_path_and_names_a_foreign_installation(emp
     assert done.returncode == 0
     assert done.stdout.startswith("omagd ")
     assert "warning: running the installed omagd" in done.stderr
+
+
+@pytest.mark.processes
+def test_a_run_in_a_terminal_ends_without_a_traceback(empty_folder):
+    """What Python calls at its exit must not write to Sacred's output, which is closed."""
+    outer, inner = pty.openpty()
+    command = [sys.executable, str(MAIN), "--config=qmix", "with", *BUDGETS]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=inner, stderr=inner) as run:
+        os.close(inner)
+        shown = b""
+        with suppress(OSError):  # of a terminal that everybody has closed
+            while part := os.read(outer, 4096):
+                shown += part
+    os.close(outer)
+    assert run.returncode == 0 and b"Completed after" in shown
+    assert shown.rstrip().decode().splitlines()[-1].partition("]")[2].startswith(" Completed after")

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,7 +23,10 @@ import numpy as np
 
 from omagd.utils import seeding
 from omagd.utils.caches import user_cache
-from omagd.utils.writing import print_warning, replace_file
+from omagd.utils.writing import print_note, print_warning, replace_file
+
+# Numba colours messages by colorama, which replaces sys.stdout: by Sacred's, which is closed when Python exits.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 # Without reference counts (`_nrt`): kernels allocate nothing, and counting each use of an array takes most of the time
 # of a small one. Division by zero gives infinity, as in NumPy. Callers release Python's lock.
@@ -277,10 +279,9 @@ class Compiler:
                 file.unlink()
         here = Path(self._kernels[0]._cache.cache_path).name
         if not any(name.startswith(f"{here}/") for name in kept):
-            sys.stderr.write(
-                f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}.\n"
+            print_note(
+                f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}."
             )
-            sys.stderr.flush()
             while _calls:
                 _calls.pop()()
         self._compile(call_all)
