@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_budgets import BUDGETS
+from command_harness import run_command
 
 from omagd.config.loading import resolve, to_plain
 from omagd.run import run as run_module
@@ -278,3 +279,11 @@ def test_a_run_in_a_terminal_ends_without_a_traceback(empty_folder):
     os.close(outer)
     assert run.returncode == 0 and b"Completed after" in shown
     assert shown.rstrip().decode().splitlines()[-1].partition("]")[2].startswith(" Completed after")
+
+
+@pytest.mark.processes
+def test_a_run_without_numba_says_so_once(empty_folder):
+    """One line for battles, updates and reconstruction, and not one from every rank."""
+    words = "--config=omagd_small with env_args.map_name=3m run=ddp world_size=2 learner=nq_graph_learner_ddp"
+    ended = run_command([sys.executable, str(MAIN), *words.split(), *BUDGETS], empty_folder, NUMBA_DISABLE_JIT="1")
+    assert ended.text.count("Numba is switched off by NUMBA_DISABLE_JIT") == 1

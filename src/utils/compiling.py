@@ -37,22 +37,31 @@ NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing
 NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
 SWITCHED_OFF = "is switched off by NUMBA_DISABLE_JIT"
+SLOWER = "battles and snakes take ten times as long, updates and reconstruction half as long again"
 SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of all kernels
 KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long are removed
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 _calls: list[Callable[[], None]] = []  # see `when_compiling`
+_warnings: list[bool] = []  # what has been said, see `warn_no_more`
 T = TypeVar("T")
 
 
-def compiled_or_reference(loss: str, compiled: Callable[[], T], reference: T) -> T:
-    """Return what `compiled` loads or, where Numba is missing, the `reference`, with a warning that names the loss."""
+def compiled_or_reference(compiled: Callable[[], T], reference: T) -> T:
+    """Return what `compiled` loads or, where Numba is missing, the `reference`, with one warning for all kernels."""
     problem = numba_problem()
-    if problem:
+    if not problem:
+        return compiled()
+    if not _warnings:
         cure = "" if problem == SWITCHED_OFF else f". pip install 'numba>={'.'.join(map(str, OLDEST))}'"
-        print_warning(f"Numba {problem}: {loss}{cure}")
-        return reference
-    return compiled()
+        print_warning(f"Numba {problem}: {SLOWER}{cure}")
+    warn_no_more()
+    return reference
+
+
+def warn_no_more() -> None:
+    """Let others say that Numba is missing: another rank on this machine."""
+    _warnings[:] = [True]
 
 
 def when_compiling(call: Callable[[], None]) -> None:
