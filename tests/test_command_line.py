@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
+import pty
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
+from command_budgets import BUDGETS
+from command_harness import run_command
 
 from omagd.config.loading import resolve, to_plain
 from omagd.run import run as run_module
@@ -258,3 +263,27 @@ def test_main_keeps_its_folder_off_the_path_and_names_a_foreign_installation(emp
     assert done.returncode == 0
     assert done.stdout.startswith("omagd ")
     assert "warning: running the installed omagd" in done.stderr
+
+
+@pytest.mark.processes
+def test_a_run_in_a_terminal_ends_without_a_traceback(empty_folder):
+    """What Python calls at its exit must not write to Sacred's output, which is closed."""
+    outer, inner = pty.openpty()
+    command = [sys.executable, str(MAIN), "--config=qmix", "with", *BUDGETS]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=inner, stderr=inner) as run:
+        os.close(inner)
+        shown = b""
+        with suppress(OSError):  # of a terminal that everybody has closed
+            while part := os.read(outer, 4096):
+                shown += part
+    os.close(outer)
+    assert run.returncode == 0 and b"Completed after" in shown
+    assert shown.rstrip().decode().splitlines()[-1].partition("]")[2].startswith(" Completed after")
+
+
+@pytest.mark.processes
+def test_a_run_without_numba_says_so_once(empty_folder):
+    """One line for battles, updates and reconstruction, and not one from every rank."""
+    words = "--config=omagd_small with env_args.map_name=3m run=ddp world_size=2 learner=nq_graph_learner_ddp"
+    ended = run_command([sys.executable, str(MAIN), *words.split(), *BUDGETS], empty_folder, NUMBA_DISABLE_JIT="1")
+    assert ended.text.count("Numba is switched off by NUMBA_DISABLE_JIT") == 1

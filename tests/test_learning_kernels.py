@@ -230,6 +230,7 @@ def test_the_size_of_the_work_decides_and_only_for_float32_on_cpus(monkeypatch):
 
 def test_without_numba_torch_computes_after_one_warning(monkeypatch, capsys, request):
     monkeypatch.setattr("omagd.utils.compiling.find_spec", lambda name: None)
+    monkeypatch.setattr("omagd.utils.compiling._warnings", [])
     compiled_kernels.cache_clear()
     request.addfinalizer(compiled_kernels.cache_clear)
     monkeypatch.setattr(compiling, "SMALL", 0)

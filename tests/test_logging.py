@@ -24,6 +24,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Record, RunFacts, setup_logging
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import BarSafeHandler, Progress, close_bars
+from omagd.utils.writing import print_note
 
 
 def test_means_over_ranks_weigh_every_sample_alike():
@@ -235,3 +236,13 @@ def test_a_bar_shows_progress_on_a_terminal_and_log_lines_do_not_disturb_it(monk
     assert stream.getvalue().split("^C")[1].endswith("\r\x1b[K")
     write_line(stream, "the last line")
     assert stream.getvalue()[shown:] == "the last line\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_replaces_the_bar_that_another_process_has_drawn(monkeypatch, terminal):
+    stream = io.StringIO("stage3:   2%|  ")
+    stream.seek(0, io.SEEK_END)
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stderr", stream)
+    print_note("Compiling \x1b[31m")
+    assert stream.getvalue() == "stage3:   2%|  " + "\r\x1b[K" * terminal + "Compiling \\x1b[31m\n"

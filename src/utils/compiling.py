@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,7 +23,10 @@ import numpy as np
 
 from omagd.utils import seeding
 from omagd.utils.caches import user_cache
-from omagd.utils.writing import print_warning, replace_file
+from omagd.utils.writing import print_note, print_warning, replace_file
+
+# Numba colours messages by colorama, which replaces sys.stdout: by Sacred's, which is closed when Python exits.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 # Without reference counts (`_nrt`): kernels allocate nothing, and counting each use of an array takes most of the time
 # of a small one. Division by zero gives infinity, as in NumPy. Callers release Python's lock.
@@ -35,22 +37,31 @@ NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing
 NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
 SWITCHED_OFF = "is switched off by NUMBA_DISABLE_JIT"
+SLOWER = "battles and snakes take ten times as long, updates and reconstruction half as long again"
 SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of all kernels
 KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long are removed
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 _calls: list[Callable[[], None]] = []  # see `when_compiling`
+_warnings: list[bool] = []  # what has been said, see `warn_no_more`
 T = TypeVar("T")
 
 
-def compiled_or_reference(loss: str, compiled: Callable[[], T], reference: T) -> T:
-    """Return what `compiled` loads or, where Numba is missing, the `reference`, with a warning that names the loss."""
+def compiled_or_reference(compiled: Callable[[], T], reference: T) -> T:
+    """Return what `compiled` loads or, where Numba is missing, the `reference`, with one warning for all kernels."""
     problem = numba_problem()
-    if problem:
+    if not problem:
+        return compiled()
+    if not _warnings:
         cure = "" if problem == SWITCHED_OFF else f". pip install 'numba>={'.'.join(map(str, OLDEST))}'"
-        print_warning(f"Numba {problem}: {loss}{cure}")
-        return reference
-    return compiled()
+        print_warning(f"Numba {problem}: {SLOWER}{cure}")
+    warn_no_more()
+    return reference
+
+
+def warn_no_more() -> None:
+    """Let others say that Numba is missing: another rank on this machine."""
+    _warnings[:] = [True]
 
 
 def when_compiling(call: Callable[[], None]) -> None:
@@ -277,10 +288,9 @@ class Compiler:
                 file.unlink()
         here = Path(self._kernels[0]._cache.cache_path).name
         if not any(name.startswith(f"{here}/") for name in kept):
-            sys.stderr.write(
-                f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}.\n"
+            print_note(
+                f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}."
             )
-            sys.stderr.flush()
             while _calls:
                 _calls.pop()()
         self._compile(call_all)

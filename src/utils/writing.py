@@ -333,10 +333,16 @@ def print_out(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def print_note(line: str) -> None:
+    """Write a line to standard error, in a terminal over a progress bar, which another process may have drawn."""
+    over = "\r\x1b[K" if sys.stderr.isatty() else ""
+    sys.stderr.write(over + visible(f"{line}\n", kept="\n"))
+    sys.stderr.flush()
+
+
 def print_warning(line: str) -> None:
     """Write a warning to standard error."""
-    sys.stderr.write(visible(f"warning: {line}\n", kept="\n"))
-    sys.stderr.flush()
+    print_note(f"warning: {line}")
 
 
 def drop_lost_output() -> None:

@@ -38,9 +38,7 @@ def engine() -> tuple[type[Simulator], type[BattleSemantics]]:
 
         return engine.compiled()
 
-    return compiled_or_reference(
-        "battles are played by NumPy, ten times slower", compiled, (Simulator, BattleSemantics)
-    )
+    return compiled_or_reference(compiled, (Simulator, BattleSemantics))
 
 
 class SkirmishEnv(BattleEnv):

@@ -94,7 +94,7 @@ def engine() -> tuple[type[Engine], type[Ledger]]:
 
         return start.compiled()
 
-    return compiled_or_reference("snakes are played by NumPy, ten times slower", compiled, (Engine, Ledger))
+    return compiled_or_reference(compiled, (Engine, Ledger))
 
 
 SCENE = Scene(

@@ -267,7 +267,7 @@ def compiled_tick() -> type[CompiledTick] | None:
 
         return CompiledTick
 
-    return compiled_or_reference("reconstruction takes half as long again", load, None)
+    return compiled_or_reference(load, None)
 
 
 def describe(config: Config, info: EnvInfo, *, predictor: bool) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def compiled_kernels() -> ModuleType | None:
         compiled.prepare(*([tiles.call_all] if tiles.has_tiles() else []))
         return compiled
 
-    return compiled_or_reference("updates take half as long again", load, None)
+    return compiled_or_reference(load, None)
 
 
 @cache

@@ -18,6 +18,7 @@ from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
+from omagd.run.topology import ranks_here
 from omagd.run.training.build import build_session, load_pretrained, require_same_weights, restore_pretrained
 from omagd.run.training.device import deterministic_algorithms, keep_freed_memory, limit_memory
 from omagd.run.training.evaluate import evaluate, trained_card
@@ -40,6 +41,7 @@ from omagd.run.training.stages.base import PretrainedModules, Stage
 from omagd.run.training.stages.prediction import Stage2
 from omagd.run.training.stages.pretraining import Stage1
 from omagd.run.training.stages.rl import RLStage
+from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
 from omagd.utils.progress import close_bars
@@ -65,6 +67,8 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
+    if dist.rank % ranks_here(dist.world_size):  # the first rank of a host warns
+        warn_no_more()
     folder = RunFolder(path)
     with deterministic_algorithms(config.deterministic), rank_at_work(folder):
         return _run(config, dist, folder, channel, attempt, started)
