@@ -88,10 +88,10 @@ def test_a_resumed_runner_plays_the_next_round_of_the_saved_one():
 
 def test_each_way_of_playing_has_a_loop_of_its_own():
     (plays, mac), (_, other) = game(), game()
-    ways = [(mac, 1, False, True), (mac, 1, False, False), (mac, 1, True, True), (mac, 2, False, True)]
-    loops = [plays._resident(*way) for way in (*ways, (other, 1, False, True))]
+    ways = [(mac, 1, False, True), (other, 1, False, True), (other, 1, False, False), (other, 1, True, False)]
+    loops = [plays._resident(*way) for way in (*ways, (other, 2, True, False))]
     assert len(set(map(id, loops))) == len(loops)
-    assert plays._resident(other, 1, False, True) is loops[-1]
+    assert plays._resident(other, 2, True, False) is loops[-1]
 
 
 def test_a_round_that_was_left_early_leaves_nothing_behind():
