@@ -8,6 +8,11 @@ import time
 
 import pytest
 
+from omagd.components.compiled import selection
+from omagd.modules.kernels import compiling as kernels
+from omagd.run.training import ahead
+from omagd.utils import compiling
+
 START = """
 import sys, time
 from omagd.run.training import ahead
@@ -66,3 +71,35 @@ def test_others_are_compiled_only_when_something_is(tmp_path):
     for expected in ("meanwhile\n7\n", "7\n"):
         command = [sys.executable, str(tmp_path / "sums.py")]
         assert subprocess.run(command, capture_output=True, text=True, env=env, timeout=60).stdout == expected
+
+
+def test_a_process_is_prepared_only_where_two_cores_are(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    for cores, calls in (({0}, []), ({0, 1}, [ahead._start])):
+        monkeypatch.setattr(compiling, "_calls", [])
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores, raising=False)
+        ahead.compile_ahead()
+        assert compiling._calls == calls
+
+
+def test_a_process_that_cannot_be_started_is_no_error_and_no_terminal_interrupts_it(monkeypatch):
+    given = {}
+
+    def popen(command, **options):
+        given.update(options)
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    ahead._start()
+    assert given["start_new_session"] and given["stdin"] == subprocess.DEVNULL
+
+
+@pytest.mark.parametrize("orphan", [False, True])
+def test_kernels_of_learning_and_of_acting_are_compiled_unless_the_run_has_ended(monkeypatch, orphan):
+    compiled = []
+    monkeypatch.setattr(ahead.ctypes, "CDLL", lambda _: type("C", (), {"prctl": staticmethod(lambda *_: 0)}))
+    monkeypatch.setattr(sys, "argv", ["ahead", str(os.getppid() + orphan)])
+    monkeypatch.setattr(kernels, "compiled_kernels", lambda: compiled.append("learning") or kernels)
+    monkeypatch.setattr(selection, "compiled", lambda: compiled.append("acting"))
+    ahead.main()
+    assert compiled == ([] if orphan else ["learning", "acting"])

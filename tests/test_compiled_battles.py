@@ -23,7 +23,7 @@ from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.utils import compiling
+from omagd.utils import caches, compiling
 from omagd.utils.seeding import splitmix64
 
 SLOTS = 6
@@ -151,19 +151,21 @@ def test_the_step_limit_ends_a_battle_alike():
                 assert_equal(*(getattr(each, name) for each in results), name)
 
 
-@pytest.mark.parametrize("left", ["medivac", "both medivacs", "marine"])
+@pytest.mark.parametrize("left", ["medivac", "both medivacs", "marine", "nobody"])
 def test_who_is_left_decides_alike_where_medivacs_heal(left):
     envs = both(map_name="MMM2")
     n = envs[0].info.n_agents
     kinds = envs[0].spec.allies + envs[0].spec.enemies
     medivacs = {i for i, kind in enumerate(kinds) if kind == "medivac"}
-    survivors = {"medivac": {i for i in medivacs if i >= n}, "both medivacs": medivacs, "marine": {0, n}}[left]
-    dead = [i for i in range(len(kinds)) if i not in survivors and (i >= n or left == "both medivacs")]
+    theirs = {i for i in medivacs if i >= n}
+    survivors = {"medivac": theirs, "both medivacs": medivacs, "marine": {0, n}, "nobody": set()}[left]
+    dead = [i for i in range(len(kinds)) if i not in survivors and (i >= n or left in ("both medivacs", "nobody"))]
     for env in envs:
         env.reset(np.ones(SLOTS, bool), np.arange(SLOTS))
         snapshot = env.snapshot()
         snapshot["simulator"]["floats"][2, dead] = 0  # health
         snapshot["simulator"]["ints"][2, dead] = 0  # alive
+        snapshot["semantics"]["steps"][::2] = env.info.episode_limit - 1  # who ends a battle then did not run into it
         env.restore(snapshot)
     masks = envs[0].observe().avail_actions
     envs[1].observe()
@@ -174,6 +176,18 @@ def test_who_is_left_decides_alike_where_medivacs_heal(left):
     assert results[0].terminated.all() == (left != "marine") and results[0].info["battle_won"].all() == (
         left == "medivac"
     )
+
+
+def test_healers_heal_alike_when_their_energy_ends_or_is_full():
+    envs = both(map_name="MMM2")
+    for env in envs:
+        env.reset(np.ones(SLOTS, bool), np.arange(SLOTS))
+        snapshot = env.snapshot()
+        healers = [i for i, kind in enumerate(env.spec.allies + env.spec.enemies) if kind == "medivac"]
+        snapshot["simulator"]["floats"][2, :, :4] *= 0.5  # health; nobody is healed where energy is full
+        snapshot["simulator"]["floats"][4, healers] = [0.0, 0.3, 2.0, 7.0, 199.95, 200.0]  # energy, by slot
+        env.restore(snapshot)
+    play(envs, 12, begin=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
@@ -371,8 +385,27 @@ def test_a_kernel_contains_only_source_that_its_folder_is_named_after(monkeypatc
     for content in ("GOLDEN = 1", "GOLDEN = 2"):
         shared.write_text(content)
         folders.add(compiling.Compiler(source, "sums", "1 s").folder)
-    assert len(folders) == 2
+    monkeypatch.setattr("numba.__version__", "9.9.9")
+    folders.add(compiling.Compiler(source, "sums", "1 s").folder)
+    assert len(folders) == 3
     compiler.function(splitmix64)  # of all kernels
+
+
+def test_one_process_at_a_time_compiles_and_the_caches_of_others_stay_theirs(monkeypatch, tmp_path):
+    numba = pytest.importorskip("numba")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    locks, before = [], numba.config.CACHE_DIR
+    monkeypatch.setattr(fcntl, "flock", lambda lock, how: locks.append(how))
+    compiler = compiling.Compiler(source_of(tmp_path / "source", 0), "sums", "1 s")
+    one = compiler.kernel(number_one)
+    assert numba.config.CACHE_DIR == before
+    (compiler.folder / "done").write_text("[1]")  # not what is written there
+    compiler.prepare(one)
+    assert locks == [fcntl.LOCK_EX] and one() == 1 and len(list(compiler.folder.rglob("*.nbc"))) == 1
+
+
+def number_one():
+    return 1
 
 
 @pytest.mark.processes
@@ -423,6 +456,17 @@ def test_a_user_without_a_home_has_a_cache(tmp_path):
     assert done.stdout.startswith(str(tmp_path)) and (next(tmp_path.iterdir()).stat().st_mode & 0o777) == 0o700
 
 
+def test_an_empty_variable_is_none_and_a_folder_of_somebody_else_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert caches.user_cache("a") == tmp_path / ".cache" / "omagd" / "a"
+    user = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: user)  # the folder made below is that of another user, then
+    monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(caches.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "own"))
+    assert caches._own_temporary_folder() == tmp_path / "own"
+
+
 @pytest.mark.parametrize(
     ("version", "switched_off", "problem"),
     [("0.68.1", 0, ""), ("1.0", 0, ""), ("0.67.9", 0, "too old"), ("0.68.1", 1, "NUMBA_DISABLE_JIT")],
@@ -449,12 +493,13 @@ def test_a_numba_that_is_switched_off_is_used_nowhere(tmp_path):
     assert "pip install" not in done.stderr  # it is installed
 
 
-def test_a_broken_numba_is_named(monkeypatch):
+@pytest.mark.parametrize("kind", [ImportError, AttributeError, SystemError, OSError])
+def test_a_broken_numba_is_named(monkeypatch, kind):
     real = builtins.__import__
 
     def fails(name, *rest, **more):
         if name == "numba":
-            raise ImportError("Numba needs NumPy 2.3 or less\nmore")
+            raise kind("Numba needs NumPy 2.3 or less\nmore")
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", fails)

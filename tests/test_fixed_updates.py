@@ -53,6 +53,7 @@ def test_a_batch_of_fixed_shape_repeats_closing_rows():
     for indices in draws(6):
         packed, drawn = buffer.batch(indices), buffer.fixed(indices)
         assert drawn.rows == min(-(-packed.packing.n_steps // ROUNDING) * ROUNDING, ROWS)
+        assert buffer.fixed([*indices, indices[0]]).shape() != drawn.shape(), "one more"
         (fixed,) = drawn.batches(drawn.drawn, 1)
         assert isinstance(fixed.packing, FixedPacking)
         for name in packed.data:
@@ -228,12 +229,19 @@ class Reads(NQLearner):
         return super().td_targets(values, batch) * float(batch["reward"].sum() < 1e9)
 
 
-def test_what_cannot_be_captured_is_learned_without_a_graph(caplog):
+@pytest.mark.parametrize("late", [False, True])
+def test_what_cannot_be_captured_is_learned_without_a_graph(caplog, late):
+    """Late: an optimizer that waits for the norm, after gradients have been captured. They must not add up, which would
+    not show in a clipped sum.
+    """
     learners = []
     for graphs_there in (False, True):
         with simulated_gpu(), simulated_graphs() if graphs_there else contextlib.nullcontext() as graphs:
-            learner, buffer = learner_on_gpu(), replay(DEVICE, longest=6)
-            learner.__class__ = Reads
+            learner, buffer = learner_on_gpu(grad_norm_clip=1e9), replay(DEVICE, longest=6)
+            if late:
+                learner.optimizer._step_supports_amp_scaling = False
+            else:
+                learner.__class__ = Reads
             with caplog.at_level(logging.WARNING):
                 for indices in draws(WARM_UP + 2):
                     learner.update(buffer.fixed(indices), episodes=0)
@@ -244,6 +252,45 @@ def test_what_cannot_be_captured_is_learned_without_a_graph(caplog):
     assert "graph_updates=False" in caplog.text
     assert "_local_scalar_dense" in caplog.text
     assert not any(group["capturable"] for group in learner.optimizer.param_groups)
+
+
+def test_a_replay_counts_as_a_write_of_the_weights():
+    """Kernels of a graph do not: acting agents would go on with tables of earlier weights."""
+    learner = make_learner(toy_config())
+    before = [parameter._version for parameter in learner._step.parameters]
+    learner._step.replayed()
+    assert all(p._version > old for p, old in zip(learner._step.parameters, before, strict=True))
+
+
+def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
+    with simulated_gpu():
+        learner, buffer = learner_on_gpu(mixer="vdn"), replay(DEVICE, longest=6)
+        draw = buffer.fixed(draws(1)[0])
+        learner.update(draw, episodes=0)  # from here on, Adam moves weights without gradients, too
+        before = {name: value.clone() for name, value in on_cpu(learner).items()}
+        parts = draw.batches(draw.drawn.to(DEVICE), 1)
+        learner._step(torch.zeros((), dtype=torch.int64).to(DEVICE), *(learner._part(part) for part in parts))
+        assert equal(before, on_cpu(learner))
+
+
+def test_updates_before_a_capture_wait_for_the_main_stream_which_waits_for_them():
+    """They run on the stream of the captures: without both waits they read weights and episodes too early or late."""
+    said: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+    with simulated_gpu(), simulated_graphs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda device=None: Stream("side"))
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("main"))
+        learner, buffer = learner_on_gpu(mixer="vdn"), replay(DEVICE, longest=6)
+        patch.setattr(learner._fixed, "_learn", lambda draw, drawn: said.append("learns") or {})
+        learner._fixed(buffer.fixed(draws(1)[0]))
+    assert said == ["side waits for main", "learns", "main waits for side"]
 
 
 def test_a_graph_that_learns_something_else_is_not_used(caplog, monkeypatch):

@@ -162,6 +162,52 @@ def test_compiled_mixer_equals_the_formula_in_values_and_gradients(monkeypatch, 
 
 
 @pytest.mark.usefixtures("always")
+def test_weights_that_are_not_finite_show_in_values():
+    """ReLU passes NaN on, as torch's does: otherwise an update would learn from a part of the network only."""
+    config = toy_config(mixing_embed_dim=4, hypernet_embed=6)
+    mixer, q, state = QMixer(config, INFO), torch.randn(5, INFO.n_agents), torch.rand(5, INFO.state_dim) + 1
+    for name, parameter in mixer.named_parameters():
+        kept = parameter.detach().clone()
+        parameter.data.view(-1)[0] = math.nan
+        assert mixer(q, state).isnan().all(), name
+        parameter.data.copy_(kept)
+    x = torch.randn(4, 3)
+    x[2, 1] = math.nan
+    out = lookup_relu(x, torch.randn(5, 3), torch.randn(2, 5), torch.tensor([0, 1, 0, 1]), False)
+    assert out.isnan().all(dim=1).tolist() == out.isnan().any(dim=1).tolist() == [False, False, True, False]
+
+
+@pytest.mark.usefixtures("always")
+def test_a_mixer_can_be_gone_through_backward_twice_with_any_gradients():
+    """One number for all rows, as of a sum, lies in memory once."""
+    mixer, q = QMixer(toy_config(), INFO), torch.randn(300, INFO.n_agents, requires_grad=True)
+    out, leaves = mixer(q, torch.randn(300, INFO.state_dim)), [q, *mixer.parameters()]
+    first = torch.autograd.grad(out, leaves, torch.ones(300), retain_graph=True)
+    second = torch.autograd.grad(out.sum(), leaves)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.usefixtures("always")
+def test_kernels_round_to_the_nearest_bf16_of_two_to_the_even_one():
+    numba = pytest.importorskip("numba")
+    from omagd.modules.kernels.compiled import held, value
+
+    @numba.njit(error_model="numpy", _nrt=False)
+    def there_and_back(x, low, back):
+        for i in range(len(x)):
+            low[i] = held(low, x[i])
+            back[i] = value(low[i])
+
+    bits = torch.arange(-(2**31), 2**31, 2**31 // 997)[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001])
+    x = bits.flatten().clamp(-(2**31), 2**31 - 1).int().view(torch.float32)
+    x = torch.cat([x[x.isfinite()], torch.tensor([math.inf, -math.inf, 1 + 2**-8, 1 + 3 * 2**-8])])
+    low, back = torch.empty(len(x), dtype=torch.int16), torch.empty_like(x)
+    there_and_back(x.numpy(), low.numpy(), back.numpy())
+    assert torch.equal(low, x.bfloat16().view(torch.int16))
+    assert torch.equal(back, x.bfloat16().float())
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("rows", [70, 2048 + 300])
 def test_compiled_input_layer_equals_the_expression(rows, bf16):

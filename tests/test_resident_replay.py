@@ -98,3 +98,15 @@ def test_the_host_reads_one_value_of_a_round_and_none_of_a_batch():
         expected.add(block_of(seed))
     same = expected.sample(6, np.random.default_rng(0))
     assert all(isinstance(batch[name], OnGPU) and torch.equal(batch[name].value, same[name]) for name in same.data)
+
+
+def test_episodes_of_another_device_are_stored_too():
+    """Agents may act on the CPU while the replay is on a GPU."""
+    expected = EpisodeBuffer(8)
+    expected.add(block_of(0))
+    with simulated_gpu():
+        buffer = ResidentBuffer(8, DEVICE, ROWS)
+        buffer.add(block_of(0))
+        batch = buffer.sample(4, np.random.default_rng(0))
+    same = expected.sample(4, np.random.default_rng(0))
+    assert all(torch.equal(batch[name].value, same[name]) for name in same.data)

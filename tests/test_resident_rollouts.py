@@ -25,6 +25,7 @@ from omagd.envs.battle import skirmish_env
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
+from omagd.runners import resident_loop
 from omagd.runners.resident_loop import LOOK_EVERY, WARM_UP, Captured, Watch, choose
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
@@ -85,6 +86,27 @@ def test_a_resumed_runner_plays_the_next_round_of_the_saved_one():
     assert_same(played(resumed, mac, explore=explore(0.5)), second)
 
 
+def test_each_way_of_playing_has_a_loop_of_its_own():
+    (plays, mac), (_, other) = game(), game()
+    ways = [(mac, 1, False, True), (other, 1, False, True), (other, 1, False, False), (other, 1, True, False)]
+    loops = [plays._resident(*way) for way in (*ways, (other, 2, True, False))]
+    assert len(set(map(id, loops))) == len(loops)
+    assert plays._resident(other, 2, True, False) is loops[-1]
+
+
+def test_a_round_that_was_left_early_leaves_nothing_behind():
+    plays, mac = game()
+    loop = plays._resident(mac, 2, False, True)
+    loop._begin(torch.arange(2 * SLOTS).view(2, SLOTS), 0.5)
+    with torch.no_grad():
+        while not loop._closing.any():
+            loop.tick()
+    loop.game.faults.fill_(True)
+    fresh, other = game()
+    both = (played(*each, explore=explore(0.5), episodes_per_slot=2) for each in ((plays, mac), (fresh, other)))
+    assert_same(*both)
+
+
 def test_actions_explore_by_epsilon_and_only_among_those_available():
     slots, n, actions = 4000, 3, 5
     torch.manual_seed(1)
@@ -101,6 +123,21 @@ def test_actions_explore_by_epsilon_and_only_among_those_available():
     # All available actions are equally likely: the mean of their places among them.
     place = (available.cumsum(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - 1) / (available.sum(-1) - 1)
     assert abs(place[available.sum(-1) > 1].mean() - 0.5) < 0.02
+
+
+def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
+    """Shared by agents, steps or both decisions, they would be correlated, which no frequency shows."""
+    numbers: list[Tensor] = []
+
+    def noted(number: Tensor, key: Tensor) -> Tensor:
+        numbers.append(number)
+        return uniform(number, key)
+
+    monkeypatch.setattr(resident_loop, "uniform", noted)
+    steps, agents, actions = 40, 3, 5
+    q = torch.zeros(steps, agents, actions)
+    choose(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
+    assert torch.cat(numbers).unique().numel() == 2 * steps * agents
 
 
 def test_each_key_has_a_stream_of_its_own():
