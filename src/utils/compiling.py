@@ -184,6 +184,7 @@ class Compiler:
         fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
             processors that have it. late: functions are optimised only as parts of a kernel (shapes known there).
         checked: each call of a kernel looks at the types of its arguments; else see `Unchecked`.
+        quiet: for kernels that save little: nothing is said, and where they cannot be kept they are not used.
     """
 
     def __init__(
@@ -195,12 +196,13 @@ class Compiler:
         fused: bool = False,
         late: bool = False,
         checked: bool = True,
+        quiet: bool = False,
     ) -> None:
         import numba
 
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
-        self._late, self._checked = late, checked
+        self._late, self._checked, self._quiet = late, checked, quiet
         self._source = (*SHARED, *sorted(source.resolve().rglob("*.py")))
         for file in self._source:
             digest = zlib.crc32(file.read_bytes(), digest)
@@ -244,10 +246,10 @@ class Compiler:
         compiled: F = kernel
         return compiled
 
-    def prepare(self, call_all: Callable[[], None]) -> None:
+    def prepare(self, call_all: Callable[[], None]) -> bool:
         """Compile or load all kernels by `call_all`, which calls each with the types that it will always have.
 
-        The first process says that it compiles; others on this machine wait for it.
+        The first process says that it compiles; others on this machine wait for it. Returns whether they may be used.
         """
         if not self._problem:
             try:
@@ -256,6 +258,8 @@ class Compiler:
                     self._fill(call_all)
             except OSError as problem:  # the disk is full, for example
                 self._problem = problem.strerror or str(problem)
+        if self._problem and self._quiet:
+            return False
         if self._problem:
             where = f"{self.folder}: {self._problem}"
             print_warning(f"{where}. The {self._what} are compiled at each start ({self._seconds}).")
@@ -265,6 +269,7 @@ class Compiler:
             kernel.disable_compile()
         for kernel in self._unchecked:
             kernel.prepared()
+        return True
 
     def _fill(self, call_all: Callable[[], None]) -> None:
         """Compile what is not in the folder yet. Damaged files are compiled again: loading them could crash."""
@@ -276,7 +281,7 @@ class Compiler:
             if file.relative_to(self.folder).as_posix() not in kept:  # unknown: left by a process that was killed
                 file.unlink()
         here = Path(self._kernels[0]._cache.cache_path).name
-        if not any(name.startswith(f"{here}/") for name in kept):
+        if not self._quiet and not any(name.startswith(f"{here}/") for name in kept):
             sys.stderr.write(
                 f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}.\n"
             )
