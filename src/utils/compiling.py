@@ -233,18 +233,34 @@ class Compiler:
         """Compile a function that Python calls, once for the types of its first call."""
         import numba
 
-        settings: Any = numba.config
-        before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
-        try:
-            kernel: Any = numba.njit(cache=not self._problem, **NO_C, **self._options)(function)
-        finally:
-            settings.CACHE_DIR = before
+        kernel: Any = None if self._problem else self._kept_kernel(function)
+        kernel = kernel or numba.njit(**NO_C, **self._options)(function)
         self._kernels.append(kernel)
         if not self._checked:
             kernel = Unchecked(kernel)
             self._unchecked.append(kernel)
         compiled: F = kernel
         return compiled
+
+    def _kept_kernel(self, function: F) -> Any:
+        """Return a kernel that Numba keeps in the folder; None where it cannot.
+
+        Elsewhere, as beside the source, it would notice neither changes in other files nor damage.
+        """
+        import numba
+
+        settings: Any = numba.config
+        before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
+        try:
+            kernel: Any = numba.njit(cache=True, **NO_C, **self._options)(function)
+            if self.folder in Path(kernel._cache.cache_path).parents:
+                return kernel
+        except RuntimeError:  # Numba cannot write anywhere
+            pass
+        finally:
+            settings.CACHE_DIR = before
+        self._problem = "Numba cannot write there"
+        return None
 
     def prepare(self, call_all: Callable[[], None]) -> bool:
         """Compile or load all kernels by `call_all`, which calls each with the types that it will always have.
