@@ -41,7 +41,7 @@ SMALL: dict[str, str] = {
     "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
     "pymarl3_learning.py": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
     "qmix_update.py": "--map 3m --batch 4 --updates 1",
-    "reconstruction.py": "--t-max 30 --results OUT --env skirmish",
+    "reconstruction.py": "--seeds 1 --results OUT --env skirmish",
     "replay_memory.py": "--episodes 64 --overwrites 1",
     "rollout_processes.py": "--processes 2 --milliseconds 0 --steps 100 --rounds 1",
     "runner_speed.py": "--maps 3m --battles 1 2 --ours skirmish --seconds 0.01 --rounds 1 --rows OUT/r --plot OUT/p",

@@ -49,9 +49,10 @@ def lives(process: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores")
 def test_who_compiles_ahead_ends_with_a_killed_run(tmp_path):
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    ) as run:
+    for name in ("omagd", "secrets"):  # where the run was started: not what it has imported
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the working directory')")
+    command, pipe = [sys.executable, "-P", "-c", START], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, cwd=tmp_path) as run:
         try:
             assert run.stdout.readline() == "0\n"  # nothing is started before anything is compiled
             child = int(run.stdout.readline())

@@ -430,17 +430,42 @@ def test_damaged_files_of_the_cache_are_compiled_again(tmp_path, damage):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("problem", ["no folder", "full disk"])
+@pytest.mark.parametrize("problem", ["no folder", "full disk", "no folder inside"])
 def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, problem):
     cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
     if problem == "no folder":
         cache.write_text("a file where a folder should be")
+    elif problem == "no folder inside":  # of another user, perhaps
+        run_adder(source, cache)
+        (inside,) = (path for path in cache.glob("omagd/compiled/sums-*/*") if path.is_dir())
+        shutil.rmtree(inside)
+        inside.write_text("")
     else:  # Numba's own write fails
         patch = "import numba.core.caching as c\ndef full(*_): raise OSError(28, 'No space left on device')\n"
         (source / "adder.py").write_text(patch + "c.IndexDataCacheFile.save = full\n" + SOURCE)
     for _ in range(2):
         out, err = run_adder(source, cache)
         assert out[0] == "7 0" and err.count("compiled at each start") == 1 and "Traceback" not in err
+        assert not list(source.rglob("*.nb?"))  # Numba keeps nothing elsewhere: it would not notice changes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("problem", ["", "no folder", "full disk"])
+def test_kernels_that_save_little_are_compiled_in_silence_and_only_where_they_can_be_kept(tmp_path, problem):
+    cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
+    text = SOURCE.replace('"1 s")', '"1 s", quiet=True)')
+    if problem == "no folder":
+        cache.write_text("a file where a folder should be")
+    elif problem:
+        text = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))\n{text}"
+    (source / "adder.py").write_text(text)
+    code = (
+        f"import sys, numpy as np\nsys.path.insert(0, {str(source)!r})\nfrom adder import compiler, add\n"
+        "print(compiler.prepare(lambda: add(np.array([1, 2]))))"
+    )
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert (done.stdout, done.stderr) == (f"{not problem}\n", "")
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -76,6 +77,31 @@ def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths
 
 
 @pytest.fixture
+def unset_is_nan() -> Iterator[None]:
+    """Let memory that nothing has written hold NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("always", "unset_is_nan")
+@pytest.mark.parametrize("size", [20, 33, 50, 100])
+def test_compiled_gru_in_bf16_reads_no_unset_memory(size):
+    """Also where a row is no whole number of the blocks of a product, which then reads on into the next row."""
+    torch.manual_seed(4)
+    gru, packing = PackedGRU(5, size, bf16=True), Packing((7, 5, 1))
+    assert torch.empty(3).isnan().all()
+    x, start = torch.randn(13, 3, 5, requires_grad=True), torch.randn(3, 3, size, requires_grad=True)
+    given, upstream = (x, start, *gru.parameters()), torch.randn(13, 3, size)
+    plain = cell_by_cell(gru, x, packing, start)
+    wanted = [plain, *torch.autograd.grad(plain, given, upstream)]
+    out = gru(x, packing, start)
+    got = [out, *torch.autograd.grad(out, given, upstream)]
+    assert max(relative(a, b) if a.isfinite().all() else math.inf for a, b in zip(got, wanted, strict=True)) < 0.02
+
+
+@pytest.fixture
 def tiles(always: None) -> ModuleType:
     """Return the kernels that multiply by tiles, where the processor has them."""
     found = tile_kernels()
@@ -108,6 +134,16 @@ def test_gru_by_tiles_equals_a_cell_in_values_and_gradients(lengths, width, size
         assert torch.equal(gru(x, packing, start), out)
 
 
+@pytest.mark.usefixtures("tiles")
+def test_gru_by_tiles_takes_any_layout():
+    gru, packing = PackedGRU(32, 32, bf16=True), Packing((3, 2))
+    x, start = torch.randn(32, 10).t().view(5, 2, 32), torch.randn(32, 2, 2).permute(2, 1, 0)
+    for kind in (torch.float32, torch.bfloat16):
+        low = x.to(kind)
+        assert not low.is_contiguous()
+        assert torch.equal(gru(low, packing, start), gru(low.contiguous(), packing, start.contiguous()))
+
+
 def test_gru_by_tiles_lets_nan_through_to_its_own_row_alone(tiles):
     gru, packing = PackedGRU(32, 32, bf16=True), Packing((3, 3, 2))
     x = torch.randn(8, 1, 32)
@@ -129,9 +165,10 @@ def test_sixteen_numbers_at_once_have_the_sigmoid_of_one(tiles):
     out = torch.empty_like(x)
     of_all(x.numpy(), out.numpy())
     torch.testing.assert_close(out, x.double().sigmoid().float(), rtol=3e-7, atol=0)
-    ends = torch.tensor([math.inf, -math.inf, math.nan, 1e4, -1e4, 0.0] + 10 * [0.0])
+    ends = torch.tensor([math.inf, -math.inf, math.nan, 1e4, -1e4, 0.0, 1e15, -1e15, 3e38, -3e38] + 6 * [0.0])
     of_all(ends.numpy(), out.numpy())
-    torch.testing.assert_close(out[:6], torch.tensor([1.0, 0.0, math.nan, 1.0, 0.0, 0.5]), equal_nan=True)
+    wanted = torch.tensor([1.0, 0.0, math.nan, 1.0, 0.0, 0.5, 1.0, 0.0, 1.0, 0.0])
+    torch.testing.assert_close(out[:10], wanted, equal_nan=True)
 
 
 @pytest.mark.usefixtures("always")

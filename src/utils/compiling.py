@@ -195,6 +195,7 @@ class Compiler:
         fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
             processors that have it. late: functions are optimised only as parts of a kernel (shapes known there).
         checked: each call of a kernel looks at the types of its arguments; else see `Unchecked`.
+        quiet: for kernels that save little: nothing is said, and where they cannot be kept they are not used.
     """
 
     def __init__(
@@ -206,12 +207,13 @@ class Compiler:
         fused: bool = False,
         late: bool = False,
         checked: bool = True,
+        quiet: bool = False,
     ) -> None:
         import numba
 
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
-        self._late, self._checked = late, checked
+        self._late, self._checked, self._quiet = late, checked, quiet
         self._source = (*SHARED, *sorted(source.resolve().rglob("*.py")))
         for file in self._source:
             digest = zlib.crc32(file.read_bytes(), digest)
@@ -242,12 +244,8 @@ class Compiler:
         """Compile a function that Python calls, once for the types of its first call."""
         import numba
 
-        settings: Any = numba.config
-        before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
-        try:
-            kernel: Any = numba.njit(cache=not self._problem, **NO_C, **self._options)(function)
-        finally:
-            settings.CACHE_DIR = before
+        kernel: Any = None if self._problem else self._kept_kernel(function)
+        kernel = kernel or numba.njit(**NO_C, **self._options)(function)
         self._kernels.append(kernel)
         if not self._checked:
             kernel = Unchecked(kernel)
@@ -255,10 +253,30 @@ class Compiler:
         compiled: F = kernel
         return compiled
 
-    def prepare(self, call_all: Callable[[], None]) -> None:
+    def _kept_kernel(self, function: F) -> Any:
+        """Return a kernel that Numba keeps in the folder; None where it cannot.
+
+        Elsewhere, as beside the source, it would notice neither changes in other files nor damage.
+        """
+        import numba
+
+        settings: Any = numba.config
+        before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
+        try:
+            kernel: Any = numba.njit(cache=True, **NO_C, **self._options)(function)
+            if self.folder in Path(kernel._cache.cache_path).parents:
+                return kernel
+        except RuntimeError:  # Numba cannot write anywhere
+            pass
+        finally:
+            settings.CACHE_DIR = before
+        self._problem = "Numba cannot write there"
+        return None
+
+    def prepare(self, call_all: Callable[[], None]) -> bool:
         """Compile or load all kernels by `call_all`, which calls each with the types that it will always have.
 
-        The first process says that it compiles; others on this machine wait for it.
+        The first process says that it compiles; others on this machine wait for it. Returns whether they may be used.
         """
         if not self._problem:
             try:
@@ -267,6 +285,8 @@ class Compiler:
                     self._fill(call_all)
             except OSError as problem:  # the disk is full, for example
                 self._problem = problem.strerror or str(problem)
+        if self._problem and self._quiet:
+            return False
         if self._problem:
             where = f"{self.folder}: {self._problem}"
             print_warning(f"{where}. The {self._what} are compiled at each start ({self._seconds}).")
@@ -276,6 +296,7 @@ class Compiler:
             kernel.disable_compile()
         for kernel in self._unchecked:
             kernel.prepared()
+        return True
 
     def _fill(self, call_all: Callable[[], None]) -> None:
         """Compile what is not in the folder yet. Damaged files are compiled again: loading them could crash."""
@@ -287,7 +308,7 @@ class Compiler:
             if file.relative_to(self.folder).as_posix() not in kept:  # unknown: left by a process that was killed
                 file.unlink()
         here = Path(self._kernels[0]._cache.cache_path).name
-        if not any(name.startswith(f"{here}/") for name in kept):
+        if not self._quiet and not any(name.startswith(f"{here}/") for name in kept):
             print_note(
                 f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}."
             )

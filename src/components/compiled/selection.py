@@ -12,7 +12,7 @@ import numpy as np
 
 from omagd.utils.compiling import Compiler
 
-compiler = Compiler(Path(__file__).resolve().parent, "kernels that choose actions", "1 to 3 s")
+compiler = Compiler(Path(__file__).resolve().parent, "kernels that choose actions", "1 to 3 s", quiet=True)
 LOWEST = np.float32(-np.inf)
 
 
@@ -61,7 +61,7 @@ def choose(q: np.ndarray, available: np.ndarray, epsilon: float, drawn: np.ndarr
 
 
 def compiled() -> Any:
-    """Return `choose`, compiled or loaded."""
+    """Return `choose`, compiled or loaded; None where it cannot be kept: compiling takes longer than it saves."""
     q, actions = np.zeros((1, 1, 1), np.float32), np.zeros((1, 1), np.int64)
-    compiler.prepare(lambda: choose(q, q > 0, 0.5, np.zeros((2, 1, 1)), actions))
-    return choose
+    ready = compiler.prepare(lambda: choose(q, q > 0, 0.5, np.zeros((2, 1, 1)), actions))
+    return choose if ready else None

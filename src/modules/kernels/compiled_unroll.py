@@ -20,7 +20,8 @@ class CompiledUnroll(torch.autograd.Function):
 
     Groups, chunks and columns as there; the kernels add the biases, and a and m are not doubled. A start of None is
     zeros. bf16: products have factors and results in bf16, and so have the gates that are kept; all else, h too, is in
-    float32. Their rows are rounded up: those beyond a step are of other steps or unset, and nobody reads the results.
+    float32. Their rows are rounded up: those beyond a step are of other steps or 0, and nobody reads the results. They
+    are never unset: where a row is no whole number of blocks, oneDNN multiplies the beginning of the next one by 0.
     Compared with `nn.GRUCell`: tests/test_learning_kernels.py.
     """
 
@@ -34,7 +35,7 @@ class CompiledUnroll(torch.autograd.Function):
         from_x, from_h = w_ih.roll(size, 0).t().to(kind), w_hh.t().to(kind)
         bias = torch.cat([b_ih[2 * size :], (b_ih + b_hh)[: 2 * size], b_hh[2 * size :]])
         start = w_hh.new_zeros(_first_rows(groups), size) if before is None else before.contiguous()
-        out, low = w_hh.new_empty(len(x), size), w_hh.new_empty(len(x) + spare if bf16 else 0, size, dtype=kind)
+        out, low = w_hh.new_empty(len(x), size), w_hh.new_zeros(len(x) + spare if bf16 else 0, size, dtype=kind)
         gates = w_hh.new_empty(len(x) if any(ctx.needs_input_grad) else 0, 4 * size, dtype=kind)
         of_x, of_h = (w_hh.new_empty(_most_rows(groups) + spare, 3 * size, dtype=kind) for _ in range(2))
         reads, writes = (of_x, of_h, bias), (torch.empty_like(bias), gates, out, low)
@@ -70,7 +71,7 @@ class CompiledUnroll(torch.autograd.Function):
         for_x, for_start = torch.empty_like(x), torch.zeros_like(start)
         for_ih, for_hh = torch.zeros_like(w_ih), torch.zeros_like(w_hh)
         sums, room = w_hh.new_zeros(_steps(ctx.groups), 4 * size), _most_rows(ctx.groups) + spare
-        grads, hidden = (w_hh.new_empty(room, width, dtype=kind) for width in (4 * size, size))
+        grads, hidden = (w_hh.new_zeros(room, width, dtype=kind) for width in (4 * size, size))
         more = w_hh.new_empty(len(grads), size, dtype=kind)  # dL/dh through the products
         inputs, h0, h, others = map(arrays, ((grads, gates, grad_out.contiguous()), (start,), (out,), (hidden, sums)))
         for offset, chunks in ctx.groups:
@@ -121,7 +122,7 @@ class TiledUnroll(torch.autograd.Function):
         )
         low = w_hh.new_zeros(ROUNDING, width + size, dtype=kind)
         steps, room = _steps_of(rows), w_hh.new_empty(ROUNDING, 4 * size)
-        arrays = kernels.arrays((x.to(kind), start, from_x, from_h, bias, room, low, gates, read, out))
+        arrays = kernels.arrays((x.to(kind).contiguous(), start, from_x, from_h, bias, room, low, gates, read, out))
         tiles.gru_forward(tiles.shapes(), steps, *arrays)
         ctx.kernels, ctx.tiles, ctx.steps, ctx.starts = kernels, tiles, steps, before is not None
         ctx.save_for_backward(start, out, w_ih, w_hh, gates, read)

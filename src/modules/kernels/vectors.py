@@ -143,14 +143,18 @@ def nearest(_: Any, x: Any) -> Any:
     return sixteen(sixteen), generate
 
 
+def _bounded(builder: Any, x: Any, beyond: str, limit: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(beyond, x, limit), limit, x)
+
+
 @intrinsic
-def at_most(_: Any, x: Any, limit: Any) -> Any:
-    """Return the smaller one; NaN where x is."""
+def within(_: Any, x: Any, lowest: Any, highest: Any) -> Any:
+    """Return each number or, beyond these bounds, the bound; NaN where x is."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered("<", args[1], args[0]), args[1], args[0])
+        return _bounded(builder, _bounded(builder, args[0], "<", args[1]), ">", args[2])
 
-    return sixteen(sixteen, sixteen), generate
+    return sixteen(sixteen, sixteen, sixteen), generate
 
 
 @intrinsic
@@ -166,8 +170,8 @@ def about_inverse(_: Any, x: Any) -> Any:
 
 @function
 def exp(x: Any) -> Any:
-    """Return e^x for x up to 87, within 2e-7 relative; NaN for NaN. The polynomial is that of `compiled.exp`."""
-    x = at_most(x, same(compiled.LIMIT))
+    """Return e^x for x between -87 and 87, within 2e-7 relative; NaN for NaN. As `compiled.exp`."""
+    x = within(x, same(-compiled.LIMIT), same(compiled.LIMIT))
     k = nearest(x * same(compiled.LOG2_E))
     r = x - k * same(compiled.LN_2) - k * same(compiled.LN_2_REST)
     p = (same(compiled.C0) * r + same(compiled.C1)) * r + same(compiled.C2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import suppress
 from omagd.utils import compiling
 
 PR_SET_PDEATHSIG = 1
+MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from omagd.run.training.ahead import main; main()"
 _started: list[subprocess.Popen[bytes]] = []  # not waited for: who needs its kernels first waits for their lock
 
 
@@ -25,14 +27,16 @@ def compile_ahead() -> None:
 
 
 def _start() -> None:
-    command = [sys.executable, "-m", "omagd.run.training.ahead", str(os.getpid())]
+    # With the path of this process: else modules in the working directory come first, which may have any name.
+    path = json.dumps([place for place in sys.path if isinstance(place, str)])
+    command = [sys.executable, "-P", "-c", MAIN, str(os.getpid()), path]
     with suppress(OSError):  # no memory or processes left: the run compiles when it needs them
         # A session of its own: Ctrl-C in the terminal ends the run, and that ends it.
         _started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
 
 
 def main() -> None:
-    """Compile, or end with the parent, whose process id is the argument."""
+    """Compile, or end with the parent, whose process id is the first argument; the second one is `sys.path`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         return
@@ -41,7 +45,3 @@ def main() -> None:
 
     if compiled_kernels() is not None:
         selection.compiled()
-
-
-if __name__ == "__main__":
-    main()
