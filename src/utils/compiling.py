@@ -53,7 +53,7 @@ def compiled_or_reference(compiled: Callable[[], T], reference: T) -> T:
     if not problem:
         return compiled()
     if not _warnings:
-        cure = "" if problem == SWITCHED_OFF else f". pip install 'numba>={'.'.join(map(str, OLDEST))}'"
+        cure = "" if problem == SWITCHED_OFF else f". pip install 'numba~={'.'.join(map(str, OLDEST))}.0'"
         print_warning(f"Numba {problem}: {SLOWER}{cure}")
     warn_no_more()
     return reference
