@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,8 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.agents.gnn_rnn_agent import GNNRNNAgent
 from omagd.modules.agents.rnn_agent import RNNAgent
-from omagd.modules.kernels import compiling, recurrent
+from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
+from omagd.modules.kernels import compiling, graph_encoder, recurrent
 from omagd.modules.kernels.compiling import compiled_kernels, kernels_for, tile_kernels
 from omagd.modules.kernels.linear import lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
@@ -24,6 +27,7 @@ from omagd.modules.mixers.qmix import QMixer
 from omagd.utils.packing import Packing, pack_episodes
 
 torch.set_num_threads(1)
+GRAPH_AGENTS = [{}, {"gnn_readout": "entity"}, {"mark_guesses": True, "gnn_layer_num": 3}, {"obs_last_action": False}]
 LENGTHS = [(6, 6, 4, 1, 1), (1,), (3, 3), (40, 38, 37, 20, 9, 2)]
 
 
@@ -260,11 +264,41 @@ def test_compiled_input_layer_equals_the_expression(rows, bf16):
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("at_once", [1, 24, 10_000])
+@pytest.mark.parametrize("updates", GRAPH_AGENTS, ids=str)
+def test_compiled_graphs_equal_the_layers_in_values_and_gradients(monkeypatch, updates, at_once):
+    torch.manual_seed(4)
+    monkeypatch.setattr(graph_encoder, "NODES_AT_ONCE", at_once)
+    agent = GNNRNNAgent(toy_config(agent="gnn_rnn", gnn_hidden_dim=12, **updates), INFO)
+    exact = copy.deepcopy(agent).double()
+    nodes = torch.randn(40, 3, 6, 9) * (torch.rand(40, 3, 6, 1) < 0.5)  # half of the units show nothing
+    obs = nodes_to_obs(nodes * (torch.rand(40, 3, 1, 1) < 0.7), INFO.layout)  # nearly a third of the observers do
+    guessed, last = torch.rand(40, 3, 6) < 0.2, torch.randint(-1, 2, (40, 3))
+    guessed &= torch.rand(40, 3, 1) < 0.5
+    got, wanted = (a.encode(AgentInputs(x, last, guessed)) for a, x in ((agent, obs), (exact, obs.double())))
+    assert got[0].grad_fn.name() == "ViewBackward0" and wanted[0].dtype == torch.float64
+    upstream = [torch.randn(part.shape) for part in got]
+    sums = [sum((a * b).sum() for a, b in zip(made, upstream, strict=True)) for made in (got, wanted)]
+    # Layers behind the encoder have no part in it.
+    grads = [
+        torch.autograd.grad(x, list(a.parameters()), allow_unused=True)
+        for a, x in zip((agent, exact), sums, strict=True)
+    ]
+    pairs = [*zip(got, wanted, strict=True), *zip(*grads, strict=True)]
+    pairs = [(a, b) for a, b in pairs if b is not None and b.numel()]
+    assert len(pairs) > 10
+    assert max(relative(a, b) for a, b in pairs) < 2e-6
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(agent.encode(AgentInputs(obs, last, guessed)), got, strict=True))
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("agent", ["n_rnn", "rnn", "gnn_rnn"])
 def test_updates_with_kernels_equal_updates_of_torch(monkeypatch, agent, precision):
     batches = [[random_episode(10 * i + k, 3 + k) for k in range(6)] for i in range(20)]
-    learners = [make_learner(toy_config(agent=agent, precision=precision)) for _ in range(2)]
+    keys = {"agent": agent, "precision": precision, "obs_last_action": agent != "rnn"}
+    learners = [make_learner(toy_config(**keys)) for _ in range(2)]
     norms: list[list[float]] = [[], []]
     for episodes in batches:
         for learner, small, kept in zip(learners, (0, math.inf), norms, strict=True):

@@ -186,7 +186,7 @@ class InputLinear(nn.Linear):
             return F.linear(features, self.weight, self.bias)
         if features.is_cuda and torch.is_grad_enabled():
             return self._with_one_hots(features, last_action)
-        of_features, table, index = self._lookup(last_action)
+        of_features, table, index = self.lookup(last_action)
         return F.linear(features, of_features) + F.embedding(index, table)
 
     def relu(self, features: Tensor, last_action: Tensor, *, rounded: bool = False) -> Tensor:
@@ -196,7 +196,7 @@ class InputLinear(nn.Linear):
         """
         if features.is_cuda or not self.looks_up:
             return F.relu(self(features, last_action))
-        of_features, table, index = self._lookup(last_action)
+        of_features, table, index = self.lookup(last_action)
         bf16 = self.bf16 and features.dtype == torch.float32
         flat = features.reshape(-1, features.shape[-1])
         if torch.is_inference_mode_enabled() and not bf16 and len(flat) <= ROWS_AT_ONCE:
@@ -216,7 +216,7 @@ class InputLinear(nn.Linear):
             out = out + F.linear(taken.to(features.dtype), of_actions)
         return out + of_agents.t() if self.widths[2] else out
 
-    def _lookup(self, last_action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def lookup(self, last_action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of the features, the table, and each row's place in the table [S, n]."""
         n_actions = self.widths[1]
         if torch.is_inference_mode_enabled():
@@ -249,4 +249,4 @@ class InputLinear(nn.Linear):
         table = F.pad(of_actions.t(), (0, 0, 0, 1)).unsqueeze(0) + self.bias
         if self.widths[2]:
             table = table + of_agents.t().unsqueeze(1)
-        return of_features, table.flatten(0, 1)
+        return of_features, table.flatten(0, 1).contiguous()  # kernels read rows, which of_agents.t() has not

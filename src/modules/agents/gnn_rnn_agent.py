@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,6 +12,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
+from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for
 from omagd.modules.kernels.linear import fast_linear
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.errors import UserError
@@ -32,13 +35,14 @@ class FullGraphConv(nn.Module):
         self.own = nn.Linear(dim, dim)
         self.others = nn.Linear(dim, dim)
 
+    def shared(self, n_nodes: int) -> tuple[Tensor, Tensor]:
+        """Return [W_s | W_n] / N and [b_s | b_n] / N: relu(a) / N = relu(a / N), and nodes are not divided then."""
+        weight, bias = torch.cat([self.own.weight, self.others.weight]), torch.cat([self.own.bias, self.others.bias])
+        return weight * (1.0 / n_nodes), bias * (1.0 / n_nodes)
+
     def forward(self, nodes: Tensor) -> Tensor:
         """Return [..., N, dim] from nodes [..., N, dim]."""
-        # relu(a) / N = relu(a / N), so the weights are divided instead of the nodes.
-        share = 1.0 / nodes.shape[-2]
-        weight = torch.cat([self.own.weight, self.others.weight]) * share
-        bias = torch.cat([self.own.bias, self.others.bias]) * share
-        own, sent = fast_linear(nodes, weight, bias, self.bf16).chunk(2, dim=-1)
+        own, sent = fast_linear(nodes, *self.shared(nodes.shape[-2]), self.bf16).chunk(2, dim=-1)
         received = (sent.sum(dim=-2, keepdim=True) - sent).relu_()
         return F.relu(own) + received
 
@@ -55,7 +59,7 @@ class GNNRNNAgent(RecurrentAgent):
         super().__init__(config, info)
         self.layout = _layout(config, info)
         self.mark_guesses = config.mark_guesses
-        bf16 = config.precision == "bf16"
+        self.bf16 = bf16 = config.precision == "bf16"
         self.entity = config.gnn_readout == "entity"
         node_dim, dim, hidden = self.layout.node_dim + config.mark_guesses, config.gnn_hidden_dim, config.rnn_hidden_dim
         self.embed_self = InputLinear(node_dim, dim, config, info)
@@ -72,7 +76,11 @@ class GNNRNNAgent(RecurrentAgent):
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
         """Return the mean over nodes [S, n, dim], and the enemies' part of the readout [S, n, n_enemies, H]."""
         rows = max(1, GRAPHS_AT_ONCE // self.n_agents)
+        n_numbers = inputs.last_action.numel() * self.layout.n_nodes * self.embed_ally.out_features
+        kernels = None if self.bf16 else graph_kernels_for(inputs.features, n_numbers)
         marks = inputs.guess_marks(self.layout.n_nodes) if self.mark_guesses else inputs.features[..., :0]
+        if kernels is not None:
+            return self._encode_by(kernels, inputs, marks)
         chunks = zip(*(x.split(rows) for x in (inputs.features, inputs.last_action, marks)), strict=True)
         pooled, enemies = zip(*(self._encode_chunk(*chunk) for chunk in chunks), strict=True)
         return torch.cat(pooled), torch.cat(enemies)
@@ -83,6 +91,20 @@ class GNNRNNAgent(RecurrentAgent):
             return self.fc2(hidden)
         joined = F.relu(others[0] + self.attack_memory(hidden).unsqueeze(-2))
         return torch.cat([self.fc2(hidden), self.attack_value(joined).squeeze(-1)], dim=-1)
+
+    def _encode_by(self, kernels: ModuleType, inputs: AgentInputs, marks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same as `encode` by kernels, from marks [S, n, N] or [S, n, 0]."""
+        of_features, table, index = self.embed_self.lookup(inputs.last_action)
+        obs, shape = inputs.features.flatten(0, 1), inputs.last_action.shape
+        sizes = (self.layout, of_features.shape[1], len(table))
+        graphs = Graphs(kernels, obs, marks.flatten(0, 1), index.flatten(), *sizes)
+        embeddings = (p for layer in (self.embed_ally, self.embed_enemy) for p in (layer.weight, layer.bias))
+        convolutions = (layer for layer in self.convolutions if isinstance(layer, FullGraphConv))
+        layers = (p for layer in convolutions for p in layer.shared(self.layout.n_nodes))
+        pooled, enemies = EncodeGraphs.apply(graphs, self.entity, table, of_features, *embeddings, *layers)  # type: ignore[no-untyped-call]
+        if self.entity:
+            return pooled.unflatten(0, shape), self.attack_node(enemies).unflatten(0, shape)
+        return pooled.unflatten(0, shape), pooled.new_empty(*shape, 0, pooled.shape[-1])
 
     def _encode_chunk(self, features: Tensor, last_action: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
         nodes = self._nodes(features, last_action, marks)
