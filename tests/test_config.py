@@ -50,6 +50,19 @@ def test_every_file_resolves_and_the_defaults_play_the_embedded_battle():
     assert resolve(updates=given) == resolve() and resolve().stage == "all"
 
 
+ARMS = {"ff": {"agent": "ff"}, "baseline": {}, "team_obs": {"use_team_obs": True}, "full_obs": {"use_full_obs": True}}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_arms_differ_from_omagd_small_in_what_agents_read_and_in_nothing_else(arm):
+    """Keys of stages 1 and 2 have no effect without reconstruction; learners of these names are the same."""
+    given = {"use_graph_reconstruction": False, "learner": "nq_learner_ddp", "name": f"fog_{arm}", **ARMS[arm]}
+    made, wanted = (config.model_dump() for config in (resolve(f"fog_{arm}"), resolve("omagd_small", None, given)))
+    unused = {key for key in made if key.startswith("graph_") and key != "graph_updates"}
+    unused |= {"tokenizer_config", "mask_predictor_config"}
+    assert {key for key in made if made[key] != wanted[key]} <= unused
+
+
 PUBLISHED_VALUES = {
     "batch_size": 128, "buffer_size": 5000, "lr": 1e-3, "graph_lr": 5e-4, "td_lambda": 0.6, "gamma": 0.99,
     "target_update_interval": 200, "graph_pretrain_epochs": 200, "graph_pretrain_episodes": 5000, "ddp_port": 12355,

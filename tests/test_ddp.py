@@ -11,11 +11,12 @@ from ddp_harness import run_ranks
 from ddpg_toys import ddpg_config, make_ddpg, random_steps
 from graph_toys import graph_learner, toy_episodes
 from plugin_toys import add_example, own_names
-from q_toys import GRAPH, copy_learner, equal, gradients_of, make_learner, random_episode, state_of, toy_config
+from q_toys import GRAPH, LAYOUT, copy_learner, equal, gradients_of, make_learner, random_episode, state_of, toy_config
 
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.agents import REGISTRY as AGENTS
+from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
 from omagd.modules.kernels import compiling
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.run.training.stages.health import check_replicas, held_in_common
@@ -31,6 +32,7 @@ Q = {
     "parts": {**PLAIN, "accumulate": 3},  # the second rank has two episodes, so two parts
     "graph": {**PLAIN, **GRAPH, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_readout": "entity"},
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},
+    "team": {**PLAIN, "use_team_obs": True},
     "compiled": {**PLAIN, "compile": True},
     "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2, "hidden_dim": 8}},
 }
@@ -93,11 +95,21 @@ def blank(episodes):
     return [{name: torch.zeros_like(value) for name, value in episode.items()} for episode in episodes]
 
 
+def played(kind, *what):
+    """Return a random episode; of "team" one in which agents see parts of `full_obs`."""
+    episode = random_episode(*what)
+    if kind != "team":
+        return episode
+    nodes = obs_to_nodes(episode["obs"], LAYOUT)
+    seen = (nodes[..., 1].abs() < 0.8)[..., None] | (torch.arange(nodes.shape[-2]) == 0)[:, None]
+    return {**episode, "obs": nodes_to_obs(nodes * seen, LAYOUT), "full_obs": episode["obs"]}
+
+
 def episodes_of(kind, rank, update):
     if kind in DDPG:
         return random_steps(1000 * update + rank, [6, 2, 1][rank])
     if kind in Q:
-        made = [random_episode(1000 * update + 100 * rank + i, k, i % 2 == 1) for i, k in enumerate(LENGTHS[rank])]
+        made = [played(kind, 1000 * update + 100 * rank + i, k, i % 2 == 1) for i, k in enumerate(LENGTHS[rank])]
         # The first rank has a group of three and one of two, the last has an episode without others.
         origins = [EpisodeMeta(seed=rank, group=str(i // 3), outcome=float(i == 1)) for i in range(len(made))]
         return [RecordedEpisode(*pair) for pair in zip(made, origins, strict=True)]
@@ -117,7 +129,7 @@ def without_a_step(kind, rank):
     if kind in DDPG:
         return [random_steps(1, 3 if rank == 0 else 1, int(rank == 0)), random_steps(2, 1, 0)]
     if kind in Q:
-        return [[random_episode(5, 6)] if rank == 0 else [random_episode(6, 0)], [random_episode(7, 0)]]
+        return [[played(kind, 5, 6)] if rank == 0 else [played(kind, 6, 0)], [played(kind, 7, 0)]]
     return [toy_episodes(2, seed=5) if rank == 0 else blank(toy_episodes(1)), blank(toy_episodes(2))]
 
 

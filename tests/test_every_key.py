@@ -119,6 +119,9 @@ RUNS: dict[str, Run] = {
     "the upper bound": Run(
         "gnn_qmix", "skirmish", TINY, NETWORKS, t_max=40, use_full_obs=True, gnn_hidden_dim=8
     ),
+    "what the team sees": Run(
+        "fog_team_obs", "skirmish", TINY, NETWORKS, run="default", t_max=40, use_team_obs=True
+    ),
     "an evaluation of the graphs": Run(
         "omagd_small", "skirmish", STAGES, evaluation_only=True, eval_report_episodes=2, needs=PRETRAINED
     ),

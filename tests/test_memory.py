@@ -36,13 +36,14 @@ def config(name: str = "qmix", **updates):
     [
         ("qmix", {}, {}),
         ("gnn_qmix", {"use_full_obs": True}, {}),
+        ("fog_team_obs", {}, {}),
         ("omagd", {"mask_predictor_config.decode": "mean"}, {"recon": np.zeros((1, 5, 55), np.float16)}),
         ("omagd", {"mask_predictor_config.decode": "argmax"}, {"tokens": np.zeros((1, 5, 11), np.int16)}),
     ],
 )
 def test_the_estimate_is_what_a_recorded_episode_takes(name, updates, extras):
     made = config(name, **updates)
-    recorder, one = Recorder(INFO, 1, made.use_full_obs), np.array([0])
+    recorder, one = Recorder(INFO, 1, made.use_full_obs or made.use_team_obs), np.array([0])
     recorder.begin()
     obs = np.zeros((1, 5, 55), np.float32)
     seen = Observation(obs, np.zeros((1, 98), np.float32), np.zeros((1, 5, 12), bool), obs)

@@ -71,11 +71,14 @@ def whole(tmp_path_factory) -> RunFolder:
     return run(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize(("runner", "iterations"), [("parallel", (0, 1, 2, 5, 7)), ("stream", (1, 4))])
-def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bits(runner, iterations, whole, tmp_path):
-    if runner != "parallel":
-        whole = run(tmp_path / "whole", f"runner={runner}")
-    given = config(tmp_path / "cut", f"runner={runner}")
+@pytest.mark.parametrize(("words", "iterations"), [
+    ((), (0, 1, 2, 5, 7)),
+    (("runner=stream", "use_team_obs=True"), (1, 4)),
+])  # fmt: skip
+def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bits(words, iterations, whole, tmp_path):
+    if words:
+        whole = run(tmp_path / "whole", *words)
+    given = config(tmp_path / "cut", *words)
     for iteration in iterations:
         folder, _ = interrupted_run(given, iteration)
         if iteration:

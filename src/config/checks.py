@@ -119,10 +119,16 @@ def _stages(config: Config) -> None:
 
 
 def _reconstruction(config: Config) -> None:
+    if config.use_full_obs and config.use_team_obs:
+        raise UserError("use_team_obs=True: use_full_obs=True shows everything already. Drop one of the two")
     if not config.use_graph_reconstruction:
         return
     if config.use_full_obs:
         raise UserError("use_full_obs=True: nothing is left to reconstruct. Add use_graph_reconstruction=False")
+    if config.use_team_obs:
+        raise UserError(
+            "use_team_obs=True: reconstructions complete what an agent sees itself. Add use_graph_reconstruction=False"
+        )
     if config.learner in PLAIN_LEARNERS:
         graph = "nq_graph_learner_ddp" if config.learner.endswith("_ddp") else "nq_graph_learner"
         raise UserError(f"learner={config.learner}: use_graph_reconstruction=True needs learner={graph}")

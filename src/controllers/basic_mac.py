@@ -15,9 +15,11 @@ from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
+from omagd.envs.protocol import Observation
 from omagd.modules import agents
 from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.modules.agents.separate import SeparateAgents
+from omagd.modules.graph_reconstructers.team_view import TeamView
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
 
@@ -46,11 +48,12 @@ class BasicMAC:
             raise UserError(f"mac={config.mac} reads no reconstructions: use mac=n_graph_mac or mac=gnn_graph_mac")
         self.info = info
         self.device = device
-        self.wants_full_obs = config.use_full_obs
+        self.wants_full_obs = config.use_full_obs or config.use_team_obs
         kind = agents.REGISTRY.get(config.agent)
         agent = kind(config, info) if config.share_parameters else SeparateAgents(kind, config, info)
         self.agent: Agent = agent.to(device)
         self.acting_device = torch.device("cpu") if config.cpu_inference else device
+        self._teams = self._views(config, info)
         self._copied = self.acting_device != device
         self._actor = copy.deepcopy(self.agent).to(self.acting_device) if self._copied else _twin(self.agent)
         self._actor.eval()
@@ -113,16 +116,32 @@ class BasicMAC:
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Choose available actions in the active slots; greedily without `explore`."""
         seen = tick.observation
-        obs = seen.full_obs if self.wants_full_obs else seen.obs
-        if obs is None:
-            raise ValueError("use_full_obs=True: the environment returned no full_obs")
-        inputs, extras = self._build_inputs(obs, tick.step)
+        inputs, extras = self._build_inputs(self.read(seen), tick.step)
         part = None if tick.active.all() else tick.active.nonzero()[0]
         with torch.inference_mode():
             q = self._values(inputs, part)
         actions, chosen = self.select_actions(q, seen.avail_actions, explore)
         self._update_state(actions, part)
         return Decision(actions, {**extras, **chosen}, q)
+
+    def read(self, seen: Observation) -> np.ndarray:
+        """Return what the agents read of an observation, before any reconstruction, [B, n, obs_dim]."""
+        if not self.wants_full_obs:
+            return seen.obs
+        if seen.full_obs is None:
+            raise ValueError("use_full_obs=True, use_team_obs=True: the environment returned no full_obs")
+        if self._teams is None:
+            return seen.full_obs
+        parts = (torch.from_numpy(part).to(self.acting_device) for part in (seen.obs, seen.full_obs))
+        return self._teams[self.acting_device](*parts).cpu().numpy()
+
+    def _views(self, config: Config, info: EnvInfo) -> dict[torch.device, TeamView] | None:
+        """Return what completes observations where agents act and where they learn; None without `use_team_obs`."""
+        if not config.use_team_obs:
+            return None
+        if info.layout is None:
+            raise UserError(f"use_team_obs=True needs an environment with an entity layout; env={config.env} has none")
+        return {device: TeamView(info.layout, info.n_agents, device) for device in (self.device, self.acting_device)}
 
     def select_actions(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None
@@ -168,6 +187,8 @@ class BasicMAC:
 
     def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """Return features [S, n, obs_dim] of a batch, and [S, n, N] bool which nodes are guesses, None for none."""
+        if self._teams is not None:
+            return self._teams[self.device](batch["obs"], batch["full_obs"]), None
         return batch["full_obs" if self.wants_full_obs else "obs"], None
 
 

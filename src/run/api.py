@@ -116,13 +116,11 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
         raise TypeError(f"env={env!r}: give an environment that omagd.make returns")
     if episodes < 1:
         raise UserError(f"episodes={episodes}: must be at least 1")
-    sees_all = False
     if isinstance(policy, LoadedPolicy):
         policy = policy.on(env.info)
-        sees_all = policy.wants_full_obs
     seeds, lost, in_a_row, played = EpisodeSeeds(seed, "test"), 0, 0, list[dict[str, Any]]()
     while len(played) < episodes:
-        result = _play_one(policy, env, int(seeds.draw(np.ones(1, bool))[0]), sees_all)
+        result = _play_one(policy, env, int(seeds.draw(np.ones(1, bool))[0]))
         if result.pop("lost", False):
             lost, in_a_row = lost + 1, in_a_row + 1
             if in_a_row == LOST_IN_A_ROW:
@@ -138,7 +136,7 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
     return {**found, "totals": {"episodes": episodes, "steps": sum(each["ep_length"]), "lost_episodes": lost, **means}}
 
 
-def _play_one(policy: Team, env: ParallelBattle, seed: int, sees_all: bool) -> dict[str, Any]:
+def _play_one(policy: Team, env: ParallelBattle, seed: int) -> dict[str, Any]:
     """Play the episode of `seed`; return its return, its length and what the environment reports at its end."""
     seen, _ = env.reset(seed=seed)
     policy.reset()
@@ -146,7 +144,10 @@ def _play_one(policy: Team, env: ParallelBattle, seed: int, sees_all: bool) -> d
     while env.agents:
         own = np.stack([seen[agent]["observation"] for agent in env.agents])
         mask = np.stack([seen[agent]["action_mask"] for agent in env.agents]).astype(bool)
-        actions = np.asarray(policy.act(env.full_observations() if sees_all else own, mask))
+        if isinstance(policy, LoadedPolicy) and policy.wants_full_obs:
+            actions = policy.act(own, mask, env.full_observations())
+        else:
+            actions = np.asarray(policy.act(own, mask))
         agents = list(env.agents)
         seen, rewards, _, _, infos = env.step(dict(zip(agents, actions.tolist(), strict=True)))
         total, length, info = total + rewards[agents[0]], length + 1, infos[agents[0]]
@@ -180,7 +181,7 @@ class LoadedPolicy:
 
     @property
     def wants_full_obs(self) -> bool:
-        """Whether it acts on observations without range limit (`use_full_obs`)."""
+        """Whether `act` needs observations without range limit (`use_full_obs`, `use_team_obs`)."""
         return bool(self._mac.wants_full_obs)
 
     def on(self, info: EnvInfo) -> LoadedPolicy:
@@ -207,17 +208,22 @@ class LoadedPolicy:
         self._mac.reset(np.ones(1, bool))
         self._step = 0
 
-    def act(self, obs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def act(self, obs: np.ndarray, mask: np.ndarray, full_obs: np.ndarray | None = None) -> np.ndarray:
         """Return the actions [n] int64 for `obs` [n, obs_dim] float32 and available actions `mask` [n, A].
 
-        Errors: ValueError for other shapes.
+        full_obs: [n, obs_dim], observations without range limit. A policy of `use_team_obs` needs them beside `obs`;
+            for one of `use_full_obs`, `obs` may be these. Others do not read them.
+        Errors: ValueError for other shapes, and where `full_obs` is missing.
         """
         obs, mask = np.asarray(obs, np.float32), np.asarray(mask, bool)
+        if self.config.use_team_obs and full_obs is None:
+            raise ValueError("use_team_obs=True: the policy also needs full_obs")
+        full_obs = obs if full_obs is None else np.asarray(full_obs, np.float32)
         expected = (self.info.n_agents, self.info.obs_dim), (self.info.n_agents, self.info.n_actions)
-        if (obs.shape, mask.shape) != expected:
+        if (obs.shape, mask.shape) != expected or full_obs.shape != obs.shape:
             raise ValueError(f"obs {obs.shape} and mask {mask.shape} must be {expected[0]} and {expected[1]}")
         no_state = np.zeros((1, self.info.state_dim), np.float32)
-        full = obs[None] if self._mac.wants_full_obs else None
+        full = full_obs[None] if self._mac.wants_full_obs else None
         seen = Observation(obs[None], no_state, mask[None], full)
         # A caller's torch has all cores by default, and for sizes as small as these they are far slower than one.
         with _threads(self.config.torch_threads):

@@ -78,6 +78,7 @@ class ResidentRunner(Runner):
                 config.action_selector not in SELECTORS
             ),
             "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
+            "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
             "reconstructs where it acts, so not with cpu_inference=True and use_graph_reconstruction=True": (
                 config.cpu_inference and config.use_graph_reconstruction
             ),

@@ -50,6 +50,7 @@ ROUNDING = frozenset(
 COVERED = {
     "batch_size": "effective_batch", "batch_size_run": "environments", "updates_per_iteration": "updates_per_round",
     "ticks_per_iteration": "ticks_per_round", "test_nepisode": "test_episodes", "use_full_obs": "observations",
+    "use_team_obs": "observations",
     "precision": "precision", "acting_precision": "precision",
 }  # fmt: skip
 """Keys that `compared` has under another name, over all ranks."""
@@ -257,7 +258,8 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 
 def _observations(config: Config) -> dict[str, Any]:
-    return {"observations": "everything (use_full_obs)" if config.use_full_obs else "each agent's own"}
+    shared = "what any living ally sees (use_team_obs)" if config.use_team_obs else "each agent's own"
+    return {"observations": "everything (use_full_obs)" if config.use_full_obs else shared}
 
 
 def _evaluation(config: Config, environments: int, trained: Card | None) -> dict[str, Any]:

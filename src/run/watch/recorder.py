@@ -33,6 +33,7 @@ class Recorder:
         self._policy, self._env, self._info, self._name, self._most = policy, env, info, name, most
         self._logits = bool(getattr(policy, "outputs_logits", False))
         self._reconstructor: Any = getattr(policy, "reconstructor", None)
+        self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
         self._found: list[tuple[Frame, list[Moment]]] = []
         self._open: list[Moment] = []
         self.episodes: list[Episode] = []
@@ -127,7 +128,7 @@ class Recorder:
         layout, shown = self._info.layout, tick.observation
         if layout is None:
             return None
-        obs = shown.full_obs if self.wants_full_obs and shown.full_obs is not None else shown.obs
+        obs = shown.obs if self._read is None else self._read(shown)
         nodes = obs_to_nodes(np.array(obs[0]), layout)
         stored = None if self._reconstructor is None else decision.extras.get(self._reconstructor.field)
         if stored is None:

@@ -1,0 +1,129 @@
+"""What agents read who tell one another what they see (`use_team_obs`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from q_toys import SMALL, make_learner, toy_config
+
+import omagd
+from omagd.config.loading import resolve
+from omagd.controllers import REGISTRY as MACS
+from omagd.controllers.types import Exploration
+from omagd.envs.actions import random_actions
+from omagd.envs.factory import make_env
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
+from omagd.modules.graph_reconstructers.team_view import TeamView
+from omagd.runners import REGISTRY as RUNNERS
+from omagd.runners.starts import EpisodeSeeds
+from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def moments(name: str, map_name: str, steps: int) -> tuple[list[np.ndarray], list[np.ndarray], object]:
+    """Return obs and full_obs of random play, and the facts."""
+    env, rng = make_env(name, {"map_name": map_name}, 4, processes=False), np.random.default_rng(2)
+    everyone = np.ones(4, bool)
+    env.reset(everyone, np.arange(4))
+    own, full = [], []
+    for step in range(steps):
+        seen = env.observe(full=True)
+        own.append(seen.obs.copy())
+        full.append(seen.full_obs.copy())
+        result = env.step(random_actions(seen.avail_actions, rng), everyone)
+        if result.terminated.any():
+            env.reset(result.terminated, np.arange(4) + 4 * step)
+    info = env.info
+    env.close()
+    return own, full, info
+
+
+@pytest.mark.parametrize("map_name", ["3s_vs_5z", "2s3z"])
+def test_agents_read_every_unit_that_a_living_ally_sees_and_no_other(map_name):
+    own, full, info = moments("skirmish", map_name, 60)
+    obs, everything = np.concatenate(own), np.concatenate(full)
+    got = TeamView(info.layout, info.n_agents, CPU)(torch.from_numpy(obs), torch.from_numpy(everything)).numpy()
+    nodes, truth, read = (obs_to_nodes(x, info.layout) for x in (obs, everything, got))
+    n, told, hidden = info.n_agents, 0, 0
+    for row in range(len(obs)):
+        units = [[i, *(a for a in range(n) if a != i), *range(n, n + info.layout.n_enemies)] for i in range(n)]
+        living = [bool(obs[row, i].any()) for i in range(n)]
+        known = {
+            unit for i in range(n) if living[i] for unit, x in zip(units[i], nodes[row, i], strict=True) if x.any()
+        }
+        for i in range(n):
+            if not living[i]:
+                assert not got[row, i].any()
+                continue
+            for place, unit in enumerate(units[i]):
+                seen = nodes[row, i, place].any()
+                expected = nodes[row, i, place] if seen else truth[row, i, place] * (unit in known)
+                assert np.array_equal(read[row, i, place], expected)
+                told += bool(not seen and unit in known and expected.any())
+                hidden += bool(not seen and unit not in known and truth[row, i, place].any())
+    assert told > 50
+    assert hidden > 50
+    assert not np.array_equal(got, everything)
+
+
+@pytest.mark.parametrize("runner", ["parallel", "stream"])
+def test_learners_read_the_bits_that_agents_acted_on(runner, monkeypatch):
+    config = resolve(
+        "qmix", "skirmish", {**SMALL, "env_args.map_name": "3s_vs_5z", "use_team_obs": True, "batch_size_run": 3}
+    )
+    env = make_env("skirmish", {"map_name": "3s_vs_5z"}, 3, processes=False)
+    mac = MACS.get("n_mac")(config, env.info, CPU)
+    acted: set[bytes] = set()
+    build = mac._build_inputs
+
+    def noted(obs, step):
+        acted.update(row.tobytes() for row in obs)
+        return build(obs, step)
+
+    monkeypatch.setattr(mac, "_build_inputs", noted)
+    plays = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
+    explore = Exploration(1.0, np.random.default_rng(0))
+    episodes = []
+    while len(episodes) < 3:
+        episodes += plays.collect(mac, explore=explore, full_obs=mac.wants_full_obs).episodes
+    batch = pack_episodes(episodes)
+    features = mac.inputs(batch).features
+    env.close()
+    assert {row.numpy().tobytes() for row in features} <= acted
+    assert not torch.equal(features, batch["obs"])
+    assert not torch.equal(features, batch["full_obs"])
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ({"use_full_obs": True}, "use_team_obs=True: use_full_obs=True shows everything already"),
+    ({"use_graph_reconstruction": True, "mac": "n_graph_mac"}, "use_team_obs=True: .*use_graph_reconstruction=False"),
+    ({"runner": "resident"}, "runner=resident: .* not with use_team_obs=True. Use runner=parallel"),
+])  # fmt: skip
+def test_what_does_not_go_with_it_is_rejected(words, message):
+    with pytest.raises(UserError, match=message):
+        omagd.run(resolve("qmix", "skirmish", {"use_team_obs": True, "learner": "nq_graph_learner", **words}))
+
+
+def test_an_environment_without_units_is_rejected():
+    with pytest.raises(UserError, match="use_team_obs=True needs an environment with an entity layout"):
+        make_learner(toy_config(use_team_obs=True), info=make_env("matrix_game", {}, 1, processes=False).info)
+
+
+@pytest.mark.processes
+def test_a_trained_team_plays_on_what_it_tells_one_another(tmp_path: Path):
+    values = {**SMALL, "use_team_obs": True, "t_max": 60, "batch_size_run": 2, "batch_size": 2, "test_nepisode": 2}
+    summary = omagd.run(
+        resolve("qmix", "skirmish", {**values, "env_args.map_name": "3m", "local_results_path": str(tmp_path)})
+    )
+    policy, env = omagd.load_policy(summary["folder"]), omagd.make("skirmish", map_name="3m")
+    assert omagd.play(policy, env, episodes=2)["totals"]["episodes"] == 2
+    obs, mask = np.zeros((3, env.info.obs_dim)), np.ones((3, env.info.n_actions), bool)
+    with pytest.raises(ValueError, match="use_team_obs=True"):
+        policy.act(obs, mask)
+    env.close()
