@@ -50,7 +50,7 @@ def _kernels() -> ModuleType | None:
         compiled_graphs.prepare()
         return compiled_graphs
 
-    return compiled_or_reference("updates of graph agents take longer", load, None)
+    return compiled_or_reference(load, None)
 
 
 class Graphs:
