@@ -80,6 +80,51 @@ def _better(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.mean((one > other) + 0.5 * (one == other), axis=(-2, -1))
 
 
+def difference(scores: Scores, others: Scores) -> tuple[float, Interval | None]:
+    """Return the mean over maps of how much better the first are than the others on average, and its interval.
+
+    Args:
+        scores, others: arrays [seeds], a list with the same maps. The two are resampled independently.
+    """
+
+    def between(*samples: np.ndarray) -> np.ndarray:
+        return mean(samples[: len(scores)]) - mean(samples[len(scores) :])
+
+    return float(between(*scores, *others)), _bootstrap(between, [*scores, *others])
+
+
+def paired_share(values: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[float, Interval | None]:
+    """Return the share of the difference upper - lower that `values` carry, over the same battles, and its interval.
+
+    (v - l) / (u - l) of the means; battles are resampled, each with its three results. NaN where both ends are equal.
+
+    Args:
+        values, lower, upper: results of the same battles in one order, [battles].
+    """
+
+    def share(v: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        v, low, high = (np.mean(each, axis=-1) for each in (v, low, high))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray((v - low) / np.where(high == low, np.nan, high - low))
+
+    return float(share(values, lower, upper)), _bootstrap(share, [values, lower, upper], paired=True)
+
+
+def proportion(won: np.ndarray) -> Interval:
+    """Return the 95 % interval of the share of battles won (Wilson 1927). won: [battles], each 0 or 1."""
+    from scipy.stats import binomtest
+
+    found = binomtest(int(np.sum(won)), len(won)).proportion_ci(LEVEL, method="wilson")
+    return np.asarray(found.low), np.asarray(found.high)
+
+
+def area(steps: np.ndarray, values: np.ndarray) -> float:
+    """Return the area under a curve over its steps, divided by their range: its mean height. One point: its height."""
+    if len(steps) < 2 or steps[-1] <= steps[0]:
+        return float(values[-1])
+    return float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
+
+
 def gap_share(
     scores: Scores, lower: Scores, upper: Scores, statistic: Statistic = mean
 ) -> tuple[float, Interval | None]:
@@ -103,8 +148,8 @@ def gap_share(
     return float(share(*scores, *lower, *upper)), _bootstrap(share, [*scores, *lower, *upper])
 
 
-def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores) -> Interval | None:
-    """Return the percentile interval of a statistic of independent samples, each [..., seeds]."""
+def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores, paired: bool = False) -> Interval | None:
+    """Return the percentile interval of a statistic of independent (`paired`: of joint) samples, each [..., seeds]."""
     if any(each.shape[-1] < 2 for each in samples):
         return None
     from scipy.stats import bootstrap
@@ -112,13 +157,13 @@ def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores) -> Interva
     points, entries = len(samples[0]) if samples[0].ndim > 1 else 0, sum(each.size for each in samples)
     if points > 1 and entries * RESAMPLES > ENTRIES_AT_ONCE:
         half = points // 2
-        parts = [_bootstrap(statistic, [each[i] for each in samples]) for i in (slice(half), slice(half, None))]
+        parts = [_bootstrap(statistic, [each[i] for each in samples], paired) for i in (slice(half), slice(half, None))]
         lows, highs = zip(*filter(None, parts), strict=True)
         return np.concatenate(lows), np.concatenate(highs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # where there is no gap
         found = bootstrap(
-            samples, lambda *each, axis: statistic(*each), vectorized=True, paired=False, axis=-1, method="percentile",
+            samples, lambda *each, axis: statistic(*each), vectorized=True, paired=paired, axis=-1, method="percentile",
             n_resamples=RESAMPLES, confidence_level=LEVEL, random_state=np.random.default_rng(0),
         )  # fmt: skip
     low, high = found.confidence_interval

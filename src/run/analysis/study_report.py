@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from omagd.run.analysis import curves
+from omagd.run.analysis import belief_tests, curves
 from omagd.run.analysis.charts import Chart, curve_chart, style_of
+from omagd.run.analysis.contrasts import contrasts
 from omagd.run.analysis.groups import Group, groups, shown, telling
 from omagd.run.analysis.run_report import (
     SLOWEST_SHARE,
@@ -222,7 +223,8 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     sizes = {"run": len(runs), "arm": len(found), "environment": len(curves.places(found)), "seed": seeds}
     return {
         "kind": "study", "runs": rows, "arms": len(found), "places": curves.places(found), "results": tables,
-        "few": FEW if few else "",
+        "few": FEW if few else "", "contrasts": contrasts(counted),
+        "belief_tests": _belief_tests(runs, folders),
         "charts": sections, "legend": legend, "keys": differing_keys(found),
         "labels": [group.label for group in found], "stage_values": stage_values(counted),
         "times": times(counted), "time_note": time_note(runs),
@@ -230,6 +232,12 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
         "tiles": [*(_count(noun, number) for noun, number in sizes.items()),
                   *((state, str(number)) for state, number in states.most_common())],
     }  # fmt: skip
+
+
+def _belief_tests(runs: Sequence[Run], folders: Sequence[Path]) -> list[belief_tests.Table]:
+    """Return the tests of beliefs in the folders that the user named, then those of the runs, each once."""
+    around = dict.fromkeys(folder.absolute() for folder in (*folders, *(run.folder for run in runs)))
+    return belief_tests.tables(record for each in around for record in belief_tests.records(each))
 
 
 def _count(noun: str, number: int) -> tuple[str, str]:

@@ -103,7 +103,7 @@ def _print_error(text: str) -> None:
 def config_from(argv: Sequence[str]) -> Config:
     """Return the resolved configuration of the arguments `argv`. Errors: UserError."""
     options = _options(argv)
-    return _resolve(options, _updates(options.words))
+    return _resolve(options, updates(options.words))
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -144,7 +144,7 @@ def _main(argv: list[str]) -> int:
     elif (command := COMMANDS.get("".join(options.words[:1]))) is not None and command.run is not None:
         return command.run(options, options.words[1:])
     else:
-        _run(options, _resolve(options, _updates(options.words)))
+        _run(options, _resolve(options, updates(options.words)))
     return 0
 
 
@@ -189,7 +189,7 @@ def _evaluate(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
-    texts = _updates(rest)
+    texts = updates(rest)
     from omagd.run.cli.doctor import examine, render
     from omagd.run.cli.doctor.findings import Settings
 
@@ -246,10 +246,10 @@ def _evaluation(options: argparse.Namespace, words: Sequence[str]) -> Config:
     from omagd.run.training.evaluate import evaluation_config
 
     run, *rest = words
-    return evaluation_config(run, _updates(rest if rest[:1] == ["with"] else ["with", *rest]))
+    return evaluation_config(run, updates(rest if rest[:1] == ["with"] else ["with", *rest]))
 
 
-def _updates(words: Sequence[str]) -> dict[str, str]:
+def updates(words: Sequence[str]) -> dict[str, str]:
     """Return {key: text} from the words `with key=value …`; the last value of a repeated key counts."""
     if not words:
         return {}
@@ -293,6 +293,11 @@ COMMANDS = {
             "omagd.run.analysis.comparison",
         ),
         Command("report RUN ...", "one HTML page about a run, several runs or a study", "omagd.run.analysis.report"),
+        Command(
+            "beliefs TEST ...",
+            "cheap tests of what is unseen: census, plug-in, swap; `beliefs gate STUDY`",
+            "omagd.run.cli.beliefs",
+        ),
         Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.run.cli.study"),
         Command("sweep FILE.yaml", "search the best keys with Optuna; `sweep status FOLDER`", "omagd.run.cli.sweep"),
         Command(

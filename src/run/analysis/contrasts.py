@@ -1,0 +1,114 @@
+"""How arms of a study compare with named ones: interquartile means, chance of being better, share of a gap, area.
+
+Arms are found by their names: `LOWER` sees least, `UPPER` everything, and the others are compared with `RIVALS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from omagd.run.analysis.curves import places, without_repeats
+from omagd.run.analysis.groups import Group, groups
+from omagd.run.analysis.runs import Run
+from omagd.run.analysis.statistics import FEW, FEW_SEEDS, area, difference, gap_share, improvement, interval, iqm
+from omagd.utils.errors import UserError, nearest
+
+LOWER, UPPER, RIVALS = "baseline", "full_obs", ("last_seen", "map_constant", "baseline")
+METRIC = "test_battle_won_mean"
+
+Table = dict[str, Any]
+"""`title`, `head`, `rows` and `note`, all text."""
+
+
+def contrasts(found: Sequence[Group]) -> list[Table]:
+    """Return a table for each environment: what the final win rates and the curves of the arms say beside each other.
+
+    Empty unless there are arms called `LOWER` and `UPPER`.
+    """
+    labels = {group.label for group in found}
+    if not {LOWER, UPPER} <= labels:
+        return []
+    rivals = [label for label in RIVALS if label in labels]
+    return [table for place in places(found) if (table := _contrast(found, place, rivals)) is not None]
+
+
+def _contrast(found: Sequence[Group], place: str, rivals: Sequence[str]) -> Table | None:
+    arms = {group.label: group.at(place) for group in found}
+    last, mean_height = ({label: _values(runs, of) for label, runs in arms.items()} for of in (_last, _area))
+    last = {label: values for label, values in last.items() if len(values)}
+    if not {LOWER, UPPER} <= last.keys():
+        return None
+    rows = []
+    for label, values in last.items():
+        ends = interval(iqm, [values])
+        row = [label, str(len(values)), _text(float(iqm([values])), ends), f"{float(np.mean(mean_height[label])):.3f}"]
+        row += ["-" if rival == label or rival not in last else _text(*improvement([values], [last[rival]]))
+                for rival in rivals]  # fmt: skip
+        for of in (last, mean_height):
+            inner = label not in (LOWER, UPPER)
+            row.append(_text(*gap_share([values if of is last else of[label]], [of[LOWER]], [of[UPPER]], iqm))
+                       if inner else "-")  # fmt: skip
+        rows.append(row)
+    head = ["arm", "seeds", "win rate at the end, IQM", "mean height of the curve",
+            *(f"P(better than {rival})" for rival in rivals), "share of the gap", "the same of the curve"]  # fmt: skip
+    note = (f"Gap: from {LOWER} to {UPPER}, interquartile means, all three resampled together. Brackets: 95 % bootstrap"
+            " intervals over seeds.")  # fmt: skip
+    few = any(len(values) < FEW_SEEDS for values in last.values())
+    return {"title": place, "head": head, "rows": rows, "note": f"{note} Note: {FEW}." if few else note}
+
+
+def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Table:
+    """Return for each environment the difference between two arms' last tests, and whether it enters the main study.
+
+    It enters where the mean difference is at least `least` and its interval lies above 0. Errors: UserError for names
+    of no arm, or runs that have not ended.
+    """
+    found, _ = without_repeats(groups([run for run in runs if run.kind == "training"]))
+    by_label = {group.label: group for group in found}
+    for flag, label in (("--lower", lower), ("--upper", upper)):
+        if label not in by_label:
+            known = ", ".join(by_label)
+            raise UserError(f"{flag}={label}: is no arm of this study.{nearest(label, by_label)} Arms: {known}")
+    if going_on := [run.label for group in found for run in group.runs if not run.finished]:
+        raise UserError(f"beliefs gate: {going_on[0]} has not ended; continue the study with: omagd study FILE.yaml")
+    rows = []
+    for place in places(found):
+        low, high = (_values(by_label[label].at(place), _last) for label in (lower, upper))
+        if not len(low) or not len(high):
+            rows.append([place, str(len(low)), "-", "-", "-", "no: an arm has no test here"])
+            continue
+        gap, ends = difference([high], [low])
+        enters = gap >= least and ends is not None and float(ends[0]) > 0
+        seeds = f"{len(low)}, {len(high)}"
+        rows.append(
+            [place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", _text(gap, ends), "yes" if enters else "no"]
+        )
+    head = ["environment", "seeds", lower, upper, "difference", "enters"]
+    note = f"Enters: difference of the last tests at least {least:g}, its 95 % interval above 0."
+    return {"title": "Which maps enter the main study", "head": head, "rows": rows, "note": note}
+
+
+def _values(runs: Sequence[Run], of: Callable[[Run], float | None]) -> np.ndarray:
+    found = [of(run) for run in runs if run.kind == "training"]
+    return np.array([value for value in found if value is not None])
+
+
+def _last(run: Run) -> float | None:
+    values = run.test_curve(METRIC)[2]
+    return float(values[-1]) if len(values) else None
+
+
+def _area(run: Run) -> float | None:
+    steps, _, values = run.test_curve(METRIC)
+    return area(steps, values) if len(values) else None
+
+
+def _text(value: float, ends: tuple[np.ndarray, np.ndarray] | None) -> str:
+    if math.isnan(value):
+        return "-"
+    known = ends is not None and all(np.isfinite(end).all() for end in ends)
+    return f"{value:.2f}" + (f" [{float(ends[0]):.2f}, {float(ends[1]):.2f}]" if ends is not None and known else "")
