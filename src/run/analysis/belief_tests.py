@@ -24,13 +24,14 @@ TITLES = {
 }
 ROWS = {
     "all": "all", "never": "never seen", "before": "seen before", "age1": "1 step ago", "age2_3": "2-3",
-    "age4_7": "4-7", "age8_15": "8-15", "age16": "16 and more",
+    "age4_7": "4-7", "age8_15": "8-15", "age16": "16 and more", "before_contact": "before contact",
 }  # fmt: skip
 GUESSES = {"last_seen": "last seen", "slot_mean": "mean of the node", "map_constant": "map constant", "ridge": "ridge"}
 NAMES = {
     "observation": "observation", "last_seen": "last seen", "map_constant": "map constant",
     "reconstruction": "reconstruction", "full": "everything",
 }  # fmt: skip
+INFERABLE = {"inferable": "of all", "inferable_before": "before an agent has seen any enemy"}
 LOWER, UPPER = "observation", "full"
 
 Table = dict[str, Any]
@@ -88,15 +89,15 @@ def _census(record: Mapping[str, Any]) -> Table:
     rows = []
     for kind, entry in record["units"].items():
         for name, row in entry["rows"].items():
-            cells = [_cells(row["cells"], guess) if guess != "last_seen" or name not in ("all", "never") else "-"
+            cells = [_cells(row["cells"], guess) if guess != "last_seen" or name not in ("all", "never", "before_contact") else "-"
                      for guess in GUESSES]  # fmt: skip
             rows.append([f"{kind}, {ROWS[name]}", f"{row['count'] / entry['living']:.3f}", *cells])
     units = "; ".join(
         f"{kind}: {100 * entry['unseen']:.0f} % unseen, of these {100 * entry['before']:.0f} % seen before"
         for kind, entry in record["units"].items()
     )
-    inferable = record["inferable"]
-    share = "" if inferable is None else f" Ridge regression explains {inferable:.2f} of what the map constant misses."
+    shares = [f"{record[key]:.2f} {words}" for key, words in INFERABLE.items() if record[key] is not None]
+    share = f" Ridge regression explains of what the map constant misses: {', '.join(shares)}." if shares else ""
     note = f"Class {record['class']} ({record['class_means']}).{share} {units}. {_battles(record)}"
     head = ["living units, last seen", "share unseen", *(f"{name}, cells" for name in GUESSES.values())]
     return {"title": _title(record), "head": head, "rows": rows, "note": readable(note)}

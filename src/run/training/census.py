@@ -25,8 +25,12 @@ from omagd.utils.packing import PackedBatch, pack_episodes
 CONSTANT_CELLS = 2.5
 """Largest error of the map constant, RMS in cells, at which what is unseen counts as a constant of the map."""
 
-INFERABLE = 0.3
-"""Smallest share of the map constant's squared error that ridge regression must explain on a map of class b."""
+INFERABLE, INFERABLE_BEFORE = 0.3, 0.2
+"""Share of the map constant's squared error that ridge regression explains on a map of class b: at least so much of all,
+or so much while an agent has seen no enemy yet. Chosen on maps of known class (docs/beliefs.md)."""
+
+BEFORE_CONTACT = "before_contact"
+"""Row of the enemies while the observer has not seen any enemy in the episode."""
 
 CLASSES = {
     "a": "constants of the map: any policy learns them, reconstruction can only be quicker",
@@ -105,18 +109,41 @@ def census_of(batches: list[PackedBatch], baselines: Baselines) -> dict[str, Any
         unseen_share = count["all"] / total if total else 0.0
         before = count["before"] / count["all"] if count["all"] else 0.0
         found["units"][kind] = {"living": total, "unseen": unseen_share, "before": before, "rows": rows}
+    found["units"]["enemy"]["rows"] |= _before_contact(batches, baselines)
     return {**found, **classified(found["units"]["enemy"])}
 
 
 def classified(enemy: dict[str, Any]) -> dict[str, Any]:
-    """Return `class` (one of `CLASSES`) and `inferable` of the entry of the enemies: 1 - ridge² / map constant²."""
+    """Return `class` (one of `CLASSES`), `inferable` and `inferable_before` of the entry of the enemies.
+
+    The last two are 1 - ridge² / map constant², over all unseen enemies and before contact; None where there are none.
+    """
     if enemy["unseen"] < HARDLY:
-        return {"class": "-", "inferable": None}
-    cells = enemy["rows"]["all"]["cells"]
-    inferable = 1 - (cells["ridge"] / max(cells["map_constant"], 1e-9)) ** 2
-    if cells["map_constant"] <= CONSTANT_CELLS:
-        return {"class": "a", "inferable": inferable}
-    return {"class": "b" if inferable >= INFERABLE else "c", "inferable": inferable}
+        return {"class": "-", "inferable": None, "inferable_before": None}
+    shares, cells = {}, {name: enemy["rows"].get(name, {}).get("cells") for name in ("all", BEFORE_CONTACT)}
+    for name, of in cells.items():
+        shares[name] = 1 - (of["ridge"] / max(of["map_constant"], 1e-9)) ** 2 if of else None
+    found = {"inferable": shares["all"], "inferable_before": shares[BEFORE_CONTACT]}
+    if cells["all"]["map_constant"] <= CONSTANT_CELLS:
+        return {"class": "a", **found}
+    helps = shares["all"] >= INFERABLE or (shares[BEFORE_CONTACT] or 0.0) >= INFERABLE_BEFORE
+    return {"class": "b" if helps else "c", **found}
+
+
+def _before_contact(batches: list[PackedBatch], baselines: Baselines) -> dict[str, Any]:
+    """Return the row `BEFORE_CONTACT`; empty where there are no such cases."""
+    layout, count, squares = baselines.layout, 0, dict[str, float]()
+    enemies, position = torch.tensor(layout.node_types) == ENEMY, list(layout.position)
+    for batch in batches:
+        cases = cases_of(batch, layout)
+        met = ((cases.ages > 0) | ~unseen(obs_to_nodes(batch["obs"], layout)))[..., enemies].any(-1)
+        where = cases.living & enemies[cases.node] & ~met[cases.row, cases.agent]
+        count += int(where.sum())
+        for name, guess in baselines.predictions(cases).items():
+            off = guess[where][:, position].double() - cases.truth[where][:, position].double()
+            squares[name] = squares.get(name, 0.0) + float(off.square().sum()) * layout.sight**2
+    cells = {name: (square / count) ** 0.5 for name, square in squares.items()} if count else {}
+    return {BEFORE_CONTACT: {"count": count, "cells": cells}} if count else {}
 
 
 def _living(batches: list[PackedBatch], layout: EntityLayout) -> dict[str, int]:
