@@ -26,6 +26,9 @@ ROWS = {
     "all": "all", "never": "never seen", "before": "seen before", "age1": "1 step ago", "age2_3": "2-3",
     "age4_7": "4-7", "age8_15": "8-15", "age16": "16 and more", "before_contact": "before contact",
 }  # fmt: skip
+NEVER = ("all", "never", "before_contact")
+"""Rows with units that were never seen, for which the last sight means nothing."""
+
 GUESSES = {"last_seen": "last seen", "slot_mean": "mean of the node", "map_constant": "map constant", "ridge": "ridge"}
 NAMES = {
     "observation": "observation", "last_seen": "last seen", "map_constant": "map constant",
@@ -89,7 +92,7 @@ def _census(record: Mapping[str, Any]) -> Table:
     rows = []
     for kind, entry in record["units"].items():
         for name, row in entry["rows"].items():
-            cells = [_cells(row["cells"], guess) if guess != "last_seen" or name not in ("all", "never", "before_contact") else "-"
+            cells = [_cells(row["cells"], guess) if guess != "last_seen" or name not in NEVER else "-"
                      for guess in GUESSES]  # fmt: skip
             rows.append([f"{kind}, {ROWS[name]}", f"{row['count'] / entry['living']:.3f}", *cells])
     units = "; ".join(

@@ -26,8 +26,8 @@ CONSTANT_CELLS = 2.5
 """Largest error of the map constant, RMS in cells, at which what is unseen counts as a constant of the map."""
 
 INFERABLE, INFERABLE_BEFORE = 0.3, 0.2
-"""Share of the map constant's squared error that ridge regression explains on a map of class b: at least so much of all,
-or so much while an agent has seen no enemy yet. Chosen on maps of known class (docs/beliefs.md)."""
+"""Share of the map constant's squared error that ridge regression explains on a map of class b: at least so much of
+all, or so much while an agent has seen no enemy yet. Chosen on maps of known class (docs/beliefs.md)."""
 
 BEFORE_CONTACT = "before_contact"
 """Row of the enemies while the observer has not seen any enemy in the episode."""
@@ -120,14 +120,17 @@ def classified(enemy: dict[str, Any]) -> dict[str, Any]:
     """
     if enemy["unseen"] < HARDLY:
         return {"class": "-", "inferable": None, "inferable_before": None}
-    shares, cells = {}, {name: enemy["rows"].get(name, {}).get("cells") for name in ("all", BEFORE_CONTACT)}
-    for name, of in cells.items():
-        shares[name] = 1 - (of["ridge"] / max(of["map_constant"], 1e-9)) ** 2 if of else None
-    found = {"inferable": shares["all"], "inferable_before": shares[BEFORE_CONTACT]}
-    if cells["all"]["map_constant"] <= CONSTANT_CELLS:
+    rows = enemy["rows"]
+    share = _inferable(rows["all"]["cells"])
+    before = _inferable(rows[BEFORE_CONTACT]["cells"]) if BEFORE_CONTACT in rows else None
+    found = {"inferable": share, "inferable_before": before}
+    if rows["all"]["cells"]["map_constant"] <= CONSTANT_CELLS:
         return {"class": "a", **found}
-    helps = shares["all"] >= INFERABLE or (shares[BEFORE_CONTACT] or 0.0) >= INFERABLE_BEFORE
-    return {"class": "b" if helps else "c", **found}
+    return {"class": "b" if share >= INFERABLE or (before or 0.0) >= INFERABLE_BEFORE else "c", **found}
+
+
+def _inferable(cells: dict[str, float]) -> float:
+    return 1 - (cells["ridge"] / max(cells["map_constant"], 1e-9)) ** 2
 
 
 def _before_contact(batches: list[PackedBatch], baselines: Baselines) -> dict[str, Any]:
