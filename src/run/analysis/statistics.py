@@ -105,7 +105,7 @@ def paired_share(values: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tu
     def share(v: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         v, low, high = (np.mean(each, axis=-1) for each in (v, low, high))
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray((v - low) / np.where(high == low, np.nan, high - low))
+            return np.asarray((v - low) / np.where(high != low, high - low, np.nan))
 
     return float(share(values, lower, upper)), _bootstrap(share, [values, lower, upper], paired=True)
 

@@ -25,7 +25,7 @@ from omagd.utils.packing import PackedBatch, pack_episodes
 CONSTANT_CELLS = 2.5
 """Largest error of the map constant, RMS in cells, at which what is unseen counts as a constant of the map."""
 
-INFERABLE, INFERABLE_BEFORE = 0.3, 0.2
+INFERABLE, INFERABLE_BEFORE = 0.5, 0.2
 """Share of the map constant's squared error that ridge regression explains on a map of class b: at least so much of
 all, or so much while an agent has seen no enemy yet. Chosen on maps of known class (docs/beliefs.md)."""
 
