@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_budgets import BUDGETS
 
-from omagd.envs.battle.physics import seeded_uniform
+from omagd.envs.battle.starts import seeded_uniform
 from omagd.envs.snakes.draws import draw, keys_of
 from omagd.run.cli.main import config_from
 from omagd.run.launch import launcher as launching

@@ -89,6 +89,7 @@ class ActionRules:
 
     def __init__(self, n_slots: int, spec: MapSpec, args: BattleArgs, terrain: Terrain) -> None:
         self._n, self._m, self._heals = spec.n_agents, spec.n_enemies, spec.map_type in HEALING
+        self._sight = spec.sight_range if spec.sight_range <= SHOOT_RANGE else None
         n_agents, variant, move_amount = spec.n_agents, args.variant, args.move_amount
         self._first = first = variant.n_normal_actions
         self._pathing = GridLookup(terrain.pathing, False)
@@ -116,9 +117,12 @@ class ActionRules:
 
         Args:
             medivac: [B, U] bool. near: [B, n, U] bool, units in reach of each agent; default: distance at most
-                `SHOOT_RANGE` for every unit type, as `unit_shoot_range` in SMAC.
+                `SHOOT_RANGE` for every unit type, as `unit_shoot_range` in SMAC, and in sight. SMACv2, whose agents
+                may see less than they reach, has the same rule.
         """
         n = self._n
+        if near is None and self._sight is not None:
+            near = geometry.place[0] < self._sight
         alive = units.alive[:, :n]
         if out is not self._out:
             self._out, moves, first = out, out.transpose(2, 0, 1)[NORTH : WEST + 1], self._first

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from omagd.envs.battle.maps import HEALING, TYPE_ORDER, MapSpec
+from omagd.envs.battle.fog import named_fog, spec_of
+from omagd.envs.battle.maps import FORMATION, HEALING, SIGHT_RANGE, TYPE_ORDER, MapSpec
+from omagd.envs.battle.starts import REFLECTED_SHARE
 from omagd.utils.errors import UserError, unknown_name
 
 N_NORMAL_ACTIONS = 6  # SMAC's actions without a target
@@ -104,9 +106,25 @@ class SkirmishArgs(BattleArgs):
 
     Attributes:
         difficulty: SMAC's scale; here the scripted enemy's target range, from 6 cells at "1" to 9 from "7" on.
+        sight_range: how far agents see, in cells; relative positions are divided by it. They attack and heal only what
+            they see. The enemy's sight does not change.
+        start: `formation` (both teams face each other), `mixed` (SMACv2's random starts: half of the battles mirrored,
+            half surrounded) or `hidden` (the enemy 12 cells away, in any direction).
     """
 
     difficulty: str = Field(default="7", pattern="^[1-9A]$", coerce_numbers_to_str=True)
+    sight_range: float = Field(default=SIGHT_RANGE, ge=2, le=45)
+    start: Literal["formation", "mixed", "hidden"] = FORMATION
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_name(cls, values: Any) -> Any:
+        return named_fog(values) if isinstance(values, dict) else values
+
+    @property
+    def spec(self) -> MapSpec:
+        """The map, with start and sight. Errors: UserError."""
+        return spec_of(self.map_name, self.start, self.sight_range)
 
 
 class SmacArgs(BattleArgs):
@@ -179,7 +197,7 @@ class StartArgs(_Args):
     """
 
     dist_type: Literal["surrounded", "reflect_position", "surrounded_and_reflect"] = "surrounded_and_reflect"
-    p: float = Field(default=0.5, ge=0, le=1)
+    p: float = Field(default=REFLECTED_SHARE, ge=0, le=1)
     map_x: int = Field(default=32, gt=2)
     map_y: int = Field(default=32, gt=2)
     n_enemies: int | None = Field(default=None, ge=1)

@@ -17,9 +17,8 @@ from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.battle.actions import NORTH, WEST, Geometry, GridLookup
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
-from omagd.envs.battle.maps import HEALING, MapSpec
+from omagd.envs.battle.maps import HEALING, SIGHT_RANGE, MapSpec
 
-SIGHT_RANGE = 9.0
 N_MOVES, N_PATHING, N_HEIGHT = WEST - NORTH + 1, 8, 9
 _TINY = np.float32(1e-6)
 
@@ -49,6 +48,7 @@ def entity_layout(spec: MapSpec, args: BattleArgs) -> EntityLayout:
         ally_dim=4 + bits + health * (1 + ally_shield) + (variant.n_actions(spec) if args.obs_last_action else 0),
         own_dim=before_bits + bits + (1 + variant.padded_time) * args.obs_timestep_number,
         health=4 if args.obs_all_health else -1,
+        sight=spec.sight_range,
         healer=before_bits + spec.ally_types.index("medivac") if heals else -1,
         ally_types=first[0] if variant.ally_types else -1,
         enemy_types=first[1],

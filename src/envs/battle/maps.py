@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -26,6 +26,12 @@ TYPE_ORDER: dict[str, tuple[str, ...]] = {
     "bane": ("baneling", "zergling"), "terran_gen": ("marine", "marauder", "medivac"),
     "protoss_gen": ("stalker", "zealot", "colossus"), "zerg_gen": ("zergling", "hydralisk", "baneling"),
 }  # fmt: skip
+# How battles of the built-in simulator start (`starts`).
+FORMATION: Final = "formation"
+MIXED: Final = "mixed"
+HIDDEN: Final = "hidden"
+SIGHT_RANGE = 9.0  # cells; SMAC's
+
 ARMY = re.compile(r"(?:[1-9]\d{0,2}[mMdcszhg])+")
 """An army in the name of a map: numbers, each with the letter of a unit."""
 HEALING = ("MMM", "terran_gen")  # map types whose medivacs heal
@@ -55,6 +61,8 @@ class MapSpec:
         enemy_waits: the enemy stays at its start until it sees an ally, instead of advancing.
         wall: divides the map, if any.
         file: the game's map file without its ending; default: `name`.
+        start: where the teams of the built-in simulator stand: FORMATION, MIXED or HIDDEN.
+        sight_range: how far agents see, in cells.
     """
 
     name: str
@@ -72,6 +80,8 @@ class MapSpec:
     enemy_waits: bool = False
     wall: Wall | None = None
     file: str = ""
+    start: str = FORMATION
+    sight_range: float = SIGHT_RANGE
 
     @property
     def game_file(self) -> str:

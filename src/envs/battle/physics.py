@@ -1,26 +1,18 @@
-"""Physics of the built-in simulator: terrain, start formations, pairwise distances, movement and collision.
+"""Physics of the built-in simulator: terrain, pairwise distances, movement and collision.
 
 Arrays are [U, B], units first: an operation over units works on whole rows of slots.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from omagd.envs.battle.backend import Order, Terrain
 from omagd.envs.battle.maps import MapSpec, Wall
 from omagd.envs.battle.roster import Battle, Roster
-from omagd.envs.battle.units import UNIT_ID, UNITS
-from omagd.utils.seeding import GOLDEN, splitmix64
 
 SIZE, BORDER = 32, 1  # cells; units cannot enter the border
 FLAT_HEIGHT, HIGH_GROUND = 0.4, 0.9
-WIDTH, ENEMY_WIDTH = 1.6, 0.6  # formations: units per line over number of lines; ranged enemies come in columns
-MOST_LINES = 6
-HALF = np.float32(0.5)
-JITTER = 0.6  # start positions differ from the formation by at most this much along each axis
 LANE_MARGIN = 0.4  # distance kept from the sides of an opening
 
 
@@ -57,68 +49,6 @@ def _raise_plateau(height: np.ndarray, wall: Wall) -> None:
     height[: int(wall.x1)] = HIGH_GROUND
     ramp = np.linspace(HIGH_GROUND, FLAT_HEIGHT, int(wall.x1 - wall.x0) + 2, dtype=np.float32)[1:-1]
     height[int(wall.x0) : int(wall.x1), int(wall.gap_y0) : int(wall.gap_y1)] = ramp[:, None]
-
-
-def formation(
-    names: tuple[str, ...], centres: tuple[tuple[float, float], ...], spacing: float, facing: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return block centres and offsets from them, each [2, units]: lines facing the enemy, short ranges in front.
-
-    Args:
-        centres: of the blocks; units are assigned to blocks round-robin.
-        facing: +1 if the enemy is to the right, -1 if to the left. Exploding units stand in front.
-    """
-    types = [UNITS[UNIT_ID[name]] for name in names]
-    by_range = sorted(range(len(names)), key=lambda i: (not types[i].explodes, types[i].range, i))
-    centre, offset = np.zeros((2, 2, len(names)), dtype=np.float32)
-    width = ENEMY_WIDTH if facing < 0 and max(unit.range for unit in types) > 1 else WIDTH
-    for c, place in enumerate(centres):
-        block = by_range[c :: len(centres)]
-        per_line = int(np.ceil(max(np.sqrt(width * len(block)), len(block) / MOST_LINES)))
-        lines = int(np.ceil(len(block) / per_line))
-        centre[:, block] = np.array(place, dtype=np.float32)[:, None]
-        for number, unit in enumerate(block):
-            line, file = divmod(number, per_line)
-            in_line = min(per_line, len(block) - line * per_line)
-            offset[0, unit] = facing * spacing * ((lines - 1) / 2 - line)
-            offset[1, unit] = spacing * (file - (in_line - 1) / 2)
-    return centre, offset
-
-
-def seeded_uniform(seeds: np.ndarray, count: int) -> np.ndarray:
-    """Return [count, B] float32 in [0, 1), column b a function of `seeds[b]` alone (SplitMix64)."""
-    step = np.uint64(GOLDEN)
-    z = splitmix64(seeds.astype(np.uint64) + step)[None, :] + step * np.arange(1, count + 1, dtype=np.uint64)[:, None]
-    return (splitmix64(z) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-
-
-@lru_cache(maxsize=64)
-def formations(spec: MapSpec) -> np.ndarray:
-    """Return [2, U], the places of both formations without jitter."""
-    allies = sum(formation(spec.allies, spec.ally_start, spec.spacing, 1))
-    enemies = sum(formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1))
-    return np.concatenate([allies, enemies], axis=1)
-
-
-def start_positions(spec: MapSpec, seeds: np.ndarray) -> np.ndarray:
-    """Return [2, U, B] start positions: the formations, jittered by the seeds, allies sorted by (type, x, y)."""
-    n, total = spec.n_agents, spec.n_agents + spec.n_enemies
-    noise = seeded_uniform(seeds, 2 * total).reshape(2, total, -1)
-    position = formations(spec)[:, :, None] + np.float32(2 * JITTER) * (noise - HALF)
-    for name in dict.fromkeys(spec.allies):
-        rows = [i for i in range(n) if spec.allies[i] == name]
-        x, y = position[0, rows], position[1, rows]
-        rank = np.lexsort((y, x), axis=0)
-        position[0, rows] = np.take_along_axis(x, rank, axis=0)
-        position[1, rows] = np.take_along_axis(y, rank, axis=0)
-    return position
-
-
-def advance_goals(spec: MapSpec) -> np.ndarray:
-    """Return [2, U], where the enemy advances to: its formation, moved to the allies' start (allies: unused)."""
-    goal = np.array(spec.ally_start[0], dtype=np.float32)[:, None]
-    _, offset = formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1)
-    return np.concatenate([np.broadcast_to(goal, (2, spec.n_agents)), goal + offset], axis=1)
 
 
 def lanes(wall: Wall) -> tuple[float, float, float, float, float]:

@@ -18,7 +18,7 @@ from omagd.envs.actions import require_available
 from omagd.envs.battle.actions import SHOOT_RANGE, ActionRules, Geometry
 from omagd.envs.battle.args import N_NORMAL_ACTIONS, BattleArgs
 from omagd.envs.battle.backend import BattleBackend
-from omagd.envs.battle.features import SIGHT_RANGE, FeatureWriter, UnitTables, entity_layout, state_component
+from omagd.envs.battle.features import FeatureWriter, UnitTables, entity_layout, state_component
 from omagd.envs.battle.maps import HEALING, MapSpec
 from omagd.envs.battle.reward import RewardLedger, judge
 from omagd.envs.frames import AGENTS, COMPASS, OPPONENTS, Frame, Scene, rounded, unit_names, walls_of
@@ -55,7 +55,7 @@ class BattleSemantics:
         self._geometry = Geometry(*sizes)
         self._writer = FeatureWriter(spec, args, self._tables, backend.terrain, n_slots)
         self._avail = self._within_reach = np.zeros((n_slots, n, n_actions), bool)
-        self._sight: float | np.ndarray = SIGHT_RANGE
+        self._sight: float | np.ndarray = spec.sight_range
         self._obs = np.zeros((n_slots, n, self.layout.obs_dim), np.float32)
         self._full = np.zeros_like(self._obs)
         self._state = np.zeros((n_slots, sum(state_component(spec, args))), np.float32)
@@ -159,7 +159,7 @@ class BattleSemantics:
 
     def _seen(self) -> np.ndarray:
         """Return [B, n, U] bool: units shown in each agent's observation."""
-        return self._geometry.pair & (self._geometry.place[0] < SIGHT_RANGE)
+        return self._geometry.pair & (self._geometry.place[0] < self._sight)
 
     def avail_actions(self) -> np.ndarray:
         """Return the current action mask [B, n, A] bool."""
@@ -216,7 +216,7 @@ class BattleSemantics:
 
     def ranges(self, slot: int) -> tuple[list[float], list[float]]:
         """Return the sight and attack ranges of the agents of a slot, [n] each, cells."""
-        return [SIGHT_RANGE] * self._n, [SHOOT_RANGE] * self._n
+        return [self._spec.sight_range] * self._n, [SHOOT_RANGE] * self._n
 
     def type_bits(self) -> np.ndarray:
         """Return [B, n, unit_type_bits] float32, the agents' unit types."""

@@ -19,8 +19,9 @@ import numpy as np
 from omagd.envs.battle.backend import Order, Units
 from omagd.envs.battle.combat import acquire, heal, regenerate, shoot, take_orders
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.physics import Movement, Pairs, advance_goals, build_terrain, memory_size, start_positions
+from omagd.envs.battle.physics import Movement, Pairs, build_terrain, memory_size
 from omagd.envs.battle.roster import Battle, Roster
+from omagd.envs.battle.starts import start_positions
 
 LOOPS_PER_STEP, LOOPS_PER_SUBSTEP = 8, 2
 SUBSTEPS = LOOPS_PER_STEP // LOOPS_PER_SUBSTEP
@@ -65,8 +66,9 @@ class Simulator:
         slots = np.flatnonzero(which)
         roster, n = self._roster, self._roster.n
         battle = Battle.empty(roster.total, slots.size)
-        battle.x[...], battle.y[...] = start_positions(self._spec, np.asarray(seeds)[slots])
-        battle.goal_x[...], battle.goal_y[...] = advance_goals(self._spec)[:, :, None]
+        position, goals = start_positions(self._spec, np.asarray(seeds)[slots])
+        battle.x[...], battle.y[...] = position
+        battle.goal_x[...], battle.goal_y[...] = goals
         if self._spec.enemy_waits:
             battle.goal_x[n:], battle.goal_y[n:] = battle.x[n:], battle.y[n:]
         battle.health[...], battle.shield[...], battle.energy[...] = roster.health_max, roster.shield_max, roster.energy

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from omagd.config.env_info import EnvInfo
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.features import battle_info
-from omagd.envs.battle.generated_maps import skirmish_map
 from omagd.envs.battle.maps import is_custom
 from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleSemantics
@@ -52,7 +51,7 @@ class SkirmishEnv(BattleEnv):
 
     def __init__(self, args: SkirmishArgs, n_slots: int) -> None:
         self.info = self.describe(args)
-        spec = skirmish_map(args.map_name)
+        spec = args.spec
         self.n_slots, self.spec, self.args = n_slots, spec, args
         self._seed: int | None = None
         simulator, semantics = engine()
@@ -64,7 +63,7 @@ class SkirmishEnv(BattleEnv):
         """Return the facts of an environment without building it, which loads the kernels. Errors: UserError."""
         if is_custom(args.map_name):
             raise UserError(f"env_args.map_name={args.map_name} needs the game: use --env-config=sc2")
-        return battle_info("skirmish", skirmish_map(args.map_name), args, scripted_policies=POLICIES)
+        return battle_info("skirmish", args.spec, args, scripted_policies=POLICIES)
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]`."""

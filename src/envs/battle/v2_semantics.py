@@ -14,8 +14,7 @@ import numpy as np
 from omagd.envs.battle.actions import NORTH, SHOOT_RANGE, WEST, Geometry
 from omagd.envs.battle.args import N_NORMAL_ACTIONS, SmacV2Args
 from omagd.envs.battle.backend import BattleBackend, Order, Units
-from omagd.envs.battle.features import SIGHT_RANGE
-from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.maps import SIGHT_RANGE, MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.protocol import StepResult
 from omagd.utils.seeding import generator

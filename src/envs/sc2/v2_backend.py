@@ -13,6 +13,7 @@ import numpy as np
 
 from omagd.envs.battle.args import CapabilityArgs, SmacV2Args, StartArgs, TeamArgs
 from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.starts import BUFFER, MOST_GROUPS, OFFSET
 from omagd.envs.battle.units import UNIT_ID
 from omagd.envs.sc2.backend import ALLY, ENEMY, PATIENCE, GameBackend, UnitsMissing
 from omagd.envs.sc2.client import sc_pb
@@ -21,8 +22,6 @@ from omagd.envs.sc2.install import GAME_TYPES
 from omagd.utils.seeding import generator
 
 ALLY_PLACE, ENEMY_PLACE = (8.0, 16.0), (24.0, 16.0)  # without random start positions
-OFFSET = 2.0  # distance of the diagonals from the centre: enemies do not appear on top of allies
-BUFFER = 1.0  # between the middle of the field and the allies
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def _team(config: TeamArgs, size: int, rng: np.random.Generator) -> tuple[str, .
 def _surrounded(start: StartArgs, n: int, m: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Place allies in the middle and enemies in one to four groups, each at a random point of its own diagonal."""
     size = np.array([start.map_x, start.map_y], float)
-    groups = int(rng.integers(1, 5))
+    groups = int(rng.integers(1, MOST_GROUPS + 1))
     members = rng.multinomial(m, np.full(groups, 1 / groups))
     nearness = rng.random((groups, 1))
     corners = np.array([(0, 0), (0, 1), (1, 1), (1, 0)])[rng.choice(4, groups, replace=False)]

@@ -14,7 +14,7 @@ import numpy as np
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.utils.errors import UserError
 
-UNITS = ("move_dim", "enemy_dim", "ally_dim", "own_dim", "position", "health", "healer")
+UNITS = ("move_dim", "enemy_dim", "ally_dim", "own_dim", "position", "sight", "health", "healer")
 
 
 def common_info(infos: Sequence[EnvInfo], label: str, n_training: int) -> EnvInfo:
@@ -38,7 +38,6 @@ def common_info(infos: Sequence[EnvInfo], label: str, n_training: int) -> EnvInf
         layouts[0],
         n_enemies=max(layout.n_enemies for layout in layouts),
         n_allies=max(layout.n_allies for layout in layouts),
-        sight=max(layout.sight for layout in layouts),
     )
     n_agents, n_actions = max(info.n_agents for info in infos), max(info.n_actions for info in infos)
     state = replace(

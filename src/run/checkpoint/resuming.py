@@ -180,12 +180,17 @@ ADDED: dict[str, Any] = {
 }  # fmt: skip
 """Keys that earlier versions did not have, with the values by which their runs went: these are not hashed."""
 
+ADDED_ARGS: dict[str, dict[str, Any]] = {"skirmish": {"sight_range": 9, "start": "formation"}}
+"""The same of `env_args`, by environment."""
+
 
 def identity_of(config: Config) -> str:
     """Return the identity of a run: a hash of its configuration without the keys that may change when resuming."""
     removed = {key: default for key, (default, _) in REMOVED.items()}  # earlier versions hashed them
     values: dict[str, Any] = {**removed, **config.model_dump(mode="json")}
     kept = {key: value for key, value in values.items() if key not in ELSEWHERE and value != ADDED.get(key, ...)}
+    later = ADDED_ARGS.get(config.env, {})
+    kept["env_args"] = {key: value for key, value in values["env_args"].items() if value != later.get(key, ...)}
     for key in READ:
         kept[key] = _content_hash(Path(kept[key]).expanduser()) if kept[key] else ""
     policy = Path(config.graph_pretrain_policy).expanduser()

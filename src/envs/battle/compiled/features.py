@@ -15,14 +15,14 @@ from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.compiled.compiling import function
 from omagd.envs.battle.compiled.tables import BLOCK, WIDTH, Array
-from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, SIGHT_RANGE, UnitTables
-from omagd.envs.battle.maps import HEALING, MapSpec
+from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, UnitTables
+from omagd.envs.battle.maps import HEALING, SIGHT_RANGE, MapSpec
 
 (
     N, TOTAL, FIRST, HEALS, ALLY_SHIELD, ENEMY_SHIELD, ALL_HEALTH, OWN_HEALTH, BITS, SEEN_ACTION, PATHING, HEIGHT,
     OBS_TIME, INSTEAD, STATE_ACTION, STATE_TIME, LANES,
 ) = range(17)  # fmt: skip
-CENTRE_X, CENTRE_Y, EXTENT_X, EXTENT_Y, LIMIT = range(5)
+CENTRE_X, CENTRE_Y, EXTENT_X, EXTENT_Y, LIMIT, SIGHT = range(6)
 HEALTH_MAX, SHIELD_MAX, READY_MAX = range(3)  # rows of `Layout.unit`
 HEALTH, SHIELD, PLACE_X, PLACE_Y, READY, DISTANCE, TOWARD_X, TOWARD_Y, UNIT_X, UNIT_Y = range(10)  # of working memory
 N_ROWS = UNIT_Y + 1
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     """What observations and state contain. U units.
 
     Attributes:
-        fact: [17] int64, sizes and flags; LANES: units up to the end of a block. size: [5] float64. unit: [3, U]
+        fact: [17] int64, sizes and flags; LANES: units up to the end of a block. size: [6] float64. unit: [3, U]
             float32. bits: [U, unit_type_bits] float32. healer: [U] bool. ahead: [2, 4] float64, where a move is
             tested. around: [2, 9] int64, cells that are read.
         pathing, height: [map_x, map_y] bool and float32.
@@ -61,7 +61,7 @@ def make_layout(spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Te
         args.state_last_action, args.state_timestep_number, -(-(n + spec.n_enemies) // BLOCK) * BLOCK,
     ]  # fmt: skip
     x0, y0, x1, y1 = terrain.playable
-    size = [terrain.map_x / 2, terrain.map_y / 2, x1 - x0, y1 - y0, spec.limit]
+    size = [terrain.map_x / 2, terrain.map_y / 2, x1 - x0, y1 - y0, spec.limit, spec.sight_range]
     unit = np.stack([units.health_max[0], units.shield_max[0], tables.max_cooldown[kind]])
     return Layout(
         np.array(fact, np.int64), np.array(size, np.float64), np.maximum(unit, TINY).astype(np.float32),
@@ -99,7 +99,7 @@ def read_cell(grid: Array, x: int, y: int, outside: Any) -> Any:
 @function
 def fill_mask(o: Layout, x: Array, y: Array, alive: Array, distance: Array, i: int, mask: Array) -> None:
     """Write the available actions of agent `i`. distance: [U] float64, to all units."""
-    n, total, first = o.fact[N], o.fact[TOTAL], o.fact[FIRST]
+    n, total, first, sight = o.fact[N], o.fact[TOTAL], o.fact[FIRST], o.size[SIGHT]
     for action in range(len(mask)):
         mask[action] = False
     if not alive[i]:
@@ -111,10 +111,10 @@ def fill_mask(o: Layout, x: Array, y: Array, alive: Array, distance: Array, i: i
         mask[NORTH + move] = read_cell(o.pathing, int(ahead_x), int(ahead_y), False)
     if o.healer[i]:
         for j in range(n):
-            mask[first + j] = alive[j] and not o.healer[j] and distance[j] <= SHOOT_RANGE
+            mask[first + j] = alive[j] and not o.healer[j] and distance[j] <= SHOOT_RANGE and distance[j] < sight
     else:
         for j in range(n, total):
-            mask[first + j - n] = alive[j] and distance[j] <= SHOOT_RANGE
+            mask[first + j - n] = alive[j] and distance[j] <= SHOOT_RANGE and distance[j] < sight
 
 
 @function
@@ -133,7 +133,7 @@ def describe_units(
 
 @function
 def ninth(x: float) -> float:
-    """Return x / 9, the sight range, without a division: an estimate, corrected by what it leaves of x.
+    """Return x / 9, SMAC's sight range, without a division: an estimate, corrected by what it leaves of x.
 
     Both differences are exact (8 / 9 and 1 / 9 of x are close to what is left), and no quotient by 9 is as close to
     the middle between two numbers as the correction's own error: the result is the correctly rounded quotient.
@@ -146,7 +146,14 @@ def ninth(x: float) -> float:
 @function
 def look_at_all(o: Layout, i: int, w: Array, distance: Array) -> None:
     """Write distance and direction from agent `i` to all units, also as shares of the sight range."""
-    own_x, own_y = np.float64(w[UNIT_X, i]), np.float64(w[UNIT_Y, i])
+    own_x, own_y, sight = np.float64(w[UNIT_X, i]), np.float64(w[UNIT_Y, i]), o.size[SIGHT]
+    if sight != SIGHT_RANGE:
+        for j in range(o.fact[LANES]):
+            dx, dy = np.float64(w[UNIT_X, j]) - own_x, np.float64(w[UNIT_Y, j]) - own_y
+            far = math.sqrt(dx * dx + dy * dy)
+            distance[j] = far
+            w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j] = far / sight, dx / sight, dy / sight
+        return
     for j in range(o.fact[LANES]):
         dx, dy = np.float64(w[UNIT_X, j]) - own_x, np.float64(w[UNIT_Y, j]) - own_y
         far = math.sqrt(dx * dx + dy * dy)
@@ -221,6 +228,7 @@ def write_views(
     `full`: the same without range limit, or again `out`, which is written last.
     """
     n, total, living, first = o.fact[N], o.fact[TOTAL], alive[i], o.fact[FIRST]
+    sight = o.size[SIGHT]
     points, seen_action, ally_shield, enemy_shield = (
         o.fact[ALL_HEALTH], o.fact[SEEN_ACTION], o.fact[ALLY_SHIELD], o.fact[ENEMY_SHIELD]
     )  # fmt: skip
@@ -233,11 +241,11 @@ def write_views(
     write_surroundings(o, x, y, i, living, N_MOVES, full)
     at = write_surroundings(o, x, y, i, living, N_MOVES, out)
     for j in range(n, total):
-        near, available = alive[j] & (distance[j] < SIGHT_RANGE), np.float32(mask[first + j - n])
+        near, available = alive[j] & (distance[j] < sight), np.float32(mask[first + j - n])
         at = write_unit(o, w, j, available, points, enemy_shield, near, alive[j], at, out, full)
     for j in range(n):
         if j != i:
-            near = alive[j] & (distance[j] < SIGHT_RANGE)
+            near = alive[j] & (distance[j] < sight)
             at = write_unit(o, w, j, ONE, points, ally_shield, near, alive[j], at, out, full)
             for action in range(len(mask) * seen_action):
                 put(last_action[j, action], near, alive[j], at + action, out, full)

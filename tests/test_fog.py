@@ -1,0 +1,268 @@
+"""`skirmish` with other sights and starts: what agents see, where battles begin, and what is rejected."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from omagd.config.loading import resolve
+from omagd.envs.battle import starts
+from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.compiled.engine import compiled
+from omagd.envs.battle.fog import PRESETS
+from omagd.envs.battle.maps import MAPS
+from omagd.envs.battle.physics import BORDER, SIZE
+from omagd.envs.battle.simulator import Simulator
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.envs.battle.units import UNITS
+from omagd.envs.factory import make_env, validate_env_args
+from omagd.modules.graph_reconstructers.reconstructor import check, describe
+from omagd.run.checkpoint.resuming import identity_of
+from omagd.utils.errors import UserError
+
+WALLED = ("corridor", "2c_vs_64zg")
+OPEN = [name for name in MAPS if name not in WALLED]
+SEEDS = np.arange(2048) * 10**15
+
+
+def begin(name, start, seeds=SEEDS, simulator=Simulator):
+    """Return a simulator whose battles have begun."""
+    sim = simulator(SkirmishArgs(map_name=name, start=start).spec, len(seeds))
+    sim.reset(np.ones(len(seeds), bool), seeds)
+    return sim
+
+
+def places(name, start):
+    """Return the allies' and the enemies' places, each [B, units, 2] float64."""
+    sim = begin(name, start)
+    both, n = np.stack([sim.units.x, sim.units.y], -1).astype(float), MAPS[name].n_agents
+    return both[:, :n], both[:, n:]
+
+
+# --- where battles begin
+
+
+def test_formations_are_where_they_were_before_other_starts_existed():
+    """The hash is of the places and goals that the previous version computed."""
+    digest = hashlib.sha256()
+    for spec in MAPS.values():
+        position, goals = starts.start_positions(spec, SEEDS[:64])
+        digest.update(position.tobytes())
+        digest.update(np.ascontiguousarray(goals[:, :, 0]).tobytes())
+    assert digest.hexdigest()[:16] == "7ca3b10196518d0b"
+
+
+@pytest.mark.parametrize("start", ["mixed", "hidden"])
+@pytest.mark.parametrize("name", OPEN)
+def test_all_units_begin_on_the_ground_alike_in_kernels(name, start):
+    sim, played = begin(name, start, SEEDS[:256]), begin(name, start, SEEDS[:256], compiled()[0])
+    for part, values in sim.snapshot().items():
+        np.testing.assert_array_equal(values, played.snapshot()[part])
+    radius = np.array([UNITS[i].radius for i in MAPS[name].unit_ids()])
+    for place in (sim.units.x, sim.units.y):
+        assert (place >= BORDER + radius - 1e-5).all() and (place <= SIZE - BORDER - radius + 1e-5).all()
+    assert overlaps(sim, radius) <= 1.15 * overlaps(begin(name, "formation", SEEDS[:256]), radius)
+
+
+def overlaps(sim, radius):
+    x, y = sim.units.x, sim.units.y
+    apart = np.hypot(x[:, :, None] - x[:, None], y[:, :, None] - y[:, None])
+    return (apart < radius[:, None] + radius).sum() - apart.shape[0] * apart.shape[1]
+
+
+@pytest.mark.parametrize("start", ["mixed", "hidden"])
+def test_a_start_depends_on_its_seed_alone(start):
+    def state(seeds):
+        return begin("MMM2", start, seeds).snapshot()["floats"]
+
+    alone, together = np.concatenate([state(SEEDS[k : k + 1]) for k in range(8)], -1), state(SEEDS)
+    np.testing.assert_array_equal(alone, together[..., :8])
+    np.testing.assert_array_equal(state(SEEDS[::-1]), together[..., ::-1])
+    assert len(np.unique(together[0, 0])) > 1000
+
+
+def mirrored(ally, enemy):
+    """Return [B] bool: each of the first enemies is an ally's mirror image."""
+    image = np.stack([SIZE - enemy[..., 0], enemy[..., 1]], -1)[:, : ally.shape[1]]
+    return (np.abs(image[:, :, None] - ally[:, None]).max(-1) < 1e-4).any(2).all(1)
+
+
+def test_half_of_the_mixed_battles_are_mirrored():
+    """As SMACv2's `reflect_position`: allies anywhere in the west, further enemies anywhere in the east."""
+    ally, enemy = places("5m_vs_6m", "mixed")
+    mirrors = mirrored(ally, enemy)
+    assert mirrors.mean() == pytest.approx(0.5, abs=0.05)  # 4.5 standard errors
+    ally, more = ally[mirrors], enemy[mirrors, 5]
+    low = BORDER + 0.375
+    for values, least, greatest in (
+        (ally[..., 0], low, 15), (ally[..., 1], low, SIZE - low),
+        (more[..., 0], 16, SIZE - low), (more[..., 1], low, SIZE - low),
+    ):  # fmt: skip
+        share = (values.ravel() - least) / (greatest - least)
+        assert (np.abs(np.quantile(share, [0, 0.25, 0.5, 0.75, 1]) - [0, 0.25, 0.5, 0.75, 1]) < 0.06).all()
+    # Allies are sorted and enemies are not: an enemy's number does not tell whose image it is.
+    image = np.abs(enemy[mirrors, 0, None, 1] - ally[..., 1]).argmin(1)
+    assert (np.abs(np.bincount(image, minlength=5) / len(image) - 0.2) < 0.06).all()
+
+
+def test_the_other_half_is_surrounded_by_one_to_four_groups():
+    """As SMACv2's `surrounded`: allies in the middle, each group at a random point of a diagonal of its own."""
+    ally, enemy = places("8m_vs_9m", "mixed")
+    around = ~mirrored(ally, enemy)
+    np.testing.assert_allclose(ally[around].mean(1), np.full((around.sum(), 2), 16), atol=1)
+    side = enemy[around] - 16 > 0
+    corner = 2 * side[..., 0] + side[..., 1]
+    counts = np.bincount([len(set(each)) for each in corner.tolist()], minlength=5)[1:] / len(corner)
+    # Of 9 enemies in g groups; the chance that one of them is empty is below 2 % up to 3 groups, and 0.28 for 4.
+    assert counts == pytest.approx([0.25, 0.26, 0.31, 0.18], abs=0.05)
+    assert np.bincount(corner[:, 0]) / len(corner) == pytest.approx([0.25] * 4, abs=0.05)
+    one = np.array([len(set(each)) == 1 for each in corner.tolist()])
+    centre = np.abs(enemy[around][one] - 16).mean(1)
+    assert np.abs(centre[:, 0] - centre[:, 1]).max() < 1.5, "the group is not on the diagonal"
+    assert centre.min() < 4 < 10 < centre.max() and np.median(centre) == pytest.approx(7.2, abs=0.8)
+
+
+def test_a_hidden_enemy_stands_12_cells_away_on_any_side_and_faces_the_allies():
+    ally, enemy = places("3s_vs_5z", "hidden")
+    assert np.abs(ally.mean(1) - 16).max() < 1
+    way = enemy.mean(1) - 16
+    assert np.abs(np.hypot(*way.T) - 12).max() < 0.9 and np.hypot(*way.T).mean() == pytest.approx(12, abs=0.05)
+    angle = np.arctan2(way[:, 1], way[:, 0])
+    assert np.histogram(angle, 8, (-np.pi, np.pi))[0] / len(angle) == pytest.approx([1 / 8] * 8, abs=0.035)
+    # Five zealots stand in two lines, three of them in front.
+    depth = ((enemy - 16) * (way / 12)[:, None]).sum(-1)
+    assert np.sort(depth, 1).mean(0)[3:].mean() - np.sort(depth, 1).mean(0)[:3].mean() > 1
+
+
+@pytest.mark.parametrize(("name", "start"), [("3m", "mixed"), ("3s_vs_5z", "mixed"), ("5m_vs_6m", "hidden")])
+def test_enemies_find_allies_who_wait(name, start):
+    env = SkirmishEnv(SkirmishArgs(map_name=name, start=start), 64)
+    env.reset(np.ones(64, bool), SEEDS[:64])
+    hurt = np.zeros(64, bool)
+    for _ in range(60):
+        active = ~env.rules().ended
+        stop = np.where(env.observe().avail_actions[..., 0], 0, 1)
+        result = env.step(stop, active)
+        hurt |= result.info["dead_allies"] > 0
+    assert hurt.mean() > 0.9
+
+
+# --- what agents see
+
+
+@pytest.mark.parametrize("sight", [2.0, 5.0, 6.0, 7.5, 12.0])
+@pytest.mark.parametrize("name", ["3m", "MMM"])
+def test_agents_see_and_attack_up_to_their_sight(name, sight):
+    """Independent of the code under test: from positions, once per agent and unit."""
+    env = SkirmishEnv(SkirmishArgs(map_name=name, start="mixed", sight_range=sight), 32)
+    env.reset(np.ones(32, bool), SEEDS[:32])
+    rng, layout, n = np.random.default_rng(0), env.info.layout, env.info.n_agents
+    assert layout.sight == sight and set(env.rules().ranges(0)[0]) == {sight} == set(env.rules().frame(0).scene.sight)
+    found = 0
+    for _ in range(12):
+        shown, units = env.observe(full=True), env.rules()._backend.units
+        x, y, alive = units.x.astype(float), units.y.astype(float), units.alive
+        dx, dy = (each[:, None, :] - each[:, :n, None] for each in (x, y))
+        distance, pair = np.hypot(dx, dy), alive[:, None] & alive[:, :n, None]
+        near = pair & (distance < sight)
+        size = layout.n_enemies * layout.enemy_dim
+        blocks = shown.obs[..., layout.move_dim : layout.move_dim + size].reshape(32, n, layout.n_enemies, -1)
+        seen = near[..., n:]
+        assert ((blocks != 0).any(-1) == seen).all()
+        np.testing.assert_array_equal(blocks[..., 1][seen], (distance[..., n:][seen] / sight).astype(np.float32))
+        np.testing.assert_array_equal(blocks[..., 2][seen], (dx[..., n:][seen] / sight).astype(np.float32))
+        attack = shown.avail_actions[:, :, 6 : 6 + layout.n_enemies]
+        healer = env.rules()._medivac()[:, :n, None]
+        assert (np.where(healer, False, attack) == (seen & (distance[..., n:] <= 6) & ~healer)).all()
+        if healer.any():
+            heals = shown.avail_actions[:, :, 6 : 6 + n] & healer
+            assert not (heals & ~near[..., :n]).any()
+        full = shown.full_obs[..., layout.move_dim : layout.move_dim + size].reshape(blocks.shape)
+        np.testing.assert_array_equal(full[seen], blocks[seen])
+        assert ((full[..., 1:] != 0).any(-1) == pair[..., n:]).all()
+        found += int(seen.sum())
+        env.step(env.scripted_actions("attack_nearest", rng), ~env.rules().ended)
+    assert found > 50
+
+
+def test_the_enemys_sight_stays_as_it_is():
+    orders = []
+    for sight in (2.0, 9.0, 20.0):
+        env = SkirmishEnv(SkirmishArgs(map_name="3m", sight_range=sight), 4)
+        env.reset(np.ones(4, bool), np.arange(4))
+        for _ in range(20):
+            env.step(np.where(env.observe().avail_actions[..., 0], 0, 1), ~env.rules().ended)
+        orders.append(env.snapshot()["simulator"])
+    for other in orders[1:]:
+        assert all((other[part] == orders[0][part]).all() for part in other)
+
+
+# --- names, keys and what does not fit
+
+
+def test_a_map_may_say_its_fog():
+    given = SkirmishArgs(map_name="3m", start="mixed", sight_range=6)
+    named = SkirmishArgs(map_name="3m_mixed_sight6")
+    assert given == named == SkirmishArgs(map_name="3m_mixed_sight6", start="mixed") and named.spec.name
+    assert named.spec == replace(MAPS["3m"], name="3m_mixed_sight6", start="mixed", sight_range=6.0)
+    assert SkirmishArgs(map_name="3s_vs_5z_sight4.5").spec.name == "3s_vs_5z_sight4.5"
+    assert SkirmishArgs(map_name="4m_hidden").spec.start == "hidden"
+    assert SkirmishArgs(map_name="3m", sight_range=9, start="formation").spec is MAPS["3m"]
+    for names in PRESETS.values():
+        for name in names:
+            info = SkirmishEnv.describe(SkirmishArgs(map_name=name))
+            assert info.map_name == name
+
+
+@pytest.mark.parametrize(
+    ("env_args", "words"),
+    [
+        ({"map_name": "corridor", "start": "mixed"}, "env_args.start=mixed: works on open maps, all but corridor and"),
+        ({"map_name": "2c_vs_64zg_hidden"}, "Use start=formation with map_name=2c_vs_64zg"),
+        ({"map_name": "3m_mixed", "start": "hidden"}, "env_args.map_name=3m_mixed: says start=mixed, not hidden"),
+        ({"map_name": "3m_sight5", "sight_range": 6}, "says sight_range=5.0, not 6"),
+        ({"map_name": "3m", "sight_range": 1}, "env_args.sight_range=1: must be at least 2"),
+        ({"map_name": "3m_sight99"}, "env_args.sight_range=99.0: must be at most 45"),
+        ({"map_name": "3m", "start": "mirrored"}, "env_args.start=mirrored: must be one of formation, mixed, hidden"),
+        ({"map_name": "3n_mixed"}, "env_args.map_name=3n"),
+        ({"map_name": ["3m_sight6", "5m"]}, "cannot be in one set: sight is"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_rejected(env_args, words):
+    with pytest.raises(UserError) as caught:
+        make_env("skirmish", env_args, 1, processes=False)
+    assert words in caught.value.message
+
+
+def test_maps_of_one_sight_are_a_set_whatever_their_start():
+    env = make_env("skirmish", {"map_name": ["3m_mixed_sight6", "5m_sight6"]}, 2, processes=False)
+    assert env.info.layout.sight == 6 and env.info.tasks == ("3m_mixed_sight6", "5m_sight6")
+    env = make_env("skirmish", {"map_name": ["3m", "5m"], "start": "hidden"}, 2, processes=False)
+    assert env.info.tasks == ("3m_hidden", "5m_hidden")
+
+
+def test_pretrained_modules_of_another_sight_or_start_are_refused():
+    def info(**args):
+        return SkirmishEnv.describe(validate_env_args("skirmish", {"map_name": "3m", **args}))
+
+    config = resolve("omagd_small", "skirmish", {})
+    meta = describe(config, info(start="mixed", sight_range=6), predictor=True)
+    key = "pretrained_mask_predictor_path"
+    check(meta, config, info(map_name="3m_mixed_sight6"), key, "here")
+    for other, name in (({}, "3m"), ({"start": "mixed"}, "3m_mixed"), ({"start": "hidden", "sight_range": 6}, "3m_h")):
+        with pytest.raises(
+            UserError, match="was trained on skirmish 3m_mixed_sight6: give one that .* skirmish " + name
+        ):
+            check(meta, config, info(**other), key, "here")
+
+
+def test_runs_from_before_the_keys_are_still_found():
+    config = resolve("qmix", "skirmish", {})
+    before = {key: value for key, value in config.env_args.items() if key not in ("sight_range", "start")}
+    assert identity_of(config) == identity_of(config.model_copy(update={"env_args": before}))
+    for key, value in (("sight_range", 6), ("start", "mixed")):
+        other = config.model_copy(update={"env_args": {**config.env_args, key: value}})
+        assert identity_of(other) != identity_of(config)
