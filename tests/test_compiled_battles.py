@@ -117,6 +117,12 @@ def test_every_flag_is_obeyed_alike(map_name, flags):
     play(both(map_name=map_name, **flags), 24, seed=1)
 
 
+@pytest.mark.parametrize(("number", "map_name"), list(enumerate(MAPS)))
+def test_every_start_and_sight_is_played_alike(number, map_name):
+    start = "formation" if MAPS[map_name].wall else ("mixed", "hidden")[number % 2]
+    play(both(map_name=map_name, start=start, sight_range=(6, 4.3, 12, 5, 2)[number % 5]), 12, seed=2)
+
+
 def test_generated_maps_are_played_alike():
     for map_name in ("2s4z", "9m_vs_10m"):
         play(both(map_name=map_name), 20)

@@ -28,6 +28,8 @@ FLAGS = {
     "MMM2": {"reward_only_positive": False, "obs_pathing_grid": True, "obs_terrain_height": True},
     "corridor": {"obs_instead_of_state": True, "state_last_action": False},
     "so_many_baneling": {"reward_sparse": True, "obs_all_health": False},
+    "8m_vs_9m": {"start": "mixed", "sight_range": 6},
+    "3s_vs_5z": {"start": "hidden", "sight_range": 4.5},
     "2c_vs_64zg": {"reward_scale": False, "difficulty": "3", "obs_own_health": False},
 }
 SLOTS = 5
@@ -36,7 +38,7 @@ SLOTS = 5
 def battles_and_reference(monkeypatch, name, **flags):
     monkeypatch.setattr(skirmish_env, "engine", lambda: (Simulator, BattleSemantics))
     args = SkirmishArgs(map_name=name, **flags)
-    return ResidentBattles(get_map(name), args, SLOTS, CPU), SkirmishEnv(args, SLOTS)
+    return ResidentBattles(args.spec, args, SLOTS, CPU), SkirmishEnv(args, SLOTS)
 
 
 def random_actions(avail: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -141,7 +143,8 @@ class GPULayout(ResidentBattles):
     """Battles with the memory layout that they have on a GPU, in the CPU's memory."""
 
     def __init__(self, name, n_slots):
-        super().__init__(get_map(name), SkirmishArgs(map_name=name, obs_instead_of_state=name == "8m"), n_slots, GPU)
+        args = SkirmishArgs(map_name=name, obs_instead_of_state=name == "8m")
+        super().__init__(args.spec, args, n_slots, GPU)
 
     def _tensor(self, array):
         return torch.from_numpy(array)
@@ -153,11 +156,12 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(resident, "kernels_for", lambda device: ThreadAfterThread())
 
 
-@pytest.mark.parametrize("name", ["2s3z", "8m"])
+@pytest.mark.parametrize("name", ["2s3z", "8m", "5m_vs_6m_mixed_sight6", "3m_hidden"])
 def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(on_gpu, monkeypatch, name):
     threads = GPULayout(name, SLOTS)
     monkeypatch.undo()
-    loops = ResidentBattles(get_map(name), SkirmishArgs(map_name=name, obs_instead_of_state=name == "8m"), SLOTS, CPU)
+    args = SkirmishArgs(map_name=name, obs_instead_of_state=name == "8m")
+    loops = ResidentBattles(args.spec, args, SLOTS, CPU)
     monkeypatch.setattr(kernels, "cuda", SimpleNamespace())
     rng, begun = np.random.default_rng(0), torch.ones(SLOTS, dtype=torch.bool)
     for _ in range(20):

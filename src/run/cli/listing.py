@@ -18,12 +18,14 @@ from omagd.run.training.evaluate import trained_card
 
 def listing() -> str:
     """Return all names that the command line accepts, one paragraph per kind."""
+    from omagd.envs.battle.fog import PRESETS
     from omagd.envs.battle.maps import MAPS
     from omagd.envs.task_sets.sets import NAMED as SETS
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
     lines += [_paragraph(key, registry_of(package).names()) for key, package in NAMED.items()]
     lines.append(_paragraph("env_args.map_name (skirmish)", [*SETS, *MAPS]))
+    lines += [_paragraph(f"what is unseen, {words}", list(names)) for words, names in PRESETS.items()]
     return "\n".join(lines) + "\n"
 
 
