@@ -19,7 +19,7 @@ NAME = re.compile(rf"(?P<map>.+?)(?:_(?P<start>{MIXED}|{HIDDEN}))?(?:_sight(?P<s
 PRESETS = {
     "a: constants of the map, which any policy learns": ("8m", "3m", "5m_vs_6m"),
     "b: of the battle, inferable from what is seen": (
-        "3m_mixed_sight6", "5m_mixed_sight6", "3s_vs_5z_sight5", "2s3z_mixed_sight6",
+        "3m_mixed_sight6", "5m_mixed_sight6", "2s3z_mixed_sight6", "3s_vs_5z", "3s_vs_5z_sight5",
     ),
     "c: of the battle, not inferable": ("3m_hidden", "5m_vs_6m_hidden"),
 }  # fmt: skip
