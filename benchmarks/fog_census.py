@@ -102,7 +102,8 @@ def rows(maps: list[str], episodes: int, seed: int) -> Iterator[str]:
     """Yield the table line by line."""
     for name in maps:
         shares, before, by_last, by_mean, allies = census(name, episodes, seed)
-        yield f"| {name} | {CLASSES.get(name, '')} | {shares:.2f} | {before:.2f} | {by_last:.1f} | {by_mean:.1f} | {allies:.2f} |"
+        cells = name, CLASSES.get(name, ""), f"{shares:.2f}", f"{before:.2f}", f"{by_last:.1f}", f"{by_mean:.1f}"
+        yield f"| {' | '.join(cells)} | {allies:.2f} |"
 
 
 def main() -> None:

@@ -84,7 +84,8 @@ RUNS: dict[str, Run] = {
     ),
     "on the agents' device": Run(
         "qmix", "skirmish", TINY, NETWORKS, t_max=60, runner="resident", buffer_cpu_only=False, log_video=True,
-        graph_updates=True, env_args={"map_name": "3m"}, makes=("replays/test_*.gif",),
+        graph_updates=True, env_args={"map_name": "3m", "start": "mixed", "sight_range": 6},
+        makes=("replays/test_*.gif",),
     ),
     "groups": Run(
         "rloo", "matrix_game", TINY, t_max=18, buffer_size=5000, rnn_hidden_dim=8, group_size=2,
