@@ -21,6 +21,11 @@ MOVE_X = np.array([0.0, 0.0, 1.0, -1.0])
 MOVE_Y = np.array([1.0, -1.0, 0.0, 0.0])
 
 
+def reach_of(sight_range: float) -> float:
+    """Return the greatest distance at which agents attack and heal: `SHOOT_RANGE`, or where sight just ends."""
+    return SHOOT_RANGE if sight_range > SHOOT_RANGE else float(np.nextafter(sight_range, 0))
+
+
 class Geometry:
     """Relative positions, distances and "both alive" of all pairs (agent, unit), computed once per step.
 
@@ -89,7 +94,7 @@ class ActionRules:
 
     def __init__(self, n_slots: int, spec: MapSpec, args: BattleArgs, terrain: Terrain) -> None:
         self._n, self._m, self._heals = spec.n_agents, spec.n_enemies, spec.map_type in HEALING
-        self._sight = spec.sight_range if spec.sight_range <= SHOOT_RANGE else None
+        self._reach = reach_of(spec.sight_range)
         n_agents, variant, move_amount = spec.n_agents, args.variant, args.move_amount
         self._first = first = variant.n_normal_actions
         self._pathing = GridLookup(terrain.pathing, False)
@@ -121,8 +126,6 @@ class ActionRules:
                 may see less than they reach, has the same rule.
         """
         n = self._n
-        if near is None and self._sight is not None:
-            near = geometry.place[0] < self._sight
         alive = units.alive[:, :n]
         if out is not self._out:
             self._out, moves, first = out, out.transpose(2, 0, 1)[NORTH : WEST + 1], self._first
@@ -134,7 +137,7 @@ class ActionRules:
         if self._first > N_NORMAL_ACTIONS:
             out[..., N_NORMAL_ACTIONS : self._first] = alive[..., None]
         if near is None:
-            np.less_equal(geometry.enemy_dist, SHOOT_RANGE, out=attacks)
+            np.less_equal(geometry.enemy_dist, self._reach, out=attacks)
             attacks &= geometry.enemy_pair
         else:
             np.logical_and(near[..., n:], geometry.enemy_pair, out=attacks)
@@ -142,7 +145,7 @@ class ActionRules:
             in_reach = out[..., self._first :]
             in_reach[..., self._m :] = False
             healer = medivac[:, :n]
-            in_range = geometry.place[0, ..., :n] <= SHOOT_RANGE if near is None else near[..., :n]
+            in_range = geometry.place[0, ..., :n] <= self._reach if near is None else near[..., :n]
             patient = geometry.pair[..., :n] & in_range
             patient &= ~healer[:, None, :]  # this excludes the healer itself, too
             in_reach &= ~healer[..., None]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, SHOOT_RANGE, STOP
+from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, STOP, reach_of
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.compiled.compiling import function
@@ -22,7 +22,7 @@ from omagd.envs.battle.maps import HEALING, SIGHT_RANGE, MapSpec
     N, TOTAL, FIRST, HEALS, ALLY_SHIELD, ENEMY_SHIELD, ALL_HEALTH, OWN_HEALTH, BITS, SEEN_ACTION, PATHING, HEIGHT,
     OBS_TIME, INSTEAD, STATE_ACTION, STATE_TIME, LANES,
 ) = range(17)  # fmt: skip
-CENTRE_X, CENTRE_Y, EXTENT_X, EXTENT_Y, LIMIT, SIGHT = range(6)
+CENTRE_X, CENTRE_Y, EXTENT_X, EXTENT_Y, LIMIT, SIGHT, REACH = range(7)
 HEALTH_MAX, SHIELD_MAX, READY_MAX = range(3)  # rows of `Layout.unit`
 HEALTH, SHIELD, PLACE_X, PLACE_Y, READY, DISTANCE, TOWARD_X, TOWARD_Y, UNIT_X, UNIT_Y = range(10)  # of working memory
 N_ROWS = UNIT_Y + 1
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     """What observations and state contain. U units.
 
     Attributes:
-        fact: [17] int64, sizes and flags; LANES: units up to the end of a block. size: [6] float64. unit: [3, U]
+        fact: [17] int64, sizes and flags; LANES: units up to the end of a block. size: [7] float64. unit: [3, U]
             float32. bits: [U, unit_type_bits] float32. healer: [U] bool. ahead: [2, 4] float64, where a move is
             tested. around: [2, 9] int64, cells that are read.
         pathing, height: [map_x, map_y] bool and float32.
@@ -61,7 +61,8 @@ def make_layout(spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Te
         args.state_last_action, args.state_timestep_number, -(-(n + spec.n_enemies) // BLOCK) * BLOCK,
     ]  # fmt: skip
     x0, y0, x1, y1 = terrain.playable
-    size = [terrain.map_x / 2, terrain.map_y / 2, x1 - x0, y1 - y0, spec.limit, spec.sight_range]
+    sight = spec.sight_range
+    size = [terrain.map_x / 2, terrain.map_y / 2, x1 - x0, y1 - y0, spec.limit, sight, reach_of(sight)]
     unit = np.stack([units.health_max[0], units.shield_max[0], tables.max_cooldown[kind]])
     return Layout(
         np.array(fact, np.int64), np.array(size, np.float64), np.maximum(unit, TINY).astype(np.float32),
@@ -99,7 +100,7 @@ def read_cell(grid: Array, x: int, y: int, outside: Any) -> Any:
 @function
 def fill_mask(o: Layout, x: Array, y: Array, alive: Array, distance: Array, i: int, mask: Array) -> None:
     """Write the available actions of agent `i`. distance: [U] float64, to all units."""
-    n, total, first, sight = o.fact[N], o.fact[TOTAL], o.fact[FIRST], o.size[SIGHT]
+    n, total, first, reach = o.fact[N], o.fact[TOTAL], o.fact[FIRST], o.size[REACH]
     for action in range(len(mask)):
         mask[action] = False
     if not alive[i]:
@@ -111,10 +112,10 @@ def fill_mask(o: Layout, x: Array, y: Array, alive: Array, distance: Array, i: i
         mask[NORTH + move] = read_cell(o.pathing, int(ahead_x), int(ahead_y), False)
     if o.healer[i]:
         for j in range(n):
-            mask[first + j] = alive[j] and not o.healer[j] and distance[j] <= SHOOT_RANGE and distance[j] < sight
+            mask[first + j] = alive[j] and not o.healer[j] and distance[j] <= reach
     else:
         for j in range(n, total):
-            mask[first + j - n] = alive[j] and distance[j] <= SHOOT_RANGE and distance[j] < sight
+            mask[first + j - n] = alive[j] and distance[j] <= reach
 
 
 @function
