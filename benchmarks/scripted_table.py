@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -47,32 +47,29 @@ def rows(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def parser(
-    description: str | None,
-    episodes: int,
-    maps: Sequence[str] = tuple(MAPS),
-    known: Sequence[str] | None = tuple(MAPS),
-) -> argparse.ArgumentParser:
-    """Return the options that all scripts of this kind have. known: the maps that can be chosen, None: any."""
+def parser(description: str | None, episodes: int) -> argparse.ArgumentParser:
+    """Return the options that both scripts of this kind have."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--episodes", type=int, default=episodes)
     made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--maps", nargs="*", default=list(maps), choices=known)
+    made.add_argument("--maps", nargs="*", default=list(MAPS), choices=list(MAPS))
     made.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
     made.add_argument("--into", type=Path, help="Markdown file that has the two marks for this table")
     return made
 
 
-def show(lines: Iterator[str], args: argparse.Namespace, mark: str, columns: Sequence[str] = ()) -> None:
+def show(lines: Iterator[str], args: argparse.Namespace, mark: str) -> None:
     """Print the table while it grows, then put it between the marks of `args.into`, if there is such a file."""
-    columns = columns or args.policies
-    start, table = time.perf_counter(), [f"| map | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    start, table = (
+        time.perf_counter(),
+        [f"| map | {' | '.join(args.policies)} |", "|---|" + "---|" * len(args.policies)],
+    )
     sys.stdout.write("\n".join(table) + "\n")
     for line in lines:
         table.append(line)
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    sys.stdout.write(f"\n{args.episodes} battles each, seed {args.seed}, {time.perf_counter() - start:.0f} s\n")
+    sys.stdout.write(f"\n{args.episodes} battles per cell, seed {args.seed}, {time.perf_counter() - start:.0f} s\n")
     if args.into:
         head, _, rest = args.into.read_text().partition(f"<!-- {mark} -->\n")
         _, end, tail = rest.partition(f"<!-- end of {mark} -->\n")

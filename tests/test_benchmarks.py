@@ -35,7 +35,6 @@ SMALL: dict[str, str] = {
     "ddpg_speed.py": "--batch 4 --updates 1 --hidden 16",
     "env_speed.py": "--slots 4 --steps 40 --rounds 1 --beside reference --plot OUT/p",
     "graph_agent_update.py": "--maps 3m --batch 4 --updates 1",
-    "fog_census.py": "--maps 3m_mixed_sight6 --episodes 3",
     "growth.py": "--only ranks --calls 1",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "many_maps.py": "--config hpn_qmix --sets 1m,2m --steps-per-map 30 --episodes 1 --results OUT --out OUT/rows.jsonl",
