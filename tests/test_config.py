@@ -50,7 +50,10 @@ def test_every_file_resolves_and_the_defaults_play_the_embedded_battle():
     assert resolve(updates=given) == resolve() and resolve().stage == "all"
 
 
-ARMS = {"ff": {"agent": "ff"}, "baseline": {}, "team_obs": {"use_team_obs": True}, "full_obs": {"use_full_obs": True}}
+ARMS = {
+    "ff": {"agent": "ff"}, "baseline": {}, "last_seen": {"fill_unseen": "last_seen"},
+    "team_obs": {"use_team_obs": True}, "full_obs": {"use_full_obs": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arm", ARMS)

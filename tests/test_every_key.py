@@ -123,6 +123,9 @@ RUNS: dict[str, Run] = {
     "what the team sees": Run(
         "fog_team_obs", "skirmish", TINY, NETWORKS, run="default", t_max=40, use_team_obs=True
     ),
+    "what was seen last": Run(
+        "fog_last_seen", "skirmish", TINY, NETWORKS, run="default", t_max=40, fill_unseen="last_seen"
+    ),
     "an evaluation of the graphs": Run(
         "omagd_small", "skirmish", STAGES, evaluation_only=True, eval_report_episodes=2, needs=PRETRAINED
     ),

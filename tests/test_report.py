@@ -182,6 +182,7 @@ DIFFERENCES = [
     ({"updates_per_iteration": 5}, "updates_per_round 5"),
     ({"test_nepisode": 500}, "test_episodes"),
     ({"use_full_obs": True}, "observations everything (use_full_obs)"),
+    ({"fill_unseen": "last_seen", "mac": "n_graph_mac"}, "observations each agent's own (fill_unseen=last_seen)"),
     ({"use_team_obs": True}, "observations what any living ally sees (use_team_obs)"),
     ({"precision": "bf16"}, "precision bf16"),
     ({"env_args__map_name": "8m"}, "map 8m, not 3m"),

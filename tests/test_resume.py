@@ -74,6 +74,7 @@ def whole(tmp_path_factory) -> RunFolder:
 @pytest.mark.parametrize(("words", "iterations"), [
     ((), (0, 1, 2, 5, 7)),
     (("runner=stream", "use_team_obs=True"), (1, 4)),
+    (("runner=stream", "fill_unseen=last_seen", "mac=n_graph_mac"), (2,)),
 ])  # fmt: skip
 def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bits(words, iterations, whole, tmp_path):
     if words:

@@ -121,6 +121,15 @@ def _stages(config: Config) -> None:
 def _reconstruction(config: Config) -> None:
     if config.use_full_obs and config.use_team_obs:
         raise UserError("use_team_obs=True: use_full_obs=True shows everything already. Drop one of the two")
+    if config.fill_unseen != "none":
+        for key in ("use_full_obs", "use_team_obs", "use_graph_reconstruction"):
+            if getattr(config, key):
+                raise UserError(f"fill_unseen={config.fill_unseen}: {key}=True shows units in another way. Drop one")
+        if config.mac in PLAIN_MACS:
+            raise UserError(
+                f"mac={config.mac}: fills in no units (fill_unseen={config.fill_unseen}). Use mac=n_graph_mac or"
+                " mac=gnn_graph_mac"
+            )
     if not config.use_graph_reconstruction:
         return
     if config.use_full_obs:

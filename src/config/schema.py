@@ -183,6 +183,7 @@ class Config(Frozen):
     use_graph_reconstruction: bool  # run stages 1 and 2; agents of stage 3 act on reconstructions
     use_full_obs: bool  # agents see everything: an upper bound, not a method
     use_team_obs: bool  # agents tell one another: each also reads the units that any living ally sees; communication
+    fill_unseen: Literal["none", "last_seen"]  # without a network: what agents do not see stays as they saw it last
     mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
     reconstructer_stage: Stage | None  # stage to run; None: all
     recontructer_stage: Stage | None  # the published spelling of reconstructer_stage

@@ -45,7 +45,11 @@ class NGraphMAC(BasicMAC):
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
         """Return the field of the reconstructions, if there are any, and those of the choice of actions."""
         more = super().extra_fields(config, info)
-        if not config.use_graph_reconstruction or info.layout is None:
+        if info.layout is None:
+            return more
+        if config.fill_unseen != "none":
+            return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
+        if not config.use_graph_reconstruction:
             return more
         if config.mask_predictor_config.decode == "mean":
             return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}

@@ -79,6 +79,7 @@ class ResidentRunner(Runner):
             ),
             "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
             "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
+            f"fills in what a predictor says, not with fill_unseen={config.fill_unseen}": config.fill_unseen != "none",
             "reconstructs where it acts, so not with cpu_inference=True and use_graph_reconstruction=True": (
                 config.cpu_inference and config.use_graph_reconstruction
             ),

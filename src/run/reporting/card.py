@@ -51,6 +51,7 @@ COVERED = {
     "batch_size": "effective_batch", "batch_size_run": "environments", "updates_per_iteration": "updates_per_round",
     "ticks_per_iteration": "ticks_per_round", "test_nepisode": "test_episodes", "use_full_obs": "observations",
     "use_team_obs": "observations",
+    "fill_unseen": "observations",
     "precision": "precision", "acting_precision": "precision",
 }  # fmt: skip
 """Keys that `compared` has under another name, over all ranks."""
@@ -258,7 +259,10 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 
 def _observations(config: Config) -> dict[str, Any]:
-    shared = "what any living ally sees (use_team_obs)" if config.use_team_obs else "each agent's own"
+    own = "each agent's own"
+    if config.fill_unseen != "none":
+        own = f"{own} (fill_unseen={config.fill_unseen})"
+    shared = "what any living ally sees (use_team_obs)" if config.use_team_obs else own
     return {"observations": "everything (use_full_obs)" if config.use_full_obs else shared}
 
 

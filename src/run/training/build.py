@@ -29,6 +29,7 @@ from omagd.learners.protocol import Learner, learner_class
 from omagd.modules import agents, mixers
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.entity_agents import EntityAgent
+from omagd.modules.graph_reconstructers.last_sight import LastSight
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -311,7 +312,9 @@ def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None
 
 def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
-    reconstructor = None
+    reconstructor: Any = None
+    if config.fill_unseen == "last_seen" and info.layout is not None:
+        reconstructor = LastSight(info, torch.device("cpu") if config.cpu_inference else device)
     if config.use_graph_reconstruction:
         assert pretrained.tokenizer is not None and pretrained.predictor is not None
         frozen = pretrained.tokenizer, pretrained.predictor
@@ -320,8 +323,7 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
         reconstructor = Reconstructor(*frozen, config, info)
     seed_everything(config.seed, "agent")
     config = complete_args(config, ("agent_args",))
-    mac: MAC = controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
-    return mac
+    return controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
 
 
 def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> MAC:
