@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from q_toys import SMALL, make_learner, toy_config
+from q_toys import INFO, SMALL, make_learner, toy_config
 
 import omagd
 from omagd.config.loading import resolve
@@ -19,6 +19,7 @@ from omagd.learners.belief_cases import cases_of
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.last_sight import LastSight
 from omagd.modules.graph_reconstructers.team_view import TeamView
+from omagd.run.cli.preflight import preflight
 from omagd.run.training.build import PretrainedModules, build_mac
 from omagd.runners import REGISTRY as RUNNERS
 from omagd.runners.starts import EpisodeSeeds
@@ -76,6 +77,14 @@ def test_agents_read_every_unit_that_a_living_ally_sees_and_no_other(map_name):
     assert not np.array_equal(got, everything)
 
 
+def test_the_dead_are_told_nothing():
+    """Also where an environment's `full_obs` shows them something."""
+    obs, full = torch.rand(5, 3, INFO.obs_dim) + 0.1, torch.rand(5, 3, INFO.obs_dim) + 0.1
+    obs[:, 1] = 0
+    read = TeamView(INFO.layout, 3, CPU)(obs, full)
+    assert torch.equal(read, obs)
+
+
 @pytest.mark.parametrize("runner", ["parallel", "stream"])
 def test_learners_read_the_bits_that_agents_acted_on(runner, monkeypatch):
     config = resolve(
@@ -114,7 +123,7 @@ def test_learners_read_the_bits_that_agents_acted_on(runner, monkeypatch):
 ])  # fmt: skip
 def test_what_does_not_go_with_it_is_rejected(words, message):
     with pytest.raises(UserError, match=message):
-        omagd.run(resolve("qmix", "skirmish", {"use_team_obs": True, "learner": "nq_graph_learner", **words}))
+        preflight(resolve("qmix", "skirmish", {"use_team_obs": True, "learner": "nq_graph_learner", **words}))
 
 
 def test_an_environment_without_units_is_rejected():
