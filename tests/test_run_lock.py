@@ -397,7 +397,7 @@ def test_a_module_that_has_moved_is_the_same_and_another_one_is_not(tmp_path):
 
 def test_a_new_key_leaves_the_identity_of_earlier_runs_alone(tmp_path):
     """A key that earlier versions did not have counts only where it differs from how their runs went."""
-    plain = config(tmp_path)
+    plain = config(tmp_path, "graph_pretrain_test_episodes=128")  # the default, not the small form of tests
     values = plain.model_dump()
     assert {key: values[key] for key in ADDED} == ADDED
     for key, value in {"group_size": 2, "share_parameters": False, "task_weights": {"3m": 1.0}}.items():
