@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,9 +51,16 @@ class GraphLearner(ABC):
         """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
         if batch is None:
             closing = torch.zeros(1, self.info.n_agents, self.info.obs_dim)
-            batch = pack_episodes([{"obs": closing, "full_obs": closing}]).to(self.dist.device)
+            idle = torch.zeros(1, self.info.n_agents, dtype=torch.int64)
+            batch = pack_episodes([{"obs": closing, "full_obs": closing, "actions": idle}]).to(self.dist.device)
         self._loss.train()
         return self._step.warm_up(self.sample(batch))
+
+    def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:  # noqa: B027 most need nothing
+        """Prepare on this rank's training episodes, which each call yields; before the first update, by all ranks."""
+
+    def calibrate(self, batch: PackedBatch) -> None:  # noqa: B027 most have nothing to choose
+        """Choose what is chosen on held-out episodes, such as a threshold. Called by all ranks before `evaluate`."""
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained module by name."""
