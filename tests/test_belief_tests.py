@@ -26,6 +26,8 @@ from omagd.run.analysis.statistics import area, difference, paired_share, propor
 from omagd.run.cli.main import main
 from omagd.run.training.believing import BeliefScript, Believing, LastSeen, MapConstant, Seen, win_rates
 from omagd.run.training.census import CLASSES, census_of, classified
+from omagd.runners.runner import Runner
+from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 from omagd.utils.run_folder import write_json
@@ -183,6 +185,8 @@ def test_every_belief_plays_the_same_battles():
     config = SimpleNamespace(seed=4)
     won = win_rates(env, config, env.info, Winner(env), {"a": Seen(), "b": Seen(full=True)}, 30, lambda played: None)
     assert len(won["a"]) == 32 and (won["a"] == won["b"]).all()
+    plain = Runner(env, config, env.info, EpisodeSeeds(4, "test")).run(Winner(env), explore=None, episodes_per_slot=4)
+    assert won["a"].mean() == pytest.approx(np.mean([entry["battle_won"] for entry in plain.log]))
     acting = Believing(Winner(env), Seen())
     assert acting.wants_full_obs  # else `full` would have nothing to show
 

@@ -129,5 +129,5 @@ def _cells(values: Mapping[str, float], guess: str) -> str:
 def _with_ends(value: float | None, interval: Sequence[float] | None) -> str:
     if value is None:
         return "-"
-    text = number_text(round(value, 3))
+    text = number_text(round(value, 3) + 0.0)  # no -0
     return text if interval is None else f"{text} [{interval[0]:.3f}, {interval[1]:.3f}]"

@@ -1,0 +1,67 @@
+"""The study files that are shipped: their maps exist, and their arms differ in what agents read and in nothing else."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from omagd.envs.factory import described_env, make_env
+from omagd.run.studies.spec import config_of, load
+
+FILES = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "studies").glob("*.yaml"))
+READS = {"name", "use_full_obs", "use_team_obs", "fill_unseen", "use_graph_reconstruction", "agent", "learner"}
+OF_STAGES_1_AND_2 = ("graph_", "tokenizer_config", "mask_predictor_config")
+
+
+def by_environment(file):
+    found = {}
+    for job in load(file).jobs:
+        found.setdefault((job.env, job.map, job.seed), {})[job.arm] = config_of(job)
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_arms_differ_only_in_what_agents_read(file):
+    for arms in by_environment(file).values():
+        first = arms["baseline"].model_dump()
+        for config in arms.values():
+            values = config.model_dump()
+            differing = {key for key in values if values[key] != first[key] and not key.startswith(OF_STAGES_1_AND_2)}
+            assert differing <= READS, differing
+            assert config.t_max % config.test_interval == 0  # else the last test is not that of the trained team
+        assert {arms["baseline"].use_full_obs, arms["full_obs"].use_full_obs} == {False, True}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_maps_of_the_study_files_exist(file):
+    places = {
+        (config.env, str(config.env_args)): config for arms in by_environment(file).values() for config in arms.values()
+    }
+    for config in places.values():
+        if config.env == "smax" and find_spec("jaxmarl") is None:
+            continue
+        info = described_env(config.env, dict(config.env_args))
+        if info is None:
+            env = make_env(config.env, dict(config.env_args), 1, processes=False)
+            info = env.info
+            env.close()
+        assert info.layout is not None and info.has_win
+        if file.stem == "reconstruction_3_agents":
+            assert info.n_agents == 3
+
+
+def test_numbers_of_the_study():
+    sizes = {}
+    for file in FILES:
+        jobs = load(file).jobs
+        arms, maps, seeds = ({getattr(job, name) for job in jobs} for name in ("arm", "map", "seed"))
+        assert len(jobs) == len(arms) * len(maps) * len(seeds)
+        sizes[file.stem.removeprefix("reconstruction_")] = len(seeds)
+        configs = [config_of(job) for job in jobs]
+        if file.stem == "reconstruction_short":
+            assert (len(maps), len(arms), len(seeds)) == (2, 4, 2)
+        else:
+            assert all((config.t_max, config.test_nepisode) == (1_000_000, 1024) for config in configs)
+    assert sizes == {"3_agents": 10, "5_agents": 5, "gate": 3, "short": 2}
