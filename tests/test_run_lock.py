@@ -339,6 +339,20 @@ def test_a_folder_that_holds_something_is_neither_used_nor_changed(there, tmp_pa
         pass
 
 
+def next_code(children: list[int]) -> int:
+    """Wait for the next of these processes to end, drop it from the list and return its exit code.
+
+    Other children of this process, which compile kernels ahead for example, do not count.
+    """
+    while True:
+        for pid in children:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                children.remove(pid)
+                return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+
+
 def test_of_many_that_find_an_empty_folder_one_gets_it(tmp_path):
     mine = config(tmp_path, "unique_token=mine")
     for number in range(4):
@@ -348,10 +362,10 @@ def test_of_many_that_find_an_empty_folder_one_gets_it(tmp_path):
         others = [started_in_child(mine, barrier=wait) for _ in range(6)]
         codes = []
         while len(codes) < 5:
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]))
-        assert set(codes) <= {2, 3} and len(others) == 6, codes
+            codes.append(next_code(others))
+        assert set(codes) <= {2, 3}, codes
         os.write(end, b"x")
-        assert os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]) == 1
+        assert next_code(others) == 1
         assert json.loads((tmp_path / "mine" / "run.json").read_text())["identity"] == identity_of(mine)
         shutil.rmtree(tmp_path / "mine")
 

@@ -113,7 +113,11 @@ class Made:
     def play(self) -> list[Any]:
         """Return episodes (or steps) of training."""
         explore = Exploration(0.5, np.random.default_rng(0))
-        return [e for _ in range(4) for e in self.runner.collect(self.mac, explore=explore).episodes]
+        return [
+            e
+            for _ in range(4)
+            for e in self.runner.collect(self.mac, explore=explore, full_obs=self.mac.wants_full_obs).episodes
+        ]
 
     def batch(self, episodes: list[Any]) -> Any:
         """Return a batch as stage 3 draws it."""

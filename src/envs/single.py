@@ -17,7 +17,8 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
 
     facts: `obs_component` gives the entity layout. `entity_position` and `entity_health` may give the columns of
         (dx, dy) and health in a unit's block; default: SMAC's. `entity_healer` may give the column of the agent's own
-        block that is 1 for agents that heal. `state_layout` is the layout of a state of units.
+        block that is 1 for agents that heal, and `entity_types` where the one-hot type begins in an ally's and in an
+        enemy's block, and its length. `state_layout` is the layout of a state of units.
     """
     if "env_info" in facts:
         info: EnvInfo = facts["env_info"]
@@ -30,6 +31,7 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
             position=tuple(facts.get("entity_position", (2, 3))),
             health=int(facts.get("entity_health", 4 if min(enemy_dim, ally_dim) > 4 else -1)),
             healer=int(facts.get("entity_healer", -1)),
+            **dict(zip(("ally_types", "enemy_types", "n_types"), facts.get("entity_types", (-1, -1, 0)), strict=True)),
         )  # fmt: skip
     return EnvInfo(
         name=name,
@@ -123,8 +125,9 @@ class BatchedAsSingle(MultiAgentEnv):
         if (layout := info.layout) is not None:
             facts |= {
                 "obs_component": layout.obs_component, "entity_position": layout.position,
-                "entity_health": layout.health, "entity_healer": layout.healer, "n_enemies": layout.n_enemies,
-                "n_allies": layout.n_allies, "n_normal_actions": info.n_normal_actions,
+                "entity_health": layout.health, "entity_healer": layout.healer,
+                "entity_types": (layout.ally_types, layout.enemy_types, layout.n_types),
+                "n_enemies": layout.n_enemies, "n_allies": layout.n_allies, "n_normal_actions": info.n_normal_actions,
             }  # fmt: skip
         if info.agent_rewards:
             facts["agent_rewards"] = True
