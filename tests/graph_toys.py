@@ -10,11 +10,12 @@ import torch
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.config.schema import Config, MaskPredictorConfig
-from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners import PREDICTORS
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.modules.graph_reconstructers.tracker import Tracker
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode
 
@@ -37,11 +38,13 @@ def toy_config(**changes: Any) -> Config:
     return resolve("omagd_small", "skirmish", {**SMALL, **{name.replace("__", "."): full[name] for name in full}})
 
 
-def toy_modules(config: Config, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tokenizer, MaskPredictor]:
+def toy_modules(config: Config, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tokenizer, Any]:
     """Return fresh modules, the same for the same seed."""
     torch.manual_seed(seed)
     tokenizer = Tokenizer(config.tokenizer_config, LAYOUT).to(dtype)
     n_codes = config.tokenizer_config.n_codes
+    if config.mask_predictor_config.kind == "tracker":
+        return tokenizer, Tracker(config.mask_predictor_config, INFO).to(dtype)
     predictor = MaskPredictor(config.mask_predictor_config, n_codes, LAYOUT, INFO.episode_limit).to(dtype)
     predictor.bind(tokenizer.table())
     return tokenizer, predictor
@@ -58,13 +61,14 @@ def graph_learner(
     tokenizer, predictor = toy_modules(config, dtype)
     if stage == "stage1":
         return TokenizerLearner(tokenizer, config, INFO, dist or Dist())
-    return PredictorLearner(predictor, tokenizer, config, INFO, dist or Dist())
+    return PREDICTORS.get(config.mask_predictor_config.kind)(predictor, tokenizer, config, INFO, dist or Dist())
 
 
 def toy_episodes(n: int, seed: int = 0, longest: int = 12) -> list[Episode]:
     """Return ragged episodes in which units die one after another and hide at random."""
     rng = np.random.default_rng(seed)
-    return [_episode(rng, int(rng.integers(1, longest + 1))) for _ in range(n)]
+    lengths = rng.integers(1, longest + 1, n)
+    return [_episode(np.random.default_rng([seed, i]), int(length)) for i, length in enumerate(lengths)]
 
 
 def _episode(rng: np.random.Generator, length: int) -> Episode:
@@ -83,4 +87,5 @@ def _episode(rng: np.random.Generator, length: int) -> Episode:
         shown[:, 0] = True
         full[:, agent], obs[:, agent] = values, np.where(shown[..., None], values, np.float32(0))
     shown_and_true = {"obs": obs, "full_obs": full}
-    return {name: nodes_to_obs(torch.from_numpy(nodes), LAYOUT) for name, nodes in shown_and_true.items()}
+    made = {name: nodes_to_obs(torch.from_numpy(nodes), LAYOUT) for name, nodes in shown_and_true.items()}
+    return {**made, "actions": torch.from_numpy(rng.integers(0, INFO.n_actions, (rows, n)))}

@@ -64,6 +64,7 @@ STAGES = {
     "stage2": {"mask_ratio": 0.3},
     "stage2 matched": {"matching": "type"},
     "stage2 GRU": {"use_gru": True, "early_step_weight": 0.3},
+    "stage2 tracker": {"kind": "tracker", "graph_frames_at_once": 2},
 }
 LOSSES = ("loss_td", "td_error_abs", "q_taken_mean", "target_mean", "graph_loss")
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -114,6 +114,11 @@ RUNS: dict[str, Run] = {
         "omagd_small", "skirmish", STAGES, pretrain_only=True,
         needs={**TOKENIZER, "graph_pretrain_policy": "all stages"}, makes=("models/pretrain_stage2_best/*.th",),
     ),
+    "a tracker": Run(
+        "omagd_small", "skirmish", STAGES, t_max=40, needs=TOKENIZER, graph_pretrain_patience=1,
+        mask_predictor_config={**STAGES["mask_predictor_config"], "kind": "tracker", "decode": "mean"},
+        makes=("models/pretrain_stage2_best/stage2_model.th", "plots/beliefs.png"),
+    ),
     "stage 3 alone": Run(
         "omagd_small", "skirmish", STAGES, t_max=40, recontructer_stage="stage3", needs=PRETRAINED
     ),

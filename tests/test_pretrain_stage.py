@@ -30,6 +30,7 @@ class Measured(PretrainStage):
         self.module = torch.nn.Linear(1, 1, bias=False)
         return SimpleNamespace(
             best_metric="error",
+            calibrate=lambda batch: None,
             evaluate=lambda batch: {"error": (self.error, 1.0)},
             modules=lambda: {"toy": self.module},
             state_dict=dict,
@@ -37,9 +38,11 @@ class Measured(PretrainStage):
         )
 
 
-def stage_of(tmp_path, dist=None, episodes=8):
+def stage_of(tmp_path, dist=None, episodes=8, **changes):
     counts = {"graph_pretrain_episodes": episodes, "graph_pretrain_eval_episodes": episodes}
-    config = toy_config(graph_lr=0.1, grad_norm_clip=1.0, enable_checkpointing=False, save_model=False, **counts)
+    config = toy_config(
+        graph_lr=0.1, grad_norm_clip=1.0, enable_checkpointing=False, save_model=False, **counts, **changes
+    )
     dist, folder, env = dist or Dist(), RunFolder(tmp_path), SimpleNamespace(n_slots=SLOTS, get_stats=dict)
     checkpointer = Checkpointer(config, dist, folder)
     return Measured(Session(config, dist, env, None, folder, MagicMock(), {}, checkpointer, None), PretrainedModules())
@@ -59,6 +62,17 @@ def test_the_model_with_the_smallest_error_is_passed_on(errors, best, tmp_path):
     stage = stage_of(tmp_path)
     measure(stage, errors)
     assert stage.finish().values["best_epoch"] == best == stage.module.weight.item()
+
+
+def test_a_stage_ends_when_its_patience_does(tmp_path):
+    stage = stage_of(tmp_path, graph_pretrain_patience=2)
+    ends = []
+    for errors in ([3.0], [4.0], [2.0], [2.0], [5.0]):
+        measure(stage, errors)
+        ends.append(stage.done())
+    assert ends == [False, False, False, False, True]
+    assert stage.finish().values["best_error"] == 2.0
+    assert not stage_of(tmp_path).done()
 
 
 def test_what_is_not_finite_ends_the_stage_and_is_not_saved(tmp_path):

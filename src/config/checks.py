@@ -147,6 +147,10 @@ def _reconstruction(config: Config) -> None:
             "Use mac=n_graph_mac or mac=gnn_graph_mac"
         )
     predictor = config.mask_predictor_config
+    if predictor.kind == "tracker" and predictor.decode == "argmax":
+        raise UserError(
+            "mask_predictor_config.decode=argmax: kind=tracker predicts features, not codes. Use decode=mean"
+        )
     if predictor.d_model % predictor.n_heads:
         raise UserError(
             f"mask_predictor_config.n_heads={predictor.n_heads}: must divide "

@@ -61,8 +61,9 @@ class TokenizerConfig(Frozen):
 
 
 class MaskPredictorConfig(Frozen):
-    """Stage 2, the masked-token predictor."""
+    """Stage 2, the predictor of unseen units."""
 
+    kind: str  # masked: transformer over tokens | tracker: a state per agent and unit, d_model wide, and no tokens
     d_model: Width  # width of the transformer
     n_layers: Layers  # layers of the transformer
     n_heads: Width  # attention heads; divides d_model
@@ -201,6 +202,7 @@ class Config(Frozen):
     graph_pretrain_test_episodes: Count  # test episodes of stage 2, played once it has ended; rounded up likewise
     graph_pretrain_policy: str  # policy that plays them: random | mixed (scripted players) | path of a checkpoint
     graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
+    graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
     graph_lr: Positive  # learning rate of Adam in stages 1 and 2
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig

@@ -51,7 +51,7 @@ class NGraphMAC(BasicMAC):
             return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
         if not config.use_graph_reconstruction:
             return more
-        if config.mask_predictor_config.decode == "mean":
+        if config.mask_predictor_config.kind != "masked" or config.mask_predictor_config.decode == "mean":
             return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
         return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes)), **more}
 
@@ -86,7 +86,7 @@ class NGraphMAC(BasicMAC):
     def _build_inputs(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         if self.reconstructor is None:
             return super()._build_inputs(obs, step)
-        made = self.reconstructor.step(obs, step, self._active)
+        made = self.reconstructor.step(obs, step, self._active, self._last_action)
         features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
         return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device)), extras

@@ -18,3 +18,13 @@ REGISTRY: Registry[type] = Registry(
         "ddpg_learner_ddp": "omagd.learners.ddpg_learner_ddp:DDPGLearnerDDP",
     },
 )
+
+PREDICTORS: Registry[type] = Registry(
+    "learner of mask_predictor_config.kind",
+    "omagd.predictor_learners",
+    lazy={
+        "masked": "omagd.learners.predictor_learner:PredictorLearner",
+        "tracker": "omagd.learners.tracker_learner:TrackerLearner",
+    },
+)
+"""Learners of stage 2 by the kind of predictor; `omagd.modules.graph_reconstructers.REGISTRY` has the same names."""

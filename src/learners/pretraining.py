@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ class GraphLearner(ABC):
             batch = pack_episodes([{"obs": closing, "full_obs": closing}]).to(self.dist.device)
         self._loss.train()
         return self._step.warm_up(self.sample(batch))
+
+    def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:  # noqa: B027 most need nothing
+        """Prepare on this rank's training episodes, which each call yields; before the first update, by all ranks."""
+
+    def calibrate(self, batch: PackedBatch) -> None:  # noqa: B027 most have nothing to choose
+        """Choose what is chosen on held-out episodes, such as a threshold. Called by all ranks before `evaluate`."""
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained module by name."""

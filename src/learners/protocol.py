@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, get_args
 
 from torch import nn
@@ -79,6 +80,12 @@ class PretrainingLearner(Trainable, Protocol):
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take one step on this rank's batch; return (sum, count) pairs by name."""
+
+    def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
+        """Prepare on this rank's training episodes, which each call yields; before the first update, by all ranks."""
+
+    def calibrate(self, batch: PackedBatch) -> None:
+        """Choose what is chosen on held-out episodes, such as a threshold. Called by all ranks before `evaluate`."""
 
     def evaluate(self, batch: PackedBatch) -> Stats:
         """Return (sum, count) pairs by name on held-out episodes. Called by all ranks."""

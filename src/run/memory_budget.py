@@ -18,6 +18,7 @@ from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.learners.protocol import learner_class
+from omagd.modules.graph_reconstructers import training_fields
 from omagd.runners.recorder import row_fields
 from omagd.utils.errors import UserError
 
@@ -138,7 +139,7 @@ def pretraining_bytes(config: Config, info: EnvInfo) -> int:
     """Return the bytes of the episodes of stages 1 and 2 over all ranks if every one reached `episode_limit`."""
     fields = row_fields(info, full_obs=True)
     return (
-        Codec({name: fields[name] for name in ("obs", "full_obs")}).width
+        Codec({name: fields[name] for name in training_fields(config)}).width
         * (info.episode_limit + 1)
         * config.graph_pretrain_episodes
     )

@@ -1,1 +1,28 @@
-"""Stages 1 and 2: graphs of entities, the tokenizer, the masked-token predictor, and reconstruction by both."""
+"""Stages 1 and 2: graphs of entities, the tokenizer, predictors of unseen units, and reconstruction by them.
+
+`REGISTRY` has the kinds of predictors (`mask_predictor_config.kind`) by what acts with them. A reconstructor names its
+module (`predictor_type`), the keys that determine its weights (`shape_keys`), and the fields of episodes that training
+reads (`training_fields`). `omagd.learners.PREDICTORS` has the learners of the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omagd.config.schema import Config
+from omagd.utils.registry import Registry
+
+REGISTRY: Registry[Any] = Registry(
+    "mask_predictor_config.kind",
+    "omagd.predictors",
+    lazy={
+        "masked": "omagd.modules.graph_reconstructers.reconstructor:Reconstructor",
+        "tracker": "omagd.modules.graph_reconstructers.tracking:TrackingReconstructor",
+    },
+)
+
+
+def training_fields(config: Config) -> tuple[str, ...]:
+    """Return the fields of episodes that stages 1 and 2 keep."""
+    fields: tuple[str, ...] = REGISTRY.get(config.mask_predictor_config.kind).training_fields
+    return fields

@@ -14,14 +14,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.modules.graph_reconstructers import REGISTRY
 from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
@@ -46,6 +47,8 @@ KINDS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {"tokenizer_config": ("n_codes",), "mask_predictor_config": PREDICTOR_SHAPE},
     ),
 }
+EARLIER = {"mask_predictor_config.kind": "masked"}
+"""Values of keys that files of earlier versions do not have."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ class Reconstructor:
     Errors: UserError for a predictor that was trained with another tokenizer.
     """
 
+    predictor_type: ClassVar[type[nn.Module]] = MaskPredictor
+    shape_keys: ClassVar[tuple[str, ...]] = ("kind", *PREDICTOR_SHAPE)
+    training_fields: ClassVar[tuple[str, ...]] = ("obs", "full_obs")
+
     def __init__(self, tokenizer: Tokenizer, predictor: MaskPredictor, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
         self.tokenizer = tokenizer.eval().requires_grad_(False)
@@ -94,6 +101,13 @@ class Reconstructor:
         self._version = -1
         self._compiled: CompiledTick | None = None
         self.begin(0)
+
+    @classmethod
+    def new_predictor(cls, config: Config, info: EnvInfo) -> MaskPredictor:
+        """Return an untrained predictor."""
+        assert info.layout is not None
+        n_codes = config.tokenizer_config.n_codes
+        return MaskPredictor(config.mask_predictor_config, n_codes, info.layout, info.episode_limit)
 
     @property
     def field(self) -> str:
@@ -133,12 +147,16 @@ class Reconstructor:
 
     @torch.inference_mode()
     def step(
-        self, obs: np.ndarray | Tensor, step: np.ndarray | Tensor, active: np.ndarray | Tensor | None = None
+        self,
+        obs: np.ndarray | Tensor,
+        step: np.ndarray | Tensor,
+        active: np.ndarray | Tensor | None = None,
+        last_action: np.ndarray | Tensor | None = None,
     ) -> Reconstruction:
         """Reconstruct one tick: obs [B, n, obs_dim] float32 at `step` [B] of the episodes. Called once per tick.
 
         active: [B] bool, slots that have made a step; None: all. The other slots keep their histories, and their
-            observations pass unchanged.
+            observations pass unchanged. last_action: not read.
         """
         start = time.perf_counter()
         if self._compiled is not None:
@@ -288,6 +306,9 @@ def check(meta: object, config: Config, info: EnvInfo, key: str, path: str) -> N
     meta: the file's `meta` entry. key: the configuration key that named the file `path`. Errors: UserError.
     """
     kind, sections = KINDS[key]
+    if "mask_predictor_config" in sections:
+        shape = REGISTRY.get(config.mask_predictor_config.kind).shape_keys
+        sections = {**sections, "mask_predictor_config": shape}
     source = f"{key}={path}"
     if not isinstance(meta, dict) or meta.get("kind") != kind:
         raise UserError(f"{source} is not the file of a trained {kind}; give the one that pre-training wrote")
@@ -298,7 +319,11 @@ def check(meta: object, config: Config, info: EnvInfo, key: str, path: str) -> N
             fix = "with other sizes; train it again with these env_args"
         raise UserError(f"{source} was trained on {trained}: {fix}")
     saved, given = (
-        {f"{section}.{name}": values[section][name] for section, names in sections.items() for name in names}
+        {
+            f"{section}.{name}": values[section].get(name, EARLIER.get(f"{section}.{name}"))
+            for section, names in sections.items()
+            for name in names
+        }
         for values in (meta, config.model_dump())
     )
     differing = [name for name in saved if saved[name] != given[name]]
@@ -308,8 +333,10 @@ def check(meta: object, config: Config, info: EnvInfo, key: str, path: str) -> N
         raise UserError(f"{source} was trained with {wanted}, not {now}; set {wanted}")
 
 
-def require_one_pretraining(tokenizer: Tokenizer, predictor: MaskPredictor) -> None:
+def require_one_pretraining(tokenizer: Tokenizer, predictor: nn.Module) -> None:
     """Reject a predictor of another tokenizer, whose codes mean other features. Errors: UserError."""
+    if not isinstance(predictor, MaskPredictor):
+        return  # reads no codes
     if not torch.allclose(tokenizer.table(), predictor.table, rtol=1e-3, atol=1e-4):
         raise UserError(
             "pretrained_mask_predictor_path belongs to another tokenizer than pretrained_tokenizer_path;"

@@ -177,17 +177,23 @@ ADDED: dict[str, Any] = {
     "early_stop_percentage": 1.0, "task_weights": {}, "task_dealing": None, "enable_task_sharding": False,
     "balance_tasks_across_gpus": True, "min_tasks_per_gpu": 1, "sync_every_n_steps": 5,
     "graph_pretrain_test_episodes": 128,
+    "graph_pretrain_patience": 0,
 }  # fmt: skip
 """Keys that earlier versions did not have, with the values by which their runs went: these are not hashed."""
 
 ADDED_ARGS: dict[str, dict[str, Any]] = {"skirmish": {"sight_range": 9, "start": "formation"}}
 """The same of `env_args`, by environment."""
 
+ADDED_INSIDE: dict[str, dict[str, Any]] = {"mask_predictor_config": {"kind": "masked"}}
+"""The same for keys of sections."""
+
 
 def identity_of(config: Config) -> str:
     """Return the identity of a run: a hash of its configuration without the keys that may change when resuming."""
     removed = {key: default for key, (default, _) in REMOVED.items()}  # earlier versions hashed them
     values: dict[str, Any] = {**removed, **config.model_dump(mode="json")}
+    for section, added in ADDED_INSIDE.items():
+        values[section] = {key: value for key, value in values[section].items() if value != added.get(key, ...)}
     kept = {key: value for key, value in values.items() if key not in ELSEWHERE and value != ADDED.get(key, ...)}
     later = ADDED_ARGS.get(config.env, {})
     kept["env_args"] = {key: value for key, value in values["env_args"].items() if value != later.get(key, ...)}

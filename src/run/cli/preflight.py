@@ -64,6 +64,7 @@ def preflight(config: Config) -> PreflightResult:
             registry_of(package).require(getattr(config, key))
         except UserError as error:
             raise UserError(error.message + _named_by_run(config, key)) from None
+    registry_of("omagd.modules.graph_reconstructers").require(config.mask_predictor_config.kind)
     _check_replays(config)
     plan = make_plan(config)  # imports torch; the checks above do not
     from omagd.run.training.build import check_data, check_tasks, complete_args, with_maps

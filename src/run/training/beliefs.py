@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd import learners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EntityLayout
+from omagd.controllers.basic_mac import last_actions
 from omagd.envs.frames import AGENTS, OPPONENTS, Scene, unit_names
 from omagd.learners.belief_baselines import Baselines
 from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
-from omagd.learners.predictor_learner import PredictorLearner
+from omagd.modules import graph_reconstructers
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
 from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
 from omagd.run.training.session import Session
@@ -43,7 +44,8 @@ def evaluate_beliefs(
     batch = pack_episodes(rollout.episodes).to(session.dist.device)
     # Without other ranks: it only evaluates, and sums and counts are reduced below.
     alone = Dist(device=session.dist.device)
-    judged = PredictorLearner(pretrained.predictor, pretrained.tokenizer, session.config, session.info, alone)
+    kind = learners.PREDICTORS.get(session.config.mask_predictor_config.kind)
+    judged = kind(pretrained.predictor, pretrained.tokenizer, session.config, session.info, alone)
     metrics = Metrics()
     metrics.add(judged.evaluate(batch))
     values, table = summarise(metrics.reduce(session.dist)), {}
@@ -85,11 +87,18 @@ def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch,
     """Draw one step of `batch` to `plots/<name>.png`: as seen, as reconstructed and as it truly was."""
     assert pretrained.tokenizer is not None and pretrained.predictor is not None and session.info.layout is not None
     layout = session.info.layout
-    reconstructor = Reconstructor(pretrained.tokenizer, pretrained.predictor, session.config, session.info)
+    kind = graph_reconstructers.REGISTRY.get(session.config.mask_predictor_config.kind)
+    reconstructor = kind(pretrained.tokenizer, pretrained.predictor, session.config, session.info)
     obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
     episode, step, agent = _best_view(obs, full, layout)
     reconstructor.begin(1)
-    made = [reconstructor.step(obs[episode, t][None], torch.tensor([t])) for t in range(step + 1)][-1]
+    actions = torch.full((*obs.shape[:2], session.info.n_agents), -1, device=obs.device)
+    if "actions" in batch:
+        actions = batch.packing.pad(last_actions(batch["actions"], batch.packing), -1)
+    made = [
+        reconstructor.step(obs[episode, t][None], torch.tensor([t]), None, actions[episode, t][None])
+        for t in range(step + 1)
+    ][-1]
     guessed = made.guessed[0, agent].cpu().numpy()
     at = episode, step, agent
     views = {"seen": obs[at], "reconstructed": made.obs[0, agent], "truth": full[at]}

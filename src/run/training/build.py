@@ -27,11 +27,11 @@ from omagd.envs.task_sets.shapes import unit_features
 from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import Learner, learner_class
 from omagd.modules import agents, mixers
+from omagd.modules import graph_reconstructers as reconstructers
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.entity_agents import EntityAgent
 from omagd.modules.graph_reconstructers.last_sight import LastSight
-from omagd.modules.graph_reconstructers.predictor import MaskPredictor
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, require_one_pretraining
+from omagd.modules.graph_reconstructers.reconstructor import check, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.plan import ResumePlan
@@ -244,12 +244,10 @@ def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokeni
     return Tokenizer(config.tokenizer_config, info.layout).to(device)
 
 
-def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> MaskPredictor:
-    """Return an untrained predictor, the same on every rank."""
-    assert info.layout is not None
+def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> Any:
+    """Return an untrained predictor of the configured kind, the same on every rank."""
     seed_everything(config.seed, "predictor")
-    n_codes = config.tokenizer_config.n_codes
-    return MaskPredictor(config.mask_predictor_config, n_codes, info.layout, info.episode_limit).to(device)
+    return reconstructers.REGISTRY.get(config.mask_predictor_config.kind).new_predictor(config, info).to(device)
 
 
 PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.device], torch.nn.Module]]] = {
@@ -320,7 +318,8 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
         frozen = pretrained.tokenizer, pretrained.predictor
         if config.cpu_inference:
             frozen = copy.deepcopy(frozen[0]).cpu(), copy.deepcopy(frozen[1]).cpu()
-        reconstructor = Reconstructor(*frozen, config, info)
+        kind = reconstructers.REGISTRY.get(config.mask_predictor_config.kind)
+        reconstructor = kind(*frozen, config, info)
     seed_everything(config.seed, "agent")
     config = complete_args(config, ("agent_args",))
     return controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)

@@ -13,7 +13,6 @@ from torch import nn
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Policy
 from omagd.learners.protocol import Trainable
-from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.serialization import first_not_finite
 from omagd.run.checkpoint.state import Attribute, Group, Scope, StageResult, Stateful
@@ -44,7 +43,7 @@ class PretrainedModules:
     """
 
     tokenizer: Tokenizer | None = None
-    predictor: MaskPredictor | None = None
+    predictor: nn.Module | None = None
     train_episodes: EpisodeBuffer | None = None
     held_out: EpisodeBuffer | None = None
     test_episodes: EpisodeBuffer | None = None

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Any
 
-import torch
-
+from omagd import learners
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners.belief_baselines import Baselines, fit_baselines
 from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
-from omagd.learners.predictor_learner import PredictorLearner
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE
 from omagd.run.training.beliefs import picture, saved_baselines
 from omagd.run.training.build import new_predictor
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Task
-from omagd.run.training.stages.pretraining import PretrainStage
+from omagd.run.training.stages.pretraining import PretrainStage, in_batches
 from omagd.utils.metrics import Metrics
-from omagd.utils.packing import PackedBatch
-
-TOGETHER = 32
-"""Episodes that are measured together."""
 
 TEST = "pretrain_test"
 """Purpose of the test episodes of stage 2."""
@@ -42,7 +35,7 @@ class Stage2(PretrainStage):
 
     name = "stage2"
     module_name, weights_name = "predictor", PREDICTOR_FILE
-    learner: PredictorLearner
+    learner: Any
 
     def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
         super().__init__(session, pretrained)
@@ -50,13 +43,14 @@ class Stage2(PretrainStage):
         self.register("tested", Attribute(self, "tested"))
         self.tasks.append(Task("test", self._is_report_due, self.report))
 
-    def make_learner(self) -> PredictorLearner:
+    def make_learner(self) -> Any:
         """Return the learner over a new predictor, or over the given one when it is only evaluated."""
         session, tokenizer = self.session, self.pretrained.tokenizer
         assert tokenizer is not None, "stage 2 runs after stage 1 or with its file"
         predictor = self.pretrained.predictor or new_predictor(session.config, session.info, session.dist.device)
         predictor.requires_grad_(True)
-        return PredictorLearner(predictor, tokenizer, session.config, session.info, session.dist)
+        kind = learners.PREDICTORS.get(session.config.mask_predictor_config.kind)
+        return kind(predictor, tokenizer, session.config, session.info, session.dist)
 
     def done(self) -> bool:
         """Whether the predictor is trained, selected and tested."""
@@ -154,9 +148,3 @@ class Stage2(PretrainStage):
         session = self.session
         room = session.rounds(session.config.graph_pretrain_test_episodes) * session.env.n_slots
         self.pretrained.test_episodes = EpisodeBuffer(room)
-
-
-def in_batches(buffer: EpisodeBuffer, device: torch.device) -> Iterator[PackedBatch]:
-    """Yield all episodes of a buffer, so many at a time that memory does not grow with their number."""
-    for first in range(0, len(buffer), TOGETHER):
-        yield buffer.batch(range(first, min(len(buffer), first + TOGETHER))).to(device)

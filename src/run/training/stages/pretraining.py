@@ -6,15 +6,19 @@ import copy
 import math
 import time
 from abc import abstractmethod
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.modules.graph_reconstructers import training_fields
 from omagd.modules.graph_reconstructers.reconstructor import describe
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import TOKENIZER_FILE, keep_file
@@ -23,12 +27,15 @@ from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.utils.clock import Every
 from omagd.utils.metrics import Metrics
+from omagd.utils.packing import PackedBatch
 from omagd.utils.progress import Progress, duration
 from omagd.utils.seeding import generator, seed_everything
 from omagd.utils.writing import STORAGE
 
-FIELDS = ("obs", "full_obs")
 REHEARSAL_EPISODES = 8
+TOGETHER = 32  # episodes that are read together
+PROGRESS = {"best": "best", "last": "last", "missing": "_missing", "without_gain": "without_gain"}
+"""What checkpoints hold of the stage itself: names, and attributes."""
 
 
 class PretrainStage(Stage):
@@ -52,6 +59,7 @@ class PretrainStage(Stage):
         self.trained_on = Metrics()
         self.metrics["trained_on"] = self.trained_on
         self.best: tuple[float, int, dict[str, Any]] = (math.nan, 0, {})
+        self.without_gain = 0
         self.last: dict[str, float] = {}
         evaluation = Every(config.graph_pretrain_eval_interval)
         self.dues["test"] = evaluation
@@ -62,7 +70,7 @@ class PretrainStage(Stage):
         self._learned = False
         self._rehearsed = False
         self._bar: Progress | None = None
-        for name, attribute in {"best": "best", "last": "last", "missing": "_missing"}.items():
+        for name, attribute in PROGRESS.items():
             self.register(name, Attribute(self, attribute))
 
     @abstractmethod
@@ -91,7 +99,9 @@ class PretrainStage(Stage):
     def _learned_all(self) -> bool:
         """Whether there is nothing left to learn from or to learn."""
         config = self.session.config
-        return not self._missing and (config.evaluation_only or self.clock.epoch >= config.graph_pretrain_epochs)
+        patient = not config.graph_pretrain_patience or self.without_gain < config.graph_pretrain_patience
+        over = self.clock.epoch >= config.graph_pretrain_epochs or not patient
+        return not self._missing and (config.evaluation_only or over)
 
     def _is_over(self) -> bool:
         """Whether the last evaluation on the held-out episodes is due."""
@@ -132,6 +142,8 @@ class PretrainStage(Stage):
         """One epoch: one sampled batch on each rank, one update."""
         if not self._rehearsed:
             self._rehearse()
+        if self.clock.epoch == 0:
+            self.learner.begin(partial(in_batches, self._episodes, self.session.dist.device))
         size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
         with self.session.profiler.phases("sample"):
             batch = self._episodes.sample(size, self.rng(f"{self.name} sampling")).to(self.session.dist.device)
@@ -159,7 +171,10 @@ class PretrainStage(Stage):
         Errors: UserError where training has diverged.
         """
         assert self.pretrained.held_out is not None
-        values = self.measure(self.pretrained.held_out)
+        held_out = self.pretrained.held_out
+        if not self.session.config.evaluation_only:
+            self.learner.calibrate(held_out.batch(range(len(held_out))).to(self.session.dist.device))
+        values = self.measure(held_out)
         self.last = values
         record = {f"eval/{name}": value for name, value in values.items()}
         measured = {**self.session.profiler.record(self.clock.updates), **self.health.record()}
@@ -168,7 +183,9 @@ class PretrainStage(Stage):
         self.health.require_finite(record, self.when, also=f"eval/{self.learner.best_metric}")
         self.require_sound()
         reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
+        self.without_gain += 1
         if reached < self.best[0] or math.isnan(self.best[0]):
+            self.without_gain = 0
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained.state_dict()))
 
     def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
@@ -254,13 +271,22 @@ class PretrainStage(Stage):
         policy = self._policies[purpose]
         rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
         with self.phase("replay"):
-            into.add([{name: episode[name] for name in FIELDS} for episode in rollout.episodes])
+            fields = training_fields(session.config)
+            into.add([{name: episode[name] for name in fields} for episode in rollout.episodes])
         session.say_first_episodes()
         self._bar.update(rollout.n_episodes)
         return session.env.n_slots * session.dist.world_size
 
     def _facts(self) -> dict[str, str]:
-        return {"shape_key": self.session.info.shape_key()}
+        fields = training_fields(self.session.config)
+        more = {} if fields == ("obs", "full_obs") else {"fields": ", ".join(fields)}  # files of earlier versions
+        return {"shape_key": self.session.info.shape_key(), **more}
+
+
+def in_batches(buffer: EpisodeBuffer, device: torch.device) -> Iterator[PackedBatch]:
+    """Yield all episodes of a buffer, so many at a time that memory does not grow with their number."""
+    for first in range(0, len(buffer), TOGETHER):
+        yield buffer.batch(range(first, min(len(buffer), first + TOGETHER))).to(device)
 
 
 def _buffer_file(rank: int) -> str:

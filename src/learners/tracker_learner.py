@@ -1,0 +1,293 @@
+"""Stage 2 with `kind: tracker`: trains the predictor that tracks (modules/graph_reconstructers/tracker.py).
+
+Over the M missing nodes of all ranks, with features y, predicted mean and variance v = s², and dead_m in {0, 1}, which
+only training reads (from `full_obs`):
+
+    sum of w_m × ((1 - dead_m) mean over features of (e² / sg(s) + sg(s) (sg(e)² / v + log v)) + BCE(p(dead), dead_m))
+    / sum of w_m,                                                      e = y - mean, sg: no gradient
+
+The mean has the gradient of the likelihood weighted by s (Seitzer et al. 2022, arXiv:2203.09168, β = ½), which does not
+neglect what is hard to predict; the variance learns from the same state of the network without changing it. w_m is 1
+for the dead and the root of the inverse share of the node's class of age among living missing nodes so far: units seen
+a moment ago are rare and must count. The learning rate falls from
+`graph_lr` to a fiftieth along a half cosine over `graph_pretrain_epochs`.
+Shapes: S packed rows, n agents, N nodes, D features, M missing nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from omagd.config.env_info import ENEMY, EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.basic_mac import last_actions
+from omagd.learners.graph_metrics import feature_error, mean_of
+from omagd.learners.pretraining import GraphLearner
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
+from omagd.modules.graph_reconstructers.belief import Belief
+from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.modules.graph_reconstructers.tracker import AGES, Memory, Tracker, age_class
+from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import PackedBatch, Packing
+
+RAREST = 0.002  # smallest share of a class, so that its weight stays finite
+FRAMES = 16  # as many frames as `graph_frames_at_once` holds tokens of the masked predictor take no more memory
+BINS = 1000  # of probabilities, for choosing the threshold
+LEAST_LR, LEAST_SCALE = 0.02, 1e-3
+RIDGE, LIKE_AGE = 10.0, 0.5  # penalty of the regression; weight of a class of age, as a share of the one before
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Whole episodes with what is true of their missing nodes.
+
+    Attributes:
+        memory, packing: inputs. target: [M, D], zeros for the dead. dead: [M] bool. ages: [M], class of age.
+        weight: [M], of each node in the loss.
+    """
+
+    memory: Memory
+    packing: Packing
+    target: Tensor
+    dead: Tensor
+    ages: Tensor
+    weight: Tensor
+
+
+def memory_of(batch: PackedBatch, nodes: Tensor, seen: Tensor, missing: Tensor) -> Memory:
+    """Return what agents know at each row of packed episodes; nodes [S, n, N, D], seen and missing [S, n, N] bool."""
+    packing, (n_agents, n_nodes) = batch.packing, seen.shape[1:]
+    step = packing.step.to(nodes.device)
+    at = packing.pad(torch.where(seen, step[:, None, None], -1), -1).cummax(dim=1).values
+    last_step = packing.pack(at)
+    sizes = torch.tensor(packing.batch_sizes)
+    starts = (sizes.cumsum(0) - sizes).to(nodes.device)
+    rows = starts[last_step.clamp(min=0)] + packing.episode.to(nodes.device)[:, None, None]
+    agents, units = torch.arange(n_agents, device=nodes.device)[:, None], torch.arange(n_nodes, device=nodes.device)
+    never = last_step < 0
+    last = torch.where(never[..., None], 0.0, nodes[rows, agents, units])
+    age = torch.where(never, -1, step[:, None, None] - last_step)
+    own = nodes[:, :, 0]
+    before = starts[(step - 1).clamp(min=0)] + packing.episode.to(nodes.device)
+    change = torch.where((step > 0)[:, None, None], own - own[before], 0.0)
+    return Memory(last, age, last_actions(batch["actions"], packing), change, step, missing)
+
+
+class TrackerLoss(LossModule):
+    """The loss at the top of this file, not yet divided by the sum of weights."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def forward(self, sample: Sample) -> tuple[Tensor, Stats]:
+        """Return the sum of weight × loss, and stats. Without a missing node it is 0 with gradients of 0."""
+        out = self.tracker(sample.memory, sample.packing)
+        where = torch.nonzero(sample.memory.missing)[:, 2]
+        kind = out.given.dtype
+        real = self.tracker.real.to(kind)[where - 1]
+        error = (out.given + out.learned - sample.target.to(kind)).square()
+        spread = out.variance.detach().sqrt()
+        likelihood = error / spread + (error.detach() / out.variance + out.variance.log()) * spread
+        living = (~sample.dead).to(kind)
+        weight = sample.weight.to(kind)
+        each = living * (likelihood * real).sum(-1) / real.sum(-1)
+        each = each + F.binary_cross_entropy_with_logits(out.dead, 1 - living, reduction="none")
+        loss = (weight * each).sum()
+        with torch.no_grad():
+            taken = self.tracker.belief(out, sample.memory).taken_for_dead.to(kind)
+            stats = {
+                "graph_loss": (loss.detach(), sample.weight.sum()),
+                "recall_absent": mean_of(taken, sample.dead),
+                "recall_alive": mean_of(1 - taken, ~sample.dead),
+            }
+        return loss, stats
+
+
+class TrackerLearner(GraphLearner):
+    """Trains a tracker in place, on one rank or several.
+
+    Args:
+        predictor: the tracker. tokenizer: not read; trackers work on features.
+    """
+
+    best_metric = "error_all"  # feature error of all unseen nodes, the dead included, as the agent receives it
+
+    def __init__(self, predictor: Tracker, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist) -> None:
+        super().__init__("predictor", predictor, TrackerLoss(predictor), config, info, dist)
+        self.predictor = predictor
+        self._lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def update(self, batch: PackedBatch) -> Stats:
+        """Take an optimizer step on this rank's batch."""
+        parts = [self.sample(part) for part in self._parts(batch)]
+        counts = torch.stack([torch.bincount(part.ages[~part.dead], minlength=len(AGES) + 1) for part in parts])
+        counts = self.dist.sum(counts.sum(0).double())
+        parts = [self._weighted(part, self.predictor.class_count + counts) for part in parts]
+        share = min(1.0, self.updates / self.config.graph_pretrain_epochs)
+        for group, lr in zip(self.optimizer.param_groups, self._lr, strict=True):
+            group["lr"] = lr * max(LEAST_LR, 0.5 * (1 + math.cos(math.pi * share)))
+        self._loss.train()
+        weight = torch.stack([part.weight.double().sum() for part in parts]).sum()
+        result = self._step(weight, *((part,) for part in parts))
+        self.predictor.class_count += torch.where(result.finite, counts, 0.0)
+        self.updates += 1
+        return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
+
+    @torch.no_grad()
+    def evaluate(self, batch: PackedBatch) -> Stats:
+        """Return sums and counts over the unseen nodes of living observers on held-out episodes."""
+        self._loss.eval()
+        stats: Stats = {}
+        for part in self._parts(batch):
+            sample = self._weighted(self.sample(part), self.predictor.class_count)
+            if len(sample.target):
+                stats = merge(stats, {**self._loss(sample)[1], **self._errors(sample)})
+        return stats
+
+    @torch.no_grad()
+    def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
+        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each as the agent receives it."""
+        self._loss.eval()
+        sample = self.sample(batch)
+        return sample.memory.missing, self._belief(sample)
+
+    @torch.no_grad()
+    def calibrate(self, batch: PackedBatch) -> None:
+        """Choose the gains and the threshold of `taken for dead` on validation episodes of all ranks.
+
+        The gains minimise the squared error of the living. The threshold, which is for units seen before, is the one at
+        which the larger of two shares is smallest: the living among them that are taken for dead, and of all the dead
+        those that are not recognised. Enemies count, or all units where there are none.
+        """
+        self._loss.eval()
+        self._set_gain(batch)
+        bins = torch.zeros(2, BINS, dtype=torch.float64, device=batch.device)  # of living and dead seen before
+        missed_anyway = torch.zeros(2, dtype=torch.float64, device=batch.device)  # of the never seen: missed dead, dead
+        for part in self._parts(batch):
+            sample = self.sample(part)
+            belief = self._belief(sample)
+            where = torch.nonzero(sample.memory.missing)[:, 2]
+            counts = self.predictor.types[where] == ENEMY if self.layout.n_enemies else torch.ones_like(sample.dead)
+            before, place = counts & (sample.ages > 0), (belief.p_dead * BINS).long().clamp(max=BINS - 1)
+            for total, mask in zip(bins, (before & ~sample.dead, before & sample.dead), strict=True):
+                total += torch.bincount(place[mask], minlength=BINS)
+            never = counts & (sample.ages == 0) & sample.dead
+            missed_anyway += torch.stack([(never & ~belief.taken_for_dead).sum(), never.sum()])
+        both = self.dist.sum(torch.cat([bins.flatten(), missed_anyway]))
+        (living, dead), (missed, never_dead) = both[:-2].view(2, BINS), both[-2:]
+        if not (living.sum() > 0 and dead.sum() > 0):
+            return
+        # At a threshold of (bin + 1) / BINS:
+        taken = 1 - living.cumsum(0) / living.sum()
+        worst = torch.maximum(taken, (dead.cumsum(0) + missed) / (dead.sum() + never_dead))
+        best = torch.nonzero(worst <= worst.min() + 1e-12).flatten()
+        self.predictor.threshold.fill_(float(best.double().mean() + 1) / BINS)
+
+    def _set_gain(self, batch: PackedBatch) -> None:
+        gain = self.predictor.gain
+        sums = torch.zeros(2, *gain.shape, dtype=torch.float64, device=gain.device)
+        for part in self._parts(batch):
+            sample = self.sample(part)
+            out = self.predictor(sample.memory, sample.packing)
+            living = ~sample.dead
+            types = self.predictor.types[torch.nonzero(sample.memory.missing)[living, 2]]
+            place, learned = (types, sample.ages[living]), out.learned[living].double()
+            left = sample.target[living].double() - out.given[living].double()
+            for total, values in zip(sums, (learned * left, learned.square()), strict=True):
+                total.index_put_(place, values, accumulate=True)
+        both, square = self.dist.sum(sums)
+        gain.copy_((both / square.clamp(min=1e-12)).clamp(0, 1))
+
+    @torch.no_grad()
+    def sample(self, batch: PackedBatch) -> Sample:
+        """Return what the loss reads, with weights of 1. Of dead observers and closing rows no node is missing."""
+        nodes, full = obs_to_nodes(batch["obs"], self.layout), obs_to_nodes(batch["full_obs"], self.layout)
+        living = alive(batch["obs"])[..., None]
+        hidden = unseen(nodes)
+        missing = hidden & living & batch.valid_mask[:, None, None]
+        memory = memory_of(batch, nodes, ~hidden & living, missing)
+        target = full[missing]
+        dead = (target == 0).all(-1)
+        ages = age_class(memory.age[missing])
+        return Sample(memory, batch.packing, target, dead, ages, torch.ones_like(target[:, 0]))
+
+    @torch.no_grad()
+    def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
+        """Set the means and scales of features, and the linear part to ridge regression; called by all ranks.
+
+        For each unit, never seen and seen before apart: what is left of a living unit's features after its base, in
+        standard deviations and weighted by class of age, on everything that the agent knows.
+
+        batches: yields this rank's training episodes, each time that it is called.
+        """
+        tracker, dim, size = self.predictor, self.layout.node_dim, self.predictor.n_known + 1
+        self._set_scale(batches())
+        gram = torch.zeros(self.layout.n_nodes - 1, 2, size, size + dim, dtype=torch.float64, device=self.dist.device)
+        for batch in batches():
+            sample = self.sample(batch)
+            memory, kind = sample.memory, tracker.scale.dtype
+            still = torch.zeros((*memory.age.shape, 2), dtype=kind, device=batch.device)
+            _, base, known = tracker.encode(memory, still)
+            known = F.pad(known, (0, 1), value=1.0).double()
+            row, agent, node = torch.nonzero(memory.missing).unbind(1)
+            left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
+            weight = (LIKE_AGE ** (sample.ages - 1).clamp(min=0)).double()[:, None]
+            for group in torch.unique(2 * (node - 1) + (sample.ages > 0)).tolist():
+                chosen = (2 * (node - 1) + (sample.ages > 0) == group) & ~sample.dead
+                x = known[row[chosen], agent[chosen]]
+                gram[group // 2, group % 2] += (x * weight[chosen]).t() @ torch.cat([x, left[chosen]], dim=1)
+        gram = self.dist.sum(gram)
+        penalty = RIDGE * torch.eye(size, dtype=torch.float64, device=gram.device)
+        tracker.set_straight(torch.linalg.solve(gram[..., :size] + penalty, gram[..., size:]))
+
+    def _set_scale(self, batches: Iterable[PackedBatch]) -> None:
+        """Set mean and standard deviation of the features of living units by type, over all ranks."""
+        tracker, dim = self.predictor, self.layout.node_dim
+        sums = torch.zeros(3, 2 * dim + 1, dtype=torch.float64, device=self.dist.device)
+        for batch in batches:
+            full = obs_to_nodes(batch["full_obs"], self.layout)[batch.valid_mask]
+            present = ~unseen(full) & alive(batch["obs"])[batch.valid_mask][..., None]
+            values = full[present].double()
+            rows = torch.cat([values, values.square(), torch.ones_like(values[:, :1])], dim=1)
+            sums.index_add_(0, tracker.types.expand(present.shape)[present], rows)
+        total, squares, count = self.dist.sum(sums).split([dim, dim, 1], dim=1)
+        mean = total / count.clamp(min=1)
+        spread = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
+        tracker.mean.copy_(mean[tracker.types])
+        tracker.scale.copy_(torch.where(spread < LEAST_SCALE, 1.0, spread)[tracker.types])
+
+    def _parts(self, batch: PackedBatch) -> list[PackedBatch]:
+        """Return the batch in parts of whole episodes."""
+        frames = len(batch["obs"]) * self.info.n_agents
+        return batch.split(max(1, -(-frames // (FRAMES * self.config.graph_frames_at_once))))
+
+    def _weighted(self, sample: Sample, counts: Tensor) -> Sample:
+        """Return the sample with weights by class of age; counts: [6], living missing nodes of each class."""
+        share = (counts / counts.sum().clamp(min=1)).clamp(min=RAREST)
+        by_age = share.rsqrt() / (share.rsqrt() * counts).sum().clamp(min=1e-9) * counts.sum().clamp(min=1)
+        by_age = by_age if bool(counts.sum() > 0) else torch.ones_like(by_age)
+        weight = torch.where(sample.dead, 1.0, by_age[sample.ages]).to(sample.weight.dtype)
+        return replace(sample, weight=weight)
+
+    def _belief(self, sample: Sample) -> Belief:
+        out = self.predictor(sample.memory, sample.packing)
+        return self.predictor.belief(out, sample.memory)
+
+    def _errors(self, sample: Sample) -> Stats:
+        """Return the feature error of all missing nodes and of the living ones, and the share of the dead."""
+        belief = self._belief(sample)
+        where = torch.nonzero(sample.memory.missing)[:, 2]
+        error = feature_error(belief.features, sample.target, self.predictor.real[where - 1])
+        return {
+            "error_all": mean_of(error),
+            "error_alive": mean_of(error, ~sample.dead),
+            "absent_share": mean_of(sample.dead.to(error.dtype)),
+        }

@@ -1,0 +1,234 @@
+"""A predictor that tracks: for each agent and unit a belief that is carried through the episode.
+
+What an agent knows of a unit without any network is kept exactly: its features when last seen, how long ago that was
+(its *age*), and by how much the agent itself has moved since (its *drift*, a learned linear map of the own action and
+of the change of the own features, summed). The network predicts what is left:
+
+    base  = features when last seen, position + drift            (never seen: the mean of the type)
+    z     = base in standard deviations of the type from the mean (never seen: zeros)
+    m     = z, flags and ages of all units, own action, agent, step: one vector for each agent
+    x     = lrelu(W_x [z, seen now, flags, range, drift] + W_c relu(W_m m) + W_o own + e(agent, unit) + e(step))
+    h'    = GRU(x, h)                                             a state for each agent and unit
+    y     = W_y lrelu(W_z [h', x])                                those of dead have a W_z of their own
+    mean  = base + scale (W_l m + g y_mean),  variance = floor² + softplus(y_variance),  p(dead) = sigmoid(y_dead)
+
+W_l is ridge regression, fitted before training: for each unit one map if it was never seen, one if it was. The network
+learns what regression misses. In training the gain g is 1; then it is chosen for each type, class of age and feature on
+validation episodes, between 0 and 1, so that what the network has learned by heart does no harm. "Looked there and saw
+nothing" is in the range of the base: a place within sight from which nothing is seen is empty.
+Shapes: S packed rows or B slots (R for both), n agents, N nodes of which N - 1 are other units, D features, M missing
+nodes, A actions, H = d_model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import MaskPredictorConfig
+from omagd.modules.graph_reconstructers.belief import Belief
+from omagd.modules.graph_reconstructers.graphs import feature_mask
+from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.utils.packing import Packing
+
+AGES = (0, 1, 3, 7, 15)  # upper ends of the classes of age but the last
+FLOOR = 0.02  # smallest standard deviation of a feature, in its own unit: positions are in sight ranges
+N_FLAGS = 4  # seen, never seen, and the age in two forms
+SLOPE = 0.1  # of leaky ReLUs below 0, so that no unit dies
+N_HATS = 8  # functions of the step
+N_PLACE = 4  # range of the base, how far inside of the sight it is, drift
+
+
+def age_class(age: Tensor) -> Tensor:
+    """Return the class of ages: 0 never seen (-1), then 1, 2-3, 4-7, 8-15, 16 and more steps since."""
+    return torch.bucketize(age, torch.tensor(AGES, device=age.device))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What agents know of their units after looking, without a network, for R rows.
+
+    Attributes:
+        last: [R, n, N, D], features when last seen, now included; zeros: never. age: [R, n, N] int64, steps since
+            then; 0: seen now, -1: never. action: [R, n] int64, own last action, -1 at the start. change: [R, n, D] of
+            the own features since the step before, zeros at the start. step: [R] int64. missing: [R, n, N] bool.
+    """
+
+    last: Tensor
+    age: Tensor
+    action: Tensor
+    change: Tensor
+    step: Tensor
+    missing: Tensor
+
+
+class Output(NamedTuple):
+    """Of M missing nodes: the mean's part by regression and by the network, variance [M, D]; logit of dead [M]."""
+
+    given: Tensor
+    learned: Tensor
+    variance: Tensor
+    dead: Tensor
+
+
+class Tracker(nn.Module):
+    """The network at the top of this file.
+
+    Args:
+        config: `d_model` is H, `feedforward_dim` the width of the agent's summary. info: of an environment with a
+            layout.
+
+    Attributes:
+        threshold: a unit seen before is taken for dead above this probability; chosen on validation episodes and saved.
+            One never seen is above 1/2.
+        gain: [3, 6, D], the factor g by type and class of age. mean, scale: [N, D], of the features of living units in
+            training, by type. class_count: [6], living missing nodes in training by class of age, by which the loss is
+            weighted.
+    """
+
+    threshold: Tensor
+    straight_weight: Tensor
+    straight_bias: Tensor
+    gain: Tensor
+    mean: Tensor
+    scale: Tensor
+    class_count: Tensor
+    real: Tensor
+    types: Tensor
+
+    def __init__(self, config: MaskPredictorConfig, info: EnvInfo) -> None:
+        super().__init__()
+        layout = info.layout
+        assert layout is not None
+        self.config, self.layout, self.limit = config, layout, info.episode_limit
+        n_others, width, dim = layout.n_nodes - 1, config.d_model, layout.node_dim
+        self.n_agents, self.n_actions, self.n_nodes, self.dim = info.n_agents, info.n_actions, layout.n_nodes, dim
+        self.n_known = layout.n_nodes * (dim + N_FLAGS) + info.n_actions + info.n_agents + N_HATS
+        self.motion = nn.Linear(info.n_actions + dim, 2, bias=False)
+        self.summary = nn.Linear(self.n_known, config.feedforward_dim)
+        self.context = nn.Linear(config.feedforward_dim, width)
+        self.node = nn.Linear(2 * dim + N_FLAGS + N_PLACE, width)
+        self.own = nn.Linear(dim + info.n_actions, width, bias=False)
+        self.step_table = nn.Embedding(info.episode_limit + 1, width)
+        self.slot = nn.Embedding(info.n_agents * n_others, width)
+        self.gru = PackedGRU(width, width)
+        self.mix, self.judge = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
+        self.head, self.spread, self.dead = nn.Linear(width, dim), nn.Linear(width, dim), nn.Linear(width, 1)
+        self.register_buffer("threshold", torch.tensor(0.5))
+        self.register_buffer("straight_weight", torch.zeros(2 * n_others * dim, self.n_known))
+        self.register_buffer("straight_bias", torch.zeros(2 * n_others * dim))
+        self.register_buffer("gain", torch.ones(3, len(AGES) + 1, dim))
+        self.register_buffer("mean", torch.zeros(layout.n_nodes, dim))
+        self.register_buffer("scale", torch.ones(layout.n_nodes, dim))
+        self.register_buffer("class_count", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("real", feature_mask(layout)[1:].float(), persistent=False)
+        self.register_buffer("types", torch.tensor(layout.node_types), persistent=False)
+        nn.init.normal_(self.slot.weight, std=0.3)
+        nn.init.normal_(self.step_table.weight, std=0.05)
+        for part in (self.motion, self.head, self.spread, self.dead):  # begins with what was last seen
+            nn.init.zeros_(part.weight)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+
+    def forward(self, memory: Memory, packing: Packing) -> Output:
+        """Return the beliefs about the missing nodes of whole packed episodes."""
+        drift = self._drift(memory, packing)
+        x, base, known = self.encode(memory, drift)
+        hidden = self.gru(x.flatten(1, 2), packing).view(x.shape)
+        return self.decode(hidden, x, base, known, memory)
+
+    def moves(self, memory: Memory) -> Tensor:
+        """Return by how much other units' relative positions change through the agent's own move, [R, n, 2]."""
+        acted = self._one_hot(memory.action)
+        return self.motion(torch.cat([acted, memory.change.to(acted.dtype)], dim=-1))
+
+    def _drift(self, memory: Memory, packing: Packing) -> Tensor:
+        """Return the sum of moves since each node was last seen, [S, n, N, 2]; zeros where it is seen or never was."""
+        total = packing.pack(packing.pad(self.moves(memory)).cumsum(1))
+        sizes = torch.tensor(packing.batch_sizes)
+        starts = (sizes.cumsum(0) - sizes).to(total.device)
+        episode = packing.episode.to(total.device)[:, None, None]
+        at = starts[memory.step[:, None, None] - memory.age.clamp(min=0)] + episode  # never seen: now
+        agents = torch.arange(self.n_agents, device=total.device)[:, None]
+        return total[:, :, None] - total[at, agents]
+
+    def encode(self, memory: Memory, drift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the cell's input [R, n, N - 1, H], the base [R, n, N - 1, D], and what agents know, [R, n, known].
+
+        drift: [R, n, N, 2].
+        """
+        kind = drift.dtype
+        x, y = self.layout.position
+        age, never = memory.age, memory.age < 0
+        base = torch.where(never[..., None], self.mean, memory.last.to(kind))
+        shift = F.pad(drift[..., :1], (x, self.dim - 1 - x)) + F.pad(drift[..., 1:], (y, self.dim - 1 - y))
+        base = base + torch.where(never[..., None], 0.0, shift)
+        z = torch.where(never[..., None], 0.0, (base - self.mean) / self.scale)
+        seen = age == 0
+        steps = age.clamp(min=0).to(kind)
+        flags = torch.stack([seen.to(kind), never.to(kind), (steps / 8).tanh(), steps.log1p() / 3], dim=-1)
+        rows = len(age)
+        agents = torch.eye(self.n_agents, dtype=kind, device=base.device).expand(rows, -1, -1)
+        timed = self._hats(memory.step, kind)[:, None].expand(-1, self.n_agents, -1)
+        units = torch.cat([z, flags], dim=-1).flatten(2)
+        known = torch.cat([units, self._one_hot(memory.action), agents, timed], dim=-1)
+        context = self.context(F.relu(self.summary(known)))
+        context = context + self.own(torch.cat([z[:, :, 0], self._one_hot(memory.action)], dim=-1))
+        context = context + F.embedding(memory.step.clamp(max=self.limit), self.step_table.weight)[:, None]
+        others, z, flags = base[:, :, 1:], z[:, :, 1:], flags[:, :, 1:]
+        far = others[..., [x, y]].square().sum(-1, keepdim=True).add(1e-12).sqrt()
+        place = torch.cat([far, F.relu(1 - far), drift[:, :, 1:]], dim=-1)
+        shown = torch.where(seen[:, :, 1:, None], z, 0.0)
+        static = self.slot.weight.view(self.n_agents, self.n_nodes - 1, -1)
+        inputs = self.node(torch.cat([z, shown, flags, place], dim=-1))
+        return F.leaky_relu(inputs + context[:, :, None] + static, SLOPE), others, known
+
+    def decode(self, hidden: Tensor, x: Tensor, base: Tensor, known: Tensor, memory: Memory) -> Output:
+        """Return the beliefs about the missing nodes from the cell's state and input [R, n, N - 1, H]."""
+        where = memory.missing[:, :, 1:].flatten().nonzero().flatten()
+        chosen = (value.flatten(0, 2).index_select(0, where) for value in (hidden, x, base))
+        state, given, base = chosen
+        both = torch.cat([state, given], dim=-1)
+        mixed, judged = (F.leaky_relu(part(both), SLOPE) for part in (self.mix, self.judge))
+        before = (memory.age[:, :, 1:] > 0).flatten().index_select(0, where).long()
+        straight = (
+            F.linear(known, self.straight_weight, self.straight_bias)
+            .view(-1, self.dim)
+            .index_select(0, 2 * where + before)
+        )
+        scale = self.scale[1:].repeat(len(known) * self.n_agents, 1).index_select(0, where)
+        variance = F.softplus(self.spread(mixed.detach())) + FLOOR**2
+        return Output(base + scale * straight, scale * self.head(mixed), variance, self.dead(judged)[:, 0])
+
+    def belief(self, out: Output, memory: Memory) -> Belief:
+        """Return the beliefs about the missing nodes as agents receive them."""
+        node = torch.nonzero(memory.missing)[:, 2]
+        real = self.real.to(out.given.dtype)[node - 1]
+        mean = out.given + self.gain[self.types[node], age_class(memory.age[memory.missing])] * out.learned
+        p_dead = out.dead.sigmoid()
+        never = memory.age[memory.missing] < 0
+        taken = p_dead > torch.where(never, 0.5, self.threshold)
+        features = torch.where(taken[:, None], 0.0, mean * real)
+        return Belief(features.float(), p_dead, taken, out.variance.sqrt() * real)
+
+    @torch.no_grad()
+    def set_straight(self, weights: Tensor) -> None:
+        """Set the linear part to weights [N - 1, 2, known, D], the last of `known` being the constant 1."""
+        flat = weights.permute(0, 1, 3, 2).flatten(0, 2)
+        self.straight_weight.copy_(flat[:, :-1])
+        self.straight_bias.copy_(flat[:, -1])
+
+    def _hats(self, step: Tensor, kind: torch.dtype) -> Tensor:
+        """Return piecewise linear functions [R, 8] of the step [R], with corners at 0, 1, 3, 7, ... steps."""
+        at = step.clamp(max=self.limit).to(kind).add(1).log2()
+        return F.relu(1 - (at[:, None] - torch.arange(N_HATS, dtype=kind, device=step.device)).abs())
+
+    def _one_hot(self, action: Tensor) -> Tensor:
+        """Return [R, n, A] of actions [R, n]; zeros for -1."""
+        acted = F.one_hot(action.clamp(min=0), self.n_actions) * (action >= 0)[..., None]
+        return acted.to(self.node.weight.dtype)

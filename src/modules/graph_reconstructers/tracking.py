@@ -1,0 +1,170 @@
+"""Stage 3 with `kind: tracker`: carries the beliefs of the frozen tracker through the episodes of all battle slots.
+
+At each step: remember what is seen, advance the state of every unit, decode the missing ones, and write them where
+nothing was seen; seen features pass bit for bit. As with the masked predictor the result is rounded and stored with the
+step, and agents act on the stored values.
+Shapes: B slots, P active ones, n agents, N nodes, D features, M missing nodes, H hidden units of a node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.modules.graph_reconstructers.graphs import GraphTables
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.modules.graph_reconstructers.tracker import Memory, Tracker
+
+STATE = ("last", "age", "own", "drift", "hidden", "begun")
+
+
+class TrackingReconstructor:
+    """Predicts what agents do not see, from what they have seen and from the beliefs that they carry.
+
+    Args:
+        tokenizer: not read. predictor: trained; it is frozen and put into eval mode in place. config, info: of the run
+            and of an environment with a layout.
+
+    Attributes:
+        seconds, calls, frames: time spent in `step`, its calls, and agents' views with a missing node.
+    """
+
+    field = "recon"
+    predictor_type = Tracker
+    shape_keys = ("kind", "d_model", "feedforward_dim")
+    training_fields = ("obs", "full_obs", "actions")
+
+    def __init__(self, tokenizer: Tokenizer | None, predictor: Tracker, config: Config, info: EnvInfo) -> None:
+        assert info.layout is not None
+        self.predictor = predictor.eval().requires_grad_(False)
+        self.layout, self.n_agents = info.layout, info.n_agents
+        self.device = predictor.scale.device
+        self.seconds, self.calls, self.frames = 0.0, 0, 0
+        self._columns = GraphTables(self.layout, self.device)
+        self.begin(0)
+
+    @classmethod
+    def new_predictor(cls, config: Config, info: EnvInfo) -> Tracker:
+        """Return an untrained tracker."""
+        return Tracker(config.mask_predictor_config, info)
+
+    def begin(self, n_slots: int) -> None:
+        """Start with empty memories in `n_slots` slots, and with the current weights."""
+        shape, kind = (n_slots, self.n_agents, self.layout.n_nodes), self.predictor.scale.dtype
+        others = (*shape[:2], shape[2] - 1, self.predictor.config.d_model)
+        self._state: dict[str, Tensor] = {
+            "last": torch.zeros((*shape, self.layout.node_dim), device=self.device),
+            "age": torch.full(shape, -1, device=self.device),
+            "own": torch.zeros((*shape[:2], self.layout.node_dim), device=self.device),
+            "drift": torch.zeros((*shape, 2), dtype=kind, device=self.device),
+            "hidden": torch.zeros(others, dtype=kind, device=self.device),
+            "begun": torch.zeros(n_slots, dtype=torch.bool, device=self.device),
+        }  # fmt: skip
+
+    @torch.inference_mode()
+    def reset(self, which: np.ndarray) -> None:
+        """Clear the memories of the slots `which` [B] bool, where episodes start."""
+        slots = torch.as_tensor(which, device=self.device)
+        for name, value in self._state.items():
+            value[slots] = -1 if name == "age" else 0
+
+    @torch.inference_mode()
+    def step(
+        self,
+        obs: np.ndarray | Tensor,
+        step: np.ndarray | Tensor,
+        active: np.ndarray | Tensor | None = None,
+        last_action: np.ndarray | Tensor | None = None,
+    ) -> Reconstruction:
+        """Reconstruct one tick: obs [B, n, obs_dim] float32 at `step` [B] of the episodes. Called once per tick.
+
+        active: [B] bool, slots that have made a step; None: all. The other slots keep their memories, and their
+            observations pass unchanged.
+        last_action: [B, n] int64, -1 at the start of an episode; None: unknown, as if no agent had acted.
+        """
+        start = time.perf_counter()
+        obs = torch.as_tensor(obs, device=self.device)
+        now = torch.as_tensor(step, device=self.device).long()
+        unknown = torch.full(obs.shape[:2], -1, device=self.device)
+        actions = unknown if last_action is None else torch.as_tensor(last_action, device=self.device)
+        if active is None or active.all():
+            result, self._state = self._tick(obs, now, actions, self._state)
+        else:
+            slots = torch.as_tensor(active, device=self.device).nonzero().flatten()
+            part = {name: value[slots] for name, value in self._state.items()}
+            made, part = self._tick(obs[slots], now[slots], actions[slots], part)
+            for name, value in part.items():
+                self._state[name][slots] = value
+            result = self._merged(obs, slots, made)
+        self.calls += 1
+        self.seconds += time.perf_counter() - start
+        return result
+
+    @torch.no_grad()
+    def restore(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return (reconstructed obs [..., n, obs_dim], guessed [..., n, N]), the same bits as `step` gave.
+
+        data: `obs` and the field that `step` asked to store.
+        """
+        obs = data["obs"]
+        columns = self._columns if obs.device == self.device else GraphTables(self.layout, obs.device)
+        missing = columns.sight(obs)[1]
+        return torch.where(columns.of_nodes(missing), data[self.field].to(obs.dtype), obs), missing
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return the memories of all slots."""
+        return {name: value.clone() for name, value in self._state.items()}
+
+    @torch.inference_mode()
+    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
+        """Continue from a `snapshot` of as many slots."""
+        self._state = {name: snapshot[name].to(self.device).clone() for name in STATE}
+
+    def _tick(
+        self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor]
+    ) -> tuple[Reconstruction, dict[str, Tensor]]:
+        """Return the reconstruction of obs [P, n, obs_dim] at steps `now` [P], and the state after it."""
+        tracker, (seen, missing) = self.predictor, self._columns.sight(obs)
+        nodes = self._columns.nodes(obs)
+        memory, drift = self._remember(nodes, now, actions, seen, missing, state)
+        x, base, known = tracker.encode(memory, drift)
+        hidden = tracker.gru.step(x.flatten(0, 1), state["hidden"].flatten(0, 1)).view(x.shape)
+        after = {
+            "last": memory.last, "age": memory.age, "own": nodes[:, :, 0], "drift": drift, "hidden": hidden,
+            "begun": torch.ones_like(state["begun"]),
+        }  # fmt: skip
+        belief = tracker.belief(tracker.decode(hidden, x, base, known, memory), memory)
+        guesses = torch.zeros_like(nodes)
+        guesses[missing] = belief.features
+        stored = self._columns.obs(guesses).half()
+        filled = torch.where(self._columns.of_nodes(missing), stored.to(obs.dtype), obs)
+        self.frames += int(missing.any(-1).sum())
+        return Reconstruction({self.field: stored}, filled, missing), after
+
+    def _remember(
+        self, nodes: Tensor, now: Tensor, actions: Tensor, seen: Tensor, missing: Tensor, state: dict[str, Tensor]
+    ) -> tuple[Memory, Tensor]:
+        """Return what agents know after looking at nodes [P, n, N, D], and the drift [P, n, N, 2] of each unit."""
+        never = state["age"] < 0
+        age = torch.where(seen, 0, torch.where(never, -1, state["age"] + 1))
+        last = torch.where(seen[..., None], nodes, state["last"])
+        change = torch.where(state["begun"][:, None, None], nodes[:, :, 0] - state["own"], 0.0)
+        memory = Memory(last, age, actions, change, now, missing)
+        drift = torch.where((age > 0)[..., None], state["drift"] + self.predictor.moves(memory)[:, :, None], 0.0)
+        return memory, drift
+
+    def _merged(self, obs: Tensor, slots: Tensor, part: Reconstruction) -> Reconstruction:
+        """Return the result for all of `obs` [B, n, obs_dim]: that of the slot numbers `slots` [P] is `part`."""
+        fields = {name: value.new_zeros((len(obs), *value.shape[1:])) for name, value in part.fields.items()}
+        out = Reconstruction(fields, obs.clone(), part.guessed.new_zeros((len(obs), *part.guessed.shape[1:])))
+        for name, value in part.fields.items():
+            fields[name][slots] = value
+        out.obs[slots], out.guessed[slots] = part.obs, part.guessed
+        return out

@@ -1,0 +1,308 @@
+"""The predictor that tracks: what it remembers, its loss, ridge regression at the start, and acting with it."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from graph_toys import INFO, LAYOUT, graph_learner, toy_config, toy_episodes
+from q_toys import equal, state_of
+
+from omagd.config.loading import resolve
+from omagd.learners import PREDICTORS
+from omagd.modules.graph_reconstructers import REGISTRY
+from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
+from omagd.modules.graph_reconstructers.reconstructor import check, describe
+from omagd.modules.graph_reconstructers.tracker import FLOOR
+from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
+from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
+
+torch.set_num_threads(1)
+N, D = LAYOUT.n_nodes, LAYOUT.node_dim
+
+
+def learner(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """Return the learner of a tracker, all of whose weights have moved."""
+    made = graph_learner("stage2", dtype, kind="tracker", graph_frames_at_once=1000, **changes)
+    made.begin(lambda: [pack_episodes(toy_episodes(12, seed=s)) for s in (40, 41)])
+    for seed in range(3):
+        made.update(pack_episodes(toy_episodes(4, seed=seed)))
+    return made
+
+
+def test_both_registries_have_the_same_kinds() -> None:
+    assert {"masked", "tracker"} <= set(REGISTRY.names()) == set(PREDICTORS.names())
+    with pytest.raises(UserError, match="argmax"):
+        resolve("omagd_small", "skirmish", {"mask_predictor_config": {"kind": "tracker", "decode": "argmax"}})
+
+
+def test_memory_is_what_was_seen_last_and_when() -> None:
+    stage, episodes = learner(), toy_episodes(5, seed=1)
+    batch = pack_episodes(episodes)
+    sample, targets = stage.sample(batch), iter(stage.sample(batch).target)
+    memory = sample.memory
+    for row in range(len(batch["obs"])):
+        step = int(batch.packing.step[row])
+        episode = episodes[batch.sample_index[batch.packing.episode[row]]]
+        nodes, full = (obs_to_nodes(episode[name], LAYOUT) for name in ("obs", "full_obs"))
+        living = episode["obs"].any(-1)
+        assert int(memory.step[row]) == step
+        for agent in range(INFO.n_agents):
+            assert int(memory.action[row, agent]) == (int(episode["actions"][step - 1, agent]) if step else -1)
+            change = nodes[step, agent, 0] - nodes[step - 1, agent, 0] if step else torch.zeros(D)
+            assert torch.equal(memory.change[row, agent], change)
+            for node in range(N):
+                seen = [t for t in range(step + 1) if living[t, agent] and nodes[t, agent, node].any()]
+                last = nodes[seen[-1], agent, node] if seen else torch.zeros(D)
+                assert torch.equal(memory.last[row, agent, node], last)
+                assert int(memory.age[row, agent, node]) == (step - seen[-1] if seen else -1)
+                unseen = not nodes[step, agent, node].any() and bool(living[step, agent])
+                counts = unseen and step < len(nodes) - 1
+                assert bool(memory.missing[row, agent, node]) == counts
+                if counts:
+                    assert torch.equal(next(targets), full[step, agent, node])
+    assert next(targets, None) is None
+    assert torch.equal(sample.dead, ~sample.target.any(-1)) and 0 < int(sample.dead.sum()) < len(sample.dead)
+
+
+def test_loss_is_the_weighted_likelihood_of_the_living_and_of_being_alive() -> None:
+    stage, batch = learner(), pack_episodes(toy_episodes(8, seed=3))
+    counts = torch.tensor([50.0, 9, 7, 5, 2, 1], dtype=torch.float64)
+    sample = stage._weighted(stage.sample(batch), counts)
+    loss, stats = stage._loss.eval()(sample)
+    out = stage.predictor(sample.memory, sample.packing)
+    real = feature_mask(LAYOUT)[torch.nonzero(sample.memory.missing)[:, 2]].numpy()
+    given, learned, variance, dead = (value.detach().numpy() for value in out)
+    mean = given + learned
+    ages = sample.memory.age[sample.memory.missing].tolist()
+    share = counts.numpy() / counts.sum().item()
+    by_age = share**-0.5 / (share**0.5).sum()
+    total = weights = 0.0
+    for m, (truth, age) in enumerate(zip(sample.target.double().numpy(), ages, strict=True)):
+        p = 1 / (1 + np.exp(-dead[m]))
+        if not truth.any():
+            total, weights = total - np.log(p), weights + 1
+            continue
+        weight = by_age[0 if age < 0 else 1 if age == 1 else 2 if age < 4 else 3 if age < 8 else 4 if age < 16 else 5]
+        at, v = real[m], variance[m]
+        nll = 2 * (truth - mean[m]) ** 2 / np.sqrt(v) + np.log(v) * np.sqrt(v)
+        total, weights = total + weight * (nll[at].mean() - np.log(1 - p)), weights + weight
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
+    assert float(stats["graph_loss"][1]) == pytest.approx(weights, rel=1e-6)
+    assert (variance >= FLOOR**2).all()
+
+
+def test_training_begins_with_regression_on_what_the_agent_knows() -> None:
+    stage = graph_learner("stage2", kind="tracker", graph_frames_at_once=1000)
+    batches = [pack_episodes(toy_episodes(30, seed=seed)) for seed in (5, 6)]
+    stage.begin(lambda: batches)
+    tracker, every = stage.predictor, [stage.sample(batch) for batch in batches]
+    full = torch.cat([obs_to_nodes(b["full_obs"], LAYOUT)[b.valid_mask & b["obs"].any(-1).any(-1)] for b in batches])
+    enemies = full[:, :, 1 + LAYOUT.n_allies :].flatten(0, 2)
+    assert torch.allclose(tracker.mean[-1].float(), enemies[enemies.any(-1)].mean(0), atol=0.1)
+    unit, found = N - 1, 0
+    for before in (False, True):
+        x, y, w = [], [], []
+        for sample in every:
+            memory, at = sample.memory, torch.nonzero(sample.memory.missing)
+            drift = torch.zeros((*memory.age.shape, 2), dtype=torch.float64)
+            _, base, known = tracker.encode(memory, drift)
+            for m, (row, agent, node) in enumerate(at.tolist()):
+                if node == unit and not sample.dead[m] and (memory.age[row, agent, node] > 0) == before:
+                    x.append(torch.cat([known[row, agent], known.new_ones(1)]))
+                    y.append((sample.target[m] - base[row, agent, node - 1]) / tracker.scale[node])
+                    w.append(0.5 ** max(int(sample.ages[m]) - 1, 0))
+        inputs, left, weight = torch.stack(x), torch.stack(y), torch.tensor(w, dtype=torch.float64)[:, None]
+        found += len(x)
+        penalty = 10.0**0.5 * torch.eye(inputs.shape[1], dtype=torch.float64)
+        both = (
+            torch.cat([inputs * weight.sqrt(), penalty]),
+            torch.cat([left * weight.sqrt(), left.new_zeros(len(penalty), D)]),
+        )
+        wanted = torch.linalg.lstsq(*both).solution.T
+        ours = tracker.straight_weight.view(N - 1, 2, D, -1)[unit - 1, int(before)]
+        assert torch.allclose(ours, wanted[:, :-1], atol=1e-6)
+    assert found > 100
+
+
+def test_a_threshold_balances_the_living_taken_for_dead_and_the_dead_missed() -> None:
+    stage, batch = learner(), pack_episodes(toy_episodes(40, seed=9))
+    stage.calibrate(batch)
+    missing, belief = stage.beliefs(batch)
+    at = torch.nonzero(missing)
+    dead = ~obs_to_nodes(batch["full_obs"], LAYOUT)[missing].any(-1)
+    before = stage.sample(batch).memory.age[missing] > 0
+    enemy = at[:, 2] > LAYOUT.n_allies
+    living = ~dead & before & enemy
+    dead &= enemy
+
+    def worst(threshold: float) -> float:
+        taken = belief.p_dead > torch.where(before, threshold, 0.5)
+        return max(float(taken[living].double().mean()), float((~taken[dead]).double().mean()))
+
+    threshold = float(stage.predictor.threshold)
+    assert threshold != 0.5 and living.any() and dead.any()
+    assert worst(threshold) <= min(worst(i / 200) for i in range(1, 200)) + 2 / int(min(living.sum(), dead.sum()))
+    assert torch.equal(belief.taken_for_dead, belief.p_dead > torch.where(before, threshold, 0.5))
+    assert not belief.features[belief.taken_for_dead].any() and (belief.spread >= 0).all()
+
+
+def test_gains_minimise_the_error_of_the_living() -> None:
+    stage, batch = learner(), pack_episodes(toy_episodes(20, seed=9))
+    stage.calibrate(batch)
+    sample, gain = stage.sample(batch), stage.predictor.gain.double()
+    out = stage.predictor(sample.memory, sample.packing)
+    types = stage.predictor.types[torch.nonzero(sample.memory.missing)[:, 2]]
+    given, learned = out.given.detach(), out.learned.detach()
+    for kind, age, feature in ((2, 0, 1), (2, 1, 4), (1, 2, 0)):
+        where = (types == kind) & (sample.ages == age) & ~sample.dead
+        assert where.sum() > 10
+
+        def error(g: float, where: torch.Tensor = where, feature: int = feature) -> float:
+            left = sample.target.double() - given - g * learned
+            return float(left[where, feature].square().sum())
+
+        best = min((error(i / 1000), i / 1000) for i in range(1001))[1]
+        assert float(gain[kind, age, feature]) == pytest.approx(best, abs=2e-3)
+    assert ((0 < gain) & (gain < 1)).any()
+
+
+def play(reconstructor: Any, episodes: Any) -> list[list[torch.Tensor]]:
+    """Act through episodes in two slots, one of which rests now and then; return (obs, guessed, field) of each."""
+    slots = [[(i, t) for i in range(s, len(episodes), 2) for t in range(len(episodes[i]["obs"]))] for s in (0, 1)]
+    out: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in episodes]
+    reconstructor.begin(2)
+    rng = np.random.default_rng(0)
+    while any(slots):
+        active = np.array([bool(slot) and (not slots[1 - s] or rng.random() < 0.7) for s, slot in enumerate(slots)])
+        places = [slot[0] if slot else (0, 0) for slot in slots]
+        step = np.array([t for _, t in places])
+        reconstructor.reset((step == 0) & active)
+        actions = torch.stack([e["actions"][t - 1] if t else torch.full((INFO.n_agents,), -1) for e, t in
+                               ((episodes[i], t) for i, t in places)])  # fmt: skip
+        obs = torch.stack([episodes[i]["obs"][t] for i, t in places])
+        made = reconstructor.step(obs, step, active, actions)
+        assert torch.equal(made.obs[torch.from_numpy(~active)], obs[torch.from_numpy(~active)])
+        for slot in np.flatnonzero(active):
+            i, _ = slots[slot].pop(0)
+            out[i].append((made.obs[slot], made.guessed[slot], made.fields["recon"][slot]))
+    return [[torch.stack(x) for x in zip(*one, strict=True)] for one in out]
+
+
+def acting(**changes: Any) -> tuple[Any, TrackingReconstructor]:
+    stage = learner(torch.float32, **changes)
+    p_dead = stage.beliefs(pack_episodes(toy_episodes(7, seed=21)))[1].p_dead
+    stage.predictor.threshold.copy_(p_dead.median())
+    return stage, TrackingReconstructor(None, stage.predictor, stage.config, INFO)
+
+
+def test_acting_believes_what_training_predicts_and_learning_reads_its_bits() -> None:
+    stage, reconstructor = acting()
+    episodes = toy_episodes(7, seed=21)
+    played = play(reconstructor, episodes)
+    extra = [{"acted": obs, "marks": marks, "recon": kept} for obs, marks, kept in played]
+    batch = pack_episodes([{**one, **more} for one, more in zip(episodes, extra, strict=True)])
+    missing, belief = stage.beliefs(batch)
+    acted = obs_to_nodes(batch["acted"], LAYOUT)[missing]
+    assert 0 < int(belief.taken_for_dead.sum()) < len(acted)
+    assert torch.allclose(acted, belief.features, atol=2e-3, rtol=2e-3)
+    obs, guessed = reconstructor.restore(batch.data)
+    assert torch.equal(obs.view(torch.int32), batch["acted"].view(torch.int32)) and torch.equal(guessed, batch["marks"])
+    shown, after = (obs_to_nodes(batch[name], LAYOUT).view(torch.int32) for name in ("obs", "acted"))
+    assert torch.equal(after[~guessed], shown[~guessed])
+
+
+def test_every_input_matters_and_no_other_episode() -> None:
+    _, reconstructor = acting()
+    episodes = toy_episodes(4, seed=22, longest=10)
+    alone = play(reconstructor, episodes[:1])[0][0]
+    assert torch.allclose(play(reconstructor, episodes)[0][0], alone, atol=2e-3)
+    changed = {**episodes[0], "actions": (episodes[0]["actions"] + 1) % INFO.n_actions}
+    assert not torch.allclose(play(reconstructor, [changed])[0][0], alone, atol=1e-3)
+    obs = episodes[0]["obs"].clone()
+    obs[1] += obs[1].sign() * 0.5  # what was seen earlier
+    later = play(reconstructor, [{**episodes[0], "obs": obs}])[0][0]
+    assert not torch.allclose(later[3:], alone[3:], atol=1e-3)
+
+
+def test_a_snapshot_continues_in_the_middle_of_an_episode_bit_for_bit() -> None:
+    stage, whole = acting()
+    other = TrackingReconstructor(None, stage.predictor, stage.config, INFO)
+    (episode,) = toy_episodes(1, seed=24)
+    whole.begin(1)
+    other.begin(1)
+    for step, (obs, action) in enumerate(zip_longest(episode["obs"].repeat(3, 1, 1), episode["actions"].repeat(3, 1))):
+        if step == 3:
+            other.load_snapshot(whole.snapshot())
+        wanted = whole.step(obs[None], np.array([step]), None, action[None])
+        assert step < 3 or torch.equal(other.step(obs[None], np.array([step]), None, action[None]).obs, wanted.obs)
+    assert not wanted.obs.requires_grad and not any(p.requires_grad for p in stage.predictor.parameters())
+
+
+def test_parts_of_a_batch_add_up_and_nothing_missing_changes_nothing() -> None:
+    whole, parts = learner(), learner()
+    object.__setattr__(parts.config, "graph_frames_at_once", 1)
+    batch = pack_episodes(toy_episodes(9, seed=5))
+    assert len(parts._parts(batch)) > 2 and len(whole._parts(batch)) == 1
+    for stage in (whole, parts):
+        stage.update(batch)
+    for a, b in zip(state_of(whole).values(), state_of(parts).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    before = state_of(whole)
+    whole.warm_up(batch)
+    whole.evaluate(batch)
+    whole.update(pack_episodes([{name: torch.zeros_like(v) for name, v in e.items()} for e in toy_episodes(2)]))
+    changed = [name for name, value in state_of(whole).items() if not equal({name: value}, {name: before[name]})]
+    assert changed in ([], ["updates"])
+
+
+def regular(episodes: Any) -> Any:
+    """Return episodes in which a unit's features follow from its place among the units, its agent's and the step."""
+    pattern = torch.randn(N, D, generator=torch.Generator().manual_seed(0))
+    out = []
+    for episode in episodes:
+        steps = torch.arange(len(episode["obs"]))[:, None, None, None] / INFO.episode_limit
+        shown = {name: obs_to_nodes(episode[name], LAYOUT) for name in ("obs", "full_obs")}
+        nodes = {name: torch.where(value != 0, pattern + steps, 0.0) for name, value in shown.items()}
+        out.append({**episode, **{name: nodes_to_obs(value, LAYOUT) for name, value in nodes.items()}})
+    return out
+
+
+def test_training_lowers_the_error_of_the_living() -> None:
+    changes = {"kind": "tracker", "d_model": 32, "feedforward_dim": 32, "graph_lr": 0.01, "graph_pretrain_epochs": 60}
+    stage: Any = graph_learner("stage2", torch.float32, graph_frames_at_once=1000, **changes)
+    held_out = pack_episodes(regular(toy_episodes(12, seed=70)))
+
+    def error() -> float:
+        sample = stage.sample(held_out)
+        out = stage.predictor(sample.memory, sample.packing)
+        real = stage.predictor.real[torch.nonzero(sample.memory.missing)[:, 2] - 1]
+        left = (out.given + out.learned - sample.target).detach() * real
+        return float(left[~sample.dead & (sample.ages == 0)].square().mean())
+
+    before, loss = error(), stage.evaluate(held_out)["graph_loss"]
+    for seed in range(60):
+        stage.update(pack_episodes(regular(toy_episodes(8, seed=100 + seed))))
+    assert error() < 0.1 * before
+    after = stage.evaluate(held_out)["graph_loss"]
+    assert after[0] / after[1] < loss[0] / loss[1] - 0.3
+    assert stage.optimizer.param_groups[0]["lr"] < 0.01 * 0.05
+
+
+def test_files_of_another_kind_or_size_are_rejected() -> None:
+    key, config = "pretrained_mask_predictor_path", toy_config(kind="tracker")
+    meta = describe(config, INFO, predictor=True)
+    check(meta, config, INFO, key, "a")
+    check(meta, toy_config(kind="tracker", n_layers=3), INFO, key, "a")  # which a tracker does not have
+    for change in ({"kind": "masked"}, {"kind": "tracker", "d_model": 16}):
+        with pytest.raises(UserError, match=f"not {list(change.values())[-1]}"):
+            check(meta, toy_config(**change), INFO, key, "a")
+    old = describe(toy_config(), INFO, predictor=True)
+    del old["mask_predictor_config"]["kind"]
+    check(old, toy_config(), INFO, key, "a")
+    with pytest.raises(UserError, match="trained with mask_predictor_config.kind=masked"):
+        check(old, config, INFO, key, "a")
