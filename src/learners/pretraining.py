@@ -51,7 +51,8 @@ class GraphLearner(ABC):
         """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
         if batch is None:
             closing = torch.zeros(1, self.info.n_agents, self.info.obs_dim)
-            batch = pack_episodes([{"obs": closing, "full_obs": closing}]).to(self.dist.device)
+            idle = torch.zeros(1, self.info.n_agents, dtype=torch.int64)
+            batch = pack_episodes([{"obs": closing, "full_obs": closing, "actions": idle}]).to(self.dist.device)
         self._loss.train()
         return self._step.warm_up(self.sample(batch))
 
