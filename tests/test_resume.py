@@ -144,9 +144,11 @@ def test_what_a_plug_in_registers_is_saved_and_restored(tmp_path, monkeypatch):
             made[-1].register(name, Visits(), scope)
 
 
-def test_three_stages_are_interrupted_in_each_of_them(tmp_path, monkeypatch):
-    whole = run(tmp_path / "whole", base="omagd")
-    given = config(tmp_path / "cut", base="omagd")
+@pytest.mark.parametrize("kind", ["masked", "tracker"])
+def test_three_stages_are_interrupted_in_each_of_them(kind, tmp_path, monkeypatch):
+    predictor = f"mask_predictor_config.kind={kind}"
+    whole = run(tmp_path / "whole", predictor, base="omagd")
+    given = config(tmp_path / "cut", predictor, base="omagd")
     for number, iteration in enumerate((1, 8, newest(whole)["iteration"] - 2), 1):
         folder, _ = interrupted_run(given, iteration)
         reached = summary_of(folder.path)["stages"]
