@@ -39,7 +39,7 @@ from omagd.utils.packing import PackedBatch, Packing
 
 RAREST = 0.002  # smallest share of a class, so that its weight stays finite
 FRAMES = 16  # as many frames as `graph_frames_at_once` holds tokens of the masked predictor take no more memory
-BINS = 1000  # of probabilities, for choosing the threshold
+BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
 LEAST_LR, LEAST_SCALE = 0.02, 1e-3
 RIDGE, LIKE_AGE = 10.0, 0.5  # penalty of the regression; weight of a class of age, as a share of the one before
 
@@ -163,33 +163,33 @@ class TrackerLearner(GraphLearner):
     def calibrate(self, batch: PackedBatch) -> None:
         """Choose the gains and the threshold of `taken for dead` on validation episodes of all ranks.
 
-        The gains minimise the squared error of the living. The threshold, which is for units seen before, is the one at
-        which the larger of two shares is smallest: the living among them that are taken for dead, and of all the dead
-        those that are not recognised. Enemies count, or all units where there are none.
+        The gains minimise the squared error of the living. Of the never seen and of those seen before the same share of
+        the dead is missed: the one at which it equals the share of the living, seen before, that are taken for dead.
+        Enemies count, or all units where there are none.
         """
         self._loss.eval()
         self._set_gain(batch)
-        bins = torch.zeros(2, BINS, dtype=torch.float64, device=batch.device)  # of living and dead seen before
-        missed_anyway = torch.zeros(2, dtype=torch.float64, device=batch.device)  # of the never seen: missed dead, dead
+        bins = torch.zeros(2, 2, BINS, dtype=torch.float64, device=batch.device)  # seen before, dead
         for part in self._parts(batch):
             sample = self.sample(part)
-            belief = self._belief(sample)
             where = torch.nonzero(sample.memory.missing)[:, 2]
             counts = self.predictor.types[where] == ENEMY if self.layout.n_enemies else torch.ones_like(sample.dead)
-            before, place = counts & (sample.ages > 0), (belief.p_dead * BINS).long().clamp(max=BINS - 1)
-            for total, mask in zip(bins, (before & ~sample.dead, before & sample.dead), strict=True):
-                total += torch.bincount(place[mask], minlength=BINS)
-            never = counts & (sample.ages == 0) & sample.dead
-            missed_anyway += torch.stack([(never & ~belief.taken_for_dead).sum(), never.sum()])
-        both = self.dist.sum(torch.cat([bins.flatten(), missed_anyway]))
-        (living, dead), (missed, never_dead) = both[:-2].view(2, BINS), both[-2:]
-        if not (living.sum() > 0 and dead.sum() > 0):
+            logit = self._belief(sample).p_dead.double().logit().clamp(-LARGEST, LARGEST)
+            place = ((logit + LARGEST) / (2 * LARGEST) * BINS).long().clamp(max=BINS - 1)
+            group = 2 * (sample.ages > 0).long() + sample.dead.long()
+            bins += torch.bincount((group * BINS + place)[counts], minlength=4 * BINS).view(2, 2, BINS)
+        bins = self.dist.sum(bins)
+        total = bins.sum(-1, keepdim=True)
+        share = bins.cumsum(-1) / total.clamp(min=1)  # of those below the end of each bin
+        if not total[1].all():
             return
-        # At a threshold of (bin + 1) / BINS:
-        taken = 1 - living.cumsum(0) / living.sum()
-        worst = torch.maximum(taken, (dead.cumsum(0) + missed) / (dead.sum() + never_dead))
-        best = torch.nonzero(worst <= worst.min() + 1e-12).flatten()
-        self.predictor.threshold.fill_(float(best.double().mean() + 1) / BINS)
+        taken, missed = 1 - share[1, 0], share[1, 1]
+        level = float(missed[int((taken - missed).abs().argmin())])
+        for before in (0, 1):
+            if total[before, 1] > 0:
+                highest = int((share[before, 1] <= level).sum())  # bins up to which no more are missed
+                end = torch.tensor(2 * LARGEST * highest / BINS - LARGEST, dtype=torch.float64)
+                self.predictor.threshold[before] = end.sigmoid()
 
     def _set_gain(self, batch: PackedBatch) -> None:
         gain = self.predictor.gain

@@ -84,8 +84,8 @@ class Tracker(nn.Module):
             layout.
 
     Attributes:
-        threshold: a unit seen before is taken for dead above this probability; chosen on validation episodes and saved.
-            One never seen is above 1/2.
+        threshold: [2], a unit is taken for dead above this probability: one never seen, one seen before; chosen on
+            validation episodes and saved.
         gain: [3, 6, D], the factor g by type and class of age. mean, scale: [N, D], of the features of living units in
             training, by type. class_count: [6], living missing nodes in training by class of age, by which the loss is
             weighted.
@@ -119,7 +119,7 @@ class Tracker(nn.Module):
         self.gru = PackedGRU(width, width)
         self.mix, self.judge = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
         self.head, self.spread, self.dead = nn.Linear(width, dim), nn.Linear(width, dim), nn.Linear(width, 1)
-        self.register_buffer("threshold", torch.tensor(0.5))
+        self.register_buffer("threshold", torch.full((2,), 0.5))
         self.register_buffer("straight_weight", torch.zeros(2 * n_others * dim, self.n_known))
         self.register_buffer("straight_bias", torch.zeros(2 * n_others * dim))
         self.register_buffer("gain", torch.ones(3, len(AGES) + 1, dim))
@@ -211,8 +211,7 @@ class Tracker(nn.Module):
         real = self.real.to(out.given.dtype)[node - 1]
         mean = out.given + self.gain[self.types[node], age_class(memory.age[memory.missing])] * out.learned
         p_dead = out.dead.sigmoid()
-        never = memory.age[memory.missing] < 0
-        taken = p_dead > torch.where(never, 0.5, self.threshold)
+        taken = p_dead > self.threshold[(memory.age[memory.missing] > 0).long()]
         features = torch.where(taken[:, None], 0.0, mean * real)
         return Belief(features.float(), p_dead, taken, out.variance.sqrt() * real)
 
