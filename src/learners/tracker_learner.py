@@ -39,6 +39,7 @@ from omagd.utils.packing import PackedBatch, Packing
 
 RAREST = 0.002  # smallest share of a class, so that its weight stays finite
 FRAMES = 16  # as many frames as `graph_frames_at_once` holds tokens of the masked predictor take no more memory
+MISSED, TAKEN = 0.035, 0.02  # of the dead that may be missed; of the living never seen that may be taken for dead
 BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
 LEAST_LR, LEAST_SCALE = 0.02, 1e-3
 RIDGE, LIKE_AGE = 10.0, 0.5  # penalty of the regression; weight of a class of age, as a share of the one before
@@ -163,9 +164,10 @@ class TrackerLearner(GraphLearner):
     def calibrate(self, batch: PackedBatch) -> None:
         """Choose the gains and the threshold of `taken for dead` on validation episodes of all ranks.
 
-        The gains minimise the squared error of the living. Of the never seen and of those seen before the same share of
-        the dead is missed: the one at which it equals the share of the living, seen before, that are taken for dead.
-        Enemies count, or all units where there are none.
+        The gains minimise the squared error of the living. The threshold of units seen before is the one at which the
+        share of the living that are taken for dead equals that of the dead that are missed. That of units never seen is
+        1/2, or less, so that at most `MISSED` of all dead units are missed, but not so low that more than `TAKEN` of
+        the living are taken for dead. Enemies count, or all units where there are none.
         """
         self._loss.eval()
         self._set_gain(batch)
@@ -180,16 +182,20 @@ class TrackerLearner(GraphLearner):
             bins += torch.bincount((group * BINS + place)[counts], minlength=4 * BINS).view(2, 2, BINS)
         bins = self.dist.sum(bins)
         total = bins.sum(-1, keepdim=True)
-        share = bins.cumsum(-1) / total.clamp(min=1)  # of those below the end of each bin
         if not total[1].all():
             return
-        taken, missed = 1 - share[1, 0], share[1, 1]
-        level = float(missed[int((taken - missed).abs().argmin())])
-        for before in (0, 1):
-            if total[before, 1] > 0:
-                highest = int((share[before, 1] <= level).sum())  # bins up to which no more are missed
-                end = torch.tensor(2 * LARGEST * highest / BINS - LARGEST, dtype=torch.float64)
-                self.predictor.threshold[before] = end.sigmoid()
+        below = bins.cumsum(-1)  # the end of each bin
+        missed = below[1, 1] / total[1, 1]
+        unlike = (1 - below[1, 0] / total[1, 0] - missed).abs()
+        seen_before = int(torch.nonzero(unlike == unlike.min()).max())  # of equal ones the most careful
+        room = MISSED * total[:, 1].sum() - below[1, 1, seen_before]
+        most = int((below[0, 1] <= room).sum()) - 1  # the last bin with no more of the dead below its end
+        least = int((below[0, 0] < (1 - TAKEN) * total[0, 0]).sum())  # the first one with few of the living above
+        never = max(most, least)
+        ends = torch.tensor([never, seen_before], dtype=torch.float64) + 1
+        threshold = (2 * LARGEST * ends / BINS - LARGEST).sigmoid()
+        threshold[0] = threshold[0].clamp(max=0.5)
+        self.predictor.threshold.copy_(threshold)
 
     def _set_gain(self, batch: PackedBatch) -> None:
         gain = self.predictor.gain
