@@ -105,26 +105,22 @@ def test_training_begins_with_regression_on_what_the_agent_knows() -> None:
     enemies = full[:, :, 1 + LAYOUT.n_allies :].flatten(0, 2)
     assert torch.allclose(tracker.mean[-1].float(), enemies[enemies.any(-1)].mean(0), atol=0.1)
     unit, found = N - 1, 0
-    for before in (False, True):
-        x, y, w = [], [], []
+    for age in (0, 1, 2):
+        x, y = [], []
         for sample in every:
             memory, at = sample.memory, torch.nonzero(sample.memory.missing)
             drift = torch.zeros((*memory.age.shape, 2), dtype=torch.float64)
             _, base, known = tracker.encode(memory, drift)
             for m, (row, agent, node) in enumerate(at.tolist()):
-                if node == unit and not sample.dead[m] and (memory.age[row, agent, node] > 0) == before:
+                if node == unit and not sample.dead[m] and int(sample.ages[m]) == age:
                     x.append(torch.cat([known[row, agent], known.new_ones(1)]))
                     y.append((sample.target[m] - base[row, agent, node - 1]) / tracker.scale[node])
-                    w.append(0.5 ** max(int(sample.ages[m]) - 1, 0))
-        inputs, left, weight = torch.stack(x), torch.stack(y), torch.tensor(w, dtype=torch.float64)[:, None]
+        inputs, left = torch.stack(x), torch.stack(y)
         found += len(x)
         penalty = 10.0**0.5 * torch.eye(inputs.shape[1], dtype=torch.float64)
-        both = (
-            torch.cat([inputs * weight.sqrt(), penalty]),
-            torch.cat([left * weight.sqrt(), left.new_zeros(len(penalty), D)]),
-        )
+        both = torch.cat([inputs, penalty]), torch.cat([left, left.new_zeros(len(penalty), D)])
         wanted = torch.linalg.lstsq(*both).solution.T
-        ours = tracker.straight_weight.view(N - 1, 2, D, -1)[unit - 1, int(before)]
+        ours = tracker.straight_weight.view(6, N - 1, D, -1)[age, unit - 1]
         assert torch.allclose(ours, wanted[:, :-1], atol=1e-6)
     assert found > 100
 

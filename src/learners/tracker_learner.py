@@ -39,10 +39,10 @@ from omagd.utils.packing import PackedBatch, Packing
 
 RAREST = 0.002  # smallest share of a class, so that its weight stays finite
 FRAMES = 16  # as many frames as `graph_frames_at_once` holds tokens of the masked predictor take no more memory
-MISSED, TAKEN = 0.035, 0.02  # of the dead that may be missed; of the living never seen that may be taken for dead
+MISSED, TAKEN = 0.035, 0.005  # of the dead that may be missed; of the living never seen that may be taken for dead
 BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
 LEAST_LR, LEAST_SCALE = 0.02, 1e-3
-RIDGE, LIKE_AGE = 10.0, 0.5  # penalty of the regression; weight of a class of age, as a share of the one before
+RIDGE = 10.0  # penalty of the regression
 
 
 @dataclass(frozen=True)
@@ -229,14 +229,15 @@ class TrackerLearner(GraphLearner):
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
         """Set the means and scales of features, and the linear part to ridge regression; called by all ranks.
 
-        For each unit, never seen and seen before apart: what is left of a living unit's features after its base, in
-        standard deviations and weighted by class of age, on everything that the agent knows.
+        For each unit and class of age: what is left of a living unit's features after its base, in standard deviations,
+        on everything that the agent knows.
 
         batches: yields this rank's training episodes, each time that it is called.
         """
         tracker, dim, size = self.predictor, self.layout.node_dim, self.predictor.n_known + 1
         self._set_scale(batches())
-        gram = torch.zeros(self.layout.n_nodes - 1, 2, size, size + dim, dtype=torch.float64, device=self.dist.device)
+        groups = (self.layout.n_nodes - 1, len(AGES) + 1)
+        gram = torch.zeros(*groups, size, size + dim, dtype=torch.float64, device=self.dist.device)
         for batch in batches():
             sample = self.sample(batch)
             memory, kind = sample.memory, tracker.scale.dtype
@@ -245,11 +246,11 @@ class TrackerLearner(GraphLearner):
             known = F.pad(known, (0, 1), value=1.0).double()
             row, agent, node = torch.nonzero(memory.missing).unbind(1)
             left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
-            weight = (LIKE_AGE ** (sample.ages - 1).clamp(min=0)).double()[:, None]
-            for group in torch.unique(2 * (node - 1) + (sample.ages > 0)).tolist():
-                chosen = (2 * (node - 1) + (sample.ages > 0) == group) & ~sample.dead
+            group = (len(AGES) + 1) * (node - 1) + sample.ages
+            for one in torch.unique(group[~sample.dead]).tolist():
+                chosen = (group == one) & ~sample.dead
                 x = known[row[chosen], agent[chosen]]
-                gram[group // 2, group % 2] += (x * weight[chosen]).t() @ torch.cat([x, left[chosen]], dim=1)
+                gram.flatten(0, 1)[one] += x.t() @ torch.cat([x, left[chosen]], dim=1)
         gram = self.dist.sum(gram)
         penalty = RIDGE * torch.eye(size, dtype=torch.float64, device=gram.device)
         tracker.set_straight(torch.linalg.solve(gram[..., :size] + penalty, gram[..., size:]))
