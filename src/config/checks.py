@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omagd.config.schema import Config
+from omagd.config.schema import Config, MaskPredictorConfig
 from omagd.utils.errors import UserError
 
 # Built-in names that cannot use reconstruction; plug-ins are not checked.
@@ -146,7 +146,10 @@ def _reconstruction(config: Config) -> None:
             f"mac={config.mac}: reads no reconstruction (use_graph_reconstruction=True). "
             "Use mac=n_graph_mac or mac=gnn_graph_mac"
         )
-    predictor = config.mask_predictor_config
+    _predictor(config.mask_predictor_config)
+
+
+def _predictor(predictor: MaskPredictorConfig) -> None:
     if predictor.kind == "tracker" and predictor.decode == "argmax":
         raise UserError(
             "mask_predictor_config.decode=argmax: kind=tracker predicts features, not codes. Use decode=mean"

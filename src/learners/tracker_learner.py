@@ -42,7 +42,7 @@ FRAMES = 16  # as many frames as `graph_frames_at_once` holds tokens of the mask
 MISSED, TAKEN = 0.035, 0.005  # of the dead that may be missed; of the living never seen that may be taken for dead
 BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
 LEAST_LR, LEAST_SCALE = 0.02, 1e-3
-RIDGE = 10.0  # penalty of the regression
+RIDGE, DEVIATION = 10.0, 30.0  # penalties of the common maps of the regression, and of the deviations from them
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,9 @@ class TrackerLearner(GraphLearner):
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
         """Set the means and scales of features, and the linear part to ridge regression; called by all ranks.
 
-        For each unit and class of age: what is left of a living unit's features after its base, in standard deviations,
-        on everything that the agent knows.
+        For each unit: what is left of a living unit's features after its base, in standard deviations, on everything
+        that the agent knows. There is a map for units never seen, and one for units seen before with a deviation for
+        each class of age, which has a penalty of its own: classes with few cases keep the common map.
 
         batches: yields this rank's training episodes, each time that it is called.
         """
@@ -252,8 +253,7 @@ class TrackerLearner(GraphLearner):
                 x = known[row[chosen], agent[chosen]]
                 gram.flatten(0, 1)[one] += x.t() @ torch.cat([x, left[chosen]], dim=1)
         gram = self.dist.sum(gram)
-        penalty = RIDGE * torch.eye(size, dtype=torch.float64, device=gram.device)
-        tracker.set_straight(torch.linalg.solve(gram[..., :size] + penalty, gram[..., size:]))
+        tracker.set_straight(_ridge(gram, size))
 
     def _set_scale(self, batches: Iterable[PackedBatch]) -> None:
         """Set mean and standard deviation of the features of living units by type, over all ranks."""
@@ -298,3 +298,13 @@ class TrackerLearner(GraphLearner):
             "error_alive": mean_of(error, ~sample.dead),
             "absent_share": mean_of(sample.dead.to(error.dtype)),
         }
+
+
+def _ridge(gram: Tensor, size: int) -> Tensor:
+    """Return the maps [N - 1, 6, size, D] of the regression from its sums [N - 1, 6, size, size + D]."""
+    eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
+    common = torch.stack([gram[:, 0], gram[:, 1:].sum(1)], dim=1)
+    maps = torch.linalg.solve(common[..., :size] + RIDGE * eye, common[..., size:])
+    seen, inputs = maps[:, 1:], gram[:, 1:, :, :size]
+    deviation = torch.linalg.solve(inputs + DEVIATION * eye, gram[:, 1:, :, size:] - inputs @ seen)
+    return torch.cat([maps[:, :1], seen + deviation], dim=1)
