@@ -105,28 +105,32 @@ def test_training_begins_with_regression_on_what_the_agent_knows() -> None:
     enemies = full[:, :, 1 + LAYOUT.n_allies :].flatten(0, 2)
     assert torch.allclose(tracker.mean[-1].float(), enemies[enemies.any(-1)].mean(0), atol=0.1)
     unit, found = N - 1, 0
-    for before in (False, True):
-        x, y, w = [], [], []
+
+    def cases(*ages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what agents know, with a 1, and what is left of the living unit's features, of some classes of age."""
+        x, y = [], []
         for sample in every:
             memory, at = sample.memory, torch.nonzero(sample.memory.missing)
-            drift = torch.zeros((*memory.age.shape, 2), dtype=torch.float64)
-            _, base, known = tracker.encode(memory, drift)
+            _, base, known = tracker.encode(memory, torch.zeros((*memory.age.shape, 2), dtype=torch.float64))
             for m, (row, agent, node) in enumerate(at.tolist()):
-                if node == unit and not sample.dead[m] and (memory.age[row, agent, node] > 0) == before:
+                if node == unit and not sample.dead[m] and int(sample.ages[m]) in ages:
                     x.append(torch.cat([known[row, agent], known.new_ones(1)]))
                     y.append((sample.target[m] - base[row, agent, node - 1]) / tracker.scale[node])
-                    w.append(0.5 ** max(int(sample.ages[m]) - 1, 0))
-        inputs, left, weight = torch.stack(x), torch.stack(y), torch.tensor(w, dtype=torch.float64)[:, None]
+        return torch.stack(x), torch.stack(y)
+
+    def solved(x: torch.Tensor, y: torch.Tensor, penalty: float) -> torch.Tensor:
+        extra = penalty**0.5 * torch.eye(x.shape[1], dtype=torch.float64)
+        return torch.linalg.lstsq(torch.cat([x, extra]), torch.cat([y, y.new_zeros(len(extra), D)])).solution
+
+    ours = tracker.straight_weight.view(6, N - 1, D, -1)[:, unit - 1]
+    assert torch.allclose(ours[0], solved(*cases(0), 10.0).T[:, :-1], atol=1e-6)
+    common = solved(*cases(1, 2, 3, 4, 5), 10.0)
+    for age in (1, 2):
+        x, y = cases(age)
         found += len(x)
-        penalty = 10.0**0.5 * torch.eye(inputs.shape[1], dtype=torch.float64)
-        both = (
-            torch.cat([inputs * weight.sqrt(), penalty]),
-            torch.cat([left * weight.sqrt(), left.new_zeros(len(penalty), D)]),
-        )
-        wanted = torch.linalg.lstsq(*both).solution.T
-        ours = tracker.straight_weight.view(N - 1, 2, D, -1)[unit - 1, int(before)]
-        assert torch.allclose(ours, wanted[:, :-1], atol=1e-6)
-    assert found > 100
+        wanted = common + solved(x, y - x @ common, 30.0)
+        assert torch.allclose(ours[age], wanted.T[:, :-1], atol=1e-6)
+    assert found > 50
 
 
 def test_a_threshold_balances_the_living_taken_for_dead_and_the_dead_missed(monkeypatch: Any) -> None:

@@ -39,10 +39,10 @@ from omagd.utils.packing import PackedBatch, Packing
 
 RAREST = 0.002  # smallest share of a class, so that its weight stays finite
 FRAMES = 16  # as many frames as `graph_frames_at_once` holds tokens of the masked predictor take no more memory
-MISSED, TAKEN = 0.035, 0.02  # of the dead that may be missed; of the living never seen that may be taken for dead
+MISSED, TAKEN = 0.035, 0.005  # of the dead that may be missed; of the living never seen that may be taken for dead
 BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
 LEAST_LR, LEAST_SCALE = 0.02, 1e-3
-RIDGE, LIKE_AGE = 10.0, 0.5  # penalty of the regression; weight of a class of age, as a share of the one before
+RIDGE, DEVIATION = 10.0, 30.0  # penalties of the common maps of the regression, and of the deviations from them
 
 
 @dataclass(frozen=True)
@@ -229,14 +229,16 @@ class TrackerLearner(GraphLearner):
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
         """Set the means and scales of features, and the linear part to ridge regression; called by all ranks.
 
-        For each unit, never seen and seen before apart: what is left of a living unit's features after its base, in
-        standard deviations and weighted by class of age, on everything that the agent knows.
+        For each unit: what is left of a living unit's features after its base, in standard deviations, on everything
+        that the agent knows. There is a map for units never seen, and one for units seen before with a deviation for
+        each class of age, which has a penalty of its own: classes with few cases keep the common map.
 
         batches: yields this rank's training episodes, each time that it is called.
         """
         tracker, dim, size = self.predictor, self.layout.node_dim, self.predictor.n_known + 1
         self._set_scale(batches())
-        gram = torch.zeros(self.layout.n_nodes - 1, 2, size, size + dim, dtype=torch.float64, device=self.dist.device)
+        groups = (self.layout.n_nodes - 1, len(AGES) + 1)
+        gram = torch.zeros(*groups, size, size + dim, dtype=torch.float64, device=self.dist.device)
         for batch in batches():
             sample = self.sample(batch)
             memory, kind = sample.memory, tracker.scale.dtype
@@ -245,14 +247,13 @@ class TrackerLearner(GraphLearner):
             known = F.pad(known, (0, 1), value=1.0).double()
             row, agent, node = torch.nonzero(memory.missing).unbind(1)
             left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
-            weight = (LIKE_AGE ** (sample.ages - 1).clamp(min=0)).double()[:, None]
-            for group in torch.unique(2 * (node - 1) + (sample.ages > 0)).tolist():
-                chosen = (2 * (node - 1) + (sample.ages > 0) == group) & ~sample.dead
+            group = (len(AGES) + 1) * (node - 1) + sample.ages
+            for one in torch.unique(group[~sample.dead]).tolist():
+                chosen = (group == one) & ~sample.dead
                 x = known[row[chosen], agent[chosen]]
-                gram[group // 2, group % 2] += (x * weight[chosen]).t() @ torch.cat([x, left[chosen]], dim=1)
+                gram.flatten(0, 1)[one] += x.t() @ torch.cat([x, left[chosen]], dim=1)
         gram = self.dist.sum(gram)
-        penalty = RIDGE * torch.eye(size, dtype=torch.float64, device=gram.device)
-        tracker.set_straight(torch.linalg.solve(gram[..., :size] + penalty, gram[..., size:]))
+        tracker.set_straight(_ridge(gram, size))
 
     def _set_scale(self, batches: Iterable[PackedBatch]) -> None:
         """Set mean and standard deviation of the features of living units by type, over all ranks."""
@@ -297,3 +298,13 @@ class TrackerLearner(GraphLearner):
             "error_alive": mean_of(error, ~sample.dead),
             "absent_share": mean_of(sample.dead.to(error.dtype)),
         }
+
+
+def _ridge(gram: Tensor, size: int) -> Tensor:
+    """Return the maps [N - 1, 6, size, D] of the regression from its sums [N - 1, 6, size, size + D]."""
+    eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
+    common = torch.stack([gram[:, 0], gram[:, 1:].sum(1)], dim=1)
+    maps = torch.linalg.solve(common[..., :size] + RIDGE * eye, common[..., size:])
+    seen, inputs = maps[:, 1:], gram[:, 1:, :, :size]
+    deviation = torch.linalg.solve(inputs + DEVIATION * eye, gram[:, 1:, :, size:] - inputs @ seen)
+    return torch.cat([maps[:, :1], seen + deviation], dim=1)

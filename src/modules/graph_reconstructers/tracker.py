@@ -12,10 +12,10 @@ of the change of the own features, summed). The network predicts what is left:
     y     = W_y lrelu(W_z [h', x])                                those of dead have a W_z of their own
     mean  = base + scale (W_l m + g y_mean),  variance = floor² + softplus(y_variance),  p(dead) = sigmoid(y_dead)
 
-W_l is ridge regression, fitted before training: for each unit one map if it was never seen, one if it was. The network
-learns what regression misses. In training the gain g is 1; then it is chosen for each type, class of age and feature on
-validation episodes, between 0 and 1, so that what the network has learned by heart does no harm. "Looked there and saw
-nothing" is in the range of the base: a place within sight from which nothing is seen is empty.
+W_l is ridge regression, fitted before training, with a map for each unit and class of age. The network learns what
+regression misses. In training the gain g is 1; then it is chosen for each type, class of age and feature on validation
+episodes, between 0 and 1, so that what the network has learned by heart does no harm. "Looked there and saw nothing" is
+in the range of the base: a place within sight from which nothing is seen is empty.
 Shapes: S packed rows or B slots (R for both), n agents, N nodes of which N - 1 are other units, D features, M missing
 nodes, A actions, H = d_model.
 """
@@ -46,7 +46,7 @@ N_PLACE = 4  # range of the base, how far inside of the sight it is, drift
 
 def age_class(age: Tensor) -> Tensor:
     """Return the class of ages: 0 never seen (-1), then 1, 2-3, 4-7, 8-15, 16 and more steps since."""
-    return torch.bucketize(age, torch.tensor(AGES, device=age.device))
+    return torch.bucketize(age.contiguous(), torch.tensor(AGES, device=age.device))
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class Tracker(nn.Module):
         self.mix, self.judge = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
         self.head, self.spread, self.dead = nn.Linear(width, dim), nn.Linear(width, dim), nn.Linear(width, 1)
         self.register_buffer("threshold", torch.full((2,), 0.5))
-        self.register_buffer("straight_weight", torch.zeros(2 * n_others * dim, self.n_known))
-        self.register_buffer("straight_bias", torch.zeros(2 * n_others * dim))
+        self.register_buffer("straight_weight", torch.zeros(len(AGES) + 1, n_others * dim, self.n_known))
+        self.register_buffer("straight_bias", torch.zeros(len(AGES) + 1, n_others * dim))
         self.register_buffer("gain", torch.ones(3, len(AGES) + 1, dim))
         self.register_buffer("mean", torch.zeros(layout.n_nodes, dim))
         self.register_buffer("scale", torch.ones(layout.n_nodes, dim))
@@ -195,12 +195,8 @@ class Tracker(nn.Module):
         state, given, base = chosen
         both = torch.cat([state, given], dim=-1)
         mixed, judged = (F.leaky_relu(part(both), SLOPE) for part in (self.mix, self.judge))
-        before = (memory.age[:, :, 1:] > 0).flatten().index_select(0, where).long()
-        straight = (
-            F.linear(known, self.straight_weight, self.straight_bias)
-            .view(-1, self.dim)
-            .index_select(0, 2 * where + before)
-        )
+        ages = age_class(memory.age[:, :, 1:]).flatten().index_select(0, where)
+        straight = self._straight(known.flatten(0, 1), where, ages)
         scale = self.scale[1:].repeat(len(known) * self.n_agents, 1).index_select(0, where)
         variance = F.softplus(self.spread(mixed.detach())) + FLOOR**2
         return Output(base + scale * straight, scale * self.head(mixed), variance, self.dead(judged)[:, 0])
@@ -217,10 +213,23 @@ class Tracker(nn.Module):
 
     @torch.no_grad()
     def set_straight(self, weights: Tensor) -> None:
-        """Set the linear part to weights [N - 1, 2, known, D], the last of `known` being the constant 1."""
-        flat = weights.permute(0, 1, 3, 2).flatten(0, 2)
-        self.straight_weight.copy_(flat[:, :-1])
-        self.straight_bias.copy_(flat[:, -1])
+        """Set the linear part to weights [N - 1, 6, known, D], the last of `known` being the constant 1."""
+        by_class = weights.permute(1, 0, 3, 2).flatten(1, 2)
+        self.straight_weight.copy_(by_class[..., :-1])
+        self.straight_bias.copy_(by_class[..., -1])
+
+    def _straight(self, known: Tensor, where: Tensor, ages: Tensor) -> Tensor:
+        """Return the linear part [M, D] from known [R·n, known], the places [M] among R·n·(N - 1), and classes [M]."""
+        out = known.new_zeros((len(where), self.dim))
+        rows, units = where // (self.n_nodes - 1), where % (self.n_nodes - 1)
+        for age in range(len(AGES) + 1):
+            chosen = (ages == age).nonzero().flatten()
+            if len(chosen):
+                some, place = torch.unique(rows[chosen], return_inverse=True)
+                maps = F.linear(known.index_select(0, some), self.straight_weight[age], self.straight_bias[age])
+                values = maps.view(-1, self.dim).index_select(0, place * (self.n_nodes - 1) + units[chosen])
+                out = out.index_copy(0, chosen, values)
+        return out
 
     def _hats(self, step: Tensor, kind: torch.dtype) -> Tensor:
         """Return piecewise linear functions [R, 8] of the step [R], with corners at 0, 1, 3, 7, ... steps."""

@@ -186,6 +186,9 @@ ADDED_ARGS: dict[str, dict[str, Any]] = {"skirmish": {"sight_range": 9, "start":
 ADDED_INSIDE: dict[str, dict[str, Any]] = {"mask_predictor_config": {"kind": "masked"}}
 """The same for keys of sections."""
 
+ADDED_INSIDE: dict[str, dict[str, Any]] = {"mask_predictor_config": {"kind": "masked"}}
+"""The same for keys of sections."""
+
 
 def identity_of(config: Config) -> str:
     """Return the identity of a run: a hash of its configuration without the keys that may change when resuming."""
