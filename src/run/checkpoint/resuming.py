@@ -183,8 +183,6 @@ ADDED: dict[str, Any] = {
 
 ADDED_ARGS: dict[str, dict[str, Any]] = {"skirmish": {"sight_range": 9, "start": "formation"}}
 """The same of `env_args`, by environment."""
-ADDED_INSIDE: dict[str, dict[str, Any]] = {"mask_predictor_config": {"kind": "masked"}}
-"""The same for keys of sections."""
 
 ADDED_INSIDE: dict[str, dict[str, Any]] = {"mask_predictor_config": {"kind": "masked"}}
 """The same for keys of sections."""

@@ -107,19 +107,26 @@ class Reconstructed:
     """What the reconstructor of a controller predicts."""
 
     def __init__(self, mac: Any) -> None:
-        self._of = mac.reconstructor
+        self._of, self._n_agents = mac.reconstructor, mac.info.n_agents
 
     def begin(self, n_slots: int) -> None:
         """Start with empty histories."""
         self._of.begin(n_slots)
+        self._last_action = np.full((n_slots, self._n_agents), -1)
 
     def reset(self, which: np.ndarray) -> None:
         """Empty the histories of slots."""
         self._of.reset(which)
+        self._last_action[which] = -1
 
     def believed(self, tick: Tick) -> np.ndarray:
         """Return the reconstructed observations."""
-        return np.asarray(self._of.step(tick.observation.obs, tick.step, tick.active).obs.cpu().numpy())
+        made = self._of.step(tick.observation.obs, tick.step, tick.active, self._last_action)
+        return np.asarray(made.obs.cpu().numpy())
+
+    def acted(self, actions: np.ndarray, active: np.ndarray) -> None:
+        """Remember the actions [B, n] of the active slots: a tracker reads the agent's own motion from them."""
+        self._last_action[active] = actions[active]
 
 
 class Believing:
@@ -144,7 +151,10 @@ class Believing:
         """Choose actions on beliefs; nothing but the actions is kept."""
         believed = self.source.believed(tick)
         seen = replace(tick.observation, obs=believed, full_obs=believed)
-        return Decision(self.policy.act(replace(tick, observation=seen), explore).actions)
+        actions = self.policy.act(replace(tick, observation=seen), explore).actions
+        if isinstance(self.source, Reconstructed):
+            self.source.acted(actions, tick.active)
+        return Decision(actions)
 
     def refresh(self) -> None:
         """Use the newest weights."""
