@@ -88,6 +88,7 @@ class EveryAgent(Reconstructor):
         obs: np.ndarray | torch.Tensor,
         step: np.ndarray | torch.Tensor,
         active: np.ndarray | torch.Tensor | None = None,
+        last_action: np.ndarray | torch.Tensor | None = None,
     ) -> Reconstruction:
         """Reconstruct one tick, as `Reconstructor.step`; guesses for dead observers are made and thrown away."""
         obs, now = torch.as_tensor(obs), torch.as_tensor(step)

@@ -64,14 +64,19 @@ def graph_learner(
     return PREDICTORS.get(config.mask_predictor_config.kind)(predictor, tokenizer, config, INFO, dist or Dist())
 
 
-def toy_episodes(n: int, seed: int = 0, longest: int = 12) -> list[Episode]:
-    """Return ragged episodes in which units die one after another and hide at random."""
+def toy_episodes(n: int, seed: int = 0, longest: int = 12, apart: bool = False) -> list[Episode]:
+    """Return ragged episodes in which units die one after another and hide at random.
+
+    apart: from generators of their own.
+    """
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, longest + 1, n)
-    return [_episode(np.random.default_rng([seed, i]), int(length)) for i, length in enumerate(lengths)]
+    if apart:
+        lengths, own = rng.integers(1, longest + 1, n), [np.random.default_rng([seed, i]) for i in range(n)]
+        return [_episode(each, int(length), each) for each, length in zip(own, lengths, strict=True)]
+    return [_episode(rng, int(rng.integers(1, longest + 1)), np.random.default_rng([seed, i])) for i in range(n)]
 
 
-def _episode(rng: np.random.Generator, length: int) -> Episode:
+def _episode(rng: np.random.Generator, length: int, acting: np.random.Generator) -> Episode:
     rows, n, m = length + 1, INFO.n_agents, LAYOUT.n_enemies
     death = rng.integers(0, 2 * rows, n + m)
     alive = np.arange(rows)[:, None] < death
@@ -88,4 +93,4 @@ def _episode(rng: np.random.Generator, length: int) -> Episode:
         full[:, agent], obs[:, agent] = values, np.where(shown[..., None], values, np.float32(0))
     shown_and_true = {"obs": obs, "full_obs": full}
     made = {name: nodes_to_obs(torch.from_numpy(nodes), LAYOUT) for name, nodes in shown_and_true.items()}
-    return {**made, "actions": torch.from_numpy(rng.integers(0, INFO.n_actions, (rows, n)))}
+    return {**made, "actions": torch.from_numpy(acting.integers(0, INFO.n_actions, (rows, n)))}

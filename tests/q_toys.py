@@ -74,7 +74,7 @@ class HalvingReconstructor:
         """Record which slots were reset."""
         self.resets.append(which.tolist())
 
-    def step(self, obs: np.ndarray, step: np.ndarray, active: np.ndarray | None = None) -> Reconstruction:
+    def step(self, obs: np.ndarray, step: np.ndarray, active=None, last_action=None) -> Reconstruction:
         """Return half of what is seen."""
         fields = {"recon": (torch.as_tensor(obs) * 0.5).half()}
         return Reconstruction(fields, *self.restore(fields))

@@ -28,9 +28,9 @@ N, D = LAYOUT.n_nodes, LAYOUT.node_dim
 def learner(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """Return the learner of a tracker, all of whose weights have moved."""
     made = graph_learner("stage2", dtype, kind="tracker", graph_frames_at_once=1000, **changes)
-    made.begin(lambda: [pack_episodes(toy_episodes(12, seed=s)) for s in (40, 41)])
+    made.begin(lambda: [pack_episodes(toy_episodes(12, seed=s, apart=True)) for s in (40, 41)])
     for seed in range(3):
-        made.update(pack_episodes(toy_episodes(4, seed=seed)))
+        made.update(pack_episodes(toy_episodes(4, seed=seed, apart=True)))
     return made
 
 
@@ -41,7 +41,7 @@ def test_both_registries_have_the_same_kinds() -> None:
 
 
 def test_memory_is_what_was_seen_last_and_when() -> None:
-    stage, episodes = learner(), toy_episodes(5, seed=1)
+    stage, episodes = learner(), toy_episodes(5, seed=1, apart=True)
     batch = pack_episodes(episodes)
     sample, targets = stage.sample(batch), iter(stage.sample(batch).target)
     memory = sample.memory
@@ -70,7 +70,7 @@ def test_memory_is_what_was_seen_last_and_when() -> None:
 
 
 def test_loss_is_the_weighted_likelihood_of_the_living_and_of_being_alive() -> None:
-    stage, batch = learner(), pack_episodes(toy_episodes(8, seed=3))
+    stage, batch = learner(), pack_episodes(toy_episodes(8, seed=3, apart=True))
     counts = torch.tensor([50.0, 9, 7, 5, 2, 1], dtype=torch.float64)
     sample = stage._weighted(stage.sample(batch), counts)
     loss, stats = stage._loss.eval()(sample)
@@ -98,7 +98,7 @@ def test_loss_is_the_weighted_likelihood_of_the_living_and_of_being_alive() -> N
 
 def test_training_begins_with_regression_on_what_the_agent_knows() -> None:
     stage = graph_learner("stage2", kind="tracker", graph_frames_at_once=1000)
-    batches = [pack_episodes(toy_episodes(30, seed=seed)) for seed in (5, 6)]
+    batches = [pack_episodes(toy_episodes(30, seed=seed, apart=True)) for seed in (5, 6)]
     stage.begin(lambda: batches)
     tracker, every = stage.predictor, [stage.sample(batch) for batch in batches]
     full = torch.cat([obs_to_nodes(b["full_obs"], LAYOUT)[b.valid_mask & b["obs"].any(-1).any(-1)] for b in batches])
@@ -134,7 +134,7 @@ def test_training_begins_with_regression_on_what_the_agent_knows() -> None:
 
 
 def test_a_threshold_balances_the_living_taken_for_dead_and_the_dead_missed(monkeypatch: Any) -> None:
-    stage, batch = learner(), pack_episodes(toy_episodes(40, seed=9))
+    stage, batch = learner(), pack_episodes(toy_episodes(40, seed=9, apart=True))
     stage.calibrate(batch)
     missing, belief = stage.beliefs(batch)
     at = torch.nonzero(missing)
@@ -160,7 +160,7 @@ def test_a_threshold_balances_the_living_taken_for_dead_and_the_dead_missed(monk
 
 
 def test_gains_minimise_the_error_of_the_living() -> None:
-    stage, batch = learner(), pack_episodes(toy_episodes(20, seed=9))
+    stage, batch = learner(), pack_episodes(toy_episodes(20, seed=9, apart=True))
     stage.calibrate(batch)
     sample, gain = stage.sample(batch), stage.predictor.gain.double()
     out = stage.predictor(sample.memory, sample.packing)
@@ -203,14 +203,14 @@ def play(reconstructor: Any, episodes: Any) -> list[list[torch.Tensor]]:
 
 def acting(**changes: Any) -> tuple[Any, TrackingReconstructor]:
     stage = learner(torch.float32, **changes)
-    p_dead = stage.beliefs(pack_episodes(toy_episodes(7, seed=21)))[1].p_dead
+    p_dead = stage.beliefs(pack_episodes(toy_episodes(7, seed=21, apart=True)))[1].p_dead
     stage.predictor.threshold.copy_(p_dead.median())
     return stage, TrackingReconstructor(None, stage.predictor, stage.config, INFO)
 
 
 def test_acting_believes_what_training_predicts_and_learning_reads_its_bits() -> None:
     stage, reconstructor = acting()
-    episodes = toy_episodes(7, seed=21)
+    episodes = toy_episodes(7, seed=21, apart=True)
     played = play(reconstructor, episodes)
     extra = [{"acted": obs, "marks": marks, "recon": kept} for obs, marks, kept in played]
     batch = pack_episodes([{**one, **more} for one, more in zip(episodes, extra, strict=True)])
@@ -226,7 +226,7 @@ def test_acting_believes_what_training_predicts_and_learning_reads_its_bits() ->
 
 def test_every_input_matters_and_no_other_episode() -> None:
     _, reconstructor = acting()
-    episodes = toy_episodes(4, seed=22, longest=10)
+    episodes = toy_episodes(4, seed=22, longest=10, apart=True)
     alone = play(reconstructor, episodes[:1])[0][0]
     assert torch.allclose(play(reconstructor, episodes)[0][0], alone, atol=2e-3)
     changed = {**episodes[0], "actions": (episodes[0]["actions"] + 1) % INFO.n_actions}
@@ -240,7 +240,7 @@ def test_every_input_matters_and_no_other_episode() -> None:
 def test_a_snapshot_continues_in_the_middle_of_an_episode_bit_for_bit() -> None:
     stage, whole = acting()
     other = TrackingReconstructor(None, stage.predictor, stage.config, INFO)
-    (episode,) = toy_episodes(1, seed=24)
+    (episode,) = toy_episodes(1, seed=24, apart=True)
     whole.begin(1)
     other.begin(1)
     for step, (obs, action) in enumerate(zip_longest(episode["obs"].repeat(3, 1, 1), episode["actions"].repeat(3, 1))):
@@ -254,7 +254,7 @@ def test_a_snapshot_continues_in_the_middle_of_an_episode_bit_for_bit() -> None:
 def test_parts_of_a_batch_add_up_and_nothing_missing_changes_nothing() -> None:
     whole, parts = learner(), learner()
     object.__setattr__(parts.config, "graph_frames_at_once", 1)
-    batch = pack_episodes(toy_episodes(9, seed=5))
+    batch = pack_episodes(toy_episodes(9, seed=5, apart=True))
     assert len(parts._parts(batch)) > 2 and len(whole._parts(batch)) == 1
     for stage in (whole, parts):
         stage.update(batch)
@@ -263,7 +263,9 @@ def test_parts_of_a_batch_add_up_and_nothing_missing_changes_nothing() -> None:
     before = state_of(whole)
     whole.warm_up(batch)
     whole.evaluate(batch)
-    whole.update(pack_episodes([{name: torch.zeros_like(v) for name, v in e.items()} for e in toy_episodes(2)]))
+    whole.update(
+        pack_episodes([{name: torch.zeros_like(v) for name, v in e.items()} for e in toy_episodes(2, apart=True)])
+    )
     changed = [name for name, value in state_of(whole).items() if not equal({name: value}, {name: before[name]})]
     assert changed in ([], ["updates"])
 
@@ -283,7 +285,7 @@ def regular(episodes: Any) -> Any:
 def test_training_lowers_the_error_of_the_living() -> None:
     changes = {"kind": "tracker", "d_model": 32, "feedforward_dim": 32, "graph_lr": 0.01, "graph_pretrain_epochs": 60}
     stage: Any = graph_learner("stage2", torch.float32, graph_frames_at_once=1000, **changes)
-    held_out = pack_episodes(regular(toy_episodes(12, seed=70)))
+    held_out = pack_episodes(regular(toy_episodes(12, seed=70, apart=True)))
 
     def error() -> float:
         sample = stage.sample(held_out)
@@ -294,7 +296,7 @@ def test_training_lowers_the_error_of_the_living() -> None:
 
     before, loss = error(), stage.evaluate(held_out)["graph_loss"]
     for seed in range(60):
-        stage.update(pack_episodes(regular(toy_episodes(8, seed=100 + seed))))
+        stage.update(pack_episodes(regular(toy_episodes(8, seed=100 + seed, apart=True))))
     assert error() < 0.1 * before
     after = stage.evaluate(held_out)["graph_loss"]
     assert after[0] / after[1] < loss[0] / loss[1] - 0.3
