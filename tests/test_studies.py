@@ -288,6 +288,13 @@ if what == "hangs":
     signal.signal(signal.SIGTERM, end)
     print("ready", flush=True)
     time.sleep(60)
+if what == "busy":
+    child = os.fork()
+    while time.process_time() < 0.4:
+        pass
+    if not child:
+        os._exit(0)
+    os.wait()
 time.sleep(0.1)
 if what != "nothing":
     open(os.path.join(folder, "summary.json"), "w").write(json.dumps({"win_rate": 0.5, "exit_state": "completed"}))
@@ -340,6 +347,39 @@ def test_a_failed_run_is_noted_and_the_others_go_on(study):
     engine.run(jobs, local(study, jobs=1), study)
     assert {name: starts(study, name) for name in ("b", "e")} == before
     assert len(starts(study, "a")) == len(starts(study, "d")) == 2
+
+
+def test_the_cpu_time_of_each_run_is_that_of_its_own_processes_over_all_starts(study, monkeypatch):
+    jobs = [stub_job("busy", "busy"), stub_job("idle"), stub_job("later", "busy")]
+    cores = tuple(os.sched_getaffinity(0))[0]
+    monkeypatch.setattr("omagd.run.studies.local._cores", lambda args: [(cores,), (cores,)])
+    engine.run(jobs, local(study), study)
+    spent = {name: record.cpu_seconds for name, record in study.records.items()}
+    assert all(0.7 < spent[name] < 3 for name in ("busy", "later")) and 0 < spent["idle"] < 0.4
+    assert spent["later"] < spent["busy"] + 0.6
+    study.is_finished = lambda name: (study.run_folder(name).path / "again").exists()  # it failed, and is repeated
+    engine.run(jobs[:1], local(study), study)
+    assert study.records["busy"].cpu_seconds > spent["busy"] + 0.7
+    study.changed()
+    study.save(now=True)
+    assert StudyState.read(study.folder).records["busy"].cpu_seconds == study.records["busy"].cpu_seconds
+
+
+def test_runs_that_are_stopped_have_their_cpu_time_too(study):
+    executor = local(study, jobs=1)
+    executor.start(stub_job("a", "hangs"), engine.command_of(Record(stub_job("a", "hangs")), study), ())
+    until = time.monotonic() + 30
+    while "ready" not in log_of(study, "a"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    executor.stop()
+    (ended,) = executor.poll()
+    assert ended.exit_code == 143 and ended.cpu_seconds > 0
+
+
+def log_of(state: StudyState, name: str) -> str:
+    path = Place(state.folder, None).log(name)
+    return path.read_text() if path.exists() else ""
 
 
 def test_runs_share_no_core_and_no_more_than_asked_run_at_a_time(study):
@@ -1002,10 +1042,54 @@ def test_the_line_of_a_run_has_its_card_at_the_end_and_is_found_by_that_at_the_s
     line = results.line_of("s", stub_job("a"), folder, {"id": "before"}, "i")
     assert (line["card"]["id"], line["versions"]) == ("after", {"torch": "2"})
     assert line["summary"]["stages"] == {"stage3": {"clock": {"t_env": 5}, "values": {"win_rate": 0.5}}}
+    assert [line[key] for key in ("commit", "seconds", "cpu_seconds")] == [None] * 3
     results.append(tmp_path / "results.jsonl", line)
     known, _ = results.known_keys(tmp_path / "results.jsonl")
     assert list(known) == [results.key_of({"id": "before"}, "i")]
     assert "Infinity" not in (tmp_path / "results.jsonl").read_text()
+
+
+def test_the_line_of_a_run_has_the_code_the_cost_and_the_beliefs_of_each_stage(tmp_path):
+    state = StudyState(tmp_path)
+    finish_run(state, "a")
+    folder = state.run_folder("a")
+    stage2 = {"clock": {"epoch": 3}, "values": {"error": 0.1}, "phases": {"wall": 7.5, "update": 5.0},
+              "beliefs": {"rows": [{"count": 1234567, "mse": 0.12345678}]}, "files": {"x": str(tmp_path)}}  # fmt: skip
+    folder.summary_json.write_text(json.dumps({"stages": {"stage2": stage2, "stage3": {"phases": {"wall": "x"}}}}))
+    cost = {"commit": "abc", "seconds": 12.34, "cpu_seconds": 5.67}
+    line = results.line_of("s", stub_job("a"), folder, {"id": "c"}, "i", **cost)
+    rows = [{"count": 1234567, "mse": 0.12346}]
+    kept = {**{key: stage2[key] for key in ("clock", "values")}, "beliefs": {"rows": rows}}
+    assert line["summary"]["stages"] == {"stage2": {**kept, "seconds": 7.5}, "stage3": {}}
+    assert [line[key] for key in ("commit", "seconds", "cpu_seconds")] == ["abc", 12.3, 5.7]
+
+
+def test_a_checkout_is_named_by_its_commit_and_an_installed_package_by_none(tmp_path, monkeypatch):
+    def git(*words):
+        names = [word for key in ("user.name", "user.email") for word in ("-c", f"{key}=x@y.z")]
+        done = subprocess.run(["git", "-C", tmp_path, *names, *words], capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode().strip()
+
+    package = tmp_path / "src"
+    code = package / "run" / "studies" / "results.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("1")
+    monkeypatch.setattr(results, "__file__", str(code))
+    assert results.commit_of_code() == ""
+    git("init", "-q")
+    assert results.commit_of_code() == ""  # a package within somebody's repository
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    assert results.commit_of_code() == git("rev-parse", "HEAD")
+    (tmp_path / "results.jsonl").write_text("of the study")
+    git("add", "results.jsonl")
+    (package / "notes").write_text("not part of it")
+    assert results.commit_of_code() == git("rev-parse", "HEAD")
+    code.write_text("2")
+    assert results.commit_of_code() == git("rev-parse", "HEAD") + "-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert results.commit_of_code() == ""
 
 
 def test_lines_of_many_processes_do_not_mix_and_are_on_the_disk(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from omagd.run.studies.executors import Ended, Job, Place
-from omagd.run.studies.processes import STOP_SECONDS, kill_group, last_error, start_run
+from omagd.run.studies.processes import STOP_SECONDS, children_seconds, kill_group, last_error, start_run
 from omagd.utils.errors import UserError
 
 
@@ -45,6 +45,7 @@ class LocalExecutor:
         self.slots = _cores(self._args)
         self.words = () if self._args.threads is None else (f"torch_threads={self._args.threads}",)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._cpu_seconds: dict[str, float] = {}
 
     def start(self, job: Job, command: list[str], cpus: tuple[int, ...]) -> None:
         """Start a run on its cores."""
@@ -55,12 +56,22 @@ class LocalExecutor:
         """Return the runs that have ended."""
         found = []
         for name, process in list(self._processes.items()):
-            code = process.poll()
+            code = self._exit_code(name)
             if code is not None:
                 del self._processes[name]
                 kill_group(process)  # what it may have left
-                found.append(Ended(name, code, last_error(self._place.log(name), code)))
+                cpu_seconds = self._cpu_seconds.pop(name, 0.0)
+                found.append(Ended(name, code, last_error(self._place.log(name), code), cpu_seconds))
         return found
+
+    def _exit_code(self, name: str) -> int | None:
+        """Return the exit code of a run, None while it goes on; when it has ended, note its CPU time."""
+        process = self._processes[name]
+        if process.returncode is None:
+            before = children_seconds()
+            if process.poll() is not None:  # which adds the times of this process, and of no other, to the children's
+                self._cpu_seconds[name] = children_seconds() - before
+        return process.returncode
 
     def running(self) -> set[str]:
         """Return the runs in progress."""
@@ -77,7 +88,7 @@ class LocalExecutor:
             for name in self._processes:
                 self.cancel(name)
             until = time.monotonic() + STOP_SECONDS
-            while time.monotonic() < until and any(process.poll() is None for process in self._processes.values()):
+            while time.monotonic() < until and any(self._exit_code(name) is None for name in self._processes):
                 time.sleep(0.05)
         finally:
             for process in self._processes.values():

@@ -87,6 +87,12 @@ def finish(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS) -> i
         return process.wait()
 
 
+def children_seconds() -> float:
+    """Return the CPU seconds of all processes that this one has waited for, and of those that they waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def last_error(log: Path, exit_code: int | None) -> str:
     """Return one line on why a command failed: the last error in its log, else how it ended."""
     if exit_code == 0:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from omagd.run.analysis.runs import read_records
 from omagd.run.studies.executors import Job
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, plain
-from omagd.utils.storage import opened, read_entry, try_folder
+from omagd.utils.storage import is_number, opened, read_entry, try_folder
 from omagd.utils.writing import open_lines
 
 Key = tuple[str, str]
@@ -51,8 +53,14 @@ def known_keys(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
     return found, bad
 
 
-def line_of(study: str, job: Job, folder: RunFolder, card: dict[str, Any], identity: str) -> dict[str, Any]:
-    """Return the line of a finished run."""
+def line_of(
+    study: str, job: Job, folder: RunFolder, card: dict[str, Any], identity: str, *,
+    commit: str = "", seconds: float = 0.0, cpu_seconds: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the line of a finished run.
+
+    commit: of the code, "" if unknown. seconds, cpu_seconds: of all its starts, 0 if not measured.
+    """
     summary = read_entry(folder.summary_json)
     final = read_entry(folder.card_json) or card
     told = final.get("told")
@@ -60,16 +68,50 @@ def line_of(study: str, job: Job, folder: RunFolder, card: dict[str, Any], ident
     skipped = {"card", "folder", "artifacts", "stages", "phases"}
     given = summary.get("stages")
     stages = {
-        name: {part: stage[part] for part in ("clock", "values") if part in stage}
+        name: _stage(stage)
         for name, stage in (given.items() if isinstance(given, dict) else ())
         if isinstance(stage, dict)
     }
     return {
         "study": study, "job": job.name, "arm": job.arm, "env": job.env, "map": job.map, "seed": job.seed,
         "words": list(job.words), "start_card": card.get("id"), "identity": identity, "finished": time.time(),
+        "seconds": round(seconds, 1) or None, "cpu_seconds": round(cpu_seconds, 1) or None,
         "summary": {**{name: value for name, value in summary.items() if name not in skipped}, "stages": stages},
-        "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": versions,
+        "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": versions, "commit": commit or None,
     }  # fmt: skip
+
+
+def _stage(stage: dict[str, Any]) -> dict[str, Any]:
+    """Return what the line keeps of a stage; `beliefs`: the errors by class of units; `seconds`: of its last start."""
+    phases = stage.get("phases")
+    seconds = phases.get("wall") if isinstance(phases, dict) else None
+    kept: dict[str, Any] = {part: stage[part] for part in ("clock", "values", "beliefs") if part in stage}
+    if "beliefs" in kept:
+        kept["beliefs"] = _shorter(kept["beliefs"])
+    return {**kept, **({"seconds": seconds} if is_number(seconds) else {})}
+
+
+def _shorter(value: Any) -> Any:
+    """Return JSON values with five digits: tables of many numbers would make most of the file."""
+    if isinstance(value, dict):
+        return {key: _shorter(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shorter(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def commit_of_code() -> str:
+    """Return the commit of the checkout that this code runs from, and `-dirty` if it was changed; "" without one."""
+    code = Path(__file__).resolve()
+    package = str(code.parents[2])
+    asked = (["ls-files", "--error-unmatch", str(code)], ["rev-parse", "HEAD"],
+             ["status", "--porcelain", "--untracked-files=no", "--", package])  # fmt: skip
+    git = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=20)
+    try:
+        _, commit, changes = (git(["git", "-C", package, *words]).stdout for words in asked)
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or installed within a foreign one
+        return ""
+    return commit.strip() + "-dirty" * bool(changes.strip())
 
 
 def tests_of(metrics: Path) -> dict[str, list[float | None]]:

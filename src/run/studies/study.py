@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 from omagd.run.studies import EXECUTORS, engine, results
 from omagd.run.studies.executors import Executor, Job, Place
-from omagd.run.studies.processes import bound
+from omagd.run.studies.processes import bound, children_seconds
 from omagd.run.studies.spec import Study
 from omagd.run.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
 from omagd.run.studies.view import ConsoleView
@@ -47,7 +46,7 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
     names = {job.name for job in study.jobs}
     executor = make_executor(study.executor, place, (known[name] for name in known if name in names))
     with closed_to_others(), locked_study(study.folder) as state:
-        begun = time.process_time(), _children()
+        begun = time.process_time(), children_seconds()
         state.add(study.jobs)
         state.cpu_seconds["engine"] += begun[0]  # imports and the study file
         state.cpu_seconds["checks"] += begun[1]
@@ -98,13 +97,8 @@ def _references(records: Iterable[Record]) -> dict[str, str]:
     return {record.job.name: record.reference for record in records if record.reference}
 
 
-def _children() -> float:
-    times = os.times()
-    return times.children_user + times.children_system
-
-
 def _note_time(state: StudyState, before: dict[str, float], begun: tuple[float, float]) -> None:
-    own, runs = time.process_time() - begun[0], _children() - begun[1]
+    own, runs = time.process_time() - begun[0], children_seconds() - begun[1]
     state.cpu_seconds = {**before, "engine": before["engine"] + own, "runs": before["runs"] + runs}
     state.changed()
 
@@ -163,6 +157,7 @@ class _Results:
     def __init__(self, study: Study, state: StudyState, warn: Callable[[str], None]) -> None:
         self._path, self._name, self._state, self._warn = study.results_file, study.folder.name, state, warn
         self._known: dict[results.Key, dict[str, Any]] = {}
+        self._commit = results.commit_of_code() if self._path is not None else ""
         if self._path is None:
             return
         try:
@@ -192,7 +187,10 @@ class _Results:
         if self._path is None or key in self._known or not (done or record.state == DONE):
             return
         folder = self._state.run_folder(record.job.name)
-        entry = results.line_of(self._name, record.job, folder, record.card, record.identity)
+        entry = results.line_of(
+            self._name, record.job, folder, record.card, record.identity, commit=self._commit,
+            seconds=record.seconds, cpu_seconds=record.cpu_seconds,
+        )  # fmt: skip
         try:
             results.append(self._path, entry)
             self._known[key] = entry
