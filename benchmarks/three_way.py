@@ -1,7 +1,7 @@
 """The comparison that the method lives by: agents on what they see, on what is reconstructed, and on everything.
 
     python benchmarks/three_way.py --env skirmish --map 5m_vs_6m --t-max 300000 --seeds 1 2 3
-        [--arms ff baseline last_seen team_obs omagd full_obs]
+        [--arms ff baseline last_seen map_constant team_obs omagd full_obs]
 
 `baseline` reads `obs`, `omagd` the reconstruction, `full_obs` (an upper bound, not a method) the whole field; same
 agent, same seeds, same steps. `ff` has no memory, agents of `last_seen` keep units as they saw them last, agents of
@@ -25,13 +25,14 @@ KINDS = {
     "ff": ["use_graph_reconstruction=False", "agent=ff"],
     "baseline": ["use_graph_reconstruction=False"],
     "last_seen": ["use_graph_reconstruction=False", "fill_unseen=last_seen"],
+    "map_constant": ["mask_predictor_config.kind=map_constant"],
     "team_obs": ["use_graph_reconstruction=False", "use_team_obs=True"],
     "omagd": [],
     "full_obs": ["use_graph_reconstruction=False", "use_full_obs=True"],
 }
 COLOURS = {
     "ff": "#b9a44c", "baseline": "#8893a3", "last_seen": "#3f9b4f", "team_obs": "#6a5acd", "omagd": "#0f8f8a",
-    "full_obs": "#d95f3a",
+    "full_obs": "#d95f3a", "map_constant": "#c2478f",
 }  # fmt: skip
 Curve = list[tuple[float, float, float]]
 

@@ -12,10 +12,10 @@ from omagd.config.loading import resolve
 from omagd.config.schema import Config, MaskPredictorConfig
 from omagd.learners import PREDICTORS
 from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.modules.graph_reconstructers import REGISTRY
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.graph_reconstructers.tracker import Tracker
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode
 
@@ -43,8 +43,8 @@ def toy_modules(config: Config, dtype: torch.dtype = torch.float32, seed: int = 
     torch.manual_seed(seed)
     tokenizer = Tokenizer(config.tokenizer_config, LAYOUT).to(dtype)
     n_codes = config.tokenizer_config.n_codes
-    if config.mask_predictor_config.kind == "tracker":
-        return tokenizer, Tracker(config.mask_predictor_config, INFO).to(dtype)
+    if (kind := config.mask_predictor_config.kind) != "masked":
+        return tokenizer, REGISTRY.get(kind).new_predictor(config, INFO).to(dtype)
     predictor = MaskPredictor(config.mask_predictor_config, n_codes, LAYOUT, INFO.episode_limit).to(dtype)
     predictor.bind(tokenizer.table())
     return tokenizer, predictor

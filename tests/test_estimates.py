@@ -190,3 +190,5 @@ def test_stages_of_the_graph_take_their_fixed_time_once_and_the_rest_per_epoch()
         config = resolve("omagd_small", updates={"graph_pretrain_epochs": epochs})
         found = estimate._stages([], ended, config)
         assert found == dict.fromkeys(("stage1", "stage2"), pytest.approx(26.0 + 3.0 * epochs))
+        alone = {"stage2": {"phases": phases, "clock": {"epoch": 1}}}
+        assert estimate._stages([], alone, config) == {"stage2": 38.0}, "it ended before the probe did"

@@ -119,6 +119,11 @@ RUNS: dict[str, Run] = {
         mask_predictor_config={**STAGES["mask_predictor_config"], "kind": "tracker", "decode": "mean"},
         makes=("models/pretrain_stage2_best/stage2_model.th", "plots/beliefs.png"),
     ),
+    "map constants": Run(
+        "fog_map_constant", "skirmish", TINY, NETWORKS, run="default", t_max=40, graph_pretrain_episodes=4,
+        graph_pretrain_eval_episodes=2, graph_pretrain_test_episodes=2, env_args={"map_name": "3m"},
+        mask_predictor_config={"kind": "map_constant"}, makes=("models/pretrain_stage2_best/stage2_model.th",),
+    ),
     "stage 3 alone": Run(
         "omagd_small", "skirmish", STAGES, t_max=40, recontructer_stage="stage3", needs=PRETRAINED
     ),

@@ -99,22 +99,10 @@ def _stages(config: Config) -> None:
     for stage, key in (("stage1", "pretrained_tokenizer_path"), ("stage2", "pretrained_mask_predictor_path")):
         if config.stage == stage and getattr(config, key) and not config.evaluation_only:
             raise UserError(f"{key}: reconstructer_stage={stage} trains that module from scratch. Drop one of the two")
-    if config.stage in {"stage2", "stage3"} and not config.pretrained_tokenizer_path:
-        raise UserError(
-            f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "
-            "(models/pretrain_stage1_best/ of a stage1 run), or reconstructer_stage=all"
-        )
-    if config.pretrained_mask_predictor_path and not config.pretrained_tokenizer_path:
-        raise UserError(
-            f"pretrained_mask_predictor_path={config.pretrained_mask_predictor_path}: needs the tokenizer that it was"
-            " trained with. Also give pretrained_tokenizer_path=… of the same pre-training"
-        )
     if config.pretrain_only and config.pretrained_mask_predictor_path and not config.evaluation_only:
-        raise UserError("pretrain_only=True: both pretrained paths are given, so nothing is left to train. Drop one")
-    if config.stage == "stage3" and not config.pretrained_mask_predictor_path:
         raise UserError(
-            "reconstructer_stage=stage3: needs pretrained_mask_predictor_path=… "
-            "(models/pretrain_stage2_best/ of a stage2 run), or reconstructer_stage=all"
+            "pretrain_only=True: pretrained_mask_predictor_path is given, so nothing is left to train. Drop one of the"
+            " two"
         )
 
 
@@ -150,9 +138,9 @@ def _reconstruction(config: Config) -> None:
 
 
 def _predictor(predictor: MaskPredictorConfig) -> None:
-    if predictor.kind == "tracker" and predictor.decode == "argmax":
+    if predictor.kind != "masked" and predictor.decode == "argmax":
         raise UserError(
-            "mask_predictor_config.decode=argmax: kind=tracker predicts features, not codes. Use decode=mean"
+            f"mask_predictor_config.decode=argmax: kind={predictor.kind} predicts features, not codes. Use decode=mean"
         )
     if predictor.d_model % predictor.n_heads:
         raise UserError(
@@ -166,7 +154,8 @@ def _playing(config: Config) -> None:
         raise UserError(
             "evaluate=True: needs checkpoint_path=<run folder>. Or run: python -m omagd evaluate <run folder>"
         )
-    if config.evaluation_only and not (config.use_graph_reconstruction and config.pretrained_tokenizer_path):
+    given = config.pretrained_tokenizer_path or config.pretrained_mask_predictor_path
+    if config.evaluation_only and not (config.use_graph_reconstruction and given):
         raise UserError(
             "evaluation_only=True: evaluates pre-trained graph modules: it needs --config=omagd and"
             " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To evaluate an agent:"

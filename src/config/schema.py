@@ -63,7 +63,7 @@ class TokenizerConfig(Frozen):
 class MaskPredictorConfig(Frozen):
     """Stage 2, the predictor of unseen units."""
 
-    kind: str  # masked: transformer over tokens | tracker: a state per agent and unit, d_model wide, and no tokens
+    kind: str  # masked: transformer over tokens | tracker: state per agent and unit, no tokens | map_constant: means
     d_model: Width  # width of the transformer
     n_layers: Layers  # layers of the transformer
     n_heads: Width  # attention heads; divides d_model

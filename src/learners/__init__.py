@@ -25,6 +25,7 @@ PREDICTORS: Registry[type] = Registry(
     lazy={
         "masked": "omagd.learners.predictor_learner:PredictorLearner",
         "tracker": "omagd.learners.tracker_learner:TrackerLearner",
+        "map_constant": "omagd.learners.map_constant_learner:MapConstantLearner",
     },
 )
 """Learners of stage 2 by the kind of predictor; `omagd.modules.graph_reconstructers.REGISTRY` has the same names."""

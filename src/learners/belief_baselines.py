@@ -121,7 +121,7 @@ def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: D
     """
     assert info.layout is not None
     layout = info.layout
-    sums = _Sums(info, dist.device)
+    sums = Sums(info, dist.device)
     frames = 0
     for batch in training():
         cases = cases_of(batch, layout)
@@ -135,7 +135,7 @@ def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: D
     return Baselines(varies, bounds, slot_mean, map_constant, weights, penalty, layout, info.episode_limit)
 
 
-class _Sums:
+class Sums:
     """Sums over living units, seen or not, for `varies`, and over living unseen ones for the means."""
 
     def __init__(self, info: EnvInfo, device: torch.device) -> None:

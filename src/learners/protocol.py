@@ -69,6 +69,8 @@ class Learner(Trainable, Protocol):
 class PretrainingLearner(Trainable, Protocol):
     """A learner of stage 1 or 2.
 
+    Optional: `most_updates`, after how many updates there is nothing left to learn; by default never.
+
     Attributes:
         best_metric: name in the stats of `evaluate` that selects the best model; lower is better.
     """

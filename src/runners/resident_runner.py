@@ -17,6 +17,8 @@ from omagd.controllers.types import Exploration, Policy
 from omagd.envs.factory import validate_env_args
 from omagd.envs.resident import CanBeResident
 from omagd.envs.task_sets.sets import task_set
+from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.runners.resident_loop import END, LENGTH, RESULTS, RETURN, ResidentLoop
 from omagd.runners.rollout import Rollout
 from omagd.runners.runner import Runner
@@ -71,6 +73,7 @@ class ResidentRunner(Runner):
     def check(config: Config) -> None:
         """Reject what cannot be played on a device. Errors: UserError."""
         env = cast(Any, envs.REGISTRY.get(config.env))
+        kind = config.mask_predictor_config.kind
         on_gpu = config.use_cuda and torch.cuda.is_available() and not config.cpu_inference
         problems = {
             "plays in no other process, so not with env_processes=True": config.env_processes,
@@ -80,6 +83,9 @@ class ResidentRunner(Runner):
             "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
             "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
             f"fills in what a predictor says, not with fill_unseen={config.fill_unseen}": config.fill_unseen != "none",
+            f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
+                config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), Reconstructor)
+            ),
             "reconstructs where it acts, so not with cpu_inference=True and use_graph_reconstruction=True": (
                 config.cpu_inference and config.use_graph_reconstruction
             ),

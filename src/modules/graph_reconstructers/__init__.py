@@ -1,8 +1,9 @@
 """Stages 1 and 2: graphs of entities, the tokenizer, predictors of unseen units, and reconstruction by them.
 
 `REGISTRY` has the kinds of predictors (`mask_predictor_config.kind`) by what acts with them. A reconstructor names its
-module (`predictor_type`), the keys that determine its weights (`shape_keys`), and the fields of episodes that training
-reads (`training_fields`). `omagd.learners.PREDICTORS` has the learners of the same names.
+module (`predictor_type`), the keys that determine its weights (`shape_keys`), the fields of episodes that training
+reads (`training_fields`), and the stages that train it (`pretraining`, by default stages 1 and 2).
+`omagd.learners.PREDICTORS` has the learners of the same names.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ REGISTRY: Registry[Any] = Registry(
     lazy={
         "masked": "omagd.modules.graph_reconstructers.reconstructor:Reconstructor",
         "tracker": "omagd.modules.graph_reconstructers.tracking:TrackingReconstructor",
+        "map_constant": "omagd.modules.graph_reconstructers.map_constant:MapConstantReconstructor",
     },
 )
 
@@ -26,3 +28,9 @@ def training_fields(config: Config) -> tuple[str, ...]:
     """Return the fields of episodes that stages 1 and 2 keep."""
     fields: tuple[str, ...] = REGISTRY.get(config.mask_predictor_config.kind).training_fields
     return fields
+
+
+def pretraining(config: Config) -> tuple[str, ...]:
+    """Return the stages that train the configured kind of predictor: stage 1 only where it reads tokens."""
+    kind = REGISTRY.get(config.mask_predictor_config.kind)
+    return tuple(getattr(kind, "pretraining", ("stage1", "stage2")))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers import REGISTRY
+from omagd.modules.graph_reconstructers import REGISTRY, pretraining
 from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
@@ -308,7 +308,8 @@ def check(meta: object, config: Config, info: EnvInfo, key: str, path: str) -> N
     kind, sections = KINDS[key]
     if "mask_predictor_config" in sections:
         shape = REGISTRY.get(config.mask_predictor_config.kind).shape_keys
-        sections = {**sections, "mask_predictor_config": shape}
+        codes = {"tokenizer_config": sections["tokenizer_config"]} if "stage1" in pretraining(config) else {}
+        sections = {**codes, "mask_predictor_config": shape}
     source = f"{key}={path}"
     if not isinstance(meta, dict) or meta.get("kind") != kind:
         raise UserError(f"{source} is not the file of a trained {kind}; give the one that pre-training wrote")

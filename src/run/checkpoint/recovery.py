@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.schema import Config
+from omagd.modules.graph_reconstructers import pretraining
 from omagd.run.checkpoint import store
 from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, SavedWeights
 from omagd.run.checkpoint.store import Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part, read_saved
@@ -188,7 +189,7 @@ def _saved_weights(folder: RunFolder, config: Config) -> SavedWeights | None:
     """Return the newest readable weights in `models/` with all modules that they need; None if there are none."""
     trained: dict[str, Path] = {}
     given = {"stage1": config.pretrained_tokenizer_path, "stage2": config.pretrained_mask_predictor_path}
-    needed = [name for name in PRETRAINED if config.stage in {"all", name} and not given[name]]
+    needed = [name for name in pretraining(config) if config.stage in {"all", name} and not given[name]]
     for name in needed if config.use_graph_reconstruction else ():
         files = [folder.pretrained(name, best) / PRETRAINED[name] for best in (True, False)]
         readable = [path for path in files if _can_be_read(path)]

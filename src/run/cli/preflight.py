@@ -69,10 +69,12 @@ def preflight(config: Config) -> PreflightResult:
     plan = make_plan(config)  # imports torch; the checks above do not
     from omagd.run.training.build import check_data, check_tasks, complete_args, with_maps
     from omagd.run.training.device import check_machine
+    from omagd.run.training.experiment import check_stages
     from omagd.run.training.groups import check_groups
     from omagd.run.training.opponents import check_opponents
     from omagd.run.training.tasks import check_dealing
 
+    check_stages(config)
     config = complete_args(config)
     info = describe_env(config)  # before the file of a set is replaced by its content, so that errors name the file
     config = with_maps(config)

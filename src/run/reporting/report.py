@@ -123,15 +123,13 @@ def next_command(summary: Summary) -> str:
         return f"python -m omagd evaluate {shlex.quote(str(summary['folder']))}" if saved else ""
     given = read_entry(RunFolder(summary["folder"]).config_json).get("pretrained_tokenizer_path")
     tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given
-    if not tokenizer:
-        return ""
-    paths = f"pretrained_tokenizer_path={shlex.quote(str(tokenizer))}"
+    paths = f" pretrained_tokenizer_path={shlex.quote(str(tokenizer))}" if tokenizer else ""
     if "stage2" not in stages:
-        return f"{base} reconstructer_stage=stage2 {paths}"
+        return f"{base} reconstructer_stage=stage2{paths}" if paths else ""
     predictor = stages["stage2"].get("files", {}).get("stage2")
     if not predictor:
         return ""
-    return f"{base} reconstructer_stage=stage3 {paths} pretrained_mask_predictor_path={shlex.quote(str(predictor))}"
+    return f"{base} reconstructer_stage=stage3{paths} pretrained_mask_predictor_path={shlex.quote(str(predictor))}"
 
 
 def seeds_table(results: Sequence[Summary]) -> str:

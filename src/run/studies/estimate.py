@@ -205,6 +205,8 @@ def _stages(rows: Iterable[dict[str, Any]], ended: Any, config: Config) -> Stage
             once = sum(about["phases"].get(part, 0.0) for part in ONCE)
             per_epoch = (about["phases"]["wall"] - once) / max(1, about["clock"]["epoch"])
             found[name] = once + per_epoch * config.graph_pretrain_epochs
+            if about["clock"]["epoch"] < PROBE_EPOCHS:  # it ended by itself
+                found[name] = about["phases"]["wall"]
     steps = once = testing = other = before = 0.0
     tests = 0
     for row in rows:

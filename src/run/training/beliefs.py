@@ -37,7 +37,7 @@ def evaluate_beliefs(
 
     Returns the metrics over all ranks, the path of a picture and the table; all are empty without reconstruction.
     """
-    if pretrained.tokenizer is None or pretrained.predictor is None or not session.config.use_graph_reconstruction:
+    if pretrained.predictor is None or not session.config.use_graph_reconstruction:
         return {}, {}, {}
     per_slot = session.rounds(session.config.graph_pretrain_eval_episodes)
     rollout = session.runners["beliefs"].run(mac, explore=None, episodes_per_slot=per_slot, full_obs=True)
@@ -85,7 +85,7 @@ def saved_baselines(session: Session) -> Baselines | None:
 
 def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch, name: str) -> Path:
     """Draw one step of `batch` to `plots/<name>.png`: as seen, as reconstructed and as it truly was."""
-    assert pretrained.tokenizer is not None and pretrained.predictor is not None and session.info.layout is not None
+    assert pretrained.predictor is not None and session.info.layout is not None
     layout = session.info.layout
     kind = graph_reconstructers.REGISTRY.get(session.config.mask_predictor_config.kind)
     reconstructor = kind(pretrained.tokenizer, pretrained.predictor, session.config, session.info)

@@ -290,7 +290,8 @@ def of_checkpoint(config: Config, step_folder: Path) -> Config:
     """
     run_folder = RunFolder(run_folder_of(step_folder))
     found: dict[str, str] = {}
-    for stage, (_, key, _, _) in PRETRAINED.items():
+    for stage in reconstructers.pretraining(config):
+        key = PRETRAINED[stage][1]
         own = run_folder.pretrained(stage, best=True)
         found[key] = getattr(config, key) or (str(own) if own.is_dir() else _given_to(run_folder, key))
     return config.model_copy(update=found)
@@ -314,10 +315,10 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
     if config.fill_unseen == "last_seen" and info.layout is not None:
         reconstructor = LastSight(info, torch.device("cpu") if config.cpu_inference else device)
     if config.use_graph_reconstruction:
-        assert pretrained.tokenizer is not None and pretrained.predictor is not None
-        frozen = pretrained.tokenizer, pretrained.predictor
+        assert pretrained.predictor is not None
+        frozen: tuple[Any, ...] = pretrained.tokenizer, pretrained.predictor
         if config.cpu_inference:
-            frozen = copy.deepcopy(frozen[0]).cpu(), copy.deepcopy(frozen[1]).cpu()
+            frozen = tuple(copy.deepcopy(module).cpu() if module is not None else None for module in frozen)
         kind = reconstructers.REGISTRY.get(config.mask_predictor_config.kind)
         reconstructor = kind(*frozen, config, info)
     seed_everything(config.seed, "agent")

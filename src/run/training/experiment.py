@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from omagd.config.schema import Config
+from omagd.modules.graph_reconstructers import pretraining
 from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.recovery import recover
 from omagd.run.checkpoint.resuming import rank_at_work
@@ -43,6 +44,7 @@ from omagd.run.training.stages.pretraining import Stage1
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
 from omagd.utils.progress import close_bars
 from omagd.utils.run_folder import RunFolder, keep_json
@@ -172,12 +174,35 @@ def _with_weights(config: Config, plan: ResumePlan) -> Config:
     return config.model_copy(update={"checkpoint_path": str(plan.weights.step), "load_step": 0})
 
 
+def check_stages(config: Config) -> None:
+    """Reject stages without the trained modules that they need. Errors: UserError."""
+    if not config.use_graph_reconstruction or config.evaluate:
+        return
+    predictor = config.pretrained_mask_predictor_path
+    if "stage1" in pretraining(config) and not config.pretrained_tokenizer_path:
+        if config.stage in {"stage2", "stage3"}:
+            raise UserError(
+                f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "
+                "(models/pretrain_stage1_best/ of a stage1 run), or reconstructer_stage=all"
+            )
+        if predictor:
+            raise UserError(
+                f"pretrained_mask_predictor_path={predictor}: needs the tokenizer that it was"
+                " trained with. Also give pretrained_tokenizer_path=… of the same pre-training"
+            )
+    if config.stage == "stage3" and not predictor:
+        raise UserError(
+            "reconstructer_stage=stage3: needs pretrained_mask_predictor_path=… "
+            "(models/pretrain_stage2_best/ of a stage2 run), or reconstructer_stage=all"
+        )
+
+
 def stage_names(config: Config, pretrained: PretrainedModules) -> list[str]:
     """Return the names of the stages to run; with `evaluation_only`, those whose trained module is given."""
-    given = {"stage1": pretrained.tokenizer is not None, "stage2": pretrained.predictor is not None}
+    given = {"stage1": pretrained.tokenizer, "stage2": pretrained.predictor}
     if config.evaluation_only:
-        return [name for name, known in given.items() if known]
+        return [name for name, module in given.items() if module is not None]
     if config.stage != "all":
         return [config.stage]
-    names = ["stage1", "stage2"] if config.pretrain_only else ["stage1", "stage2", "stage3"]
-    return [name for name in names if not given.get(name, False)]
+    names = [*pretraining(config), *(() if config.pretrain_only else ("stage3",))]
+    return [name for name in names if given.get(name) is None]

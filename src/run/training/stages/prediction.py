@@ -24,7 +24,7 @@ TEST = "pretrain_test"
 
 
 class Stage2(PretrainStage):
-    """Trains a fresh predictor over the frozen tokenizer's tokens.
+    """Trains a fresh predictor, over the frozen tokenizer's tokens where its kind reads them.
 
     Held-out episodes select the best predictor. Then, and not before, test episodes are played, on which it is reported
     beside the baselines.
@@ -46,7 +46,6 @@ class Stage2(PretrainStage):
     def make_learner(self) -> Any:
         """Return the learner over a new predictor, or over the given one when it is only evaluated."""
         session, tokenizer = self.session, self.pretrained.tokenizer
-        assert tokenizer is not None, "stage 2 runs after stage 1 or with its file"
         predictor = self.pretrained.predictor or new_predictor(session.config, session.info, session.dist.device)
         predictor.requires_grad_(True)
         kind = learners.PREDICTORS.get(session.config.mask_predictor_config.kind)

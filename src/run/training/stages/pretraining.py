@@ -100,8 +100,14 @@ class PretrainStage(Stage):
         """Whether there is nothing left to learn from or to learn."""
         config = self.session.config
         patient = not config.graph_pretrain_patience or self.without_gain < config.graph_pretrain_patience
-        over = self.clock.epoch >= config.graph_pretrain_epochs or not patient
+        over = self.clock.epoch >= self._epochs or not patient
         return not self._missing and (config.evaluation_only or over)
+
+    @property
+    def _epochs(self) -> int:
+        """Most epochs of this stage."""
+        wanted = self.session.config.graph_pretrain_epochs
+        return min(wanted, int(getattr(self.learner, "most_updates", wanted)))
 
     def _is_over(self) -> bool:
         """Whether the last evaluation on the held-out episodes is due."""
@@ -236,13 +242,13 @@ class PretrainStage(Stage):
         started = time.monotonic()
         passes = self.learner.warm_up(few.to(self.session.dist.device))
         seconds = (time.monotonic() - started) / passes * size / few.packing.n_episodes
-        left = config.graph_pretrain_epochs - self.clock.epoch
+        left = self._epochs - self.clock.epoch
         self.session.logger.info(
             f"{self.name}: {left} epochs, each of {size} of {len(self._episodes)} episodes on every rank; about"
             f" {duration(seconds * left)}"
         )
-        total, shown = config.graph_pretrain_epochs, self.session.dist.is_main
-        self._bar = Progress(total, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
+        shown = self.session.dist.is_main
+        self._bar = Progress(self._epochs, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
 
     def _wanted(self) -> dict[str, int]:
         """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""
