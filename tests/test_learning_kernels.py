@@ -27,7 +27,10 @@ from omagd.modules.mixers.qmix import QMixer
 from omagd.utils.packing import Packing, pack_episodes
 
 torch.set_num_threads(1)
-GRAPH_AGENTS = [{}, {"gnn_readout": "entity"}, {"mark_guesses": True, "gnn_layer_num": 3}, {"obs_last_action": False}]
+GRAPH_AGENTS = [
+    {}, {"gnn_readout": "entity"}, {"mark_guesses": True, "gnn_layer_num": 3}, {"obs_last_action": False},
+    {"mark_guesses": True, "belief_inputs": True, "gnn_readout": "entity"},
+]  # fmt: skip
 LENGTHS = [(6, 6, 4, 1, 1), (1,), (3, 3), (40, 38, 37, 20, 9, 2)]
 
 
@@ -275,7 +278,10 @@ def test_compiled_graphs_equal_the_layers_in_values_and_gradients(monkeypatch, u
     obs = nodes_to_obs(nodes * (torch.rand(40, 3, 1, 1) < 0.7), INFO.layout)  # nearly a third of the observers do
     guessed, last = torch.rand(40, 3, 6) < 0.2, torch.randint(-1, 2, (40, 3))
     guessed &= torch.rand(40, 3, 1) < 0.5
-    got, wanted = (a.encode(AgentInputs(x, last, guessed)) for a, x in ((agent, obs), (exact, obs.double())))
+    belief = torch.rand(40, 3, 6, 4) * guessed[..., None]
+    given = AgentInputs(obs, last, guessed, belief)
+    like = replace(given, features=obs.double(), belief=belief.double())
+    got, wanted = (a.encode(x) for a, x in ((agent, given), (exact, like)))
     assert got[0].grad_fn.name() == "ViewBackward0" and wanted[0].dtype == torch.float64
     upstream = [torch.randn(part.shape) for part in got]
     sums = [sum((a * b).sum() for a, b in zip(made, upstream, strict=True)) for made in (got, wanted)]
@@ -289,7 +295,7 @@ def test_compiled_graphs_equal_the_layers_in_values_and_gradients(monkeypatch, u
     assert len(pairs) > 10
     assert max(relative(a, b) for a, b in pairs) < 2e-6
     with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(agent.encode(AgentInputs(obs, last, guessed)), got, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(agent.encode(given), got, strict=True))
 
 
 @pytest.mark.usefixtures("always")

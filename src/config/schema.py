@@ -186,6 +186,7 @@ class Config(Frozen):
     use_team_obs: bool  # agents tell one another: each also reads the units that any living ally sees; communication
     fill_unseen: Literal["none", "last_seen"]  # without a network: what agents do not see stays as they saw it last
     mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
+    belief_inputs: bool  # add how sure reconstructions are: spread, age of the last sight, probability of being alive
     reconstructer_stage: Stage | None  # stage to run; None: all
     recontructer_stage: Stage | None  # the published spelling of reconstructer_stage
     pretrain_only: bool  # end after stage 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.graph_reconstructers import belief
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
 
@@ -39,6 +41,7 @@ class NGraphMAC(BasicMAC):
             raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
         self.reconstructor = reconstructor
         self._active = np.ones(0, bool)
+        self._told = config.belief_inputs and reconstructor is not None
         super().__init__(config, info, device, reconstructor)
 
     @classmethod
@@ -51,9 +54,12 @@ class NGraphMAC(BasicMAC):
             return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
         if not config.use_graph_reconstruction:
             return more
+        n_nodes = info.layout.n_nodes
+        if config.belief_inputs:
+            more[belief.FIELD] = torch.float16, (info.n_agents, n_nodes, belief.WIDTH)
         if config.mask_predictor_config.kind != "masked" or config.mask_predictor_config.decode == "mean":
             return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
-        return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes)), **more}
+        return {"tokens": (torch.int16, (info.n_agents, n_nodes)), **more}
 
     def begin(self, n_slots: int) -> None:
         """Reset the memory to that of B slots, with the reconstructor's history."""
@@ -89,7 +95,13 @@ class NGraphMAC(BasicMAC):
         made = self.reconstructor.step(obs, step, self._active, self._last_action)
         features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
-        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device)), extras
+        told = made.fields[belief.FIELD].to(features) if self._told else None
+        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device), told), extras
+
+    def inputs(self, batch: PackedBatch) -> AgentInputs:
+        """Return the inputs of all rows of a batch, equal to those that were acted on."""
+        made = super().inputs(batch)
+        return replace(made, belief=batch[belief.FIELD].to(made.features)) if self._told else made
 
     def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         if self.reconstructor is None:

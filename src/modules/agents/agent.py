@@ -6,7 +6,8 @@ Shapes: S packed rows (battle slots B when acting), n agents, A actions, H hidde
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.modules.graph_reconstructers import belief
 from omagd.modules.kernels.linear import ROWS_AT_ONCE, lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.packing import Packing
@@ -30,11 +32,14 @@ class AgentInputs:
         features: [S, n, obs_dim], flat observations (seen, reconstructed or full), in the agent's float type.
         last_action: [S, n] int64, -1 at the first step of an episode.
         guessed: [S, n, N] bool, nodes whose features are guesses; None without reconstruction.
+        belief: [S, n, N, 4], how sure the agent may be of each node (`graph_reconstructers/belief.py`), in the type of
+            the features; None without `belief_inputs` or reconstruction.
     """
 
     features: Tensor
     last_action: Tensor
     guessed: Tensor | None = None
+    belief: Tensor | None = None
 
     @classmethod
     def blank(cls, n_rows: int, info: EnvInfo, like: Tensor) -> AgentInputs:
@@ -44,31 +49,45 @@ class AgentInputs:
 
     def rows(self, chosen: Tensor | slice) -> AgentInputs:
         """Return the inputs of the `chosen` row numbers."""
-        parts = (self.features, self.last_action, self.guessed)
         if isinstance(chosen, Tensor):
-            return AgentInputs(*(None if part is None else part.index_select(0, chosen) for part in parts))  # type: ignore[arg-type]
-        return AgentInputs(*(None if part is None else part[chosen] for part in parts))  # type: ignore[arg-type]
+            return self._of_parts(lambda part: part.index_select(0, chosen))
+        return self._of_parts(lambda part: part[chosen])
 
     def agent(self, number: int) -> AgentInputs:
         """Return the inputs of one agent, [S, 1, ...]."""
-        own = slice(number, number + 1)
-        guessed = None if self.guessed is None else self.guessed[:, own]
-        return AgentInputs(self.features[:, own], self.last_action[:, own], guessed)
+        return self._of_parts(lambda part: part[:, number : number + 1])
 
-    def guess_marks(self, n_nodes: int) -> Tensor:
-        """Return [S, n, N] in the type of the features: 1 for guessed nodes; zeros without reconstruction."""
-        if self.guessed is None:
-            return self.features.new_zeros(*self.features.shape[:-1], n_nodes)
-        return self.guessed.to(self.features.dtype)
-
-    def flat(self, n_marks: int) -> Tensor:
-        """Return the features [S, n, d], followed by the guess marks of `n_marks` nodes; 0: features alone."""
-        return torch.cat([self.features, self.guess_marks(n_marks)], dim=-1) if n_marks else self.features
+    def _of_parts(self, choose: Callable[[Tensor], Tensor]) -> AgentInputs:
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: choose(part) for name, part in parts.items() if part is not None})
 
 
-def n_marks(config: Config, info: EnvInfo) -> int:
-    """Return the number of nodes whose guess marks a flat input has (`mark_guesses`), 0 for none."""
-    return info.layout.n_nodes if config.mark_guesses and info.layout is not None else 0
+class Marks:
+    """What agents read of each node beside its features: whether it is a guess (`mark_guesses`), and how sure they may
+    be of it (`belief_inputs`).
+
+    Attributes:
+        width: numbers of a node. n: numbers of all nodes, which follow the features of a flat input.
+    """
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        self._guesses, self._beliefs = config.mark_guesses, config.belief_inputs
+        self._n_nodes = 0 if info.layout is None else info.layout.n_nodes
+        self.width = int(self._guesses) + belief.WIDTH * self._beliefs
+        self.n = self._n_nodes * self.width
+
+    def of(self, inputs: AgentInputs) -> Tensor:
+        """Return [S, n, N, width] in the type of the features; zeros without reconstruction."""
+        features = inputs.features
+        shape = (*features.shape[:-1], self._n_nodes)
+        flags = features.new_zeros(*shape, 1) if inputs.guessed is None else inputs.guessed.unsqueeze(-1)
+        sure = features.new_zeros(*shape, belief.WIDTH) if inputs.belief is None else inputs.belief
+        parts = [flags.to(features.dtype)] * self._guesses + [sure] * self._beliefs
+        return torch.cat(parts, dim=-1) if parts else features.new_zeros(*shape, 0)
+
+    def flat(self, inputs: AgentInputs) -> Tensor:
+        """Return the features [S, n, d], followed by the marks of all nodes, node by node."""
+        return torch.cat([inputs.features, self.of(inputs).flatten(-2)], dim=-1) if self.n else inputs.features
 
 
 class Agent(nn.Module, ABC):

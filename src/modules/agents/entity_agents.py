@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config, Width
-from omagd.modules.agents.agent import AgentInputs, RecurrentAgent
+from omagd.modules.agents.agent import AgentInputs, Marks, RecurrentAgent
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.units import present
@@ -42,7 +42,7 @@ class EntityAgent(RecurrentAgent):
 
     Own features are the moves, the agent's features, its number (`obs_agent_id`) and its last action
     (`obs_last_action`), where all attacks are one action; the enemy that was attacked is marked, or the ally that was
-    healed. With `mark_guesses` each unit has one more feature.
+    healed. With `mark_guesses` and `belief_inputs` each unit has more features.
     """
 
     any_number_of_units: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class EntityAgent(RecurrentAgent):
                 f"agent={config.agent} needs an environment with an entity layout; env={config.env} has none"
             )
         self.layout, self.n_actions, self.n_normal = info.layout, info.n_actions, info.n_normal_actions
-        self.last_action, self.marks = config.obs_last_action, config.mark_guesses
+        self.last_action, self.marks = config.obs_last_action, Marks(config, info)
         self.some_heal = info.layout.healer >= 0
         self.n_numbers = info.n_agents if config.obs_agent_id else 0
         bf16, hidden = config.precision == "bf16", config.rnn_hidden_dim
@@ -68,7 +68,7 @@ class EntityAgent(RecurrentAgent):
     @property
     def widths(self) -> Seen:
         """Numbers of features of the agent itself, of an ally and of an enemy."""
-        layout, marks = self.layout, int(self.marks)
+        layout, marks = self.layout, self.marks.width
         last = self.n_normal + 1 if self.last_action else 0
         own = layout.move_dim + layout.own_dim + marks + last + self.n_numbers
         of_target, healed = int(self.last_action), int(self.last_action and self.some_heal)
@@ -82,11 +82,11 @@ class EntityAgent(RecurrentAgent):
         moves, enemies, allies, own = inputs.features.split(parts, dim=-1)
         of_self, of_allies = [moves, own], [allies.view(*shape, k, layout.ally_dim)]
         of_enemies = [enemies.view(*shape, m, layout.enemy_dim)]
-        if self.marks:
-            marks = inputs.guess_marks(layout.n_nodes).split([1, k, m], dim=-1)
-            of_self.append(marks[0])
-            of_allies.append(marks[1].unsqueeze(-1))
-            of_enemies.append(marks[2].unsqueeze(-1))
+        if self.marks.width:
+            marks = self.marks.of(inputs).split([1, k, m], dim=-2)
+            of_self.append(marks[0].squeeze(-2))
+            of_allies.append(marks[1])
+            of_enemies.append(marks[2])
         if self.last_action:
             kind = self.normal.weight.dtype
             last = inputs.last_action.clamp(max=self.n_normal)  # all attacks are one action

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent
+from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks, RecurrentAgent
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for
 from omagd.modules.kernels.linear import fast_linear
@@ -58,10 +58,10 @@ class GNNRNNAgent(RecurrentAgent):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
         self.layout = _layout(config, info)
-        self.mark_guesses = config.mark_guesses
+        self.marks = Marks(config, info)
         self.bf16 = bf16 = config.precision == "bf16"
         self.entity = config.gnn_readout == "entity"
-        node_dim, dim, hidden = self.layout.node_dim + config.mark_guesses, config.gnn_hidden_dim, config.rnn_hidden_dim
+        node_dim, dim, hidden = self.layout.node_dim + self.marks.width, config.gnn_hidden_dim, config.rnn_hidden_dim
         self.embed_self = InputLinear(node_dim, dim, config, info)
         self.embed_ally = nn.Linear(node_dim, dim)
         self.embed_enemy = nn.Linear(node_dim, dim)
@@ -78,7 +78,7 @@ class GNNRNNAgent(RecurrentAgent):
         rows = max(1, GRAPHS_AT_ONCE // self.n_agents)
         n_numbers = inputs.last_action.numel() * self.layout.n_nodes * self.embed_ally.out_features
         kernels = None if self.bf16 else graph_kernels_for(inputs.features, n_numbers)
-        marks = inputs.guess_marks(self.layout.n_nodes) if self.mark_guesses else inputs.features[..., :0]
+        marks = self.marks.of(inputs)
         if kernels is not None:
             return self._encode_by(kernels, inputs, marks)
         chunks = zip(*(x.split(rows) for x in (inputs.features, inputs.last_action, marks)), strict=True)
@@ -93,11 +93,11 @@ class GNNRNNAgent(RecurrentAgent):
         return torch.cat([self.fc2(hidden), self.attack_value(joined).squeeze(-1)], dim=-1)
 
     def _encode_by(self, kernels: ModuleType, inputs: AgentInputs, marks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as `encode` by kernels, from marks [S, n, N] or [S, n, 0]."""
+        """Return the same as `encode` by kernels, from marks [S, n, N, width]."""
         of_features, table, index = self.embed_self.lookup(inputs.last_action)
         obs, shape = inputs.features.flatten(0, 1), inputs.last_action.shape
         sizes = (self.layout, of_features.shape[1], len(table))
-        graphs = Graphs(kernels, obs, marks.flatten(0, 1), index.flatten(), *sizes)
+        graphs = Graphs(kernels, obs, marks.flatten(2).flatten(0, 1), index.flatten(), *sizes)
         embeddings = (p for layer in (self.embed_ally, self.embed_enemy) for p in (layer.weight, layer.bias))
         convolutions = (layer for layer in self.convolutions if isinstance(layer, FullGraphConv))
         layers = (p for layer in convolutions for p in layer.shared(self.layout.n_nodes))
@@ -114,8 +114,8 @@ class GNNRNNAgent(RecurrentAgent):
     def _nodes(self, features: Tensor, last_action: Tensor, marks: Tensor) -> Tensor:
         """Return the nodes after all convolutions, [S, n, N, dim]."""
         raw = obs_to_nodes(features, self.layout)
-        if self.mark_guesses:
-            raw = torch.cat([raw, marks.unsqueeze(-1)], dim=-1)
+        if self.marks.width:
+            raw = torch.cat([raw, marks], dim=-1)
         own, allies, enemies = raw.split([1, self.layout.n_allies, self.layout.n_enemies], dim=-2)
         embedded = [
             self.embed_self(own.squeeze(-2), last_action).unsqueeze(-2),

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent, n_marks
+from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks, RecurrentAgent
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.errors import UserError
@@ -20,17 +20,18 @@ class RNNAgent(RecurrentAgent):
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
-        if config.mark_guesses and info.layout is None:
-            raise UserError(f"mark_guesses=True needs an environment with an entity layout; env={config.env} has none")
-        self.n_marks = n_marks(config, info)
-        self.fc1 = InputLinear(info.obs_dim + self.n_marks, config.rnn_hidden_dim, config, info)
+        self.marks = Marks(config, info)
+        if self.marks.width and info.layout is None:
+            key = "mark_guesses" if config.mark_guesses else "belief_inputs"
+            raise UserError(f"{key}=True needs an environment with an entity layout; env={config.env} has none")
+        self.fc1 = InputLinear(info.obs_dim + self.marks.n, config.rnn_hidden_dim, config, info)
         bf16 = config.precision == "bf16"
         self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim, bf16)
         self.fc2 = FastLinear(config.rnn_hidden_dim, info.n_actions, bf16=bf16 and info.n_actions >= WIDE)
 
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
         """Return the GRU's input [S, n, H]."""
-        return (self.fc1.relu(inputs.flat(self.n_marks), inputs.last_action, rounded=True),)
+        return (self.fc1.relu(self.marks.flat(inputs), inputs.last_action, rounded=True),)
 
     def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
         """Return the values [S, n, A]."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, InputLinear, n_marks
+from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks
 from omagd.modules.agents.separate import alone
 from omagd.modules.kernels.linear import FastLinear
 
@@ -56,13 +56,13 @@ class ObservationCritic(FlatCritic):
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        self.n_marks = n_marks(config, info)
-        self.fc1 = InputLinear(info.obs_dim + self.n_marks, width, config, info)
+        self.marks = Marks(config, info)
+        self.fc1 = InputLinear(info.obs_dim + self.marks.n, width, config, info)
         self.add_rest(config, width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs; the state [S, state_dim] is not used."""
-        return self.rest(self.fc1.relu(inputs.flat(self.n_marks), inputs.last_action))
+        return self.rest(self.fc1.relu(self.marks.flat(inputs), inputs.last_action))
 
 
 class AgentStateCritic(FlatCritic):
@@ -74,14 +74,14 @@ class AgentStateCritic(FlatCritic):
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        self.n_marks = n_marks(config, info)
-        self.of_inputs = InputLinear(info.obs_dim + self.n_marks, width, config, info)
+        self.marks = Marks(config, info)
+        self.of_inputs = InputLinear(info.obs_dim + self.marks.n, width, config, info)
         self.of_state = FastLinear(info.state_dim, width, bias=False, bf16=config.precision == "bf16")
         self.add_rest(config, width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs and the state [S, state_dim], the product with which agents share."""
-        first = self.of_inputs(inputs.flat(self.n_marks), inputs.last_action) + self.of_state(state).unsqueeze(1)
+        first = self.of_inputs(self.marks.flat(inputs), inputs.last_action) + self.of_state(state).unsqueeze(1)
         return self.rest(first.relu())
 
 

@@ -2,7 +2,8 @@
 
 `REGISTRY` has the kinds of predictors (`mask_predictor_config.kind`) by what acts with them. A reconstructor names its
 module (`predictor_type`), the keys that determine its weights (`shape_keys`), the fields of episodes that training
-reads (`training_fields`), and the stages that train it (`pretraining`, by default stages 1 and 2).
+reads (`training_fields`), the stages that train it (`pretraining`, by default stages 1 and 2), and whether it says how
+sure it is (`has_beliefs`, for `belief_inputs`).
 `omagd.learners.PREDICTORS` has the learners of the same names.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from omagd.config.schema import Config
+from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
 
 REGISTRY: Registry[Any] = Registry(
@@ -34,3 +36,15 @@ def pretraining(config: Config) -> tuple[str, ...]:
     """Return the stages that train the configured kind of predictor: stage 1 only where it reads tokens."""
     kind = REGISTRY.get(config.mask_predictor_config.kind)
     return tuple(getattr(kind, "pretraining", ("stage1", "stage2")))
+
+
+def check_beliefs(config: Config) -> None:
+    """Reject `belief_inputs` with a kind of predictor that does not say how sure it is. Errors: UserError."""
+    kind = config.mask_predictor_config.kind
+    if not (config.belief_inputs and config.use_graph_reconstruction):
+        return
+    if not getattr(REGISTRY.get(kind), "has_beliefs", False):
+        raise UserError(
+            f"belief_inputs=True: mask_predictor_config.kind={kind} does not say how sure it is. Use another kind, or"
+            " belief_inputs=False"
+        )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import REGISTRY, pretraining
+from omagd.modules.graph_reconstructers.belief import FIELD, nothing, told
 from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
@@ -56,13 +57,27 @@ class Reconstruction:
     """One tick of all slots.
 
     Attributes:
-        fields: what to store with the step, [B, ...] by name. obs: [B, n, obs_dim] float32, seen features unchanged,
+        fields: what to store with the step, [B, ...] by name: the reconstruction, and `belief` (`belief.py`) if agents
+            are told how sure it is. obs: [B, n, obs_dim] float32, seen features unchanged,
             unseen ones predicted. guessed: [B, n, N] bool, unseen nodes (including those predicted dead).
     """
 
     fields: dict[str, Tensor]
     obs: Tensor
     guessed: Tensor
+
+    def among(self, obs: Tensor, slots: Tensor) -> Reconstruction:
+        """Return the result for all of `obs` [B, n, obs_dim], of which this is that of the slot numbers `slots` [P].
+
+        Nothing is guessed in the others: their stored numbers are 0, and ids -1.
+        """
+
+        def spread(part: Tensor) -> Tensor:
+            blank = -1 if part.dtype == torch.int16 else 0
+            return part.new_full((len(obs), *part.shape[1:]), blank).index_copy_(0, slots, part)
+
+        fields = {name: spread(value) for name, value in self.fields.items()}
+        return Reconstruction(fields, obs.index_copy(0, slots, self.obs), spread(self.guessed))
 
 
 class Reconstructor:
@@ -85,6 +100,7 @@ class Reconstructor:
     predictor_type: ClassVar[type[nn.Module]] = MaskPredictor
     shape_keys: ClassVar[tuple[str, ...]] = ("kind", *PREDICTOR_SHAPE)
     training_fields: ClassVar[tuple[str, ...]] = ("obs", "full_obs")
+    has_beliefs: ClassVar[bool] = True
 
     def __init__(self, tokenizer: Tokenizer, predictor: MaskPredictor, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
@@ -95,7 +111,7 @@ class Reconstructor:
         self.mean = config.mask_predictor_config.decode == "mean"
         require_one_pretraining(tokenizer, predictor)
         self.seconds, self.calls, self.frames = 0.0, 0, 0
-        self._bf16 = config.acting_precision == "bf16"
+        self._bf16, self._tells = config.acting_precision == "bf16", config.belief_inputs
         self.columns = GraphTables(self.layout, self.device)
         self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
         self._version = -1
@@ -114,12 +130,15 @@ class Reconstructor:
         """Name of the stored field: `recon` float16 [n, obs_dim] under `decode: mean`, else `tokens` int16 [n, N]."""
         return "recon" if self.mean else "tokens"
 
+    def _frozen_predictor(self) -> FrozenPredictor:
+        return FrozenPredictor(self.predictor, self._bf16, self.layout.position if self._tells else None)
+
     def frozen(self) -> tuple[FrozenTokenizer, FrozenPredictor]:
         """Return both modules for acting with their current weights; the same objects until these change."""
         modules = self.tokenizer, self.predictor
         version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
         if self._frozen is None or version != self._version:
-            self._frozen = FrozenTokenizer(self.tokenizer), FrozenPredictor(self.predictor, self._bf16)
+            self._frozen = FrozenTokenizer(self.tokenizer), self._frozen_predictor()
             self._version, self._compiled = version, None
         return self._frozen
 
@@ -171,7 +190,7 @@ class Reconstructor:
         else:
             slots = torch.as_tensor(active, device=self.device).nonzero().flatten()
             part = self._history.take(slots)
-            result = self._merged(obs, slots, self._tick(obs[slots], now[slots], part))
+            result = self._tick(obs[slots], now[slots], part).among(obs, slots)
             self._history.put(slots, part)
         self.calls += 1
         self.seconds += time.perf_counter() - start
@@ -188,9 +207,16 @@ class Reconstructor:
         filled = np.array(obs.numpy() if isinstance(obs, Tensor) else obs, np.float32, order="C")  # a copy
         now = np.ascontiguousarray(step, np.int64)
         slots = np.arange(len(filled)) if active is None else np.asarray(active).nonzero()[0]
-        stored, guessed, frames = tick(filled, now, slots, self._history)
+        stored, guessed, frames, doubt = tick(filled, now, slots, self._history)
         self.frames += frames
-        return Reconstruction({self.field: torch.from_numpy(stored)}, *map(torch.from_numpy, (filled, guessed)))
+        result = torch.from_numpy(filled), torch.from_numpy(guessed)
+        fields = {self.field: torch.from_numpy(stored)}
+        if doubt is not None:
+            played = torch.zeros(len(filled), dtype=torch.bool)
+            played[slots] = True
+            seen = (result[0] != 0).any(-1, keepdim=True) & played[:, None, None] & ~result[1]
+            fields[FIELD] = told(seen, result[1], self._history.ages(torch.from_numpy(now)), doubt)
+        return Reconstruction(fields, *result)
 
     @torch.no_grad()
     def restore(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -216,23 +242,19 @@ class Reconstructor:
         """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step."""
         seen, missing = self.columns.sight(obs)
         history.push(self._tokens(obs, seen))
-        stored = self.blank(tuple(missing.shape))
+        stored, doubt = self.blank(tuple(missing.shape)), None
         rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
         if len(rows):
-            stored = self._stored(missing, self._guess(rows, missing, now, history))
+            guess = self._guess(rows, missing, now, history)
+            stored, doubt = self._stored(missing, guess), guess.doubt
             obs = self.filled(obs, stored, missing, self.columns)
         else:
             obs = obs.clone()
+        fields = {self.field: stored}
+        if self._tells:
+            fields[FIELD] = told(seen, missing, history.ages(now), doubt or nothing(obs))
         history.commit(now)
-        return Reconstruction({self.field: stored}, obs, missing)
-
-    def _merged(self, obs: Tensor, slots: Tensor, part: Reconstruction) -> Reconstruction:
-        """Return the result for all of `obs` [B, n, obs_dim]: that of the slot numbers `slots` [P] is `part`."""
-        fields = {self.field: self.blank((*obs.shape[:2], self.layout.n_nodes))}
-        out = Reconstruction(fields, obs.clone(), part.guessed.new_zeros((*obs.shape[:2], self.layout.n_nodes)))
-        out.fields[self.field][slots] = part.fields[self.field]
-        out.obs[slots], out.guessed[slots] = part.obs, part.guessed
-        return out
+        return Reconstruction(fields, obs, missing)
 
     def blank(self, shape: tuple[int, ...]) -> Tensor:
         """Return the stored field where nothing is guessed; `shape`: (B, n, N)."""

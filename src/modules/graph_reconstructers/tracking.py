@@ -17,6 +17,7 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.modules.graph_reconstructers.belief import FIELD, Doubt, told
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ class TrackingReconstructor:
     predictor_type = Tracker
     shape_keys = ("kind", "d_model", "feedforward_dim")
     training_fields = ("obs", "full_obs", "actions")
+    has_beliefs = True
 
     def __init__(self, tokenizer: Tokenizer | None, predictor: Tracker, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
@@ -48,6 +50,7 @@ class TrackingReconstructor:
         self.device = predictor.scale.device
         self.seconds, self.calls, self.frames = 0.0, 0, 0
         self._columns = GraphTables(self.layout, self.device)
+        self._tells = config.belief_inputs
         self.begin(0)
 
     @classmethod
@@ -102,7 +105,7 @@ class TrackingReconstructor:
             made, part = self._tick(obs[slots], now[slots], actions[slots], part)
             for name, value in part.items():
                 self._state[name][slots] = value
-            result = self._merged(obs, slots, made)
+            result = made.among(obs, slots)
         self.calls += 1
         self.seconds += time.perf_counter() - start
         return result
@@ -146,7 +149,12 @@ class TrackingReconstructor:
         stored = self._columns.obs(guesses).half()
         filled = torch.where(self._columns.of_nodes(missing), stored.to(obs.dtype), obs)
         self.frames += int(missing.any(-1).sum())
-        return Reconstruction({self.field: stored}, filled, missing), after
+        fields = {self.field: stored}
+        if self._tells:
+            assert belief.spread is not None
+            spread = belief.spread[:, self.layout.position].square().mean(-1).sqrt()
+            fields[FIELD] = told(seen, missing, memory.age, Doubt(belief.p_dead, spread))
+        return Reconstruction(fields, filled, missing), after
 
     def _remember(
         self, nodes: Tensor, now: Tensor, actions: Tensor, seen: Tensor, missing: Tensor, state: dict[str, Tensor]
@@ -159,12 +167,3 @@ class TrackingReconstructor:
         memory = Memory(last, age, actions, change, now, missing)
         drift = torch.where((age > 0)[..., None], state["drift"] + self.predictor.moves(memory)[:, :, None], 0.0)
         return memory, drift
-
-    def _merged(self, obs: Tensor, slots: Tensor, part: Reconstruction) -> Reconstruction:
-        """Return the result for all of `obs` [B, n, obs_dim]: that of the slot numbers `slots` [P] is `part`."""
-        fields = {name: value.new_zeros((len(obs), *value.shape[1:])) for name, value in part.fields.items()}
-        out = Reconstruction(fields, obs.clone(), part.guessed.new_zeros((len(obs), *part.guessed.shape[1:])))
-        for name, value in part.fields.items():
-            fields[name][slots] = value
-        out.obs[slots], out.guessed[slots] = part.obs, part.guessed
-        return out

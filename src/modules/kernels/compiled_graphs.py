@@ -53,11 +53,11 @@ def is_empty(x: Any, marks: Any) -> Any:
 def add_nodes(x: Any, marks: Any, dim: int, nodes: Any, weight: Any, place: Any, row: int) -> int:
     """Write the nodes of one kind in one graph from `row` on, empty ones once; return the end.
 
-    x: [k * dim] features. marks: [k], or empty. place: [k], takes the row of each.
+    x: [k * dim] features. marks: [k * w]. place: [k], takes the row of each.
     """
-    empty = -1
+    empty, width = -1, len(marks) // max(len(place), 1)
     for i in range(len(place)):
-        features, mark = x[i * dim : (i + 1) * dim], marks[i : i + 1] if len(marks) else marks
+        features, mark = x[i * dim : (i + 1) * dim], marks[i * width : (i + 1) * width]
         nothing = is_empty(features, mark)
         if nothing and empty >= 0:
             weight[empty] += ONE
@@ -68,8 +68,7 @@ def add_nodes(x: Any, marks: Any, dim: int, nodes: Any, weight: Any, place: Any,
         node = nodes[row]
         clear(node)
         copy(features, node, 0)
-        if len(marks):
-            node[len(node) - 1] = marks[i]
+        copy(mark, node, len(node) - width)
         weight[row] = ONE
         place[i] = row
         row += 1
@@ -83,16 +82,17 @@ def make_nodes(
 ) -> None:  # fmt: skip
     """Write the distinct nodes of all observations [R, obs_dim], in chunks of `at_once` graphs.
 
-    marks: [R, N], or [R, 0]. sizes: of the layout, in the order of the observation: move features, enemies and their
-    features, allies and theirs, own features. chunks: [C, 4], takes the first own, ally and enemy row, and the end.
-    place: [R, n_enemies], takes the row of each enemy. index: [R], what else an own node reads: of observers that show
-    nothing (the dead) those with equal numbers are copies. of_own: [R], takes the numbers of a chunk's own rows from
-    its first graph on. allies, dead: room for [n_allies] and [most of index + 1].
+    marks: [R, N * w], w of each node. sizes: of the layout, in the order of the observation: move features, enemies and
+    their features, allies and theirs, own features. chunks: [C, 4], takes the first own, ally and enemy row, and the
+    end. place: [R, n_enemies], takes the row of each enemy. index: [R], what else an own node reads: of observers that
+    show nothing (the dead) those with equal numbers are copies. of_own: [R], takes the numbers of a chunk's own rows
+    from its first graph on. allies, dead: room for [n_allies] and [most of index + 1].
     """
     move, n_enemies, enemy_dim, n_allies, ally_dim, own = sizes
     first_ally = move + n_enemies * enemy_dim
     first_own = first_ally + n_allies * ally_dim
-    marked, row = marks.shape[1] > 0, 0
+    width, row = marks.shape[1] // (1 + n_allies + n_enemies), 0
+    end_of_allies = (1 + n_allies) * width
     for c in range(len(chunks)):
         begin, end = c * at_once, min((c + 1) * at_once, len(obs))
         for j in range(len(dead)):
@@ -111,8 +111,7 @@ def make_nodes(
             node[0] = ONE
             copy(x[:move], node, HEAD)
             copy(x[first_own : first_own + own], node, HEAD + move)
-            if marked:
-                node[len(node) - 1] = marks[g, 0]
+            copy(marks[g, :width], node, len(node) - width)
             weight[row], graphs[g, 0], of_own[row - chunks[c, 0] + begin] = ONE, row, index[g]
             row += 1
         chunks[c, 1] = row
@@ -122,7 +121,7 @@ def make_nodes(
                 graphs[g, 1], graphs[g, 2] = graphs[same, 1], graphs[same, 2]
                 continue
             graphs[g, 1] = row
-            of_allies = marks[g, 1 : 1 + n_allies] if marked else marks[g]
+            of_allies = marks[g, width:end_of_allies]
             row = add_nodes(obs[g, first_ally:first_own], of_allies, ally_dim, nodes, weight, allies, row)
             graphs[g, 2] = row
         chunks[c, 2] = row
@@ -134,7 +133,7 @@ def make_nodes(
                     place[g, e] = place[same, e]
                 continue
             graphs[g, 3] = row
-            of_enemies = marks[g, 1 + n_allies :] if marked else marks[g]
+            of_enemies = marks[g, end_of_allies:]
             row = add_nodes(obs[g, move:first_ally], of_enemies, enemy_dim, nodes, weight, place[g], row)
             graphs[g, 4] = row
         chunks[c, 3] = row

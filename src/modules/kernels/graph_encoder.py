@@ -57,8 +57,8 @@ class Graphs:
     """The distinct nodes of the graphs of observations; rows and chunks as in `compiled_graphs`.
 
     Args:
-        kernels: that module. obs: [R, obs_dim]. marks: [R, N], or [R, 0]. index: [R], what an own node reads
-            beside its features, less than n_rows. layout: of the observations. width: D of a node, with its mark.
+        kernels: that module. obs: [R, obs_dim]. marks: [R, N·w], w of each node. index: [R], what an own node reads
+            beside its features, less than n_rows. layout: of the observations. width: D of a node, with its marks.
     """
 
     def __init__(
