@@ -32,8 +32,13 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_name("mutations.yaml")
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "results", "*.egg-info")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "*.egg-info")
 PASSED, FAILED = 0, 1  # exit codes of pytest; others say that it could not run the test
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Return what a copy of the repository does not need; of folders called `results` only that of the runs."""
+    return LEFT_OUT(folder, names) | ({"results"} if Path(folder) == ROOT else set())
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Copy:
 
     def __init__(self, folder: Path, limit: float) -> None:
         self.tree, self.limit = folder / "tree", limit
-        shutil.copytree(ROOT, self.tree, ignore=LEFT_OUT, symlinks=True)
+        shutil.copytree(ROOT, self.tree, ignore=_left_out, symlinks=True)
         packages = folder / "packages"
         packages.mkdir()
         (packages / "omagd").symlink_to(self.tree / "src")  # found before the installed package

@@ -14,7 +14,7 @@ from omagd.learners.ppo_learner import PPOArgs
 from omagd.utils import dist_utils
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 DDP_PAGE = (ROOT / "docs" / "DDP_MULTI_GPU_TRAINING.md").read_text(encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -341,6 +342,23 @@ def test_the_share_of_a_gap_is_printed_drawn_and_written(tmp_path, capsys, caplo
     assert caplog.messages == [FEW]
 
 
+def test_last_tests_may_have_the_gap_shaded_and_maps_no_panel_together(tmp_path, drawn, monkeypatch):
+    make_study(tmp_path / "runs", maps=("3m", "8m"), seeds=(1, 2))
+    monkeypatch.chdir(tmp_path)
+    for kind in (["curves"], ["final", "--gap=lr=0.0003,lr=0.005"]):
+        assert main(["plot", "runs", "--maps-only", "--kind", *kind]) == 0
+    (of_curves, *_), (panels, axes, caption, width, marked) = drawn
+    assert [panel.title for panel in of_curves] == [panel.title for panel in panels] == ["skirmish 3m", "skirmish 8m"]
+    assert "shaded: from lr=0.0003 to lr=0.005" in caption
+    for gap, patches in ((axes.gap, 1), (None, 0)):
+        figure = figures._figure(panels, replace(axes, gap=gap), caption, 7.16, marked)
+        for axis, panel in zip(figure.axes, panels, strict=True):
+            assert len(axis.patches) == patches
+            for shade in axis.patches:
+                ends = [of_label(panel)[label].x[0] for label in gap]
+                assert [shade.get_x(), shade.get_x() + shade.get_width()] == pytest.approx(ends)
+
+
 @pytest.mark.parametrize("seeds, lines", [(2, [FEW]), (4, [FEW]), (5, []), (1, [])])
 def test_a_band_over_few_seeds_is_one_line(tmp_path, seeds, lines, caplog):
     make_study(tmp_path / "runs", rates=(0.001, 0.005), seeds=tuple(range(seeds)))
@@ -401,7 +419,8 @@ MISTAKES = [
     (["plot", "three", "--gap", "lr=0.001"], "error: --gap=lr=0.001: LOW,HIGH is no label. Known: lr=0.0003"),
     (["plot", "runs", "--gap", "lr=0.001,lr=0.005"], "error: --gap=lr=0.001,lr=0.005: needs a lower group, an upper"),
     (["plot", "runs", "--kind", "gap"], "error: --kind gap: the shares of a gap have a figure of their own"),
-    (["plot", "three", "--kind", "final", "--gap", "a,b"], "error: --kind final: the shares of a gap have a figure"),
+    (["plot", "three", "--kind", "curves", "--gap", "a,b"], "error: --kind curves: the shares of a gap have a figure"),
+    (["plot", "three", "--kind", "final", "--gap", "a,b"], "error: --gap=a,b: a is no label. Known: lr=0.0003"),
     (
         ["plot", "same", "--gap", "lr=0.001,lr=0.005"],
         "error: --gap: lr=0.001 and lr=0.005 are equal in",

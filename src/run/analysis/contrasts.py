@@ -14,7 +14,17 @@ import numpy as np
 from omagd.run.analysis.curves import places, without_repeats
 from omagd.run.analysis.groups import Group, groups
 from omagd.run.analysis.runs import Run
-from omagd.run.analysis.statistics import FEW, FEW_SEEDS, area, difference, gap_share, improvement, interval, iqm
+from omagd.run.analysis.statistics import (
+    FEW,
+    FEW_SEEDS,
+    Interval,
+    area,
+    difference,
+    gap_share,
+    improvement,
+    interval,
+    iqm,
+)
 from omagd.utils.errors import UserError, nearest
 
 LOWER, UPPER, RIVALS = "baseline", "full_obs", ("last_seen", "map_constant", "baseline")
@@ -37,24 +47,26 @@ def contrasts(found: Sequence[Group]) -> list[Table]:
 
 
 def _contrast(found: Sequence[Group], place: str, rivals: Sequence[str]) -> Table | None:
-    arms = {group.label: group.at(place) for group in found}
-    last, mean_height = ({label: _values(runs, of) for label, runs in arms.items()} for of in (_last, _area))
-    last = {label: values for label, values in last.items() if len(values)}
+    last, mean_height = final_tests(found, place), mean_heights(found, place)
     if not {LOWER, UPPER} <= last.keys():
         return None
+    hours = {group.label: cpu_hours(group.at(place)) for group in found}
+    measured = any(hours.values())
     rows = []
     for label, values in last.items():
         ends = interval(iqm, [values])
-        row = [label, str(len(values)), _text(float(iqm([values])), ends), f"{float(np.mean(mean_height[label])):.3f}"]
-        row += ["-" if rival == label or rival not in last else _text(*improvement([values], [last[rival]]))
+        height = float(np.mean(mean_height[label]))
+        row = [label, str(len(values)), text_of(float(iqm([values])), ends), f"{height:.3f}"]
+        row += ["-" if rival == label or rival not in last else text_of(*improvement([values], [last[rival]]))
                 for rival in rivals]  # fmt: skip
         for of in (last, mean_height):
-            inner = label not in (LOWER, UPPER)
-            row.append(_text(*gap_share([values if of is last else of[label]], [of[LOWER]], [of[UPPER]], iqm))
+            inner = label not in (LOWER, UPPER) and iqm([of[UPPER]]) > iqm([of[LOWER]])  # else there is no gap
+            row.append(text_of(*gap_share([values if of is last else of[label]], [of[LOWER]], [of[UPPER]], iqm))
                        if inner else "-")  # fmt: skip
-        rows.append(row)
+        rows.append([*row, *([f"{hours[label]:.2f}" if hours[label] else "-"] if measured else [])])
     head = ["arm", "seeds", "win rate at the end, IQM", "mean height of the curve",
-            *(f"P(better than {rival})" for rival in rivals), "share of the gap", "the same of the curve"]  # fmt: skip
+            *(f"P(better than {rival})" for rival in rivals), "share of the gap", "the same of the curve",
+            *(["core-hours"] if measured else [])]  # fmt: skip
     note = (f"Gap: from {LOWER} to {UPPER}, interquartile means, all three resampled together. Brackets: 95 % bootstrap"
             " intervals over seeds.")  # fmt: skip
     few = any(len(values) < FEW_SEEDS for values in last.values())
@@ -85,11 +97,26 @@ def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Tab
         enters = gap >= least and ends is not None and float(ends[0]) > 0
         seeds = f"{len(low)}, {len(high)}"
         rows.append(
-            [place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", _text(gap, ends), "yes" if enters else "no"]
+            [place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", text_of(gap, ends), "yes" if enters else "no"]
         )
     head = ["environment", "seeds", lower, upper, "difference", "enters"]
     note = f"Enters: difference of the last tests at least {least:g}, its 95 % interval above 0."
     return {"title": "Which maps enter the main study", "head": head, "rows": rows, "note": note}
+
+
+def final_tests(found: Sequence[Group], place: str) -> dict[str, np.ndarray]:
+    """Return the win rates of the last tests of each group that has some at a place, [seeds] by label."""
+    return {group.label: values for group in found if len(values := _values(group.at(place), _last))}
+
+
+def mean_heights(found: Sequence[Group], place: str) -> dict[str, np.ndarray]:
+    """Return the area under each curve over its steps, as `final_tests` does."""
+    return {group.label: values for group in found if len(values := _values(group.at(place), _area))}
+
+
+def cpu_hours(runs: Sequence[Run]) -> float:
+    """Return the CPU hours of runs, of those where they are known."""
+    return sum(run.cpu_seconds or 0.0 for run in runs) / 3600
 
 
 def _values(runs: Sequence[Run], of: Callable[[Run], float | None]) -> np.ndarray:
@@ -107,8 +134,10 @@ def _area(run: Run) -> float | None:
     return area(steps, values) if len(values) else None
 
 
-def _text(value: float, ends: tuple[np.ndarray, np.ndarray] | None) -> str:
+def text_of(value: float, ends: Interval | None) -> str:
+    """Return a value with its interval, `-` where there is none."""
     if math.isnan(value):
         return "-"
     known = ends is not None and all(np.isfinite(end).all() for end in ends)
-    return f"{value:.2f}" + (f" [{float(ends[0]):.2f}, {float(ends[1]):.2f}]" if ends is not None and known else "")
+    value, low, high = (round(float(each), 2) + 0.0 for each in (value, *((ends or ()) if known else (0, 0))))  # no -0
+    return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if known else "")

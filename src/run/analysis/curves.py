@@ -161,8 +161,10 @@ def views(groups: Sequence[Group], metric: str) -> list[View]:
     return found
 
 
-def curve_panels(groups: Sequence[Group], metric: str, axis: str, statistic: str | None) -> list[Panel]:
-    """Return a panel for each of the `views`, and one over the places where all groups have played.
+def curve_panels(
+    groups: Sequence[Group], metric: str, axis: str, statistic: str | None, total: bool = True
+) -> list[Panel]:
+    """Return a panel for each of the `views`, and with `total` one over the places where all groups have played.
 
     Args:
         axis: `steps` or `wall`. statistic: `mean` or `iqm`; None: the mean on a map and the IQM over maps.
@@ -173,7 +175,7 @@ def curve_panels(groups: Sequence[Group], metric: str, axis: str, statistic: str
         drawn = tuple(line for line in lines if line is not None)
         panels.append(Panel(view.title, drawn, statistic or "mean", held_out=view.held_out))
     common = common_places(groups)
-    if len(common) > 1:
+    if total and len(common) > 1:
         scale = ranges(groups, metric)
         lines = [
             _line(group, [group.at(place) for place in common], metric, axis, statistic or "iqm", scale)
@@ -277,14 +279,14 @@ def _score_line(label: str, scores: list[np.ndarray], statistic: str) -> Line:
     return Line(label, function(scores).reshape(1), np.zeros(1), band, (min(sizes), max(sizes)), None, tuple(scores))
 
 
-def final_panels(groups: Sequence[Group], metric: str, statistic: str | None) -> list[Panel]:
+def final_panels(groups: Sequence[Group], metric: str, statistic: str | None, total: bool = True) -> list[Panel]:
     """Return the panels of `curve_panels`, of the last tests; a point's value is its `x`."""
     panels = []
     for view in views(groups, metric):
         found = {group.label: _last_tests(view.runs(group), view.metric, None) for group in groups}
         lines = [_score_line(label, [each], statistic or "mean") for label, each in found.items() if len(each)]
         panels.append(Panel(view.title, tuple(lines), statistic or "mean", held_out=view.held_out))
-    if len(common := common_places(groups)) > 1:
+    if total and len(common := common_places(groups)) > 1:
         scale, kind = ranges(groups, metric), statistic or "iqm"
         lines = [_score_line(group.label, final_scores(group, common, metric, scale), kind) for group in groups]
         lines = [replace(line, values=()) for line in lines]
@@ -331,7 +333,7 @@ def improvement_panel(groups: Sequence[Group], metric: str, baseline: str | None
     return Panel(f"{_title(common)}: better than {base.label}", tuple(lines), "mean")
 
 
-def _gap_ends(text: str, groups: Sequence[Group]) -> tuple[Group, Group]:
+def gap_ends(text: str, groups: Sequence[Group]) -> tuple[Group, Group]:
     """Return the groups between which `--gap=LOW,HIGH` measures. Errors: UserError unless it names two of three."""
     by_label = {group.label: group for group in groups}
     words = text.split(",")
@@ -353,7 +355,7 @@ def gap_panel(groups: Sequence[Group], metric: str, statistic: str | None, names
         names: `LOW,HIGH`, the labels of the two.
     Errors: UserError for an unknown label, where the groups share no map, or where both ends are equal.
     """
-    ends = _gap_ends(names, groups)
+    ends = gap_ends(names, groups)
     common, scale = _needed(groups), ranges(groups, metric)
     lower, upper = (final_scores(end, common, metric, scale) for end in ends)
     lines = []

@@ -41,7 +41,8 @@ class Axes:
 
     Attributes:
         kind: curves, final, profile, improvement or gap. x, y: labels. seconds: the x axis is time. unit: values
-            are shares from 0 to 1. groups: labels of all groups: a group has one colour in all figures.
+            are shares from 0 to 1. groups: labels of all groups: a group has one colour in all figures. gap: labels of
+            two groups; in `final` the ground between their values is shaded.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Axes:
     groups: tuple[str, ...]
     seconds: bool = False
     unit: bool = False
+    gap: tuple[str, str] | None = None
 
 
 def render(panels: Sequence[Panel], axes: Axes, caption: str, width: str, marked: set[str]) -> dict[str, bytes]:
@@ -147,6 +149,8 @@ def _draw_points(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], ax
         if line.band is not None:
             axis.plot([line.band[0][0], line.band[1][0]], [y, y], color=colour, lw=2.0, alpha=0.45)
         axis.plot(line.x, [y], MARKERS[y // len(COLOURS) % len(MARKERS)], color=colour, ms=4)
+    if ends := [line.x[0] for line in panel.lines if line.label in (axes.gap or ())][:2]:
+        axis.axvspan(min(ends), max(ends), color=GRID, lw=0, zorder=0)
     for value in {"improvement": (0.5,), "gap": (0.0, 1.0)}.get(axes.kind, ()):
         axis.axvline(value, color=FAINT, lw=0.7, ls=(0, (2, 2)), zorder=1)
     if axes.kind == "improvement" or axes.unit or panel.normalised:

@@ -39,7 +39,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--stat", choices=tuple(STATISTIC), help="mean or interquartile mean; default: mean on a map, iqm over maps")
     add("--baseline", help="improvement: label of the group to compare with (default: the first)")
     add("--gap", metavar="LOW,HIGH", help="labels of two groups: print and draw the share of the gap between them that"
-        " each other group closes")  # fmt: skip
+        " each other group closes; with --kind final: shade this gap")  # fmt: skip
+    add("--maps-only", action="store_true", help="curves, final: no panel over all maps")
     add("--width", choices=("single", "double"), help="columns of a page; default: double for several panels")
     add("--out", metavar="PATH", help="path of the pictures without ending (default: <kind>_<metric>)")
     add("--json", metavar="FILE", help="also write the results in marl-eval's format; with --gap the shares")
@@ -50,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
     if not options.runs:
         raise UserError("plot: name runs or a study, as in: omagd plot results/<study>")
     kind = options.kind = options.kind or ("gap" if options.gap else "curves")
-    if (kind == "gap") != bool(options.gap):
+    if kind == "gap" and not options.gap or options.gap and kind not in ("gap", "final"):
         raise UserError(f"--kind {kind}: the shares of a gap have a figure of their own. Give --gap=LOW,HIGH alone")
     runs = load(options.runs, "plot")
     metric = curves.metric_name(options.metric, runs)
@@ -98,9 +99,9 @@ def _ended(found: Sequence[Group]) -> tuple[list[Group], list[str]]:
 
 def _panels(options: argparse.Namespace, found: Sequence[Group], metric: str) -> list[Panel]:
     if options.kind == "curves":
-        return curves.curve_panels(found, metric, options.x, options.stat)
+        return curves.curve_panels(found, metric, options.x, options.stat, not options.maps_only)
     if options.kind == "final":
-        return curves.final_panels(found, metric, options.stat)
+        return curves.final_panels(found, metric, options.stat, not options.maps_only)
     if options.kind == "profile":
         return [curves.profile_panel(found, metric)]
     if options.kind == "gap":
@@ -157,7 +158,9 @@ def _rendered(
             panels, x = _in_units(panels)
         axes = Axes("curves", x, label, labels, options.x == "wall", unit)
     elif options.kind == "final":
-        axes = Axes("final", f"{label} of the last test", "", labels, unit=unit)
+        ends = curves.gap_ends(options.gap, found) if options.gap else None
+        shaded = None if ends is None else (ends[0].label, ends[1].label)
+        axes = Axes("final", f"{label} of the last test", "", labels, unit=unit, gap=shaded)
     elif options.kind == "gap":
         axes = Axes("gap", f"share of the gap in {label}", "", labels)
     elif options.kind == "profile":
@@ -165,7 +168,7 @@ def _rendered(
     else:
         axes = Axes("improvement", "probability of improvement", "", labels)
     width = options.width or ("double" if len(panels) > 1 else "single")
-    return render(panels, axes, caption(options.kind, panels, found), width, marked)
+    return render(panels, axes, caption(options.kind, panels, found, axes.gap), width, marked)
 
 
 def _in_units(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
@@ -184,8 +187,11 @@ def _in_units(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
     return scaled, f"wall-clock {name}"
 
 
-def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
-    """Return what a point of the figure is: the statistic, the number of seeds, the episodes of a test."""
+def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group], gap: tuple[str, str] | None = None) -> str:
+    """Return what a point of the figure is: the statistic, the number of seeds, the episodes of a test.
+
+    gap: labels of the groups between which the ground is shaded.
+    """
     lines = [line for panel in panels for line in panel.lines]
     kinds = list(dict.fromkeys(panel.statistic for panel in panels))
     what = (
@@ -211,6 +217,8 @@ def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
         parts.append(f"tests of {counts} greedy episodes")
     if any(len(scores) > 1 for line in lines for scores in line.values):
         parts.append("strokes: single seeds")
+    if gap is not None:
+        parts.append(f"shaded: from {gap[0]} to {gap[1]}")
     if any(panel.normalised for panel in panels):
         parts.append("over maps: shares of each map's range")
     if any(line.rest is not None for line in lines):

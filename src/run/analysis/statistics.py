@@ -80,15 +80,15 @@ def _better(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.mean((one > other) + 0.5 * (one == other), axis=(-2, -1))
 
 
-def difference(scores: Scores, others: Scores) -> tuple[float, Interval | None]:
-    """Return the mean over maps of how much better the first are than the others on average, and its interval.
+def difference(scores: Scores, others: Scores, statistic: Statistic = mean) -> tuple[float, Interval | None]:
+    """Return how much higher a statistic of the first is than that of the others, and its interval.
 
     Args:
         scores, others: arrays [seeds], a list with the same maps. The two are resampled independently.
     """
 
     def between(*samples: np.ndarray) -> np.ndarray:
-        return mean(samples[: len(scores)]) - mean(samples[len(scores) :])
+        return statistic(samples[: len(scores)]) - statistic(samples[len(scores) :])
 
     return float(between(*scores, *others)), _bootstrap(between, [*scores, *others])
 

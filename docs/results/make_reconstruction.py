@@ -1,0 +1,293 @@
+"""Redraws docs/results/reconstruction.md, its pictures and the README's summary from the data beside the page.
+
+    cp benchmarks/studies/reconstruction_*.jsonl docs/results/reconstruction/    # after runs
+    python docs/results/make_reconstruction.py
+
+Reads docs/results/reconstruction/: the results files of the studies (`reconstruction_gate.jsonl` and
+`reconstruction_<other>.jsonl`), `beliefs.jsonl` of `omagd beliefs`, and `battle.json.gz`, a recording. It replaces what is
+between the markers of the two pages and draws PNGs; no run's folder is needed. Tables are the same in every call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omagd.run.analysis import belief_tests
+from omagd.run.analysis.contrasts import LOWER, METRIC, UPPER, contrasts, cpu_hours, gate_table
+from omagd.run.analysis.curves import curve_panels, final_panels, without_repeats
+from omagd.run.analysis.figures import Axes, render
+from omagd.run.analysis.groups import Group
+from omagd.run.analysis.plot import caption
+from omagd.run.analysis.runs import Run, load
+from omagd.run.analysis.verdicts import METHOD, Kind, Verdict, verdict
+from omagd.utils.writing import replace_file
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, README = ROOT / "docs" / "results" / "reconstruction.md", ROOT / "README.md"
+DATA = PAGE.with_suffix("")
+LEFT_OUT = ("reconstruction_gate", "reconstruction_short")
+BATTLE, BELIEFS_PICTURE = "battle.json.gz", "beliefs.png"
+
+ARMS = ("ff", "baseline", "last_seen", "map_constant", "team_obs", "omagd", "full_obs")
+"""Order of the arms, which gives their colours."""
+
+MAPS: dict[str, Kind] = {
+    "skirmish 3m_mixed_sight6": "b", "skirmish 5m_mixed_sight6": "b", "skirmish 3s_vs_5z_sight5": "b",
+    "smax smacv2_5_units": "b", "skirmish 8m": "a", "skirmish 3m_hidden": "c",
+}  # fmt: skip
+"""The class that was predicted for each map before any run: those of benchmarks/studies/reconstruction_gate.yaml."""
+
+RESERVE: dict[str, Kind] = {
+    "skirmish 2s3z_mixed_sight6": "b", "skirmish 3s_vs_5z": "b", "skirmish 5m_vs_6m_hidden": "c",
+    "smax smacv2_10_units": "b",
+}  # fmt: skip
+CONTROLS = ("skirmish 8m", "skirmish 3m_hidden")
+LEAST_GAP, MAPS_ASKED, LEAST_CASES = 0.15, 2, 200
+GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_seen": "last seen",
+           "last_seen_or_mean": "last seen, else mean", "map_constant": "map constant"}  # fmt: skip
+ROWS = {"enemy": "all", "enemy_never": "never seen", "enemy_before": "seen before", "enemy_age1": "1 step ago",
+        "enemy_age2_3": "2-3", "enemy_age4_7": "4-7", "enemy_age8_15": "8-15", "enemy_age16": "16 and more"}  # fmt: skip
+NOT_YET = "*Not run yet.*"
+
+
+class Data:
+    """What the folder holds.
+
+    Attributes:
+        gate, study: the arms of the gate and of the main study. runs: those of both. beliefs: records of tests.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files = sorted(folder.glob("reconstruction_*.jsonl"))
+        gate = [path for path in files if path.stem == LEFT_OUT[0]]
+        main = [path for path in files if path.stem not in LEFT_OUT]
+        self.gate_runs, study_runs = (
+            sorted(load(paths, "make_reconstruction"), key=_rank) if paths else [] for paths in (gate, main)
+        )
+        self.runs = [*self.gate_runs, *study_runs]
+        self.study = by_arm(study_runs)
+        self.beliefs = belief_tests.records(folder)
+        played = {run.place for run in self.runs}
+        if unknown := played - MAPS.keys() - RESERVE.keys():
+            raise ValueError(f"{', '.join(sorted(unknown))}: no class was predicted; write it into MAPS")
+        self.places = {**MAPS, **{place: kind for place, kind in RESERVE.items() if place in played}}
+
+    def entered(self) -> dict[str, bool]:
+        """Return for each map of the gate whether it enters the main study."""
+        rows = self.gate()["rows"] if self.gate_runs else []
+        return {row[0]: row[-1] == "yes" for row in rows if row[0] not in CONTROLS}
+
+    def gate(self) -> dict[str, Any]:
+        """Return the table of the gate."""
+        return gate_table(self.gate_runs, LOWER, UPPER, LEAST_GAP)
+
+    def verdicts(self) -> list[Verdict]:
+        """Return a verdict for each map that has entered or is a control, and for each that has no gate yet."""
+        entered = self.entered()
+        return [verdict(self.study, place, kind) for place, kind in self.places.items() if entered.get(place, True)]
+
+    def studied(self) -> list[str]:
+        """Return the maps of the main study, in order."""
+        played = {run.place for group in self.study for run in group.runs}
+        return [place for place in self.places if place in played]
+
+
+def _rank(run: Run) -> tuple[int, str, int, str]:
+    """Return a key that sorts runs alike in whatever order their lines are: bootstraps depend on the order of seeds."""
+    known = [*MAPS, *RESERVE, run.place]
+    return known.index(run.place), run.place, run.seed or 0, run.arm
+
+
+def by_arm(runs: Sequence[Run]) -> list[Group]:
+    """Return the runs of each arm, in the order of `ARMS`, each seed once on a map."""
+    order = dict.fromkeys((*ARMS, *(run.arm for run in runs)))
+    found = [Group(arm, {}, tuple(run for run in runs if run.arm == arm)) for arm in order]
+    return without_repeats([group for group in found if group.runs])[0]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def table_of_maps(data: Data) -> str:
+    """Return the maps with predicted class, census and gate."""
+    census = {f"{each['env']} {each['map']}": each for each in data.beliefs if each["test"] == "census"}
+    entered = {**dict.fromkeys(CONTROLS, "control"), **{p: "yes" if e else "no" for p, e in data.entered().items()}}
+    rows = []
+    for place, kind in data.places.items():
+        found = census.get(place)
+        unseen = "-" if found is None else f"{100 * found['units']['enemy']['unseen']:.0f} %"
+        rows.append([place, kind, "-" if found is None else found["class"], unseen, entered.get(place, "not run yet")])
+    return markdown(["Map", "Predicted class", "Class by census", "Enemies unseen", "Enters"], rows)
+
+
+def table_of_gate(data: Data) -> str:
+    """Return the table of the gate."""
+    if not data.gate_runs:
+        return NOT_YET
+    found = data.gate()
+    return f"{markdown(found['head'], found['rows'])}\n\n{found['note']}"
+
+
+def verdict_lines(data: Data) -> str:
+    """Return a line for each map, and one on class b as a whole."""
+    found = data.verdicts()
+    asked = [each for each in found if each.kind == "b"]
+    good, waiting = (sum(each.state == state for each in asked) for state in ("holds", "open"))
+    enough = good >= MAPS_ASKED
+    state = "holds" if enough else "open" if good + waiting >= MAPS_ASKED or not data.gate_runs else "does not hold"
+    total = (f"**Class b as a whole: {state}.** Of {len(asked)} maps it holds on {good}, {waiting} are open"
+             f" (asked: at least {MAPS_ASKED}).")  # fmt: skip
+    return "\n".join(f"- {line}" for line in (*(each.text for each in found), total))
+
+
+def figures(data: Data) -> dict[str, bytes]:
+    """Return the pictures by file name: the last tests and the curves of the main study, and a battle."""
+    drawn = {}
+    if data.study:
+        labels = tuple(group.label for group in data.study)
+        final = Axes("final", "win rate of the last test", "", labels, unit=True, gap=(LOWER, UPPER))
+        curves = Axes("curves", "environment steps", "win rate", labels, unit=True)
+        panels = {"final": (final, final_panels(data.study, METRIC, "iqm", total=False)),
+                  "curves": (curves, curve_panels(data.study, METRIC, "steps", "iqm", total=False))}  # fmt: skip
+        for kind, (axes, shown) in panels.items():
+            ordered = sorted(shown, key=lambda panel: [*data.places, panel.title].index(panel.title))
+            words = caption(kind, ordered, data.study, axes.gap)
+            drawn[f"{kind}.png"] = render(ordered, axes, words, "double", set())["png"]
+    return drawn
+
+
+def picture(name: str, words: str, page: Path) -> str:
+    """Return the picture of a file beside the data, as seen from a page."""
+    return f"![{words}]({(DATA / name).relative_to(page.parent)})"
+
+
+def final_part(data: Data, page: Path) -> str:
+    """Return the picture of the last tests."""
+    if not data.study:
+        return NOT_YET
+    words = ("Win rate of the last test of each arm on each map, interquartile mean over seeds with its 95 % interval;"
+             " the gap between baseline and full_obs is shaded")  # fmt: skip
+    return picture("final.png", words, page)
+
+
+def tables(data: Data) -> str:
+    """Return a table for each map of the main study."""
+    found = {table["title"]: table for table in contrasts(data.study)}
+    parts = [f"### {place}\n\n{markdown(found[place]['head'], found[place]['rows'])}"
+             for place in data.studied() if place in found]  # fmt: skip
+    return "\n\n".join([*parts, found[data.studied()[0]]["note"]]) if parts else NOT_YET
+
+
+def curves_part(data: Data) -> str:
+    """Return the picture of the curves."""
+    words = "Win rate in tests over environment steps, one panel per map, interquartile mean with 95 % bands over seeds"
+    return picture("curves.png", words, PAGE) if data.study else NOT_YET
+
+
+def battle_part(data: Data) -> str:
+    """Return the picture of a battle."""
+    words = "Three moments of a battle of a trained team: what an agent sees, what it believes, and what is true"
+    return picture(BELIEFS_PICTURE, words, PAGE) if (data.folder / BATTLE).is_file() else NOT_YET
+
+
+def predictor_part(data: Data) -> str:
+    """Return for each map the errors of the predictor on enemies, mean over seeds, and of the simple guesses."""
+    parts = []
+    for place in data.studied():
+        runs = [run for group in data.study if group.label == METHOD for run in group.at(place)]
+        found = [table for run in runs if (table := _beliefs(run))]
+        rows = [row for name, title in ROWS.items() if (row := _errors(title, [table.get(name, {}) for table in found]))]
+        if rows:
+            dead = [table["enemy_before"].get("taken_for_dead") for table in found if "enemy_before" in table]
+            recall = [table["enemy"].get("recall_dead") for table in found if "enemy" in table]
+            shares = f"Seen before and taken for dead: {_mean(dead, 3)}; dead and recognised: {_mean(recall, 3)}."
+            head = ["living enemies, last seen", "cases", *GUESSES.values()]
+            parts.append(f"### {place}\n\n{markdown(head, rows)}\n\n{len(found)} seeds. {shares}")
+    return "\n\n".join(parts) or NOT_YET
+
+
+def _beliefs(run: Run) -> Mapping[str, Mapping[str, Any]]:
+    found = run.summary.get("stages", {}).get("stage2", {}).get("beliefs", {})
+    return {row["row"]: row for row in found.get("rows", [])} if isinstance(found, dict) else {}
+
+
+def _errors(title: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a row of errors, mean over the seeds; none where cases are few."""
+    counts = [row.get("count") or 0 for row in rows]
+    if not rows or min(counts) < LEAST_CASES:
+        return []
+    return [title, f"{np.mean(counts):,.0f}", *(_mean([row["mse"].get(key) for row in rows], 3) for key in GUESSES)]
+
+
+def _mean(values: Sequence[float | None], digits: int) -> str:
+    known = [value for value in values if value is not None]
+    return f"{np.mean(known):.{digits}f}" if known else "-"
+
+
+def cost(data: Data) -> str:
+    """Return how many runs there are, what they took, and of which code they are."""
+    if not data.runs:
+        return NOT_YET
+    hours, unknown = cpu_hours(data.runs), sum(run.cpu_seconds is None for run in data.runs)
+    commits = Counter(run.commit[:12] + "-dirty" * run.commit.endswith("-dirty") or "unknown" for run in data.runs)
+    lines = [f"{len(data.runs)} runs, {hours:.1f} core-hours" + f" ({unknown} runs without a figure)" * bool(unknown),
+             "Commits: " + ", ".join(f"`{name}` ({number} runs)" for name, number in sorted(commits.items()))]  # fmt: skip
+    return "\n".join(f"- {line}." for line in lines)
+
+
+def summary(data: Data) -> str:
+    """Return the README's lines."""
+    if not data.runs:
+        return f"{NOT_YET} The question, the maps and the rules are written down."
+    return f"{verdict_lines(data)}\n\n{final_part(data, README)}"
+
+
+def parts(data: Data) -> dict[Path, dict[str, str]]:
+    """Return what is between the markers of each page."""
+    return {
+        PAGE: {
+            "maps": table_of_maps(data), "gate": table_of_gate(data), "verdicts": verdict_lines(data),
+            "final": final_part(data, PAGE), "tables": tables(data), "curves": curves_part(data),
+            "predictor": predictor_part(data), "battle": battle_part(data), "cost": cost(data),
+        },
+        README: {"reconstruction": summary(data)},
+    }  # fmt: skip
+
+
+def filled(text: str, made: Mapping[str, str]) -> str:
+    """Return a page with other content between its markers. Errors: ValueError for a marker that it does not have."""
+    for name, content in made.items():
+        pattern = rf"(<!-- begin {name}: .*? -->\n).*?(<!-- end {name} -->)"
+        if len(re.findall(pattern, text, re.DOTALL)) != 1:
+            raise ValueError(f"the page needs one marker <!-- begin {name}: ... --> and its end")
+        text = re.sub(pattern, lambda found, new=content: f"{found[1]}{new}\n{found[2]}", text, flags=re.DOTALL)
+    return text
+
+
+def pages(data: Data) -> dict[Path, str]:
+    """Return the text of both pages."""
+    return {page: filled(page.read_text(encoding="utf-8"), made) for page, made in parts(data).items()}
+
+
+def main() -> None:
+    """Write the pictures, then the pages."""
+    data = Data(DATA)
+    for name, content in figures(data).items():
+        replace_file(DATA / name, content)
+    for page, text in pages(data).items():
+        replace_file(page, text.encode())
+        print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

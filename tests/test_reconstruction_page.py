@@ -1,0 +1,236 @@
+"""The page of the study of reconstruction: redrawn from its JSON lines alone, verdicts computed by its rules."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from many_runs import make_run
+
+from omagd.run.analysis.groups import Group
+from omagd.run.analysis.runs import Run, load
+from omagd.run.analysis.verdicts import verdict
+from omagd.run.studies.executors import Job
+from omagd.run.studies.results import append, line_of
+from omagd.utils.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location(
+    "make_reconstruction", ROOT / "docs" / "results" / "make_reconstruction.py"
+)
+assert spec is not None and spec.loader is not None
+script = sys.modules["make_reconstruction"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+STEPS = (100_000, 200_000, 300_000)
+MAP = "skirmish 3m_mixed_sight6"
+
+
+def run(arm: str, seed: int, won: float, early: float = 0.0, steps=STEPS) -> Run:
+    rates = (early, (early + won) / 2, won)
+    records = tuple(
+        {"stage": "stage3", "t_env": t, "test_battle_won_mean": rate} for t, rate in zip(steps, rates, strict=True)
+    )
+    config = {"env": "skirmish", "env_args": {"map_name": "3m_mixed_sight6"}, "seed": seed}
+    return Run(Path(f"{arm}{seed}"), config, {}, {}, True, arm, records)
+
+
+def arms(seeds: int = 6, early: float = 0.0, **middles: float) -> list[Group]:
+    """Return arms whose last tests lie evenly around a win rate, a hundredth apart."""
+    around = 0.01 * (np.arange(seeds) - (seeds - 1) / 2)
+    return [
+        Group(arm, {}, tuple(run(arm, i, middle + each, early) for i, each in enumerate(around)))
+        for arm, middle in middles.items()
+    ]
+
+
+GOOD = {"baseline": 0.2, "last_seen": 0.22, "map_constant": 0.24, "omagd": 0.5, "full_obs": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("changed", "seeds", "state", "said"),
+    [
+        ({}, 6, "holds", "`omagd` closes 0.60 ["),
+        ({}, 4, "open", "At least 5 seeds are needed, so far: `omagd` closes 0.60"),
+        ({"omagd": 0.44}, 6, "does not hold", "closes 0.48"),
+        ({"last_seen": 0.495}, 6, "does not hold", "above `last_seen` by 0.01 [-0.02"),
+        ({"map_constant": 0.51}, 6, "does not hold", "above `map_constant` by -0.01"),
+        ({"map_constant": None, "full_obs": None}, 6, "open", "Not run yet: `full_obs`, `map_constant`."),
+        ({"full_obs": 0.19}, 6, "does not hold", "There is no gap: `full_obs` - `baseline` = -0.01"),
+    ],
+)  # fmt: skip
+def test_class_b_asks_for_half_of_the_gap_and_for_more_than_simple_guesses(changed, seeds, state, said):
+    given = {arm: middle for arm, middle in {**GOOD, **changed}.items() if middle is not None}
+    found = verdict(arms(seeds, **given), MAP, "b")
+    assert found.state == state and said in found.why
+    assert found.text.startswith(f"**{MAP}, class b: {state}.** ")
+
+
+def test_a_verdict_has_the_numbers_of_an_independent_bootstrap():
+    rng = np.random.default_rng(5)
+    scores = {arm: rng.normal(middle, 0.05, 10) for arm, middle in GOOD.items()}
+    scores["omagd"][3] = 0.0  # a run that has failed: the middle half does without it
+    groups = [Group(arm, {}, tuple(run(arm, i, won) for i, won in enumerate(each))) for arm, each in scores.items()]
+
+    def iqm(values):  # the middle half: ten seeds without the two lowest and the two highest
+        return np.sort(values, axis=-1)[..., 2:8].mean(-1)
+
+    drawn = {arm: iqm(each[rng.integers(10, size=(50_000, 10))]) for arm, each in scores.items()}
+    low, high = iqm(scores["baseline"]), iqm(scores["full_obs"])
+    expected = [
+        ((iqm(scores["omagd"]) - low) / (high - low),
+         (drawn["omagd"] - drawn["baseline"]) / (drawn["full_obs"] - drawn["baseline"])),
+        *((iqm(scores["omagd"]) - iqm(scores[other]), drawn["omagd"] - drawn[other])
+          for other in ("last_seen", "map_constant")),
+    ]  # fmt: skip
+    why = verdict(groups, MAP, "b").why
+    found = [list(map(float, each)) for each in re.findall(r"(-?\d\.\d\d) \[(-?\d\.\d\d), (-?\d\.\d\d)\]", why)]
+    assert len(found) == 3
+    for (value, *ends), (true, samples) in zip(found, expected, strict=True):
+        assert value == pytest.approx(true, abs=0.0051)
+        assert ends == pytest.approx(np.percentile(samples, [2.5, 97.5]), abs=0.02)
+    assert verdict(groups, MAP, "b") == verdict(groups, MAP, "b")
+
+
+@pytest.mark.parametrize(
+    ("omagd", "state"), [(0.25, "holds"), (0.2, "holds"), (0.195, "holds"), (0.17, "does not hold")]
+)
+def test_class_c_asks_for_no_loss(omagd, state):
+    assert verdict(arms(baseline=0.2, omagd=omagd), MAP, "c").state == state
+    assert verdict(arms(4, baseline=0.2, omagd=omagd), MAP, "c").state == "open"
+
+
+def test_class_a_asks_for_the_area_under_the_curve_whatever_the_end_is():
+    slow, fast = arms(baseline=0.6), arms(early=0.55, omagd=0.58)
+    found = verdict([*slow, *fast], MAP, "a")
+    assert found.state == "holds"
+    assert "median steps to a win rate of 0.54: `omagd` 100,000, `baseline` 300,000" in found.why
+    swapped = [Group(name, {}, group.runs) for name, group in (("omagd", slow[0]), ("baseline", fast[0]))]
+    assert verdict(swapped, MAP, "a").state == "does not hold"
+    never = verdict([*arms(baseline=0.6), *arms(omagd=0.3)], MAP, "a")
+    assert never.state == "does not hold" and "`omagd` never" in never.why
+
+
+# --- the page
+
+
+def test_the_committed_pages_are_those_of_the_committed_data():
+    data = script.Data(script.DATA)
+    for page, text in script.pages(data).items():
+        assert page.read_text(encoding="utf-8") == text, "run: python docs/results/make_reconstruction.py"
+    pictures = set(re.findall(r"reconstruction/(\w+\.png)", "".join(script.pages(data).values())))
+    assert pictures == {path.name for path in script.DATA.glob("*.png")}
+
+
+def test_predicted_classes_and_maps_are_those_of_the_study_files():
+    folder = ROOT / "benchmarks" / "studies"
+    text = re.sub(r"\n#", "", (folder / "reconstruction_gate.yaml").read_text())
+    written = re.search(r"not\):(.*?)reserve:(.*?)Controls[^:]*:(.*?)\.", text, re.DOTALL)
+    assert written is not None
+
+    def classes(part: str) -> dict[str, str]:
+        found = re.findall(r"(smax )?(\w+) ([abc])\b", part)
+        return {f"{env or 'skirmish '}{name}": kind for env, name, kind in found}
+
+    main, reserve, controls = map(classes, written.groups())
+    assert {**main, **controls} == script.MAPS and reserve == script.RESERVE and set(controls) == set(script.CONTROLS)
+    for name in ("reconstruction_3_agents", "reconstruction_5_agents", "reconstruction_gate"):
+        given = yaml.safe_load((folder / f"{name}.yaml").read_text())
+        places = {f"{each.get('env_config', 'skirmish')} {each['map']}" for each in given["environments"].values()}
+        assert places <= script.MAPS.keys() | script.RESERVE.keys()
+        assert set(given["arms"]) <= set(script.ARMS) and given["results_file"] == f"{name}.jsonl"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A copy of the pages, whose data are made-up results: the folder of the data."""
+    pages = {"PAGE": script.PAGE.relative_to(ROOT), "README": script.README.relative_to(ROOT)}
+    for name, place in pages.items():
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / place, tmp_path / place)
+        monkeypatch.setattr(script, name, tmp_path / place)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "DATA", tmp_path / pages["PAGE"].with_suffix(""))
+    script.DATA.mkdir()
+    (made,) = load([make_run(tmp_path / "run", seed=1)])
+    line = line_of("s", Job("j", "a", made.env, "3m", 1, ()), RunFolder(made.folder), made.card, "x", commit="ab" * 20)
+    shutil.rmtree(tmp_path / "run")
+
+    def add(name: str, place: str, middles: dict[str, float], seeds: int) -> None:
+        env, _, map_name = place.partition(" ")
+        for arm, middle in middles.items():
+            for seed in range(seeds):
+                rates = [middle / 2, middle + 0.01 * seed]
+                where = {"arm": arm, "env": env, "map": map_name, "seed": seed, "job": f"{arm}{map_name}{seed}"}
+                tests = {"t_env": [5000, 10_000], "wall_seconds": [1, 2], "test_battle_won_mean": rates}
+                stages = {"stage2": {"beliefs": {"rows": ROWS}}} if arm == "omagd" else {}
+                own = {"summary": {"stages": stages}, "identity": f"{name}{where}", "cpu_seconds": 360.0}
+                append(script.DATA / f"{name}.jsonl", {**line, **where, **own, "tests": tests})
+
+    add("reconstruction_gate", MAP, {"baseline": 0.2, "full_obs": 0.6}, 3)
+    add("reconstruction_gate", "skirmish 5m_mixed_sight6", {"baseline": 0.2, "full_obs": 0.3}, 3)
+    add("reconstruction_3_agents", MAP, GOOD, 5)
+    add("reconstruction_5_agents", "skirmish 8m", {"baseline": 0.5, "omagd": 0.6, "full_obs": 0.6}, 2)
+    census = {"test": "census", "env": "skirmish", "map": "3m_mixed_sight6", "class": "b", "policy": "scripts"}
+    (script.DATA / "beliefs.jsonl").write_text(json.dumps({**census, "units": {"enemy": {"unseen": 0.63}}}) + "\n")
+    return script.DATA
+
+
+ERRORS = {"predictor": 0.1, "ridge": 0.2, "last_seen": 0.3, "last_seen_or_mean": 0.4, "map_constant": 0.5}
+ROWS = [
+    {"row": "enemy", "count": 900, "mse": ERRORS, "recall_dead": 0.99},
+    {"row": "enemy_before", "count": 300, "mse": ERRORS, "taken_for_dead": 0.04},
+    {"row": "enemy_age16", "count": 199, "mse": ERRORS},
+]
+
+
+def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
+    script.main()
+    page, readme = script.PAGE.read_text(), script.README.read_text()
+    assert "**skirmish 3m_mixed_sight6, class b: holds.**" in page and "asked: at least 2" in page
+    assert f"| {MAP} | b | b | 63 % | yes |" in page and "| skirmish 5m_mixed_sight6 | b | - | - | no |" in page
+    assert "5m_mixed_sight6, class b" not in page  # it has not entered
+    assert "**skirmish 8m, class a: open.** At least 5 seeds are needed" in page
+    assert "**Class b as a whole: open.** Of 3 maps it holds on 1, 2 are open" in page
+    rows = {line.split(" | ")[0].strip("| "): line for line in page.split(f"### {MAP}")[1].split("###")[0].splitlines()}
+    assert "| 5 | 0.52 [" in rows["omagd"] and rows["omagd"].endswith("| 0.50 |")  # hours
+    assert "| all | 900 | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
+    assert "taken for dead: 0.040; dead and recognised: 0.990" in page
+    assert f"43 runs, 4.3 core-hours.\n- Commits: `{'ab' * 6}` (43 runs)." in page
+    assert "class b: holds" in readme and "(docs/results/reconstruction/final.png)" in readme
+    for name in ("final.png", "curves.png"):
+        assert f"(reconstruction/{name})" in page and (site / name).read_bytes().startswith(b"\x89PNG")
+    script.main()
+    assert (script.PAGE.read_text(), script.README.read_text()) == (page, readme)
+    # Lines in another order, as merged files have them, give the same page.
+    for path in site.glob("reconstruction_*.jsonl"):
+        path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    script.main()
+    assert script.PAGE.read_text() == page
+    # Without data the pages are those without data again.
+    shutil.rmtree(site)
+    site.mkdir()
+    script.main()
+    assert (
+        "Not run yet: `omagd`, `baseline`, `full_obs`" in script.PAGE.read_text()
+        and "png" not in script.PAGE.read_text()
+    )
+
+
+def test_a_map_without_a_predicted_class_is_refused(site):
+    path = site / "reconstruction_3_agents.jsonl"
+    path.write_text(path.read_text().replace("3m_mixed_sight6", "27m_vs_30m"))
+    with pytest.raises(ValueError, match="skirmish 27m_vs_30m: no class was predicted"):
+        script.main()
+
+
+def test_a_page_without_a_marker_is_refused():
+    with pytest.raises(ValueError, match="begin maps"):
+        script.filled("no marker", {"maps": "x"})
