@@ -4,8 +4,9 @@
     python benchmarks/acting.py --table [--env smax] [--updates 100]
 
 Plays the same battles (scripted players with random actions mixed in, whose own time is left out) with three
-controllers that take turns: without reconstruction; reconstructing only what is missing; and reconstructing every agent
-at every step, the dead ones too, with the predictor as it is trained. Times are CPU seconds of one thread, ratios are
+controllers that take turns: without reconstruction; reconstructing only what is missing; tracking (`kind: tracker`, of
+the same `d_model` and `feedforward_dim`); and reconstructing every agent at every step, the dead ones too, with the
+predictor as it is trained. Times are CPU seconds of one thread, ratios are
 medians over rounds. Weights are as initialised (times do not depend on them); with `--table`, predictors of several
 sizes are trained on the same episodes with one tokenizer, and their error on held-out episodes stands beside the time.
 """
@@ -16,6 +17,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,8 @@ from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.modules.graph_reconstructers.tracker import Tracker
+from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
 from omagd.runners.runner import ParallelRunner
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
@@ -128,7 +132,7 @@ def modules(config: Config, info: EnvInfo, tokenizer: Tokenizer | None = None) -
     return tokenizer, predictor
 
 
-def rollouts(config: Config, baselines: dict[str, Reconstructor | None], rounds: int) -> dict[str, list[float]]:
+def rollouts(config: Config, baselines: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
     """Return steps per second of each controller, round by round."""
     made = {}
     for name, reconstructor in baselines.items():
@@ -163,12 +167,17 @@ def compare(arguments: argparse.Namespace) -> None:
             info = make_env(config.env, dict(config.env_args), 1, processes=False).info
             parts = modules(config, info)
             ours, every = Reconstructor(*parts, config, info), EveryAgent(*parts, config, info)
-            speeds = rollouts(config, {"plain": None, "ours": ours, "every agent": every}, arguments.rounds)
+            tracked = configured(arguments, slots, **{**sizes.model_dump(), "kind": "tracker"})
+            tracker = TrackingReconstructor(None, Tracker(tracked.mask_predictor_config, info), tracked, info)
+            made = {"plain": None, "ours": ours, "tracker": tracker, "every agent": every}
+            speeds = rollouts(config, made, arguments.rounds)
             median = {name: f"{statistics.median(values):,.0f}" for name, values in speeds.items()}
             against_all, against_none = ratio(speeds, "ours", "every agent"), ratio(speeds, "ours", "plain")
+            quarters = statistics.quantiles([a / b for a, b in zip(speeds["ours"], speeds["tracker"], strict=True)])
             say(
-                f"{size} {arguments.acting_precision}, {slots} slots, steps/s: {median};"
+                f"{arguments.map} {size} {arguments.acting_precision}, {slots} slots, steps/s: {median};"
                 f" {against_all:.2f} x every agent, {against_none:.2f} x plain;"
+                f" a step with the tracker costs {quarters[1]:.2f} [{quarters[0]:.2f}, {quarters[2]:.2f}] x ours;"
                 f" {1e3 * ours.seconds / ours.calls:.2f} ms and {ours.frames / ours.calls:.0f} frames a tick"
             )
         arguments.codes = codes
@@ -254,7 +263,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=["published", "small"], default=["published", "small"])
     parser.add_argument("--acting-precision", choices=["float32", "bf16"], default="float32")
     parser.add_argument("--codes", type=int, default=256, help="codes of the tokenizer at the small size")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="at least 2")
     parser.add_argument("--updates", type=int, default=100, help="updates of each module under --table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ PEERS = ("--peer", "--smac", "--pymarl3", "--epymarl", "--checkout")
 # Words appended to a command; OUT is a folder of the test.
 SMALL: dict[str, str] = {
     "attack.py": "--faults 1 --jobs 1 --only damage --rows OUT/rows",
-    "acting.py": "--rounds 1 --slots 2 --sizes small",
+    "acting.py": "--rounds 2 --slots 2 --sizes small",
     "checkpoint_stall.py": "--map 3m --stored 40 --saves 1",
     "ddpg_speed.py": "--batch 4 --updates 1 --hidden 16",
     "env_speed.py": "--slots 4 --steps 40 --rounds 1 --beside reference --plot OUT/p",

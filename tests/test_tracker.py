@@ -13,7 +13,7 @@ from q_toys import equal, state_of
 
 from omagd.config.loading import resolve
 from omagd.learners import PREDICTORS, tracker_learner
-from omagd.modules.graph_reconstructers import REGISTRY
+from omagd.modules.graph_reconstructers import REGISTRY, compiled_tracking
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import check, describe
 from omagd.modules.graph_reconstructers.tracker import FLOOR
@@ -222,6 +222,55 @@ def test_acting_believes_what_training_predicts_and_learning_reads_its_bits() ->
     assert torch.equal(obs.view(torch.int32), batch["acted"].view(torch.int32)) and torch.equal(guessed, batch["marks"])
     shown, after = (obs_to_nodes(batch[name], LAYOUT).view(torch.int32) for name in ("obs", "acted"))
     assert torch.equal(after[~guessed], shown[~guessed])
+
+
+class ByTorch(TrackingReconstructor):
+    """The reference, without kernels."""
+
+    has_kernels = False
+
+
+def test_kernels_compute_what_torch_computes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(compiled_tracking, "ROWS_AT_ONCE", 3 * (N - 1))  # observers pass in several groups
+    stage, _ = acting(belief_inputs=True)
+    for value in stage.predictor.parameters():  # a few updates leave most of them at their start
+        value.data += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(value)))
+    both = [kind(None, stage.predictor, stage.config, INFO) for kind in (TrackingReconstructor, ByTorch)]
+    assert both[0].has_kernels
+    episodes, slots, rng = (
+        [e for e in toy_episodes(60, seed=3, apart=True) if len(e["obs"]) > 3],
+        9,
+        np.random.default_rng(0),
+    )
+    current, step, begun, dead = np.arange(slots), np.zeros(slots, np.int64), slots, 0
+    for one in both:
+        one.begin(slots)
+    for tick in range(60):
+        if tick == 30:  # as when the predictor is trained further
+            torch.nn.init.normal_(stage.predictor.node.weight, std=0.3)
+        active = rng.random(slots) < 0.8
+        places = [(episodes[i % len(episodes)], t) for i, t in zip(current, step, strict=True)]
+        obs = torch.stack([e["obs"][t] for e, t in places])
+        action = torch.stack([e["actions"][t - 1] if t else torch.full((INFO.n_agents,), -1) for e, t in places])
+        ours, wanted = (one.step(obs.numpy().copy(), step, active, action) for one in both)
+        assert torch.equal(ours.guessed, wanted.guessed) and ours.fields.keys() == wanted.fields.keys()
+        shown = obs_to_nodes(wanted.obs, LAYOUT)[wanted.guessed]
+        taken, dead = ~shown.any(-1), dead + int((~shown.any(-1)).sum())
+        assert torch.equal(~obs_to_nodes(ours.obs, LAYOUT)[ours.guessed].any(-1), taken)
+        seen = torch.where(both[0]._columns.of_nodes(ours.guessed), 0.0, ours.obs)
+        assert torch.equal(seen, torch.where(both[0]._columns.of_nodes(ours.guessed), 0.0, obs))
+        for name, value in wanted.fields.items():
+            assert ours.fields[name].dtype == value.dtype
+            torch.testing.assert_close(ours.fields[name].float(), value.float(), rtol=2e-3, atol=2e-4)
+        assert torch.equal(torch.where(ours.fields["recon"] != 0, ours.fields["recon"].float(), ours.obs), ours.obs)
+        step += active
+        over = active & (step >= [len(episodes[i % len(episodes)]["obs"]) for i in current])
+        for slot in np.flatnonzero(over):
+            current[slot], step[slot], begun = begun, 0, begun + 1
+        for one in both:
+            one.reset(over)
+    assert both[0].frames == both[1].frames > 300
+    assert begun > 20 and dead > 50
 
 
 def test_every_input_matters_and_no_other_episode() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,11 +19,15 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.belief import FIELD, Doubt, told
+from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, told
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Memory, Tracker
+from omagd.utils.compiling import compiled_or_reference
+
+if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.compiled_tracking import CompiledTracking
 
 STATE = ("last", "age", "own", "drift", "hidden", "begun")
 
@@ -51,6 +57,8 @@ class TrackingReconstructor:
         self.seconds, self.calls, self.frames = 0.0, 0, 0
         self._columns = GraphTables(self.layout, self.device)
         self._tells = config.belief_inputs
+        self._weights = [*predictor.parameters(), *predictor.buffers()]
+        self._compiled: tuple[tuple[int, int], CompiledTracking] | None = None
         self.begin(0)
 
     @classmethod
@@ -97,7 +105,9 @@ class TrackingReconstructor:
         now = torch.as_tensor(step, device=self.device).long()
         unknown = torch.full(obs.shape[:2], -1, device=self.device)
         actions = unknown if last_action is None else torch.as_tensor(last_action, device=self.device)
-        if active is None or active.all():
+        if self.has_kernels and (kernels := compiled_tracking()) is not None:
+            result = self._by_kernels(kernels, obs, now, actions, active)
+        elif active is None or active.all():
             result, self._state = self._tick(obs, now, actions, self._state)
         else:
             slots = torch.as_tensor(active, device=self.device).nonzero().flatten()
@@ -130,6 +140,42 @@ class TrackingReconstructor:
         """Continue from a `snapshot` of as many slots."""
         self._state = {name: snapshot[name].to(self.device).clone() for name in STATE}
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `compiled_tracking.py` computes the same."""
+        return self.device.type == "cpu" and self.predictor.scale.dtype == torch.float32
+
+    def _by_kernels(
+        self,
+        kind: type[CompiledTracking],
+        obs: Tensor,
+        now: Tensor,
+        actions: Tensor,
+        active: np.ndarray | Tensor | None,
+    ) -> Reconstruction:
+        """Return the result of `step`, computed by kernels: the same up to rounding."""
+        version = len(obs), sum(value._version for value in self._weights)
+        if self._compiled is None or version != self._compiled[0]:
+            self._compiled = version, kind(self.layout, self.predictor, len(obs))
+        filled = np.array(obs.numpy(), np.float32, order="C")  # a copy
+        played = torch.ones(len(obs), dtype=torch.bool) if active is None else torch.as_tensor(active)
+        taken = actions.long().contiguous().numpy()
+        made = self._compiled[1](
+            filled, now.contiguous().numpy(), played.nonzero().flatten().numpy(), taken, self._state
+        )
+        stored, guessed, frames, belief = made
+        self.frames += frames
+        result = torch.from_numpy(filled), torch.from_numpy(guessed)
+        fields = {self.field: torch.from_numpy(stored)}
+        if self._tells:
+            seen = (result[0] != 0).any(-1, keepdim=True) & played[:, None, None] & ~result[1]
+            fields[FIELD] = told(seen, result[1], self._state["age"], self._doubt(belief))
+        return Reconstruction(fields, *result)
+
+    def _doubt(self, belief: Belief) -> Doubt:
+        assert belief.spread is not None
+        return Doubt(belief.p_dead, belief.spread[:, self.layout.position].square().mean(-1).sqrt())
+
     def _tick(
         self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor]
     ) -> tuple[Reconstruction, dict[str, Tensor]]:
@@ -151,9 +197,7 @@ class TrackingReconstructor:
         self.frames += int(missing.any(-1).sum())
         fields = {self.field: stored}
         if self._tells:
-            assert belief.spread is not None
-            spread = belief.spread[:, self.layout.position].square().mean(-1).sqrt()
-            fields[FIELD] = told(seen, missing, memory.age, Doubt(belief.p_dead, spread))
+            fields[FIELD] = told(seen, missing, memory.age, self._doubt(belief))
         return Reconstruction(fields, filled, missing), after
 
     def _remember(
@@ -167,3 +211,15 @@ class TrackingReconstructor:
         memory = Memory(last, age, actions, change, now, missing)
         drift = torch.where((age > 0)[..., None], state["drift"] + self.predictor.moves(memory)[:, :, None], 0.0)
         return memory, drift
+
+
+@lru_cache(maxsize=1)
+def compiled_tracking() -> type[CompiledTracking] | None:
+    """Return the class that computes a tick by kernels, None where Numba is missing."""
+
+    def load() -> type[CompiledTracking] | None:
+        from omagd.modules.graph_reconstructers.compiled_tracking import CompiledTracking
+
+        return CompiledTracking
+
+    return compiled_or_reference(load, None)
