@@ -19,9 +19,72 @@ from watch_toys import Oracle, play, small_recording
 from omagd.config.env_info import EntityLayout
 from omagd.run.cli.main import main
 from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
-from omagd.run.watch import drawing, panel
+from omagd.run.watch import drawing, moments, panel
 from omagd.run.watch.page import player_page
-from omagd.run.watch.recording import Moment, Recording
+from omagd.run.watch.recording import Episode, Moment, Recording
+from omagd.utils.errors import UserError
+
+
+def seen_and_lost() -> Episode:
+    """Return a battle of two agents and two enemies, a0 sees e0 at steps 1 and 2, e1 never; a1 dies at step 6."""
+    moments = []
+    for t in range(9):
+        seen = 0b0001 | (0b0100 if t in (1, 2) else 0) | (0b0010 if t < 6 else 0)
+        moments.append(
+            Moment(
+                x=[1.0, 2.0, 5.0 + t, 9.0], y=[1.0, 1.0, 1.0, 4.0], alive=[t < 8, t < 6, True, True],
+                health=[10.0, 10.0, 5.0, 10.0], seen=[f"{seen:x}", "2"],
+                beliefs=[[(2, 7.0, 2.0, 0.25), (3, "NaN", 1.0, None), (1, 4.0, 4.0, None)], []],
+            )
+        )  # fmt: skip
+    scene = {"ids": ["a0", "a1", "e0", "e1"], "teams": [0, 0, 1, 1], "kinds": [""] * 4, "team_names": ["us", "them"],
+             "actions": [], "health_max": [10.0] * 4, "sight": [6.0, 6.0], "bounds": [0, 0, 20, 20]}  # fmt: skip
+    about = {"env": "e", "map_name": "m", "seed": 1, "policy": "p", "values": "Q-values", "results": {}}
+    return Episode.model_validate({**about, "scene": scene, "moments": moments})
+
+
+def test_a_moment_has_what_the_agent_sees_what_it_believes_and_what_is_true():
+    seen, believed, truth, info = moments.shown(seen_and_lost(), 7, 0)
+    assert [(node["id"], node["type"], node["present"]) for node in truth] == [
+        ("a0", "self", True), ("a1", "ally", False), ("e0", "enemy", True), ("e1", "enemy", True),
+    ]  # fmt: skip
+    assert [node["present"] for node in seen] == [True, False, False, False]
+    assert (truth[2]["x"], truth[2]["y"], truth[2]["health"]) == (11.0, 0.0, 0.5)
+    ghost, guess, broken = believed[1:]
+    assert (ghost["x"], ghost["y"], ghost["health"], ghost["present"], ghost["guessed"]) == (3.0, 3.0, None, True, True)
+    assert (guess["x"], guess["y"], guess["health"], guess["present"], guess["guessed"]) == (6.0, 1.0, 0.25, True, True)
+    assert not broken["finite"] and not broken["present"]
+    assert info == {"label": "e m", "step": 7, "agent": "a0", "sight": 6.0, "teams": {"ally": "us", "enemy": "them"}}
+    seen, believed, _, _ = moments.shown(seen_and_lost(), 1, 0)  # what it sees it does not guess
+    assert [node["present"] for node in seen] == [True, True, True, False]
+    assert believed[1:3] == seen[1:3]
+
+
+def test_moments_are_those_with_most_to_see_one_of_each_part_of_a_life():
+    episode = seen_and_lost()
+    assert moments._chosen(episode, 0, [])[0] == [0, 3, 5]  # a unit seen before is hidden from step 3 on
+    assert moments._chosen(episode, 1, [])[0] == [0, 2, 4]
+    assert moments._chosen(episode, 0, [7, 8])[0] == [7]
+    assert moments._chosen(episode, 0, [8]) == ([], 0)
+
+
+def test_moments_show_the_agent_of_which_there_is_most_to_see(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(moments, "battle_moments", lambda path, rows: drawn.append([each[3] for each in rows]) or path)
+    recording = Recording(episodes=[seen_and_lost()])
+    moments.write_png(recording, tmp_path / "a.png")
+    moments.write_png(recording, tmp_path / "a.png", 1, [2])
+    moments.write_png(recording, tmp_path / "a.png", 9, [2])
+    assert [[(each["agent"], each["step"]) for each in rows] for rows in drawn] == [
+        [("a0", 0), ("a0", 3), ("a0", 5)], [("a1", 2)], [("a1", 2)],
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="the agent is dead at all of these steps"):
+        moments.write_png(recording, tmp_path / "a.png", 1, [7])
+    episode = seen_and_lost()
+    unseen = [moment.model_copy(update={"seen": []}) for moment in episode.moments]
+    blind = episode.model_copy(update={"moments": unseen})
+    with pytest.raises(UserError, match="observations have none"):
+        moments.write_png(Recording(episodes=[blind]), tmp_path / "a.png")
 
 
 @pytest.fixture(scope="module")

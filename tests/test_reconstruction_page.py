@@ -19,6 +19,7 @@ from omagd.run.analysis.runs import Run, load
 from omagd.run.analysis.verdicts import verdict
 from omagd.run.studies.executors import Job
 from omagd.run.studies.results import append, line_of
+from omagd.run.watch.recording import Recording
 from omagd.utils.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,6 +193,11 @@ ROWS = [
 
 
 def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
+    episode = {"env": "skirmish", "map_name": "m", "seed": 1, "policy": "p", "values": "Q-values", "results": {}}
+    scene = {"ids": ["a0", "e0"], "teams": [0, 1], "kinds": ["", ""], "team_names": ["agents", "enemies"], "sight": [6]}
+    moment = {"x": [0, 9], "y": [0, 0], "alive": [True, True], "seen": ["1"], "beliefs": [[[1, 8, 0, None]]]}
+    episode |= {"scene": {**scene, "actions": [], "bounds": [-9, -9, 9, 9]}, "moments": [moment, moment]}
+    Recording.model_validate({"episodes": [episode]}).write(site / "battle.json.gz")
     script.main()
     page, readme = script.PAGE.read_text(), script.README.read_text()
     assert "**skirmish 3m_mixed_sight6, class b: holds.**" in page and "asked: at least 2" in page
@@ -205,7 +211,7 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     assert "taken for dead: 0.040; dead and recognised: 0.990" in page
     assert f"43 runs, 4.3 core-hours.\n- Commits: `{'ab' * 6}` (43 runs)." in page
     assert "class b: holds" in readme and "(docs/results/reconstruction/final.png)" in readme
-    for name in ("final.png", "curves.png"):
+    for name in ("final.png", "curves.png", "beliefs.png"):
         assert f"(reconstruction/{name})" in page and (site / name).read_bytes().startswith(b"\x89PNG")
     script.main()
     assert (script.PAGE.read_text(), script.README.read_text()) == (page, readme)

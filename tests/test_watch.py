@@ -219,6 +219,10 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
     assert main(["watch", str(path), "--agent", "2", "-o", str(tmp_path / "b.gif")]) == 0
     with Image.open(tmp_path / "b.gif") as gif:
         assert gif.n_frames == sum(len(episode.moments) for episode in battles.episodes)
+    for words, rows in (([], 3), (["--steps=0,2", "--agent=2"], 2)):
+        assert main(["watch", str(path), "--format=png", *words]) == 0
+        with Image.open(tmp_path / "a.png") as png:
+            assert png.size == (1287, rows * 594)
     capsys.readouterr()
     for words, part in (
         (["watch"], "watch: name the run or a recording"),
@@ -226,9 +230,12 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
         (["watch", str(tmp_path / "gone")], "no such folder"),
         (["watch", str(tmp_path)], "holds no agent.th"),
         (["watch", str(path), "seed=3"], "seed=3: a recording is shown as it is"),
-        (["watch", str(path), "--format=avi"], "--format=avi: must be html, gif or mp4"),
+        (["watch", str(path), "--format=avi"], "--format=avi: must be html, gif, mp4 or png"),
         (["watch", str(path), "--agent=5"], "--agent=5: the agents are 0 to 4"),
         (["watch", str(path), "--agent=-1"], "--agent=-1: must be a number"),
+        (["watch", str(path), "--steps=3"], "--steps=3: html shows all steps"),
+        (["watch", str(path), "--format=png", "--steps=3,x"], "--steps=x: must be a number"),
+        (["watch", str(path), "--format=png", "--steps=3,999"], "--steps=999: the battle has steps 0 to"),
         (["watch", str(path), "--episodes=0"], "--episodes=0: must be a number from 1 on"),
         (["watch", str(path), "--output", "/proc/a/b.html"], "cannot be written"),
     ):

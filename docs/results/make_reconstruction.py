@@ -26,6 +26,8 @@ from omagd.run.analysis.groups import Group
 from omagd.run.analysis.plot import caption
 from omagd.run.analysis.runs import Run, load
 from omagd.run.analysis.verdicts import METHOD, Kind, Verdict, verdict
+from omagd.run.watch.moments import write_png
+from omagd.run.watch.recording import Recording
 from omagd.utils.writing import replace_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +153,7 @@ def verdict_lines(data: Data) -> str:
 
 
 def figures(data: Data) -> dict[str, bytes]:
-    """Return the pictures by file name: the last tests and the curves of the main study, and a battle."""
+    """Return the pictures by file name: the last tests and the curves of the main study."""
     drawn = {}
     if data.study:
         labels = tuple(group.label for group in data.study)
@@ -284,6 +286,8 @@ def main() -> None:
     data = Data(DATA)
     for name, content in figures(data).items():
         replace_file(DATA / name, content)
+    if (data.folder / BATTLE).is_file():
+        write_png(Recording.read(data.folder / BATTLE), DATA / BELIEFS_PICTURE)
     for page, text in pages(data).items():
         replace_file(page, text.encode())
         print(page.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""`watch RUN [key=value …]` plays a trained team, `watch FILE` shows a recording: as an HTML page, a GIF or an MP4."""
+"""`watch RUN [key=value …]` plays a trained team, `watch FILE` shows a recording: a page, a video, or moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omagd.utils.writing import print_out
 if TYPE_CHECKING:
     from omagd.run.watch.recording import Recording
 
-FORMATS, NAMED = ("html", "gif", "mp4"), 8
+FORMATS, NAMED = ("html", "gif", "mp4", "png"), 8
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +24,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("source", nargs="?", metavar="RUN", help=run)
     keys = "keys to change, such as env_args.map_name=3m load_step=400000 seed=2"
     add("words", nargs="*", metavar="key=value", help=keys)
-    add("--format", default="", help="html (default), gif or mp4 (needs the extra `watch`)")
+    add("--format", default="", help="html (default), gif, mp4 (needs the extra `watch`), or png: moments of a battle")
     where = "default: in replays/ of the run, or beside the recording"
     add("-o", "--output", default="", metavar="FILE", help=where)
-    add("--agent", default="0", metavar="N", help="the agent whose view is shown, in html the first one; default: 0")
+    add("--agent", metavar="N", help="the agent whose view is shown, in html the first one; default: 0; png: the one of"
+        " whom there is most to see")  # fmt: skip
+    add("--steps", default="", metavar="A,B,...", help="png: steps of the battle to show; default: three telling ones")
     add("--episodes", default="1", metavar="N", help="episodes of each map; default: 1")
 
 
@@ -36,7 +38,8 @@ def main(options: argparse.Namespace) -> int:
     if not options.source or "=" in options.source:
         raise UserError("watch: name the run or a recording, as in: python -m omagd watch results/<run>")
     kind = _format(options)
-    agent, episodes = _number("--agent", options.agent, 0), _number("--episodes", options.episodes, 1)
+    agent = None if options.agent is None else _number("--agent", options.agent, 0)
+    episodes, steps = _number("--episodes", options.episodes, 1), _steps(options.steps, kind)
     source = Path(os.path.expanduser(options.source))  # unlike Path.expanduser, no error for an unknown user
     from omagd.run.watch.recording import SUFFIX, Recording
 
@@ -48,11 +51,11 @@ def main(options: argparse.Namespace) -> int:
             raise UserError(f"{options.words[0]}: a recording is shown as it is; {fix}")
         recording, beside = Recording.read(source), source.with_name(source.name.removesuffix(SUFFIX))
     most = max(episode.n_agents for episode in recording.episodes)
-    if agent >= most:
+    if agent is not None and agent >= most:
         raise UserError(f"--agent={agent}: the agents are 0 to {most - 1}")
     path = Path(options.output).expanduser() if options.output else beside.with_name(f"{beside.name}.{kind}")
     try:
-        _write(recording, path, kind, agent)
+        _write(recording, path, kind, agent, steps)
         if played and not options.output:  # beside the page, for `report` and other formats
             recording.write(beside.with_name(beside.name + SUFFIX))
     except OSError as problem:
@@ -130,15 +133,27 @@ def _only_run(given: str) -> str:
     raise UserError(f"watch {given}: holds {len(trained)} runs with weights. Name one of them: {names}{more}")
 
 
-def _write(recording: Recording, path: Path, kind: str, agent: int) -> None:
+def _steps(text: str, kind: str) -> list[int]:
+    """Return the steps to show. Errors: UserError."""
+    if text and kind != "png":
+        raise UserError(f"--steps={text}: {kind} shows all steps. Use it with --format=png")
+    return [_number("--steps", part.strip(), 0) for part in text.split(",")] if text else []
+
+
+def _write(recording: Recording, path: Path, kind: str, agent: int | None, steps: list[int]) -> None:
     from omagd.utils.writing import replace_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind == "html":
         from omagd.run.watch.page import player_page
 
-        replace_file(path, player_page(recording, agent).encode())
+        replace_file(path, player_page(recording, agent or 0).encode())
+        return
+    if kind == "png":
+        from omagd.run.watch.moments import write_png
+
+        write_png(recording, path, agent, steps)
         return
     from omagd.run.watch.drawing import WRITERS
 
-    WRITERS[kind](recording, path, agent)
+    WRITERS[kind](recording, path, agent or 0)

@@ -15,6 +15,9 @@ from omagd.envs.frames import THINGS, Scene
 from omagd.run.reporting.plots import save
 
 Nodes = Sequence[Mapping[str, Any]]
+Shown = tuple[Nodes, Nodes, Nodes, Mapping[str, Any]]
+"""A moment: units as seen, as reconstructed, as they were, and what `battle_moments` says about them."""
+
 TYPES = ("self", "ally", "enemy")
 MARKS = {"self": "*", "ally": "o", "enemy": "D", "thing": "o"}
 COLOURS = {"self": "#ffd166", "ally": "#4cc9c0", "enemy": "#ff7b54", "thing": "#b9c46a"}
@@ -77,24 +80,42 @@ def battle_nodes(
 def battle_moment(
     out_png: str | Path, seen: Nodes, reconstructed: Nodes, truth: Nodes, info: Mapping[str, Any]
 ) -> Path:
-    """Draw one moment around one agent and return the path of the picture.
+    """Draw one moment around one agent and return the path of the picture: `battle_moments` with one row."""
+    return battle_moments(out_png, [(seen, reconstructed, truth, info)], (15.6, 7.0))
+
+
+def battle_moments(out_png: str | Path, shown: Sequence[Shown], size: tuple[float, float] = (11.7, 5.4)) -> Path:
+    """Draw moments of a battle below each other, on one scale, and return the path of the picture.
 
     Args:
-        out_png: the picture. seen, reconstructed, truth: the same units in the same order, each
+        out_png: the picture. shown: of each moment `(seen, reconstructed, truth, info)`.
+            seen, reconstructed, truth: the same units in the same order, each
             `{id, type: self | ally | enemy | thing, x, y, health, present, guessed, finite}`: x and y in cells relative
             to the agent, health 0 to 1 or None, present False for absent units, guessed True for reconstructed ones,
             finite False (default: True) for guesses that are not numbers, which are counted and not drawn.
-        info: `label` (environment and map), `step`, `agent` (the observer's id), `sight` in cells; optionally `errors`,
-            numbers by name, and `teams`, names by type.
+            info: `label` (environment and map), `step`, `agent` (the observer's id), `sight` in cells; optionally
+            `errors`, numbers by name, and `teams`, names by type.
+        size: inches of one moment; text keeps its size.
 
-    Errors: ValueError if the three lists differ in their units.
+    Errors: ValueError if the three lists of a moment differ in their units.
     """
     from matplotlib.figure import Figure
 
-    if not [n["id"] for n in seen] == [n["id"] for n in reconstructed] == [n["id"] for n in truth]:
-        raise ValueError("the three panels do not list the same units")
-    view = _view([*seen, *reconstructed, *truth], float(info["sight"]))
-    figure = Figure(figsize=(15.6, 7.0), dpi=110, facecolor=BACKGROUND)
+    for seen, reconstructed, truth, _ in shown:
+        if not [n["id"] for n in seen] == [n["id"] for n in reconstructed] == [n["id"] for n in truth]:
+            raise ValueError("the three panels do not list the same units")
+    nodes = [node for moment in shown for part in moment[:3] for node in part]
+    view = _view(nodes, float(shown[0][3]["sight"]))
+    figure = Figure(figsize=(size[0], size[1] * len(shown)), dpi=110, facecolor=BACKGROUND)
+    parts = figure.subfigures(len(shown), 1, squeeze=False).ravel() if len(shown) > 1 else [figure]
+    for part, moment in zip(parts, shown, strict=True):
+        part.set_facecolor(BACKGROUND)
+        _moment(part, view, *moment)
+    return save(figure, out_png)
+
+
+def _moment(figure: Any, view: _View, seen: Nodes, reconstructed: Nodes, truth: Nodes, info: Mapping[str, Any]) -> None:
+    """Draw one moment into a figure or a part of one."""
     axes = figure.subplots(1, 3)
     figure.subplots_adjust(left=0.015, right=0.985, top=0.815, bottom=0.105, wspace=0.02)
     notes = _notes(seen, reconstructed, truth)
@@ -108,7 +129,6 @@ def battle_moment(
     _title(figure, info)
     kinds = {node["type"] for node in truth} | {node["type"] for node in reconstructed if node["present"]}
     _legend(figure, info, kinds, any(node["health"] is not None for node in truth))
-    return save(figure, out_png)
 
 
 def _apart(nodes: Nodes, view: _View) -> list[dict[str, Any]]:
