@@ -27,7 +27,7 @@ LONGEST_NAME = 200
 
 def check(config: Config) -> None:
     """Check for contradictions. Errors: UserError with key, value and fix, for the first one."""
-    for rule in (_text, _paths, _stages, _reconstruction, _playing, _sizes):
+    for rule in (_text, _paths, _stages, _reconstruction, _refresh, _playing, _sizes):
         rule(config)
 
 
@@ -152,6 +152,17 @@ def _predictor(predictor: MaskPredictorConfig) -> None:
             f"mask_predictor_config.n_heads={predictor.n_heads}: must divide "
             f"mask_predictor_config.d_model={predictor.d_model}"
         )
+
+
+def _refresh(config: Config) -> None:
+    if not config.reconstructor_refresh or config.evaluate or config.evaluation_only:
+        return
+    given = f"reconstructor_refresh={config.reconstructor_refresh}"
+    if not config.use_graph_reconstruction:
+        raise UserError(f"{given}: use_graph_reconstruction=False has no predictor. Use --config=omagd_small, or 0")
+    if config.pretrain_only or config.stage not in {"all", "stage3"}:
+        why = "pretrain_only=True" if config.pretrain_only else f"reconstructer_stage={config.stage}"
+        raise UserError(f"{given}: happens in stage 3, which this run does not have ({why}). Use 0")
 
 
 def _playing(config: Config) -> None:

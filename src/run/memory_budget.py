@@ -94,6 +94,8 @@ def _fix(config: Config, stage: str, phase: str) -> str:
         return f"Lower {given('batch_size_run')}"
     if phase == "replay":
         return f"Lower {data}"
+    if phase == "refresh":
+        return f"Lower {given('graph_frames_at_once')} or {given('graph_pretrain_batch_size')}"
     if stage == "stage3" and learns:
         more = min(2 * config.accumulate, config.batch_size)
         return f"{f'Give accumulate={more}, or lower' if more > config.accumulate else 'Lower'} {given('batch_size')}"
@@ -131,7 +133,7 @@ def replay_bytes(config: Config, info: EnvInfo) -> int:
 
 def replay_spec(config: Config, info: EnvInfo) -> Spec:
     """Return the fields of the episodes that stage 3 stores."""
-    fields = row_fields(info, config.use_full_obs or config.use_team_obs)
+    fields = row_fields(info, config.use_full_obs or config.use_team_obs or config.reconstructor_refresh > 0)
     return {**fields, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
 
 

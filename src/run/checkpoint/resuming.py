@@ -177,7 +177,7 @@ ADDED: dict[str, Any] = {
     "early_stop_percentage": 1.0, "task_weights": {}, "task_dealing": None, "enable_task_sharding": False,
     "balance_tasks_across_gpus": True, "min_tasks_per_gpu": 1, "sync_every_n_steps": 5,
     "graph_pretrain_test_episodes": 128,
-    "graph_pretrain_patience": 0,
+    "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
 }  # fmt: skip
 """Keys that earlier versions did not have, with the values by which their runs went: these are not hashed."""
 

@@ -258,7 +258,7 @@ def _graph_mac(players: Players, run: str) -> Any:
     values = {**read_saved(folder.config_json, source), **FIXED, **HERE, "evaluate": False}
     if not values["use_graph_reconstruction"]:
         raise UserError(f"{source}: this run has no stages 1 and 2. Give one with use_graph_reconstruction=True")
-    config = of_checkpoint(validate(values), folder.models / "0")
+    config = of_checkpoint(validate(values), folder.step(max(folder.saved_steps(), default=0)))
     device = torch.device("cpu")
     return build_mac(config, players.info, device, load_pretrained(config, players.info, device))
 

@@ -73,6 +73,7 @@ def preflight(config: Config) -> PreflightResult:
     from omagd.run.training.experiment import check_stages
     from omagd.run.training.groups import check_groups
     from omagd.run.training.opponents import check_opponents
+    from omagd.run.training.refresh import check_refresh
     from omagd.run.training.tasks import check_dealing
 
     check_stages(config)
@@ -89,6 +90,7 @@ def preflight(config: Config) -> PreflightResult:
     check_tasks(config, info)
     check_dealing(config, info)
     check_opponents(config, info)
+    check_refresh(config)
     if config.use_graph_reconstruction and info.layout is None:
         raise UserError(
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"

@@ -284,16 +284,15 @@ def restore_pretrained(session: Session, pretrained: PretrainedModules, plan: Re
 
 
 def of_checkpoint(config: Config, step_folder: Path) -> Config:
-    """Return `config` with the pre-trained modules of the run that `step_folder` belongs to, where none are given.
-
-    They are the run's own, or those that it was given itself.
-    """
+    """Return `config` with the modules of stages 1 and 2 that agents of a step act with, where no others are given."""
     run_folder = RunFolder(run_folder_of(step_folder))
     found: dict[str, str] = {}
     for stage in reconstructers.pretraining(config):
-        key = PRETRAINED[stage][1]
-        own = run_folder.pretrained(stage, best=True)
-        found[key] = getattr(config, key) or (str(own) if own.is_dir() else _given_to(run_folder, key))
+        _, key, file, _ = PRETRAINED[stage]
+        given, own = getattr(config, key), run_folder.pretrained(stage, best=True)
+        if (step_folder / file).is_file() and given in {"", read_entry(run_folder.config_json).get(key)}:
+            own, given = step_folder, ""
+        found[key] = given or (str(own) if own.is_dir() else _given_to(run_folder, key))
     return config.model_copy(update=found)
 
 

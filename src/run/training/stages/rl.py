@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from omagd.run.training.beliefs import evaluate_beliefs
 from omagd.run.training.build import build_learner, require_same_weights
 from omagd.run.training.groups import Groups
 from omagd.run.training.opponents import Opponents
+from omagd.run.training.refresh import Refresh
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.run.training.tasks import TrainingTasks, training_tasks
@@ -62,6 +64,8 @@ class RLStage(Stage):
         self.maps = training_tasks(session) if session.info.tasks else None
         self.schedule = epsilon_schedule(config)
         self.opponents = Opponents(session, self.mac, self.clock)
+        wanted = config.reconstructor_refresh > 0
+        self.refresh = Refresh(session, pretrained, self.mac, self.data.buffer) if wanted else None
         self.played, self.learned = Metrics(), Metrics()
         self.metrics.update(played=self.played, learned=self.learned)
         self.last_test: tuple[int, dict[str, float]] = (-1, {})
@@ -93,6 +97,9 @@ class RLStage(Stage):
             self.register(name, Attribute(self, attribute))
         self.register("opponents", self.opponents)  # after the clock, from which its level follows
         self.register("seconds", self._stopwatch)
+        if (refresh := self.refresh) is not None:
+            self.register("refresh", refresh)
+            self.tasks.append(Task("refresh", partial(self._is_due, refresh), self.refresh_predictor))
         if self.maps is not None:
             self.register("maps", self.maps)
             self.register("maps of the rank", self.maps.tally.own, "rank")
@@ -111,6 +118,8 @@ class RLStage(Stage):
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""
         self.learner.warm_up()
+        if self.refresh is not None:
+            self.refresh.prepare()
 
     def start(self) -> None:
         """Load the weights of `checkpoint_path`, if given; replay starts empty, and the first test is due."""
@@ -125,6 +134,8 @@ class RLStage(Stage):
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
             self.opponents.apply()
+            if self.refresh is not None:
+                self.refresh.load(folder, self.clock.t_env)
 
     def restored(self) -> None:
         """Start to measure speed and to show the progress."""
@@ -196,7 +207,8 @@ class RLStage(Stage):
         if self.maps is not None:
             self.maps.begin()
         runner = self.session.runners["train"]
-        rollout = runner.collect(self.mac, explore=explore, full_obs=self.mac.wants_full_obs)
+        truth = self.mac.wants_full_obs or self.refresh is not None
+        rollout = runner.collect(self.mac, explore=explore, full_obs=truth)
         if self.maps is not None:
             self.maps.played(rollout.log)
         self._store(rollout)
@@ -278,6 +290,15 @@ class RLStage(Stage):
             self._start_count()
             self._count()
 
+    def _is_due(self, refresh: Refresh) -> bool:
+        return self._ready and not self.done() and refresh.due(self.clock.t_env)
+
+    def refresh_predictor(self) -> None:
+        """Train the predictor on the team's episodes; those in flight are finished with the weights of before."""
+        assert self.refresh is not None
+        self._drain()
+        self.log(self.refresh.run(self.rng("refresh"), self.when))
+
     def test(self) -> None:
         """Play this rank's share of the test episodes greedily."""
         self._drain()
@@ -340,14 +361,18 @@ class RLStage(Stage):
         if self.session.config.save_model:
             self.require_sound()
             if self.session.dist.is_main:
-                save_learner(self.learner, self.clock, self.session.folder.step(self.clock.t_env))
+                folder = self.session.folder.step(self.clock.t_env)
+                if self.refresh is not None:
+                    self.refresh.save(folder)
+                save_learner(self.learner, self.clock, folder)
 
     def finish(self) -> StageResult:
         """Evaluate the reconstructions of the trained policy, if any, and return the results."""
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
-        beliefs, pictures, table = evaluate_beliefs(self.session, self.pretrained, self.mac)
+        acting = self.pretrained if self.refresh is None else self.refresh.modules()
+        beliefs, pictures, table = evaluate_beliefs(self.session, acting, self.mac)
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})

@@ -1,0 +1,241 @@
+"""Refreshing the predictor in stage 3: over ranks, in the agents' reconstructions, in files, and what is rejected."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from command_budgets import BUDGETS
+from ddp_harness import run_ranks
+from graph_toys import INFO, toy_config, toy_episodes, toy_modules
+from run_equality import leaves
+
+import omagd
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.learners import PREDICTORS
+from omagd.modules.graph_reconstructers import REGISTRY
+from omagd.run.cli.main import config_from
+from omagd.run.cli.preflight import preflight
+from omagd.run.training.build import of_checkpoint
+from omagd.run.training.refresh import Refresh
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import PretrainedModules
+from omagd.runners.stream_runner import StreamRunner
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.logging import Logger, setup_logging
+from omagd.utils.packing import Episode
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.seeding import generator
+
+torch.set_num_threads(1)
+KINDS = [name for name in PREDICTORS.names() if not hasattr(PREDICTORS.get(name), "most_updates")]
+UPDATES = {"reconstructor_refresh": 50, "reconstructor_refresh_updates": 3}
+STAGES = (
+    "--config=omagd_small", "--env-config=skirmish", "with", "env_args.map_name=3m_mixed_sight6", *BUDGETS,
+    "run=default", "t_max=240", "test_interval=100", "save_model_interval=100", "buffer_size=12",
+    "graph_pretrain_eval_episodes=2", "graph_pretrain_test_episodes=2", "reconstructor_refresh=60",
+    "reconstructor_refresh_updates=2", "graph_lr=0.01",
+)  # fmt: skip
+
+
+def refresh_of(
+    kind: str, episodes: list[Episode], folder: Path, dist: Dist | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Refresh, Any]:
+    """Return a refresh over toy modules and the reconstructor that it serves."""
+    config = toy_config(kind=kind, **UPDATES, graph_pretrain_eval_episodes=4, graph_lr=0.05, mask_ratio=0.0)
+    tokenizer, predictor = toy_modules(config, dtype)
+    reconstructor = REGISTRY.get(kind)(tokenizer, predictor, config, INFO)
+    buffer = EpisodeBuffer(len(episodes))
+    buffer.add(episodes)
+    logger = Logger(setup_logging(None, rank=1), minimal=True)
+    session: Any = SimpleNamespace(config=config, info=INFO, dist=dist or Dist(), folder=RunFolder(folder))
+    session.logger, session.env = logger, SimpleNamespace(n_slots=1)
+    session.rounds = partial(Session.rounds, session)
+    made = Refresh(
+        session, PretrainedModules(tokenizer, predictor), SimpleNamespace(reconstructor=reconstructor), buffer
+    )
+    made.prepare()
+    return made, reconstructor
+
+
+def play(reconstructor: Any, episodes: list[Episode]) -> dict[str, torch.Tensor]:
+    """Return what an agent has stored and received in all steps of the episodes, played one after another."""
+    rows = []
+    reconstructor.begin(1)
+    for episode in episodes:
+        reconstructor.reset([True])
+        for t, obs in enumerate(episode["obs"]):
+            last = episode["actions"][t - 1] if t else torch.full((INFO.n_agents,), -1)
+            made = reconstructor.step(obs[None], torch.tensor([t]), None, last[None])
+            rows.append((made.obs[0], made.fields[reconstructor.field][0], obs))
+    acted, stored, seen = (torch.stack(values) for values in zip(*rows, strict=True))
+    return {"acted": acted, reconstructor.field: stored, "obs": seen}
+
+
+def of_rank(rank: int, dist: Dist, place: str) -> dict[str, Any]:
+    """Return for each kind the state after two refreshes on the episodes of this rank, and what was logged."""
+    out = {}
+    for kind in KINDS:
+        made, reconstructor = refresh_of(kind, episodes_of(rank), Path(place), dist, torch.float64)
+        rng = generator(0, "refresh", rank)
+        logged = [made.run(rng, "test") for _ in range(2)]
+        out[kind] = made.state_dict(), reconstructor.predictor.state_dict(), logged
+    return out
+
+
+def episodes_of(*ranks: int) -> list[Episode]:
+    """Return the replay of ranks: five episodes to learn from, and the newest two, of each."""
+    parts = [toy_episodes(7, seed=10 + rank, apart=True) for rank in ranks]
+    return [episode for part in parts for episode in part[:5]] + [episode for part in parts for episode in part[5:]]
+
+
+@pytest.mark.processes
+def test_ranks_refresh_as_one_process_with_all_their_episodes(tmp_path: Path) -> None:
+    ranks = run_ranks(of_rank, str(tmp_path), world_size=2)
+    for kind in KINDS:
+        (state, acting, logged), other = (found[kind] for found in ranks)
+        assert dict(leaves([state, acting, logged])) == dict(leaves(list(other)))
+        made, _ = refresh_of(kind, episodes_of(0, 1), tmp_path, dtype=torch.float64)
+        rng = generator(1, "another order")
+        alone = [made.run(rng, "test") for _ in range(2)]
+        for name, value in made.predictor.state_dict().items():
+            torch.testing.assert_close(acting[name], value, atol=1e-7, rtol=1e-6, msg=f"{kind} {name}")
+        assert logged == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in alone]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agents_act_with_new_weights_and_learn_from_what_they_received(kind: str, tmp_path: Path) -> None:
+    episodes = toy_episodes(9, seed=4, apart=True)
+    made, reconstructor = refresh_of(kind, episodes, tmp_path)
+    given = copy.deepcopy(made.modules().predictor)
+    before = play(reconstructor, episodes)
+    logged = made.run(generator(0, "refresh"), "test")
+    after = play(reconstructor, episodes)
+    fresh = REGISTRY.get(kind)(made._pretrained.tokenizer, copy.deepcopy(made.predictor), made.session.config, INFO)
+    wanted = play(fresh, episodes)
+    assert all(torch.equal(after[name], wanted[name]) for name in after)
+    assert not torch.equal(before["acted"], after["acted"])
+    assert torch.equal(reconstructor.restore(before)[0], before["acted"]), "stored values stay as they were received"
+    assert made.modules().predictor is made.predictor and made.predictor is not reconstructor.predictor
+    kept = made._pretrained.predictor.state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in given.state_dict().items()), "stage 2's result stays"
+    assert logged["refresh/train_graph_loss"] > 0
+    newest = made._batch(range(5, 9))
+    assert made.learner.evaluate(newest)["error_all"][0] / made.learner.evaluate(newest)["error_all"][1] == (
+        pytest.approx(logged["refresh/error_all"])
+    )
+
+
+@pytest.mark.parametrize(("n", "learned", "newest"), [(9, range(5), range(5, 9)), (2, [0], [1]), (1, [0], [0])])
+def test_the_newest_episodes_are_measured_and_not_learned_from(
+    n: int, learned: Any, newest: Any, tmp_path: Path
+) -> None:
+    """The last four, `graph_pretrain_eval_episodes`; of few episodes half; the only one serves for both."""
+    made, _ = refresh_of("tracker", toy_episodes(n, seed=4), tmp_path)
+    used: list[tuple[str, list[int]]] = []
+
+    def noting(name: str) -> Any:
+        return lambda indices: used.append((name, sorted(indices))) or {}
+
+    monkey: Any = made
+    monkey._batch = list
+    monkey.learner = SimpleNamespace(**{name: noting(name) for name in ("evaluate", "update", "calibrate")})
+    made.run(generator(0, "refresh"), "test")
+    measured, learning = list(newest), ("update", list(learned))
+    assert used == [("evaluate", measured), *[learning] * 3, ("calibrate", measured), ("evaluate", measured)]
+
+
+def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path: Path) -> None:
+    made, reconstructor = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
+    other, theirs = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
+    made.run(generator(0, "refresh"), "test")
+    other.load(tmp_path, 70)
+    assert not other.due(99) and other.due(100), "without a file the interval still begins at the step"
+    made.save(tmp_path)
+    other.load(tmp_path, 70)
+    resumed, its = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
+    resumed.load_state_dict(made.state_dict())
+    for one in (made, other, resumed):
+        one.run(generator(1, "refresh"), "test")
+    wanted = dict(leaves(made.predictor.state_dict()))
+    for acting in (reconstructor, theirs, its):
+        assert dict(leaves(acting.predictor.state_dict())) == wanted
+    assert resumed.count == 2
+
+
+def test_weights_that_are_not_finite_reach_no_agent(tmp_path: Path) -> None:
+    made, reconstructor = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
+    before = copy.deepcopy(reconstructor.predictor.state_dict())
+    inner = made.learner.calibrate
+    made.learner.calibrate = lambda batch: (inner(batch), made.predictor.head.bias.data.fill_(float("inf")))
+    with pytest.raises(UserError, match=r"reconstructor_refresh in here: .*not finite.*smaller graph_lr"):
+        made.run(generator(0, "refresh"), "here")
+    assert dict(leaves(before)) == dict(leaves(reconstructor.predictor.state_dict()))
+
+
+@pytest.mark.parametrize(("runner", "kind"), [("parallel", "masked"), ("stream", "tracker")])
+def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
+    runner: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    stages, ended = [], []
+    inner, drain = Refresh.run, StreamRunner.drain
+
+    def watched(self: Refresh, *args: Any) -> dict[str, float]:
+        train = self.session.runners["train"]
+        assert not train.in_flight, "no episode is played with two predictors"
+        episodes = self._replay.episodes
+        assert all(episode["full_obs"].any() for episode in episodes)
+        before = [episode["recon"].clone() for episode in episodes]
+        values = inner(self, *args)
+        assert all(map(torch.equal, before, (episode["recon"] for episode in self._replay.episodes)))
+        stages.append(self)
+        return values
+
+    monkeypatch.setattr(Refresh, "run", watched)
+    monkeypatch.setattr(StreamRunner, "drain", lambda *args, **more: (ended.append(1), drain(*args, **more))[1])
+    words = (f"local_results_path={tmp_path}", f"runner={runner}", f"mask_predictor_config.kind={kind}")
+    result = omagd.run(config_from([*STAGES, *words]))
+    folder = RunFolder(Path(result["folder"]))
+    lines = [json.loads(line) for line in folder.metrics_jsonl.read_text().splitlines()]
+    logged = [line for line in lines if "refresh/count" in line]
+    assert [line["refresh/count"] for line in logged] == list(range(1, len(stages) + 1)) and len(stages) >= 2
+    assert all(60 <= line["t_env"] < 240 for line in logged), "never at the end"
+    assert all(line["refresh/error_before"] > 0 and "refresh/error" in line for line in logged)
+    assert bool(ended) == (runner == "stream")
+    files = [folder.pretrained("stage2", best=True), *(folder.step(t) for t in folder.saved_steps())]
+    weights = [torch.load(path / "stage2_model.th", weights_only=True)["weights"] for path in files]
+    values = [dict(leaves(each)) for each in weights]
+    assert len(values) >= 3 and values[0] != values[-1]
+    assert dict(leaves(dict(stages[-1]._acting.state_dict()))) == values[-1]
+    config = config_from([*STAGES, *words, f"pretrained_mask_predictor_path={files[0]}"])
+    own = config.model_copy(update={"pretrained_mask_predictor_path": ""})
+    found = [of_checkpoint(each, files[-1]).pretrained_mask_predictor_path for each in (own, config)]
+    assert found == [str(files[-1]), str(files[0])], "the step's own, unless another one is given"
+
+
+ON_POLICY = "buffer_size=5000 epsilon_anneal_time=50000 updates_per_iteration=1 td_lambda=0.6"
+NO_REFRESH = {
+    "use_graph_reconstruction=False": "has no predictor",
+    "pretrain_only=True": r"happens in stage 3, which this run does not have \(pretrain_only=True\)",
+    "reconstructer_stage=stage1": r"this run does not have \(reconstructer_stage=stage1\)",
+    "mask_predictor_config.kind=map_constant": "kind=map_constant is not trained by updates",
+    "runner=resident": "does not work with runner=resident",
+    "runner=ticks": "does not work with runner=ticks",
+    f"learner=ppo_learner action_selector=softmax {ON_POLICY}": "keeps none",
+    "env_args.map_name=3m,4m": "learns one map, not a set",
+}
+
+
+@pytest.mark.parametrize("words", NO_REFRESH)
+def test_what_cannot_refresh_is_rejected_in_one_line(words: str) -> None:
+    with pytest.raises(UserError, match=NO_REFRESH[words]) as caught:
+        preflight(config_from([*STAGES, *words.split()]))
+    assert "\n" not in str(caught.value)
