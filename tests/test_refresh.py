@@ -39,7 +39,7 @@ KINDS = [name for name in PREDICTORS.names() if not hasattr(PREDICTORS.get(name)
 UPDATES = {"reconstructor_refresh": 50, "reconstructor_refresh_updates": 3}
 STAGES = (
     "--config=omagd_small", "--env-config=skirmish", "with", "env_args.map_name=3m_mixed_sight6", *BUDGETS,
-    "run=default", "t_max=240", "test_interval=100", "save_model_interval=100", "buffer_size=12",
+    "run=default", "t_max=600", "test_interval=100", "save_model_interval=100", "buffer_size=12",
     "graph_pretrain_eval_episodes=2", "graph_pretrain_test_episodes=2", "reconstructor_refresh=60",
     "reconstructor_refresh_updates=2", "graph_lr=0.01",
 )  # fmt: skip
@@ -207,7 +207,7 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
     lines = [json.loads(line) for line in folder.metrics_jsonl.read_text().splitlines()]
     logged = [line for line in lines if "refresh/count" in line]
     assert [line["refresh/count"] for line in logged] == list(range(1, len(stages) + 1)) and len(stages) >= 2
-    assert all(60 <= line["t_env"] < 240 for line in logged), "never at the end"
+    assert all(60 <= line["t_env"] < 600 for line in logged), "never at the end"
     assert all(line["refresh/error_before"] > 0 and "refresh/error" in line for line in logged)
     assert bool(ended) == (runner == "stream")
     files = [folder.pretrained("stage2", best=True), *(folder.step(t) for t in folder.saved_steps())]
@@ -221,7 +221,6 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
     assert found == [str(files[-1]), str(files[0])], "the step's own, unless another one is given"
 
 
-ON_POLICY = "buffer_size=5000 epsilon_anneal_time=50000 updates_per_iteration=1 td_lambda=0.6"
 NO_REFRESH = {
     "use_graph_reconstruction=False": "has no predictor",
     "pretrain_only=True": r"happens in stage 3, which this run does not have \(pretrain_only=True\)",
@@ -229,7 +228,7 @@ NO_REFRESH = {
     "mask_predictor_config.kind=map_constant": "kind=map_constant is not trained by updates",
     "runner=resident": "does not work with runner=resident",
     "runner=ticks": "does not work with runner=ticks",
-    f"learner=ppo_learner action_selector=softmax {ON_POLICY}": "keeps none",
+    "learner=ppo_learner": "keeps none",
     "env_args.map_name=3m,4m": "learns one map, not a set",
 }
 

@@ -146,10 +146,12 @@ def test_what_a_plug_in_registers_is_saved_and_restored(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "iterations"), [("masked", (1, 8)), ("tracker", (1, 8)), ("map_constant", (6,))])
 def test_three_stages_are_interrupted_in_each_of_them(kind, iterations, tmp_path, monkeypatch):
-    predictor = f"mask_predictor_config.kind={kind}"
+    """The tracker is refreshed before and after the interruption of stage 3, which continues its optimizer."""
+    refresh = ("reconstructor_refresh=100", "reconstructor_refresh_updates=2") if kind == "tracker" else ()
+    words = (f"mask_predictor_config.kind={kind}", *refresh)
     expected = STAGES[-1 - len(iterations) :]
-    whole = run(tmp_path / "whole", predictor, base="omagd")
-    given = config(tmp_path / "cut", predictor, base="omagd")
+    whole = run(tmp_path / "whole", *words, base="omagd")
+    given = config(tmp_path / "cut", *words, base="omagd")
     for number, iteration in enumerate((*iterations, newest(whole)["iteration"] - 2), 1):
         folder, _ = interrupted_run(given, iteration)
         reached = summary_of(folder.path)["stages"]
@@ -164,6 +166,7 @@ def test_three_stages_are_interrupted_in_each_of_them(kind, iterations, tmp_path
     stages = launch(given, "another")["stages"]
     assert differences(whole.path, folder.path) == []
     assert list(stages) == expected
+    assert whole.metrics_jsonl.read_text().count("refresh/count") == (3 if refresh else 0)
     assert stages["stage2"]["values"] == summary_of(whole.path)["stages"]["stage2"]["values"]
     assert log_of(folder).count("stage1: 2 epochs") <= 2, "a finished stage is not run twice"
 

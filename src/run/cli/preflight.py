@@ -84,13 +84,13 @@ def preflight(config: Config) -> PreflightResult:
         longest = config.max_episodes * info.episode_limit
         config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})
     check_machine(config, plan, info)
+    check_refresh(config)
     check_data(config)
     check_beliefs(config)
     check_groups(config, info)
     check_tasks(config, info)
     check_dealing(config, info)
     check_opponents(config, info)
-    check_refresh(config)
     if config.use_graph_reconstruction and info.layout is None:
         raise UserError(
             f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
