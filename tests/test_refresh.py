@@ -20,6 +20,7 @@ import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners import PREDICTORS
 from omagd.modules.graph_reconstructers import REGISTRY
+from omagd.run.checkpoint.whole_state import whole_state
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.training.build import of_checkpoint
@@ -161,7 +162,7 @@ def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path
     made.save(tmp_path)
     other.load(tmp_path, 70)
     resumed, its = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
-    resumed.load_state_dict(made.state_dict())
+    resumed.load_state_dict(copy.deepcopy(made.state_dict()))
     for one in (made, other, resumed):
         one.run(generator(1, "refresh"), "test")
     wanted = dict(leaves(made.predictor.state_dict()))
@@ -219,6 +220,9 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
     own = config.model_copy(update={"pretrained_mask_predictor_path": ""})
     found = [of_checkpoint(each, files[-1]).pretrained_mask_predictor_path for each in (own, config)]
     assert found == [str(files[-1]), str(files[0])], "the step's own, unless another one is given"
+    without = own.model_copy(update={"checkpoint_path": str(folder.checkpoints), "reconstructor_refresh": 0})
+    with pytest.raises(UserError, match="a state with reconstructor_refresh=60, not 0"):
+        whole_state(without, id)
 
 
 NO_REFRESH = {

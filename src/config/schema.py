@@ -205,8 +205,8 @@ class Config(Frozen):
     graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
     graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
     graph_lr: Positive  # learning rate of Adam in stages 1 and 2
-    reconstructor_refresh: Whole  # stage 3 trains the predictor on the team's episodes every so many steps; 0: never
-    reconstructor_refresh_updates: Count  # updates of the predictor each time
+    reconstructor_refresh: Whole  # steps over all ranks between trainings of the predictor in stage 3; 0: never
+    reconstructor_refresh_updates: Count  # updates of the predictor each time, on the team's own episodes
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig
 

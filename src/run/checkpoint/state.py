@@ -71,8 +71,8 @@ class Attribute:
 
 
 def upgraded(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shared state of a stage as this version reads it: some runs wrote none of these."""
-    return {"health": [0, 0, 0], "opponents": {}, "tested": {}, "refresh": {}, **shared}
+    """Return the shared state of a stage as this version reads it: earlier versions wrote none of these three."""
+    return {"health": [0, 0, 0], "opponents": {}, "tested": {}, **shared}
 
 
 @dataclass(frozen=True)

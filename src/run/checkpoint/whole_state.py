@@ -86,9 +86,14 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
 def _unlike(config: Config, found: Checkpoint) -> str:
     """Return why a run cannot go on with a state of stage 3: the key with both values; empty if it can.
 
-    Learners and the starts of episodes have states of their own.
+    Learners, starts of episodes and a refreshed predictor have states of their own.
     """
-    theirs = {"group_size": 1, "n_starts": None, **read_entry(RunFolder(found.path.parents[1]).config_json)}
+    theirs = {
+        "group_size": 1,
+        "n_starts": None,
+        "reconstructor_refresh": 0,
+        **read_entry(RunFolder(found.path.parents[1]).config_json),
+    }
     if found.manifest["stage"] != "stage3" or "learner" not in theirs:
         return ""
     learners = [str(name).removesuffix("_ddp") for name in (theirs["learner"], config.learner)]  # the same learners
@@ -96,6 +101,7 @@ def _unlike(config: Config, found: Checkpoint) -> str:
         "learner": learners[0] != learners[1],
         "group_size": theirs["group_size"] != config.group_size,
         "n_starts": (theirs["n_starts"] is None) != (config.n_starts is None),
+        "reconstructor_refresh": bool(theirs["reconstructor_refresh"]) != bool(config.reconstructor_refresh),
     }
     return next((f"{key}={theirs[key]}, not {getattr(config, key)}" for key, other in differs.items() if other), "")
 

@@ -152,9 +152,7 @@ class Refresh:
         return {**{name: part.state_dict() for name, part in parts.items()}, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`; an empty one belongs to a run without refreshes."""
-        if not state:
-            return
+        """Load a `state_dict`."""
         self.predictor.load_state_dict(state["weights"])
         self.learner.load_state_dict(state["learner"])
         self._every.load_state_dict(state["every"])
