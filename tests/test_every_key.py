@@ -115,7 +115,7 @@ RUNS: dict[str, Run] = {
         needs={**TOKENIZER, "graph_pretrain_policy": "all stages"}, makes=("models/pretrain_stage2_best/*.th",),
     ),
     "a tracker": Run(
-        "omagd_small", "skirmish", STAGES, t_max=40, needs=TOKENIZER, graph_pretrain_patience=1,
+        "omagd_small", "skirmish", STAGES, t_max=40, graph_pretrain_patience=1,
         mask_predictor_config={**STAGES["mask_predictor_config"], "kind": "tracker", "decode": "mean"},
         belief_inputs=True, reconstructor_refresh=20, reconstructor_refresh_updates=1,
         makes=("models/pretrain_stage2_best/stage2_model.th", "plots/beliefs.png"),

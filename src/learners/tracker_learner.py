@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,16 +34,17 @@ from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.graph_reconstructers.tracker import AGES, Memory, Tracker, age_class
+from omagd.modules.graph_reconstructers.tracker import AGES, UNBOUNDED, Memory, Tracker, age_class
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
 
 RAREST = 0.002  # smallest share of a class, so that its weight stays finite
-FRAMES = 16  # as many frames as `graph_frames_at_once` holds tokens of the masked predictor take no more memory
-MISSED, TAKEN = 0.035, 0.005  # of the dead that may be missed; of the living never seen that may be taken for dead
+FRAMES = 4  # as many frames as `graph_frames_at_once` holds tokens of the masked predictor take less memory
+MISSED, TAKEN = 0.035, 0.001  # of the dead that may be missed; of the living never seen that may be taken for dead
 BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
+GAINS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of equal ones the first is taken
 LEAST_LR, LEAST_SCALE = 0.02, 1e-3
-RIDGE, DEVIATION = 10.0, 30.0  # penalties of the common maps of the regression, and of the deviations from them
+RIDGE, DEVIATION = 100.0, 300.0  # penalties of the common maps of the regression, and of the deviations from them
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ class TrackerLoss(LossModule):
         """Return the sum of weight × loss, and stats. Without a missing node it is 0 with gradients of 0."""
         out = self.tracker(sample.memory, sample.packing)
         where = torch.nonzero(sample.memory.missing)[:, 2]
-        kind = out.given.dtype
+        kind = out.base.dtype
         real = self.tracker.real.to(kind)[where - 1]
-        error = (out.given + out.learned - sample.target.to(kind)).square()
+        error = (out.base + out.regressed + out.learned - sample.target.to(kind)).square()
         spread = out.variance.detach().sqrt()
         likelihood = error / spread + (error.detach() / out.variance + out.variance.log()) * spread
         living = (~sample.dead).to(kind)
@@ -162,12 +164,12 @@ class TrackerLearner(GraphLearner):
 
     @torch.no_grad()
     def calibrate(self, batch: PackedBatch) -> None:
-        """Choose the gains and the threshold of `taken for dead` on validation episodes of all ranks.
+        """Choose the gains and the thresholds of `taken for dead` on validation episodes of all ranks.
 
-        The gains minimise the squared error of the living. The threshold of units seen before is the one at which the
-        share of the living that are taken for dead equals that of the dead that are missed. That of units never seen is
-        1/2, or less, so that at most `MISSED` of all dead units are missed, but not so low that more than `TAKEN` of
-        the living are taken for dead. Enemies count, or all units where there are none.
+        The gains minimise the squared error of the living. The threshold of units seen before is the highest at which
+        at most `MISSED` of the dead are missed. Units never seen are nearly always alive: their threshold is 1/2, or
+        higher, so that at most `TAKEN` of the living are taken for dead. Enemies count, or all units where there are
+        none.
         """
         self._loss.eval()
         self._set_gain(batch)
@@ -185,32 +187,28 @@ class TrackerLearner(GraphLearner):
         if not total[1].all():
             return
         below = bins.cumsum(-1)  # the end of each bin
-        missed = below[1, 1] / total[1, 1]
-        unlike = (1 - below[1, 0] / total[1, 0] - missed).abs()
-        seen_before = int(torch.nonzero(unlike == unlike.min()).max())  # of equal ones the most careful
-        room = MISSED * total[:, 1].sum() - below[1, 1, seen_before]
-        most = int((below[0, 1] <= room).sum()) - 1  # the last bin with no more of the dead below its end
-        least = int((below[0, 0] < (1 - TAKEN) * total[0, 0]).sum())  # the first one with few of the living above
-        never = max(most, least)
-        ends = torch.tensor([never, seen_before], dtype=torch.float64) + 1
+        careful = int((below[0, 0] < (1 - TAKEN) * total[0, 0]).sum())  # the first bin with so few of the living above
+        recalls = int((below[1, 1] <= MISSED * total[1, 1]).sum()) - 1  # the last bin with so few of the dead below
+        ends = torch.tensor([careful, recalls], dtype=torch.float64) + 1
         threshold = (2 * LARGEST * ends / BINS - LARGEST).sigmoid()
-        threshold[0] = threshold[0].clamp(max=0.5)
+        threshold[0] = threshold[0].clamp(min=0.5)
         self.predictor.threshold.copy_(threshold)
 
     def _set_gain(self, batch: PackedBatch) -> None:
-        gain = self.predictor.gain
-        sums = torch.zeros(2, *gain.shape, dtype=torch.float64, device=gain.device)
+        """Choose among `GAINS`, for each type, class of age and feature, the pair with the smallest error."""
+        tracker, pairs = self.predictor, [(f, g) for f in GAINS for g in GAINS]
+        sums = torch.zeros(len(pairs), *tracker.gain.shape[1:], dtype=torch.float64, device=tracker.gain.device)
         for part in self._parts(batch):
             sample = self.sample(part)
-            out = self.predictor(sample.memory, sample.packing)
-            living = ~sample.dead
-            types = self.predictor.types[torch.nonzero(sample.memory.missing)[living, 2]]
-            place, learned = (types, sample.ages[living]), out.learned[living].double()
-            left = sample.target[living].double() - out.given[living].double()
-            for total, values in zip(sums, (learned * left, learned.square()), strict=True):
-                total.index_put_(place, values, accumulate=True)
-        both, square = self.dist.sum(sums)
-        gain.copy_((both / square.clamp(min=1e-12)).clamp(0, 1))
+            out = tracker(sample.memory, sample.packing)
+            node, living = torch.nonzero(sample.memory.missing)[:, 2], ~sample.dead
+            place = tracker.types[node[living]], sample.ages[living]
+            for total, pair in zip(sums, pairs, strict=True):
+                gain = out.base.new_tensor(pair)[:, None, None]
+                error = (tracker.mean_of(out, node, gain) - sample.target).square()
+                total.index_put_(place, error[living].double(), accumulate=True)
+        best = self.dist.sum(sums).argmin(0)
+        tracker.gain.copy_(torch.tensor(pairs, device=best.device)[best].movedim(-1, 0))
 
     @torch.no_grad()
     def sample(self, batch: PackedBatch) -> Sample:
@@ -256,18 +254,26 @@ class TrackerLearner(GraphLearner):
         tracker.set_straight(_ridge(gram, size))
 
     def _set_scale(self, batches: Iterable[PackedBatch]) -> None:
-        """Set mean and standard deviation of the features of living units by type, over all ranks."""
+        """Set mean, standard deviation and bounds of the features of living units by type, over all ranks."""
         tracker, dim = self.predictor, self.layout.node_dim
         sums = torch.zeros(3, 2 * dim + 1, dtype=torch.float64, device=self.dist.device)
+        largest = torch.full((3, 2 * dim), -torch.inf, device=self.dist.device)  # of the negative values, of the values
         for batch in batches:
             full = obs_to_nodes(batch["full_obs"], self.layout)[batch.valid_mask]
             present = ~unseen(full) & alive(batch["obs"])[batch.valid_mask][..., None]
             values = full[present].double()
             rows = torch.cat([values, values.square(), torch.ones_like(values[:, :1])], dim=1)
-            sums.index_add_(0, tracker.types.expand(present.shape)[present], rows)
+            types = tracker.types.expand(present.shape)[present]
+            sums.index_add_(0, types, rows)
+            both = torch.cat([-values, values], dim=1).to(largest)
+            largest.scatter_reduce_(0, types[:, None].expand_as(both), both, "amax")
         total, squares, count = self.dist.sum(sums).split([dim, dim, 1], dim=1)
         mean = total / count.clamp(min=1)
         spread = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
+        most = torch.from_numpy(np.stack(self.dist.gather(largest.cpu().numpy())).max(0)).to(largest)
+        most = torch.where(most.isfinite(), most, UNBOUNDED)  # of a type that was never there
+        low, high = most[tracker.types].split(dim, dim=1)
+        tracker.bounds.copy_(torch.stack([-low, high]))
         tracker.mean.copy_(mean[tracker.types])
         tracker.scale.copy_(torch.where(spread < LEAST_SCALE, 1.0, spread)[tracker.types])
 

@@ -10,12 +10,14 @@ of the change of the own features, summed). The network predicts what is left:
     x     = lrelu(W_x [z, seen now, flags, range, drift] + W_c relu(W_m m) + W_o own + e(agent, unit) + e(step))
     h'    = GRU(x, h)                                             a state for each agent and unit
     y     = W_y lrelu(W_z [h', x])                                those of dead have a W_z of their own
-    mean  = base + scale (W_l m + g y_mean),  variance = floor² + softplus(y_variance),  p(dead) = sigmoid(y_dead)
+    mean  = base + scale (f W_l m + g y_mean),  within the bounds of the type
+    variance = floor² + softplus(y_variance),  p(dead) = sigmoid(y_dead)
 
 W_l is ridge regression, fitted before training, with a map for each unit and class of age. The network learns what
-regression misses. In training the gain g is 1; then it is chosen for each type, class of age and feature on validation
-episodes, between 0 and 1, so that what the network has learned by heart does no harm. "Looked there and saw nothing" is
-in the range of the base: a place within sight from which nothing is seen is empty.
+regression misses. In training the gains f and g are 1 and there are no bounds; then the gains are chosen for each type,
+class of age and feature on validation episodes, between 0 and 1, so that what has been learned by heart does no harm:
+f = 1, g = 0 is the regression alone, f = g = 0 what was last seen. "Looked there and saw nothing" is in the range of
+the base: a place within sight from which nothing is seen is empty.
 Shapes: S packed rows or B slots (R for both), n agents, N nodes of which N - 1 are other units, D features, M missing
 nodes, A actions, H = d_model.
 """
@@ -38,6 +40,7 @@ from omagd.utils.packing import Packing
 
 AGES = (0, 1, 3, 7, 15)  # upper ends of the classes of age but the last
 FLOOR = 0.02  # smallest standard deviation of a feature, in its own unit: positions are in sight ranges
+UNBOUNDED = 1e6  # larger than any feature
 N_FLAGS = 4  # seen, never seen, and the age in two forms
 SLOPE = 0.1  # of leaky ReLUs below 0, so that no unit dies
 N_HATS = 8  # functions of the step
@@ -68,9 +71,10 @@ class Memory:
 
 
 class Output(NamedTuple):
-    """Of M missing nodes: the mean's part by regression and by the network, variance [M, D]; logit of dead [M]."""
+    """Of M missing nodes: the three parts of the mean, the variance, all [M, D], and the logit of being dead, [M]."""
 
-    given: Tensor
+    base: Tensor
+    regressed: Tensor
     learned: Tensor
     variance: Tensor
     dead: Tensor
@@ -86,9 +90,9 @@ class Tracker(nn.Module):
     Attributes:
         threshold: [2], a unit is taken for dead above this probability: one never seen, one seen before; chosen on
             validation episodes and saved.
-        gain: [3, 6, D], the factor g by type and class of age. mean, scale: [N, D], of the features of living units in
-            training, by type. class_count: [6], living missing nodes in training by class of age, by which the loss is
-            weighted.
+        gain: [2, 3, 6, D], the factors f and g by type and class of age. mean, scale: [N, D], of the features of living
+            units in training, by type; bounds: [2, N, D], their smallest and largest values. class_count: [6], living
+            missing nodes in training by class of age, by which the loss is weighted.
     """
 
     threshold: Tensor
@@ -97,6 +101,7 @@ class Tracker(nn.Module):
     gain: Tensor
     mean: Tensor
     scale: Tensor
+    bounds: Tensor
     class_count: Tensor
     real: Tensor
     types: Tensor
@@ -122,9 +127,11 @@ class Tracker(nn.Module):
         self.register_buffer("threshold", torch.full((2,), 0.5))
         self.register_buffer("straight_weight", torch.zeros(len(AGES) + 1, n_others * dim, self.n_known))
         self.register_buffer("straight_bias", torch.zeros(len(AGES) + 1, n_others * dim))
-        self.register_buffer("gain", torch.ones(3, len(AGES) + 1, dim))
+        self.register_buffer("gain", torch.ones(2, 3, len(AGES) + 1, dim))
         self.register_buffer("mean", torch.zeros(layout.n_nodes, dim))
         self.register_buffer("scale", torch.ones(layout.n_nodes, dim))
+        unbounded = torch.full((layout.n_nodes, dim), UNBOUNDED)
+        self.register_buffer("bounds", torch.stack([-unbounded, unbounded]))
         self.register_buffer("class_count", torch.zeros(6, dtype=torch.float64))
         self.register_buffer("real", feature_mask(layout)[1:].float(), persistent=False)
         self.register_buffer("types", torch.tensor(layout.node_types), persistent=False)
@@ -199,13 +206,18 @@ class Tracker(nn.Module):
         straight = self._straight(known.flatten(0, 1), where, ages)
         scale = self.scale[1:].repeat(len(known) * self.n_agents, 1).index_select(0, where)
         variance = F.softplus(self.spread(mixed.detach())) + FLOOR**2
-        return Output(base + scale * straight, scale * self.head(mixed), variance, self.dead(judged)[:, 0])
+        return Output(base, scale * straight, scale * self.head(mixed), variance, self.dead(judged)[:, 0])
+
+    def mean_of(self, out: Output, node: Tensor, gain: Tensor) -> Tensor:
+        """Return the mean [M, D] of the nodes [M] with gains [2, M, D] or [2, 1, 1], within the bounds."""
+        mean = out.base + gain[0] * out.regressed + gain[1] * out.learned
+        return mean.clamp(*self.bounds[:, node])
 
     def belief(self, out: Output, memory: Memory) -> Belief:
         """Return the beliefs about the missing nodes as agents receive them."""
         node = torch.nonzero(memory.missing)[:, 2]
-        real = self.real.to(out.given.dtype)[node - 1]
-        mean = out.given + self.gain[self.types[node], age_class(memory.age[memory.missing])] * out.learned
+        real = self.real.to(out.base.dtype)[node - 1]
+        mean = self.mean_of(out, node, self.gain[:, self.types[node], age_class(memory.age[memory.missing])])
         p_dead = out.dead.sigmoid()
         taken = p_dead > self.threshold[(memory.age[memory.missing] > 0).long()]
         features = torch.where(taken[:, None], 0.0, mean * real)

@@ -47,6 +47,7 @@ class TrackingReconstructor:
     predictor_type = Tracker
     shape_keys = ("kind", "d_model", "feedforward_dim")
     training_fields = ("obs", "full_obs", "actions")
+    pretraining = ("stage2",)
     has_beliefs = True
 
     def __init__(self, tokenizer: Tokenizer | None, predictor: Tracker, config: Config, info: EnvInfo) -> None:
