@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,8 @@ def table_of_gate(data: Data) -> str:
     return f"{markdown(found['head'], found['rows'])}\n\n{found['note']}"
 
 
-def verdict_lines(data: Data) -> str:
-    """Return a line for each map, and one on class b as a whole."""
+def verdict_lines(data: Data, short: bool = False) -> str:
+    """Return a line for each map, and one on class b as a whole. short: with one number each."""
     found = data.verdicts()
     asked = [each for each in found if each.kind == "b"]
     good, waiting = (sum(each.state == state for each in asked) for state in ("holds", "open"))
@@ -149,7 +150,9 @@ def verdict_lines(data: Data) -> str:
     state = "holds" if enough else "open" if good + waiting >= MAPS_ASKED or not data.gate_runs else "does not hold"
     total = (f"**Class b as a whole: {state}.** Of {len(asked)} maps it holds on {good}, {waiting} are open"
              f" (asked: at least {MAPS_ASKED}).")  # fmt: skip
-    return "\n".join(f"- {line}" for line in (*(each.text for each in found), total))
+    if out := [place for place, enters in data.entered().items() if not enters]:
+        total += f" Not through the gate: {', '.join(out)}."
+    return "\n".join(f"- {line}" for line in (*(each.short if short else each.text for each in found), total))
 
 
 def figures(data: Data) -> dict[str, bytes]:
@@ -163,7 +166,8 @@ def figures(data: Data) -> dict[str, bytes]:
                   "curves": (curves, curve_panels(data.study, METRIC, "steps", "iqm", total=False))}  # fmt: skip
         for kind, (axes, shown) in panels.items():
             ordered = sorted(shown, key=lambda panel: [*data.places, panel.title].index(panel.title))
-            words = caption(kind, ordered, data.study, axes.gap)
+            ordered = [replace(panel, title=f"{panel.title} ({data.places[panel.title]})") for panel in ordered]
+            words = f"In brackets: class. {caption(kind, ordered, data.study, axes.gap)}"
             drawn[f"{kind}.png"] = render(ordered, axes, words, "double", set())["png"]
     return drawn
 
@@ -251,7 +255,7 @@ def summary(data: Data) -> str:
     """Return the README's lines."""
     if not data.runs:
         return f"{NOT_YET} The question, the maps and the rules are written down."
-    return f"{verdict_lines(data)}\n\n{final_part(data, README)}"
+    return f"{verdict_lines(data, short=True)}\n\n{final_part(data, README)}"
 
 
 def parts(data: Data) -> dict[Path, dict[str, str]]:

@@ -50,6 +50,11 @@ class Verdict:
         """One line of Markdown."""
         return f"**{self.place}, class {self.kind}: {self.state}.** {self.why}"
 
+    @property
+    def short(self) -> str:
+        """`text` with the first of its numbers alone."""
+        return self.text.split(";")[0].removesuffix(".") + "."
+
 
 def verdict(found: Sequence[Group], place: str, kind: Kind) -> Verdict:
     """Return what the runs of a study say about `METHOD` at a place, of a class that was written down before.
@@ -73,17 +78,17 @@ def _closes(found: Sequence[Group], place: str, last: Values) -> tuple[bool, lis
     if not gap > 0:
         return False, [f"there is no gap: `{UPPER}` - `{LOWER}` = {text_of(gap, ends)}"]
     share, ends = gap_share([last[METHOD]], [last[LOWER]], [last[UPPER]], iqm)
-    holds, parts = share >= LEAST, [f"`{METHOD}` closes {text_of(share, ends)} of the gap (asked: {LEAST})"]
+    parts = [(share >= LEAST, f"`{METHOD}` closes {text_of(share, ends)} of the gap (asked: {LEAST})")]
     for label in SIMPLE:
         above, ends = difference([last[METHOD]], [last[label]], iqm)
-        holds = holds and _lower_end(ends) > 0
-        parts.append(f"above `{label}` by {text_of(above, ends)} (asked: all of the interval above 0)")
-    return holds, parts
+        parts.append((_lower_end(ends) > 0, f"`{METHOD}` - `{label}` = {text_of(above, ends)}"))
+    parts.sort(key=lambda part: part[0])  # what fails comes first
+    return all(good for good, _ in parts), [words for _, words in parts]
 
 
 def _not_below(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
     gap, ends = difference([last[METHOD]], [last[LOWER]], iqm)
-    return _upper_end(ends) >= 0, [f"`{METHOD}` - `{LOWER}` = {text_of(gap, ends)} (asked: not all of it below 0)"]
+    return _upper_end(ends) >= 0, [f"`{METHOD}` - `{LOWER}` = {text_of(gap, ends)}"]
 
 
 def _fast(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
@@ -92,7 +97,7 @@ def _fast(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[
     level = REACHED * float(iqm([last[LOWER]]))
     steps = {label: _median_steps(found, place, label, level) for label in (METHOD, LOWER)}
     return _upper_end(ends) >= 0, [
-        f"mean height of the curve, `{METHOD}` - `{LOWER}` = {text_of(gap, ends)} (asked: not all of it below 0)",
+        f"mean height of the curve, `{METHOD}` - `{LOWER}` = {text_of(gap, ends)}",
         f"median steps to a win rate of {level:.2f}: "
         + ", ".join(f"`{label}` {each}" for label, each in steps.items()),
     ]
