@@ -185,12 +185,36 @@ def site(tmp_path, monkeypatch):
     return script.DATA
 
 
-ERRORS = {"predictor": 0.1, "ridge": 0.2, "last_seen": 0.3, "last_seen_or_mean": 0.4, "map_constant": 0.5}
+ERRORS = {"predictor": 0.1, "ridge": 0.2, "last_seen": 0.3, "last_seen_or_mean": 0.4, "map_constant": 0.5,
+          "slot_mean": 0.6, "zeros": 0.7}  # fmt: skip
 ROWS = [
-    {"row": "enemy", "count": 900, "mse": ERRORS, "recall_dead": 0.99},
+    {"row": "enemy", "count": 900, "mse": ERRORS, "recall_dead": 0.99, "health_r2": {"predictor": 0.4, "ridge": 0.3}},
     {"row": "enemy_before", "count": 300, "mse": ERRORS, "taken_for_dead": 0.04},
-    {"row": "enemy_age16", "count": 199, "mse": ERRORS},
+    {"row": "enemy_age16", "count": 199, "mse": {**ERRORS, "ridge": 0.01}},
 ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "**Holds.** Error at most 0.33 of the best simple guess (asked: 0.9); 0.50 of ridge regression"),
+        ({("mse", "slot_mean"): 0.105}, "**Does not hold.** Error at most 0.95 of the best simple guess"),
+        ({("mse", "ridge"): 0.099}, "**Does not hold.** 1.01 of ridge regression"),
+        ({"taken_for_dead": 0.06}, "**Does not hold.** 0.060 of those seen before taken for dead"),
+        ({"recall_dead": 0.94}, "**Does not hold.** 0.940 of the dead recognised"),
+        ({("health_r2", "ridge"): 0.41}, "**Does not hold.** R² of health 0.40, of ridge regression 0.41"),
+    ],
+)
+def test_the_predictor_is_judged_in_every_row(changed, said):
+    rows = {row["row"]: {**script._mean_row([row]), **changed} for row in ROWS[:2]}
+    assert script._predictor_verdict(rows, 3).startswith(said)
+    assert script._predictor_verdict(rows, 2).startswith("**Open.**")
+
+
+def test_rows_are_means_over_seeds_and_missing_where_cases_are_few():
+    row = script._mean_row([ROWS[0], {**ROWS[0], "count": 100, "mse": {**ERRORS, "ridge": 0.4}}])
+    assert row["count"] == 500 and row["mse", "ridge"] == pytest.approx(0.3) and row["recall_dead"] == 0.99
+    assert script._mean_row([ROWS[2]]) == script._mean_row([]) == {}
 
 
 def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
@@ -210,7 +234,7 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     rows = {line.split(" | ")[0].strip("| "): line for line in page.split(f"### {MAP}")[1].split("###")[0].splitlines()}
     assert "| 5 | 0.52 [" in rows["omagd"] and rows["omagd"].endswith("| 0.50 |")  # hours
     assert "| all | 900 | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
-    assert "taken for dead: 0.040; dead and recognised: 0.990" in page
+    assert "**Holds.** Error at most 0.33 of the best simple guess" in page
     assert f"43 runs, 4.3 core-hours.\n- Commits: `{'ab' * 6}` (43 runs)." in page
     assert (
         "class b: holds.** `omagd` closes 0.60 [" in readme

@@ -51,9 +51,10 @@ RESERVE: dict[str, Kind] = {
     "smax smacv2_10_units": "b",
 }  # fmt: skip
 CONTROLS = ("skirmish 8m", "skirmish 3m_hidden")
-LEAST_GAP, MAPS_ASKED, LEAST_CASES = 0.15, 2, 200
+LEAST_GAP, MAPS_ASKED, LEAST_CASES, PREDICTOR_SEEDS = 0.15, 2, 200, 3
 GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_seen": "last seen",
            "last_seen_or_mean": "last seen, else mean", "map_constant": "map constant"}  # fmt: skip
+SIMPLE_GUESSES = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
 ROWS = {"enemy": "all", "enemy_never": "never seen", "enemy_before": "seen before", "enemy_age1": "1 step ago",
         "enemy_age2_3": "2-3", "enemy_age4_7": "4-7", "enemy_age8_15": "8-15", "enemy_age16": "16 and more"}  # fmt: skip
 NOT_YET = "*Not run yet.*"
@@ -208,18 +209,17 @@ def battle_part(data: Data) -> str:
 
 def predictor_part(data: Data) -> str:
     """Return for each map the errors of the predictor on enemies, mean over seeds, and of the simple guesses."""
-    parts = []
+    made = []
     for place in data.studied():
         runs = [run for group in data.study if group.label == METHOD for run in group.at(place)]
         found = [table for run in runs if (table := _beliefs(run))]
-        rows = [row for name, title in ROWS.items() if (row := _errors(title, [table.get(name, {}) for table in found]))]
-        if rows:
-            dead = [table["enemy_before"].get("taken_for_dead") for table in found if "enemy_before" in table]
-            recall = [table["enemy"].get("recall_dead") for table in found if "enemy" in table]
-            shares = f"Seen before and taken for dead: {_mean(dead, 3)}; dead and recognised: {_mean(recall, 3)}."
-            head = ["living enemies, last seen", "cases", *GUESSES.values()]
-            parts.append(f"### {place}\n\n{markdown(head, rows)}\n\n{len(found)} seeds. {shares}")
-    return "\n\n".join(parts) or NOT_YET
+        means = {name: mean for name in ROWS if (mean := _mean_row([table.get(name, {}) for table in found]))}
+        if means:
+            rows = [[ROWS[name], f"{mean['count']:,.0f}", *(f"{mean['mse', key]:.3f}" for key in GUESSES)]
+                    for name, mean in means.items()]  # fmt: skip
+            table = markdown(["living enemies, last seen", "cases", *GUESSES.values()], rows)
+            made.append(f"### {place}\n\n{table}\n\n{_predictor_verdict(means, len(found))}")
+    return "\n\n".join(made) or NOT_YET
 
 
 def _beliefs(run: Run) -> Mapping[str, Mapping[str, Any]]:
@@ -227,17 +227,34 @@ def _beliefs(run: Run) -> Mapping[str, Mapping[str, Any]]:
     return {row["row"]: row for row in found.get("rows", [])} if isinstance(found, dict) else {}
 
 
-def _errors(title: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a row of errors, mean over the seeds; none where cases are few."""
-    counts = [row.get("count") or 0 for row in rows]
-    if not rows or min(counts) < LEAST_CASES:
-        return []
-    return [title, f"{np.mean(counts):,.0f}", *(_mean([row["mse"].get(key) for row in rows], 3) for key in GUESSES)]
+def _mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
+    """Return the mean over seeds of the numbers of a row, those of a guess by (measure, guess); empty for few cases."""
+    flat = [{(name, key): number for name in ("mse", "health_r2") for key, number in row.get(name, {}).items()}
+            | {name: row.get(name) for name in ("taken_for_dead", "recall_dead")} for row in rows]  # fmt: skip
+    cases = float(np.mean([row.get("count") or 0 for row in rows])) if rows else 0.0
+    known = {key: [row[key] for row in flat if row.get(key) is not None] for row in flat for key in row}
+    means = {key: float(np.mean(numbers)) for key, numbers in known.items() if numbers}
+    return {"count": cases, **means} if cases >= LEAST_CASES else {}
 
 
-def _mean(values: Sequence[float | None], digits: int) -> str:
-    known = [value for value in values if value is not None]
-    return f"{np.mean(known):.{digits}f}" if known else "-"
+def _predictor_verdict(rows: Mapping[str, Mapping[Any, float]], seeds: int) -> str:
+    """Return whether the predictor is what was asked, with the worst number of all rows."""
+    simple = max(row["mse", "predictor"] / min(row["mse", key] for key in SIMPLE_GUESSES) for row in rows.values())
+    ridge = max(row["mse", "predictor"] / row["mse", "ridge"] for row in rows.values())
+    every, before = rows["enemy"], rows.get("enemy_before", {})
+    dead, health = every.get("recall_dead", 1.0), (every["health_r2", "predictor"], every["health_r2", "ridge"])
+    asked = [
+        (simple <= 0.9, f"error at most {simple:.2f} of the best simple guess (asked: 0.9)"),
+        (ridge <= 1, f"{ridge:.2f} of ridge regression (asked: 1)"),
+        (before.get("taken_for_dead", 0.0) <= 0.05,
+         f"{before.get('taken_for_dead', 0.0):.3f} of those seen before taken for dead (asked: 0.05)"),
+        (dead >= 0.95, f"{dead:.3f} of the dead recognised (asked: 0.95)"),
+        (health[0] >= health[1], f"R² of health {health[0]:.2f}, of ridge regression {health[1]:.2f}"),
+    ]  # fmt: skip
+    asked.sort(key=lambda part: part[0])
+    state = "open" if seeds < PREDICTOR_SEEDS else "holds" if all(good for good, _ in asked) else "does not hold"
+    words = "; ".join(words for _, words in asked)
+    return f"**{state.capitalize()}.** {words[0].upper()}{words[1:]}; {seeds} seed{'s' * (seeds != 1)}."
 
 
 def cost(data: Data) -> str:
