@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, graph_learner, toy_config, toy_episodes
+from graph_toys import INFO, LAYOUT, believing, toy_config, toy_episodes
 
 from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
-from omagd.modules.graph_reconstructers import REGISTRY, check_beliefs
+from omagd.modules.graph_reconstructers import check_beliefs
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.run.cli.preflight import preflight
 from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
@@ -25,19 +25,6 @@ from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 CPU, X, Y = torch.device("cpu"), *LAYOUT.position
-
-
-def trained(**changes: Any) -> tuple[Any, Any]:
-    """Return a learner of stage 2, all of whose weights have moved, and a reconstructor that acts with them."""
-    stage = graph_learner("stage2", torch.float32, belief_inputs=True, graph_frames_at_once=1000, **changes)
-    if changes.get("kind") == "tracker":
-        stage.begin(lambda: [pack_episodes(toy_episodes(12, seed=s, apart=True)) for s in (40, 41)])
-    for seed in range(3):
-        stage.update(pack_episodes(toy_episodes(4, seed=seed, apart=True)))
-    if changes.get("kind") == "tracker":  # a few updates leave them almost equal everywhere
-        torch.nn.init.normal_(stage.predictor.spread.weight, generator=torch.Generator().manual_seed(0))
-    kind = REGISTRY.get(stage.config.mask_predictor_config.kind)
-    return stage, kind(getattr(stage, "tokenizer", None), stage.predictor, stage.config, INFO)
 
 
 def acted(reconstructor: Any, episode: Any) -> torch.Tensor:
@@ -80,7 +67,7 @@ def by_codes(stage: Any, batch: Any) -> dict[tuple[int, int, int], tuple[float, 
     {"kind": "tracker"}, {}, {"decode": "argmax"}, {"use_gru": True}, {"last_seen": False},
 ], ids=str)  # fmt: skip
 def test_agents_are_told_age_certainty_and_spread(changes: dict[str, Any]) -> None:
-    (stage, reconstructor), episodes = trained(**changes), toy_episodes(6, seed=21, apart=True)
+    (stage, reconstructor), episodes = believing(**changes), toy_episodes(6, seed=21, apart=True)
     batch = pack_episodes([{**e, "told": acted(reconstructor, e)} for e in episodes])
     believed = (by_tracker if changes.get("kind") else by_codes)(stage, batch)
     classes = set()

@@ -119,7 +119,7 @@ def play(reconstructor: Reconstructor, episodes):
     return [[torch.stack(x[:length]) for x in zip(*one, strict=True)] for one, length in zip(out, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.parametrize("decode", [*DECODES, "sample"])
 @pytest.mark.parametrize("use_gru", [False, True])
 def test_learning_reads_the_bits_that_acting_saw(decode: str, use_gru: bool) -> None:
     reconstructor, episodes = Reconstructor(*trained(decode=decode, use_gru=use_gru)), toy_episodes(6, seed=20)

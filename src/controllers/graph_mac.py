@@ -42,6 +42,7 @@ class NGraphMAC(BasicMAC):
         self.reconstructor = reconstructor
         self._active = np.ones(0, bool)
         self._told = config.belief_inputs and reconstructor is not None
+        self._draws_units = config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"
         super().__init__(config, info, device, reconstructor)
 
     @classmethod
@@ -87,6 +88,8 @@ class NGraphMAC(BasicMAC):
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Choose actions in the active slots; the other slots' histories do not change."""
         self._active = tick.active
+        if self._draws_units and self.reconstructor is not None and explore is not None:
+            self.reconstructor.renew(tick.active & (tick.step == 0), explore.rng)
         return super().act(tick, explore)
 
     def _build_inputs(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:

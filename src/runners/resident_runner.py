@@ -86,6 +86,9 @@ class ResidentRunner(Runner):
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
                 config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), Reconstructor)
             ),
+            "draws no units, so not with mask_predictor_config.decode=sample": (
+                config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"
+            ),
             "gives agents no beliefs, so not with belief_inputs=True": config.belief_inputs,
             "reconstructs where it acts, so not with cpu_inference=True and use_graph_reconstruction=True": (
                 config.cpu_inference and config.use_graph_reconstruction

@@ -39,11 +39,15 @@ def pretraining(config: Config) -> tuple[str, ...]:
 
 
 def check_beliefs(config: Config) -> None:
-    """Reject `belief_inputs` with a kind of predictor that does not say how sure it is. Errors: UserError."""
+    """Reject what a kind of predictor does not say: how sure it is, a distribution to draw from. Errors: UserError."""
     kind = config.mask_predictor_config.kind
-    if not (config.belief_inputs and config.use_graph_reconstruction):
+    if not config.use_graph_reconstruction:
         return
-    if not getattr(REGISTRY.get(kind), "has_beliefs", False):
+    if config.mask_predictor_config.decode == "sample" and not hasattr(REGISTRY.get(kind), "renew"):
+        raise UserError(
+            f"mask_predictor_config.decode=sample: kind={kind} has no distribution to draw from. Use decode=mean"
+        )
+    if config.belief_inputs and not getattr(REGISTRY.get(kind), "has_beliefs", False):
         raise UserError(
             f"belief_inputs=True: mask_predictor_config.kind={kind} does not say how sure it is. Use another kind, or"
             " belief_inputs=False"

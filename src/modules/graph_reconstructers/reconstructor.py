@@ -28,6 +28,7 @@ from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTok
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
+from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.compiling import compiled_or_reference
 from omagd.utils.errors import UserError
@@ -108,7 +109,8 @@ class Reconstructor:
         self.predictor = predictor.eval().requires_grad_(False)
         self.layout, self.n_agents = info.layout, info.n_agents
         self.device = predictor.table.device
-        self.mean = config.mask_predictor_config.decode == "mean"
+        self.mean, self._draws = (config.mask_predictor_config.decode == decode for decode in ("mean", "sample"))
+        self._seed = config.seed
         require_one_pretraining(tokenizer, predictor)
         self.seconds, self.calls, self.frames = 0.0, 0, 0
         self._bf16, self._tells = config.acting_precision == "bf16", config.belief_inputs
@@ -148,6 +150,7 @@ class Reconstructor:
         config, specials = self.predictor.config, self.predictor.specials
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, config, specials, self.device)
+        self._noise = EpisodeNoise(self._seed, shape, self.device) if self._draws else None
         if self._compiled is None or self._compiled.n_slots != n_slots:
             kind = compiled_tick() if self.has_kernels else None
             parts = self.layout, self.n_agents, n_slots, *frozen
@@ -162,7 +165,15 @@ class Reconstructor:
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
         """Clear the histories of the slots `which` [B] bool, where episodes start."""
-        self._history.reset(torch.as_tensor(which, device=self.device))
+        slots = torch.as_tensor(which, device=self.device)
+        self._history.reset(slots)
+        if self._noise is not None:
+            self._noise.reset(slots)
+
+    def renew(self, which: np.ndarray, rng: np.random.Generator) -> None:
+        """Draw by `rng` in the episodes that have begun in the slots `which` [B] bool; see `sampling.py`."""
+        if self._noise is not None:
+            self._noise.renew(which, rng)
 
     @torch.inference_mode()
     def step(
@@ -190,7 +201,7 @@ class Reconstructor:
         else:
             slots = torch.as_tensor(active, device=self.device).nonzero().flatten()
             part = self._history.take(slots)
-            result = self._tick(obs[slots], now[slots], part).among(obs, slots)
+            result = self._tick(obs[slots], now[slots], part, slots).among(obs, slots)
             self._history.put(slots, part)
         self.calls += 1
         self.seconds += time.perf_counter() - start
@@ -231,21 +242,26 @@ class Reconstructor:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the histories of all slots."""
-        return self._history.snapshot()
+        return {**self._history.snapshot(), **({} if self._noise is None else self._noise.snapshot())}
 
     @torch.inference_mode()
     def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
         """Continue from a `snapshot` of as many slots."""
         self._history.restore(snapshot)
+        if self._noise is not None:
+            self._noise.restore(snapshot)
 
-    def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory) -> Reconstruction:
-        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step."""
+    def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory, slots: Tensor | None = None) -> Reconstruction:
+        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step.
+
+        slots: [B], their numbers; None: all.
+        """
         seen, missing = self.columns.sight(obs)
         history.push(self._tokens(obs, seen))
         stored, doubt = self.blank(tuple(missing.shape)), None
         rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
         if len(rows):
-            guess = self._guess(rows, missing, now, history)
+            guess = self._guess(rows, missing, now, history, slots)
             stored, doubt = self._stored(missing, guess), guess.doubt
             obs = self.filled(obs, stored, missing, self.columns)
         else:
@@ -271,12 +287,16 @@ class Reconstructor:
         ids.view(-1).index_copy_(0, where, self._frozen[0](nodes))
         return ids
 
-    def _guess(self, rows: Tensor, missing: Tensor, now: Tensor, history: SlotHistory) -> Guess:
+    def _guess(self, rows: Tensor, missing: Tensor, now: Tensor, history: SlotHistory, slots: Tensor | None) -> Guess:
         """Predict the missing nodes of the agents `rows` [F] of B·n, at steps `now` [B]."""
         assert self._frozen is not None
         self.frames += len(rows)
         which = missing.flatten(0, 1).index_select(0, rows).flatten().nonzero().flatten()
-        return self._frozen[1](history.frames(rows, now), which)
+        gumbel = None
+        if self._noise is not None:
+            size = self.predictor.specials.n_codes + 1
+            gumbel = self._noise.gumbel(places(missing, slots), size).to(self.predictor.table.dtype)
+        return self._frozen[1](history.frames(rows, now), which, gumbel)
 
     def _stored(self, missing: Tensor, guess: Guess) -> Tensor:
         """Return the stored field [B, ...]: the guesses of the `missing` [B, n, N] nodes, rounded."""

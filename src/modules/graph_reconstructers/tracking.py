@@ -8,6 +8,7 @@ Shapes: B slots, P active ones, n agents, N nodes, D features, M missing nodes, 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 from functools import lru_cache
@@ -22,6 +23,7 @@ from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, told
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
+from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Memory, Tracker
 from omagd.utils.compiling import compiled_or_reference
@@ -57,7 +59,9 @@ class TrackingReconstructor:
         self.device = predictor.scale.device
         self.seconds, self.calls, self.frames = 0.0, 0, 0
         self._columns = GraphTables(self.layout, self.device)
-        self._tells = config.belief_inputs
+        self._tells, self._seed = config.belief_inputs, config.seed
+        self._draws = config.mask_predictor_config.decode == "sample"
+        self._judge = undecided(predictor) if self._draws else predictor
         self._weights = [*predictor.parameters(), *predictor.buffers()]
         self._compiled: tuple[tuple[int, int], CompiledTracking] | None = None
         self.begin(0)
@@ -79,6 +83,7 @@ class TrackingReconstructor:
             "hidden": torch.zeros(others, dtype=kind, device=self.device),
             "begun": torch.zeros(n_slots, dtype=torch.bool, device=self.device),
         }  # fmt: skip
+        self._noise = EpisodeNoise(self._seed, shape, self.device) if self._draws else None
 
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
@@ -86,6 +91,13 @@ class TrackingReconstructor:
         slots = torch.as_tensor(which, device=self.device)
         for name, value in self._state.items():
             value[slots] = -1 if name == "age" else 0
+        if self._noise is not None:
+            self._noise.reset(slots)
+
+    def renew(self, which: np.ndarray, rng: np.random.Generator) -> None:
+        """Draw by `rng` in the episodes that have begun in the slots `which` [B] bool; see `sampling.py`."""
+        if self._noise is not None:
+            self._noise.renew(which, rng)
 
     @torch.inference_mode()
     def step(
@@ -109,11 +121,11 @@ class TrackingReconstructor:
         if self.has_kernels and (kernels := compiled_tracking()) is not None:
             result = self._by_kernels(kernels, obs, now, actions, active)
         elif active is None or active.all():
-            result, self._state = self._tick(obs, now, actions, self._state)
+            result, self._state = self._tick(obs, now, actions, self._state, None)
         else:
             slots = torch.as_tensor(active, device=self.device).nonzero().flatten()
             part = {name: value[slots] for name, value in self._state.items()}
-            made, part = self._tick(obs[slots], now[slots], actions[slots], part)
+            made, part = self._tick(obs[slots], now[slots], actions[slots], part, slots)
             for name, value in part.items():
                 self._state[name][slots] = value
             result = made.among(obs, slots)
@@ -134,12 +146,15 @@ class TrackingReconstructor:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the memories of all slots."""
-        return {name: value.clone() for name, value in self._state.items()}
+        noise = {} if self._noise is None else self._noise.snapshot()
+        return {**{name: value.clone() for name, value in self._state.items()}, **noise}
 
     @torch.inference_mode()
     def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
         """Continue from a `snapshot` of as many slots."""
         self._state = {name: snapshot[name].to(self.device).clone() for name in STATE}
+        if self._noise is not None:
+            self._noise.restore(snapshot)
 
     @property
     def has_kernels(self) -> bool:
@@ -157,13 +172,12 @@ class TrackingReconstructor:
         """Return the result of `step`, computed by kernels: the same up to rounding."""
         version = len(obs), sum(value._version for value in self._weights)
         if self._compiled is None or version != self._compiled[0]:
-            self._compiled = version, kind(self.layout, self.predictor, len(obs))
+            self._compiled = version, kind(self.layout, self._judge, len(obs))
         filled = np.array(obs.numpy(), np.float32, order="C")  # a copy
         played = torch.ones(len(obs), dtype=torch.bool) if active is None else torch.as_tensor(active)
         taken = actions.long().contiguous().numpy()
-        made = self._compiled[1](
-            filled, now.contiguous().numpy(), played.nonzero().flatten().numpy(), taken, self._state
-        )
+        given = filled, now.contiguous().numpy(), played.nonzero().flatten().numpy(), taken
+        made = self._compiled[1](*given, self._state, self._noise)
         stored, guessed, frames, belief = made
         self.frames += frames
         result = torch.from_numpy(filled), torch.from_numpy(guessed)
@@ -178,9 +192,9 @@ class TrackingReconstructor:
         return Doubt(belief.p_dead, belief.spread[:, self.layout.position].square().mean(-1).sqrt())
 
     def _tick(
-        self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor]
+        self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor], slots: Tensor | None
     ) -> tuple[Reconstruction, dict[str, Tensor]]:
-        """Return the reconstruction of obs [P, n, obs_dim] at steps `now` [P], and the state after it."""
+        """Return the reconstruction of obs [P, n, obs_dim] at steps `now` [P] of slots [P], and the state after it."""
         tracker, (seen, missing) = self.predictor, self._columns.sight(obs)
         nodes = self._columns.nodes(obs)
         memory, drift = self._remember(nodes, now, actions, seen, missing, state)
@@ -190,7 +204,9 @@ class TrackingReconstructor:
             "last": memory.last, "age": memory.age, "own": nodes[:, :, 0], "drift": drift, "hidden": hidden,
             "begun": torch.ones_like(state["begun"]),
         }  # fmt: skip
-        belief = tracker.belief(tracker.decode(hidden, x, base, known, memory), memory)
+        belief = self._judge.belief(tracker.decode(hidden, x, base, known, memory), memory)
+        if self._noise is not None:
+            belief = self._noise.drawn(belief, places(missing, slots), tracker.bounds)
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features
         stored = self._columns.obs(guesses).half()
@@ -212,6 +228,14 @@ class TrackingReconstructor:
         memory = Memory(last, age, actions, change, now, missing)
         drift = torch.where((age > 0)[..., None], state["drift"] + self.predictor.moves(memory)[:, :, None], 0.0)
         return memory, drift
+
+
+def undecided(tracker: Tracker) -> Tracker:
+    """Return a tracker of the same weights that takes no unit for dead: what `decode: sample` draws from."""
+    twin = copy.copy(tracker)
+    never = torch.full_like(tracker.threshold, torch.inf)
+    twin.__dict__["_buffers"] = {**tracker._buffers, "threshold": never}
+    return twin
 
 
 @lru_cache(maxsize=1)
