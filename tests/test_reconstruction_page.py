@@ -260,6 +260,24 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     )
 
 
+def test_a_gate_that_goes_on_decides_nothing(site):
+    path = site / "reconstruction_gate.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    full = [line for line in lines if '"arm":"full_obs"' in line and "3m_mixed" in line]
+    path.write_text("".join(line for line in lines if line not in full))  # one map without, one with all
+    script.main()
+    page = script.PAGE.read_text()
+    assert f"| {MAP} | b | b | 63 % | not run yet |" in page and f"| {MAP} | 3" not in page
+    assert "| skirmish 5m_mixed_sight6 | 3, 3 | 0.210 | 0.310 |" in page and f"{MAP}, class b: holds" in page
+    path.write_text("".join(line for line in lines if line not in full[1:]))
+    script.main()
+    page = script.PAGE.read_text()
+    assert f"| {MAP} | 3, 1 | 0.210 | 0.600 |" in page and page.count("| open |") == 1
+    path.write_text("".join(line for line in lines if '"arm":"full_obs"' not in line))
+    script.main()
+    assert "| skirmish 5m_mixed_sight6 | b | - | - | not run yet |" in script.PAGE.read_text()
+
+
 def test_a_map_without_a_predicted_class_is_refused(site):
     path = site / "reconstruction_3_agents.jsonl"
     path.write_text(path.read_text().replace("3m_mixed_sight6", "27m_vs_30m"))

@@ -51,7 +51,7 @@ RESERVE: dict[str, Kind] = {
     "smax smacv2_10_units": "b",
 }  # fmt: skip
 CONTROLS = ("skirmish 8m", "skirmish 3m_hidden")
-LEAST_GAP, MAPS_ASKED, LEAST_CASES, PREDICTOR_SEEDS = 0.15, 2, 200, 3
+LEAST_GAP, MAPS_ASKED, LEAST_CASES, PREDICTOR_SEEDS, GATE_SEEDS = 0.15, 2, 200, 3, 3
 GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_seen": "last seen",
            "last_seen_or_mean": "last seen, else mean", "map_constant": "map constant"}  # fmt: skip
 SIMPLE_GUESSES = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
@@ -84,13 +84,18 @@ class Data:
         self.places = {**MAPS, **{place: kind for place, kind in RESERVE.items() if place in played}}
 
     def entered(self) -> dict[str, bool]:
-        """Return for each map of the gate whether it enters the main study."""
-        rows = self.gate()["rows"] if self.gate_runs else []
-        return {row[0]: row[-1] == "yes" for row in rows if row[0] not in CONTROLS}
+        """Return for each map whose gate is over whether it enters the main study."""
+        rows = self.gate()["rows"]
+        return {row[0]: row[-1] == "yes" for row in rows if row[-1] != "open" and row[0] not in CONTROLS}
 
     def gate(self) -> dict[str, Any]:
-        """Return the table of the gate."""
-        return gate_table(self.gate_runs, LOWER, UPPER, LEAST_GAP)
+        """Return the table of the gate; maps with fewer seeds than asked are open."""
+        if not {LOWER, UPPER} <= {run.arm for run in self.gate_runs}:
+            return {"rows": []}
+        found = gate_table(self.gate_runs, LOWER, UPPER, LEAST_GAP)
+        rows = [[*row[:-1], row[-1] if min(map(int, row[1].split(", "))) >= GATE_SEEDS else "open"]
+                for row in found["rows"] if ", " in row[1]]  # fmt: skip
+        return {**found, "rows": rows}
 
     def verdicts(self) -> list[Verdict]:
         """Return a verdict for each map that has entered or is a control, and for each that has no gate yet."""
@@ -136,9 +141,9 @@ def table_of_maps(data: Data) -> str:
 
 def table_of_gate(data: Data) -> str:
     """Return the table of the gate."""
-    if not data.gate_runs:
-        return NOT_YET
     found = data.gate()
+    if not found["rows"]:
+        return NOT_YET
     return f"{markdown(found['head'], found['rows'])}\n\n{found['note']}"
 
 
@@ -148,7 +153,7 @@ def verdict_lines(data: Data, short: bool = False) -> str:
     asked = [each for each in found if each.kind == "b"]
     good, waiting = (sum(each.state == state for each in asked) for state in ("holds", "open"))
     enough = good >= MAPS_ASKED
-    state = "holds" if enough else "open" if good + waiting >= MAPS_ASKED or not data.gate_runs else "does not hold"
+    state = "holds" if enough else "open" if good + waiting >= MAPS_ASKED else "does not hold"
     total = (f"**Class b as a whole: {state}.** Of {len(asked)} maps it holds on {good}, {waiting} are open"
              f" (asked: at least {MAPS_ASKED}).")  # fmt: skip
     if out := [place for place, enters in data.entered().items() if not enters]:
